@@ -1,0 +1,20 @@
+//! What crosses the exec-server wire.
+//!
+//! Owns the message envelope, the method names bound to their parameter and result types, `file:`
+//! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
+
+pub mod chunk;
+pub mod command;
+pub mod environment;
+pub mod envelope;
+pub mod fs;
+pub mod limits;
+pub mod method;
+pub mod path;
+pub mod process;
+pub mod session;
+
+pub use chunk::ByteChunk;
+pub use envelope::{ErrorObject, Incoming, RequestId};
+pub use method::{Method, NoParams, Notification};
+pub use path::PathUri;

@@ -1,0 +1,34 @@
+//! Named bounds of the wire, shared by both sides.
+
+/// JSON values (objects, arrays and scalars) allowed in one message.
+///
+/// A megabyte of `[0,0,0,…]` decodes into a tree many times its size; counting values bounds the
+/// work of decoding where counting bytes cannot.
+pub const MAX_JSON_VALUES: usize = 262_144;
+
+/// Bytes in one message, after reassembly of websocket fragments, in either direction.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
+
+/// Payload bytes of one websocket frame that this side accepts.
+pub const MAX_FRAME_BYTES: usize = 16 << 20;
+
+/// Payload bytes of one websocket frame that this side sends; longer messages are continued.
+///
+/// Compatible peers refuse frames above 16 MiB; a quarter of that keeps other traffic flowing
+/// between the parts.
+pub const SEND_FRAME_BYTES: usize = 4 << 20;
+
+/// Bytes of output in one chunk; compatible clients fail a process whose chunk is larger.
+pub const MAX_CHUNK_BYTES: usize = 1 << 20;
+
+/// Bytes moved by one `fs/readBlock` or `fs/writeBlock`.
+pub const MAX_BLOCK_BYTES: usize = 1 << 20;
+
+/// Bytes in a client-chosen file handle id.
+pub const MAX_HANDLE_ID_BYTES: usize = 32;
+
+/// File handles one connection may hold.
+pub const MAX_FILE_HANDLES: usize = 128;
+
+/// Largest file that `fs/readFile` considers at all.
+pub const MAX_READ_FILE_BYTES: u64 = 512 << 20;

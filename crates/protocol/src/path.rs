@@ -1,0 +1,342 @@
+//! Paths on the wire: `file:` URIs.
+//!
+//! Parsing follows the WHATWG rules, so `.` and `..` fold before any file is touched. A URI may name
+//! a path of another platform: it decodes, and fails when it is used.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use url::Url;
+
+/// A path as a `file:` URI, in canonical text.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct PathUri(String);
+
+/// Why a text is not a path URI.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PathUriError {
+    /// Not a URI at all.
+    #[error("invalid URI: {0}")]
+    Invalid(url::ParseError),
+    /// Not a `file:` URI.
+    #[error("unsupported path URI scheme `{0}`")]
+    Scheme(String),
+    /// It has a query.
+    #[error("query parameters are not allowed in path URIs")]
+    Query,
+    /// It has a fragment.
+    #[error("fragments are not allowed in path URIs")]
+    Fragment,
+    /// It names a path that this platform cannot have.
+    #[error("'{0}' is invalid on '{os}'", os = std::env::consts::OS)]
+    Foreign(String),
+}
+
+/// Marks the form for paths that have no ordinary URI.
+const OPAQUE_PREFIX: &str = "/%00/bad/path/";
+
+impl PathUri {
+    /// Parses a URI.
+    ///
+    /// # Errors
+    ///
+    /// When the text is not a `file:` URI, has a query or a fragment, or holds an encoded NUL.
+    pub fn parse(text: &str) -> Result<Self, PathUriError> {
+        let url = Url::parse(text).map_err(PathUriError::Invalid)?;
+        if url.scheme() != "file" {
+            return Err(PathUriError::Scheme(url.scheme().to_owned()));
+        }
+        if url.query().is_some() {
+            return Err(PathUriError::Query);
+        }
+        if url.fragment().is_some() {
+            return Err(PathUriError::Fragment);
+        }
+        let host = url.host_str().unwrap_or("");
+        let path = path_text(text, &url);
+        if decode_percent(&path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
+            return Err(PathUriError::Foreign(text.to_owned()));
+        }
+        let mut canonical = format!("file://{host}");
+        for segment in path.split('/').filter(|segment| !segment.is_empty()) {
+            canonical.push('/');
+            canonical.push_str(segment);
+        }
+        if canonical.len() == "file://".len() + host.len() {
+            canonical.push('/');
+        }
+        if host.is_empty() && has_drive(&canonical["file://".len()..]) {
+            // Drive letters compare without case; one spelling keeps equality simple.
+            let at = "file:///".len();
+            let upper = canonical[at..=at].to_ascii_uppercase();
+            canonical.replace_range(at..=at, &upper);
+        }
+        Ok(Self(canonical))
+    }
+
+    /// The URI of a native absolute path.
+    ///
+    /// # Errors
+    ///
+    /// When the path is relative.
+    pub fn from_native(path: &Path) -> Result<Self, PathUriError> {
+        if !path.is_absolute() {
+            return Err(PathUriError::Foreign(path.display().to_string()));
+        }
+        let bytes = path.as_os_str().as_bytes();
+        let mut text = String::with_capacity(bytes.len() + 8);
+        text.push_str("file://");
+        for segment in bytes.split(|&byte| byte == b'/').filter(|s| !s.is_empty() && *s != b".") {
+            text.push('/');
+            for &byte in segment {
+                push_encoded(&mut text, byte);
+            }
+        }
+        if text.len() == "file://".len() {
+            text.push('/');
+        }
+        // Only an ordinary URI that leads back to the same path may stand for it.
+        match Self::parse(&text) {
+            Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
+            _ => Ok(Self(format!("file://{OPAQUE_PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes)))),
+        }
+    }
+
+    /// The native path.
+    ///
+    /// # Errors
+    ///
+    /// When the URI names a host, a drive, or an opaque path that has an ordinary URI.
+    pub fn to_native(&self) -> Result<PathBuf, PathUriError> {
+        let foreign = || PathUriError::Foreign(self.0.clone());
+        let path = &self.0["file://".len()..];
+        if let Some(encoded) = path.strip_prefix(OPAQUE_PREFIX) {
+            let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| foreign())?;
+            let native = PathBuf::from(OsString::from_vec(bytes));
+            let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
+            return if ordinary == *self { Ok(native) } else { Err(foreign()) };
+        }
+        if !path.starts_with('/') || has_drive(path) {
+            return Err(foreign());
+        }
+        let bytes = decode_percent(path);
+        if bytes.contains(&0) {
+            return Err(foreign());
+        }
+        Ok(PathBuf::from(OsString::from_vec(bytes)))
+    }
+
+    /// The canonical text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+/// The root directory.
+impl Default for PathUri {
+    fn default() -> Self {
+        Self("file:///".to_owned())
+    }
+}
+
+/// The URL parser's path, except that `c|` stays what it is: it is no drive here.
+fn path_text(text: &str, url: &Url) -> String {
+    let path = url.path();
+    let bytes = path.as_bytes();
+    if has_drive(path) {
+        let drive = bytes[1] as char;
+        let written = format!("/{drive}|");
+        if text.contains(&written) && !text.contains(&format!("/{drive}:")) {
+            return path.replacen(&format!("/{drive}:"), &format!("/{drive}%7C"), 1);
+        }
+    }
+    path.to_owned()
+}
+
+fn has_drive(path: &str) -> bool {
+    match path.as_bytes() {
+        [b'/', letter, b':'] => letter.is_ascii_alphabetic(),
+        [b'/', letter, b':', b'/', ..] => letter.is_ascii_alphabetic(),
+        _ => false,
+    }
+}
+
+fn same_path(one: &Path, other: &Path) -> bool {
+    // Component-wise, so repeated and trailing separators do not matter, but `..` does.
+    one.components().eq(other.components())
+}
+
+fn push_encoded(text: &mut String, byte: u8) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
+    // What the URL parser itself leaves alone in a file path, so that text stays canonical.
+    let plain = byte.is_ascii_graphic()
+        && !matches!(byte, b'%' | b'?' | b'#' | b'"' | b'<' | b'>' | b'`' | b'{' | b'}' | b'\\' | b'^');
+    if plain {
+        text.push(byte as char);
+    } else {
+        text.push('%');
+        text.push(HEX[usize::from(byte >> 4)] as char);
+        text.push(HEX[usize::from(byte & 15)] as char);
+    }
+}
+
+/// Decodes `%XX`; anything else after a percent sign is literal text.
+fn decode_percent(text: &str) -> Vec<u8> {
+    let digit = |byte: Option<&u8>| byte.and_then(|&b| (b as char).to_digit(16));
+    let bytes = text.as_bytes();
+    let mut out = Vec::with_capacity(bytes.len());
+    let mut at = 0;
+    while at < bytes.len() {
+        if bytes[at] == b'%'
+            && let (Some(high), Some(low)) = (digit(bytes.get(at + 1)), digit(bytes.get(at + 2)))
+        {
+            // Two hexadecimal digits make at most 255.
+            out.push((high * 16 + low) as u8);
+            at += 3;
+        } else {
+            out.push(bytes[at]);
+            at += 1;
+        }
+    }
+    out
+}
+
+impl fmt::Display for PathUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for PathUri {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PathUri({})", self.0)
+    }
+}
+
+impl FromStr for PathUri {
+    type Err = PathUriError;
+    fn from_str(text: &str) -> Result<Self, PathUriError> {
+        Self::parse(text)
+    }
+}
+
+impl Serialize for PathUri {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for PathUri {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = std::borrow::Cow::<'_, str>::deserialize(deserializer)?;
+        Self::parse(&text).map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn native(uri: &str) -> Result<String, String> {
+        let uri = PathUri::parse(uri).map_err(|error| format!("parse: {error}"))?;
+        let path = uri.to_native().map_err(|error| format!("use: {error}"))?;
+        Ok(path.to_string_lossy().into_owned())
+    }
+
+    #[test]
+    fn follows_the_table() {
+        for (uri, path) in [
+            ("file:/a", "/a"),
+            ("file:///a", "/a"),
+            ("FILE:///a", "/a"),
+            ("file://localhost/a", "/a"),
+            ("file:", "/"),
+            ("file:///", "/"),
+            ("file:///a/../b/./c/%2e%2e/d", "/b/d"),
+            ("file:///a//b///c/", "/a/b/c"),
+            ("file:///a%2Fb", "/a/b"),
+            ("file:///a%zz", "/a%zz"),
+            ("file:///a%20b[1]", "/a b[1]"),
+            ("file:///c|/x", "/c|/x"),
+            ("file:///%00/bad/path/L0M6L3g", "/C:/x"),
+        ] {
+            assert_eq!(native(uri).as_deref(), Ok(path), "{uri}");
+        }
+        for (uri, error) in [
+            ("/abs/path", "parse: invalid URI: relative URL without a base"),
+            ("", "parse: invalid URI: relative URL without a base"),
+            ("http://x/y", "parse: unsupported path URI scheme `http`"),
+            ("file:///a?q", "parse: query parameters are not allowed in path URIs"),
+            ("file:///a#f", "parse: fragments are not allowed in path URIs"),
+            ("file:///a%00b", "parse: 'file:///a%00b' is invalid on 'linux'"),
+            ("file://server/x", "use: 'file://server/x' is invalid on 'linux'"),
+            ("file:///c:/x", "use: 'file:///C:/x' is invalid on 'linux'"),
+            ("file:///C:/x", "use: 'file:///C:/x' is invalid on 'linux'"),
+            ("file:///%00/bad/path/L2E", "use: 'file:///%00/bad/path/L2E' is invalid on 'linux'"),
+        ] {
+            assert_eq!(native(uri).err().as_deref(), Some(error), "{uri}");
+        }
+        for uri in ["file://u:p@host/x", "file://host:80/x", "relative"] {
+            assert!(native(uri).is_err_and(|error| error.starts_with("parse")), "{uri}");
+        }
+    }
+
+    #[test]
+    fn writes_canonical_text() {
+        for (path, uri) in [
+            ("/", "file:///"),
+            ("/a b", "file:///a%20b"),
+            ("/100%", "file:///100%25"),
+            ("/q?#", "file:///q%3F%23"),
+            ("/é", "file:///%C3%A9"),
+            ("/[x]", "file:///[x]"),
+            ("/C:/x", "file:///%00/bad/path/L0M6L3g"),
+            ("/a/../b", "file:///%00/bad/path/L2EvLi4vYg"),
+        ] {
+            assert_eq!(PathUri::from_native(Path::new(path)).unwrap().as_str(), uri);
+        }
+        assert!(PathUri::from_native(Path::new("a")).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn native_paths_round_trip(segments in prop::collection::vec(
+            prop::collection::vec(1u8..=255, 1..12), 0..6)) {
+            let mut bytes = Vec::new();
+            for segment in &segments {
+                bytes.push(b'/');
+                bytes.extend(segment.iter().map(|&b| if b == b'/' { b'_' } else { b }));
+            }
+            if bytes.is_empty() {
+                bytes.push(b'/');
+            }
+            let path = PathBuf::from(OsString::from_vec(bytes));
+            let uri = PathUri::from_native(&path).unwrap();
+            prop_assert!(same_path(&uri.to_native().unwrap(), &path), "{uri}");
+            prop_assert_eq!(PathUri::parse(uri.as_str()).unwrap(), uri);
+        }
+
+        #[test]
+        fn parsing_is_idempotent(text in "file:/{0,3}[a-zA-Z0-9:|%./\\\\ ]{0,24}") {
+            if let Ok(uri) = PathUri::parse(&text) {
+                prop_assert_eq!(PathUri::parse(uri.as_str()).unwrap(), uri);
+            }
+        }
+
+        #[test]
+        fn arbitrary_text_never_panics(text: String) {
+            if let Ok(uri) = PathUri::parse(&text) {
+                let _ = uri.to_native();
+            }
+        }
+    }
+}

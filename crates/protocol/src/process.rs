@@ -1,0 +1,667 @@
+//! `process/*`: start processes, follow their output, control and end them.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::chunk::ByteChunk;
+use crate::method::{Empty, methods, notifications};
+use crate::path::PathUri;
+
+methods! {
+    /// `process/start`: launch a child and begin retaining its output.
+    Start = "process/start" (StartParams) -> StartResult;
+    /// `process/read`: retained output after a sequence number.
+    Read = "process/read" (ReadParams) -> ReadResult;
+    /// `process/write`: bytes for the child's input, once per `writeId`.
+    Write = "process/write" (WriteParams) -> WriteResult;
+    /// `process/closeStdin`: end of the child's input.
+    CloseStdin = "process/closeStdin" (CloseStdinParams) -> WriteResult;
+    /// `process/resize`: a new size for the child's terminal.
+    Resize = "process/resize" (ResizeParams) -> Empty;
+    /// `process/signal`: a signal for the child.
+    Signal = "process/signal" (SignalParams) -> Empty;
+    /// `process/terminate`: end the child and everything it started.
+    Terminate = "process/terminate" (TerminateParams) -> TerminateResult;
+    /// `process/wait`: answer when the child has exited or its log is closed.
+    Wait = "process/wait" (WaitParams) -> WaitResult;
+    /// `process/snapshot`: head and tail of each stream.
+    Snapshot = "process/snapshot" (SnapshotParams) -> SnapshotResult;
+    /// `process/list`: the processes of this session, or of all.
+    List = "process/list" (ListParams) -> ListResult;
+}
+
+notifications! {
+    /// `process/output`: the child wrote something.
+    Output = "process/output" (OutputParams);
+    /// `process/exited`: the child ended; output may still follow.
+    Exited = "process/exited" (ExitedParams);
+    /// `process/closed`: nothing more will come.
+    Closed = "process/closed" (ClosedParams);
+}
+
+/// Params of [`Start`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StartParams {
+    /// Chosen by the client, unique in its session.
+    pub process_id: String,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Working directory.
+    pub cwd: PathUri,
+    /// The child's whole environment, or what is laid over `env_policy`.
+    pub env: BTreeMap<String, String>,
+    /// Whether the child gets a terminal.
+    pub tty: bool,
+    /// What the child sees as its own name; what is executed stays `argv[0]`.
+    #[serde(default)]
+    pub arg0: Option<String>,
+    /// Keep the child's input open for `process/write`; a terminal always is.
+    #[serde(default)]
+    pub pipe_stdin: bool,
+    /// How to derive the environment from the server's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub env_policy: Option<EnvPolicy>,
+    /// The policy to run under.
+    #[serde(default)]
+    pub sandbox: Option<Value>,
+    /// Allow no network but a managed proxy.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub enforce_managed_network: bool,
+    /// Details of the managed network.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub managed_network: Option<Value>,
+    /// A proxy to start beside the child.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_proxy: Option<Value>,
+    /// A captured shell state to start from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shell_snapshot: Option<Value>,
+    /// Where the call comes from; shown to the child.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metadata: Option<StartMetadata>,
+    /// Size of the terminal at birth.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size: Option<TerminalSize>,
+    /// Wall-clock limit: TERM to the tree, KILL after `grace_ms`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// From TERM to KILL when `timeout_ms` strikes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub grace_ms: Option<u64>,
+    /// What the child and its descendants may use.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<Limits>,
+    /// Whether output is pushed or only read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delivery: Option<Delivery>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
+}
+
+/// How to derive a child's environment from the server's own.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct EnvPolicy {
+    /// What to begin with.
+    pub inherit: Inherit,
+    /// Keep names like `*KEY*`, `*SECRET*` and `*TOKEN*`.
+    pub ignore_default_excludes: bool,
+    /// Patterns of names to drop.
+    pub exclude: Vec<String>,
+    /// Variables to set after dropping.
+    pub set: BTreeMap<String, String>,
+    /// If not empty: patterns of the only names to keep.
+    pub include_only: Vec<String>,
+}
+
+/// What an environment begins with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Inherit {
+    /// The server's whole environment.
+    All,
+    /// A fixed list of harmless names.
+    Core,
+    /// Nothing.
+    None,
+}
+
+/// Where a `process/start` comes from.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StartMetadata {
+    /// Becomes `CODEX_THREAD_ID`.
+    #[serde(default)]
+    pub thread_id: Option<String>,
+    /// Becomes `CODEX_TOOL_CALL_ID`.
+    #[serde(default)]
+    pub tool_call_id: Option<String>,
+}
+
+/// Rows and columns of a terminal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminalSize {
+    /// Lines, 1 to 65535.
+    pub rows: u32,
+    /// Characters per line, 1 to 65535.
+    pub cols: u32,
+}
+
+/// What a process and its descendants may use.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Limits {
+    /// Memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    /// Processes and threads at one time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processes: Option<u64>,
+    /// CPU time of each process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_seconds: Option<u64>,
+    /// Descriptors of each process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub open_files: Option<u64>,
+    /// Size of each file written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file_bytes: Option<u64>,
+}
+
+/// How output reaches the client.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Delivery {
+    /// As `process/output` notifications.
+    #[default]
+    Push,
+    /// By `process/read` only; its `afterSeq` acknowledges, and unread output slows the child.
+    Pull,
+}
+
+/// Result of [`Start`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct StartResult {
+    /// The id that was asked for.
+    pub process_id: String,
+    /// What kind of sandbox holds it; absent from old servers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox_type: Option<SandboxType>,
+}
+
+/// The kinds of sandbox that the wire knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum SandboxType {
+    /// None.
+    None,
+    /// macOS Seatbelt.
+    MacosSeatbelt,
+    /// Linux namespaces, Landlock and seccomp.
+    LinuxSeccomp,
+    /// A restricted Windows token.
+    WindowsRestrictedToken,
+    /// A Windows container.
+    WindowsMxc,
+}
+
+/// Where output came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Stream {
+    /// Standard output of a pipe process.
+    Stdout,
+    /// Standard error of a pipe process.
+    Stderr,
+    /// The terminal of a tty process.
+    Pty,
+}
+
+impl Stream {
+    /// The name on the wire.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stdout => "stdout",
+            Self::Stderr => "stderr",
+            Self::Pty => "pty",
+        }
+    }
+}
+
+/// Params of [`Read`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReadParams {
+    /// Which process.
+    pub process_id: String,
+    /// Return what comes after this number; 0 if absent.
+    #[serde(default)]
+    pub after_seq: Option<u64>,
+    /// Stop before exceeding this many bytes, but return one chunk at least.
+    #[serde(default)]
+    pub max_bytes: Option<usize>,
+    /// How long to wait if there is nothing yet.
+    #[serde(default)]
+    pub wait_ms: Option<u64>,
+}
+
+/// Result of [`Read`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ReadResult {
+    /// Retained output, in order.
+    pub chunks: Vec<ReadChunk>,
+    /// Where to go on reading.
+    pub next_seq: u64,
+    /// The child has ended.
+    pub exited: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+    /// Nothing more will come.
+    pub closed: bool,
+    /// Always absent from a server; a client's own trouble.
+    #[serde(default)]
+    pub failure: Option<String>,
+    /// The sandbox refused something.
+    #[serde(default)]
+    pub sandbox_denied: bool,
+    /// Output after `afterSeq` that is no longer retained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evicted: Option<Evicted>,
+    /// The signal that ended the child.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit_signal: Option<String>,
+    /// The child was ended because its time was up.
+    #[serde(default)]
+    pub timed_out: bool,
+}
+
+/// A piece of retained output.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadChunk {
+    /// Its number.
+    pub seq: u64,
+    /// Where it came from.
+    pub stream: Stream,
+    /// What was written.
+    pub chunk: ByteChunk,
+}
+
+/// Output that is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Evicted {
+    /// Output numbered up to here is gone.
+    pub through_seq: u64,
+    /// How many of its bytes came after `afterSeq`.
+    pub bytes: u64,
+}
+
+/// Params of [`Write`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WriteParams {
+    /// Which process.
+    pub process_id: String,
+    /// What to write.
+    pub chunk: ByteChunk,
+    /// Repeats of an accepted id are not written again.
+    pub write_id: String,
+}
+
+/// Result of [`Write`] and [`CloseStdin`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriteResult {
+    /// What became of it.
+    pub status: WriteStatus,
+}
+
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum WriteStatus {
+    /// It is on its way to the child.
+    Accepted,
+    /// There is no such process.
+    UnknownProcess,
+    /// The child's input is not open.
+    StdinClosed,
+    /// The child is still being started.
+    Starting,
+}
+
+/// Params of [`CloseStdin`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct CloseStdinParams {
+    /// Which process.
+    pub process_id: String,
+}
+
+/// Params of [`Resize`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ResizeParams {
+    /// Which process.
+    pub process_id: String,
+    /// Lines, 1 to 65535.
+    pub rows: u32,
+    /// Characters per line, 1 to 65535.
+    pub cols: u32,
+}
+
+/// Params of [`Signal`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SignalParams {
+    /// Which process.
+    pub process_id: String,
+    /// Which signal.
+    pub signal: SignalName,
+    /// Who gets it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scope: Option<SignalScope>,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
+}
+
+/// Signals by meaning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum SignalName {
+    /// SIGINT.
+    Interrupt,
+    /// SIGTERM.
+    Terminate,
+    /// SIGKILL.
+    Kill,
+    /// SIGHUP.
+    Hangup,
+    /// SIGQUIT.
+    Quit,
+    /// SIGUSR1.
+    User1,
+    /// SIGUSR2.
+    User2,
+    /// SIGSTOP.
+    Stop,
+    /// SIGCONT.
+    Continue,
+}
+
+/// Who gets a signal.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum SignalScope {
+    /// The child's process group.
+    #[default]
+    Group,
+    /// The child alone.
+    Leader,
+    /// The child and every descendant, whatever group or session it moved to.
+    Tree,
+}
+
+/// Params of [`Terminate`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct TerminateParams {
+    /// Which process.
+    pub process_id: String,
+    /// At once, or after a chance to clean up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<TerminateMode>,
+    /// Answer only when the tree is gone.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub wait: bool,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
+}
+
+/// How to end a process.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "camelCase", rename_all_fields = "camelCase")]
+pub enum TerminateMode {
+    /// TERM now, KILL when the time is up.
+    Graceful {
+        /// From TERM to KILL.
+        timeout_ms: u64,
+    },
+    /// KILL now.
+    #[default]
+    Force,
+}
+
+/// Result of [`Terminate`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminateResult {
+    /// Whether it was still running.
+    pub running: bool,
+    /// With `wait`: nothing of the tree is left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gone: Option<bool>,
+    /// With `wait`: what is left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub survivors: Option<Vec<Survivor>>,
+}
+
+/// A process that outlived a terminate.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Survivor {
+    /// Its pid on the executor's machine.
+    pub pid: i32,
+    /// Its command line, as far as it can be read.
+    pub command: String,
+}
+
+/// Params of [`Wait`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WaitParams {
+    /// Which process.
+    pub process_id: String,
+    /// What to wait for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub until: Option<WaitUntil>,
+    /// How long; as long as the connection lives if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+}
+
+/// What `process/wait` waits for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum WaitUntil {
+    /// The child has ended.
+    #[default]
+    Exited,
+    /// Nothing more will come.
+    Closed,
+}
+
+/// Result of [`Wait`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WaitResult {
+    /// The child has ended.
+    pub exited: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<String>,
+    /// Nothing more will come.
+    pub closed: bool,
+    /// The child was ended because its time was up.
+    pub timed_out: bool,
+    /// The sandbox refused something.
+    pub sandbox_denied: bool,
+    /// The wait itself ran out of time.
+    pub wait_timed_out: bool,
+}
+
+/// Params of [`Snapshot`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SnapshotParams {
+    /// Which process.
+    pub process_id: String,
+    /// Bound for each stream, half head, half tail.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bytes: Option<u64>,
+}
+
+/// Result of [`Snapshot`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct SnapshotResult {
+    /// Head and tail of standard output.
+    pub stdout: ByteChunk,
+    /// Head and tail of standard error.
+    pub stderr: ByteChunk,
+    /// Head and tail of the terminal.
+    pub terminal: ByteChunk,
+    /// Something fell out of one of them.
+    pub truncated: bool,
+    /// How much fell out between head and tail.
+    pub omitted_bytes: PerStream,
+    /// Where the head ends.
+    pub head_bytes: PerStream,
+    /// The child has not ended.
+    pub running: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+}
+
+/// One number per stream.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PerStream {
+    /// Standard output.
+    pub stdout: u64,
+    /// Standard error.
+    pub stderr: u64,
+    /// The terminal.
+    pub terminal: u64,
+}
+
+/// Params of [`List`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListParams {
+    /// List the processes of every session of this server.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub all: bool,
+}
+
+/// Result of [`List`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ListResult {
+    /// The processes, in the order they were started.
+    pub processes: Vec<ListedProcess>,
+}
+
+/// A process in a list.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ListedProcess {
+    /// Its id in its session.
+    pub process_id: String,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Working directory.
+    pub cwd: PathUri,
+    /// Whether it has a terminal.
+    pub tty: bool,
+    /// Its pid on the executor's machine.
+    pub pid: i32,
+    /// When it was started, in milliseconds since 1970.
+    pub started_at_ms: u64,
+    /// It has not ended.
+    pub running: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+    /// The next sequence number.
+    pub next_seq: u64,
+    /// Bytes of output that can still be read.
+    pub retained_bytes: u64,
+    /// Bytes of output that can no longer be read.
+    pub evicted_bytes: u64,
+    /// Bytes that descendants wrote after the log was closed.
+    #[serde(default)]
+    pub discarded_bytes: u64,
+    /// The session it belongs to, when all are listed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
+}
+
+/// Params of [`Output`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OutputParams {
+    /// Which process.
+    pub process_id: String,
+    /// The chunk's number.
+    pub seq: u64,
+    /// Where it came from.
+    pub stream: Stream,
+    /// What was written.
+    pub chunk: ByteChunk,
+}
+
+/// Params of [`Exited`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ExitedParams {
+    /// Which process.
+    pub process_id: String,
+    /// The event's number.
+    pub seq: u64,
+    /// Exit status, or 128 + N for a death by signal N.
+    pub exit_code: i32,
+    /// The sandbox refused something; absent from old servers.
+    #[serde(default)]
+    pub sandbox_denied: Option<bool>,
+    /// The signal that ended it.
+    #[serde(default)]
+    pub signal: Option<String>,
+    /// It was ended because its time was up.
+    #[serde(default)]
+    pub timed_out: bool,
+    /// What it used.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usage: Option<Usage>,
+}
+
+/// What a process used, its awaited descendants included.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Usage {
+    /// CPU time in user mode.
+    pub user_ms: u64,
+    /// CPU time in the kernel.
+    pub system_ms: u64,
+    /// Peak resident memory of its largest process.
+    pub max_rss_bytes: u64,
+}
+
+/// Params of [`Closed`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ClosedParams {
+    /// Which process.
+    pub process_id: String,
+    /// The event's number.
+    pub seq: u64,
+    /// A descendant still holds the output open; what it writes from now on is discarded.
+    #[serde(default)]
+    pub inherited_output: bool,
+    /// Bytes discarded so far.
+    #[serde(default)]
+    pub discarded_bytes: u64,
+}

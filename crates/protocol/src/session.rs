@@ -1,0 +1,46 @@
+//! `initialize`, `initialized` and `session/*`: the life of a session.
+
+use serde::{Deserialize, Serialize};
+
+use crate::environment::EnvironmentInfo;
+use crate::method::{Empty, NoParams, methods, notifications};
+
+methods! {
+    /// `initialize`: open a session or resume one.
+    Initialize = "initialize" (InitializeParams) -> InitializeResponse;
+    /// `session/end`: end the session now, processes and all; the connection stays.
+    End = "session/end" (NoParams) -> Empty;
+}
+
+notifications! {
+    /// `initialized`: the client has seen the answer to `initialize`.
+    Initialized = "initialized" (Empty);
+}
+
+/// Params of [`Initialize`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct InitializeParams {
+    /// What the client calls itself.
+    pub client_name: String,
+    /// The session to take up again; a new one if absent.
+    #[serde(default)]
+    pub resume_session_id: Option<String>,
+    /// How long the session should outlive its connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub detach_grace_ms: Option<u64>,
+}
+
+/// Result of [`Initialize`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct InitializeResponse {
+    /// The session this connection now drives.
+    pub session_id: String,
+    /// What `environment/info` would say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub environment_info: Option<EnvironmentInfo>,
+    /// How long the server grants the session without a connection.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub detach_grace_ms: Option<u64>,
+}
