@@ -1,1 +1,16 @@
-//! x
+//! The tokio edges that both sides share.
+//!
+//! Owns framing (websocket and lines), the handshake of a websocket, keepalive and the pairing of
+//! requests with answers. Knows no method, no session and no process.
+
+pub mod connect;
+pub mod frame;
+pub mod http;
+pub mod keepalive;
+pub mod link;
+pub mod peer;
+pub mod stdio;
+
+pub use connect::{ConnectError, ConnectOptions, connect};
+pub use link::{Event, Incoming, Link, LinkError, Outgoing};
+pub use peer::{CallError, Peer};

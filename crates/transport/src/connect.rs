@@ -1,0 +1,160 @@
+//! Dialling: from a URL to a link.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::{TcpStream, UnixStream};
+use url::Url;
+
+use crate::frame::Role;
+use crate::http::{self, Kind};
+use crate::link::Link;
+
+/// How to dial.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct ConnectOptions {
+    /// For the whole of name lookup, connection and handshake.
+    pub timeout: Duration,
+    /// Sent as `Authorization: Bearer`.
+    pub bearer_token: Option<String>,
+}
+
+impl Default for ConnectOptions {
+    fn default() -> Self {
+        Self { timeout: Duration::from_secs(10), bearer_token: None }
+    }
+}
+
+impl fmt::Debug for ConnectOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ConnectOptions")
+            .field("timeout", &self.timeout)
+            .field("bearer_token", &self.bearer_token.as_ref().map(|_| "[redacted]"))
+            .finish()
+    }
+}
+
+/// Why dialling failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The URL cannot be dialled.
+    #[error("cannot connect to `{url}`: {reason}")]
+    Url {
+        /// As given.
+        url: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Nobody answered in time.
+    #[error("no answer from `{url}` within {timeout:?}")]
+    Timeout {
+        /// As given.
+        url: String,
+        /// How long we waited.
+        timeout: Duration,
+    },
+    /// The connection failed.
+    #[error("cannot connect to `{url}`")]
+    Io {
+        /// As given.
+        url: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The server answered, but did not open a websocket.
+    #[error("`{url}` refused the websocket: HTTP {status} {reason}")]
+    Refused {
+        /// As given.
+        url: String,
+        /// The HTTP status.
+        status: u16,
+        /// The beginning of the body.
+        reason: String,
+    },
+}
+
+/// Opens a link to `ws://HOST:PORT[/PATH]` or `unix:///PATH`.
+///
+/// # Errors
+///
+/// When the URL is of another kind, nobody answers in time, or the websocket is refused.
+pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
+    match tokio::time::timeout(options.timeout, dial(url, options)).await {
+        Ok(result) => result,
+        Err(_) => Err(ConnectError::Timeout { url: url.to_owned(), timeout: options.timeout }),
+    }
+}
+
+async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
+    let bad = |reason: &str| ConnectError::Url { url: url.to_owned(), reason: reason.to_owned() };
+    let io = |source| ConnectError::Io { url: url.to_owned(), source };
+    if let Some(path) = url.strip_prefix("unix://") {
+        let path = PathBuf::from(path);
+        if !path.is_absolute() {
+            return Err(bad("a unix socket needs an absolute path, as in unix:///run/x.sock"));
+        }
+        let (reader, writer) = UnixStream::connect(&path).await.map_err(io)?.into_split();
+        return upgrade(url, "localhost", "/", options, reader, writer).await;
+    }
+    let parsed = Url::parse(url).map_err(|error| bad(&error.to_string()))?;
+    if parsed.scheme() != "ws" {
+        return Err(bad("expected ws://HOST:PORT or unix:///PATH"));
+    }
+    let host = parsed.host_str().ok_or_else(|| bad("no host"))?;
+    let port = parsed.port_or_known_default().unwrap_or(80);
+    let target = match parsed.query() {
+        Some(query) => format!("{}?{query}", parsed.path()),
+        None => parsed.path().to_owned(),
+    };
+    let address = (host.trim_start_matches('[').trim_end_matches(']'), port);
+    let stream = TcpStream::connect(address).await.map_err(io)?;
+    stream.set_nodelay(true).map_err(io)?;
+    let (reader, writer) = stream.into_split();
+    upgrade(url, &format!("{host}:{port}"), &target, options, reader, writer).await
+}
+
+/// The client's half of the websocket handshake.
+async fn upgrade<R, W>(
+    url: &str,
+    host: &str,
+    target: &str,
+    options: &ConnectOptions,
+    mut reader: R,
+    mut writer: W,
+) -> Result<Link, ConnectError>
+where
+    R: AsyncRead + Send + Unpin + 'static,
+    W: AsyncWrite + Send + Unpin + 'static,
+{
+    let io = |source| ConnectError::Io { url: url.to_owned(), source };
+    let key = STANDARD.encode(uuid::Uuid::new_v4().as_bytes());
+    let mut request = format!(
+        "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
+    );
+    if let Some(token) = &options.bearer_token {
+        request.push_str(&format!("Authorization: Bearer {token}\r\n"));
+    }
+    request.push_str("\r\n");
+    writer.write_all(request.as_bytes()).await.map_err(io)?;
+    writer.flush().await.map_err(io)?;
+    let head = http::read_head(&mut reader, Kind::Response).await.map_err(io)?;
+    if head.status != 101 {
+        let body = String::from_utf8_lossy(&head.rest);
+        let reason = body.lines().next().unwrap_or("").chars().take(200).collect();
+        return Err(ConnectError::Refused { url: url.to_owned(), status: head.status, reason });
+    }
+    if head.header("sec-websocket-accept") != Some(&http::accept_key(&key)) {
+        let reason = "wrong Sec-WebSocket-Accept".to_owned();
+        return Err(ConnectError::Refused { url: url.to_owned(), status: 101, reason });
+    }
+    Ok(Link::websocket(Role::Client, reader, writer, head.rest))
+}

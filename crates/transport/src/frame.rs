@@ -1,0 +1,418 @@
+//! Websocket frames (RFC 6455) without IO.
+//!
+//! Owns parsing, masking, reassembly and the size limits. A frame codec of our own rather than a
+//! websocket crate: reading and writing must not share a lock, messages are encoded straight into
+//! the frame buffer, and long ones leave as continuation frames.
+
+use std::ops::Range;
+
+use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, SEND_FRAME_BYTES};
+
+/// Which end of the websocket this side is; clients mask, servers do not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The side that dialled.
+    Client,
+    /// The side that answered.
+    Server,
+}
+
+/// The kinds of frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Opcode {
+    /// Goes on with a fragmented message.
+    Continuation,
+    /// A text message or its first fragment.
+    Text,
+    /// A binary message or its first fragment.
+    Binary,
+    /// The peer is leaving.
+    Close,
+    /// The peer wants a pong.
+    Ping,
+    /// The answer to a ping.
+    Pong,
+}
+
+impl Opcode {
+    fn from_bits(bits: u8) -> Result<Self, FrameError> {
+        Ok(match bits {
+            0 => Self::Continuation,
+            1 => Self::Text,
+            2 => Self::Binary,
+            8 => Self::Close,
+            9 => Self::Ping,
+            10 => Self::Pong,
+            other => return Err(FrameError::Opcode(other)),
+        })
+    }
+
+    fn bits(self) -> u8 {
+        match self {
+            Self::Continuation => 0,
+            Self::Text => 1,
+            Self::Binary => 2,
+            Self::Close => 8,
+            Self::Ping => 9,
+            Self::Pong => 10,
+        }
+    }
+
+    fn is_control(self) -> bool {
+        matches!(self, Self::Close | Self::Ping | Self::Pong)
+    }
+}
+
+/// A violation of the websocket protocol, after which the connection cannot go on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum FrameError {
+    /// An opcode that RFC 6455 reserves.
+    #[error("reserved websocket opcode {0}")]
+    Opcode(u8),
+    /// A reserved bit is set although no extension was agreed on.
+    #[error("reserved websocket bits are set")]
+    ReservedBits,
+    /// A client frame without a mask, or a server frame with one.
+    #[error("websocket frame is {} but must not be", if *.0 { "masked" } else { "unmasked" })]
+    Mask(bool),
+    /// A control frame that is fragmented or longer than 125 bytes.
+    #[error("websocket control frame is fragmented or longer than 125 bytes")]
+    Control,
+    /// A continuation of nothing, or a new message inside another.
+    #[error("websocket fragments are out of order")]
+    Fragments,
+    /// One frame is too large.
+    #[error("websocket frame of {0} bytes exceeds the limit of {MAX_FRAME_BYTES}")]
+    FrameTooLarge(u64),
+    /// One message is too large.
+    #[error("websocket message of {0} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")]
+    MessageTooLarge(usize),
+    /// A text message that is not UTF-8.
+    #[error("websocket text message is not valid UTF-8")]
+    Utf8,
+}
+
+/// What [`Decoder::step`] found in the buffer.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Step {
+    /// The next frame is not complete; at least this many more bytes are needed.
+    NeedMore(usize),
+    /// A control frame whose payload lies in this range of the buffer.
+    Control(Opcode, Range<usize>),
+    /// A whole message whose payload lies in this range of the buffer.
+    Whole {
+        /// It was sent as text.
+        text: bool,
+        /// Where its payload is.
+        payload: Range<usize>,
+    },
+    /// A whole message that came in fragments; [`Decoder::assembled`] has its payload.
+    Assembled {
+        /// It was sent as text.
+        text: bool,
+    },
+    /// A fragment was taken in; call again.
+    Fragment,
+}
+
+/// Finds frames in a buffer and puts fragmented messages together.
+#[derive(Debug)]
+pub struct Decoder {
+    role: Role,
+    /// Payload of the fragments so far.
+    assembly: Vec<u8>,
+    /// Kind of the fragmented message being assembled, if any.
+    assembling: Option<Opcode>,
+}
+
+impl Decoder {
+    /// A decoder for what `role` receives.
+    pub fn new(role: Role) -> Self {
+        Self { role, assembly: Vec::new(), assembling: None }
+    }
+
+    /// The payload of the message that [`Step::Assembled`] announced, until the next step.
+    pub fn assembled(&self) -> &[u8] {
+        &self.assembly
+    }
+
+    /// Looks at the frame at `*at` of `buffer`, unmasking it in place and moving `*at` past it.
+    ///
+    /// # Errors
+    ///
+    /// On any violation of the protocol or of a size limit.
+    pub fn step(&mut self, buffer: &mut [u8], at: &mut usize) -> Result<Step, FrameError> {
+        if self.assembling.is_none() && !self.assembly.is_empty() {
+            self.assembly = Vec::new();
+        }
+        let available = &mut buffer[*at..];
+        let [first, second, ..] = *available else {
+            return Ok(Step::NeedMore(2 - available.len()));
+        };
+        if first & 0x70 != 0 {
+            return Err(FrameError::ReservedBits);
+        }
+        let fin = first & 0x80 != 0;
+        let opcode = Opcode::from_bits(first & 0x0f)?;
+        let masked = second & 0x80 != 0;
+        if masked != (self.role == Role::Server) {
+            return Err(FrameError::Mask(masked));
+        }
+        let extended = match second & 0x7f {
+            126 => 2,
+            127 => 8,
+            _ => 0,
+        };
+        let header = 2 + extended + if masked { 4 } else { 0 };
+        if available.len() < header {
+            return Ok(Step::NeedMore(header - available.len()));
+        }
+        let length = match extended {
+            0 => u64::from(second & 0x7f),
+            _ => available[2..2 + extended].iter().fold(0, |sum, &b| sum << 8 | u64::from(b)),
+        };
+        if opcode.is_control() && (!fin || length > 125) {
+            return Err(FrameError::Control);
+        }
+        if length > MAX_FRAME_BYTES as u64 {
+            return Err(FrameError::FrameTooLarge(length));
+        }
+        // Bounded by MAX_FRAME_BYTES just above.
+        let length = length as usize;
+        if !opcode.is_control() {
+            self.admit(opcode, length)?;
+        }
+        if available.len() < header + length {
+            return Ok(Step::NeedMore(header + length - available.len()));
+        }
+        if masked {
+            let key: [u8; 4] = [
+                available[header - 4],
+                available[header - 3],
+                available[header - 2],
+                available[header - 1],
+            ];
+            apply_mask(key, &mut available[header..header + length]);
+        }
+        let payload = *at + header..*at + header + length;
+        *at = payload.end;
+        if opcode.is_control() {
+            return Ok(Step::Control(opcode, payload));
+        }
+        if fin && self.assembling.is_none() {
+            return Ok(Step::Whole { text: opcode == Opcode::Text, payload });
+        }
+        self.assembly.extend_from_slice(&buffer[payload]);
+        let kind = *self.assembling.get_or_insert(opcode);
+        if fin {
+            self.assembling = None;
+            return Ok(Step::Assembled { text: kind == Opcode::Text });
+        }
+        Ok(Step::Fragment)
+    }
+
+    fn admit(&self, opcode: Opcode, length: usize) -> Result<(), FrameError> {
+        if (opcode == Opcode::Continuation) != self.assembling.is_some() {
+            return Err(FrameError::Fragments);
+        }
+        let total = self.assembly.len() + length;
+        if total > MAX_MESSAGE_BYTES {
+            return Err(FrameError::MessageTooLarge(total));
+        }
+        Ok(())
+    }
+}
+
+/// Appends one frame; a client gives the mask it drew.
+pub fn push_frame(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, payload: &[u8]) {
+    push_header(out, opcode, true, mask, payload.len());
+    let start = out.len();
+    out.extend_from_slice(payload);
+    if let Some(key) = mask {
+        apply_mask(key, &mut out[start..]);
+    }
+}
+
+/// Appends one text message whose payload `write` appends, in place.
+///
+/// `hint` is a guess of the payload's length: a good one saves moving the payload afterwards. A
+/// message above [`SEND_FRAME_BYTES`] is split into continuation frames.
+pub fn push_message(
+    out: &mut Vec<u8>,
+    mask: Option<[u8; 4]>,
+    hint: usize,
+    write: impl FnOnce(&mut Vec<u8>),
+) {
+    let start = out.len();
+    let reserved = header_len(hint, mask.is_some());
+    out.resize(start + reserved, 0);
+    write(out);
+    let length = out.len() - start - reserved;
+    if length > SEND_FRAME_BYTES {
+        let payload = out.split_off(start + reserved);
+        out.truncate(start);
+        push_fragments(out, mask, &payload);
+        return;
+    }
+    let needed = header_len(length, mask.is_some());
+    if needed != reserved {
+        if needed > reserved {
+            out.resize(out.len() + needed - reserved, 0);
+        }
+        out.copy_within(start + reserved..start + reserved + length, start + needed);
+        out.truncate(start + needed + length);
+    }
+    if let Some(key) = mask {
+        apply_mask(key, &mut out[start + needed..]);
+    }
+    let mut header = Vec::with_capacity(needed);
+    push_header(&mut header, Opcode::Text, true, mask, length);
+    out[start..start + needed].copy_from_slice(&header);
+}
+
+fn push_fragments(out: &mut Vec<u8>, mask: Option<[u8; 4]>, payload: &[u8]) {
+    out.reserve(payload.len() + 64);
+    let count = payload.len().div_ceil(SEND_FRAME_BYTES);
+    for (index, part) in payload.chunks(SEND_FRAME_BYTES).enumerate() {
+        let opcode = if index == 0 { Opcode::Text } else { Opcode::Continuation };
+        push_header(out, opcode, index + 1 == count, mask, part.len());
+        let start = out.len();
+        out.extend_from_slice(part);
+        if let Some(key) = mask {
+            apply_mask(key, &mut out[start..]);
+        }
+    }
+}
+
+fn header_len(length: usize, masked: bool) -> usize {
+    let extended = match length {
+        0..=125 => 0,
+        126..=0xffff => 2,
+        _ => 8,
+    };
+    2 + extended + if masked { 4 } else { 0 }
+}
+
+fn push_header(out: &mut Vec<u8>, opcode: Opcode, fin: bool, mask: Option<[u8; 4]>, length: usize) {
+    out.push(opcode.bits() | if fin { 0x80 } else { 0 });
+    let mask_bit = if mask.is_some() { 0x80 } else { 0 };
+    match length {
+        0..=125 => out.push(mask_bit | length as u8),
+        126..=0xffff => {
+            out.push(mask_bit | 126);
+            out.extend_from_slice(&(length as u16).to_be_bytes());
+        }
+        _ => {
+            out.push(mask_bit | 127);
+            out.extend_from_slice(&(length as u64).to_be_bytes());
+        }
+    }
+    if let Some(key) = mask {
+        out.extend_from_slice(&key);
+    }
+}
+
+/// Applies (or removes) a mask; eight bytes at a time, which the compiler widens further.
+fn apply_mask(key: [u8; 4], payload: &mut [u8]) {
+    let [a, b, c, d] = key;
+    let wide = u64::from_ne_bytes([a, b, c, d, a, b, c, d]);
+    let mut chunks = payload.chunks_exact_mut(8);
+    for chunk in &mut chunks {
+        let mut word = [0; 8];
+        word.copy_from_slice(chunk);
+        chunk.copy_from_slice(&(u64::from_ne_bytes(word) ^ wide).to_ne_bytes());
+    }
+    for (byte, key) in chunks.into_remainder().iter_mut().zip(key.iter().cycle()) {
+        *byte ^= key;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Decodes a whole byte stream that arrives in pieces of `step` bytes.
+    fn decode_all(role: Role, bytes: &[u8], step: usize) -> Result<Vec<Vec<u8>>, FrameError> {
+        let mut decoder = Decoder::new(role);
+        let (mut buffer, mut at, mut messages) = (Vec::new(), 0, Vec::new());
+        for piece in bytes.chunks(step.max(1)) {
+            buffer.extend_from_slice(piece);
+            loop {
+                match decoder.step(&mut buffer, &mut at)? {
+                    Step::NeedMore(_) => break,
+                    Step::Whole { payload, .. } => messages.push(buffer[payload].to_vec()),
+                    Step::Assembled { .. } => messages.push(decoder.assembled().to_vec()),
+                    Step::Control(..) | Step::Fragment => {}
+                }
+            }
+        }
+        Ok(messages)
+    }
+
+    proptest! {
+        #[test]
+        fn messages_survive_any_split(
+            sizes in prop::collection::vec(0usize..70_000, 0..6),
+            hint in 0usize..100_000, step in 1usize..9_000, key: [u8; 4], client: bool,
+        ) {
+            let mask = client.then_some(key);
+            let mut wire = Vec::new();
+            let mut sent = Vec::new();
+            for (n, size) in sizes.into_iter().enumerate() {
+                let payload: Vec<u8> = (0..size).map(|i| (i * 7 + n) as u8).collect();
+                push_message(&mut wire, mask, hint, |out| out.extend_from_slice(&payload));
+                push_frame(&mut wire, Opcode::Ping, mask, b"between");
+                sent.push(payload);
+            }
+            let role = if client { Role::Server } else { Role::Client };
+            prop_assert_eq!(decode_all(role, &wire, step).unwrap(), sent);
+        }
+
+        #[test]
+        fn garbage_never_panics(bytes: Vec<u8>, step in 1usize..64) {
+            let _ = decode_all(Role::Server, &bytes, step);
+            let _ = decode_all(Role::Client, &bytes, step);
+        }
+    }
+
+    #[test]
+    fn long_messages_are_continued() {
+        let payload = vec![b'x'; 2 * SEND_FRAME_BYTES + 5];
+        for mask in [None, Some([1, 2, 3, 4])] {
+            let mut wire = Vec::new();
+            push_message(&mut wire, mask, 10, |out| out.extend_from_slice(&payload));
+            let frames = wire.len() - payload.len();
+            assert_eq!(frames, 2 * header_len(SEND_FRAME_BYTES, mask.is_some())
+                + header_len(5, mask.is_some()));
+            let role = if mask.is_some() { Role::Server } else { Role::Client };
+            assert_eq!(decode_all(role, &wire, 1 << 20).unwrap(), vec![payload.clone()]);
+        }
+    }
+
+    #[test]
+    fn violations_are_told_apart() {
+        let masked = |first: u8, payload: &[u8]| {
+            let mut wire = vec![first, 0x80 | payload.len() as u8, 0, 0, 0, 0];
+            wire.extend_from_slice(payload);
+            decode_all(Role::Server, &wire, 64)
+        };
+        assert_eq!(masked(0x83, b"x"), Err(FrameError::Opcode(3)));
+        assert_eq!(masked(0xc1, b"x"), Err(FrameError::ReservedBits));
+        assert_eq!(masked(0x80, b"x"), Err(FrameError::Fragments));
+        assert_eq!(masked(0x09, b"x"), Err(FrameError::Control));
+        assert_eq!(decode_all(Role::Server, &[0x81, 0x01, b'x'], 64), Err(FrameError::Mask(false)));
+        let mut inside = vec![0x01, 0x81, 0, 0, 0, 0, b'a'];
+        inside.extend([0x81, 0x81, 0, 0, 0, 0, b'b']);
+        assert_eq!(decode_all(Role::Server, &inside, 64), Err(FrameError::Fragments));
+        let mut huge = vec![0x81, 0xff];
+        huge.extend(((MAX_FRAME_BYTES + 1) as u64).to_be_bytes());
+        huge.extend([0; 4]);
+        assert_eq!(
+            decode_all(Role::Server, &huge, 64),
+            Err(FrameError::FrameTooLarge(MAX_FRAME_BYTES as u64 + 1))
+        );
+    }
+}

@@ -1,0 +1,150 @@
+//! The little HTTP/1.1 that a websocket needs: one head each way.
+//!
+//! Owns reading a bounded head, its headers and the upgrade's key arithmetic. Knows no route.
+
+use std::io;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use sha1::{Digest as _, Sha1};
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+
+/// Bytes of a request or response head; browsers and proxies stay well below.
+pub const MAX_HEAD_BYTES: usize = 16 * 1024;
+/// Header lines in one head.
+const MAX_HEADERS: usize = 64;
+
+/// A parsed head and what was received after it.
+#[derive(Debug, Clone, Default)]
+pub struct Head {
+    /// Method of a request, empty in a response.
+    pub method: String,
+    /// Target of a request, empty in a response.
+    pub target: String,
+    /// Status of a response, 0 in a request.
+    pub status: u16,
+    /// Header names in lower case, with their values.
+    pub headers: Vec<(String, String)>,
+    /// Bytes received beyond the head.
+    pub rest: Vec<u8>,
+}
+
+impl Head {
+    /// The first header of this (lower case) name.
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    /// Whether a comma-separated header holds a token, without regard to case.
+    pub fn has_token(&self, name: &str, token: &str) -> bool {
+        self.headers
+            .iter()
+            .filter(|(key, _)| key == name)
+            .flat_map(|(_, value)| value.split(','))
+            .any(|part| part.trim().eq_ignore_ascii_case(token))
+    }
+
+    /// The target without its query.
+    pub fn path(&self) -> &str {
+        self.target.split(['?', '#']).next().unwrap_or("")
+    }
+}
+
+/// Which kind of head is expected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// From a client.
+    Request,
+    /// From a server.
+    Response,
+}
+
+/// Reads one head.
+///
+/// # Errors
+///
+/// `InvalidData` when it is not HTTP or too large, `UnexpectedEof` when the peer leaves before its end.
+pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io::Result<Head> {
+    let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+    let mut buffer = Vec::with_capacity(1024);
+    loop {
+        if let Some(head) = parse_head(&buffer, kind).map_err(|error| invalid(error.to_string()))? {
+            return Ok(head);
+        }
+        if buffer.len() >= MAX_HEAD_BYTES {
+            return Err(invalid(format!("HTTP head exceeds {MAX_HEAD_BYTES} bytes")));
+        }
+        if reader.read_buf(&mut buffer).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+}
+
+fn parse_head(bytes: &[u8], kind: Kind) -> Result<Option<Head>, httparse::Error> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
+    let mut head = Head::default();
+    let (used, parsed) = match kind {
+        Kind::Request => {
+            let mut request = httparse::Request::new(&mut headers);
+            let httparse::Status::Complete(used) = request.parse(bytes)? else { return Ok(None) };
+            head.method = request.method.unwrap_or("").to_owned();
+            head.target = request.path.unwrap_or("").to_owned();
+            (used, request.headers)
+        }
+        Kind::Response => {
+            let mut response = httparse::Response::new(&mut headers);
+            let httparse::Status::Complete(used) = response.parse(bytes)? else { return Ok(None) };
+            head.status = response.code.unwrap_or(0);
+            (used, response.headers)
+        }
+    };
+    head.headers = parsed
+        .iter()
+        .map(|header| {
+            let value = String::from_utf8_lossy(header.value).into_owned();
+            (header.name.to_ascii_lowercase(), value)
+        })
+        .collect();
+    head.rest = bytes[used..].to_vec();
+    Ok(Some(head))
+}
+
+/// The `Sec-WebSocket-Accept` value that proves a key was read.
+pub fn accept_key(key: &str) -> String {
+    const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
+    let mut hash = Sha1::new();
+    hash.update(key.trim().as_bytes());
+    hash.update(GUID.as_bytes());
+    STANDARD.encode(hash.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn accepts_the_key_of_the_rfc() {
+        assert_eq!(accept_key("dGhlIHNhbXBsZSBub25jZQ=="), "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+    }
+
+    #[tokio::test]
+    async fn reads_a_head_and_keeps_the_rest() {
+        let mut bytes: &[u8] =
+            b"GET /a?b HTTP/1.1\r\nConnection: keep-alive, Upgrade\r\nX: y\r\n\r\nrest";
+        let head = read_head(&mut bytes, Kind::Request).await.unwrap();
+        assert_eq!((head.method.as_str(), head.path()), ("GET", "/a"));
+        assert!(head.has_token("connection", "upgrade"));
+        assert_eq!((head.header("x"), head.rest.as_slice()), (Some("y"), &b"rest"[..]));
+    }
+
+    #[tokio::test]
+    async fn refuses_heads_that_never_end() {
+        let long = vec![b'a'; MAX_HEAD_BYTES + 10];
+        let mut bytes = [b"GET /".as_slice(), &long].concat();
+        let error = read_head(&mut bytes.as_slice(), Kind::Request).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+        bytes.truncate(20);
+        let error = read_head(&mut bytes.as_slice(), Kind::Request).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+    }
+}

@@ -1,0 +1,455 @@
+//! A link: two halves that carry whole messages, whatever is underneath.
+//!
+//! Owns buffering and framing of one connection. The halves share nothing, so a peer that does not
+//! read can never keep us from reading, and the other way round.
+
+use std::io;
+use std::ops::Range;
+
+use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+
+use crate::frame::{self, Decoder, FrameError, Opcode, Role, Step};
+
+/// Both halves of a connection.
+#[derive(Debug)]
+pub struct Link {
+    /// What the peer sends.
+    pub incoming: Incoming,
+    /// What the peer receives.
+    pub outgoing: Outgoing,
+}
+
+impl Link {
+    /// One JSON message per line.
+    pub fn lines(
+        reader: impl AsyncRead + Send + Unpin + 'static,
+        writer: impl AsyncWrite + Send + Unpin + 'static,
+    ) -> Self {
+        Self {
+            incoming: Incoming::new(Box::new(reader), InFraming::Lines { scanned: 0 }, Vec::new()),
+            outgoing: Outgoing::new(Box::new(writer), OutFraming::Lines),
+        }
+    }
+
+    /// One JSON message per websocket message; `received` is what came after the handshake.
+    pub fn websocket(
+        role: Role,
+        reader: impl AsyncRead + Send + Unpin + 'static,
+        writer: impl AsyncWrite + Send + Unpin + 'static,
+        received: Vec<u8>,
+    ) -> Self {
+        let framing = InFraming::Websocket(Decoder::new(role));
+        Self {
+            incoming: Incoming::new(Box::new(reader), framing, received),
+            outgoing: Outgoing::new(
+                Box::new(writer),
+                match role {
+                    Role::Server => OutFraming::ServerFrames,
+                    Role::Client => OutFraming::ClientFrames(Masks::new()),
+                },
+            ),
+        }
+    }
+
+    /// Two links that talk to each other inside this process.
+    pub fn pair() -> (Self, Self) {
+        /// Enough for a chunk of output and its neighbours; more only adds delay.
+        const CAPACITY: usize = 256 * 1024;
+        let (here, there) = tokio::io::duplex(CAPACITY);
+        let [here, there] = [here, there].map(|end| {
+            let (reader, writer) = tokio::io::split(end);
+            Self::lines(reader, writer)
+        });
+        (here, there)
+    }
+
+    /// Whether the link has pings of its own.
+    pub fn has_pings(&self) -> bool {
+        !matches!(self.outgoing.framing, OutFraming::Lines)
+    }
+}
+
+/// Why a link ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LinkError {
+    /// The connection failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// The peer broke the websocket protocol.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    /// A line is too long.
+    #[error("line exceeds the limit of {MAX_MESSAGE_BYTES} bytes")]
+    LineTooLong,
+    /// A line is not text.
+    #[error("line is not valid UTF-8")]
+    LineNotUtf8,
+}
+
+/// Something that arrived.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// A message.
+    Message(&'a str),
+    /// A binary message that is not text; whole, but no JSON.
+    NotText,
+    /// A ping, to be answered with [`Outgoing::push_pong`] and this payload.
+    Ping(&'a [u8]),
+    /// The answer to a ping.
+    Pong,
+}
+
+enum InFraming {
+    /// `scanned` bytes after the start are known to hold no newline.
+    Lines { scanned: usize },
+    Websocket(Decoder),
+}
+
+/// The receiving half.
+pub struct Incoming {
+    io: Box<dyn AsyncRead + Send + Unpin>,
+    framing: InFraming,
+    /// Received bytes; everything before `start` is used up.
+    buffer: Vec<u8>,
+    start: usize,
+    ended: bool,
+}
+
+impl std::fmt::Debug for Incoming {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Incoming").field("buffered", &(self.buffer.len() - self.start)).finish()
+    }
+}
+
+/// Where a complete event lies.
+enum Found {
+    Buffer(Range<usize>),
+    Assembled,
+    NotText,
+    Ping(Range<usize>),
+    Pong,
+    Closed,
+}
+
+impl Incoming {
+    /// Room kept for an idle connection; it costs this much for as long as it lives.
+    const IDLE_BYTES: usize = 4 * 1024;
+    /// The most read at once; also what a busy connection keeps.
+    const READ_BYTES: usize = 256 * 1024;
+
+    fn new(io: Box<dyn AsyncRead + Send + Unpin>, framing: InFraming, buffer: Vec<u8>) -> Self {
+        Self { io, framing, buffer, start: 0, ended: false }
+    }
+
+    /// The next event, or `None` when the peer is done.
+    ///
+    /// Cancel safe: what was received stays in the buffer.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    pub async fn recv(&mut self) -> Result<Option<Event<'_>>, LinkError> {
+        let found = loop {
+            match self.find()? {
+                Ok(found) => break found,
+                Err(_) if self.ended => return Ok(None),
+                Err(missing) => self.fill(missing).await?,
+            }
+        };
+        Ok(match found {
+            Found::Buffer(range) => {
+                Some(Event::Message(text(&self.buffer[range]).ok_or(LinkError::LineNotUtf8)?))
+            }
+            Found::Assembled => match &self.framing {
+                InFraming::Websocket(decoder) => {
+                    Some(Event::Message(text(decoder.assembled()).ok_or(FrameError::Utf8)?))
+                }
+                InFraming::Lines { .. } => None,
+            },
+            Found::NotText => Some(Event::NotText),
+            Found::Ping(range) => Some(Event::Ping(&self.buffer[range])),
+            Found::Pong => Some(Event::Pong),
+            Found::Closed => {
+                self.ended = true;
+                None
+            }
+        })
+    }
+
+    /// Looks for a complete event; the inner error is how many bytes are missing at least.
+    fn find(&mut self) -> Result<Result<Found, usize>, LinkError> {
+        let Self { framing, buffer, start, ended, .. } = self;
+        match framing {
+            InFraming::Lines { scanned } => loop {
+                let rest = &buffer[*start..];
+                let end = match rest[*scanned..].iter().position(|&byte| byte == b'\n') {
+                    Some(at) => *scanned + at,
+                    None if *ended && !rest.is_empty() => rest.len(),
+                    None => {
+                        *scanned = rest.len();
+                        if rest.len() > MAX_MESSAGE_BYTES {
+                            return Err(LinkError::LineTooLong);
+                        }
+                        return Ok(Err(1));
+                    }
+                };
+                if end > MAX_MESSAGE_BYTES {
+                    return Err(LinkError::LineTooLong);
+                }
+                let line = &rest[..end];
+                let line = line.strip_suffix(b"\r").unwrap_or(line);
+                let range = *start..*start + line.len();
+                let blank = line.iter().all(u8::is_ascii_whitespace);
+                *start = (*start + end + 1).min(buffer.len());
+                *scanned = 0;
+                if !blank {
+                    return Ok(Ok(Found::Buffer(range)));
+                }
+            },
+            InFraming::Websocket(decoder) => loop {
+                return Ok(match decoder.step(buffer, start)? {
+                    Step::NeedMore(missing) => Err(missing),
+                    Step::Fragment => continue,
+                    Step::Control(Opcode::Ping, payload) => Ok(Found::Ping(payload)),
+                    Step::Control(Opcode::Pong, _) => Ok(Found::Pong),
+                    Step::Control(..) => Ok(Found::Closed),
+                    Step::Whole { text: is_text, payload } => {
+                        if text(&buffer[payload.clone()]).is_some() {
+                            Ok(Found::Buffer(payload))
+                        } else if is_text {
+                            return Err(FrameError::Utf8.into());
+                        } else {
+                            Ok(Found::NotText)
+                        }
+                    }
+                    Step::Assembled { text: is_text } => {
+                        if is_text || text(decoder.assembled()).is_some() {
+                            Ok(Found::Assembled)
+                        } else {
+                            Ok(Found::NotText)
+                        }
+                    }
+                });
+            },
+        }
+    }
+
+    /// Reads more bytes, making room for `missing` but never for more than arrives soon.
+    async fn fill(&mut self, missing: usize) -> Result<(), LinkError> {
+        if self.start == self.buffer.len() {
+            self.buffer.clear();
+            self.start = 0;
+            if self.buffer.capacity() > Self::READ_BYTES {
+                self.buffer = Vec::new();
+            }
+        } else if self.start >= Self::IDLE_BYTES {
+            self.buffer.drain(..self.start);
+            self.start = 0;
+        }
+        // Twice what is there already: a length in a header alone must not make us allocate.
+        let room = missing.min(self.buffer.len().max(Self::READ_BYTES)).max(Self::IDLE_BYTES);
+        self.buffer.reserve(room);
+        let read = self.io.read_buf(&mut self.buffer).await?;
+        self.ended = read == 0;
+        Ok(())
+    }
+}
+
+/// Text if the bytes are UTF-8; pure ASCII, as nearly all messages are, is checked fast.
+fn text(bytes: &[u8]) -> Option<&str> {
+    std::str::from_utf8(bytes).ok()
+}
+
+enum OutFraming {
+    Lines,
+    ServerFrames,
+    ClientFrames(Masks),
+}
+
+/// The sending half: messages are encoded into its buffer and leave with [`Outgoing::flush`].
+pub struct Outgoing {
+    io: Box<dyn AsyncWrite + Send + Unpin>,
+    framing: OutFraming,
+    /// Encoded bytes; everything before `sent` has left.
+    buffer: Vec<u8>,
+    sent: usize,
+}
+
+impl std::fmt::Debug for Outgoing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Outgoing").field("buffered", &self.buffered()).finish()
+    }
+}
+
+impl Outgoing {
+    /// What an idle connection may keep allocated.
+    const IDLE_BYTES: usize = 4 * 1024;
+
+    fn new(io: Box<dyn AsyncWrite + Send + Unpin>, framing: OutFraming) -> Self {
+        Self { io, framing, buffer: Vec::new(), sent: 0 }
+    }
+
+    /// Bytes that wait for [`Outgoing::flush`].
+    pub fn buffered(&self) -> usize {
+        self.buffer.len() - self.sent
+    }
+
+    /// Appends one message that `write` encodes in place; `hint` is a guess of its length.
+    pub fn push_message(&mut self, hint: usize, write: impl FnOnce(&mut Vec<u8>)) {
+        match &mut self.framing {
+            OutFraming::Lines => {
+                write(&mut self.buffer);
+                self.buffer.push(b'\n');
+            }
+            OutFraming::ServerFrames => frame::push_message(&mut self.buffer, None, hint, write),
+            OutFraming::ClientFrames(masks) => {
+                frame::push_message(&mut self.buffer, Some(masks.draw()), hint, write);
+            }
+        }
+    }
+
+    /// Appends a ping, where the link has such a thing.
+    pub fn push_ping(&mut self) {
+        self.push_control(Opcode::Ping, &[]);
+    }
+
+    /// Appends the answer to a ping.
+    pub fn push_pong(&mut self, payload: &[u8]) {
+        self.push_control(Opcode::Pong, payload);
+    }
+
+    /// Appends a farewell with a websocket close code.
+    pub fn push_close(&mut self, code: u16) {
+        self.push_control(Opcode::Close, &code.to_be_bytes());
+    }
+
+    fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {
+        let mask = match &mut self.framing {
+            OutFraming::Lines => return,
+            OutFraming::ServerFrames => None,
+            OutFraming::ClientFrames(masks) => Some(masks.draw()),
+        };
+        frame::push_frame(&mut self.buffer, opcode, mask, payload);
+    }
+
+    /// Sends everything that was appended.
+    ///
+    /// Cancel safe: what has not left stays in the buffer, in order.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails.
+    pub async fn flush(&mut self) -> io::Result<()> {
+        while self.sent < self.buffer.len() {
+            let written = self.io.write(&self.buffer[self.sent..]).await?;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            self.sent += written;
+        }
+        self.buffer.clear();
+        self.sent = 0;
+        self.io.flush().await
+    }
+
+    /// Gives memory back; to be called when there is nothing to send for now.
+    pub fn relax(&mut self) {
+        if self.buffer.is_empty() && self.buffer.capacity() > Self::IDLE_BYTES {
+            self.buffer = Vec::new();
+        }
+    }
+
+    /// Sends what is left and ends this direction.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails.
+    pub async fn shutdown(&mut self) -> io::Result<()> {
+        self.flush().await?;
+        self.io.shutdown().await
+    }
+}
+
+/// Draws masking keys.
+///
+/// They keep intermediaries from being tricked by chosen payloads; a fast generator seeded from
+/// the system's randomness is enough for that.
+struct Masks(u64);
+
+impl Masks {
+    fn new() -> Self {
+        let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
+        Self((high ^ low) | 1)
+    }
+
+    fn draw(&mut self) -> [u8; 4] {
+        // xorshift64*: never zero, full period.
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        let [a, b, c, d, ..] = self.0.wrapping_mul(0x2545_F491_4F6C_DD1D).to_be_bytes();
+        [a, b, c, d]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn messages(input: &'static [u8]) -> Result<Vec<String>, LinkError> {
+        let mut link = Link::lines(input, tokio::io::sink());
+        let mut seen = Vec::new();
+        while let Some(event) = link.incoming.recv().await? {
+            match event {
+                Event::Message(text) => seen.push(text.to_owned()),
+                other => panic!("{other:?}"),
+            }
+        }
+        Ok(seen)
+    }
+
+    #[tokio::test]
+    async fn lines_skip_blanks_and_take_the_last_without_newline() {
+        assert_eq!(messages(b"a\n\n  \r\nb\r\nc").await.unwrap(), ["a", "b", "c"]);
+        assert_eq!(messages(b"").await.unwrap(), [""; 0]);
+        assert!(matches!(messages(b"ok\n\xff\n").await, Err(LinkError::LineNotUtf8)));
+    }
+
+    #[tokio::test]
+    async fn a_pair_carries_messages_both_ways() {
+        let (mut here, mut there) = Link::pair();
+        here.outgoing.push_message(0, |out| out.extend_from_slice(b"to there"));
+        here.outgoing.flush().await.unwrap();
+        assert_eq!(there.incoming.recv().await.unwrap(), Some(Event::Message("to there")));
+        there.outgoing.push_message(0, |out| out.extend_from_slice(b"to here"));
+        there.outgoing.shutdown().await.unwrap();
+        assert_eq!(here.incoming.recv().await.unwrap(), Some(Event::Message("to here")));
+        drop(there);
+        assert_eq!(here.incoming.recv().await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn websocket_halves_understand_each_other() {
+        let (client, server) = tokio::io::duplex(1 << 20);
+        let (client_read, client_write) = tokio::io::split(client);
+        let (server_read, server_write) = tokio::io::split(server);
+        let mut client = Link::websocket(Role::Client, client_read, client_write, Vec::new());
+        let mut server = Link::websocket(Role::Server, server_read, server_write, Vec::new());
+        for size in [0, 1, 125, 126, 65_535, 65_536, 300_000] {
+            let sent = "x".repeat(size);
+            client.outgoing.push_message(0, |out| out.extend_from_slice(sent.as_bytes()));
+            client.outgoing.push_ping();
+            client.outgoing.flush().await.unwrap();
+            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Message(&sent)));
+            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Ping(b"")));
+            server.outgoing.push_message(size, |out| out.extend_from_slice(sent.as_bytes()));
+            server.outgoing.flush().await.unwrap();
+            assert_eq!(client.incoming.recv().await.unwrap(), Some(Event::Message(&sent)));
+        }
+        server.outgoing.push_close(1001);
+        server.outgoing.flush().await.unwrap();
+        assert_eq!(client.incoming.recv().await.unwrap(), None);
+    }
+}

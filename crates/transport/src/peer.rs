@@ -1,0 +1,369 @@
+//! Requests and their answers over one link, from the side that asks.
+//!
+//! Owns ids, the table of calls in flight, pings and the reader task. Ends with its link: recovery
+//! is the business of whoever holds it.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use exec_server_protocol::envelope::{self, Incoming as Message};
+use exec_server_protocol::{ErrorObject, Method, Notification, RequestId};
+use serde_json::value::RawValue;
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
+
+use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
+use crate::link::{Event, Incoming, Link, Outgoing};
+
+/// Calls in flight at one time; compatible servers are made for as many.
+pub const MAX_CALLS: usize = 1024;
+
+/// Why a call has no result.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CallError {
+    /// The server answered with an error.
+    #[error("{message} (code {code})")]
+    Server {
+        /// The wire code.
+        code: i64,
+        /// What the server said.
+        message: String,
+    },
+    /// The answer is not what the method promises.
+    #[error("cannot decode the answer to `{method}`: {reason}")]
+    Decode {
+        /// Which method.
+        method: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// No answer came in time.
+    #[error("no answer to `{method}` within {timeout:?}")]
+    Timeout {
+        /// Which method.
+        method: &'static str,
+        /// How long we waited.
+        timeout: Duration,
+    },
+    /// The connection is gone.
+    #[error("connection closed: {0}")]
+    Closed(Arc<str>),
+    /// Too many calls wait for their answers already.
+    #[error("limit of {MAX_CALLS} pending requests reached")]
+    TooManyCalls,
+}
+
+/// Takes what the server sends unasked.
+pub trait Handler: Send + 'static {
+    /// A notification came. Later messages wait until this is done; an error ends the connection.
+    fn notification(
+        &mut self,
+        method: &str,
+        params: Option<&RawValue>,
+    ) -> impl Future<Output = Result<(), String>> + Send;
+}
+
+/// One end of a link, for making calls; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Peer {
+    shared: Arc<Shared>,
+    /// Ends the reader task with the last clone.
+    _reader: Arc<AbortOnDrop>,
+}
+
+#[derive(Debug)]
+struct AbortOnDrop(JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// Held only while a message leaves.
+    outgoing: tokio::sync::Mutex<Outgoing>,
+    /// Calls in flight, and why there can be no more of them.
+    calls: Mutex<Calls>,
+    next_id: AtomicI64,
+    /// A task is about to answer a ping already.
+    pong_pending: AtomicBool,
+    /// Turns to the reason when the connection ends.
+    closed: watch::Sender<Option<Arc<str>>>,
+}
+
+type Answer = Result<Box<RawValue>, ErrorObject>;
+
+#[derive(Debug, Default)]
+struct Calls {
+    waiting: HashMap<i64, oneshot::Sender<Answer>>,
+    closed: Option<Arc<str>>,
+}
+
+impl Peer {
+    /// Takes over a link; `handler` gets what the server sends unasked.
+    pub fn new(link: Link, keepalive: KeepaliveConfig, handler: impl Handler) -> Self {
+        let pings = link.has_pings();
+        let shared = Arc::new(Shared {
+            outgoing: tokio::sync::Mutex::new(link.outgoing),
+            calls: Mutex::default(),
+            next_id: AtomicI64::new(1),
+            pong_pending: AtomicBool::new(false),
+            closed: watch::Sender::new(None),
+        });
+        let reader = Reader {
+            shared: Arc::clone(&shared),
+            incoming: link.incoming,
+            keepalive: pings.then(|| Keepalive::new(keepalive, Instant::now())),
+            handler,
+        };
+        let task = tokio::spawn(async move {
+            let shared = Arc::clone(&reader.shared);
+            let reason = reader.run().await;
+            shared.close(reason.into());
+        });
+        Self { shared, _reader: Arc::new(AbortOnDrop(task)) }
+    }
+
+    /// Calls a method and waits for its result, at most `timeout` if there is one.
+    ///
+    /// Cancel safe in that a dropped call is forgotten; the server may still have acted on it.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the server answers, or that no answer can come.
+    pub async fn call<M: Method>(
+        &self,
+        params: &M::Params,
+        timeout: Option<Duration>,
+    ) -> Result<M::Result, CallError> {
+        let Some(limit) = timeout else { return self.call_unbounded::<M>(params).await };
+        match tokio::time::timeout(limit, self.call_unbounded::<M>(params)).await {
+            Ok(result) => result,
+            Err(_) => Err(CallError::Timeout { method: M::NAME, timeout: limit }),
+        }
+    }
+
+    async fn call_unbounded<M: Method>(&self, params: &M::Params) -> Result<M::Result, CallError> {
+        let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
+        let (sender, receiver) = oneshot::channel();
+        {
+            let mut calls = self.shared.calls();
+            if let Some(reason) = &calls.closed {
+                return Err(CallError::Closed(Arc::clone(reason)));
+            }
+            if calls.waiting.len() >= MAX_CALLS {
+                return Err(CallError::TooManyCalls);
+            }
+            calls.waiting.insert(id, sender);
+        }
+        let _guard = Forget { shared: &self.shared, id };
+        let decode = |error: serde_json::Error| CallError::Decode {
+            method: M::NAME,
+            reason: error.to_string(),
+        };
+        self.shared
+            .send(|out| envelope::encode_request(out, &RequestId::Number(id), M::NAME, params))
+            .await
+            .map_err(decode)?;
+        match receiver.await {
+            Ok(Ok(result)) => serde_json::from_str(result.get()).map_err(decode),
+            Ok(Err(error)) => {
+                Err(CallError::Server { code: error.code, message: error.message })
+            }
+            Err(_) => Err(CallError::Closed(self.shared.reason())),
+        }
+    }
+
+    /// Sends a notification.
+    ///
+    /// # Errors
+    ///
+    /// When the connection is gone.
+    pub async fn notify<N: Notification>(&self, params: &N::Params) -> Result<(), CallError> {
+        if let Some(reason) = &self.shared.calls().closed {
+            return Err(CallError::Closed(Arc::clone(reason)));
+        }
+        self.shared
+            .send(|out| envelope::encode_notification(out, N::NAME, params))
+            .await
+            .map_err(|error| CallError::Decode { method: N::NAME, reason: error.to_string() })
+    }
+
+    /// Turns to the reason when the connection ends.
+    pub fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
+        self.shared.closed.subscribe()
+    }
+}
+
+impl Shared {
+    fn calls(&self) -> MutexGuard<'_, Calls> {
+        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
+        self.calls.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    fn reason(&self) -> Arc<str> {
+        self.calls().closed.clone().unwrap_or_else(|| "connection dropped".into())
+    }
+
+    /// Encodes one message into the link and sends it; a failing link ends everything.
+    async fn send(
+        &self,
+        encode: impl FnOnce(&mut Vec<u8>) -> serde_json::Result<()>,
+    ) -> serde_json::Result<()> {
+        let mut message = Vec::with_capacity(256);
+        encode(&mut message)?;
+        let mut outgoing = self.outgoing.lock().await;
+        outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        let sent = outgoing.flush().await;
+        outgoing.relax();
+        drop(outgoing);
+        if let Err(error) = sent {
+            self.close(format!("cannot send: {error}").into());
+        }
+        Ok(())
+    }
+
+    /// Fails every call, now and later.
+    fn close(&self, reason: Arc<str>) {
+        let mut calls = self.calls();
+        if calls.closed.is_none() {
+            calls.closed = Some(Arc::clone(&reason));
+            calls.waiting.clear();
+            drop(calls);
+            self.closed.send_replace(Some(reason));
+        }
+    }
+
+    /// Sends a ping or a pong without ever making the reader wait for the writer.
+    fn send_control(self: &Arc<Self>, pong: Option<Vec<u8>>) {
+        if self.pong_pending.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let shared = Arc::clone(self);
+        tokio::spawn(async move {
+            let mut outgoing = shared.outgoing.lock().await;
+            match &pong {
+                Some(payload) => outgoing.push_pong(payload),
+                None => outgoing.push_ping(),
+            }
+            shared.pong_pending.store(false, Ordering::Release);
+            if let Err(error) = outgoing.flush().await {
+                drop(outgoing);
+                shared.close(format!("cannot send: {error}").into());
+            }
+        });
+    }
+}
+
+/// Takes a call out of the table when its caller stops waiting.
+struct Forget<'a> {
+    shared: &'a Shared,
+    id: i64,
+}
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.shared.calls().waiting.remove(&self.id);
+    }
+}
+
+struct Reader<H> {
+    shared: Arc<Shared>,
+    incoming: Incoming,
+    /// Absent on links without pings.
+    keepalive: Option<Keepalive>,
+    handler: H,
+}
+
+impl<H: Handler> Reader<H> {
+    /// Reads until the connection ends and says why it did.
+    async fn run(mut self) -> String {
+        let mut closed = self.shared.closed.subscribe();
+        loop {
+            let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
+                Some(Action::GiveUp) => return "the server does not answer pings".to_owned(),
+                Some(Action::Ping) => {
+                    self.shared.send_control(None);
+                    continue;
+                }
+                Some(Action::Wait(until)) => Some(until),
+                None => None,
+            };
+            let event = tokio::select! {
+                event = self.incoming.recv() => event,
+                () = sleep_until(wake) => continue,
+                _ = closed.changed() => return self.shared.reason().to_string(),
+            };
+            if let Some(keepalive) = &mut self.keepalive {
+                keepalive.heard(Instant::now());
+            }
+            let outcome = match event {
+                Ok(Some(Event::Message(text))) => {
+                    dispatch(&self.shared, &mut self.handler, text).await
+                }
+                Ok(Some(Event::Ping(payload))) => {
+                    self.shared.send_control(Some(payload.to_vec()));
+                    Ok(())
+                }
+                Ok(Some(Event::Pong)) => Ok(()),
+                Ok(Some(Event::NotText)) => Err("the server sent a message that is not text".into()),
+                Ok(None) => Err("the server closed the connection".to_owned()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(reason) = outcome {
+                return reason;
+            }
+        }
+    }
+}
+
+async fn sleep_until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn dispatch<H: Handler>(
+    shared: &Arc<Shared>,
+    handler: &mut H,
+    text: &str,
+) -> Result<(), String> {
+    let message = envelope::decode(text).map_err(|error| format!("malformed message: {error}"))?;
+    match message {
+        Message::Response { id, result } => answer(shared, id, Ok(result.to_owned())),
+        Message::Error { id, error } => answer(shared, id, Err(error)),
+        Message::Notification { method, params } => {
+            return handler.notification(&method, params).await;
+        }
+        Message::Request { id, method, .. } => {
+            let shared = Arc::clone(shared);
+            let message = format!("exec-server client does not implement `{method}`");
+            // A task of its own: the reader never waits for the writer.
+            tokio::spawn(async move {
+                let error = ErrorObject { code: -32601, message, data: None };
+                let _ = shared.send(|out| envelope::encode_error(out, &id, &error)).await;
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Hands an answer to its caller; one that nobody waits for is ignored.
+fn answer(shared: &Shared, id: RequestId, answer: Answer) {
+    match id {
+        RequestId::Number(id) => {
+            if let Some(waiting) = shared.calls().waiting.remove(&id) {
+                let _ = waiting.send(answer);
+            }
+        }
+        RequestId::Text(_) => {}
+    }
+    // An error without a request of ours tells that a notification was refused.
+}
