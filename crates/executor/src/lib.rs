@@ -1,1 +1,25 @@
-//! x
+//! Runs things on this machine: processes, terminals, retained output and files.
+//!
+//! Answers in values. Knows no JSON-RPC, no session and no connection; reads neither environment
+//! variables nor configuration. The only crate with unsafe code, in one module.
+
+#[cfg(not(target_os = "linux"))]
+compile_error!(
+    "exec-server-executor supports Linux only: it needs pidfds, /proc and vfork-style clone"
+);
+
+pub mod env;
+mod executor;
+pub mod fs;
+pub mod host;
+pub mod limits;
+pub mod log;
+pub mod process;
+pub mod signal;
+pub mod spec;
+pub mod sys;
+mod tree;
+
+pub use executor::{Executor, ExecutorConfig};
+pub use process::Process;
+pub use spec::{Size, Spec, StartError, Stdio, Timeout};

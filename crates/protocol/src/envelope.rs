@@ -163,10 +163,16 @@ struct Fields<'a> {
 impl<'a> Fields<'a> {
     fn classify(self) -> Result<Incoming<'a>, serde_json::Error> {
         match (self.method, self.id, self.result, self.error) {
-            (Some(method), Some(id), ..) => {
-                Ok(Incoming::Request { id, method, params: self.params, trace: self.trace })
-            }
-            (Some(method), None, ..) => Ok(Incoming::Notification { method, params: self.params }),
+            (Some(method), Some(id), ..) => Ok(Incoming::Request {
+                id,
+                method,
+                params: self.params,
+                trace: self.trace,
+            }),
+            (Some(method), None, ..) => Ok(Incoming::Notification {
+                method,
+                params: self.params,
+            }),
             (None, Some(id), Some(result), _) => Ok(Incoming::Response { id, result }),
             (None, Some(id), None, Some(error)) => Ok(Incoming::Error { id, error }),
             (None, _, None, None) => Err(serde_json::Error::missing_field("error")),
@@ -207,7 +213,9 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
                     }
                     fields.trace = serde_json::from_str(raw.get()).map_err(A::Error::custom)?;
                 }
-                _ => map.next_value_seed(Checked { budget: self.budget })?,
+                _ => map.next_value_seed(Checked {
+                    budget: self.budget,
+                })?,
             }
             keys.insert::<A::Error>(key)?;
         }
@@ -228,7 +236,9 @@ impl Budget {
     fn spend<E: de::Error>(&self) -> Result<(), E> {
         self.0.set(self.0.get() + 1);
         if self.0.get() > MAX_JSON_VALUES {
-            return Err(E::custom(format_args!("more than {MAX_JSON_VALUES} JSON values")));
+            return Err(E::custom(format_args!(
+                "more than {MAX_JSON_VALUES} JSON values"
+            )));
         }
         Ok(())
     }
@@ -422,9 +432,18 @@ mod tests {
 
     #[test]
     fn classifies() {
-        assert!(matches!(decode(r#"{"id":1,"method":"a"}"#), Ok(Incoming::Request { .. })));
-        assert!(matches!(decode(r#"{"method":"a","params":[]}"#), Ok(Incoming::Notification { .. })));
-        assert!(matches!(decode(r#"{"id":"x","result":null}"#), Ok(Incoming::Response { .. })));
+        assert!(matches!(
+            decode(r#"{"id":1,"method":"a"}"#),
+            Ok(Incoming::Request { .. })
+        ));
+        assert!(matches!(
+            decode(r#"{"method":"a","params":[]}"#),
+            Ok(Incoming::Notification { .. })
+        ));
+        assert!(matches!(
+            decode(r#"{"id":"x","result":null}"#),
+            Ok(Incoming::Response { .. })
+        ));
         assert!(matches!(
             decode(r#"{"id":1,"error":{"code":-1,"message":"m"}}"#),
             Ok(Incoming::Error { .. })
@@ -438,11 +457,23 @@ mod tests {
     #[test]
     fn refuses_what_is_not_one_of_the_four() {
         for text in [
-            "", "hello", "42", "null", "[]", "{}", "{\"id\":5}", "{\"result\":1}",
-            r#"{"id":1,"method":7}"#, r#"{"id":1,"method":"a"} x"#, r#"{"id":1,"method":"a""#,
-            r#"{"id":null,"method":"a"}"#, r#"{"id":1.5,"method":"a"}"#,
-            r#"{"id":true,"method":"a"}"#, r#"{"id":9223372036854775808,"method":"a"}"#,
-            r#"{"id":1,"method":"a","trace":"x"}"#, r#"{"id":1,"method":"a","trace":[]}"#,
+            "",
+            "hello",
+            "42",
+            "null",
+            "[]",
+            "{}",
+            "{\"id\":5}",
+            "{\"result\":1}",
+            r#"{"id":1,"method":7}"#,
+            r#"{"id":1,"method":"a"} x"#,
+            r#"{"id":1,"method":"a""#,
+            r#"{"id":null,"method":"a"}"#,
+            r#"{"id":1.5,"method":"a"}"#,
+            r#"{"id":true,"method":"a"}"#,
+            r#"{"id":9223372036854775808,"method":"a"}"#,
+            r#"{"id":1,"method":"a","trace":"x"}"#,
+            r#"{"id":1,"method":"a","trace":[]}"#,
         ] {
             malformed(text);
         }
@@ -451,8 +482,10 @@ mod tests {
     #[test]
     fn refuses_duplicate_keys_at_any_depth() {
         assert!(malformed(r#"{"id":1,"id":2,"method":"a"}"#).contains("duplicate field `id`"));
-        assert!(malformed(r#"{"id":1,"method":"a","params":{"b":[{"c":1,"c":2}]}}"#)
-            .contains("duplicate field `c`"));
+        assert!(
+            malformed(r#"{"id":1,"method":"a","params":{"b":[{"c":1,"c":2}]}}"#)
+                .contains("duplicate field `c`")
+        );
         assert!(malformed(r#"{"method":"a","x":{"b":1,"\u0062":2}}"#).contains("duplicate"));
         let mut many: String = (0..100).map(|n| format!("\"k{n}\":0,")).collect();
         many.push_str("\"k70\":1");
@@ -462,13 +495,20 @@ mod tests {
     #[test]
     fn bounds_depth_and_count() {
         let deep = |n: usize| {
-            format!(r#"{{"id":1,"method":"a","params":{}{}}}"#, "[".repeat(n), "]".repeat(n))
+            format!(
+                r#"{{"id":1,"method":"a","params":{}{}}}"#,
+                "[".repeat(n),
+                "]".repeat(n)
+            )
         };
         assert!(decode(&deep(100)).is_ok());
         malformed(&deep(300));
         malformed(&deep(300).replace("params", "unknown"));
         let wide = |n: usize| {
-            format!(r#"{{"id":1,"method":"a","params":[{}]}}"#, vec!["0"; n].join(","))
+            format!(
+                r#"{{"id":1,"method":"a","params":[{}]}}"#,
+                vec!["0"; n].join(",")
+            )
         };
         assert!(decode(&wide(250_000)).is_ok());
         assert!(malformed(&wide(262_200)).contains("262144"));
@@ -477,7 +517,9 @@ mod tests {
     #[test]
     fn a_message_spreads_its_values_over_all_members() {
         let zeros = vec!["0"; 150_000].join(",");
-        malformed(&format!(r#"{{"method":"a","params":[{zeros}],"x":[{zeros}]}}"#));
+        malformed(&format!(
+            r#"{{"method":"a","params":[{zeros}],"x":[{zeros}]}}"#
+        ));
     }
 
     proptest! {

@@ -5,8 +5,8 @@
 
 pub mod chunk;
 pub mod command;
-pub mod environment;
 pub mod envelope;
+pub mod environment;
 pub mod fs;
 pub mod limits;
 pub mod method;

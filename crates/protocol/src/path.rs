@@ -93,7 +93,10 @@ impl PathUri {
         let bytes = path.as_os_str().as_bytes();
         let mut text = String::with_capacity(bytes.len() + 8);
         text.push_str("file://");
-        for segment in bytes.split(|&byte| byte == b'/').filter(|s| !s.is_empty() && *s != b".") {
+        for segment in bytes
+            .split(|&byte| byte == b'/')
+            .filter(|s| !s.is_empty() && *s != b".")
+        {
             text.push('/');
             for &byte in segment {
                 push_encoded(&mut text, byte);
@@ -105,7 +108,10 @@ impl PathUri {
         // Only an ordinary URI that leads back to the same path may stand for it.
         match Self::parse(&text) {
             Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
-            _ => Ok(Self(format!("file://{OPAQUE_PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes)))),
+            _ => Ok(Self(format!(
+                "file://{OPAQUE_PREFIX}{}",
+                URL_SAFE_NO_PAD.encode(bytes)
+            ))),
         }
     }
 
@@ -121,7 +127,11 @@ impl PathUri {
             let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| foreign())?;
             let native = PathBuf::from(OsString::from_vec(bytes));
             let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
-            return if ordinary == *self { Ok(native) } else { Err(foreign()) };
+            return if ordinary == *self {
+                Ok(native)
+            } else {
+                Err(foreign())
+            };
         }
         if !path.starts_with('/') || has_drive(path) {
             return Err(foreign());
@@ -177,7 +187,10 @@ fn push_encoded(text: &mut String, byte: u8) {
     const HEX: &[u8; 16] = b"0123456789ABCDEF";
     // What the URL parser itself leaves alone in a file path, so that text stays canonical.
     let plain = byte.is_ascii_graphic()
-        && !matches!(byte, b'%' | b'?' | b'#' | b'"' | b'<' | b'>' | b'`' | b'{' | b'}' | b'\\' | b'^');
+        && !matches!(
+            byte,
+            b'%' | b'?' | b'#' | b'"' | b'<' | b'>' | b'`' | b'{' | b'}' | b'\\' | b'^'
+        );
     if plain {
         text.push(byte as char);
     } else {
@@ -272,21 +285,42 @@ mod tests {
             assert_eq!(native(uri).as_deref(), Ok(path), "{uri}");
         }
         for (uri, error) in [
-            ("/abs/path", "parse: invalid URI: relative URL without a base"),
+            (
+                "/abs/path",
+                "parse: invalid URI: relative URL without a base",
+            ),
             ("", "parse: invalid URI: relative URL without a base"),
             ("http://x/y", "parse: unsupported path URI scheme `http`"),
-            ("file:///a?q", "parse: query parameters are not allowed in path URIs"),
-            ("file:///a#f", "parse: fragments are not allowed in path URIs"),
-            ("file:///a%00b", "parse: 'file:///a%00b' is invalid on 'linux'"),
-            ("file://server/x", "use: 'file://server/x' is invalid on 'linux'"),
+            (
+                "file:///a?q",
+                "parse: query parameters are not allowed in path URIs",
+            ),
+            (
+                "file:///a#f",
+                "parse: fragments are not allowed in path URIs",
+            ),
+            (
+                "file:///a%00b",
+                "parse: 'file:///a%00b' is invalid on 'linux'",
+            ),
+            (
+                "file://server/x",
+                "use: 'file://server/x' is invalid on 'linux'",
+            ),
             ("file:///c:/x", "use: 'file:///C:/x' is invalid on 'linux'"),
             ("file:///C:/x", "use: 'file:///C:/x' is invalid on 'linux'"),
-            ("file:///%00/bad/path/L2E", "use: 'file:///%00/bad/path/L2E' is invalid on 'linux'"),
+            (
+                "file:///%00/bad/path/L2E",
+                "use: 'file:///%00/bad/path/L2E' is invalid on 'linux'",
+            ),
         ] {
             assert_eq!(native(uri).err().as_deref(), Some(error), "{uri}");
         }
         for uri in ["file://u:p@host/x", "file://host:80/x", "relative"] {
-            assert!(native(uri).is_err_and(|error| error.starts_with("parse")), "{uri}");
+            assert!(
+                native(uri).is_err_and(|error| error.starts_with("parse")),
+                "{uri}"
+            );
         }
     }
 

@@ -428,7 +428,11 @@ pub struct TerminateParams {
 
 /// How to end a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "camelCase", rename_all_fields = "camelCase")]
+#[serde(
+    tag = "type",
+    rename_all = "camelCase",
+    rename_all_fields = "camelCase"
+)]
 pub enum TerminateMode {
     /// TERM now, KILL when the time is up.
     Graceful {

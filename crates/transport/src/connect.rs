@@ -27,7 +27,10 @@ pub struct ConnectOptions {
 
 impl Default for ConnectOptions {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(10), bearer_token: None }
+        Self {
+            timeout: Duration::from_secs(10),
+            bearer_token: None,
+        }
     }
 }
 
@@ -35,7 +38,10 @@ impl fmt::Debug for ConnectOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ConnectOptions")
             .field("timeout", &self.timeout)
-            .field("bearer_token", &self.bearer_token.as_ref().map(|_| "[redacted]"))
+            .field(
+                "bearer_token",
+                &self.bearer_token.as_ref().map(|_| "[redacted]"),
+            )
             .finish()
     }
 }
@@ -89,17 +95,28 @@ pub enum ConnectError {
 pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
     match tokio::time::timeout(options.timeout, dial(url, options)).await {
         Ok(result) => result,
-        Err(_) => Err(ConnectError::Timeout { url: url.to_owned(), timeout: options.timeout }),
+        Err(_) => Err(ConnectError::Timeout {
+            url: url.to_owned(),
+            timeout: options.timeout,
+        }),
     }
 }
 
 async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
-    let bad = |reason: &str| ConnectError::Url { url: url.to_owned(), reason: reason.to_owned() };
-    let io = |source| ConnectError::Io { url: url.to_owned(), source };
+    let bad = |reason: &str| ConnectError::Url {
+        url: url.to_owned(),
+        reason: reason.to_owned(),
+    };
+    let io = |source| ConnectError::Io {
+        url: url.to_owned(),
+        source,
+    };
     if let Some(path) = url.strip_prefix("unix://") {
         let path = PathBuf::from(path);
         if !path.is_absolute() {
-            return Err(bad("a unix socket needs an absolute path, as in unix:///run/x.sock"));
+            return Err(bad(
+                "a unix socket needs an absolute path, as in unix:///run/x.sock",
+            ));
         }
         let (reader, writer) = UnixStream::connect(&path).await.map_err(io)?.into_split();
         return upgrade(url, "localhost", "/", options, reader, writer).await;
@@ -118,7 +135,15 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
     let stream = TcpStream::connect(address).await.map_err(io)?;
     stream.set_nodelay(true).map_err(io)?;
     let (reader, writer) = stream.into_split();
-    upgrade(url, &format!("{host}:{port}"), &target, options, reader, writer).await
+    upgrade(
+        url,
+        &format!("{host}:{port}"),
+        &target,
+        options,
+        reader,
+        writer,
+    )
+    .await
 }
 
 /// The client's half of the websocket handshake.
@@ -134,7 +159,10 @@ where
     R: AsyncRead + Send + Unpin + 'static,
     W: AsyncWrite + Send + Unpin + 'static,
 {
-    let io = |source| ConnectError::Io { url: url.to_owned(), source };
+    let io = |source| ConnectError::Io {
+        url: url.to_owned(),
+        source,
+    };
     let key = STANDARD.encode(uuid::Uuid::new_v4().as_bytes());
     let mut request = format!(
         "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
@@ -146,15 +174,31 @@ where
     request.push_str("\r\n");
     writer.write_all(request.as_bytes()).await.map_err(io)?;
     writer.flush().await.map_err(io)?;
-    let head = http::read_head(&mut reader, Kind::Response).await.map_err(io)?;
+    let head = http::read_head(&mut reader, Kind::Response)
+        .await
+        .map_err(io)?;
     if head.status != 101 {
         let body = String::from_utf8_lossy(&head.rest);
-        let reason = body.lines().next().unwrap_or("").chars().take(200).collect();
-        return Err(ConnectError::Refused { url: url.to_owned(), status: head.status, reason });
+        let reason = body
+            .lines()
+            .next()
+            .unwrap_or("")
+            .chars()
+            .take(200)
+            .collect();
+        return Err(ConnectError::Refused {
+            url: url.to_owned(),
+            status: head.status,
+            reason,
+        });
     }
     if head.header("sec-websocket-accept") != Some(&http::accept_key(&key)) {
         let reason = "wrong Sec-WebSocket-Accept".to_owned();
-        return Err(ConnectError::Refused { url: url.to_owned(), status: 101, reason });
+        return Err(ConnectError::Refused {
+            url: url.to_owned(),
+            status: 101,
+            reason,
+        });
     }
     Ok(Link::websocket(Role::Client, reader, writer, head.rest))
 }

@@ -129,7 +129,11 @@ pub struct Decoder {
 impl Decoder {
     /// A decoder for what `role` receives.
     pub fn new(role: Role) -> Self {
-        Self { role, assembly: Vec::new(), assembling: None }
+        Self {
+            role,
+            assembly: Vec::new(),
+            assembling: None,
+        }
     }
 
     /// The payload of the message that [`Step::Assembled`] announced, until the next step.
@@ -170,7 +174,9 @@ impl Decoder {
         }
         let length = match extended {
             0 => u64::from(second & 0x7f),
-            _ => available[2..2 + extended].iter().fold(0, |sum, &b| sum << 8 | u64::from(b)),
+            _ => available[2..2 + extended]
+                .iter()
+                .fold(0, |sum, &b| sum << 8 | u64::from(b)),
         };
         if opcode.is_control() && (!fin || length > 125) {
             return Err(FrameError::Control);
@@ -201,13 +207,18 @@ impl Decoder {
             return Ok(Step::Control(opcode, payload));
         }
         if fin && self.assembling.is_none() {
-            return Ok(Step::Whole { text: opcode == Opcode::Text, payload });
+            return Ok(Step::Whole {
+                text: opcode == Opcode::Text,
+                payload,
+            });
         }
         self.assembly.extend_from_slice(&buffer[payload]);
         let kind = *self.assembling.get_or_insert(opcode);
         if fin {
             self.assembling = None;
-            return Ok(Step::Assembled { text: kind == Opcode::Text });
+            return Ok(Step::Assembled {
+                text: kind == Opcode::Text,
+            });
         }
         Ok(Step::Fragment)
     }
@@ -275,7 +286,11 @@ fn push_fragments(out: &mut Vec<u8>, mask: Option<[u8; 4]>, payload: &[u8]) {
     out.reserve(payload.len() + 64);
     let count = payload.len().div_ceil(SEND_FRAME_BYTES);
     for (index, part) in payload.chunks(SEND_FRAME_BYTES).enumerate() {
-        let opcode = if index == 0 { Opcode::Text } else { Opcode::Continuation };
+        let opcode = if index == 0 {
+            Opcode::Text
+        } else {
+            Opcode::Continuation
+        };
         push_header(out, opcode, index + 1 == count, mask, part.len());
         let start = out.len();
         out.extend_from_slice(part);
@@ -385,10 +400,19 @@ mod tests {
             let mut wire = Vec::new();
             push_message(&mut wire, mask, 10, |out| out.extend_from_slice(&payload));
             let frames = wire.len() - payload.len();
-            assert_eq!(frames, 2 * header_len(SEND_FRAME_BYTES, mask.is_some())
-                + header_len(5, mask.is_some()));
-            let role = if mask.is_some() { Role::Server } else { Role::Client };
-            assert_eq!(decode_all(role, &wire, 1 << 20).unwrap(), vec![payload.clone()]);
+            assert_eq!(
+                frames,
+                2 * header_len(SEND_FRAME_BYTES, mask.is_some()) + header_len(5, mask.is_some())
+            );
+            let role = if mask.is_some() {
+                Role::Server
+            } else {
+                Role::Client
+            };
+            assert_eq!(
+                decode_all(role, &wire, 1 << 20).unwrap(),
+                vec![payload.clone()]
+            );
         }
     }
 
@@ -403,10 +427,16 @@ mod tests {
         assert_eq!(masked(0xc1, b"x"), Err(FrameError::ReservedBits));
         assert_eq!(masked(0x80, b"x"), Err(FrameError::Fragments));
         assert_eq!(masked(0x09, b"x"), Err(FrameError::Control));
-        assert_eq!(decode_all(Role::Server, &[0x81, 0x01, b'x'], 64), Err(FrameError::Mask(false)));
+        assert_eq!(
+            decode_all(Role::Server, &[0x81, 0x01, b'x'], 64),
+            Err(FrameError::Mask(false))
+        );
         let mut inside = vec![0x01, 0x81, 0, 0, 0, 0, b'a'];
         inside.extend([0x81, 0x81, 0, 0, 0, 0, b'b']);
-        assert_eq!(decode_all(Role::Server, &inside, 64), Err(FrameError::Fragments));
+        assert_eq!(
+            decode_all(Role::Server, &inside, 64),
+            Err(FrameError::Fragments)
+        );
         let mut huge = vec![0x81, 0xff];
         huge.extend(((MAX_FRAME_BYTES + 1) as u64).to_be_bytes());
         huge.extend([0; 4]);

@@ -32,7 +32,10 @@ pub struct Head {
 impl Head {
     /// The first header of this (lower case) name.
     pub fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+        self.headers
+            .iter()
+            .find(|(key, _)| key == name)
+            .map(|(_, value)| value.as_str())
     }
 
     /// Whether a comma-separated header holds a token, without regard to case.
@@ -86,14 +89,18 @@ fn parse_head(bytes: &[u8], kind: Kind) -> Result<Option<Head>, httparse::Error>
     let (used, parsed) = match kind {
         Kind::Request => {
             let mut request = httparse::Request::new(&mut headers);
-            let httparse::Status::Complete(used) = request.parse(bytes)? else { return Ok(None) };
+            let httparse::Status::Complete(used) = request.parse(bytes)? else {
+                return Ok(None);
+            };
             head.method = request.method.unwrap_or("").to_owned();
             head.target = request.path.unwrap_or("").to_owned();
             (used, request.headers)
         }
         Kind::Response => {
             let mut response = httparse::Response::new(&mut headers);
-            let httparse::Status::Complete(used) = response.parse(bytes)? else { return Ok(None) };
+            let httparse::Status::Complete(used) = response.parse(bytes)? else {
+                return Ok(None);
+            };
             head.status = response.code.unwrap_or(0);
             (used, response.headers)
         }
@@ -124,7 +131,10 @@ mod tests {
 
     #[test]
     fn accepts_the_key_of_the_rfc() {
-        assert_eq!(accept_key("dGhlIHNhbXBsZSBub25jZQ=="), "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
+        assert_eq!(
+            accept_key("dGhlIHNhbXBsZSBub25jZQ=="),
+            "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
+        );
     }
 
     #[tokio::test]
@@ -134,17 +144,24 @@ mod tests {
         let head = read_head(&mut bytes, Kind::Request).await.unwrap();
         assert_eq!((head.method.as_str(), head.path()), ("GET", "/a"));
         assert!(head.has_token("connection", "upgrade"));
-        assert_eq!((head.header("x"), head.rest.as_slice()), (Some("y"), &b"rest"[..]));
+        assert_eq!(
+            (head.header("x"), head.rest.as_slice()),
+            (Some("y"), &b"rest"[..])
+        );
     }
 
     #[tokio::test]
     async fn refuses_heads_that_never_end() {
         let long = vec![b'a'; MAX_HEAD_BYTES + 10];
         let mut bytes = [b"GET /".as_slice(), &long].concat();
-        let error = read_head(&mut bytes.as_slice(), Kind::Request).await.unwrap_err();
+        let error = read_head(&mut bytes.as_slice(), Kind::Request)
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
         bytes.truncate(20);
-        let error = read_head(&mut bytes.as_slice(), Kind::Request).await.unwrap_err();
+        let error = read_head(&mut bytes.as_slice(), Kind::Request)
+            .await
+            .unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -13,7 +13,10 @@ pub struct KeepaliveConfig {
 
 impl Default for KeepaliveConfig {
     fn default() -> Self {
-        Self { interval: Duration::from_secs(30), deadline: Duration::from_secs(60) }
+        Self {
+            interval: Duration::from_secs(30),
+            deadline: Duration::from_secs(60),
+        }
     }
 }
 
@@ -39,7 +42,11 @@ pub struct Keepalive {
 impl Keepalive {
     /// Starts watching a connection that is alive now.
     pub fn new(config: KeepaliveConfig, now: Instant) -> Self {
-        Self { config, heard: now, pinged: now }
+        Self {
+            config,
+            heard: now,
+            pinged: now,
+        }
     }
 
     /// The peer sent something.

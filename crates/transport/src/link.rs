@@ -27,7 +27,11 @@ impl Link {
         writer: impl AsyncWrite + Send + Unpin + 'static,
     ) -> Self {
         Self {
-            incoming: Incoming::new(Box::new(reader), InFraming::Lines { scanned: 0 }, Vec::new()),
+            incoming: Incoming::new(
+                Box::new(reader),
+                InFraming::Lines { scanned: 0 },
+                Vec::new(),
+            ),
             outgoing: Outgoing::new(Box::new(writer), OutFraming::Lines),
         }
     }
@@ -103,7 +107,9 @@ pub enum Event<'a> {
 
 enum InFraming {
     /// `scanned` bytes after the start are known to hold no newline.
-    Lines { scanned: usize },
+    Lines {
+        scanned: usize,
+    },
     Websocket(Decoder),
 }
 
@@ -119,7 +125,9 @@ pub struct Incoming {
 
 impl std::fmt::Debug for Incoming {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Incoming").field("buffered", &(self.buffer.len() - self.start)).finish()
+        f.debug_struct("Incoming")
+            .field("buffered", &(self.buffer.len() - self.start))
+            .finish()
     }
 }
 
@@ -140,7 +148,13 @@ impl Incoming {
     const READ_BYTES: usize = 256 * 1024;
 
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, framing: InFraming, buffer: Vec<u8>) -> Self {
-        Self { io, framing, buffer, start: 0, ended: false }
+        Self {
+            io,
+            framing,
+            buffer,
+            start: 0,
+            ended: false,
+        }
     }
 
     /// The next event, or `None` when the peer is done.
@@ -159,13 +173,13 @@ impl Incoming {
             }
         };
         Ok(match found {
-            Found::Buffer(range) => {
-                Some(Event::Message(text(&self.buffer[range]).ok_or(LinkError::LineNotUtf8)?))
-            }
+            Found::Buffer(range) => Some(Event::Message(
+                text(&self.buffer[range]).ok_or(LinkError::LineNotUtf8)?,
+            )),
             Found::Assembled => match &self.framing {
-                InFraming::Websocket(decoder) => {
-                    Some(Event::Message(text(decoder.assembled()).ok_or(FrameError::Utf8)?))
-                }
+                InFraming::Websocket(decoder) => Some(Event::Message(
+                    text(decoder.assembled()).ok_or(FrameError::Utf8)?,
+                )),
                 InFraming::Lines { .. } => None,
             },
             Found::NotText => Some(Event::NotText),
@@ -180,7 +194,13 @@ impl Incoming {
 
     /// Looks for a complete event; the inner error is how many bytes are missing at least.
     fn find(&mut self) -> Result<Result<Found, usize>, LinkError> {
-        let Self { framing, buffer, start, ended, .. } = self;
+        let Self {
+            framing,
+            buffer,
+            start,
+            ended,
+            ..
+        } = self;
         match framing {
             InFraming::Lines { scanned } => loop {
                 let rest = &buffer[*start..];
@@ -215,7 +235,10 @@ impl Incoming {
                     Step::Control(Opcode::Ping, payload) => Ok(Found::Ping(payload)),
                     Step::Control(Opcode::Pong, _) => Ok(Found::Pong),
                     Step::Control(..) => Ok(Found::Closed),
-                    Step::Whole { text: is_text, payload } => {
+                    Step::Whole {
+                        text: is_text,
+                        payload,
+                    } => {
                         if text(&buffer[payload.clone()]).is_some() {
                             Ok(Found::Buffer(payload))
                         } else if is_text {
@@ -249,7 +272,9 @@ impl Incoming {
             self.start = 0;
         }
         // Twice what is there already: a length in a header alone must not make us allocate.
-        let room = missing.min(self.buffer.len().max(Self::READ_BYTES)).max(Self::IDLE_BYTES);
+        let room = missing
+            .min(self.buffer.len().max(Self::READ_BYTES))
+            .max(Self::IDLE_BYTES);
         self.buffer.reserve(room);
         let read = self.io.read_buf(&mut self.buffer).await?;
         self.ended = read == 0;
@@ -279,7 +304,9 @@ pub struct Outgoing {
 
 impl std::fmt::Debug for Outgoing {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Outgoing").field("buffered", &self.buffered()).finish()
+        f.debug_struct("Outgoing")
+            .field("buffered", &self.buffered())
+            .finish()
     }
 }
 
@@ -288,7 +315,12 @@ impl Outgoing {
     const IDLE_BYTES: usize = 4 * 1024;
 
     fn new(io: Box<dyn AsyncWrite + Send + Unpin>, framing: OutFraming) -> Self {
-        Self { io, framing, buffer: Vec::new(), sent: 0 }
+        Self {
+            io,
+            framing,
+            buffer: Vec::new(),
+            sent: 0,
+        }
     }
 
     /// Bytes that wait for [`Outgoing::flush`].
@@ -412,20 +444,35 @@ mod tests {
 
     #[tokio::test]
     async fn lines_skip_blanks_and_take_the_last_without_newline() {
-        assert_eq!(messages(b"a\n\n  \r\nb\r\nc").await.unwrap(), ["a", "b", "c"]);
+        assert_eq!(
+            messages(b"a\n\n  \r\nb\r\nc").await.unwrap(),
+            ["a", "b", "c"]
+        );
         assert_eq!(messages(b"").await.unwrap(), [""; 0]);
-        assert!(matches!(messages(b"ok\n\xff\n").await, Err(LinkError::LineNotUtf8)));
+        assert!(matches!(
+            messages(b"ok\n\xff\n").await,
+            Err(LinkError::LineNotUtf8)
+        ));
     }
 
     #[tokio::test]
     async fn a_pair_carries_messages_both_ways() {
         let (mut here, mut there) = Link::pair();
-        here.outgoing.push_message(0, |out| out.extend_from_slice(b"to there"));
+        here.outgoing
+            .push_message(0, |out| out.extend_from_slice(b"to there"));
         here.outgoing.flush().await.unwrap();
-        assert_eq!(there.incoming.recv().await.unwrap(), Some(Event::Message("to there")));
-        there.outgoing.push_message(0, |out| out.extend_from_slice(b"to here"));
+        assert_eq!(
+            there.incoming.recv().await.unwrap(),
+            Some(Event::Message("to there"))
+        );
+        there
+            .outgoing
+            .push_message(0, |out| out.extend_from_slice(b"to here"));
         there.outgoing.shutdown().await.unwrap();
-        assert_eq!(here.incoming.recv().await.unwrap(), Some(Event::Message("to here")));
+        assert_eq!(
+            here.incoming.recv().await.unwrap(),
+            Some(Event::Message("to here"))
+        );
         drop(there);
         assert_eq!(here.incoming.recv().await.unwrap(), None);
     }
@@ -439,14 +486,27 @@ mod tests {
         let mut server = Link::websocket(Role::Server, server_read, server_write, Vec::new());
         for size in [0, 1, 125, 126, 65_535, 65_536, 300_000] {
             let sent = "x".repeat(size);
-            client.outgoing.push_message(0, |out| out.extend_from_slice(sent.as_bytes()));
+            client
+                .outgoing
+                .push_message(0, |out| out.extend_from_slice(sent.as_bytes()));
             client.outgoing.push_ping();
             client.outgoing.flush().await.unwrap();
-            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Message(&sent)));
-            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Ping(b"")));
-            server.outgoing.push_message(size, |out| out.extend_from_slice(sent.as_bytes()));
+            assert_eq!(
+                server.incoming.recv().await.unwrap(),
+                Some(Event::Message(&sent))
+            );
+            assert_eq!(
+                server.incoming.recv().await.unwrap(),
+                Some(Event::Ping(b""))
+            );
+            server
+                .outgoing
+                .push_message(size, |out| out.extend_from_slice(sent.as_bytes()));
             server.outgoing.flush().await.unwrap();
-            assert_eq!(client.incoming.recv().await.unwrap(), Some(Event::Message(&sent)));
+            assert_eq!(
+                client.incoming.recv().await.unwrap(),
+                Some(Event::Message(&sent))
+            );
         }
         server.outgoing.push_close(1001);
         server.outgoing.flush().await.unwrap();

@@ -127,7 +127,10 @@ impl Peer {
             let reason = reader.run().await;
             shared.close(reason.into());
         });
-        Self { shared, _reader: Arc::new(AbortOnDrop(task)) }
+        Self {
+            shared,
+            _reader: Arc::new(AbortOnDrop(task)),
+        }
     }
 
     /// Calls a method and waits for its result, at most `timeout` if there is one.
@@ -142,10 +145,15 @@ impl Peer {
         params: &M::Params,
         timeout: Option<Duration>,
     ) -> Result<M::Result, CallError> {
-        let Some(limit) = timeout else { return self.call_unbounded::<M>(params).await };
+        let Some(limit) = timeout else {
+            return self.call_unbounded::<M>(params).await;
+        };
         match tokio::time::timeout(limit, self.call_unbounded::<M>(params)).await {
             Ok(result) => result,
-            Err(_) => Err(CallError::Timeout { method: M::NAME, timeout: limit }),
+            Err(_) => Err(CallError::Timeout {
+                method: M::NAME,
+                timeout: limit,
+            }),
         }
     }
 
@@ -162,7 +170,10 @@ impl Peer {
             }
             calls.waiting.insert(id, sender);
         }
-        let _guard = Forget { shared: &self.shared, id };
+        let _guard = Forget {
+            shared: &self.shared,
+            id,
+        };
         let decode = |error: serde_json::Error| CallError::Decode {
             method: M::NAME,
             reason: error.to_string(),
@@ -173,9 +184,10 @@ impl Peer {
             .map_err(decode)?;
         match receiver.await {
             Ok(Ok(result)) => serde_json::from_str(result.get()).map_err(decode),
-            Ok(Err(error)) => {
-                Err(CallError::Server { code: error.code, message: error.message })
-            }
+            Ok(Err(error)) => Err(CallError::Server {
+                code: error.code,
+                message: error.message,
+            }),
             Err(_) => Err(CallError::Closed(self.shared.reason())),
         }
     }
@@ -192,7 +204,10 @@ impl Peer {
         self.shared
             .send(|out| envelope::encode_notification(out, N::NAME, params))
             .await
-            .map_err(|error| CallError::Decode { method: N::NAME, reason: error.to_string() })
+            .map_err(|error| CallError::Decode {
+                method: N::NAME,
+                reason: error.to_string(),
+            })
     }
 
     /// Turns to the reason when the connection ends.
@@ -204,11 +219,16 @@ impl Peer {
 impl Shared {
     fn calls(&self) -> MutexGuard<'_, Calls> {
         // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
-        self.calls.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.calls
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn reason(&self) -> Arc<str> {
-        self.calls().closed.clone().unwrap_or_else(|| "connection dropped".into())
+        self.calls()
+            .closed
+            .clone()
+            .unwrap_or_else(|| "connection dropped".into())
     }
 
     /// Encodes one message into the link and sends it; a failing link ends everything.
@@ -312,7 +332,9 @@ impl<H: Handler> Reader<H> {
                     Ok(())
                 }
                 Ok(Some(Event::Pong)) => Ok(()),
-                Ok(Some(Event::NotText)) => Err("the server sent a message that is not text".into()),
+                Ok(Some(Event::NotText)) => {
+                    Err("the server sent a message that is not text".into())
+                }
                 Ok(None) => Err("the server closed the connection".to_owned()),
                 Err(error) => Err(error.to_string()),
             };
@@ -347,8 +369,14 @@ async fn dispatch<H: Handler>(
             let message = format!("exec-server client does not implement `{method}`");
             // A task of its own: the reader never waits for the writer.
             tokio::spawn(async move {
-                let error = ErrorObject { code: -32601, message, data: None };
-                let _ = shared.send(|out| envelope::encode_error(out, &id, &error)).await;
+                let error = ErrorObject {
+                    code: -32601,
+                    message,
+                    data: None,
+                };
+                let _ = shared
+                    .send(|out| envelope::encode_error(out, &id, &error))
+                    .await;
             });
         }
     }

@@ -25,9 +25,7 @@ pub fn own() -> io::Result<Link> {
             pipe::Receiver::from_owned_fd(input)?,
             pipe::Sender::from_owned_fd(output)?,
         ),
-        (true, false) => {
-            Link::lines(pipe::Receiver::from_owned_fd(input)?, tokio::io::stdout())
-        }
+        (true, false) => Link::lines(pipe::Receiver::from_owned_fd(input)?, tokio::io::stdout()),
         (false, true) => Link::lines(tokio::io::stdin(), pipe::Sender::from_owned_fd(output)?),
         (false, false) => Link::lines(tokio::io::stdin(), tokio::io::stdout()),
     })
@@ -50,7 +48,10 @@ fn is_pipe(fd: &OwnedFd) -> bool {
 ///
 /// When the program cannot be started.
 pub fn spawn(mut command: Command) -> io::Result<(Link, Child)> {
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).kill_on_drop(true);
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true);
     let mut child = command.spawn()?;
     let (Some(stdout), Some(stdin)) = (child.stdout.take(), child.stdin.take()) else {
         return Err(io::Error::other("child has no standard input or output"));

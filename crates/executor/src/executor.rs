@@ -1,0 +1,216 @@
+//! The executor: what all processes of one program share.
+//!
+//! Owns the defaults, the count of live processes and the list of children that are looked after,
+//! so that adopted orphans can be told from them.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use rustix::process::Pid;
+use tokio::sync::Notify;
+
+use crate::log::Retention;
+use crate::process::{self, Process};
+use crate::spec::{Spec, StartError};
+use crate::sys::reap::{self, Reaped};
+
+/// Defaults and bounds for all processes.
+#[derive(Debug, Clone)]
+pub struct ExecutorConfig {
+    /// How much output a process retains.
+    pub retention: Retention,
+    /// Live processes at one time.
+    pub max_processes: usize,
+    /// How long an ended process's output may be silent before a descendant that holds it open is
+    /// no longer waited for.
+    pub inherited_output_grace: Duration,
+    /// The environment that policies start from: usually this program's own.
+    pub environment: BTreeMap<String, String>,
+}
+
+impl Default for ExecutorConfig {
+    fn default() -> Self {
+        Self {
+            retention: Retention::default(),
+            max_processes: 4096,
+            inherited_output_grace: Duration::from_secs(2),
+            environment: BTreeMap::new(),
+        }
+    }
+}
+
+/// Starts processes; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Executor {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    config: ExecutorConfig,
+    /// `/dev/null`, the input of processes without one.
+    null: File,
+    live: Arc<Live>,
+    /// Children that a supervisor looks after. Reaping happens under this lock, so that a number
+    /// that is reused right away is not mistaken for its former owner.
+    managed: Mutex<HashSet<Pid>>,
+    /// Shared by those who start children, exclusive to whoever reaps orphans: a child that is not
+    /// in the list yet must not be taken for one.
+    starting: RwLock<()>,
+}
+
+#[derive(Debug, Default)]
+struct Live {
+    count: AtomicUsize,
+    started: Notify,
+}
+
+/// The place of one live process.
+#[derive(Debug)]
+pub(crate) struct Slot(Arc<Live>);
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.0.count.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Executor {
+    /// An executor with these settings.
+    ///
+    /// # Errors
+    ///
+    /// When `/dev/null` cannot be opened.
+    pub fn new(config: ExecutorConfig) -> io::Result<Self> {
+        let null = File::options().read(true).write(true).open("/dev/null")?;
+        Ok(Self {
+            inner: Arc::new(Inner {
+                config,
+                null,
+                live: Arc::default(),
+                managed: Mutex::default(),
+                starting: RwLock::default(),
+            }),
+        })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &ExecutorConfig {
+        &self.inner.config
+    }
+
+    /// Live processes right now.
+    pub fn live(&self) -> usize {
+        self.inner.live.count.load(Ordering::Relaxed)
+    }
+
+    /// Starts a process.
+    ///
+    /// Needs a tokio runtime. If this future is dropped, a process that is just being started is
+    /// killed.
+    ///
+    /// # Errors
+    ///
+    /// Says what is missing or refused; nothing is left behind.
+    pub async fn start(&self, spec: Spec) -> Result<Process, StartError> {
+        let live = &self.inner.live;
+        let slot = Slot(Arc::clone(live));
+        if live.count.fetch_add(1, Ordering::Relaxed) >= self.inner.config.max_processes {
+            return Err(StartError::TooMany(self.inner.config.max_processes));
+        }
+        live.started.notify_one();
+        process::start::start(self, slot, spec).await
+    }
+
+    /// Makes this process the parent of its descendants' orphans and reaps them as they end.
+    ///
+    /// For programs that have no other children, like a server: it waits for any child. The task
+    /// that does it lives as long as the runtime.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn adopt_orphans(&self) -> io::Result<()> {
+        /// How long an orphan may stay a zombie.
+        const PERIOD: Duration = Duration::from_millis(250);
+        /// Rounds without a live process after which to sleep until there is one again.
+        const IDLE_ROUNDS: u32 = 40;
+        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+        let this = self.clone();
+        tokio::spawn(async move {
+            let mut idle = 0;
+            loop {
+                tokio::time::sleep(PERIOD).await;
+                let reaped = this.reap_orphans();
+                idle = if reaped || this.live() > 0 {
+                    0
+                } else {
+                    idle + 1
+                };
+                if idle > IDLE_ROUNDS {
+                    this.inner.live.started.notified().await;
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// Reaps ended orphans; true if there were any.
+    fn reap_orphans(&self) -> bool {
+        let mut any = false;
+        while let Some(pid) = reap::any_ended() {
+            let _alone = self
+                .inner
+                .starting
+                .write()
+                .unwrap_or_else(PoisonError::into_inner);
+            if self.managed().contains(&pid) {
+                // Its supervisor is about to reap it; those behind it wait for the next round.
+                break;
+            }
+            any = reap::try_reap(pid).is_ok();
+        }
+        any
+    }
+
+    pub(crate) fn null(&self) -> BorrowedFd<'_> {
+        self.inner.null.as_fd()
+    }
+
+    /// Runs `launch` such that its child is never taken for an orphan.
+    pub(crate) fn register<T, E>(
+        &self,
+        launch: impl FnOnce() -> Result<(Pid, T), E>,
+    ) -> Result<(Pid, T), E> {
+        let _shared = self
+            .inner
+            .starting
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let (pid, rest) = launch()?;
+        self.managed().insert(pid);
+        Ok((pid, rest))
+    }
+
+    /// Reaps a managed child if it has ended.
+    pub(crate) fn reap(&self, pid: Pid) -> io::Result<Option<Reaped>> {
+        let mut managed = self.managed();
+        let reaped = reap::try_reap(pid);
+        if !matches!(reaped, Ok(None)) {
+            managed.remove(&pid);
+        }
+        reaped
+    }
+
+    fn managed(&self) -> MutexGuard<'_, HashSet<Pid>> {
+        self.inner
+            .managed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,90 @@
+//! What this machine and its user are like.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What the password database says of a user.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Account {
+    /// The home directory.
+    pub home: PathBuf,
+    /// The login shell.
+    pub shell: PathBuf,
+}
+
+/// The account of the user that this program runs as, if it is listed.
+pub fn account() -> Option<Account> {
+    find_account(
+        &fs::read_to_string("/etc/passwd").ok()?,
+        rustix::process::getuid().as_raw(),
+    )
+}
+
+fn find_account(passwd: &str, uid: u32) -> Option<Account> {
+    passwd.lines().find_map(|line| {
+        let fields: Vec<&str> = line.split(':').collect();
+        let [_, _, id, _, _, home, shell] = fields[..] else {
+            return None;
+        };
+        (id.parse() == Ok(uid)).then(|| Account {
+            home: home.into(),
+            shell: shell.into(),
+        })
+    })
+}
+
+/// The shell to offer: the user's own if it is of a known kind, else the first that exists.
+pub fn shell(account: Option<&Account>) -> (String, PathBuf) {
+    const KNOWN: [&str; 3] = ["zsh", "bash", "sh"];
+    let kind = |path: &Path| -> Option<String> {
+        let name = path.file_name()?.to_str()?;
+        (KNOWN.contains(&name) && path.exists()).then(|| name.to_owned())
+    };
+    let own = account.map(|account| account.shell.clone());
+    let common = ["/bin/bash", "/usr/bin/bash", "/bin/zsh", "/usr/bin/zsh"].map(PathBuf::from);
+    own.into_iter()
+        .chain(common)
+        .find_map(|path| Some((kind(&path)?, path)))
+        .unwrap_or_else(|| ("sh".to_owned(), PathBuf::from("/bin/sh")))
+}
+
+/// A stable identity of this machine, if it has one.
+pub fn machine_id() -> Option<String> {
+    [
+        "/etc/machine-id",
+        "/var/lib/dbus/machine-id",
+        "/proc/sys/kernel/random/boot_id",
+    ]
+    .iter()
+    .find_map(|path| fs::read_to_string(path).ok())
+    .map(|text| text.trim().to_owned())
+    .filter(|text| !text.is_empty())
+}
+
+/// The user's home: `HOME` of the given environment, else the account's.
+pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option<PathBuf> {
+    let from_env = env
+        .get("HOME")
+        .map(PathBuf::from)
+        .filter(|home| home.is_absolute());
+    from_env.or_else(|| account.map(|account| account.home.clone()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_password_database() {
+        let passwd = "root:x:0:0:root:/root:/bin/bash\nbad line\nu:x:1000:1000::/home/u:/bin/zsh\n";
+        let account = find_account(passwd, 1000).unwrap();
+        assert_eq!(account.home, Path::new("/home/u"));
+        assert_eq!(find_account(passwd, 7), None);
+        let odd = Account {
+            home: "/".into(),
+            shell: "/usr/sbin/nologin".into(),
+        };
+        assert_ne!(shell(Some(&odd)).1, odd.shell);
+    }
+}

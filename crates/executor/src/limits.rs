@@ -1,0 +1,213 @@
+//! Limits on what a process may use: resource limits where they do, control groups where they must.
+//!
+//! Memory and the number of processes concern a whole tree, which only a control group can count.
+//! Without one, memory falls back to an address space limit on each process; the number of
+//! processes to the per-user limit, which does not bind root, so there it is refused.
+
+use std::fs;
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+pub use exec_server_protocol::process::Limits;
+
+/// A limit that this host cannot enforce.
+#[derive(Debug, thiserror::Error)]
+#[error("limit `{name}` cannot be enforced here: {reason}")]
+pub struct LimitError {
+    /// The limit's name on the wire.
+    pub name: &'static str,
+    /// Why not.
+    pub reason: String,
+}
+
+/// What a child must do to itself before it executes.
+#[derive(Debug, Default)]
+pub(crate) struct Applied {
+    pub(crate) rlimits: Vec<(u32, u64)>,
+    pub(crate) groups: Vec<Group>,
+}
+
+/// A control group of one process tree; removed with the value.
+#[derive(Debug)]
+pub(crate) struct Group {
+    directory: PathBuf,
+    pub(crate) procs: OwnedFd,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Fails while something of the tree is left, which then keeps its limits.
+        if let Err(error) = fs::remove_dir(&self.directory) {
+            tracing::debug!(directory = %self.directory.display(), %error, "control group stays");
+        }
+    }
+}
+
+/// Turns limits into steps, creating control groups where needed.
+pub(crate) fn prepare(limits: &Limits) -> Result<Applied, LimitError> {
+    let mut applied = Applied::default();
+    let each = [
+        ("cpuSeconds", limits.cpu_seconds, libc::RLIMIT_CPU),
+        ("openFiles", limits.open_files, libc::RLIMIT_NOFILE),
+        ("fileBytes", limits.file_bytes, libc::RLIMIT_FSIZE),
+    ];
+    for (name, value, resource) in each {
+        if let Some(value) = value {
+            check_below_ours(name, positive(name, value)?, resource)?;
+            applied.rlimits.push((resource, value));
+        }
+    }
+    if let Some(bytes) = limits.memory_bytes {
+        let files = ["memory.max", "memory.limit_in_bytes"];
+        match group("memory", files, positive("memoryBytes", bytes)?) {
+            Ok(group) => applied.groups.push(group),
+            Err(_) => applied.rlimits.push((libc::RLIMIT_AS, bytes)),
+        }
+    }
+    if let Some(count) = limits.processes {
+        match group(
+            "pids",
+            ["pids.max", "pids.max"],
+            positive("processes", count)?,
+        ) {
+            Ok(group) => applied.groups.push(group),
+            Err(error) if rustix::process::geteuid().is_root() => {
+                let reason = format!("no control group for `pids`: {error}");
+                return Err(LimitError {
+                    name: "processes",
+                    reason,
+                });
+            }
+            Err(_) => applied.rlimits.push((libc::RLIMIT_NPROC, count)),
+        }
+    }
+    Ok(applied)
+}
+
+fn positive(name: &'static str, value: u64) -> Result<u64, LimitError> {
+    match value {
+        0 => Err(LimitError {
+            name,
+            reason: "it must be greater than zero".to_owned(),
+        }),
+        value => Ok(value),
+    }
+}
+
+/// Raising a limit above our own needs a privilege that a child may not have.
+fn check_below_ours(name: &'static str, value: u64, resource: u32) -> Result<(), LimitError> {
+    let ours = crate::sys::rlimit::hard(None, resource).unwrap_or(u64::MAX);
+    if value > ours && !rustix::process::geteuid().is_root() {
+        let reason = format!("{value} is above this server's own limit of {ours}");
+        return Err(LimitError { name, reason });
+    }
+    Ok(())
+}
+
+/// Makes a group under the controller and sets its limit; `files` are the names in versions 2 and 1.
+fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let (base, version) = base(controller)
+        .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "controller is not available"))?;
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let name = format!("exec-server-{}-{number}", std::process::id());
+    let directory = base.join(name);
+    fs::create_dir(&directory)?;
+    let open = || -> io::Result<OwnedFd> {
+        let file = if version == 2 { files[0] } else { files[1] };
+        let mut limit = fs::OpenOptions::new()
+            .write(true)
+            .open(directory.join(file))?;
+        limit.write_all(value.to_string().as_bytes())?;
+        Ok(fs::OpenOptions::new()
+            .write(true)
+            .open(directory.join("cgroup.procs"))?
+            .into())
+    };
+    match open() {
+        Ok(procs) => Ok(Group { directory, procs }),
+        Err(error) => {
+            let _ = fs::remove_dir(&directory);
+            Err(error)
+        }
+    }
+}
+
+/// Where groups under a controller can be made, and the version of its hierarchy.
+fn base(controller: &str) -> Option<(PathBuf, u8)> {
+    let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let mounts = fs::read_to_string("/proc/self/mountinfo").ok()?;
+    let version_1 = own.lines().find_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        controllers
+            .split(',')
+            .any(|name| name == controller)
+            .then_some(path)
+    });
+    if let Some(path) = version_1 {
+        let mount = mount_point(&mounts, |kind, options| {
+            kind == "cgroup" && options.split(',').any(|option| option == controller)
+        })?;
+        return Some((join(&mount, path), 1));
+    }
+    let path = own.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let directory = join(&mount_point(&mounts, |kind, _| kind == "cgroup2")?, path);
+    let enabled = fs::read_to_string(directory.join("cgroup.subtree_control")).ok()?;
+    enabled
+        .split_whitespace()
+        .any(|name| name == controller)
+        .then_some((directory, 2))
+}
+
+fn join(mount: &Path, path: &str) -> PathBuf {
+    mount.join(path.trim_start_matches('/'))
+}
+
+fn mount_point(mountinfo: &str, wanted: impl Fn(&str, &str) -> bool) -> Option<PathBuf> {
+    mountinfo.lines().find_map(|line| {
+        let (before, after) = line.split_once(" - ")?;
+        let mut after = after.split(' ');
+        let (kind, _source, options) = (after.next()?, after.next()?, after.next()?);
+        let point = before.split(' ').nth(4)?;
+        wanted(kind, options).then(|| PathBuf::from(point))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_mounts_by_kind_and_option() {
+        let mounts = "\
+31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
+39 31 0:36 / /sys/fs/cgroup/pids rw,relatime shared:7 - cgroup cgroup rw,pids
+41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw";
+        let pids = mount_point(mounts, |kind, options| {
+            kind == "cgroup" && options.contains("pids")
+        });
+        assert_eq!(pids.unwrap(), Path::new("/sys/fs/cgroup/pids"));
+        assert_eq!(
+            mount_point(mounts, |kind, _| kind == "cgroup2").unwrap(),
+            Path::new("/sys/fs/cgroup/unified")
+        );
+        assert_eq!(mount_point(mounts, |kind, _| kind == "nfs"), None);
+    }
+
+    #[test]
+    fn zero_is_no_limit_to_enforce() {
+        let limits = Limits {
+            processes: Some(0),
+            ..Limits::default()
+        };
+        assert!(
+            prepare(&limits)
+                .unwrap_err()
+                .to_string()
+                .contains("`processes`")
+        );
+    }
+}

@@ -1,0 +1,615 @@
+//! Retained output of one process.
+//!
+//! Owns the bytes, their sequence numbers, the eviction budget and what is known of bytes that are
+//! gone. Knows nothing of sessions, JSON, or who is reading.
+//!
+//! ```text
+//!  seq  1 … 40      41 … 57                 58 …
+//!      evicted │ retained, newest first │ to come
+//!              └ what `read` can return       └ next_seq
+//! ```
+//! Beside that, each stream keeps its own head and tail for snapshots; the bytes are shared.
+
+use std::collections::VecDeque;
+
+use bytes::Bytes;
+pub use exec_server_protocol::process::Stream;
+
+/// How much one process may retain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Retention {
+    /// Bytes kept for reading, newest first; and bytes kept of each stream for snapshots, half
+    /// head, half tail.
+    pub bytes: usize,
+    /// Chunks kept for reading: many tiny chunks cost more than their bytes.
+    pub chunks: usize,
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Self {
+            bytes: 1 << 20,
+            chunks: 50_000,
+        }
+    }
+}
+
+/// Numbers of evicted entries whose sizes are remembered, so that a reader that fell behind learns
+/// exactly how much it missed. Four bytes each.
+const EVICTED_INDEX: usize = 65_536;
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exit {
+    /// Exit status, or 128 + N for a death by signal N; -1 if nobody knows.
+    pub code: i32,
+    /// The signal that ended it.
+    pub signal: Option<i32>,
+    /// It was ended because its time was up.
+    pub timed_out: bool,
+    /// CPU time in user mode, in microseconds.
+    pub user_micros: u64,
+    /// CPU time in the kernel, in microseconds.
+    pub system_micros: u64,
+    /// Peak resident memory of its largest process.
+    pub max_rss_bytes: u64,
+}
+
+/// How a log ended.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Close {
+    /// A descendant still holds the output open.
+    pub inherited_output: bool,
+    /// Bytes that came too late to be retained.
+    pub discarded_bytes: u64,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum EntryKind {
+    /// Output arrived.
+    Output(Stream, Bytes),
+    /// The process ended.
+    Exited(Exit),
+    /// Nothing more will come.
+    Closed(Close),
+}
+
+/// One numbered entry.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Its number, from 1 without holes.
+    pub seq: u64,
+    /// What happened.
+    pub kind: EntryKind,
+    /// Bytes of output before this entry, evicted ones included.
+    before: u64,
+}
+
+impl Entry {
+    fn len(&self) -> usize {
+        match &self.kind {
+            EntryKind::Output(_, bytes) => bytes.len(),
+            _ => 0,
+        }
+    }
+}
+
+/// Output that a reader can no longer have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lost {
+    /// Entries up to this number are gone.
+    pub through_seq: u64,
+    /// How many bytes of them came after the reader's cursor. Exact for a cursor of 0 and within
+    /// the newest 65 536 evicted entries; an upper bound for one that is further behind.
+    pub bytes: u64,
+}
+
+/// The answer to a read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    /// Output after the cursor, in order.
+    pub chunks: Vec<(u64, Stream, Bytes)>,
+    /// Where to go on.
+    pub next_seq: u64,
+    /// What is missing between the cursor and the first chunk.
+    pub lost: Option<Lost>,
+}
+
+/// Head and tail of one stream.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Cut {
+    /// Head, then tail.
+    pub bytes: Vec<u8>,
+    /// Where the head ends.
+    pub head: u64,
+    /// How much is missing there.
+    pub omitted: u64,
+}
+
+/// The log of one process.
+#[derive(Debug)]
+pub struct Log {
+    retention: Retention,
+    entries: VecDeque<Entry>,
+    /// Bytes in `entries`.
+    retained: usize,
+    next_seq: u64,
+    /// Bytes ever appended.
+    total: u64,
+    /// Sizes of the newest evicted entries, oldest first.
+    evicted: VecDeque<u32>,
+    exit: Option<Exit>,
+    close: Option<Close>,
+    streams: [Ends; 3],
+    /// Bytes that the consumer who holds the process back has taken; `None`: nobody holds it back.
+    held: Option<u64>,
+}
+
+impl Log {
+    /// An empty log.
+    pub fn new(retention: Retention) -> Self {
+        Self {
+            retention,
+            entries: VecDeque::new(),
+            retained: 0,
+            next_seq: 1,
+            total: 0,
+            evicted: VecDeque::new(),
+            exit: None,
+            close: None,
+            streams: Default::default(),
+            held: None,
+        }
+    }
+
+    /// The number of the next entry.
+    pub fn next_seq(&self) -> u64 {
+        self.next_seq
+    }
+
+    /// How the process ended, once it has.
+    pub fn exit(&self) -> Option<&Exit> {
+        self.exit.as_ref()
+    }
+
+    /// How the log ended, once it has.
+    pub fn close(&self) -> Option<&Close> {
+        self.close.as_ref()
+    }
+
+    /// Bytes that can still be read.
+    pub fn retained_bytes(&self) -> u64 {
+        self.retained as u64
+    }
+
+    /// Bytes that can no longer be read.
+    pub fn evicted_bytes(&self) -> u64 {
+        self.total - self.retained as u64
+    }
+
+    /// Appends output.
+    pub fn output(&mut self, stream: Stream, bytes: Bytes) {
+        debug_assert!(self.close.is_none(), "output after close");
+        self.streams[index(stream)].push(&bytes, self.retention.bytes / 2);
+        self.append(EntryKind::Output(stream, bytes));
+        while self.retained > self.retention.bytes || self.entries.len() > self.retention.chunks {
+            self.evict();
+        }
+    }
+
+    /// Appends the end of the process.
+    pub fn exited(&mut self, exit: Exit) {
+        debug_assert!(self.exit.is_none(), "exited twice");
+        self.exit = Some(exit);
+        self.append(EntryKind::Exited(exit));
+    }
+
+    /// Appends the end of the log.
+    pub fn closed(&mut self, close: Close) {
+        debug_assert!(self.close.is_none(), "closed twice");
+        self.close = Some(close);
+        self.append(EntryKind::Closed(close));
+    }
+
+    fn append(&mut self, kind: EntryKind) {
+        let entry = Entry {
+            seq: self.next_seq,
+            kind,
+            before: self.total,
+        };
+        self.next_seq += 1;
+        self.total += entry.len() as u64;
+        self.retained += entry.len();
+        self.entries.push_back(entry);
+    }
+
+    fn evict(&mut self) {
+        let Some(entry) = self.entries.pop_front() else {
+            return;
+        };
+        self.retained -= entry.len();
+        if self.evicted.len() == EVICTED_INDEX {
+            self.evicted.pop_front();
+        }
+        // A chunk is bounded by MAX_CHUNK_BYTES, far below 4 GiB.
+        self.evicted.push_back(entry.len() as u32);
+    }
+
+    /// The number of the oldest retained entry.
+    fn first_seq(&self) -> u64 {
+        self.next_seq - self.entries.len() as u64
+    }
+
+    /// The first entry after `cursor` that is still retained.
+    pub fn entry_after(&self, cursor: u64) -> Option<&Entry> {
+        let first = self.first_seq();
+        let index = cursor.saturating_add(1).saturating_sub(first);
+        usize::try_from(index)
+            .ok()
+            .and_then(|index| self.entries.get(index))
+    }
+
+    /// Retained output after `cursor`.
+    ///
+    /// With `max_bytes` the slice stops before a chunk that would exceed it, but holds one at least,
+    /// and `next_seq` is the number after the last chunk returned.
+    pub fn read(&self, cursor: u64, max_bytes: Option<usize>) -> Slice {
+        let mut chunks = Vec::new();
+        let mut bytes = 0;
+        let from = (cursor.saturating_add(1)).saturating_sub(self.first_seq());
+        let from = usize::try_from(from)
+            .unwrap_or(usize::MAX)
+            .min(self.entries.len());
+        for entry in self.entries.range(from..) {
+            let EntryKind::Output(stream, data) = &entry.kind else {
+                continue;
+            };
+            if max_bytes.is_some_and(|max| !chunks.is_empty() && bytes + data.len() > max) {
+                break;
+            }
+            bytes += data.len();
+            chunks.push((entry.seq, *stream, data.clone()));
+        }
+        let next_seq = match (max_bytes, chunks.last()) {
+            (Some(_), Some((seq, ..))) => seq + 1,
+            _ => self.next_seq,
+        };
+        Slice {
+            chunks,
+            next_seq,
+            lost: self.lost_after(cursor),
+        }
+    }
+
+    /// What of the output after `cursor` is gone.
+    pub fn lost_after(&self, cursor: u64) -> Option<Lost> {
+        let through_seq = self.first_seq() - 1;
+        if cursor >= through_seq {
+            return None;
+        }
+        let bytes = if cursor == 0 {
+            self.evicted_bytes()
+        } else {
+            let count = usize::try_from(through_seq - cursor).unwrap_or(usize::MAX);
+            if count > self.evicted.len() {
+                self.evicted_bytes()
+            } else {
+                self.evicted
+                    .iter()
+                    .rev()
+                    .take(count)
+                    .map(|&size| u64::from(size))
+                    .sum()
+            }
+        };
+        // Entries without bytes (the exit) are no output and no loss.
+        (bytes > 0).then_some(Lost { through_seq, bytes })
+    }
+
+    /// Head and tail of a stream, at most `max_bytes` together.
+    pub fn cut(&self, stream: Stream, max_bytes: Option<u64>) -> Cut {
+        let budget = max_bytes.map_or(usize::MAX, |max| usize::try_from(max).unwrap_or(usize::MAX));
+        self.streams[index(stream)].cut(budget.min(self.retention.bytes))
+    }
+
+    /// A consumer at `cursor` (usually the last number) begins to hold the process back.
+    pub fn hold(&mut self, cursor: u64) {
+        self.held = Some(self.bytes_through(cursor));
+    }
+
+    /// The consumer has taken everything up to `cursor`.
+    pub fn advance(&mut self, cursor: u64) {
+        if let Some(held) = self.held {
+            self.held = Some(held.max(self.bytes_through(cursor)));
+        }
+    }
+
+    /// Nobody holds the process back any more.
+    pub fn release(&mut self) {
+        self.held = None;
+    }
+
+    /// Whether more output may be taken in without evicting what the holding consumer lacks.
+    ///
+    /// Half the budget: the other half is what a consumer that lost its connection may have been
+    /// sent and never received.
+    pub fn has_room(&self) -> bool {
+        self.held
+            .is_none_or(|held| self.total - held < (self.retention.bytes / 2).max(1) as u64)
+    }
+
+    fn bytes_through(&self, cursor: u64) -> u64 {
+        match self.entry_after(cursor) {
+            Some(next) => next.before,
+            None => self.total,
+        }
+    }
+}
+
+fn index(stream: Stream) -> usize {
+    match stream {
+        Stream::Stdout => 0,
+        Stream::Stderr => 1,
+        Stream::Pty => 2,
+    }
+}
+
+/// Head and tail of one stream.
+#[derive(Debug, Default)]
+struct Ends {
+    /// The first bytes, up to half the budget.
+    head: Vec<Bytes>,
+    head_bytes: usize,
+    /// The newest bytes after the head, up to half the budget.
+    tail: VecDeque<Bytes>,
+    tail_bytes: usize,
+    total: u64,
+}
+
+impl Ends {
+    fn push(&mut self, bytes: &Bytes, half: usize) {
+        self.total += bytes.len() as u64;
+        let mut rest = bytes.clone();
+        if self.head_bytes < half {
+            let part = rest.split_to(rest.len().min(half - self.head_bytes));
+            self.head_bytes += part.len();
+            self.head.push(part);
+        }
+        if rest.is_empty() {
+            return;
+        }
+        self.tail_bytes += rest.len();
+        self.tail.push_back(rest);
+        while self.tail_bytes > half {
+            let excess = self.tail_bytes - half;
+            let Some(front) = self.tail.front_mut() else {
+                break;
+            };
+            if front.len() <= excess {
+                self.tail_bytes -= front.len();
+                self.tail.pop_front();
+            } else {
+                self.tail_bytes -= excess;
+                let _ = front.split_to(excess);
+            }
+        }
+    }
+
+    fn cut(&self, budget: usize) -> Cut {
+        let kept = self.head_bytes + self.tail_bytes;
+        if self.total == kept as u64 && kept <= budget {
+            let bytes = self
+                .head
+                .iter()
+                .chain(&self.tail)
+                .flatten()
+                .copied()
+                .collect();
+            return Cut {
+                bytes,
+                head: kept as u64,
+                omitted: 0,
+            };
+        }
+        // An odd byte goes to the head. A tail shorter than its half leaves nothing to the head:
+        // the head never grew beyond its own.
+        let head_len = (budget - budget / 2).min(self.head_bytes);
+        let tail_len = (budget / 2).min(kept - head_len);
+        let mut bytes: Vec<u8> = self.head.iter().flatten().copied().take(head_len).collect();
+        let all = self.head.iter().chain(&self.tail).flatten().copied();
+        bytes.extend(all.skip(kept - tail_len));
+        let omitted = self.total - bytes.len() as u64;
+        Cut {
+            bytes,
+            head: head_len as u64,
+            omitted,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const EXIT: Exit = Exit {
+        code: 0,
+        signal: None,
+        timed_out: false,
+        user_micros: 0,
+        system_micros: 0,
+        max_rss_bytes: 0,
+    };
+
+    fn stream(n: u8) -> Stream {
+        if n.is_multiple_of(2) {
+            Stream::Stdout
+        } else {
+            Stream::Stderr
+        }
+    }
+
+    /// Everything ever appended, kept for ever.
+    #[derive(Default)]
+    struct Model {
+        entries: Vec<Option<(Stream, Vec<u8>)>>,
+    }
+
+    impl Model {
+        /// The smallest number such that it and everything after fits the budget.
+        fn first_retained(&self, retention: Retention) -> usize {
+            let (mut bytes, mut first) = (0, self.entries.len());
+            for (at, entry) in self.entries.iter().enumerate().rev() {
+                bytes += entry.as_ref().map_or(0, |(_, data)| data.len());
+                if bytes > retention.bytes || self.entries.len() - at > retention.chunks {
+                    break;
+                }
+                first = at;
+            }
+            first
+        }
+
+        fn all(&self, wanted: Stream) -> Vec<u8> {
+            let of_stream = self
+                .entries
+                .iter()
+                .flatten()
+                .filter(|(stream, _)| *stream == wanted);
+            of_stream.flat_map(|(_, data)| data.clone()).collect()
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_a_log_that_forgets_nothing(
+            writes in prop::collection::vec((0u8..2, 1usize..40), 0..60),
+            exit_at in 0usize..60, budget in 1usize..200, chunks in 1usize..30,
+            cursor in 0u64..70, max in prop::option::of(0usize..100),
+        ) {
+            let retention = Retention { bytes: budget, chunks };
+            let mut log = Log::new(retention);
+            let mut model = Model::default();
+            // Eviction happens when output arrives, so an exit may push the count over by one.
+            let mut first = 0;
+            for (n, (which, size)) in writes.iter().enumerate() {
+                if n == exit_at {
+                    log.exited(EXIT);
+                    model.entries.push(None);
+                }
+                let data = vec![n as u8; *size];
+                log.output(stream(*which), data.clone().into());
+                model.entries.push(Some((stream(*which), data)));
+                first = first.max(model.first_retained(retention));
+            }
+            prop_assert_eq!(log.next_seq(), model.entries.len() as u64 + 1);
+
+            let expected: Vec<_> = model.entries.iter().enumerate()
+                .filter(|(at, _)| *at >= first && *at as u64 + 1 > cursor)
+                .filter_map(|(at, entry)| entry.as_ref().map(|(s, d)| (at as u64 + 1, *s, d.clone())))
+                .collect();
+            let slice = log.read(cursor, max);
+            let got: Vec<_> = slice.chunks.iter().map(|(q, s, d)| (*q, *s, d.to_vec())).collect();
+            prop_assert_eq!(&got[..], &expected[..got.len()]);
+            let size: usize = got.iter().map(|(_, _, d)| d.len()).sum();
+            match max {
+                None => prop_assert_eq!(got.len(), expected.len()),
+                Some(max) => {
+                    prop_assert!(size <= max || got.len() == 1);
+                    if let Some((_, _, next)) = expected.get(got.len()) {
+                        prop_assert!(!got.is_empty() && size + next.len() > max);
+                    }
+                }
+            }
+            let next = match (max, got.last()) {
+                (Some(_), Some((seq, ..))) => seq + 1,
+                _ => model.entries.len() as u64 + 1,
+            };
+            prop_assert_eq!(slice.next_seq, next);
+
+            let missing: usize = model.entries.iter().enumerate()
+                .filter(|(at, _)| *at < first && *at as u64 + 1 > cursor)
+                .map(|(_, entry)| entry.as_ref().map_or(0, |(_, d)| d.len())).sum();
+            let lost = (missing > 0)
+                .then_some(Lost { through_seq: first as u64, bytes: missing as u64 });
+            prop_assert_eq!(slice.lost, lost);
+
+            for wanted in [Stream::Stdout, Stream::Stderr] {
+                let all = model.all(wanted);
+                let cut = log.cut(wanted, max.map(|max| max as u64));
+                let room = max.unwrap_or(usize::MAX).min(budget);
+                prop_assert!(cut.bytes.len() <= room);
+                prop_assert_eq!(cut.omitted as usize + cut.bytes.len(), all.len());
+                let (head, tail) = cut.bytes.split_at(cut.head as usize);
+                prop_assert!(all.starts_with(head) && all.ends_with(tail));
+                if all.len() <= room && all.len() < budget / 2 * 2 {
+                    prop_assert_eq!(cut.omitted, 0);
+                }
+                if cut.omitted > 0 && room > 3 {
+                    prop_assert!(head.len() + 2 >= room / 2 && tail.len() + 2 >= room / 2);
+                }
+            }
+        }
+
+        #[test]
+        fn a_holding_consumer_loses_nothing(
+            steps in prop::collection::vec((any::<bool>(), 1usize..8), 0..200),
+        ) {
+            // Chunks are small against the budget, as reads of a pipe are in practice.
+            let mut log = Log::new(Retention { bytes: 64, chunks: 1000 });
+            log.hold(0);
+            let (mut cursor, mut seen, mut written) = (0, 0, 0);
+            for (write, size) in steps {
+                if write && log.has_room() {
+                    log.output(Stream::Stdout, vec![0; size].into());
+                    written += size;
+                } else if let Some(entry) = log.entry_after(cursor) {
+                    prop_assert_eq!(entry.seq, cursor + 1);
+                    seen += entry.len();
+                    cursor = entry.seq;
+                    log.advance(cursor);
+                }
+            }
+            while let Some(entry) = log.entry_after(cursor) {
+                seen += entry.len();
+                cursor = entry.seq;
+            }
+            prop_assert_eq!(seen, written);
+        }
+    }
+
+    #[test]
+    fn holding_is_about_bytes_not_yet_taken() {
+        let mut log = Log::new(Retention {
+            bytes: 100,
+            chunks: 10,
+        });
+        log.output(Stream::Pty, vec![0; 90].into());
+        assert!(log.has_room(), "nobody holds it back");
+        log.hold(1);
+        assert!(log.has_room(), "the consumer begins after what is there");
+        log.output(Stream::Pty, vec![0; 50].into());
+        assert!(!log.has_room());
+        log.advance(2);
+        assert!(log.has_room());
+        log.output(Stream::Pty, vec![0; 50].into());
+        log.release();
+        assert!(log.has_room());
+    }
+
+    #[test]
+    fn far_behind_the_loss_is_an_upper_bound() {
+        let mut log = Log::new(Retention {
+            bytes: 10,
+            chunks: 10,
+        });
+        for _ in 0..EVICTED_INDEX + 100 {
+            log.output(Stream::Stdout, vec![0; 1].into());
+        }
+        let evicted = log.evicted_bytes();
+        assert_eq!(log.lost_after(0).unwrap().bytes, evicted);
+        assert_eq!(log.lost_after(50).unwrap().bytes, evicted);
+        assert_eq!(log.lost_after(200).unwrap().bytes, evicted - 200);
+    }
+}

@@ -1,0 +1,442 @@
+//! One process: its handle, and what can be done with it.
+//!
+//! A task per process ([`supervise`]) moves bytes and notices the end; handles share its state and
+//! may be used from anywhere. When the last handle is dropped the process is killed.
+
+pub(crate) mod start;
+pub(crate) mod stdin;
+mod supervise;
+pub(crate) mod terminal;
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::Waker;
+use std::time::{Duration, Instant, SystemTime};
+
+use bytes::Bytes;
+use rustix::process::{Pid, Signal};
+use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
+
+use crate::limits::Group;
+use crate::log::{Exit, Log};
+use crate::process::stdin::{Push, Stdin};
+use crate::spec::Size;
+use crate::tree::{self, Tag};
+
+/// Room given to the pipe of a process that moves a lot of data.
+const LARGE_PIPE_BYTES: usize = 1 << 20;
+
+/// How long to wait for a killed tree to disappear before its rest is called survivors.
+const KILL_PATIENCE: Duration = Duration::from_secs(5);
+
+/// A started process; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Process {
+    shared: Arc<Shared>,
+    _owner: Arc<Owner>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    pid: Pid,
+    tag: Tag,
+    started_at: SystemTime,
+    /// The log and who follows it.
+    output: Mutex<Output>,
+    /// Told of every new entry.
+    changed: Notify,
+    /// Whether `pid` may still be signalled.
+    life: Mutex<Life>,
+    stdin: Mutex<Stdin>,
+    /// Told when a full input has room again.
+    stdin_room: Notify,
+    /// Our end of the terminal, for its size; goes with the log.
+    terminal: Mutex<Option<Arc<AsyncFd<OwnedFd>>>>,
+    has_terminal: bool,
+    /// Tells the supervisor to look around.
+    wake: Notify,
+    orders: Mutex<Orders>,
+    /// Bytes that came after the log was closed.
+    discarded: AtomicU64,
+    /// Control groups that hold the tree's limits.
+    groups: Mutex<Vec<Group>>,
+}
+
+#[derive(Debug)]
+struct Output {
+    log: Log,
+    /// Woken once at the next entry.
+    follower: Option<Waker>,
+}
+
+/// ```text
+/// Running ── reaped ──► Ended
+/// ```
+/// A pid may be reused once it is reaped, so signals are sent under the lock that reaping takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Life {
+    Running,
+    Ended,
+}
+
+/// What the supervisor has been told to do.
+#[derive(Debug, Default)]
+struct Orders {
+    /// Nobody holds a handle any more.
+    abandoned: bool,
+}
+
+/// Who gets a signal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// The process group that the process was started in.
+    Group,
+    /// The process alone.
+    Leader,
+    /// The process and every descendant.
+    Tree,
+}
+
+/// How to end a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum End {
+    /// SIGKILL to the whole tree.
+    Now,
+    /// SIGTERM to the whole tree, SIGKILL to what is left after this time.
+    Within(Duration),
+}
+
+/// What became of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// It is on its way.
+    Accepted,
+    /// The input is closed.
+    Closed,
+}
+
+/// The supervisor's ear for the last handle.
+#[derive(Debug)]
+struct Owner(Arc<Shared>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if !self.0.is_closed() {
+            self.0.signal_group(Signal::KILL);
+        }
+        lock(&self.0.orders).abandoned = true;
+        self.0.wake.notify_one();
+    }
+}
+
+/// Locks a mutex. Nothing panics while holding one of ours, so a poisoned one is whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Process {
+    /// Its pid; may be reused once the process has ended.
+    pub fn pid(&self) -> i32 {
+        self.shared.pid.as_raw_nonzero().get()
+    }
+
+    /// When it was started.
+    pub fn started_at(&self) -> SystemTime {
+        self.shared.started_at
+    }
+
+    /// Whether it has a terminal.
+    pub fn has_terminal(&self) -> bool {
+        self.shared.has_terminal
+    }
+
+    /// How it ended, once it has.
+    pub fn exit(&self) -> Option<Exit> {
+        self.with_log(|log| log.exit().copied())
+    }
+
+    /// Bytes that descendants wrote after the log was closed.
+    pub fn discarded_bytes(&self) -> u64 {
+        self.shared.discarded.load(Ordering::Relaxed)
+    }
+
+    /// Looks at the log.
+    pub fn with_log<R>(&self, look: impl FnOnce(&Log) -> R) -> R {
+        look(&lock(&self.shared.output).log)
+    }
+
+    /// Takes what `take` takes, or has `waker` woken at the next entry.
+    ///
+    /// There is one follower at a time; the latest waker counts. `take` may say with
+    /// [`Log::advance`] how far it came.
+    pub fn follow<R>(&self, waker: &Waker, take: impl FnOnce(&mut Log) -> Option<R>) -> Option<R> {
+        let mut output = lock(&self.shared.output);
+        let had_room = output.log.has_room();
+        let taken = take(&mut output.log);
+        if taken.is_none() {
+            output.follower = Some(waker.clone());
+        }
+        let room = !had_room && output.log.has_room();
+        drop(output);
+        if room {
+            self.shared.wake.notify_one();
+        }
+        taken
+    }
+
+    /// Makes the process wait for a consumer at `cursor`, instead of evicting what it lacks.
+    pub fn hold(&self, cursor: u64) {
+        lock(&self.shared.output).log.hold(cursor);
+    }
+
+    /// The consumer that holds the process back has taken everything up to `cursor`.
+    pub fn advance(&self, cursor: u64) {
+        lock(&self.shared.output).log.advance(cursor);
+        self.shared.wake.notify_one();
+    }
+
+    /// Lets the process run free again and forgets the follower.
+    pub fn release(&self) {
+        let mut output = lock(&self.shared.output);
+        output.log.release();
+        output.follower = None;
+        drop(output);
+        self.shared.wake.notify_one();
+    }
+
+    /// Waits until `done` finds what it looks for in the log.
+    ///
+    /// Cancel safe.
+    pub async fn wait_for<R>(&self, mut done: impl FnMut(&Log) -> Option<R>) -> R {
+        loop {
+            let changed = self.shared.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if let Some(found) = self.with_log(&mut done) {
+                return found;
+            }
+            changed.await;
+        }
+    }
+
+    /// Writes to the process's input without waiting; `Err` gives the data back when it must wait.
+    ///
+    /// # Errors
+    ///
+    /// The data, when too much waits already.
+    pub fn try_write(&self, data: Bytes) -> Result<Written, Bytes> {
+        let mut stdin = lock(&self.shared.stdin);
+        let pushed = stdin.push(data);
+        let waiting = stdin.waiting().is_some();
+        drop(stdin);
+        if waiting {
+            self.shared.wake.notify_one();
+        }
+        match pushed {
+            Push::Accepted => Ok(Written::Accepted),
+            Push::Closed => Ok(Written::Closed),
+            Push::Full(data) => Err(data),
+        }
+    }
+
+    /// Writes to the process's input, waiting while too much waits already.
+    ///
+    /// Cancel safe: a cancelled write has not been made.
+    pub async fn write(&self, mut data: Bytes) -> Written {
+        loop {
+            let room = self.shared.stdin_room.notified();
+            tokio::pin!(room);
+            room.as_mut().enable();
+            match self.try_write(data) {
+                Ok(written) => return written,
+                Err(back) => data = back,
+            }
+            room.await;
+        }
+    }
+
+    /// Ends the process's input after what was written: a pipe is closed, a terminal gets its
+    /// end-of-input character.
+    pub async fn close_stdin(&self) -> Written {
+        if self.shared.has_terminal {
+            let end = lock(&self.shared.terminal)
+                .as_ref()
+                .map(terminal::end_of_input);
+            return match end {
+                Some(end) => self.write(Bytes::copy_from_slice(&[end])).await,
+                None => Written::Closed,
+            };
+        }
+        let mut stdin = lock(&self.shared.stdin);
+        let open = stdin.finish();
+        drop(stdin);
+        self.shared.wake.notify_one();
+        if open {
+            Written::Accepted
+        } else {
+            Written::Closed
+        }
+    }
+
+    /// Gives the terminal a new size.
+    ///
+    /// # Errors
+    ///
+    /// `NotConnected` when there is no terminal (any more).
+    pub fn resize(&self, size: Size) -> io::Result<()> {
+        match lock(&self.shared.terminal).as_ref() {
+            Some(master) => terminal::resize(master, size),
+            None => Err(io::ErrorKind::NotConnected.into()),
+        }
+    }
+
+    /// Sends a signal; to a process that has ended, nothing.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says, when the process is there but may not be signalled.
+    pub async fn signal(&self, signal: Signal, scope: Scope) -> io::Result<()> {
+        match scope {
+            Scope::Group => self.shared.signal_group(signal),
+            Scope::Leader => {
+                if *lock(&self.shared.life) == Life::Running {
+                    rustix::process::kill_process(self.shared.pid, signal)?;
+                }
+            }
+            Scope::Tree => {
+                let tags = HashSet::from([self.shared.tag]);
+                blocking(move || tree::signal(&tags, signal)).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Begins to end the process and its whole tree; true if it was still running.
+    ///
+    /// Once the log is closed nothing is left that belongs to it, and nothing happens.
+    pub fn terminate(&self, end: End) -> bool {
+        let running = self.begin_to_end(end);
+        if !self.shared.is_closed() {
+            let this = self.clone();
+            // Ends by itself: after the grace and the kill.
+            tokio::spawn(async move { this.finish_off(end).await });
+        }
+        running
+    }
+
+    /// Ends the process and its whole tree; what is left is returned with its command lines.
+    ///
+    /// Unlike [`Process::terminate`] this also ends what a closed process has left behind.
+    pub async fn terminate_and_wait(&self, end: End) -> (bool, Vec<(i32, String)>) {
+        let running = self.begin_to_end(end);
+        self.finish_off(end).await;
+        let tags = HashSet::from([self.shared.tag]);
+        let deadline = Instant::now() + KILL_PATIENCE;
+        let left = wait_gone(tags, deadline).await;
+        if running && left.is_empty() {
+            // The tree is gone, so the end of its leader is about to be noticed.
+            let exited = self.wait_for(|log| log.exit().map(|_| ()));
+            let _ = tokio::time::timeout(KILL_PATIENCE, exited).await;
+        }
+        let name = |pid: Pid| (pid.as_raw_nonzero().get(), tree::command_of(pid));
+        (running, left.into_iter().map(name).collect())
+    }
+
+    /// Sends the first signal at once.
+    fn begin_to_end(&self, end: End) -> bool {
+        let running = *lock(&self.shared.life) == Life::Running;
+        self.shared.signal_group(match end {
+            End::Now => Signal::KILL,
+            End::Within(_) => Signal::TERM,
+        });
+        running
+    }
+
+    /// Reaches those outside the group, waits out the grace and kills the rest.
+    async fn finish_off(&self, end: End) {
+        let tags = HashSet::from([self.shared.tag]);
+        if let End::Within(grace) = end {
+            let others = tags.clone();
+            let group = self.shared.pid;
+            blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
+            wait_gone(tags.clone(), Instant::now() + grace).await;
+        }
+        blocking(move || tree::kill(&tags)).await;
+    }
+}
+
+impl Shared {
+    /// Signals the process group, unless its leader was reaped and the number may mean another.
+    fn signal_group(&self, signal: Signal) {
+        let life = lock(&self.life);
+        if *life == Life::Running {
+            // Fails only if the group is gone already, which is fine.
+            let _ = rustix::process::kill_process_group(self.pid, signal);
+        }
+    }
+
+    fn is_closed(&self) -> bool {
+        lock(&self.output).log.close().is_some()
+    }
+
+    /// Appends to the log and wakes whoever waits for it.
+    fn append(&self, append: impl FnOnce(&mut Log)) {
+        let mut output = lock(&self.output);
+        append(&mut output.log);
+        let follower = output.follower.take();
+        drop(output);
+        if let Some(follower) = follower {
+            follower.wake();
+        }
+        self.changed.notify_waiters();
+    }
+}
+
+/// Waits until nothing bears the tags, looking ever less often; what is left at the deadline.
+async fn wait_gone(tags: HashSet<Tag>, deadline: Instant) -> Vec<Pid> {
+    let mut pause = Duration::from_millis(1);
+    loop {
+        let look = tags.clone();
+        let left = blocking(move || tree::members(&look)).await;
+        if left.is_empty() || Instant::now() >= deadline {
+            return left;
+        }
+        tokio::time::sleep(pause.min(deadline.saturating_duration_since(Instant::now()))).await;
+        pause = (pause * 2).min(Duration::from_millis(50));
+    }
+}
+
+/// Ends several processes at once: SIGTERM, then SIGKILL to whatever is left of their trees.
+pub async fn end_all(processes: &[Process], grace: Duration) {
+    let tags: HashSet<Tag> = processes.iter().map(|process| process.shared.tag).collect();
+    if tags.is_empty() {
+        return;
+    }
+    if !grace.is_zero() {
+        let term = tags.clone();
+        blocking(move || tree::signal(&term, Signal::TERM)).await;
+        wait_gone(tags.clone(), Instant::now() + grace).await;
+    }
+    for process in processes {
+        process.shared.signal_group(Signal::KILL);
+    }
+    let kill = tags.clone();
+    blocking(move || tree::kill(&kill)).await;
+    wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
+}
+
+/// Runs what may block away from the async workers.
+pub(crate) async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The runtime is shutting down, and this task with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}

@@ -1,0 +1,294 @@
+//! From a spec to a running process.
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use rustix::pipe::PipeFlags;
+use rustix::process::{Pid, Signal};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::Notify;
+
+use super::stdin::Stdin;
+use super::supervise::{Source, Supervisor};
+use super::{Life, Orders, Output, Owner, Process, Shared, terminal};
+use crate::executor::{Executor, Slot};
+use crate::limits::{self, Applied};
+use crate::log::{Log, Retention, Stream};
+use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
+use crate::sys::launch::{Launch, LaunchError, Step, launch};
+use crate::sys::poll;
+use crate::tree::{TAG_RESOURCE, Tag};
+
+/// Everything known of a child that runs: what it takes to look after it.
+///
+/// Made by launching one; a process that was handed over would arrive here too.
+struct Running {
+    child: Child,
+    tag: Tag,
+    ends: Ends,
+    applied: Applied,
+}
+
+/// A child that is killed and reaped unless someone takes charge of it.
+struct Child {
+    executor: Executor,
+    pid: Pid,
+    /// Taken when someone does.
+    pidfd: Option<OwnedFd>,
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if self.pidfd.take().is_some() {
+            let _ = rustix::process::kill_process_group(self.pid, Signal::KILL);
+            // It is dying: the wait is short, and this runs on a blocking thread.
+            while matches!(self.executor.reap(self.pid), Ok(None)) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+/// Our ends of a child's standard streams.
+enum Ends {
+    Pipes {
+        stdin: Option<OwnedFd>,
+        stdout: OwnedFd,
+        stderr: OwnedFd,
+    },
+    Terminal(OwnedFd),
+}
+
+pub(crate) async fn start(
+    executor: &Executor,
+    slot: Slot,
+    spec: Spec,
+) -> Result<Process, StartError> {
+    let retention = spec.retention.unwrap_or(executor.config().retention);
+    let timeout = spec.timeout;
+    let inner = executor.clone();
+    let running = super::blocking(move || launch_child(&inner, &spec)).await?;
+    adopt(executor, slot, running, retention, timeout).map_err(|source| StartError::System {
+        action: "watch the new process",
+        source,
+    })
+}
+
+/// Starts the child; blocks until it has executed its program.
+fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError> {
+    let system = |action| move |source| StartError::System { action, source };
+    let prepared = Prepared::new(spec)?;
+    let applied = limits::prepare(&spec.limits)?;
+    let tag = Tag::fresh();
+    let mut rlimits = vec![(TAG_RESOURCE, tag.0)];
+    rlimits.extend(&applied.rlimits);
+
+    // The child's ends close when they go out of scope, after the launch.
+    let (ends, stdin, stdout, stderr);
+    match spec.stdio {
+        Stdio::Pipes { stdin: piped } => {
+            let (out_read, out_write) = pipe().map_err(system("make a pipe"))?;
+            let (err_read, err_write) = pipe().map_err(system("make a pipe"))?;
+            let (input, ours) = if piped {
+                let (read, write) = pipe().map_err(system("make a pipe"))?;
+                (Some(read), Some(write))
+            } else {
+                (None, None)
+            };
+            stdin = input;
+            stdout = Some(out_write);
+            stderr = Some(err_write);
+            ends = Ends::Pipes {
+                stdin: ours,
+                stdout: out_read,
+                stderr: err_read,
+            };
+        }
+        Stdio::Terminal(size) => {
+            let (master, child) = terminal::open(size).map_err(system("open a terminal"))?;
+            stdin = Some(high(child).map_err(system("open a terminal"))?);
+            stdout = None;
+            stderr = None;
+            ends = Ends::Terminal(high(master).map_err(system("open a terminal"))?);
+        }
+    }
+    let input = stdin.as_ref().map_or(executor.null(), |fd| fd.as_fd());
+    let groups: Vec<_> = applied
+        .groups
+        .iter()
+        .map(|group| group.procs.as_fd())
+        .collect();
+    let (pid, pidfd) = executor
+        .register(|| {
+            launch(&Launch {
+                candidates: &prepared
+                    .candidates
+                    .iter()
+                    .map(|c| c.as_c_str())
+                    .collect::<Vec<_>>(),
+                argv: &prepared
+                    .argv
+                    .iter()
+                    .map(|c| c.as_c_str())
+                    .collect::<Vec<_>>(),
+                env: &prepared
+                    .env
+                    .iter()
+                    .map(|c| c.as_c_str())
+                    .collect::<Vec<_>>(),
+                cwd: &prepared.cwd,
+                stdin: input,
+                stdout: stdout.as_ref().map_or(input, |fd| fd.as_fd()),
+                stderr: stderr.as_ref().map_or(input, |fd| fd.as_fd()),
+                controlling_terminal: matches!(ends, Ends::Terminal(_)),
+                limits: &rlimits,
+                groups: &groups,
+            })
+        })
+        .map_err(|error| explain(error, spec))?;
+    let child = Child {
+        executor: executor.clone(),
+        pid,
+        pidfd: Some(pidfd),
+    };
+    Ok(Running {
+        child,
+        tag,
+        ends,
+        applied,
+    })
+}
+
+fn explain(LaunchError { step, source }: LaunchError, spec: &Spec) -> StartError {
+    match step {
+        Step::Directory => StartError::WorkingDirectory {
+            path: spec.cwd.clone(),
+            source,
+        },
+        Step::Execute => StartError::Program {
+            program: spec.argv.first().cloned().unwrap_or_default(),
+            source,
+        },
+        Step::Clone => StartError::System {
+            action: "start a process",
+            source,
+        },
+        Step::Terminal => StartError::System {
+            action: "set the controlling terminal",
+            source,
+        },
+        Step::Descriptors => StartError::System {
+            action: "set up standard streams",
+            source,
+        },
+        Step::Limit(TAG_RESOURCE) => StartError::System {
+            action: "tag the process",
+            source,
+        },
+        Step::Limit(_) => StartError::System {
+            action: "set a resource limit",
+            source,
+        },
+        Step::Group => StartError::System {
+            action: "join a control group",
+            source,
+        },
+    }
+}
+
+fn pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    Ok((high(read)?, high(write)?))
+}
+
+/// Keeps a descriptor clear of 0, 1 and 2, where the child's dup2 would overwrite it.
+fn high(fd: OwnedFd) -> io::Result<OwnedFd> {
+    if fd.as_raw_fd() > 2 {
+        return Ok(fd);
+    }
+    Ok(rustix::io::fcntl_dupfd_cloexec(&fd, 3)?)
+}
+
+/// Takes charge of a running child.
+fn adopt(
+    executor: &Executor,
+    slot: Slot,
+    running: Running,
+    retention: Retention,
+    timeout: Option<Timeout>,
+) -> io::Result<Process> {
+    let Running {
+        mut child,
+        tag,
+        ends,
+        applied,
+    } = running;
+    let pid = child.pid;
+    let readable = |fd: OwnedFd, interest| -> io::Result<Arc<AsyncFd<OwnedFd>>> {
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        Ok(Arc::new(poll::register(fd, interest)?))
+    };
+    let mut sources = Vec::with_capacity(2);
+    let mut master = None;
+    let stdin = match ends {
+        Ends::Pipes {
+            stdin,
+            stdout,
+            stderr,
+        } => {
+            for (fd, stream) in [(stdout, Stream::Stdout), (stderr, Stream::Stderr)] {
+                sources.push(Source::new(readable(fd, Interest::READABLE)?, stream));
+            }
+            let stdin = stdin
+                .map(|fd| readable(fd, Interest::WRITABLE))
+                .transpose()?;
+            Stdin::new(stdin, false)
+        }
+        Ends::Terminal(fd) => {
+            let fd = readable(fd, Interest::READABLE | Interest::WRITABLE)?;
+            sources.push(Source::new(Arc::clone(&fd), Stream::Pty));
+            master = Some(Arc::clone(&fd));
+            Stdin::new(Some(fd), true)
+        }
+    };
+    let shared = Arc::new(Shared {
+        pid,
+        tag,
+        started_at: SystemTime::now(),
+        output: Mutex::new(Output {
+            log: Log::new(retention),
+            follower: None,
+        }),
+        changed: Notify::new(),
+        life: Mutex::new(Life::Running),
+        stdin: Mutex::new(stdin),
+        stdin_room: Notify::new(),
+        has_terminal: master.is_some(),
+        terminal: Mutex::new(master),
+        wake: Notify::new(),
+        orders: Mutex::new(Orders::default()),
+        discarded: AtomicU64::new(0),
+        groups: Mutex::new(applied.groups),
+    });
+    let pidfd = child.pidfd.take().ok_or(io::ErrorKind::NotFound)?;
+    let pidfd = poll::register(pidfd, Interest::READABLE)?;
+    let supervisor = Supervisor::new(
+        Arc::clone(&shared),
+        executor.clone(),
+        slot,
+        pidfd,
+        sources,
+        timeout,
+    );
+    // Owned by the process: it ends when the process has, or when the last handle is dropped.
+    tokio::spawn(supervisor.run());
+    let owner = Arc::new(Owner(Arc::clone(&shared)));
+    Ok(Process {
+        shared,
+        _owner: owner,
+    })
+}

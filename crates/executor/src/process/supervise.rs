@@ -1,0 +1,449 @@
+//! The task that looks after one process: moves its bytes, keeps its time, notices its end.
+//!
+//! ```text
+//! running ── child reaped ──► exited ── both ends closed, or silent for a while ──► closed
+//!                                                             a descendant holds on ──► discarding
+//! ```
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::future::poll_fn;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use rustix::io::Errno;
+use rustix::process::Signal;
+use tokio::io::unix::AsyncFd;
+
+use super::{Life, Shared, blocking, lock};
+use crate::executor::{Executor, Slot};
+use crate::log::{Close, Exit, Stream};
+use crate::spec::Timeout;
+use crate::tree;
+
+/// The most that one chunk holds: large enough that framing costs little, small enough that a
+/// keystroke's echo is not kept waiting behind it for long.
+const CHUNK_BYTES: usize = 64 * 1024;
+
+/// What is taken from a child's pipes between its end and the word of it. More than any pipe holds,
+/// so that only output of descendants can come after `exited`.
+const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + CHUNK_BYTES;
+
+thread_local! {
+    /// Where reads land before they are copied to their exact size; one per worker, not per process.
+    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; CHUNK_BYTES].into_boxed_slice());
+}
+
+/// One open output of the child.
+pub(super) struct Source {
+    file: Arc<AsyncFd<OwnedFd>>,
+    stream: Stream,
+    /// Whether its pipe was given more room already.
+    enlarged: bool,
+}
+
+/// What a read brought.
+enum Took {
+    /// This much, and there may be more.
+    Some(usize),
+    /// Nothing for now.
+    Nothing,
+    /// The end.
+    End,
+}
+
+impl Source {
+    pub(super) fn new(file: Arc<AsyncFd<OwnedFd>>, stream: Stream) -> Self {
+        Self {
+            file,
+            stream,
+            enlarged: false,
+        }
+    }
+
+    /// Reads one chunk's worth once there is something, and gives it to `sink`.
+    fn poll_take(&mut self, cx: &mut Context<'_>, sink: impl FnOnce(Stream, &[u8])) -> Poll<Took> {
+        let file = Arc::clone(&self.file);
+        let mut guard = match file.poll_read_ready(cx) {
+            Poll::Ready(Ok(guard)) => guard,
+            Poll::Ready(Err(_)) => return Poll::Ready(Took::End),
+            Poll::Pending => return Poll::Pending,
+        };
+        let (took, empty) = self.take(sink);
+        if empty {
+            guard.clear_ready();
+        }
+        Poll::Ready(took)
+    }
+
+    /// Reads one chunk's worth and gives it to `sink`; also tells whether it is empty now.
+    fn take(&mut self, sink: impl FnOnce(Stream, &[u8])) -> (Took, bool) {
+        SCRATCH.with_borrow_mut(|scratch| {
+            let (mut filled, mut ended, mut empty) = (0, false, false);
+            while filled < scratch.len() && !ended && !empty {
+                let room = scratch.len() - filled;
+                match rustix::io::read(self.file.get_ref(), &mut scratch[filled..]) {
+                    Ok(0) => ended = true,
+                    Ok(read) => {
+                        filled += read;
+                        // A pipe that gives less than asked for is empty; a terminal gives a
+                        // little at a time.
+                        empty = read < room && self.stream != Stream::Pty;
+                    }
+                    Err(Errno::AGAIN) => empty = true,
+                    Err(Errno::INTR) => {}
+                    // A terminal ends with EIO when its last user is gone.
+                    Err(_) => ended = true,
+                }
+            }
+            if filled == 0 {
+                return (if ended { Took::End } else { Took::Nothing }, empty);
+            }
+            sink(self.stream, &scratch[..filled]);
+            if filled == scratch.len() && !self.enlarged && self.stream != Stream::Pty {
+                self.enlarged = true;
+                let size = super::LARGE_PIPE_BYTES;
+                let _ = rustix::pipe::fcntl_setpipe_size(self.file.get_ref(), size);
+            }
+            // An end that was seen will be seen again.
+            (Took::Some(filled), empty)
+        })
+    }
+}
+
+pub(super) struct Supervisor {
+    shared: Arc<Shared>,
+    executor: Executor,
+    slot: Option<Slot>,
+    pidfd: AsyncFd<OwnedFd>,
+    sources: Vec<Source>,
+    /// Which source to ask first, so that none starves the other.
+    turn: usize,
+    timeout: Option<Timeout>,
+    /// When the timeout's next step is due.
+    alarm: Option<Instant>,
+    timed_out: bool,
+    /// Since when nothing came, once the child has ended.
+    quiet_since: Option<Instant>,
+}
+
+/// What woke the supervisor.
+enum Wake {
+    Output(usize),
+    Ended,
+    StdinWritable,
+    Orders,
+    Alarm,
+}
+
+impl Supervisor {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        executor: Executor,
+        slot: Slot,
+        pidfd: AsyncFd<OwnedFd>,
+        sources: Vec<Source>,
+        timeout: Option<Timeout>,
+    ) -> Self {
+        let alarm = timeout.map(|timeout| Instant::now() + timeout.after);
+        Self {
+            shared,
+            executor,
+            slot: Some(slot),
+            pidfd,
+            sources,
+            turn: 0,
+            timeout,
+            alarm,
+            timed_out: false,
+            quiet_since: None,
+        }
+    }
+
+    pub(super) async fn run(mut self) {
+        loop {
+            match self.wait().await {
+                Wake::Output(bytes) => {
+                    if bytes > 0 && self.quiet_since.is_some() {
+                        self.quiet_since = Some(Instant::now());
+                    }
+                }
+                Wake::StdinWritable => self.feed_stdin(),
+                Wake::Ended => self.reap(),
+                Wake::Alarm => self.ring(),
+                Wake::Orders => {
+                    if lock(&self.shared.orders).abandoned {
+                        return self.abandon().await;
+                    }
+                }
+            }
+            if self.quiet_since.is_some() && (self.sources.is_empty() || self.is_quiet()) {
+                break;
+            }
+        }
+        self.close().await;
+    }
+
+    /// Waits for the next thing to do, taking output on the way.
+    async fn wait(&mut self) -> Wake {
+        let room = lock(&self.shared.output).log.has_room();
+        let writable = lock(&self.shared.stdin).waiting().cloned();
+        let quiet_end = self
+            .quiet_since
+            .filter(|_| room)
+            .map(|since| since + self.grace());
+        let alarm = [self.alarm, quiet_end].into_iter().flatten().min();
+        let running = self.quiet_since.is_none();
+        let Self {
+            shared,
+            pidfd,
+            sources,
+            turn,
+            ..
+        } = self;
+        tokio::select! {
+            biased;
+            () = shared.wake.notified() => Wake::Orders,
+            bytes = take_output(shared, sources, turn), if room && !sources.is_empty() => {
+                Wake::Output(bytes)
+            }
+            _ = pidfd.readable(), if running => Wake::Ended,
+            () = writable_or_never(writable.as_deref()), if writable.is_some() => {
+                Wake::StdinWritable
+            }
+            () = sleep_until(alarm), if alarm.is_some() => Wake::Alarm,
+        }
+    }
+
+    fn grace(&self) -> Duration {
+        self.executor.config().inherited_output_grace
+    }
+
+    fn is_quiet(&self) -> bool {
+        lock(&self.shared.output).log.has_room()
+            && self
+                .quiet_since
+                .is_some_and(|since| since.elapsed() >= self.grace())
+    }
+
+    fn feed_stdin(&self) {
+        let mut stdin = lock(&self.shared.stdin);
+        if let Some(file) = stdin.waiting().cloned()
+            && stdin.drain()
+        {
+            // Nothing more goes in: wait for the next edge.
+            let mut cx = Context::from_waker(std::task::Waker::noop());
+            if let Poll::Ready(Ok(mut guard)) = file.poll_write_ready(&mut cx) {
+                guard.clear_ready();
+            }
+        }
+        if stdin.has_room() {
+            drop(stdin);
+            self.shared.stdin_room.notify_waiters();
+        }
+    }
+
+    /// Takes note of the child's end, after what it has written.
+    fn reap(&mut self) {
+        let mut life = lock(&self.shared.life);
+        let reaped = match self.executor.reap(self.shared.pid) {
+            Ok(None) => return,
+            Ok(Some(reaped)) => Some(reaped),
+            Err(error) => {
+                tracing::warn!(pid = ?self.shared.pid, %error, "cannot reap");
+                None
+            }
+        };
+        *life = Life::Ended;
+        drop(life);
+        self.drain();
+        let exit = match reaped {
+            Some(reaped) => Exit {
+                code: reaped
+                    .code
+                    .unwrap_or_else(|| 128 + reaped.signal.unwrap_or(0)),
+                signal: reaped.signal,
+                timed_out: self.timed_out,
+                user_micros: reaped.user_micros,
+                system_micros: reaped.system_micros,
+                max_rss_bytes: reaped.max_rss_bytes,
+            },
+            None => Exit {
+                code: -1,
+                signal: None,
+                timed_out: self.timed_out,
+                user_micros: 0,
+                system_micros: 0,
+                max_rss_bytes: 0,
+            },
+        };
+        if self.sources.is_empty() {
+            // Both entries at once: whoever follows gets them in one go.
+            self.release_files();
+            self.shared.append(|log| {
+                log.exited(exit);
+                log.closed(Close::default());
+            });
+        } else {
+            self.shared.append(|log| log.exited(exit));
+        }
+        lock(&self.shared.stdin).close();
+        self.shared.stdin_room.notify_waiters();
+        self.slot = None;
+        self.quiet_since = Some(Instant::now());
+    }
+
+    /// Takes what the child has left in its pipes, as far as there is room.
+    fn drain(&mut self) {
+        let Self {
+            shared, sources, ..
+        } = self;
+        sources.retain_mut(|source| {
+            let mut drained = 0;
+            while drained < DRAIN_BYTES && lock(&shared.output).log.has_room() {
+                match source.take(|stream, bytes| append(shared, stream, bytes)).0 {
+                    Took::Some(bytes) => drained += bytes,
+                    Took::End => return false,
+                    Took::Nothing => break,
+                }
+            }
+            true
+        });
+    }
+
+    /// Takes the next step of a timeout.
+    fn ring(&mut self) {
+        let Some(timeout) = self.timeout else { return };
+        if self.alarm.is_none_or(|alarm| alarm > Instant::now()) || self.quiet_since.is_some() {
+            return;
+        }
+        self.timed_out = true;
+        self.alarm = None;
+        let (shared, grace) = (Arc::clone(&self.shared), timeout.grace);
+        shared.signal_group(Signal::TERM);
+        // Ends by itself, after the grace and the kill.
+        tokio::spawn(async move {
+            let tags = HashSet::from([shared.tag]);
+            let group = shared.pid;
+            let others = tags.clone();
+            blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
+            super::wait_gone(tags.clone(), Instant::now() + grace).await;
+            shared.signal_group(Signal::KILL);
+            blocking(move || tree::kill(&tags)).await;
+        });
+    }
+
+    /// Lets go of descriptors that the log does not need any more.
+    fn release_files(&self) {
+        *lock(&self.shared.terminal) = None;
+        lock(&self.shared.stdin).close();
+        lock(&self.shared.groups).clear();
+    }
+
+    async fn close(mut self) {
+        if !self.shared.is_closed() {
+            self.release_files();
+            let inherited_output = !self.sources.is_empty();
+            let close = Close {
+                inherited_output,
+                discarded_bytes: 0,
+            };
+            self.shared.append(|log| log.closed(close));
+        }
+        // The output is kept open for descendants that still write: closing it would kill them.
+        while !self.sources.is_empty() && !lock(&self.shared.orders).abandoned {
+            let Self {
+                shared,
+                sources,
+                turn,
+                ..
+            } = &mut self;
+            tokio::select! {
+                bytes = discard_output(sources, turn) => {
+                    shared.discarded.fetch_add(bytes as u64, Ordering::Relaxed);
+                }
+                () = shared.wake.notified() => {}
+            }
+        }
+    }
+
+    /// Nobody cares any more: end it and leave no zombie.
+    async fn abandon(mut self) {
+        if !self.shared.is_closed() {
+            let tags = HashSet::from([self.shared.tag]);
+            self.sources.clear();
+            self.release_files();
+            self.shared.signal_group(Signal::KILL);
+            blocking(move || tree::kill(&tags)).await;
+            while self.quiet_since.is_none() {
+                let _ = self.pidfd.readable().await;
+                self.reap();
+            }
+        }
+    }
+}
+
+fn append(shared: &Shared, stream: Stream, bytes: &[u8]) {
+    let bytes = Bytes::copy_from_slice(bytes);
+    shared.append(|log| log.output(stream, bytes));
+}
+
+/// Takes output from whichever source has some, in turns; 0 when one has ended.
+async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usize) -> usize {
+    poll_fn(|cx| {
+        poll_sources(sources, turn, cx, |stream, bytes| {
+            append(shared, stream, bytes)
+        })
+    })
+    .await
+}
+
+/// Takes output that nobody wants.
+async fn discard_output(sources: &mut Vec<Source>, turn: &mut usize) -> usize {
+    poll_fn(|cx| poll_sources(sources, turn, cx, |_, _| {})).await
+}
+
+fn poll_sources(
+    sources: &mut Vec<Source>,
+    turn: &mut usize,
+    cx: &mut Context<'_>,
+    mut sink: impl FnMut(Stream, &[u8]),
+) -> Poll<usize> {
+    *turn += 1;
+    for offset in 0..sources.len() {
+        let at = (*turn + offset) % sources.len();
+        loop {
+            match sources[at].poll_take(cx, &mut sink) {
+                Poll::Ready(Took::Some(bytes)) => return Poll::Ready(bytes),
+                Poll::Ready(Took::End) => {
+                    sources.remove(at);
+                    return Poll::Ready(0);
+                }
+                // Ask again: the source registers its waker once it is known to be empty.
+                Poll::Ready(Took::Nothing) => {}
+                Poll::Pending => break,
+            }
+        }
+    }
+    Poll::Pending
+}
+
+async fn writable_or_never(file: Option<&AsyncFd<OwnedFd>>) {
+    match file {
+        Some(file) => {
+            let _ = file.writable().await;
+        }
+        None => std::future::pending().await,
+    }
+}
+
+async fn sleep_until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment.into()).await,
+        None => std::future::pending().await,
+    }
+}

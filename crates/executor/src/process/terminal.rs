@@ -1,0 +1,38 @@
+//! Pseudo-terminals.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::pty::OpenptFlags;
+use rustix::termios::{SpecialCodeIndex, Winsize};
+
+use crate::spec::Size;
+
+/// Opens a terminal of this size: our end and the child's.
+pub(crate) fn open(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
+    let master = rustix::pty::openpt(flags)?;
+    rustix::pty::unlockpt(&master)?;
+    let child = rustix::pty::ioctl_tiocgptpeer(&master, flags)?;
+    resize(&master, size)?;
+    Ok((master, child))
+}
+
+/// Gives the terminal a new size; the foreground job learns of it by SIGWINCH.
+pub(crate) fn resize(master: impl AsFd, size: Size) -> io::Result<()> {
+    let size = Winsize {
+        ws_row: size.rows,
+        ws_col: size.cols,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    Ok(rustix::termios::tcsetwinsize(master, size)?)
+}
+
+/// The character that means end of input on this terminal.
+pub(crate) fn end_of_input(master: impl AsFd) -> u8 {
+    const CONTROL_D: u8 = 4;
+    rustix::termios::tcgetattr(master).map_or(CONTROL_D, |attributes| {
+        attributes.special_codes[SpecialCodeIndex::VEOF]
+    })
+}

@@ -1,0 +1,146 @@
+//! A guardian: a tiny process in front of a server, so that nothing outlives the server's death.
+//!
+//! The server's descendants that lose their parent become children of the server (it adopts
+//! orphans), and if the server itself dies without a chance to clean up, of the guardian, which ends
+//! them all. It also passes signals on and exits as the server did. It never executes anything and
+//! holds no secrets, sockets or threads.
+//!
+//! ```text
+//! guardian ── forwards signals ──► server ──► processes, and what they left behind
+//!    ▲                                │ killed
+//!    └────── becomes the parent of ◄──┘ and kills them
+//! ```
+
+use std::ffi::c_int;
+use std::io;
+use std::ptr;
+
+use rustix::process::Signal;
+
+/// Splits this process into guardian and server; returns in the server only.
+///
+/// If the guardian dies, the server gets SIGTERM.
+///
+/// # Errors
+///
+/// When the process cannot fork; nothing has changed then.
+///
+/// # Panics
+///
+/// If this process has more than one thread already: call it first thing in `main`.
+pub fn split() -> io::Result<()> {
+    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
+    assert!(
+        threads == 1,
+        "the guardian must be split off before any thread is started"
+    );
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+    let parent = rustix::process::getpid();
+    let mask = block_all();
+    // SAFETY: this process has a single thread, so the child's copy of memory is consistent.
+    match unsafe { libc::fork() } {
+        -1 => {
+            restore(&mask);
+            Err(io::Error::last_os_error())
+        }
+        0 => {
+            restore(&mask);
+            rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
+            if rustix::process::getppid() != Some(parent) {
+                // The guardian died before it could be watched.
+                return Err(io::Error::other("the guardian died at once"));
+            }
+            Ok(())
+        }
+        server => {
+            let code = guard(server);
+            // SAFETY: ends the guardian without running the handlers that belong to the server.
+            unsafe { libc::_exit(code) }
+        }
+    }
+}
+
+/// Waits for the server to end, forwarding signals, and then ends what it left behind.
+fn guard(server: c_int) -> c_int {
+    // The server's standard streams are not ours to hold open: whoever reads them must see the
+    // end when the server ends them.
+    for fd in 0..3 {
+        // SAFETY: closing a standard stream that nothing in this process will use again.
+        unsafe { libc::close(fd) };
+    }
+    // SAFETY: sigset_t is plain data; sigfillset fills it before use.
+    let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
+    // SAFETY: a pointer to a live local.
+    unsafe { libc::sigfillset(&mut all) };
+    let status = loop {
+        // SAFETY: siginfo_t is plain data, valid when zeroed.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // SAFETY: pointers to live locals; all signals are blocked, as sigwaitinfo wants.
+        let signal = unsafe { libc::sigwaitinfo(&all, &mut info) };
+        match signal {
+            libc::SIGCHLD => {
+                if let Some(status) = reap(server) {
+                    break status;
+                }
+            }
+            // The terminal has sent these to the server as well; those of other processes
+            // (si_code at most 0) were meant for us, which means for the server.
+            signal if signal > 0 && info.si_code <= 0 => {
+                // SAFETY: plain system call; the server is our unreaped child.
+                unsafe { libc::kill(server, signal) };
+            }
+            _ => {}
+        }
+    };
+    end_orphans();
+    if libc::WIFEXITED(status) {
+        libc::WEXITSTATUS(status)
+    } else {
+        128 + libc::WTERMSIG(status)
+    }
+}
+
+/// Reaps every ended child; the status of the server if it was among them.
+fn reap(server: c_int) -> Option<c_int> {
+    let mut found = None;
+    loop {
+        let mut status = 0;
+        // SAFETY: a pointer to a live local.
+        let pid = unsafe { libc::waitpid(-1, &mut status, libc::WNOHANG) };
+        match pid {
+            pid if pid == server => found = Some(status),
+            pid if pid > 0 => {}
+            _ => return found,
+        }
+    }
+}
+
+/// Kills children until there are none; the death of one may bring its own children here.
+fn end_orphans() {
+    loop {
+        for pid in crate::tree::children_of(rustix::process::getpid()) {
+            let _ = rustix::process::kill_process(pid, Signal::KILL);
+        }
+        // SAFETY: reaps any child of ours; a null status is allowed.
+        let reaped = unsafe { libc::waitpid(-1, ptr::null_mut(), 0) };
+        if reaped < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ECHILD) {
+            return;
+        }
+    }
+}
+
+fn block_all() -> libc::sigset_t {
+    // SAFETY: sigset_t is plain data; both sets are filled before use.
+    unsafe {
+        let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
+            (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigfillset(&mut all);
+        libc::sigprocmask(libc::SIG_SETMASK, &all, &mut old);
+        old
+    }
+}
+
+fn restore(mask: &libc::sigset_t) {
+    // SAFETY: `mask` was filled by `block_all`.
+    unsafe { libc::sigprocmask(libc::SIG_SETMASK, mask, ptr::null_mut()) };
+}

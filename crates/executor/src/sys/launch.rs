@@ -1,0 +1,206 @@
+//! Starting a child the way vfork does: it borrows this process's memory until it executes.
+//!
+//! `posix_spawn` works like this too, but cannot set resource limits or join a control group before
+//! the program runs, and does not say which step failed. The cost does not depend on how much memory
+//! this process has.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
+use std::ptr;
+
+use rustix::process::Pid;
+
+/// Everything the child needs; all of it is read by the child while the parent waits.
+pub(crate) struct Launch<'a> {
+    /// What to execute: the first that exists, as a search of `PATH` would have it.
+    pub(crate) candidates: &'a [&'a CStr],
+    pub(crate) argv: &'a [&'a CStr],
+    pub(crate) env: &'a [&'a CStr],
+    pub(crate) cwd: &'a CStr,
+    pub(crate) stdin: BorrowedFd<'a>,
+    pub(crate) stdout: BorrowedFd<'a>,
+    pub(crate) stderr: BorrowedFd<'a>,
+    /// Make standard input the controlling terminal.
+    pub(crate) controlling_terminal: bool,
+    /// Resource limits, as (resource, soft and hard value).
+    pub(crate) limits: &'a [(u32, u64)],
+    /// Open `cgroup.procs` files of the groups to join.
+    pub(crate) groups: &'a [BorrowedFd<'a>],
+}
+
+/// The step at which a child could not become the program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Clone,
+    Terminal,
+    Descriptors,
+    Directory,
+    Limit(u32),
+    Group,
+    Execute,
+}
+
+/// A child that could not become the program; it has been reaped.
+#[derive(Debug)]
+pub(crate) struct LaunchError {
+    pub(crate) step: Step,
+    pub(crate) source: io::Error,
+}
+
+/// What the child writes into the parent's memory before it gives up.
+struct Plan<'a> {
+    launch: &'a Launch<'a>,
+    argv: Vec<*const c_char>,
+    env: Vec<*const c_char>,
+    failed: Option<(Step, c_int)>,
+}
+
+/// Enough for a few system call wrappers; the child calls nothing that recurses or allocates.
+const STACK_BYTES: usize = 64 * 1024;
+
+thread_local! {
+    /// The child's stack; the thread that owns it sleeps while the child uses it.
+    static STACK: RefCell<Vec<u8>> = RefCell::new(vec![0; STACK_BYTES]);
+}
+
+/// Starts the program in a session of its own and returns once it has been executed.
+///
+/// # Errors
+///
+/// Names the step that failed; nothing is left behind.
+pub(crate) fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
+    let pointers = |list: &[&CStr]| -> Vec<*const c_char> {
+        list.iter()
+            .map(|text| text.as_ptr())
+            .chain([ptr::null()])
+            .collect()
+    };
+    let mut plan = Plan {
+        launch,
+        argv: pointers(launch.argv),
+        env: pointers(launch.env),
+        failed: None,
+    };
+    let mut pidfd: c_int = -1;
+    let pid = STACK.with_borrow_mut(|stack| clone_child(stack, &mut plan, &mut pidfd));
+    let fail = |step, source| Err(LaunchError { step, source });
+    if pid < 0 {
+        return fail(Step::Clone, io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just put a new descriptor there, and nobody else knows of it.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    if let Some((step, errno)) = plan.failed {
+        // SAFETY: waits for our own child, which is exiting; a null status is allowed.
+        unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
+        return fail(step, io::Error::from_raw_os_error(errno));
+    }
+    match Pid::from_raw(pid) {
+        Some(pid) => Ok((pid, pidfd)),
+        None => fail(Step::Clone, io::Error::other("kernel returned pid 0")),
+    }
+}
+
+fn clone_child(stack: &mut [u8], plan: &mut Plan<'_>, pidfd: &mut c_int) -> c_int {
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
+    // The stack grows down from its end, which must be aligned to 16 bytes.
+    let top = (stack.as_mut_ptr_range().end as usize & !15) as *mut c_void;
+    let plan: *mut Plan<'_> = plan;
+    // SAFETY: sigset_t is plain data; sigfillset fills it before use.
+    let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    // SAFETY: CLONE_VFORK suspends this thread until the child has executed or exited, so the
+    // child has the stack, `plan` and everything it points to for itself. All signals are blocked
+    // across the call: no handler of ours can run in the child on the shared memory. The child
+    // calls only functions that are safe after vfork, and never returns from `child`.
+    unsafe {
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
+        let pid = libc::clone(child, top, flags, plan.cast(), pidfd as *mut c_int);
+        let errno = *libc::__errno_location();
+        libc::pthread_sigmask(libc::SIG_SETMASK, &old, ptr::null_mut());
+        *libc::__errno_location() = errno;
+        pid
+    }
+}
+
+/// Runs in the child until it executes the program.
+extern "C" fn child(plan: *mut c_void) -> c_int {
+    // SAFETY: `clone_child` passes a valid, exclusive pointer that outlives the child's use of it.
+    let plan = unsafe { &mut *plan.cast::<Plan<'_>>() };
+    // SAFETY: see `clone_child`; `become_program` keeps to functions that are safe after vfork.
+    let failed = unsafe { become_program(plan) };
+    plan.failed = Some(failed);
+    // SAFETY: ends the child without running any of the parent's exit handlers.
+    unsafe { libc::_exit(127) }
+}
+
+/// Turns this child into the program; returns only to tell what failed.
+///
+/// # Safety
+///
+/// Must run in a vfork-like child with all signals blocked: it changes descriptors, signal
+/// dispositions, limits and the working directory of the calling process.
+unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
+    // SAFETY: always valid to read the calling thread's errno.
+    let errno = || unsafe { *libc::__errno_location() };
+    let launch = plan.launch;
+    // SAFETY: plain system calls on descriptors that `launch` borrows and on NUL-terminated
+    // strings and arrays that `plan` keeps alive. The signal table and the descriptor table are
+    // the child's own copies (neither CLONE_SIGHAND nor CLONE_FILES is set).
+    unsafe {
+        // By the bare system call: the C library hides the two signals that it uses itself.
+        let default = [0u64; 8];
+        for signal in 1..=64 {
+            libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), 0, 8);
+        }
+        libc::setsid();
+        let stdin = launch.stdin.as_raw_fd();
+        if launch.controlling_terminal && libc::ioctl(stdin, libc::TIOCSCTTY, 0) < 0 {
+            return (Step::Terminal, errno());
+        }
+        for group in launch.groups {
+            if libc::write(group.as_raw_fd(), c"0".as_ptr().cast(), 1) < 0 {
+                return (Step::Group, errno());
+            }
+        }
+        let files = [stdin, launch.stdout.as_raw_fd(), launch.stderr.as_raw_fd()];
+        for (target, &file) in (0..).zip(&files) {
+            if libc::dup2(file, target) < 0 {
+                return (Step::Descriptors, errno());
+            }
+        }
+        if libc::syscall(libc::SYS_close_range, 3, c_int::MAX, 0) < 0 {
+            return (Step::Descriptors, errno());
+        }
+        if libc::chdir(launch.cwd.as_ptr()) < 0 {
+            return (Step::Directory, errno());
+        }
+        for &(resource, value) in launch.limits {
+            let limit = libc::rlimit64 {
+                rlim_cur: value,
+                rlim_max: value,
+            };
+            if libc::prlimit64(0, resource, &limit, ptr::null_mut()) < 0 {
+                return (Step::Limit(resource), errno());
+            }
+        }
+        let mut none: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
+        // As execvp: go on past what is not there, but remember that something was forbidden.
+        let mut forbidden = false;
+        let mut last = libc::ENOENT;
+        for candidate in launch.candidates {
+            libc::execve(candidate.as_ptr(), plan.argv.as_ptr(), plan.env.as_ptr());
+            last = errno();
+            match last {
+                libc::EACCES => forbidden = true,
+                libc::ENOENT | libc::ENOTDIR => {}
+                _ => return (Step::Execute, last),
+            }
+        }
+        (Step::Execute, if forbidden { libc::EACCES } else { last })
+    }
+}

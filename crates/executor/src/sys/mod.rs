@@ -1,0 +1,12 @@
+//! The system calls that no safe wrapper offers: starting a child without copying this process,
+//! reaping with resource usage, and the guardian in front of a server.
+//!
+//! The only module of the workspace with unsafe code; each block says why it is sound.
+
+#![allow(unsafe_code)]
+
+pub mod guardian;
+pub(crate) mod launch;
+pub(crate) mod poll;
+pub(crate) mod reap;
+pub(crate) mod rlimit;

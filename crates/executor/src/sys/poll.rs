@@ -1,0 +1,18 @@
+//! Registering descriptors with the runtime's poller.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Has the runtime watch a descriptor.
+///
+/// # Errors
+///
+/// When the poller refuses it.
+pub(crate) fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: the `OwnedFd` moves into the `AsyncFd` and always names the same open file, which is
+    // closed only after it was deregistered; nothing here hands out mutable access to it.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
+}

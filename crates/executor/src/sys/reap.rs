@@ -1,0 +1,67 @@
+//! Reaping a child together with what it used.
+
+use std::io;
+
+use rustix::process::Pid;
+
+/// How a reaped child ended and what it used.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reaped {
+    /// Exit status, or `None` after a death by signal.
+    pub(crate) code: Option<i32>,
+    /// The signal that ended it.
+    pub(crate) signal: Option<i32>,
+    pub(crate) user_micros: u64,
+    pub(crate) system_micros: u64,
+    pub(crate) max_rss_bytes: u64,
+}
+
+/// Reaps `pid` if it has ended; `Ok(None)` while it lives.
+///
+/// # Errors
+///
+/// `ECHILD` when it is not a child of this process or was reaped by someone else.
+pub(crate) fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
+    let mut status = 0;
+    // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are to live, writable locals of the right types.
+    let reaped = unsafe {
+        libc::wait4(
+            pid.as_raw_nonzero().get(),
+            &mut status,
+            libc::WNOHANG,
+            &mut usage,
+        )
+    };
+    match reaped {
+        0 => Ok(None),
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(Some(Reaped {
+            code: libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)),
+            signal: libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status)),
+            user_micros: micros(usage.ru_utime),
+            system_micros: micros(usage.ru_stime),
+            // The kernel counts in KiB.
+            max_rss_bytes: usage.ru_maxrss.unsigned_abs() * 1024,
+        })),
+    }
+}
+
+fn micros(time: libc::timeval) -> u64 {
+    time.tv_sec.unsigned_abs() * 1_000_000 + time.tv_usec.unsigned_abs()
+}
+
+/// Any ended child that nobody has reaped yet, left as it is.
+pub(crate) fn any_ended() -> Option<Pid> {
+    // SAFETY: siginfo_t is plain data, valid when zeroed.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+    // SAFETY: a pointer to a live local.
+    let result = unsafe { libc::waitid(libc::P_ALL, 0, &mut info, options) };
+    if result != 0 {
+        return None;
+    }
+    // SAFETY: waitid fills the fields of SIGCHLD; with WNOHANG and nobody there the pid is 0.
+    Pid::from_raw(unsafe { info.si_pid() })
+}

@@ -1,0 +1,24 @@
+//! Reading another process's resource limit.
+
+use std::io;
+use std::ptr;
+
+use rustix::process::Pid;
+
+/// The hard limit of `pid`, or of this process.
+///
+/// # Errors
+///
+/// When there is no such process, or it belongs to someone else.
+pub(crate) fn hard(pid: Option<Pid>, resource: u32) -> io::Result<u64> {
+    let mut limit = libc::rlimit64 {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    let pid = pid.map_or(0, |pid| pid.as_raw_nonzero().get());
+    // SAFETY: reads into a live local; a null new limit changes nothing.
+    match unsafe { libc::prlimit64(pid, resource, ptr::null(), &mut limit) } {
+        0 => Ok(limit.rlim_max),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

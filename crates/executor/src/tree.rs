@@ -1,0 +1,212 @@
+//! Who belongs to a process: its descendants, wherever they moved.
+//!
+//! Every child is born with a tag, an unusual but harmless value of a resource limit that children
+//! inherit and cannot shed by leaving their session, group or parent. A scan of `/proc` finds the
+//! bearers; whatever a bearer started under a tag of its own is found through its parent.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use crate::sys::rlimit;
+
+/// The resource that carries the tag: CPU time of real-time threads. Values around 2^60
+/// microseconds (thirty thousand years) limit nothing.
+pub(crate) const TAG_RESOURCE: u32 = libc::RLIMIT_RTTIME;
+
+/// A mark that one process and all its descendants bear.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Tag(pub(crate) u64);
+
+impl Tag {
+    /// A tag that nobody bears yet.
+    ///
+    /// A server inside a tagged process must go below its own tag: limits only go down.
+    pub(crate) fn fresh() -> Self {
+        /// 0 until the first use; then the value of the next tag, counting down.
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let mut next = NEXT.load(Ordering::Relaxed);
+        if next == 0 {
+            let own = rlimit::hard(None, TAG_RESOURCE).unwrap_or(u64::MAX);
+            let (random, _) = uuid::Uuid::new_v4().as_u64_pair();
+            // Between 2^60 and 2^61, or below our own: servers that run side by side differ.
+            let start = ((1 << 60) | (random >> 4)).min(own.saturating_sub(1));
+            let _ = NEXT.compare_exchange(0, start, Ordering::Relaxed, Ordering::Relaxed);
+            next = NEXT.load(Ordering::Relaxed);
+        }
+        debug_assert!(next > 0);
+        Self(NEXT.fetch_sub(1, Ordering::Relaxed))
+    }
+}
+
+/// A process as `/proc/PID/stat` shows it.
+#[derive(Debug, Clone, Copy)]
+struct Stat {
+    parent: i32,
+    zombie: bool,
+}
+
+fn stat(pid: i32) -> Option<Stat> {
+    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The command's name may hold anything, a closing parenthesis included; fields follow the last.
+    let after = text.iter().rposition(|&byte| byte == b')')? + 2;
+    let mut fields = text.get(after..)?.split(|&byte| byte == b' ');
+    let state = fields.next()?;
+    let parent = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
+    Some(Stat {
+        parent,
+        zombie: matches!(state, b"Z" | b"X"),
+    })
+}
+
+fn all_pids() -> Vec<i32> {
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect()
+}
+
+fn bears(pid: i32, tags: &HashSet<Tag>) -> bool {
+    Pid::from_raw(pid)
+        .and_then(|pid| rlimit::hard(Some(pid), TAG_RESOURCE).ok())
+        .is_some_and(|limit| tags.contains(&Tag(limit)))
+}
+
+/// The living children of a process.
+pub(crate) fn children_of(parent: Pid) -> Vec<Pid> {
+    let parent = parent.as_raw_nonzero().get();
+    all_pids()
+        .into_iter()
+        .filter(|&pid| stat(pid).is_some_and(|stat| stat.parent == parent && !stat.zombie))
+        .filter_map(Pid::from_raw)
+        .collect()
+}
+
+/// The living processes that bear one of `tags`, or descend from one that does.
+///
+/// Reads `/proc`: not for an async worker. Never returns this process.
+pub(crate) fn members(tags: &HashSet<Tag>) -> Vec<Pid> {
+    let own = rustix::process::getpid().as_raw_nonzero().get();
+    let stats: HashMap<i32, Stat> = all_pids()
+        .into_iter()
+        .filter_map(|pid| Some((pid, stat(pid)?)))
+        .collect();
+    let mut members: HashSet<i32> = stats
+        .keys()
+        .copied()
+        .filter(|&pid| bears(pid, tags))
+        .collect();
+    // Descendants under other tags; a pass per generation.
+    loop {
+        let more: Vec<i32> = stats
+            .iter()
+            .filter(|(pid, stat)| !members.contains(pid) && members.contains(&stat.parent))
+            .map(|(&pid, _)| pid)
+            .collect();
+        if more.is_empty() {
+            break;
+        }
+        members.extend(more);
+    }
+    members
+        .into_iter()
+        .filter(|pid| *pid != own && stats.get(pid).is_some_and(|stat| !stat.zombie))
+        .filter_map(Pid::from_raw)
+        .collect()
+}
+
+/// Sends a signal to every member.
+pub(crate) fn signal(tags: &HashSet<Tag>, signal: Signal) {
+    for pid in members(tags) {
+        if let Ok(pidfd) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            let _ = rustix::process::pidfd_send_signal(&pidfd, signal);
+        }
+    }
+}
+
+/// Sends a signal to every member outside a process group that has it already: a second one may
+/// cut short what the first began.
+pub(crate) fn signal_outside(tags: &HashSet<Tag>, group: Pid, signal: Signal) {
+    for pid in members(tags) {
+        if rustix::process::getpgid(Some(pid)) != Ok(group) {
+            let _ = rustix::process::kill_process(pid, signal);
+        }
+    }
+}
+
+/// Kills every member, those that fork faster than we look included.
+///
+/// All are stopped before any is killed, so that none can start another meanwhile.
+pub(crate) fn kill(tags: &HashSet<Tag>) {
+    /// Each round stops at least everything that lived when it began, so a tree that still grows
+    /// after this many is held by something we may not signal.
+    const ROUNDS: usize = 64;
+    let mut stopped: HashMap<Pid, OwnedFd> = HashMap::new();
+    for _ in 0..ROUNDS {
+        let mut found = false;
+        for pid in members(tags) {
+            if stopped.contains_key(&pid) {
+                continue;
+            }
+            let Ok(pidfd) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) else {
+                continue;
+            };
+            if rustix::process::pidfd_send_signal(&pidfd, Signal::STOP).is_ok() {
+                found = true;
+                stopped.insert(pid, pidfd);
+            }
+        }
+        if !found {
+            break;
+        }
+    }
+    for pidfd in stopped.values() {
+        let _ = rustix::process::pidfd_send_signal(pidfd, Signal::KILL);
+    }
+}
+
+/// The command line of a process, or its name in brackets, as `ps` has it.
+pub(crate) fn command_of(pid: Pid) -> String {
+    let pid = pid.as_raw_nonzero();
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let line: Vec<&[u8]> = line
+        .split(|&b| b == 0)
+        .filter(|part| !part.is_empty())
+        .collect();
+    if line.is_empty() {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        return format!("[{}]", name.trim());
+    }
+    String::from_utf8_lossy(&line.join(&b' ')).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_differ_and_limit_nothing() {
+        let (one, other) = (Tag::fresh(), Tag::fresh());
+        assert_ne!(one, other);
+        assert!(one.0 > 1 << 59, "{one:?}");
+    }
+
+    #[test]
+    fn sees_this_process_and_its_parent() {
+        let own = rustix::process::getpid().as_raw_nonzero().get();
+        let parent = rustix::process::getppid().unwrap();
+        assert_eq!(stat(own).unwrap().parent, parent.as_raw_nonzero().get());
+        assert!(
+            children_of(parent)
+                .iter()
+                .any(|pid| pid.as_raw_nonzero().get() == own)
+        );
+        assert!(members(&HashSet::from([Tag::fresh()])).is_empty());
+    }
+}

@@ -1,0 +1,534 @@
+//! Processes through the executor's public API.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_executor::limits::Limits;
+use exec_server_executor::log::{Exit, Stream};
+use exec_server_executor::process::{End, Scope, Written};
+use exec_server_executor::{
+    Executor, ExecutorConfig, Process, Size, Spec, StartError, Stdio, Timeout,
+};
+
+fn executor() -> Executor {
+    let config = ExecutorConfig {
+        inherited_output_grace: Duration::from_millis(300),
+        ..ExecutorConfig::default()
+    };
+    Executor::new(config).unwrap()
+}
+
+fn spec(argv: &[&str]) -> Spec {
+    Spec {
+        argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
+        cwd: "/".into(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        ..Spec::default()
+    }
+}
+
+fn sh(script: &str) -> Spec {
+    spec(&["/bin/sh", "-c", script])
+}
+
+fn terminal(spec: Spec) -> Spec {
+    Spec {
+        stdio: Stdio::Terminal(Size {
+            rows: 33,
+            cols: 111,
+        }),
+        ..spec
+    }
+}
+
+fn piped(spec: Spec) -> Spec {
+    Spec {
+        stdio: Stdio::Pipes { stdin: true },
+        ..spec
+    }
+}
+
+async fn closed(process: &Process) -> Exit {
+    let done = process.wait_for(|log| log.close().and(log.exit().copied()));
+    tokio::time::timeout(Duration::from_secs(20), done)
+        .await
+        .expect("the process should close")
+}
+
+fn text(process: &Process, stream: Stream) -> String {
+    let chunks = process.with_log(|log| log.read(0, None)).chunks;
+    let bytes: Vec<u8> = chunks
+        .iter()
+        .filter(|(_, s, _)| *s == stream)
+        .flat_map(|(_, _, b)| b.to_vec())
+        .collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+async fn until_output(process: &Process, stream: Stream, wanted: &str) {
+    let found = process.wait_for(|log| {
+        let bytes: Vec<u8> = log
+            .read(0, None)
+            .chunks
+            .iter()
+            .filter(|(_, s, _)| *s == stream)
+            .flat_map(|(_, _, b)| b.to_vec())
+            .collect();
+        String::from_utf8_lossy(&bytes)
+            .contains(wanted)
+            .then_some(())
+    });
+    tokio::time::timeout(Duration::from_secs(20), found)
+        .await
+        .unwrap_or_else(|_| panic!("no {wanted:?} in {:?}", text(process, stream)));
+}
+
+fn alive(marker: &str) -> Vec<i32> {
+    let pids = std::fs::read_dir("/proc").unwrap().flatten();
+    pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
+        .filter(|pid| {
+            let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            String::from_utf8_lossy(&line).contains(marker) && !stat.contains(") Z ")
+        })
+        .collect()
+}
+
+/// A duration for `sleep` that no other test uses.
+fn marker(n: u32) -> String {
+    format!("7{}{n:02}", std::process::id())
+}
+
+#[tokio::test]
+async fn streams_exit_codes_and_signals() {
+    let executor = executor();
+    let process = executor
+        .start(sh("echo out; echo err >&2; exit 7"))
+        .await
+        .unwrap();
+    let exit = closed(&process).await;
+    assert_eq!((exit.code, exit.signal), (7, None));
+    assert_eq!(text(&process, Stream::Stdout), "out\n");
+    assert_eq!(text(&process, Stream::Stderr), "err\n");
+    for (script, code, signal) in [("kill -9 $$", 137, Some(9)), ("kill -15 $$", 143, Some(15))] {
+        for spec in [sh(script), terminal(sh(script))] {
+            let exit = closed(&executor.start(spec).await.unwrap()).await;
+            assert_eq!((exit.code, exit.signal), (code, signal), "{script}");
+        }
+    }
+    assert_eq!(executor.live(), 0);
+}
+
+#[tokio::test]
+async fn start_errors_name_what_is_missing() {
+    let executor = executor();
+    let error = |spec| {
+        let executor = executor.clone();
+        async move { executor.start(spec).await.unwrap_err().to_string() }
+    };
+    for wrap in [(|spec| spec) as fn(Spec) -> Spec, terminal] {
+        let missing = error(wrap(spec(&["/no/such"]))).await;
+        assert_eq!(
+            missing,
+            "cannot execute `/no/such`: No such file or directory (os error 2)"
+        );
+        let not_found = error(wrap(spec(&["no-such-program"]))).await;
+        assert!(not_found.contains("`no-such-program`"), "{not_found}");
+        let cwd = error(wrap(Spec {
+            cwd: "/no/dir".into(),
+            ..spec(&["true"])
+        }))
+        .await;
+        assert!(
+            cwd.starts_with("cannot use working directory `/no/dir`"),
+            "{cwd}"
+        );
+        let directory = error(wrap(spec(&["/"]))).await;
+        assert!(directory.contains("Permission denied"), "{directory}");
+    }
+    let large = "x".repeat(200_000);
+    assert!(
+        error(spec(&["/bin/true", &large]))
+            .await
+            .contains("Argument list too long")
+    );
+    assert_eq!(executor.live(), 0);
+}
+
+#[tokio::test]
+async fn a_megabyte_of_arguments_arrives() {
+    let argument = "a".repeat(100_000);
+    let mut argv = vec!["/bin/sh", "-c", "printf %s \"$*\" | wc -c", "sh"];
+    argv.extend(std::iter::repeat_n(argument.as_str(), 10));
+    let process = executor().start(spec(&argv)).await.unwrap();
+    assert_eq!(closed(&process).await.code, 0);
+    assert_eq!(text(&process, Stream::Stdout).trim(), "1000009");
+}
+
+#[tokio::test]
+async fn a_terminal_is_controlling_sized_and_resizable() {
+    let script = "tty; stty size; trap 'stty size; echo winch' WINCH; echo ready; \
+                  while :; do sleep 0.05; done";
+    let process = executor().start(terminal(sh(script))).await.unwrap();
+    until_output(&process, Stream::Pty, "ready").await;
+    let before = text(&process, Stream::Pty);
+    assert!(
+        before.starts_with("/dev/pts/") && before.contains("33 111"),
+        "{before:?}"
+    );
+    process
+        .resize(Size {
+            rows: 50,
+            cols: 200,
+        })
+        .unwrap();
+    until_output(&process, Stream::Pty, "50 200\r\nwinch").await;
+    assert_eq!(
+        process.try_write(Bytes::from_static(b"\x03")),
+        Ok(Written::Accepted)
+    );
+    assert_eq!(
+        closed(&process).await.signal,
+        Some(2),
+        "^C reaches the foreground job"
+    );
+    assert!(process.resize(Size::default()).is_err());
+}
+
+#[tokio::test]
+async fn arg0_changes_the_name_and_not_the_program() {
+    for wrap in [(|spec| spec) as fn(Spec) -> Spec, terminal] {
+        let named = sh("tr '\\0' ' ' < /proc/$$/cmdline | cut -d' ' -f1; readlink /proc/$$/exe");
+        let named = Spec {
+            arg0: Some("zeroth".to_owned()),
+            ..named
+        };
+        let process = executor().start(wrap(named)).await.unwrap();
+        closed(&process).await;
+        let stream = if process.has_terminal() {
+            Stream::Pty
+        } else {
+            Stream::Stdout
+        };
+        let out = text(&process, stream).replace('\r', "");
+        let shell = std::fs::canonicalize("/bin/sh").unwrap();
+        assert_eq!(out, format!("zeroth\n{}\n", shell.display()));
+    }
+}
+
+#[tokio::test]
+async fn input_is_written_in_order_and_ends() {
+    let executor = executor();
+    let process = executor.start(piped(spec(&["sha256sum"]))).await.unwrap();
+    for n in 0..64u8 {
+        assert_eq!(
+            process.write(vec![n; 65_536].into()).await,
+            Written::Accepted
+        );
+    }
+    assert_eq!(process.close_stdin().await, Written::Accepted);
+    assert_eq!(closed(&process).await.code, 0);
+    let expected = "4f1f8b605b8fd4ba8b9a16234a54da5a4cb15268d08bcc7dc8acd84a0d90bea3  -\n";
+    assert_eq!(text(&process, Stream::Stdout), expected);
+    assert_eq!(
+        process.write(Bytes::from_static(b"x")).await,
+        Written::Closed
+    );
+    assert_eq!(process.close_stdin().await, Written::Closed);
+
+    let deaf = executor
+        .start(piped(sh("exec 0<&-; echo closed; sleep 60")))
+        .await
+        .unwrap();
+    until_output(&deaf, Stream::Stdout, "closed").await;
+    assert_eq!(deaf.write(Bytes::from_static(b"x")).await, Written::Closed);
+
+    let tty = executor.start(terminal(spec(&["cat"]))).await.unwrap();
+    assert_eq!(tty.close_stdin().await, Written::Accepted);
+    assert_eq!(
+        closed(&tty).await.code,
+        0,
+        "a terminal's end of input ends cat"
+    );
+}
+
+#[tokio::test]
+async fn a_child_that_never_reads_blocks_its_own_writes_only() {
+    let process = executor()
+        .start(piped(spec(&["sleep", "100"])))
+        .await
+        .unwrap();
+    let mut accepted = 0;
+    while process.try_write(vec![0; 65_536].into()).is_ok() {
+        accepted += 1;
+        assert!(accepted < 1000, "the input must be bounded");
+    }
+    assert!(process.terminate(End::Now));
+    assert_eq!(closed(&process).await.signal, Some(9));
+    assert_eq!(
+        process.write(Bytes::from_static(b"x")).await,
+        Written::Closed
+    );
+}
+
+#[tokio::test]
+async fn terminate_takes_those_who_left_the_session() {
+    let seconds = marker(1);
+    let script = format!(
+        "setsid sh -c 'sleep {seconds} & sleep {seconds}' & (setsid setsid sleep {seconds} &) ; \
+         sleep 0.2; echo ready; wait"
+    );
+    let executor = executor();
+    for end in [End::Now, End::Within(Duration::from_secs(5))] {
+        let process = executor.start(sh(&script)).await.unwrap();
+        until_output(&process, Stream::Stdout, "ready").await;
+        assert!(alive(&seconds).len() >= 3);
+        let (running, left) = process.terminate_and_wait(end).await;
+        assert!(running && left.is_empty(), "{left:?}");
+        assert_eq!(alive(&seconds), Vec::<i32>::new());
+        closed(&process).await;
+    }
+}
+
+#[tokio::test]
+async fn graceful_ends_are_graceful() {
+    let executor = executor();
+    let polite = sh("trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.05; done");
+    let process = executor.start(polite).await.unwrap();
+    until_output(&process, Stream::Stdout, "ready").await;
+    process.terminate(End::Within(Duration::from_secs(20)));
+    assert_eq!(closed(&process).await.code, 3);
+    assert!(text(&process, Stream::Stdout).ends_with("bye\n"));
+
+    let stubborn = executor.start(sh("trap '' TERM; echo ready; while :; do sleep 1; done"));
+    let process = stubborn.await.unwrap();
+    until_output(&process, Stream::Stdout, "ready").await;
+    process.terminate(End::Within(Duration::from_millis(100)));
+    assert_eq!(closed(&process).await.signal, Some(9));
+}
+
+#[tokio::test]
+async fn timeouts_keep_the_output_and_are_told() {
+    let timeout = Timeout {
+        after: Duration::from_millis(200),
+        grace: Duration::from_millis(100),
+    };
+    let slow = sh("trap '' TERM; echo partial; while :; do sleep 0.05; done");
+    let process = executor()
+        .start(Spec {
+            timeout: Some(timeout),
+            ..slow
+        })
+        .await
+        .unwrap();
+    let exit = closed(&process).await;
+    assert!(exit.timed_out);
+    assert_eq!(
+        (exit.signal, text(&process, Stream::Stdout).as_str()),
+        (Some(9), "partial\n")
+    );
+    let quick = Spec {
+        timeout: Some(timeout),
+        ..sh("exit 4")
+    };
+    let exit = closed(&executor().start(quick).await.unwrap()).await;
+    assert_eq!((exit.code, exit.timed_out), (4, false));
+}
+
+#[tokio::test]
+async fn a_daemon_that_holds_the_pipe_does_not_hold_up_the_end() {
+    let process = executor()
+        .start(sh("(sleep 1; echo late; sleep 100) & echo early"))
+        .await
+        .unwrap();
+    let exit = process.wait_for(|log| log.exit().copied()).await;
+    assert_eq!(exit.code, 0);
+    closed(&process).await;
+    let close = process.with_log(|log| *log.close().unwrap());
+    assert!(close.inherited_output);
+    assert_eq!(text(&process, Stream::Stdout), "early\n");
+    while process.discarded_bytes() == 0 {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(process.discarded_bytes(), 5, "what came late was counted");
+    assert_eq!(
+        process.terminate_and_wait(End::Now).await,
+        (false, Vec::new())
+    );
+}
+
+#[tokio::test]
+async fn a_child_may_close_its_output_and_live() {
+    let process = executor()
+        .start(sh("exec >&- 2>&-; sleep 0.3; exit 9"))
+        .await
+        .unwrap();
+    assert_eq!(closed(&process).await.code, 9);
+    assert!(!process.with_log(|log| log.close().unwrap().inherited_output));
+}
+
+#[tokio::test]
+async fn signals_reach_their_scope() {
+    let script = "trap 'echo leader' USR1; sh -c \"trap 'echo child' USR1; echo ready; \
+                  while :; do sleep 0.05; done\" & while :; do sleep 0.05; done";
+    for (scope, child) in [
+        (Scope::Leader, false),
+        (Scope::Group, true),
+        (Scope::Tree, true),
+    ] {
+        let process = executor().start(sh(script)).await.unwrap();
+        until_output(&process, Stream::Stdout, "ready").await;
+        process
+            .signal(rustix::process::Signal::USR1, scope)
+            .await
+            .unwrap();
+        until_output(&process, Stream::Stdout, "leader").await;
+        if child {
+            until_output(&process, Stream::Stdout, "child").await;
+        } else {
+            assert!(!text(&process, Stream::Stdout).contains("child"));
+        }
+    }
+}
+
+#[tokio::test]
+async fn limits_bind() {
+    let limited = |limits, script: &str| {
+        let spec = Spec {
+            limits,
+            ..sh(script)
+        };
+        async move { executor().start(spec).await }
+    };
+    let open_files = Limits {
+        open_files: Some(17),
+        ..Limits::default()
+    };
+    let process = limited(open_files, "ulimit -n").await.unwrap();
+    closed(&process).await;
+    assert_eq!(text(&process, Stream::Stdout), "17\n");
+
+    let file_bytes = Limits {
+        file_bytes: Some(1000),
+        ..Limits::default()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!("head -c 5000 /dev/zero > {}/f", dir.path().display());
+    closed(&limited(file_bytes, &script).await.unwrap()).await;
+    assert!(std::fs::metadata(dir.path().join("f")).unwrap().len() <= 1000);
+
+    let cpu = Limits {
+        cpu_seconds: Some(1),
+        ..Limits::default()
+    };
+    let exit = closed(&limited(cpu, "while :; do :; done").await.unwrap()).await;
+    assert!(matches!(exit.signal, Some(9 | 24)), "{exit:?}");
+    assert!(exit.user_micros + exit.system_micros > 500_000, "{exit:?}");
+
+    let memory = Limits {
+        memory_bytes: Some(64 << 20),
+        ..Limits::default()
+    };
+    let hungry = "head -c 300000000 /dev/zero | tail | wc -c";
+    let process = limited(memory, hungry).await.unwrap();
+    closed(&process).await;
+    assert_ne!(
+        text(&process, Stream::Stdout).trim(),
+        "300000000",
+        "tail keeps it all in memory"
+    );
+}
+
+#[tokio::test]
+async fn a_fork_bomb_stays_in_its_box() {
+    let seconds = marker(2);
+    let limits = Limits {
+        processes: Some(20),
+        ..Limits::default()
+    };
+    let bomb = format!("bomb() {{ sleep {seconds} & bomb & bomb; }}; bomb");
+    match executor()
+        .start(Spec {
+            limits,
+            ..sh(&bomb)
+        })
+        .await
+    {
+        Ok(process) => {
+            until_output(&process, Stream::Stderr, "ork").await;
+            assert!(alive(&seconds).len() <= 20);
+            let (_, left) = process.terminate_and_wait(End::Now).await;
+            assert!(left.is_empty(), "{left:?}");
+            assert_eq!(alive(&seconds), Vec::<i32>::new());
+        }
+        // A host without control groups where we are root: refused by name, not ignored.
+        Err(StartError::Limit(error)) => assert_eq!(error.name, "processes"),
+        Err(other) => panic!("{other}"),
+    }
+}
+
+#[tokio::test]
+async fn dropping_the_last_handle_ends_the_process() {
+    let seconds = marker(3);
+    let process = executor().start(spec(&["sleep", &seconds])).await.unwrap();
+    let also = process.clone();
+    drop(process);
+    assert_eq!(alive(&seconds).len(), 1);
+    drop(also);
+    while !alive(&seconds).is_empty() {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+#[tokio::test]
+async fn children_inherit_nothing_of_ours() {
+    // A descriptor without close-on-exec, as a careless embedder may have.
+    let file = std::fs::File::open("/etc/passwd").unwrap();
+    rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::empty()).unwrap();
+    let run = |spec: Spec| async move {
+        let process = executor().start(spec).await.unwrap();
+        closed(&process).await;
+        text(&process, Stream::Stdout)
+    };
+    assert_eq!(
+        run(sh("ls /proc/$$/fd; cat /proc/$$/environ")).await,
+        "0\n1\n2\nPATH=/usr/bin:/bin\0"
+    );
+    let status = run(spec(&["grep", "-E", "SigBlk|SigIgn", "/proc/self/status"])).await;
+    assert_eq!(
+        status,
+        "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n"
+    );
+}
+
+#[tokio::test]
+async fn a_held_process_waits_and_loses_nothing() {
+    let process = executor()
+        .start(sh("seq 1 400000; echo end >&2"))
+        .await
+        .unwrap();
+    process.hold(0);
+    let mut cursor = 0;
+    let mut seen = Vec::new();
+    loop {
+        let (entries, closed) = process.with_log(|log| {
+            let slice = log.read(cursor, Some(1));
+            assert!(slice.lost.is_none(), "{:?}", slice.lost);
+            (slice.chunks, log.close().is_some())
+        });
+        if let Some((seq, stream, bytes)) = entries.into_iter().next() {
+            if stream == Stream::Stdout {
+                seen.extend_from_slice(&bytes);
+            }
+            cursor = seq;
+            process.advance(cursor);
+        } else if closed {
+            break;
+        }
+        tokio::task::yield_now().await;
+    }
+    let expected: String = (1..=400_000).map(|n| format!("{n}\n")).collect();
+    assert_eq!(seen.len(), expected.len());
+    assert!(seen == expected.as_bytes());
+}
