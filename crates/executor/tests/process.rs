@@ -1,5 +1,7 @@
 //! Processes through the executor's public API.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 

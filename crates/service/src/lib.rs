@@ -1,1 +1,20 @@
-//! x
+//! The serving side: listeners, connections, sessions and the methods they offer.
+//!
+//! Owns who may talk to whom and in which order; translates between the wire and the executor.
+//! Knows no client.
+
+pub mod config;
+mod connection;
+mod dispatch;
+mod error;
+mod follow;
+pub mod listen;
+mod methods;
+mod outbox;
+mod server;
+mod session;
+
+pub use config::ExecServerConfig;
+pub use error::RpcError;
+pub use listen::{DEFAULT_LISTEN_URL, ExecServerListenUrlParseError, ListenUrl, Listener};
+pub use server::{Lifetime, Server};

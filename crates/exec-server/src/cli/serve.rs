@@ -1,0 +1,87 @@
+//! `exec-server serve`.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_executor::sys::guardian;
+use exec_server_service::{Lifetime, ListenUrl, Listener, Server};
+use exec_server_transport::stdio;
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::args::ServeArgs;
+use super::settings;
+
+pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
+    let url: ListenUrl = args.listen.parse()?;
+    // Before any thread: what is forked is what is there.
+    guardian::split().context("cannot start the guardian")?;
+    let config = settings::server(&args);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
+    runtime.block_on(serve(url, config, args.danger_no_auth))?;
+    // Threads that still wait for a disk or a terminal must not keep a finished server alive.
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn serve(
+    url: ListenUrl,
+    config: exec_server_service::ExecServerConfig,
+    danger_no_auth: bool,
+) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let server = Server::new(config).context("cannot set up the server")?;
+    server
+        .executor()
+        .adopt_orphans()
+        .context("cannot adopt orphans")?;
+    let stopped = async {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    };
+    match url {
+        ListenUrl::Stdio => {
+            let link = stdio::own().context("cannot use standard input and output")?;
+            let name = "exec-server stdio".to_owned();
+            let connection = server.serve(link, name, Lifetime::Connection);
+            tokio::select! {
+                () = connection => {}
+                () = stopped => {}
+            }
+        }
+        ListenUrl::Websocket(address) => {
+            let listener = Listener::tcp(address, danger_no_auth).await?;
+            announce(&listener)?;
+            tokio::select! {
+                () = listener.serve(server.clone()) => {}
+                () = stopped => {}
+            }
+        }
+        ListenUrl::Unix(path) => {
+            let listener = Listener::unix(&path)?;
+            announce(&listener)?;
+            tokio::select! {
+                () = listener.serve(server.clone()) => {}
+                () = stopped => {}
+            }
+        }
+        ListenUrl::Off => stopped.await,
+    }
+    server.shut_down().await;
+    Ok(())
+}
+
+/// Tells on standard output where the server can be reached, and nothing else.
+fn announce(listener: &Listener) -> anyhow::Result<()> {
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{}", listener.url())?;
+    stdout.flush()?;
+    Ok(())
+}

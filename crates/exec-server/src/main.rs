@@ -1,0 +1,7 @@
+//! The `exec-server` binary.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    exec_server::cli::main()
+}

@@ -1,0 +1,65 @@
+//! Limits and defaults of a server.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use exec_server_executor::log::Retention;
+use exec_server_transport::keepalive::KeepaliveConfig;
+
+/// Limits and defaults of a server.
+///
+/// Every bound that a client can run into is here, and the error that it causes names it.
+#[derive(Debug, Clone)]
+pub struct ExecServerConfig {
+    /// From SIGTERM to SIGKILL for the processes of a server that shuts down.
+    pub shutdown_grace: Duration,
+    /// Processes that one session may keep, ended ones that are still readable included.
+    pub max_processes_per_session: usize,
+    /// Live processes of the whole server.
+    pub max_processes: usize,
+    /// Output that each process retains.
+    pub retention: Retention,
+    /// How long a closed process stays readable.
+    pub closed_retention: Duration,
+    /// How long an ended process's output may be silent while a descendant holds it open.
+    pub inherited_output_grace: Duration,
+    /// How long a session outlives its connection, unless the client asks otherwise.
+    pub detach_grace: Duration,
+    /// The most that a client may ask for.
+    pub max_detach_grace: Duration,
+    /// Requests of one connection that are worked on at the same time; 1 is strictly serial.
+    pub concurrent_requests: usize,
+    /// Requests of one connection that may wait for something to happen (`process/wait`, long
+    /// polls), beside those that are worked on.
+    pub max_waiting_requests: usize,
+    /// Sessions at one time.
+    pub max_sessions: usize,
+    /// Pings and how long to wait for a sign of life.
+    pub keepalive: KeepaliveConfig,
+    /// The environment that policies of children start from: usually the server's own.
+    pub environment: BTreeMap<String, String>,
+    /// The server's working directory, as reported to clients.
+    pub cwd: Option<PathBuf>,
+}
+
+impl Default for ExecServerConfig {
+    fn default() -> Self {
+        Self {
+            shutdown_grace: Duration::from_secs(2),
+            max_processes_per_session: 4096,
+            max_processes: 4096,
+            retention: Retention::default(),
+            closed_retention: Duration::from_secs(30),
+            inherited_output_grace: Duration::from_secs(2),
+            detach_grace: Duration::from_secs(30),
+            max_detach_grace: Duration::from_secs(24 * 60 * 60),
+            concurrent_requests: 256,
+            max_waiting_requests: 16_384,
+            max_sessions: 4096,
+            keepalive: KeepaliveConfig::default(),
+            environment: BTreeMap::new(),
+            cwd: None,
+        }
+    }
+}

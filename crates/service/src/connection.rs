@@ -1,0 +1,407 @@
+//! One connection: reads requests, keeps the handshake's order, notices when the peer is gone.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::future::Future;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use exec_server_protocol::envelope::{self, Incoming as Message};
+use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_protocol::{ErrorObject, RequestId};
+use exec_server_transport::keepalive::{Action, Keepalive};
+use exec_server_transport::{Event, Incoming, Link, LinkError};
+use serde::Serialize;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+
+use crate::dispatch;
+use crate::error::RpcError;
+use crate::outbox::{self, Outbox, Reply};
+use crate::server::{Lifetime, Server};
+use crate::session::{Driver, Heard, Session};
+
+/// How long a connection that ended may take to hear the answers to what it asked before.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Websocket close code: the server is going away.
+const GOING_AWAY: u16 = 1001;
+
+/// What the tasks of one connection share.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    pub(crate) server: Server,
+    pub(crate) outbox: Arc<Outbox>,
+    /// Cancelled when the connection ends; its unfinished requests end with it.
+    pub(crate) closed: CancellationToken,
+    pub(crate) heard: Arc<Heard>,
+    /// Open files, by the id that the client chose.
+    pub(crate) files: Mutex<HashMap<String, Arc<OpenFile>>>,
+    /// Requests that wait for something to happen.
+    waiting: AtomicUsize,
+    /// Bounds the requests that are worked on.
+    slots: Arc<Semaphore>,
+    lifetime: Lifetime,
+}
+
+/// A file that a client reads in blocks.
+#[derive(Debug)]
+pub(crate) struct OpenFile {
+    pub(crate) file: File,
+    pub(crate) path: PathBuf,
+    /// Calls on one handle run in the order they came.
+    pub(crate) turn: tokio::sync::Mutex<()>,
+}
+
+/// ```text
+/// New ── initialize ──► Initialized ── initialized ──► Ready
+///  ▲                                                     │
+///  └──────────────────── session/end ────────────────────┘
+/// ```
+#[derive(Debug, Default)]
+pub(crate) enum Phase {
+    /// Nothing was said yet.
+    #[default]
+    New,
+    /// The client has a session but has not confirmed it.
+    Initialized(Arc<Session>),
+    /// Everything goes.
+    Ready(Arc<Session>),
+}
+
+impl Phase {
+    /// The session, once methods of this family may be used.
+    pub(crate) fn ready(&self, family: &str) -> Result<Arc<Session>, RpcError> {
+        match self {
+            Self::Ready(session) => Ok(Arc::clone(session)),
+            Self::Initialized(_) => Err(RpcError::invalid_request(format!(
+                "client must send initialized before using {family} methods"
+            ))),
+            Self::New => Err(RpcError::invalid_request(format!(
+                "client must call initialize before using {family} methods"
+            ))),
+        }
+    }
+
+    fn session(&self) -> Option<&Arc<Session>> {
+        match self {
+            Self::New => None,
+            Self::Initialized(session) | Self::Ready(session) => Some(session),
+        }
+    }
+}
+
+impl Connection {
+    pub(crate) fn driver(&self) -> Driver {
+        Driver {
+            outbox: Arc::clone(&self.outbox),
+            closed: self.closed.clone(),
+            heard: Arc::clone(&self.heard),
+        }
+    }
+
+    /// Runs something that ends with the connection at the latest.
+    pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
+        let closed = self.closed.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                () = closed.cancelled() => {}
+                () = work => {}
+            }
+        });
+    }
+
+    /// Counts a request as waiting rather than worked on, so that it holds up no other.
+    pub(crate) fn wait(self: &Arc<Self>, responder: &mut Responder) -> Result<Waiting, RpcError> {
+        let limit = self.server.config().max_waiting_requests;
+        let waiting = Waiting(Arc::clone(self));
+        if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
+            let message = format!("limit of {limit} waiting requests per connection reached");
+            return Err(RpcError::invalid_request(message));
+        }
+        if self.server.config().concurrent_requests > 1 {
+            responder.slot = None;
+        }
+        Ok(waiting)
+    }
+}
+
+/// A request that waits for something to happen.
+#[derive(Debug)]
+pub(crate) struct Waiting(Arc<Connection>);
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// The way back to whoever sent a request.
+#[derive(Debug)]
+pub(crate) struct Responder {
+    id: RequestId,
+    outbox: Arc<Outbox>,
+    /// The request's place among those that are worked on.
+    slot: Option<OwnedSemaphorePermit>,
+    /// A share of the reply budget.
+    reserved: Option<OwnedSemaphorePermit>,
+}
+
+impl Responder {
+    /// Answers.
+    pub(crate) fn send<R: Serialize>(self, result: Result<R, RpcError>) {
+        match result {
+            Ok(result) => {
+                self.send_with(|out, id| envelope::encode_response(out, id, &result));
+            }
+            Err(error) => self.send_error(error),
+        }
+    }
+
+    /// Answers with an error.
+    pub(crate) fn send_error(self, error: RpcError) {
+        let error = ErrorObject::from(error);
+        self.send_with(|out, id| envelope::encode_error(out, id, &error));
+    }
+
+    /// Answers with a message that `encode` writes, unless it is too large for the wire.
+    pub(crate) fn send_with(
+        mut self,
+        encode: impl FnOnce(&mut Vec<u8>, &RequestId) -> serde_json::Result<()>,
+    ) {
+        let mut message = Vec::with_capacity(128);
+        let failure = match encode(&mut message, &self.id) {
+            Err(error) => Some(RpcError::internal(format!(
+                "cannot encode the answer: {error}"
+            ))),
+            Ok(()) if message.len() > MAX_MESSAGE_BYTES => Some(too_large(message.len())),
+            Ok(()) => None,
+        };
+        if let Some(failure) = failure {
+            message = Vec::new();
+            let encoded = envelope::encode_error(&mut message, &self.id, &failure.into());
+            debug_assert!(encoded.is_ok(), "an error with a text always serialises");
+        }
+        self.outbox.push(Reply {
+            message,
+            _reserved: self.reserved.take(),
+        });
+    }
+
+    /// Waits until an answer of about this size may be made.
+    pub(crate) async fn reserve(&mut self, bytes: usize) {
+        self.reserved = self.outbox.reserve(bytes).await;
+    }
+}
+
+pub(crate) fn too_large(bytes: usize) -> RpcError {
+    RpcError::invalid_request(format!(
+        "answer of {bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
+         read it in parts"
+    ))
+}
+
+/// Serves one connection until it ends.
+pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Lifetime) {
+    let pings = link.has_pings();
+    let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
+    let outbox = Arc::new(Outbox::new());
+    let connection = Arc::new(Connection {
+        slots: Arc::new(Semaphore::new(server.config().concurrent_requests.max(1))),
+        server,
+        outbox: Arc::clone(&outbox),
+        closed: CancellationToken::new(),
+        heard: Arc::new(Heard::new()),
+        files: Mutex::default(),
+        waiting: AtomicUsize::new(0),
+        lifetime,
+    });
+    let Link { incoming, outgoing } = link;
+    let closed = connection.closed.clone();
+    let writer = tokio::spawn(async move {
+        if let Err(error) = outbox::write(&outbox, outgoing).await {
+            tracing::debug!(%error, "cannot send");
+        }
+        closed.cancel();
+    });
+    let mut reader = Reader {
+        connection: Arc::clone(&connection),
+        incoming,
+        keepalive,
+        name,
+    };
+    let mut phase = Phase::New;
+    let end = reader.run(&mut phase).await;
+    tracing::debug!(peer = reader.name, ?end, "connection ended");
+    if matches!(end, End::Eof) && !pings {
+        // Over pipes the peer may still listen: what it asked before the end is answered.
+        let all = u32::try_from(connection.server.config().concurrent_requests)
+            .unwrap_or(1)
+            .max(1);
+        let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
+    }
+    if !matches!(end, End::Lost) {
+        connection.outbox.finish(GOING_AWAY);
+        let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
+    }
+    connection.closed.cancel();
+    writer.abort();
+    if let Some(session) = phase.session() {
+        connection
+            .server
+            .detach(session, &connection.outbox, lifetime);
+        if lifetime == Lifetime::Connection {
+            connection.server.end_session(session).await;
+        }
+    }
+}
+
+/// Why a connection ended.
+#[derive(Debug)]
+enum End {
+    /// The peer is done.
+    Eof,
+    /// The connection failed, the peer broke its rules, or does not answer pings.
+    Lost,
+    /// The server is shutting down, or another connection took over.
+    Told,
+}
+
+struct Reader {
+    connection: Arc<Connection>,
+    incoming: Incoming,
+    keepalive: Option<Keepalive>,
+    /// Who is there, for messages.
+    name: String,
+}
+
+impl Reader {
+    async fn run(&mut self, phase: &mut Phase) -> End {
+        let draining = self.connection.server.draining().clone();
+        let closed = self.connection.closed.clone();
+        loop {
+            let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
+                Some(Action::GiveUp) => return End::Lost,
+                Some(Action::Ping) => {
+                    self.connection.outbox.ping();
+                    continue;
+                }
+                Some(Action::Wait(until)) => Some(until),
+                None => None,
+            };
+            // Nothing is read while there is no room for its answer; nothing is dropped.
+            let slot = tokio::select! {
+                slot = next_slot(&self.connection) => slot,
+                () = closed.cancelled() => return End::Lost,
+                () = draining.cancelled() => return End::Told,
+                () = sleep_until(wake) => continue,
+            };
+            let event = tokio::select! {
+                event = self.incoming.recv() => event,
+                () = closed.cancelled() => return End::Lost,
+                () = draining.cancelled() => return End::Told,
+                () = sleep_until(wake) => continue,
+            };
+            if let Some(keepalive) = &mut self.keepalive {
+                keepalive.heard(Instant::now());
+                self.connection.heard.now();
+            }
+            match event {
+                Ok(Some(Event::Message(text))) => {
+                    receive(&self.connection, phase, &self.name, text, slot);
+                }
+                Ok(Some(Event::NotText)) => {
+                    refuse(
+                        &self.connection,
+                        &malformed(&self.name, "message is not UTF-8"),
+                    );
+                }
+                Ok(Some(Event::Ping(payload))) => self.connection.outbox.pong(payload),
+                Ok(Some(Event::Pong)) => {}
+                Ok(None) => return End::Eof,
+                Err(LinkError::Io(error)) => {
+                    tracing::debug!(peer = self.name, %error, "connection failed");
+                    return End::Lost;
+                }
+                Err(error) => {
+                    tracing::warn!(peer = self.name, %error, "peer broke the protocol");
+                    return End::Lost;
+                }
+            }
+        }
+    }
+}
+
+/// Waits for room for one more request and its answer.
+async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
+    connection.outbox.room().await;
+    // The semaphore is never closed.
+    Arc::clone(&connection.slots).acquire_owned().await.ok()
+}
+
+async fn sleep_until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+fn malformed(name: &str, reason: &str) -> String {
+    format!("failed to parse JSON-RPC message from {name}: {reason}")
+}
+
+/// Answers something that had no id.
+fn refuse(connection: &Connection, message: &str) {
+    let error = RpcError::invalid_request(message);
+    let mut out = Vec::new();
+    let encoded = envelope::encode_error(&mut out, &RequestId::NONE, &error.into());
+    debug_assert!(encoded.is_ok(), "an error with a text always serialises");
+    connection.outbox.push(Reply {
+        message: out,
+        _reserved: None,
+    });
+}
+
+fn receive(
+    connection: &Arc<Connection>,
+    phase: &mut Phase,
+    name: &str,
+    text: &str,
+    slot: Option<OwnedSemaphorePermit>,
+) {
+    match envelope::decode(text) {
+        Err(error) => refuse(connection, &malformed(name, &error.to_string())),
+        Ok(Message::Request {
+            id, method, params, ..
+        }) => {
+            let outbox = Arc::clone(&connection.outbox);
+            let responder = Responder {
+                id,
+                outbox,
+                slot,
+                reserved: None,
+            };
+            dispatch::request(connection, phase, &method, params, responder);
+        }
+        Ok(Message::Notification { method, .. }) => {
+            if let Err(error) = dispatch::notification(phase, &method) {
+                refuse(connection, &error);
+            }
+        }
+        Ok(Message::Response { id, .. } | Message::Error { id, .. }) => {
+            refuse(
+                connection,
+                &format!("no request of this server has the id {id}"),
+            );
+        }
+    }
+}
+
+impl Connection {
+    /// Whether the session waits for the client to come back.
+    pub(crate) fn is_resumable(&self) -> bool {
+        self.lifetime == Lifetime::Resumable
+    }
+}

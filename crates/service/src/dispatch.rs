@@ -1,0 +1,151 @@
+//! The table of methods: from a name and raw params to a function.
+
+use std::sync::Arc;
+
+use exec_server_protocol::session::{self, Initialized};
+use exec_server_protocol::{Method, Notification as _, command, environment, fs, process};
+use serde_json::value::RawValue;
+
+use crate::connection::{Connection, Phase, Responder};
+use crate::error::RpcError;
+use crate::methods;
+
+/// What this server adds to the compatible wire, as told by `environment/info`.
+pub(crate) const EXTENSIONS: &[&str] = &[
+    "command/exec",
+    "command/exec/terminate",
+    "command/exec/write",
+    "initialize#detachGraceMs",
+    "process/closeStdin",
+    "process/closed#inheritedOutput",
+    "process/exited#usage",
+    "process/list",
+    "process/list#all",
+    "process/read#evicted",
+    "process/resize",
+    "process/signal#scope",
+    "process/signal#sessionId",
+    "process/snapshot",
+    "process/start#delivery",
+    "process/start#limits",
+    "process/start#size",
+    "process/start#timeoutMs",
+    "process/terminate#mode",
+    "process/terminate#sessionId",
+    "process/terminate#wait",
+    "process/wait",
+    "session/end",
+];
+
+/// Methods of the compatible wire that this server does not offer: refused like any unknown one,
+/// but only after the handshake has been checked.
+const NOT_OFFERED: &[(&str, &str)] = &[
+    ("environmentConfig/read", "environment config"),
+    ("capabilityRoots/discoverV1", "capability discovery"),
+    ("capabilities/discoverV2", "capability discovery"),
+    ("http/request", "http"),
+    ("fs/createDirectory", "filesystem"),
+    ("fs/canonicalize", "filesystem"),
+    ("fs/readDirectory", "filesystem"),
+    ("fs/walk", "filesystem"),
+    ("fs/remove", "filesystem"),
+    ("fs/copy", "filesystem"),
+    ("fs/writeBlock", "filesystem"),
+    ("fs/watchMissing", "filesystem"),
+];
+
+/// One request on its way to its function.
+pub(crate) struct Call<'a> {
+    pub(crate) connection: &'a Arc<Connection>,
+    pub(crate) phase: &'a mut Phase,
+    pub(crate) responder: Responder,
+    params: Option<&'a RawValue>,
+}
+
+/// Finds the method and calls it.
+pub(crate) fn request(
+    connection: &Arc<Connection>,
+    phase: &mut Phase,
+    method: &str,
+    params: Option<&RawValue>,
+    responder: Responder,
+) {
+    let call = Call {
+        connection,
+        phase,
+        responder,
+        params,
+    };
+    match method {
+        session::Initialize::NAME => {
+            call.plain::<session::Initialize>(methods::session::initialize)
+        }
+        session::End::NAME => call.plain::<session::End>(methods::session::end),
+
+        environment::Info::NAME => call.plain::<environment::Info>(methods::environment::info),
+        environment::Status::NAME => {
+            call.plain::<environment::Status>(methods::environment::status);
+        }
+
+        process::Start::NAME => call.plain::<process::Start>(methods::process::start),
+        process::Read::NAME => call.plain::<process::Read>(methods::process::read),
+        process::Write::NAME => call.plain::<process::Write>(methods::process::write),
+        process::CloseStdin::NAME => {
+            call.plain::<process::CloseStdin>(methods::process::close_stdin);
+        }
+        process::Resize::NAME => call.plain::<process::Resize>(methods::process::resize),
+        process::Signal::NAME => call.plain::<process::Signal>(methods::process::signal),
+        process::Terminate::NAME => call.plain::<process::Terminate>(methods::process::terminate),
+        process::Wait::NAME => call.plain::<process::Wait>(methods::process::wait),
+        process::Snapshot::NAME => call.plain::<process::Snapshot>(methods::process::snapshot),
+        process::List::NAME => call.plain::<process::List>(methods::process::list),
+
+        command::Exec::NAME => call.plain::<command::Exec>(methods::command::exec),
+        command::Write::NAME => call.plain::<command::Write>(methods::command::write),
+        command::Terminate::NAME => call.plain::<command::Terminate>(methods::command::terminate),
+
+        fs::ReadFile::NAME => call.plain::<fs::ReadFile>(methods::fs::read_file),
+        fs::WriteFile::NAME => call.plain::<fs::WriteFile>(methods::fs::write_file),
+        fs::GetMetadata::NAME => call.plain::<fs::GetMetadata>(methods::fs::get_metadata),
+        fs::Open::NAME => call.plain::<fs::Open>(methods::fs::open),
+        fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::fs::read_block),
+        fs::Close::NAME => call.plain::<fs::Close>(methods::fs::close),
+
+        other => {
+            let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);
+            let gate = known.map_or(Ok(()), |(_, family)| call.phase.ready(family).map(|_| ()));
+            let error = gate
+                .err()
+                .unwrap_or_else(|| RpcError::method_not_found(other));
+            call.responder.send_error(error);
+        }
+    }
+}
+
+/// Takes a notification; an error is told to the peer, which may go on.
+pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String> {
+    if method != Initialized::NAME {
+        return Err(format!("unexpected notification `{method}`"));
+    }
+    match std::mem::take(phase) {
+        Phase::New => Err("client must call initialize before sending initialized".to_owned()),
+        Phase::Initialized(session) | Phase::Ready(session) => {
+            *phase = Phase::Ready(session);
+            Ok(())
+        }
+    }
+}
+
+impl<'a> Call<'a> {
+    /// Decodes the params and calls `function`, which answers by itself.
+    fn plain<M: Method>(self, function: impl FnOnce(Call<'a>, M::Params)) {
+        let raw = self.params.map_or("null", RawValue::get);
+        match serde_json::from_str(raw) {
+            Ok(params) => function(self, params),
+            Err(error) => {
+                let message = format!("invalid params for `{}`: {error}", M::NAME);
+                self.responder.send_error(RpcError::invalid_params(message));
+            }
+        }
+    }
+}

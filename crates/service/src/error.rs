@@ -1,0 +1,123 @@
+//! Errors on the wire: the one place where a failure becomes a code.
+
+use std::io;
+
+use exec_server_executor::StartError;
+use exec_server_executor::fs::FsError;
+use exec_server_protocol::ErrorObject;
+
+/// An error as a client sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RpcError {
+    /// The wire code.
+    pub code: i64,
+    /// What went wrong.
+    pub message: String,
+}
+
+const NOT_FOUND: i64 = -32004;
+const ALREADY_ATTACHED: i64 = -32010;
+const INVALID_REQUEST: i64 = -32600;
+const METHOD_NOT_FOUND: i64 = -32601;
+const INVALID_PARAMS: i64 = -32602;
+const INTERNAL: i64 = -32603;
+
+impl RpcError {
+    /// The request does not fit the state of things.
+    pub fn invalid_request(message: impl Into<String>) -> Self {
+        Self {
+            code: INVALID_REQUEST,
+            message: message.into(),
+        }
+    }
+
+    /// The parameters cannot be.
+    pub fn invalid_params(message: impl Into<String>) -> Self {
+        Self {
+            code: INVALID_PARAMS,
+            message: message.into(),
+        }
+    }
+
+    /// The machine failed.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self {
+            code: INTERNAL,
+            message: message.into(),
+        }
+    }
+
+    /// There is no such thing.
+    pub fn not_found(message: impl Into<String>) -> Self {
+        Self {
+            code: NOT_FOUND,
+            message: message.into(),
+        }
+    }
+
+    /// There is no such method.
+    pub fn method_not_found(method: &str) -> Self {
+        let message = format!("exec-server does not implement `{method}`");
+        Self {
+            code: METHOD_NOT_FOUND,
+            message,
+        }
+    }
+
+    /// Another connection drives the session.
+    pub fn already_attached(session_id: &str) -> Self {
+        let message = format!("session {session_id} is already attached to another connection");
+        Self {
+            code: ALREADY_ATTACHED,
+            message,
+        }
+    }
+
+    /// There is no process of this id.
+    pub fn unknown_process(process_id: &str) -> Self {
+        Self::invalid_request(format!("unknown process id {process_id}"))
+    }
+}
+
+impl From<RpcError> for ErrorObject {
+    fn from(error: RpcError) -> Self {
+        Self {
+            code: error.code,
+            message: error.message,
+            data: None,
+        }
+    }
+}
+
+impl From<StartError> for RpcError {
+    fn from(error: StartError) -> Self {
+        let message = error.to_string();
+        match error {
+            StartError::EmptyArgv | StartError::Limit(_) => Self::invalid_params(message),
+            StartError::TooMany(_) => Self::invalid_request(message),
+            _ => Self::internal(message),
+        }
+    }
+}
+
+impl From<FsError> for RpcError {
+    fn from(error: FsError) -> Self {
+        let message = error.to_string();
+        match error {
+            FsError::Io { source, .. } => Self {
+                code: io_code(&source),
+                message,
+            },
+            _ => Self::invalid_request(message),
+        }
+    }
+}
+
+/// The code for an error of the system.
+pub(crate) fn io_code(error: &io::Error) -> i64 {
+    match error.kind() {
+        io::ErrorKind::NotFound => NOT_FOUND,
+        io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied => INVALID_REQUEST,
+        _ => INTERNAL,
+    }
+}

@@ -1,0 +1,222 @@
+//! Following one process's log for one connection: from entries to notifications.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Wake, Waker};
+
+use exec_server_executor::Process;
+use exec_server_executor::log::{Close, Entry, EntryKind, Exit, Stream};
+use exec_server_executor::signal;
+use exec_server_protocol::{Notification as _, process::Usage};
+use exec_server_protocol::{chunk, command, envelope, process};
+use exec_server_transport::Outgoing;
+
+use crate::outbox::Outbox;
+
+/// Which family of notifications a process is reported with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    /// `process/*`.
+    Process,
+    /// `process/exited` and `process/closed` only; output is read.
+    ProcessPull,
+    /// `command/exec/*`.
+    Command,
+}
+
+/// A cursor over one log that feeds one connection.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    process: Process,
+    process_id: String,
+    dialect: Dialect,
+    /// The last entry that was sent.
+    cursor: AtomicU64,
+    /// It is on the ready list, or about to be pulled.
+    queued: AtomicBool,
+    outbox: Weak<Outbox>,
+    /// The exit code, for dialects that tell it at the end.
+    exit_code: AtomicU64,
+}
+
+impl Wake for Follower {
+    fn wake(self: Arc<Self>) {
+        if !self.queued.swap(true, Ordering::AcqRel)
+            && let Some(outbox) = self.outbox.upgrade()
+        {
+            outbox.ready(self);
+        }
+    }
+}
+
+impl Follower {
+    /// Begins to follow after `cursor`, or after everything that is there.
+    pub(crate) fn start(
+        process: Process,
+        process_id: String,
+        dialect: Dialect,
+        cursor: Option<u64>,
+        outbox: &Arc<Outbox>,
+    ) -> Arc<Self> {
+        let cursor = cursor.unwrap_or_else(|| process.with_log(|log| log.next_seq() - 1));
+        if dialect != Dialect::ProcessPull {
+            process.hold(cursor);
+        }
+        let follower = Arc::new(Self {
+            process,
+            process_id,
+            dialect,
+            cursor: AtomicU64::new(cursor),
+            queued: AtomicBool::new(true),
+            outbox: Arc::downgrade(outbox),
+            exit_code: AtomicU64::new(0),
+        });
+        outbox.ready(Arc::clone(&follower));
+        follower
+    }
+
+    /// Stops following: the connection is gone.
+    pub(crate) fn stop(&self) {
+        self.process.release();
+    }
+
+    /// Encodes the next entry; false if there is none, and the follower will be woken.
+    pub(crate) fn pull(self: &Arc<Self>, outgoing: &mut Outgoing) -> bool {
+        self.queued.store(false, Ordering::Release);
+        let waker = Waker::from(Arc::clone(self));
+        let cursor = self.cursor.load(Ordering::Relaxed);
+        let entry = self.process.follow(&waker, |log| {
+            let mut cursor = cursor;
+            loop {
+                let entry = log.entry_after(cursor)?;
+                cursor = entry.seq;
+                let unwanted = self.dialect == Dialect::ProcessPull
+                    && matches!(entry.kind, EntryKind::Output(..));
+                if !unwanted {
+                    let entry = entry.clone();
+                    if self.dialect != Dialect::ProcessPull {
+                        log.advance(cursor);
+                    }
+                    return Some(entry);
+                }
+            }
+        });
+        let Some(entry) = entry else { return false };
+        self.cursor.store(entry.seq, Ordering::Relaxed);
+        self.queued.store(true, Ordering::Release);
+        match self.dialect {
+            Dialect::Command => self.push_command(&entry, outgoing),
+            Dialect::Process | Dialect::ProcessPull => self.push_process(&entry, outgoing),
+        }
+        true
+    }
+
+    fn push_process(&self, entry: &Entry, outgoing: &mut Outgoing) {
+        let seq = entry.seq;
+        match &entry.kind {
+            EntryKind::Output(stream, bytes) => {
+                push_chunk(outgoing, &self.process_id, Some(seq), stream.name(), bytes);
+            }
+            EntryKind::Exited(exit) => push(
+                outgoing,
+                process::Exited::NAME,
+                &exited_params(&self.process_id, seq, exit),
+            ),
+            EntryKind::Closed(Close {
+                inherited_output,
+                discarded_bytes,
+            }) => push(
+                outgoing,
+                process::Closed::NAME,
+                &process::ClosedParams {
+                    process_id: self.process_id.clone(),
+                    seq,
+                    inherited_output: *inherited_output,
+                    discarded_bytes: *discarded_bytes,
+                },
+            ),
+        }
+    }
+
+    fn push_command(&self, entry: &Entry, outgoing: &mut Outgoing) {
+        match &entry.kind {
+            EntryKind::Output(stream, bytes) => {
+                // A terminal has one stream, which the first generation calls stdout.
+                let name = if *stream == Stream::Stderr {
+                    "stderr"
+                } else {
+                    "stdout"
+                };
+                push_chunk(outgoing, &self.process_id, None, name, bytes);
+            }
+            EntryKind::Exited(exit) => {
+                self.exit_code
+                    .store(i64::from(exit.code).cast_unsigned(), Ordering::Relaxed);
+            }
+            EntryKind::Closed(_) => {
+                let code = self.exit_code.load(Ordering::Relaxed).cast_signed();
+                let params = command::ExitedParams {
+                    process_id: self.process_id.clone(),
+                    exit_code: i32::try_from(code).unwrap_or(-1),
+                };
+                push(outgoing, command::Exited::NAME, &params);
+            }
+        }
+    }
+}
+
+fn exited_params(process_id: &str, seq: u64, exit: &Exit) -> process::ExitedParams {
+    process::ExitedParams {
+        process_id: process_id.to_owned(),
+        seq,
+        exit_code: exit.code,
+        sandbox_denied: Some(false),
+        signal: exit.signal.map(signal::name),
+        timed_out: exit.timed_out,
+        usage: Some(Usage {
+            user_ms: exit.user_micros / 1000,
+            system_ms: exit.system_micros / 1000,
+            max_rss_bytes: exit.max_rss_bytes,
+        }),
+    }
+}
+
+fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::Serialize) {
+    outgoing.push_message(300, |out| {
+        // These types always serialise: no maps with odd keys, no failing implementations.
+        let encoded = envelope::encode_notification(out, method, params);
+        debug_assert!(encoded.is_ok());
+    });
+}
+
+/// Writes an output notification by hand: its bytes are encoded once, straight into the frame.
+fn push_chunk(
+    outgoing: &mut Outgoing,
+    process_id: &str,
+    seq: Option<u64>,
+    stream: &str,
+    bytes: &[u8],
+) {
+    let method = match seq {
+        Some(_) => process::Output::NAME,
+        None => command::OutputDelta::NAME,
+    };
+    let hint = chunk::encoded_len(bytes.len()) + process_id.len() + 110;
+    outgoing.push_message(hint, |out| {
+        out.reserve(hint);
+        out.extend_from_slice(b"{\"method\":\"");
+        out.extend_from_slice(method.as_bytes());
+        out.extend_from_slice(b"\",\"params\":{\"processId\":");
+        let encoded = serde_json::to_writer(&mut *out, process_id);
+        debug_assert!(encoded.is_ok(), "a string always serialises");
+        if let Some(seq) = seq {
+            out.extend_from_slice(b",\"seq\":");
+            out.extend_from_slice(seq.to_string().as_bytes());
+        }
+        out.extend_from_slice(b",\"stream\":\"");
+        out.extend_from_slice(stream.as_bytes());
+        out.extend_from_slice(b"\",\"chunk\":\"");
+        chunk::encode_into(bytes, out);
+        out.extend_from_slice(b"\"}}");
+    });
+}

@@ -1,0 +1,114 @@
+//! `command/exec*`: the first generation, on the same processes.
+
+use std::path::PathBuf;
+
+use exec_server_executor::log::Retention;
+use exec_server_executor::process::End;
+use exec_server_executor::{Size, Spec, Stdio, env};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::command::{
+    ExecParams, ExecResult, TerminateParams, TerminateResult, WriteParams, WriteResult,
+};
+use exec_server_protocol::process::WriteStatus;
+
+use super::process::{Description, FAMILY, add_shell, launch};
+use crate::connection::Responder;
+use crate::dispatch::Call;
+use crate::error::RpcError;
+use crate::follow::Dialect;
+
+pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
+    let session = match call.phase.ready(FAMILY) {
+        Ok(session) => session,
+        Err(error) => return call.responder.send_error(error),
+    };
+    if params.argv.is_empty() {
+        return call
+            .responder
+            .send_error(RpcError::invalid_params("argv must not be empty"));
+    }
+    let native = PathBuf::from(&params.cwd);
+    let Ok(cwd) = PathUri::from_native(&native) else {
+        let message = format!("cwd `{}` is not an absolute path", params.cwd);
+        return call.responder.send_error(RpcError::invalid_params(message));
+    };
+    let config = call.connection.server.executor().config();
+    let mut env = env::build(&config.environment, None, &params.env);
+    let stdio = if params.tty {
+        add_shell(&mut env);
+        Stdio::Terminal(Size::default())
+    } else {
+        Stdio::Pipes { stdin: false }
+    };
+    let most = config.retention;
+    let retention = params.output_bytes_cap.map(|cap| Retention {
+        bytes: usize::try_from(cap).unwrap_or(usize::MAX).min(most.bytes),
+        ..most
+    });
+    let spec = Spec {
+        argv: params.argv.clone(),
+        cwd: native,
+        env,
+        arg0: params.arg0,
+        stdio,
+        retention,
+        ..Spec::default()
+    };
+    let result = ExecResult {
+        process_id: params.process_id.clone(),
+        running: true,
+        exit_code: None,
+        stdout: None,
+        stderr: None,
+    };
+    let description = Description {
+        process_id: params.process_id,
+        argv: params.argv,
+        cwd,
+        dialect: Dialect::Command,
+    };
+    launch(
+        call.connection,
+        session,
+        spec,
+        description,
+        call.responder,
+        result,
+    );
+}
+
+pub(crate) fn write(call: Call<'_>, params: WriteParams) {
+    let session = match call.phase.ready(FAMILY) {
+        Ok(session) => session,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let WriteParams { process_id, chunk } = params;
+    let responder = call.responder;
+    session.with_process(&process_id.clone(), move |managed| match managed {
+        None => responder.send_error(RpcError::unknown_process(&process_id)),
+        Some(managed) if !managed.process.has_terminal() => {
+            let message = format!("stdin of process {process_id} is closed: it is not a tty");
+            responder.send_error(RpcError::invalid_request(message));
+        }
+        Some(managed) => managed.write(chunk.0, None, responder, accepted),
+    });
+}
+
+fn accepted(responder: Responder, status: WriteStatus) {
+    responder.send(match status {
+        WriteStatus::Accepted => Ok(WriteResult { accepted: true }),
+        _ => Err(RpcError::invalid_request("the process has ended")),
+    });
+}
+
+pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
+    let session = match call.phase.ready(FAMILY) {
+        Ok(session) => session,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let responder = call.responder;
+    session.with_process(&params.process_id, move |managed| {
+        let running = managed.is_some_and(|managed| managed.process.terminate(End::Now));
+        responder.send(Ok(TerminateResult { running }));
+    });
+}

@@ -1,0 +1,7 @@
+//! The methods, one file per family: plain functions from params to an answer.
+
+pub(crate) mod command;
+pub(crate) mod environment;
+pub(crate) mod fs;
+pub(crate) mod process;
+pub(crate) mod session;

@@ -1,0 +1,64 @@
+//! `initialize` and `session/*`.
+
+use std::sync::Arc;
+
+use exec_server_protocol::NoParams;
+use exec_server_protocol::method::Empty;
+use exec_server_protocol::session::{InitializeParams, InitializeResponse};
+
+use crate::connection::Phase;
+use crate::dispatch::Call;
+use crate::error::RpcError;
+
+/// Opens a session or takes one up again.
+pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
+    if !matches!(call.phase, Phase::New) {
+        let message = "initialize may only be sent once per connection";
+        return call
+            .responder
+            .send_error(RpcError::invalid_request(message));
+    }
+    let server = &call.connection.server;
+    let driver = call.connection.driver();
+    let opened = match &params.resume_session_id {
+        None => server.open(driver, params.detach_grace_ms),
+        Some(id) => server.resume(id, driver, params.detach_grace_ms),
+    };
+    let (session, grace) = match opened {
+        Ok(opened) => opened,
+        Err(error) => return call.responder.send_error(error),
+    };
+    tracing::debug!(
+        client = params.client_name,
+        session = session.id,
+        "session attached"
+    );
+    let grace = if call.connection.is_resumable() {
+        grace.as_millis()
+    } else {
+        0
+    };
+    call.responder.send(Ok(InitializeResponse {
+        session_id: session.id.clone(),
+        environment_info: Some(server.info().clone()),
+        detach_grace_ms: Some(u64::try_from(grace).unwrap_or(u64::MAX)),
+    }));
+    // After the answer, so that news of resumed processes does not come before it.
+    session.follow_all();
+    *call.phase = Phase::Initialized(session);
+}
+
+/// Ends the session now; the connection may initialize again.
+pub(crate) fn end(call: Call<'_>, _: NoParams) {
+    let session = match call.phase.ready("session") {
+        Ok(session) => session,
+        Err(error) => return call.responder.send_error(error),
+    };
+    *call.phase = Phase::New;
+    let (server, responder) = (call.connection.server.clone(), call.responder);
+    // Not tied to the connection: a session that was told to end ends.
+    tokio::spawn(async move {
+        server.end_session(&Arc::clone(&session)).await;
+        responder.send(Ok(Empty {}));
+    });
+}

@@ -1,0 +1,199 @@
+//! What one connection has to send: answers, and processes with news.
+//!
+//! Answers wait here as encoded text, bounded by bytes. Output does not wait here: a process is on
+//! the ready list when its log has something, and the writer pulls as the peer takes it.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_transport::Outgoing;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+
+use crate::follow::Follower;
+
+/// Bytes of answers beyond which no further request is read.
+const HIGH_BYTES: usize = 1 << 20;
+
+/// Bytes encoded before they are sent: large enough to amortise the system call, small enough that
+/// what comes up meanwhile does not wait long.
+const FLUSH_BYTES: usize = 96 * 1024;
+
+/// Granularity of the reply budget: permits are counted in 32 bits.
+const BUDGET_UNIT: usize = 1024;
+
+/// What one connection has to send.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    state: Mutex<State>,
+    /// There is something to send.
+    wake: Notify,
+    /// There is room for answers again.
+    room: Notify,
+    /// Bounds the bytes of answers that are being made away from the reader.
+    budget: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    replies: VecDeque<Reply>,
+    reply_bytes: usize,
+    /// Processes with news, in turns.
+    ready: VecDeque<Arc<Follower>>,
+    ping: bool,
+    /// The payload of the latest ping that was not answered yet.
+    pong: Option<Vec<u8>>,
+    /// Send what is there, then stop.
+    finishing: Option<u16>,
+}
+
+/// An encoded message, with the share of the budget that it holds until it is sent.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) message: Vec<u8>,
+    /// Given back when the message has left.
+    pub(crate) _reserved: Option<OwnedSemaphorePermit>,
+}
+
+impl Outbox {
+    pub(crate) fn new() -> Self {
+        Self {
+            state: Mutex::default(),
+            wake: Notify::new(),
+            room: Notify::new(),
+            budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues an encoded message.
+    pub(crate) fn push(&self, reply: Reply) {
+        let mut state = self.state();
+        state.reply_bytes += reply.message.len();
+        state.replies.push_back(reply);
+        drop(state);
+        self.wake.notify_one();
+    }
+
+    /// Puts a process on the ready list.
+    pub(crate) fn ready(&self, follower: Arc<Follower>) {
+        self.state().ready.push_back(follower);
+        self.wake.notify_one();
+    }
+
+    pub(crate) fn ping(&self) {
+        self.state().ping = true;
+        self.wake.notify_one();
+    }
+
+    pub(crate) fn pong(&self, payload: &[u8]) {
+        self.state().pong = Some(payload.to_vec());
+        self.wake.notify_one();
+    }
+
+    /// Has the writer send what is there, a farewell, and stop.
+    pub(crate) fn finish(&self, close_code: u16) {
+        self.state().finishing = Some(close_code);
+        self.wake.notify_one();
+    }
+
+    /// Waits until there is room for answers.
+    pub(crate) async fn room(&self) {
+        loop {
+            let room = self.room.notified();
+            if self.state().reply_bytes < HIGH_BYTES {
+                return;
+            }
+            room.await;
+        }
+    }
+
+    /// Waits for a share of the reply budget; to be asked for before a large answer is made.
+    pub(crate) async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
+        // Never more than the budget, so it can be had; the semaphore is never closed.
+        let units = u32::try_from(units).unwrap_or(u32::MAX);
+        Arc::clone(&self.budget)
+            .acquire_many_owned(units)
+            .await
+            .ok()
+    }
+}
+
+/// Sends what the outbox has until it is finished or the connection fails.
+pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result<()> {
+    let mut sent = Vec::new();
+    loop {
+        let wake = outbox.wake.notified();
+        while outgoing.buffered() < FLUSH_BYTES && gather(outbox, &mut outgoing, &mut sent) {}
+        if outgoing.buffered() == 0 {
+            let finishing = outbox.state().finishing;
+            if let Some(code) = finishing {
+                outgoing.push_close(code);
+                return outgoing.shutdown().await;
+            }
+            outgoing.relax();
+            wake.await;
+            continue;
+        }
+        outgoing.flush().await?;
+        if !sent.is_empty() {
+            // Shares of the budget were held until their messages had left.
+            sent.clear();
+            outbox.room.notify_waiters();
+        }
+    }
+}
+
+/// Encodes what is next: answers first, then one entry of the process whose turn it is.
+///
+/// A process comes after all answers that were queued before it became ready, so the answer to
+/// `process/start` leaves before its first output.
+fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bool {
+    let (replies, follower) = {
+        let mut state = outbox.state();
+        if state.ping {
+            state.ping = false;
+            outgoing.push_ping();
+        }
+        if let Some(payload) = state.pong.take() {
+            outgoing.push_pong(&payload);
+        }
+        let replies = take_replies(&mut state);
+        let follower = if state.replies.is_empty() {
+            state.ready.pop_front()
+        } else {
+            None
+        };
+        (replies, follower)
+    };
+    let any = !replies.is_empty() || follower.is_some();
+    for mut reply in replies {
+        let message = std::mem::take(&mut reply.message);
+        outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        sent.push(reply);
+    }
+    if let Some(follower) = follower
+        && follower.pull(outgoing)
+    {
+        outbox.state().ready.push_back(follower);
+    }
+    any
+}
+
+fn take_replies(state: &mut State) -> Vec<Reply> {
+    let mut batch = Vec::new();
+    let mut bytes = 0;
+    while bytes < FLUSH_BYTES
+        && let Some(reply) = state.replies.pop_front()
+    {
+        bytes += reply.message.len();
+        batch.push(reply);
+    }
+    state.reply_bytes -= bytes;
+    batch
+}
