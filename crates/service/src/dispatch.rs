@@ -136,9 +136,9 @@ pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String
     }
 }
 
-impl<'a> Call<'a> {
+impl Call<'_> {
     /// Decodes the params and calls `function`, which answers by itself.
-    fn plain<M: Method>(self, function: impl FnOnce(Call<'a>, M::Params)) {
+    fn plain<M: Method>(self, function: impl FnOnce(Self, M::Params)) {
         let raw = self.params.map_or("null", RawValue::get);
         match serde_json::from_str(raw) {
             Ok(params) => function(self, params),

@@ -460,7 +460,7 @@ impl Managed {
                 Ok(written) => {
                     input.settle(id, written);
                     drop(input);
-                    return status(responder, status_of(written));
+                    status(responder, status_of(written));
                 }
                 Err(data) => {
                     input.waiting.push_back(Write::Data {
