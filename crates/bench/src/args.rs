@@ -39,7 +39,7 @@ pub(crate) struct Args {
     /// As a child: read this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) check_pattern: Option<u64>,
-    /// As a child: answer websocket handshakes
-    #[arg(long, hide = true)]
-    pub(crate) answer_websockets: bool,
+    /// As a child: answer websocket handshakes and push this many bytes of the pattern
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub(crate) answer_websockets: Option<u64>,
 }

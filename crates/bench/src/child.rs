@@ -4,10 +4,12 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
 use anyhow::ensure;
+use exec_server_transport::frame::{self, Opcode};
 use exec_server_transport::http;
 use rustix::io::Errno;
 
 use crate::pattern::{Pattern, WRITE_BYTES};
+use crate::wire;
 
 /// Writes `total` bytes of the pattern to standard output.
 pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
@@ -45,17 +47,20 @@ pub(crate) fn check(total: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints a port and answers every websocket handshake on it, one after the other.
-pub(crate) fn answer_websockets() -> anyhow::Result<()> {
+/// Prints an address and answers every websocket handshake there, one after the other.
+///
+/// After each it pushes `push` bytes of the pattern, in messages like those of a process.
+pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
+    let pattern = Pattern::new();
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     writeln!(std::io::stdout(), "{}", listener.local_addr()?)?;
     loop {
         // A client that leaves early only ends its own handshake.
-        let _ = answer(listener.accept()?.0);
+        let _ = answer(listener.accept()?.0, &pattern, push);
     }
 }
 
-fn answer(mut stream: TcpStream) -> anyhow::Result<()> {
+fn answer(mut stream: TcpStream, pattern: &Pattern, push: u64) -> anyhow::Result<()> {
     stream.set_nodelay(true)?;
     let mut buffer = [0; 2 * 1024];
     let mut filled = 0;
@@ -74,6 +79,42 @@ fn answer(mut stream: TcpStream) -> anyhow::Result<()> {
         http::accept_key(key.unwrap_or(""))
     );
     stream.write_all(response.as_bytes())?;
+    if push > 0 {
+        push_frames(&mut stream, pattern, push)?;
+    }
     while stream.read(&mut buffer)? > 0 {}
+    Ok(())
+}
+
+fn push_frames(stream: &mut TcpStream, pattern: &Pattern, total: u64) -> anyhow::Result<()> {
+    let id = wire::process_id(0);
+    let (mut out, mut offset, mut seq) = (Vec::new(), 0, 0);
+    while offset < total {
+        let len = (total - offset).min(WRITE_BYTES as u64) as usize;
+        seq += 1;
+        out.clear();
+        frame::push_message(&mut out, None, WRITE_BYTES * 2, |out| {
+            let head = format!(
+                r#"{{"method":"process/output","params":{{"processId":"{id}","seq":{seq},"stream":"stdout","chunk":""#
+            );
+            out.extend_from_slice(head.as_bytes());
+            pattern.push_text(offset, len, out);
+            out.extend_from_slice(b"\"}}");
+        });
+        stream.write_all(&out)?;
+        offset += len as u64;
+    }
+    let (exited, closed) = (seq + 1, seq + 2);
+    let messages = [
+        format!(
+            r#"{{"method":"process/exited","params":{{"processId":"{id}","seq":{exited},"exitCode":0}}}}"#
+        ),
+        format!(r#"{{"method":"process/closed","params":{{"processId":"{id}","seq":{closed}}}}}"#),
+    ];
+    out.clear();
+    for message in messages {
+        frame::push_frame(&mut out, Opcode::Text, None, message.as_bytes());
+    }
+    stream.write_all(&out)?;
     Ok(())
 }

@@ -164,17 +164,18 @@ pub(crate) fn pipe(bench: &Path, total: u64) -> anyhow::Result<f64> {
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A process that does nothing but answer websocket handshakes.
+/// A process that does nothing but answer websocket handshakes, and then perhaps push frames.
 pub(crate) struct Responder {
     child: Child,
-    address: SocketAddr,
+    /// Where it listens.
+    pub(crate) address: SocketAddr,
 }
 
 impl Responder {
-    /// Starts it.
-    pub(crate) fn start(bench: &Path) -> anyhow::Result<Self> {
+    /// Starts it; after each handshake it pushes so many bytes of the pattern.
+    pub(crate) fn start(bench: &Path, push: Option<u64>) -> anyhow::Result<Self> {
         let mut child = Command::new(bench)
-            .arg("--answer-websockets")
+            .args(["--answer-websockets", &push.unwrap_or(0).to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;

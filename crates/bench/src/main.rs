@@ -34,8 +34,8 @@ fn main() -> anyhow::Result<ExitCode> {
     if let Some(total) = args.check_pattern {
         return child::check(total).map(|()| ExitCode::SUCCESS);
     }
-    if args.answer_websockets {
-        return child::answer_websockets().map(|()| ExitCode::SUCCESS);
+    if let Some(push) = args.answer_websockets {
+        return child::answer_websockets(push).map(|()| ExitCode::SUCCESS);
     }
     run(&args)
 }

@@ -41,7 +41,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             aim: 2.0,
         }],
     };
-    let responder = Responder::start(&bench.own);
+    let responder = Responder::start(&bench.own, None);
     let floor = || match &responder {
         Ok(responder) => responder.handshake(count),
         Err(error) => anyhow::bail!("{error:#}"),

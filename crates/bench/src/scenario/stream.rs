@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
-use super::{Bench, Line, size};
+use super::{Bench, Line, middle, size};
 use crate::client::{Client, Stdio};
-use crate::floor;
+use crate::floor::{self, Responder};
 use crate::pattern::Pattern;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
@@ -19,6 +19,9 @@ fn total(bench: &Bench) -> u64 {
 }
 
 /// From one process and from eight at once, on one connection.
+///
+/// A last row says what this client takes from frames that need no server: pipe and base64 aside,
+/// nobody can be faster than that.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let pattern = Pattern::new();
     let total = total(bench);
@@ -34,25 +37,48 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             Goal::Peer { limit: 2.0 },
         ],
     };
-    let floor = || floor::pipe(&bench.own, total);
-    bench.rounds(
-        3,
-        vec![line("one"), line("eight")],
-        floor,
-        |server, &floor| {
-            let rate = |processes: u64| -> anyhow::Result<f64> {
-                let mut client = server.client()?;
-                let start = Instant::now();
-                let emitters = Emitters::start(bench, &mut client, processes, total)?;
-                emitters.drain(&mut client, &pattern)?;
-                Ok(total as f64 / start.elapsed().as_secs_f64())
-            };
-            Ok(vec![
-                Figure::against(rate(1)?, floor),
-                Figure::against(rate(8)?, floor),
-            ])
-        },
-    )
+    let mut pushes = Vec::new();
+    let floor = || {
+        pushes.push(Figure::plain(push(bench, &pattern, total)?));
+        floor::pipe(&bench.own, total)
+    };
+    let lines = vec![line("one"), line("eight")];
+    let mut rows = bench.rounds(3, lines, floor, |server, &floor| {
+        let rate = |processes: u64| -> anyhow::Result<f64> {
+            let mut client = server.client()?;
+            let start = Instant::now();
+            let emitters = Emitters::start(bench, &mut client, processes, total)?;
+            emitters.drain(&mut client, &pattern)?;
+            Ok(total as f64 / start.elapsed().as_secs_f64())
+        };
+        Ok(vec![
+            Figure::against(rate(1)?, floor),
+            Figure::against(rate(8)?, floor),
+        ])
+    });
+    rows.push(Row {
+        name: "stream of bare frames, no server".to_owned(),
+        unit: Unit::BytesPerSecond,
+        base: "",
+        goals: vec![],
+        server: Ok(middle(&pushes)),
+        peer: None,
+    });
+    rows
+}
+
+/// Bytes per second from a process that only pushes frames with the pattern.
+fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+    let responder = Responder::start(&bench.own, Some(total))?;
+    let mut client = Client::connect(responder.address)?;
+    let start = Instant::now();
+    let pushed = Emitters {
+        first: 0,
+        each: total,
+        seen: vec![Seen::default()],
+    };
+    pushed.drain(&mut client, pattern)?;
+    Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
 /// How much a server's memory grows while the reader sleeps, and then takes everything.
@@ -113,12 +139,20 @@ struct Emitters {
 #[derive(Debug, Clone, Default)]
 struct Seen {
     bytes: u64,
-    /// Output and exit events.
+    /// Output, exited and closed.
     events: u64,
     /// The number of the last output.
     last: u64,
     exit: Option<i32>,
-    closed: bool,
+    /// The number of the closed event.
+    closed: Option<u64>,
+}
+
+impl Seen {
+    /// Whether all has come that was announced; a server may send exited after closed.
+    fn is_complete(&self) -> bool {
+        self.exit.is_some() && self.closed == Some(self.events)
+    }
 }
 
 impl Emitters {
@@ -140,11 +174,14 @@ impl Emitters {
         })
     }
 
-    /// Reads until all have closed, and checks every byte and every number on the way.
+    /// Reads until all is complete, and checks every byte and every number on the way.
     fn drain(mut self, client: &mut Client, pattern: &Pattern) -> anyhow::Result<()> {
-        let mut open = self.seen.len();
-        while open > 0 {
-            match client.receive()? {
+        let mut left = self.seen.len();
+        while left > 0 {
+            let message = client
+                .receive()
+                .with_context(|| format!("got only {:?}", self.seen))?;
+            let seen = match message {
                 Message::Output {
                     process,
                     seq,
@@ -153,35 +190,34 @@ impl Emitters {
                     let seen = self.of(process)?;
                     ensure!(seq > seen.last, "output {seq} came after {}", seen.last);
                     seen.last = seq;
-                    let length = pattern
-                        .check_text(seen.bytes, chunk.as_bytes())
+                    seen.bytes += pattern
+                        .check_text(seen.bytes, &chunk)
                         .with_context(|| format!("wrong bytes after {}", seen.bytes))?;
-                    seen.bytes += length;
-                    seen.events += 1;
+                    seen
                 }
                 Message::Exited { process, code } => {
                     let seen = self.of(process)?;
                     seen.exit = Some(code);
-                    seen.events += 1;
+                    seen
                 }
                 Message::Closed { process, seq } => {
-                    let each = self.each;
                     let seen = self.of(process)?;
-                    ensure!(
-                        !seen.closed && seen.exit == Some(0),
-                        "a child ended badly: {seen:?}"
-                    );
-                    ensure!(seen.bytes == each, "{} of {each} bytes came", seen.bytes);
-                    ensure!(
-                        seq == seen.events + 1,
-                        "{} events but seq {seq}",
-                        seen.events + 1
-                    );
-                    seen.closed = true;
-                    open -= 1;
+                    seen.closed = Some(seq);
+                    seen
                 }
-                Message::Response { .. } | Message::Other => {}
-            }
+                Message::Response { .. } | Message::Other => continue,
+            };
+            seen.events += 1;
+            left -= usize::from(seen.is_complete());
+        }
+        for seen in &self.seen {
+            ensure!(seen.exit == Some(0), "a child ended badly: {seen:?}");
+            ensure!(
+                seen.bytes == self.each,
+                "{} of {} bytes came",
+                seen.bytes,
+                self.each
+            );
         }
         Ok(())
     }
