@@ -9,7 +9,10 @@ use crate::scenario::Name;
 /// Measures an exec-server against the physical floor of this machine.
 ///
 /// The table goes to standard output, progress to standard error. Ratios are against the floor
-/// measured in the same run: how many times the machine's own cost, or which part of its rate.
+/// measured in the same run: how many times the machine's own cost, or which part of its rate. A
+/// target in parentheses is hoped for, not asked for; `pass+` says that it was reached.
+///
+/// Exit codes: 0 done, 1 a target was missed and --check was given, 2 the bench itself failed.
 #[derive(Debug, Parser)]
 #[command(version)]
 pub(crate) struct Args {

@@ -212,6 +212,14 @@ impl Client {
         }
     }
 
+    /// Waits for so many answers, whatever their order, and skips everything between them.
+    pub(crate) fn answers(&mut self, mut count: usize) -> anyhow::Result<()> {
+        while count > 0 {
+            count -= usize::from(matches!(self.receive()?, Message::Response { .. }));
+        }
+        Ok(())
+    }
+
     /// Waits until a process is closed and skips everything before that.
     pub(crate) fn closed(&mut self, process: u64) -> anyhow::Result<()> {
         loop {

@@ -24,20 +24,24 @@ use rustix::process::{Resource, Rlimit};
 use crate::args::Args;
 use crate::report::Verdict;
 use crate::scenario::{Bench, Side};
-use crate::server::CommandLine;
+use crate::server::{CommandLine, Server};
 
-fn main() -> anyhow::Result<ExitCode> {
+fn main() -> ExitCode {
     let args = Args::parse();
-    if let Some(total) = args.emit_pattern {
-        return child::emit(total).map(|()| ExitCode::SUCCESS);
-    }
-    if let Some(total) = args.check_pattern {
-        return child::check(total).map(|()| ExitCode::SUCCESS);
-    }
-    if let Some(push) = args.answer_websockets {
-        return child::answer_websockets(push).map(|()| ExitCode::SUCCESS);
-    }
-    run(&args)
+    let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
+    let result = if let Some(total) = args.emit_pattern {
+        done(child::emit(total))
+    } else if let Some(total) = args.check_pattern {
+        done(child::check(total))
+    } else if let Some(push) = args.answer_websockets {
+        done(child::answer_websockets(push))
+    } else {
+        run(&args)
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::from(2)
+    })
 }
 
 fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -57,6 +61,10 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
             command: CommandLine::parse(text)?,
         });
     }
+    for side in &sides {
+        Server::start(&side.command).with_context(|| format!("the {} does not run", side.name))?;
+    }
+    warn_of_load();
     let bench = Bench {
         own,
         sides,
@@ -66,7 +74,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut stdout = std::io::stdout().lock();
     write!(stdout, "{}", report::table(&rows, args.peer.is_some()))?;
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&rows)?;
+        let text = serde_json::to_string_pretty(&report::json(&rows))?;
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
     let missed = rows
@@ -98,4 +106,18 @@ fn raise_descriptor_limit() {
             maximum,
         },
     );
+}
+
+/// Other work on the machine slows floor and server alike, but not evenly.
+fn warn_of_load() {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load
+        .split(' ')
+        .next()
+        .and_then(|load| load.parse::<f64>().ok())
+        .unwrap_or(0.0);
+    if load > cores / 4.0 {
+        eprintln!("load average is {load} on {cores} cores: figures will be less steady");
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
 /// How a figure is counted; figures are held in seconds, bytes, or either's inverse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -39,7 +40,7 @@ impl Unit {
 }
 
 /// One measured figure and what it is to be compared with.
-#[derive(Debug, Clone, Copy, Serialize)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Figure {
     /// What was measured.
     pub(crate) value: f64,
@@ -112,8 +113,7 @@ pub(crate) enum Verdict {
 pub(crate) type Outcome = Result<Figure, String>;
 
 /// One line of the table.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "camelCase")]
+#[derive(Debug, Clone)]
 pub(crate) struct Row {
     /// What was measured.
     pub(crate) name: String,
@@ -251,6 +251,29 @@ impl Row {
         .flatten()
         .collect()
     }
+}
+
+/// The rows for programs: figures in seconds, bytes or per second, with ratios and verdicts.
+pub(crate) fn json(rows: &[Row]) -> Value {
+    let outcome = |outcome: &Outcome| match outcome {
+        Ok(figure) => {
+            json!({ "value": figure.value, "base": figure.base, "ratio": figure.ratio() })
+        }
+        Err(reason) => json!({ "error": reason }),
+    };
+    let row = |row: &Row| {
+        json!({
+            "name": row.name,
+            "unit": row.unit,
+            "base": row.base,
+            "goals": row.goals,
+            "verdict": row.verdict(),
+            "server": outcome(&row.server),
+            "peer": row.peer.as_ref().map(outcome),
+            "betterThanPeer": row.better_than_peer(),
+        })
+    };
+    rows.iter().map(row).collect()
 }
 
 /// The table, with notes below it.

@@ -10,6 +10,7 @@ mod spawn;
 mod stdin;
 mod stream;
 
+use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -99,6 +100,7 @@ impl Bench {
                 Name::Connections => memory::connections(self),
                 Name::Large => spawn::large(self),
             });
+            transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
         }
         rows
@@ -135,10 +137,7 @@ impl Bench {
             };
             for ((side, server), seen) in self.sides.iter().zip(&mut servers).zip(&mut seen) {
                 let Ok(running) = server else { continue };
-                eprint!(
-                    "\r{}: round {round} of {count}, {:<6}\r",
-                    lines[0].name, side.name
-                );
+                progress(&lines[0].name, round, count, side);
                 match measure(running, &found) {
                     Ok(figures) => seen.push(figures),
                     Err(error) => *server = Err(format!("{error:#}")),
@@ -170,10 +169,7 @@ impl Bench {
         for round in 1..=count {
             for (side, seen) in self.sides.iter().zip(&mut seen) {
                 let Ok(figures) = seen else { continue };
-                eprint!(
-                    "\r{}: round {round} of {count}, {:<6}\r",
-                    line.name, side.name
-                );
+                progress(&line.name, round, count, side);
                 match measure(&side.command) {
                     Ok(figure) => figures.push(figure),
                     Err(error) => *seen = Err(format!("{error:#}")),
@@ -185,6 +181,19 @@ impl Bench {
             .map(|seen| seen.map(|figures| vec![middle(&figures)]))
             .collect();
         rows(vec![line], outcomes)
+    }
+}
+
+fn progress(name: &str, round: usize, count: usize, side: &Side) {
+    transient(&format!("{name}: round {round} of {count}, {}", side.name));
+}
+
+/// Replaces the line of a terminal; other outputs are spared what is gone in a moment.
+fn transient(text: &str) {
+    let mut stderr = std::io::stderr();
+    if stderr.is_terminal() {
+        // Nobody misses a line that cannot be written.
+        let _ = write!(stderr, "\r\x1b[K{text}\r");
     }
 }
 

@@ -47,10 +47,13 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
         }
         let before = server.resident_at_rest()?;
         let mut processes = Vec::with_capacity(count);
-        for _ in 0..count {
-            let (request, process) = client.start(&["sleep", "1000"], Stdio::Pipe)?;
-            client.answer(request)?;
-            processes.push(process);
+        while processes.len() < count {
+            // Each batch is answered before the next, so that none waits in the server's memory.
+            const BATCH: usize = 20;
+            for _ in 0..BATCH {
+                processes.push(client.start(&["sleep", "1000"], Stdio::Pipe)?.1);
+            }
+            client.answers(BATCH)?;
         }
         let after = server.resident_at_rest()?;
         for process in processes {
