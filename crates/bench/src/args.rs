@@ -1,0 +1,48 @@
+//! What was typed.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+use crate::scenario::Name;
+
+/// Measures an exec-server against the physical floor of this machine.
+///
+/// The table goes to standard output, progress to standard error. Ratios are against the floor
+/// measured in the same run: how many times the machine's own cost, or which part of its rate. A
+/// target in parentheses is hoped for, not asked for; `pass+` says that it was reached.
+///
+/// Exit codes: 0 done, 1 a target was missed and --check was given, 2 the bench itself failed.
+#[derive(Debug, Parser)]
+#[command(version)]
+pub(crate) struct Args {
+    /// Command of the server under test; `--listen ws://127.0.0.1:0` is appended
+    ///
+    /// [default: `exec-server` beside this program]
+    #[arg(long, value_name = "CMD")]
+    pub(crate) server: Option<String>,
+    /// Command of another server that speaks the same wire, measured side by side
+    #[arg(long, value_name = "CMD")]
+    pub(crate) peer: Option<String>,
+    /// Fewer rounds and smaller sizes
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Run these scenarios only
+    #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
+    pub(crate) only: Vec<Name>,
+    /// Write the figures to a file as well
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Exit with 1 if a target is missed
+    #[arg(long)]
+    pub(crate) check: bool,
+    /// As a child: write this many bytes of the pattern
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub(crate) emit_pattern: Option<u64>,
+    /// As a child: read this many bytes of the pattern
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub(crate) check_pattern: Option<u64>,
+    /// As a child: answer websocket handshakes and push this many bytes of the pattern
+    #[arg(long, hide = true, value_name = "BYTES")]
+    pub(crate) answer_websockets: Option<u64>,
+}

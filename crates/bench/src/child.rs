@@ -1,0 +1,120 @@
+//! What this program does when it is started as a child of a scenario or of a floor.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+
+use anyhow::ensure;
+use exec_server_transport::frame::{self, Opcode};
+use exec_server_transport::http;
+use rustix::io::Errno;
+
+use crate::pattern::{Pattern, WRITE_BYTES};
+use crate::wire;
+
+/// Writes `total` bytes of the pattern to standard output.
+pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
+    let pattern = Pattern::new();
+    let stdout = rustix::stdio::stdout();
+    let mut offset = 0;
+    while offset < total {
+        match rustix::io::write(stdout, pattern.window(offset, total - offset)) {
+            Ok(written) => offset += written as u64,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Reads `total` bytes of the pattern from standard input and fails if one of them is wrong.
+pub(crate) fn check(total: u64) -> anyhow::Result<()> {
+    let pattern = Pattern::new();
+    let stdin = rustix::stdio::stdin();
+    let mut buffer = vec![0; WRITE_BYTES];
+    let mut offset = 0;
+    while offset < total {
+        let read = match rustix::io::read(stdin, &mut buffer) {
+            Err(Errno::INTR) => continue,
+            other => other?,
+        };
+        ensure!(read > 0, "the input ended after {offset} of {total} bytes");
+        ensure!(
+            pattern.matches(offset, &buffer[..read]),
+            "wrong bytes after {offset}"
+        );
+        offset += read as u64;
+    }
+    Ok(())
+}
+
+/// Prints an address and answers every websocket handshake there, one after the other.
+///
+/// After each it pushes `push` bytes of the pattern, in messages like those of a process.
+pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
+    let pattern = Pattern::new();
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    writeln!(std::io::stdout(), "{}", listener.local_addr()?)?;
+    loop {
+        // A client that leaves early only ends its own handshake.
+        let _ = answer(listener.accept()?.0, &pattern, push);
+    }
+}
+
+fn answer(mut stream: TcpStream, pattern: &Pattern, push: u64) -> anyhow::Result<()> {
+    stream.set_nodelay(true)?;
+    let mut buffer = [0; 2 * 1024];
+    let mut filled = 0;
+    while !buffer[..filled].ends_with(b"\r\n\r\n") {
+        let read = stream.read(&mut buffer[filled..])?;
+        ensure!(read > 0, "the request ended early");
+        filled += read;
+    }
+    let request = String::from_utf8_lossy(&buffer[..filled]);
+    let key = request
+        .lines()
+        .find_map(|line| line.strip_prefix("Sec-WebSocket-Key: "));
+    let response = format!(
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: {}\r\n\r\n",
+        http::accept_key(key.unwrap_or(""))
+    );
+    stream.write_all(response.as_bytes())?;
+    if push > 0 {
+        push_frames(&mut stream, pattern, push)?;
+    }
+    while stream.read(&mut buffer)? > 0 {}
+    Ok(())
+}
+
+fn push_frames(stream: &mut TcpStream, pattern: &Pattern, total: u64) -> anyhow::Result<()> {
+    let id = wire::process_id(0);
+    let (mut out, mut offset, mut seq) = (Vec::new(), 0, 0);
+    while offset < total {
+        let len = (total - offset).min(WRITE_BYTES as u64) as usize;
+        seq += 1;
+        out.clear();
+        frame::push_message(&mut out, None, WRITE_BYTES * 2, |out| {
+            let head = format!(
+                r#"{{"method":"process/output","params":{{"processId":"{id}","seq":{seq},"stream":"stdout","chunk":""#
+            );
+            out.extend_from_slice(head.as_bytes());
+            pattern.push_text(offset, len, out);
+            out.extend_from_slice(b"\"}}");
+        });
+        stream.write_all(&out)?;
+        offset += len as u64;
+    }
+    let (exited, closed) = (seq + 1, seq + 2);
+    let messages = [
+        format!(
+            r#"{{"method":"process/exited","params":{{"processId":"{id}","seq":{exited},"exitCode":0}}}}"#
+        ),
+        format!(r#"{{"method":"process/closed","params":{{"processId":"{id}","seq":{closed}}}}}"#),
+    ];
+    out.clear();
+    for message in messages {
+        frame::push_frame(&mut out, Opcode::Text, None, message.as_bytes());
+    }
+    stream.write_all(&out)?;
+    Ok(())
+}

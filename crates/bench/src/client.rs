@@ -1,0 +1,309 @@
+//! A client of one connection that costs as little as possible.
+//!
+//! One thread, blocking calls and reused buffers: a wake-up is one `read`, without a reactor between
+//! the socket and the clock. Speaks the compatible wire only, so every server runs the same thing.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use exec_server_protocol::envelope;
+use exec_server_protocol::method::{Empty, Method, Notification as _};
+use exec_server_protocol::process::{Start, StartParams, Terminate, TerminateParams};
+use exec_server_protocol::session::{Initialize, InitializeParams, Initialized};
+use exec_server_protocol::{ByteChunk, PathUri, RequestId};
+use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
+use exec_server_transport::http;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use serde::Serialize;
+
+use crate::pattern::Pattern;
+use crate::wire::{self, Message};
+
+/// A connection and what is buffered of it.
+pub(crate) struct Client {
+    stream: TcpStream,
+    decoder: Decoder,
+    /// Received bytes lie in `unread`; the rest is room.
+    buffer: Vec<u8>,
+    unread: Range<usize>,
+    /// The frames being sent.
+    out: Vec<u8>,
+    next_id: i64,
+    next_process: u64,
+}
+
+/// What a child is started as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stdio {
+    /// Input from nowhere, output to pipes.
+    Pipe,
+    /// Pipes for both.
+    PipeWithInput,
+    /// A terminal.
+    Tty,
+}
+
+impl Client {
+    /// Read at once; beyond the second-level cache more is slower.
+    const READ_BYTES: usize = 256 * 1024;
+    /// No scenario is silent for as long as this.
+    const SILENCE: Duration = Duration::from_secs(30);
+    /// Any key does: the point of it is to keep caches from answering.
+    const KEY: &str = "ZXhlYy1zZXJ2ZXItYmVuY2g=";
+    /// Any mask does too, and drawing one is not what is measured.
+    const MASK: [u8; 4] = [0x5a, 0xc3, 0x96, 0x0f];
+
+    /// Connects and opens the websocket, nothing more.
+    pub(crate) fn connect(address: SocketAddr) -> anyhow::Result<Self> {
+        Self::upgrade(TcpStream::connect(address)?)
+    }
+
+    /// Connects with a receive buffer of this size instead of one that grows with the traffic.
+    pub(crate) fn connect_with_buffer(address: SocketAddr, bytes: usize) -> anyhow::Result<Self> {
+        let family = match address {
+            SocketAddr::V4(_) => AddressFamily::INET,
+            SocketAddr::V6(_) => AddressFamily::INET6,
+        };
+        let socket: OwnedFd =
+            rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        sockopt::set_socket_recv_buffer_size(&socket, bytes)?;
+        rustix::net::connect(&socket, &address)?;
+        Self::upgrade(socket.into())
+    }
+
+    fn upgrade(mut stream: TcpStream) -> anyhow::Result<Self> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(Self::SILENCE))?;
+        let request = format!(
+            "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+             Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n\r\n",
+            Self::KEY
+        );
+        stream.write_all(request.as_bytes())?;
+        let mut buffer = vec![0; 4 * 1024];
+        let mut filled = 0;
+        let head = loop {
+            let read = stream
+                .read(&mut buffer[filled..])
+                .context("no answer to the upgrade")?;
+            ensure!(
+                read > 0,
+                "the server closed the connection during the upgrade"
+            );
+            filled += read;
+            if let Some(at) = buffer[..filled]
+                .windows(4)
+                .position(|four| four == b"\r\n\r\n")
+            {
+                break at + 4;
+            }
+        };
+        let text = String::from_utf8_lossy(&buffer[..head]);
+        ensure!(
+            text.starts_with("HTTP/1.1 101") && text.contains(&http::accept_key(Self::KEY)),
+            "the upgrade was answered with {text}"
+        );
+        Ok(Self {
+            stream,
+            decoder: Decoder::new(Role::Client),
+            buffer,
+            unread: head..filled,
+            out: Vec::new(),
+            next_id: 1,
+            next_process: 1,
+        })
+    }
+
+    /// `initialize` and its answer; [`Client::initialized`] makes the session usable.
+    pub(crate) fn initialize(&mut self) -> anyhow::Result<()> {
+        let params = InitializeParams {
+            client_name: "bench".to_owned(),
+            ..Default::default()
+        };
+        let id = self.request::<Initialize>(&params)?;
+        self.answer(id)
+    }
+
+    /// `initialized`, which has no answer.
+    pub(crate) fn initialized(&mut self) -> anyhow::Result<()> {
+        self.send(|out| envelope::encode_notification(out, Initialized::NAME, &Empty {}))
+    }
+
+    /// A connection that is ready for calls.
+    pub(crate) fn open(address: SocketAddr) -> anyhow::Result<Self> {
+        Self::connect(address)?.ready()
+    }
+
+    /// Does the handshake of the protocol.
+    pub(crate) fn ready(mut self) -> anyhow::Result<Self> {
+        self.initialize()?;
+        self.initialized()?;
+        Ok(self)
+    }
+
+    /// Sends `process/start` and returns the request and the process.
+    pub(crate) fn start(&mut self, argv: &[&str], stdio: Stdio) -> anyhow::Result<(i64, u64)> {
+        let process = self.next_process;
+        self.next_process += 1;
+        let params = StartParams {
+            process_id: wire::process_id(process),
+            argv: argv.iter().map(|&word| word.to_owned()).collect(),
+            cwd: PathUri::parse("file:///")?,
+            env: [("PATH".to_owned(), "/usr/local/bin:/usr/bin:/bin".to_owned())].into(),
+            tty: stdio == Stdio::Tty,
+            pipe_stdin: stdio == Stdio::PipeWithInput,
+            ..Default::default()
+        };
+        Ok((self.request::<Start>(&params)?, process))
+    }
+
+    /// Sends `process/write` with `len` bytes of the pattern from `offset`.
+    pub(crate) fn write_pattern(
+        &mut self,
+        process: u64,
+        pattern: &Pattern,
+        offset: u64,
+        len: usize,
+    ) -> anyhow::Result<()> {
+        let id = self.take_id();
+        self.send(|out| {
+            // By hand: the text of the chunk is there already and is only copied.
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"process/write\",\"params\":{{\"processId\":\"{}\",\"writeId\":\"{id}\",\"chunk\":\"",
+                wire::process_id(process)
+            )?;
+            pattern.push_text(offset, len, out);
+            out.extend_from_slice(b"\"}}");
+            anyhow::Ok(())
+        })
+    }
+
+    /// Sends `process/write` with a few bytes.
+    pub(crate) fn write(&mut self, process: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        use exec_server_protocol::process::{Write, WriteParams};
+        let params = WriteParams {
+            process_id: wire::process_id(process),
+            chunk: ByteChunk::from(bytes),
+            write_id: self.next_id.to_string(),
+        };
+        self.request::<Write>(&params).map(drop)
+    }
+
+    /// Sends `process/terminate`.
+    pub(crate) fn terminate(&mut self, process: u64) -> anyhow::Result<()> {
+        let params = TerminateParams {
+            process_id: wire::process_id(process),
+            ..Default::default()
+        };
+        self.request::<Terminate>(&params).map(drop)
+    }
+
+    /// Waits for the answer to one request and skips everything before it.
+    pub(crate) fn answer(&mut self, request: i64) -> anyhow::Result<()> {
+        loop {
+            if matches!(self.receive()?, Message::Response { id, .. } if id == request) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Waits for so many answers, whatever their order, and skips everything between them.
+    pub(crate) fn answers(&mut self, mut count: usize) -> anyhow::Result<()> {
+        while count > 0 {
+            count -= usize::from(matches!(self.receive()?, Message::Response { .. }));
+        }
+        Ok(())
+    }
+
+    /// Waits until a process is closed and skips everything before that.
+    pub(crate) fn closed(&mut self, process: u64) -> anyhow::Result<()> {
+        loop {
+            if matches!(self.receive()?, Message::Closed { process: p, .. } if p == process) {
+                return Ok(());
+            }
+        }
+    }
+
+    /// The next message.
+    pub(crate) fn receive(&mut self) -> anyhow::Result<Message<'_>> {
+        loop {
+            let Range { start, end } = self.unread.clone();
+            let mut at = start;
+            let step = self.decoder.step(&mut self.buffer[..end], &mut at)?;
+            self.unread.start = at;
+            match step {
+                Step::Whole { payload, .. } => return Message::decode(&self.buffer[payload]),
+                Step::Assembled { .. } => return Message::decode(self.decoder.assembled()),
+                Step::Fragment => {}
+                Step::NeedMore(missing) => self.fill(missing)?,
+                Step::Control(Opcode::Ping, payload) => {
+                    let payload = self.buffer[payload].to_vec();
+                    self.out.clear();
+                    frame::push_frame(&mut self.out, Opcode::Pong, Some(Self::MASK), &payload);
+                    self.stream.write_all(&self.out)?;
+                }
+                Step::Control(Opcode::Close, _) => bail!("the server closed the connection"),
+                Step::Control(..) => {}
+            }
+        }
+    }
+
+    fn fill(&mut self, missing: usize) -> anyhow::Result<()> {
+        let Range { start, end } = self.unread.clone();
+        if start == end {
+            self.unread = 0..0;
+        } else if self.buffer.len() - end < missing {
+            self.buffer.copy_within(start..end, 0);
+            self.unread = 0..end - start;
+        }
+        let needed = (self.unread.end + missing).max(Self::READ_BYTES);
+        if self.buffer.len() < needed {
+            self.buffer.resize(needed, 0);
+        }
+        let read = loop {
+            match self.stream.read(&mut self.buffer[self.unread.end..]) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                other => break other.context("nothing came from the server")?,
+            }
+        };
+        ensure!(read > 0, "the server closed the connection");
+        self.unread.end += read;
+        Ok(())
+    }
+
+    fn take_id(&mut self) -> i64 {
+        self.next_id += 1;
+        self.next_id - 1
+    }
+
+    fn request<M: Method>(&mut self, params: &M::Params) -> anyhow::Result<i64>
+    where
+        M::Params: Serialize,
+    {
+        let id = self.take_id();
+        self.send(|out| envelope::encode_request(out, &RequestId::Number(id), M::NAME, params))?;
+        Ok(id)
+    }
+
+    fn send<E>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>) -> anyhow::Result<()>
+    where
+        anyhow::Error: From<E>,
+    {
+        /// Which header to leave room for; the payloads are short or as long as a write.
+        const HINT: usize = 200;
+        self.out.clear();
+        let mut written = Ok(());
+        frame::push_message(&mut self.out, Some(Self::MASK), HINT, |out| {
+            written = write(out)
+        });
+        written?;
+        self.stream
+            .write_all(&self.out)
+            .context("cannot send to the server")
+    }
+}

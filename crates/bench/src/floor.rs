@@ -1,0 +1,222 @@
+//! What the machine itself needs, without any server: the floors of the table.
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use rustix::fs::{Mode, OFlags};
+use rustix::pty::OpenptFlags;
+
+use crate::client::Client;
+use crate::stats::median;
+
+/// The child of every spawn scenario.
+pub(crate) const TRUE: &str = "/bin/true";
+
+/// The child of every echo scenario: a raw terminal whose program sends each byte back.
+///
+/// Raw, because that is how shells, editors and agents type: the echo comes from the program and
+/// not from the kernel, so its wake-up belongs to the floor as it does to the server's figure.
+pub(crate) const ECHO: [&str; 3] = ["/bin/sh", "-c", "stty raw -echo; printf R; exec cat"];
+
+/// Seconds for one `posix_spawn` and `wait`, one after the other: the median of `count`.
+pub(crate) fn spawn(count: usize) -> anyhow::Result<f64> {
+    let mut samples = Vec::with_capacity(count);
+    for _ in 0..count {
+        let start = Instant::now();
+        spawn_once()?;
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(&samples))
+}
+
+/// Spawns per second of four threads.
+pub(crate) fn spawn_rate(count: usize) -> anyhow::Result<f64> {
+    const THREADS: usize = 4;
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|_| scope.spawn(|| (0..count / THREADS).try_for_each(|_| spawn_once())))
+            .collect();
+        threads
+            .into_iter()
+            .try_for_each(|thread| match thread.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            })
+    })?;
+    Ok((count / THREADS * THREADS) as f64 / start.elapsed().as_secs_f64())
+}
+
+/// No pipe and no file is set up, so this is as little as a spawn can be.
+fn spawn_once() -> anyhow::Result<()> {
+    let status = Command::new(TRUE).env_clear().status()?;
+    ensure!(status.success(), "{TRUE} failed");
+    Ok(())
+}
+
+/// Seconds from a byte written to a terminal until [`ECHO`] has sent it back: the median.
+pub(crate) fn terminal_echo(count: usize) -> anyhow::Result<f64> {
+    let master =
+        rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+    rustix::pty::grantpt(&master)?;
+    rustix::pty::unlockpt(&master)?;
+    let name = rustix::pty::ptsname(&master, Vec::new())?;
+    let slave: OwnedFd = rustix::fs::open(
+        &*name,
+        OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
+    let mut child = Command::new(ECHO[0])
+        .args(&ECHO[1..])
+        .stdin(slave.try_clone()?)
+        .stdout(slave.try_clone()?)
+        .stderr(slave)
+        .spawn()?;
+    let mut terminal = File::from(master);
+    let mut byte = [0];
+    let measured = (|| {
+        while byte != *b"R" {
+            terminal.read_exact(&mut byte)?;
+        }
+        samples(count, || {
+            terminal.write_all(b"x")?;
+            terminal.read_exact(&mut byte)
+        })
+    })();
+    child.kill()?;
+    child.wait()?;
+    Ok(median(&measured?))
+}
+
+/// Seconds for a round trip over loopback TCP between two threads: the median.
+pub(crate) fn tcp_echo(count: usize) -> anyhow::Result<f64> {
+    /// About as long as a message of a keystroke.
+    const BYTES: usize = 128;
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let address = listener.local_addr()?;
+    let echo = std::thread::spawn(move || -> std::io::Result<()> {
+        let (mut stream, _) = listener.accept()?;
+        stream.set_nodelay(true)?;
+        let mut message = [0; BYTES];
+        while stream.read_exact(&mut message).is_ok() {
+            stream.write_all(&message)?;
+        }
+        Ok(())
+    });
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    let mut message = [0; BYTES];
+    let measured = samples(count, || {
+        stream.write_all(&message)?;
+        stream.read_exact(&mut message)
+    });
+    drop(stream);
+    if let Ok(result) = echo.join() {
+        result?;
+    }
+    Ok(median(&measured?))
+}
+
+/// Times `round` after a few runs that do not count.
+fn samples(
+    count: usize,
+    mut round: impl FnMut() -> std::io::Result<()>,
+) -> std::io::Result<Vec<f64>> {
+    for _ in 0..20 {
+        round()?;
+    }
+    let mut samples = Vec::with_capacity(count);
+    for _ in 0..count {
+        let start = Instant::now();
+        round()?;
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    Ok(samples)
+}
+
+/// Bytes per second from the emitter through a pipe into this process, read and thrown away.
+pub(crate) fn pipe(bench: &Path, total: u64) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let mut child = Command::new(bench)
+        .args(["--emit-pattern", &total.to_string()])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut stdout = child.stdout.take().context("no standard output")?;
+    let mut buffer = vec![0; 64 * 1024];
+    let mut seen = 0;
+    loop {
+        match stdout.read(&mut buffer)? {
+            0 => break,
+            read => seen += read as u64,
+        }
+    }
+    ensure!(
+        child.wait()?.success() && seen == total,
+        "the emitter wrote {seen} of {total} bytes"
+    );
+    Ok(total as f64 / start.elapsed().as_secs_f64())
+}
+
+/// A process that does nothing but answer websocket handshakes, and then perhaps push frames.
+pub(crate) struct Responder {
+    child: Child,
+    /// Where it listens.
+    pub(crate) address: SocketAddr,
+}
+
+impl Responder {
+    /// Starts it; after each handshake it pushes so many bytes of the pattern.
+    pub(crate) fn start(bench: &Path, push: Option<u64>) -> anyhow::Result<Self> {
+        let mut child = Command::new(bench)
+            .args(["--answer-websockets", &push.unwrap_or(0).to_string()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let stdout = child.stdout.take().context("no standard output")?;
+        let mut line = String::new();
+        BufReader::new(stdout).read_line(&mut line)?;
+        let address = line
+            .trim()
+            .parse()
+            .context("the responder did not print its address");
+        if address.is_err() {
+            let _ = child.kill();
+        }
+        Ok(Self {
+            child,
+            address: address?,
+        })
+    }
+
+    /// Seconds for a connection and its upgrade: the median.
+    pub(crate) fn handshake(&self, count: usize) -> anyhow::Result<f64> {
+        let mut samples = Vec::with_capacity(count);
+        for _ in 0..count {
+            let start = Instant::now();
+            let client = Client::connect(self.address)?;
+            samples.push(start.elapsed().as_secs_f64());
+            drop(client);
+            pause();
+        }
+        Ok(median(&samples))
+    }
+}
+
+impl Drop for Responder {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Lets the other side see a closed connection before the next one is measured.
+pub(crate) fn pause() {
+    std::thread::sleep(Duration::from_micros(200));
+}

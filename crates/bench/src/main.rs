@@ -1,0 +1,123 @@
+//! The bench: starts a server, measures it from outside, and prints how far it is from the floor.
+//!
+//! Owns the scenarios, the floors and the table. Knows nothing of a server but its command line, its
+//! wire and its pid.
+
+mod args;
+mod child;
+mod client;
+mod floor;
+mod pattern;
+mod report;
+mod scenario;
+mod server;
+mod stats;
+mod wire;
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use clap::Parser as _;
+use rustix::process::{Resource, Rlimit};
+
+use crate::args::Args;
+use crate::report::Verdict;
+use crate::scenario::{Bench, Side};
+use crate::server::{CommandLine, Server};
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let done = |result: anyhow::Result<()>| result.map(|()| ExitCode::SUCCESS);
+    let result = if let Some(total) = args.emit_pattern {
+        done(child::emit(total))
+    } else if let Some(total) = args.check_pattern {
+        done(child::check(total))
+    } else if let Some(push) = args.answer_websockets {
+        done(child::answer_websockets(push))
+    } else {
+        run(&args)
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("error: {error:#}");
+        ExitCode::from(2)
+    })
+}
+
+fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    raise_descriptor_limit();
+    let own = std::env::current_exe().context("cannot find this program")?;
+    let server = match &args.server {
+        Some(text) => CommandLine::parse(text)?,
+        None => CommandLine::program(&own.with_file_name("exec-server")),
+    };
+    let mut sides = vec![Side {
+        name: "server",
+        command: server,
+    }];
+    if let Some(text) = &args.peer {
+        sides.push(Side {
+            name: "peer",
+            command: CommandLine::parse(text)?,
+        });
+    }
+    for side in &sides {
+        Server::start(&side.command).with_context(|| format!("the {} does not run", side.name))?;
+    }
+    warn_of_load();
+    let bench = Bench {
+        own,
+        sides,
+        quick: args.quick,
+    };
+    let rows = bench.run(&args.only);
+    let mut stdout = std::io::stdout().lock();
+    write!(stdout, "{}", report::table(&rows, args.peer.is_some()))?;
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&report::json(&rows))?;
+        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    let missed = rows
+        .iter()
+        .filter(|row| row.verdict() == Some(Verdict::Miss))
+        .count();
+    if missed > 0 {
+        writeln!(
+            stdout,
+            "\n{missed} of {} rows miss their target",
+            rows.len()
+        )?;
+    }
+    Ok(if args.check && missed > 0 {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+/// Hundreds of processes and connections need descriptors, here and in the server that inherits
+/// the limit; without the right to raise it the scenarios say what failed.
+fn raise_descriptor_limit() {
+    let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
+    let _ = rustix::process::setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: maximum,
+            maximum,
+        },
+    );
+}
+
+/// Other work on the machine slows floor and server alike, but not evenly.
+fn warn_of_load() {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
+    let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load = load
+        .split(' ')
+        .next()
+        .and_then(|load| load.parse::<f64>().ok())
+        .unwrap_or(0.0);
+    if load > cores / 4.0 {
+        eprintln!("load average is {load} on {cores} cores: figures will be less steady");
+    }
+}

@@ -1,0 +1,392 @@
+//! What was found, as a table and as JSON.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+use serde_json::{Value, json};
+
+/// How a figure is counted; figures are held in seconds, bytes, or either's inverse.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) enum Unit {
+    /// Time, shown in microseconds or milliseconds.
+    Seconds,
+    /// Memory, shown in KiB or MiB.
+    Bytes,
+    /// Throughput, shown in MiB/s.
+    BytesPerSecond,
+    /// How often a second.
+    PerSecond,
+}
+
+impl Unit {
+    /// Whether more is better.
+    fn more_is_better(self) -> bool {
+        matches!(self, Self::BytesPerSecond | Self::PerSecond)
+    }
+
+    fn show(self, value: f64) -> String {
+        const KIB: f64 = 1024.0;
+        const MIB: f64 = KIB * KIB;
+        match self {
+            Self::Seconds if value < 1e-3 => format!("{:.1} us", value * 1e6),
+            Self::Seconds => format!("{:.2} ms", value * 1e3),
+            Self::Bytes if value.abs() < MIB => format!("{:.1} KiB", value / KIB),
+            Self::Bytes => format!("{:.1} MiB", value / MIB),
+            Self::BytesPerSecond => format!("{:.0} MiB/s", value / MIB),
+            Self::PerSecond => format!("{value:.0} /s"),
+        }
+    }
+}
+
+/// One measured figure and what it is to be compared with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Figure {
+    /// What was measured.
+    pub(crate) value: f64,
+    /// The floor in the same run, or the same figure of the same server in calmer times.
+    pub(crate) base: Option<f64>,
+}
+
+impl Figure {
+    /// A figure that is judged by itself.
+    pub(crate) fn plain(value: f64) -> Self {
+        Self { value, base: None }
+    }
+
+    /// A figure that is judged by another.
+    pub(crate) fn against(value: f64, base: f64) -> Self {
+        Self {
+            value,
+            base: Some(base),
+        }
+    }
+
+    fn ratio(self) -> Option<f64> {
+        self.base.map(|base| self.value / base)
+    }
+}
+
+/// What a figure should be; whether as a ceiling or as a floor follows from its unit.
+#[derive(Debug, Clone, Copy, Serialize)]
+#[serde(rename_all = "camelCase", tag = "of")]
+pub(crate) enum Goal {
+    /// Times its base.
+    Base {
+        /// Must be reached.
+        limit: f64,
+        /// Should be reached.
+        aim: f64,
+    },
+    /// Times its base, without a limit.
+    Hope {
+        /// Should be reached.
+        aim: f64,
+    },
+    /// Times as good as the peer; undecided without one.
+    Peer {
+        /// Must be reached.
+        limit: f64,
+    },
+    /// By itself.
+    Value {
+        /// Must be reached.
+        limit: f64,
+        /// Should be reached.
+        aim: f64,
+    },
+}
+
+/// How far a goal was reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) enum Verdict {
+    /// The limit is missed, or there is no figure.
+    Miss,
+    /// Within the limit.
+    Pass,
+    /// As good as hoped for.
+    Aim,
+}
+
+/// What one side showed, or why it could not.
+pub(crate) type Outcome = Result<Figure, String>;
+
+/// One line of the table.
+#[derive(Debug, Clone)]
+pub(crate) struct Row {
+    /// What was measured.
+    pub(crate) name: String,
+    /// How it is counted.
+    pub(crate) unit: Unit,
+    /// What the base is; empty without one.
+    pub(crate) base: &'static str,
+    /// What the server's figure should be.
+    pub(crate) goals: Vec<Goal>,
+    /// The server under test.
+    pub(crate) server: Outcome,
+    /// The peer, if there is one.
+    pub(crate) peer: Option<Outcome>,
+}
+
+impl Row {
+    /// The worst verdict over all goals that can be judged; nothing without goals.
+    pub(crate) fn verdict(&self) -> Option<Verdict> {
+        self.goals.iter().filter_map(|goal| self.judge(goal)).min()
+    }
+
+    fn judge(&self, goal: &Goal) -> Option<Verdict> {
+        let Ok(figure) = &self.server else {
+            return Some(Verdict::Miss);
+        };
+        let (seen, limit, aim, more) = match *goal {
+            Goal::Base { limit, aim } => (figure.ratio()?, limit, aim, self.unit.more_is_better()),
+            Goal::Hope { aim } => {
+                let hopeless = if self.unit.more_is_better() {
+                    0.0
+                } else {
+                    f64::INFINITY
+                };
+                (figure.ratio()?, hopeless, aim, self.unit.more_is_better())
+            }
+            Goal::Value { limit, aim } => (figure.value, limit, aim, self.unit.more_is_better()),
+            Goal::Peer { limit } => (self.better_than_peer()?, limit, limit, true),
+        };
+        let reaches = |bound: f64| if more { seen >= bound } else { seen <= bound };
+        Some(match (reaches(limit), reaches(aim)) {
+            (true, true) if aim != limit => Verdict::Aim,
+            (true, _) => Verdict::Pass,
+            (false, _) => Verdict::Miss,
+        })
+    }
+
+    /// How many times as good as the peer the server is.
+    fn better_than_peer(&self) -> Option<f64> {
+        let (Ok(server), Some(Ok(peer))) = (&self.server, &self.peer) else {
+            return None;
+        };
+        Some(if self.unit.more_is_better() {
+            server.value / peer.value
+        } else {
+            peer.value / server.value
+        })
+    }
+
+    fn goals_text(&self) -> String {
+        let sign = if self.unit.more_is_better() {
+            ">="
+        } else {
+            "<="
+        };
+        let mut text = String::new();
+        for goal in &self.goals {
+            if !text.is_empty() {
+                text.push_str(", ");
+            }
+            // Writing to a string cannot fail.
+            let _ = match *goal {
+                Goal::Base { limit, aim } if limit == aim => write!(text, "{sign} {limit}x"),
+                Goal::Base { limit, aim } => write!(text, "{sign} {limit}x ({aim}x)"),
+                Goal::Hope { aim } => write!(text, "({aim}x)"),
+                Goal::Peer { limit } => write!(text, ">= {limit}x peer"),
+                Goal::Value { limit, aim } if limit == aim => {
+                    write!(text, "{sign} {}", self.unit.show(limit))
+                }
+                Goal::Value { limit, aim } => {
+                    write!(
+                        text,
+                        "{sign} {} ({})",
+                        self.unit.show(limit),
+                        self.unit.show(aim)
+                    )
+                }
+            };
+        }
+        text
+    }
+
+    fn cells(&self) -> [String; 9] {
+        let times = |ratio: Option<f64>| ratio.map(|r| format!("{r:.2}x")).unwrap_or_default();
+        let value = |outcome: &Outcome| match outcome {
+            Ok(figure) => self.unit.show(figure.value),
+            Err(_) => "failed".to_owned(),
+        };
+        let server = self.server.as_ref().ok();
+        let peer = self.peer.as_ref().and_then(|peer| peer.as_ref().ok());
+        let base = match server.or(peer).and_then(|figure| figure.base) {
+            Some(base) => format!("{} {}", self.unit.show(base), self.base),
+            None => String::new(),
+        };
+        let verdict = match self.verdict() {
+            None => "",
+            Some(Verdict::Miss) => "MISS",
+            Some(Verdict::Pass) => "pass",
+            Some(Verdict::Aim) => "pass+",
+        };
+        [
+            self.name.clone(),
+            times(server.and_then(|figure| figure.ratio())),
+            self.goals_text(),
+            verdict.to_owned(),
+            value(&self.server),
+            base,
+            self.peer.as_ref().map(value).unwrap_or_default(),
+            times(peer.and_then(|figure| figure.ratio())),
+            times(self.better_than_peer()),
+        ]
+    }
+
+    fn notes(&self) -> Vec<String> {
+        let failed = |who: &str, outcome: &Outcome| {
+            outcome
+                .as_ref()
+                .err()
+                .map(|reason| format!("{}: {who} failed: {reason}", self.name))
+        };
+        [
+            failed("server", &self.server),
+            self.peer.as_ref().and_then(|peer| failed("peer", peer)),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+/// The rows for programs: figures in seconds, bytes or per second, with ratios and verdicts.
+pub(crate) fn json(rows: &[Row]) -> Value {
+    let outcome = |outcome: &Outcome| match outcome {
+        Ok(figure) => {
+            json!({ "value": figure.value, "base": figure.base, "ratio": figure.ratio() })
+        }
+        Err(reason) => json!({ "error": reason }),
+    };
+    let row = |row: &Row| {
+        json!({
+            "name": row.name,
+            "unit": row.unit,
+            "base": row.base,
+            "goals": row.goals,
+            "verdict": row.verdict(),
+            "server": outcome(&row.server),
+            "peer": row.peer.as_ref().map(outcome),
+            "betterThanPeer": row.better_than_peer(),
+        })
+    };
+    rows.iter().map(row).collect()
+}
+
+/// The table, with notes below it.
+pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
+    const TITLES: [&str; 9] = [
+        "scenario", "ratio", "target", "", "server", "floor", "peer", "ratio", "better",
+    ];
+    let columns = if with_peer {
+        TITLES.len()
+    } else {
+        TITLES.len() - 3
+    };
+    let mut lines = vec![TITLES.map(str::to_owned)];
+    lines.extend(rows.iter().map(Row::cells));
+    let widths: Vec<usize> = (0..columns)
+        .map(|column| {
+            lines
+                .iter()
+                .map(|line| line[column].len())
+                .max()
+                .unwrap_or(0)
+        })
+        .collect();
+    let mut text = String::new();
+    for (index, line) in lines.iter().enumerate() {
+        let mut shown = String::new();
+        for (cell, width) in line.iter().zip(&widths) {
+            let _ = write!(shown, "{cell:<width$}  ");
+        }
+        text.push_str(shown.trim_end());
+        text.push('\n');
+        if index == 0 {
+            text.push_str(&"-".repeat(widths.iter().map(|width| width + 2).sum::<usize>() - 2));
+            text.push('\n');
+        }
+    }
+    let notes: Vec<String> = rows.iter().flat_map(Row::notes).collect();
+    if !notes.is_empty() {
+        text.push('\n');
+        for note in notes {
+            let _ = writeln!(text, "{note}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(unit: Unit, goals: Vec<Goal>, server: Figure, peer: Option<f64>) -> Row {
+        Row {
+            name: "x".to_owned(),
+            unit,
+            base: "floor",
+            goals,
+            server: Ok(server),
+            peer: peer.map(|value| Ok(Figure::plain(value))),
+        }
+    }
+
+    #[test]
+    fn verdicts_follow_the_unit() {
+        let goal = Goal::Base {
+            limit: 1.7,
+            aim: 1.3,
+        };
+        let slow = |value| row(Unit::Seconds, vec![goal], Figure::against(value, 1.0), None);
+        assert_eq!(slow(1.2).verdict(), Some(Verdict::Aim));
+        assert_eq!(slow(1.5).verdict(), Some(Verdict::Pass));
+        assert_eq!(slow(1.8).verdict(), Some(Verdict::Miss));
+        let goal = Goal::Base {
+            limit: 0.7,
+            aim: 0.9,
+        };
+        let rate = |value| {
+            row(
+                Unit::PerSecond,
+                vec![goal],
+                Figure::against(value, 1.0),
+                None,
+            )
+        };
+        assert_eq!(rate(1.0).verdict(), Some(Verdict::Aim));
+        assert_eq!(rate(0.6).verdict(), Some(Verdict::Miss));
+    }
+
+    #[test]
+    fn the_worst_goal_decides_and_an_absent_peer_does_not() {
+        let goals = vec![
+            Goal::Peer { limit: 2.0 },
+            Goal::Base {
+                limit: 0.35,
+                aim: 0.35,
+            },
+        ];
+        let figure = Figure::against(4.0, 10.0);
+        let verdict = |peer| row(Unit::BytesPerSecond, goals.clone(), figure, peer).verdict();
+        assert_eq!(verdict(None), Some(Verdict::Pass));
+        assert_eq!(verdict(Some(1.0)), Some(Verdict::Pass));
+        assert_eq!(verdict(Some(3.0)), Some(Verdict::Miss));
+    }
+
+    #[test]
+    fn a_failure_is_a_miss_only_where_something_was_asked() {
+        let mut failed = row(Unit::Seconds, vec![], Figure::plain(1.0), None);
+        failed.server = Err("gone".to_owned());
+        assert_eq!(failed.verdict(), None);
+        failed.goals.push(Goal::Value {
+            limit: 1.0,
+            aim: 1.0,
+        });
+        assert_eq!(failed.verdict(), Some(Verdict::Miss));
+        assert!(table(&[failed], false).contains("x: server failed: gone"));
+    }
+}

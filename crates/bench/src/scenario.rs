@@ -1,0 +1,251 @@
+//! The scenarios, and the order in which floor, server and peer take turns in them.
+//!
+//! A scenario starts fresh servers, then goes round floor, server, peer several times, so that a
+//! slow moment of the machine hits all of them alike; each figure is the median over the rounds.
+
+mod echo;
+mod handshake;
+mod memory;
+mod spawn;
+mod stdin;
+mod stream;
+
+use std::io::{IsTerminal as _, Write as _};
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::ValueEnum;
+
+use crate::report::{Figure, Goal, Outcome, Row, Unit};
+use crate::server::{CommandLine, Server};
+use crate::stats::median;
+
+/// What can be asked for by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Name {
+    /// From the command to the first answer
+    Startup,
+    /// Connection and `initialize`
+    Handshake,
+    /// Start to closed, one by one and sixteen at a time
+    Spawn,
+    /// Keystrokes through a terminal, calm and beside a flood
+    Echo,
+    /// Output of one process and of eight
+    Stream,
+    /// A reader that sleeps while a child writes
+    Sleeper,
+    /// Input of one process
+    Stdin,
+    /// Memory of an idle server
+    Idle,
+    /// Memory of live processes
+    Processes,
+    /// Memory of idle connections
+    Connections,
+    /// Spawns of a server with much memory
+    Large,
+}
+
+/// One of the servers that are compared.
+#[derive(Debug)]
+pub(crate) struct Side {
+    /// What it is called in the progress.
+    pub(crate) name: &'static str,
+    /// How it is started.
+    pub(crate) command: CommandLine,
+}
+
+/// What all scenarios share.
+#[derive(Debug)]
+pub(crate) struct Bench {
+    /// This program, which is also the child of some scenarios.
+    pub(crate) own: PathBuf,
+    /// The server under test, then the peer if there is one.
+    pub(crate) sides: Vec<Side>,
+    /// Fewer rounds and smaller sizes.
+    pub(crate) quick: bool,
+}
+
+/// What a row is about, before there are figures.
+struct Line {
+    name: String,
+    unit: Unit,
+    base: &'static str,
+    goals: Vec<Goal>,
+}
+
+/// What one side showed in one round, a figure for each row of the scenario.
+type Figures = Vec<Figure>;
+
+impl Bench {
+    /// Runs the named scenarios, or all of them.
+    pub(crate) fn run(&self, only: &[Name]) -> Vec<Row> {
+        let mut rows = Vec::new();
+        for &name in Name::value_variants() {
+            if !only.is_empty() && !only.contains(&name) {
+                continue;
+            }
+            let start = Instant::now();
+            rows.extend(match name {
+                Name::Startup => handshake::startup(self),
+                Name::Handshake => handshake::run(self),
+                Name::Spawn => spawn::run(self),
+                Name::Echo => echo::run(self),
+                Name::Stream => stream::run(self),
+                Name::Sleeper => stream::sleeper(self),
+                Name::Stdin => stdin::run(self),
+                Name::Idle => memory::idle(self),
+                Name::Processes => memory::processes(self),
+                Name::Connections => memory::connections(self),
+                Name::Large => spawn::large(self),
+            });
+            transient("");
+            eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
+        }
+        rows
+    }
+
+    /// One number for a full run and one for a quick one.
+    fn pick<T>(&self, full: T, quick: T) -> T {
+        if self.quick { quick } else { full }
+    }
+
+    /// Goes round `floor` and then `measure` with a server of each side.
+    ///
+    /// `measure` gets a server that lives for the whole scenario and what `floor` found.
+    fn rounds<F>(
+        &self,
+        count: usize,
+        lines: Vec<Line>,
+        mut floor: impl FnMut() -> anyhow::Result<F>,
+        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
+    ) -> Vec<Row> {
+        let mut servers: Vec<Result<Server, String>> = self
+            .sides
+            .iter()
+            .map(|side| Server::start(&side.command).map_err(|error| format!("{error:#}")))
+            .collect();
+        let mut seen: Vec<Vec<Figures>> = self.sides.iter().map(|_| Vec::new()).collect();
+        for round in 1..=count {
+            let found = match floor() {
+                Ok(found) => found,
+                Err(error) => {
+                    let failed = Err(format!("no floor: {error:#}"));
+                    return rows(lines, vec![failed; self.sides.len()]);
+                }
+            };
+            for ((side, server), seen) in self.sides.iter().zip(&mut servers).zip(&mut seen) {
+                let Ok(running) = server else { continue };
+                progress(&lines[0].name, round, count, side);
+                match measure(running, &found) {
+                    Ok(figures) => seen.push(figures),
+                    Err(error) => *server = Err(format!("{error:#}")),
+                }
+            }
+        }
+        let outcomes = servers.into_iter().zip(seen).map(|(server, seen)| {
+            server.map(|_| {
+                (0..lines.len())
+                    .map(|line| {
+                        middle(&seen.iter().map(|figures| figures[line]).collect::<Vec<_>>())
+                    })
+                    .collect()
+            })
+        });
+        let outcomes = outcomes.collect();
+        rows(lines, outcomes)
+    }
+
+    /// Runs `measure` with each side once or several times; it starts the servers itself.
+    fn each(
+        &self,
+        count: usize,
+        line: Line,
+        mut measure: impl FnMut(&CommandLine) -> anyhow::Result<Figure>,
+    ) -> Vec<Row> {
+        let mut seen: Vec<Result<Figures, String>> =
+            self.sides.iter().map(|_| Ok(Vec::new())).collect();
+        for round in 1..=count {
+            for (side, seen) in self.sides.iter().zip(&mut seen) {
+                let Ok(figures) = seen else { continue };
+                progress(&line.name, round, count, side);
+                match measure(&side.command) {
+                    Ok(figure) => figures.push(figure),
+                    Err(error) => *seen = Err(format!("{error:#}")),
+                }
+            }
+        }
+        let outcomes = seen
+            .into_iter()
+            .map(|seen| seen.map(|figures| vec![middle(&figures)]))
+            .collect();
+        rows(vec![line], outcomes)
+    }
+}
+
+fn progress(name: &str, round: usize, count: usize, side: &Side) {
+    transient(&format!("{name}: round {round} of {count}, {}", side.name));
+}
+
+/// Replaces the line of a terminal; other outputs are spared what is gone in a moment.
+fn transient(text: &str) {
+    let mut stderr = std::io::stderr();
+    if stderr.is_terminal() {
+        // Nobody misses a line that cannot be written.
+        let _ = write!(stderr, "\r\x1b[K{text}\r");
+    }
+}
+
+/// The medians of values and bases.
+fn middle(figures: &[Figure]) -> Figure {
+    let values: Vec<f64> = figures.iter().map(|figure| figure.value).collect();
+    let bases: Vec<f64> = figures.iter().filter_map(|figure| figure.base).collect();
+    Figure {
+        value: median(&values),
+        base: (!bases.is_empty()).then(|| median(&bases)),
+    }
+}
+
+fn rows(lines: Vec<Line>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
+    let of = |side: usize, line: usize| -> Option<Outcome> {
+        let outcome = outcomes.get(side)?;
+        Some(
+            outcome
+                .as_ref()
+                .map(|figures| figures[line])
+                .map_err(Clone::clone),
+        )
+    };
+    lines
+        .into_iter()
+        .enumerate()
+        .map(
+            |(
+                index,
+                Line {
+                    name,
+                    unit,
+                    base,
+                    goals,
+                },
+            )| Row {
+                name,
+                unit,
+                base,
+                goals,
+                server: of(0, index).unwrap_or_else(|| Err("not measured".to_owned())),
+                peer: of(1, index),
+            },
+        )
+        .collect()
+}
+
+/// A size as people say it.
+fn size(bytes: u64) -> String {
+    if bytes >= 1 << 30 {
+        format!("{} GiB", bytes >> 30)
+    } else {
+        format!("{} MiB", bytes >> 20)
+    }
+}

@@ -1,0 +1,61 @@
+//! Until a server answers: after its start, and after a connection.
+
+use std::time::Instant;
+
+use super::{Bench, Line};
+use crate::client::Client;
+use crate::floor::{self, Responder};
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::Server;
+use crate::stats::median;
+
+/// From the start of the command until the first websocket is open.
+pub(super) fn startup(bench: &Bench) -> Vec<Row> {
+    let line = Line {
+        name: "start-up".to_owned(),
+        unit: Unit::Seconds,
+        base: "spawn",
+        goals: vec![Goal::Value {
+            limit: 10e-3,
+            aim: 4e-3,
+        }],
+    };
+    bench.each(bench.pick(11, 5), line, |command| {
+        let floor = floor::spawn(20)?;
+        let start = Instant::now();
+        let server = Server::start(command)?;
+        Client::connect(server.address)?;
+        Ok(Figure::against(start.elapsed().as_secs_f64(), floor))
+    })
+}
+
+/// A connection, its upgrade and the answer to `initialize`.
+pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    let count = bench.pick(100, 60);
+    let line = Line {
+        name: "handshake p50".to_owned(),
+        unit: Unit::Seconds,
+        base: "bare upgrade",
+        goals: vec![Goal::Base {
+            limit: 2.0,
+            aim: 2.0,
+        }],
+    };
+    let responder = Responder::start(&bench.own, None);
+    let floor = || match &responder {
+        Ok(responder) => responder.handshake(count),
+        Err(error) => anyhow::bail!("{error:#}"),
+    };
+    bench.rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
+        let mut samples = Vec::with_capacity(count);
+        for _ in 0..count {
+            let start = Instant::now();
+            let mut client = Client::connect(server.address)?;
+            client.initialize()?;
+            samples.push(start.elapsed().as_secs_f64());
+            drop(client);
+            floor::pause();
+        }
+        Ok(vec![Figure::against(median(&samples), floor)])
+    })
+}

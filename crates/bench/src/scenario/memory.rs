@@ -1,0 +1,85 @@
+//! Memory that stays resident: of an idle server, a live process and an idle connection.
+
+use super::spawn::ends;
+use super::{Bench, Line};
+use crate::client::{Client, Stdio};
+use crate::floor::TRUE;
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::Server;
+
+const KIB: f64 = 1024.0;
+const MIB: f64 = 1024.0 * KIB;
+
+fn line(name: String, limit: f64, aim: f64) -> Line {
+    Line {
+        name,
+        unit: Unit::Bytes,
+        base: "",
+        goals: vec![Goal::Value { limit, aim }],
+    }
+}
+
+/// A server that has just answered its first connection.
+pub(super) fn idle(bench: &Bench) -> Vec<Row> {
+    let line = line("idle server resident".to_owned(), 14.0 * MIB, 7.0 * MIB);
+    bench.each(bench.pick(3, 1), line, |command| {
+        let server = Server::start_observed(command)?;
+        drop(server.client()?);
+        Ok(Figure::plain(server.resident_at_rest()? as f64))
+    })
+}
+
+/// What each of many live processes adds.
+pub(super) fn processes(bench: &Bench) -> Vec<Row> {
+    let count = bench.pick(500, 200);
+    let line = line(
+        format!("per live process, of {count}"),
+        32.0 * KIB,
+        16.0 * KIB,
+    );
+    bench.each(1, line, |command| {
+        let server = Server::start_observed(command)?;
+        let mut client = server.client()?;
+        // What the first processes cost once is not the cost of each.
+        for _ in 0..16 {
+            client.start(&[TRUE], Stdio::Pipe)?;
+            ends(&mut client, 1)?;
+        }
+        let before = server.resident_at_rest()?;
+        let mut processes = Vec::with_capacity(count);
+        while processes.len() < count {
+            // Each batch is answered before the next, so that none waits in the server's memory.
+            const BATCH: usize = 20;
+            for _ in 0..BATCH {
+                processes.push(client.start(&["sleep", "1000"], Stdio::Pipe)?.1);
+            }
+            client.answers(BATCH)?;
+        }
+        let after = server.resident_at_rest()?;
+        for process in processes {
+            client.terminate(process)?;
+        }
+        Ok(Figure::plain((after as f64 - before as f64) / count as f64))
+    })
+}
+
+/// What each of many connections adds, each with a session of its own.
+pub(super) fn connections(bench: &Bench) -> Vec<Row> {
+    let count = bench.pick(300, 150);
+    let line = line(
+        format!("per idle connection, of {count}"),
+        48.0 * KIB,
+        24.0 * KIB,
+    );
+    bench.each(1, line, |command| {
+        let server = Server::start_observed(command)?;
+        let _first = server.client()?;
+        let before = server.resident_at_rest()?;
+        let clients: Vec<Client> = (0..count)
+            .map(|_| server.client())
+            .collect::<anyhow::Result<_>>()?;
+        let after = server.resident_at_rest()?;
+        drop(clients);
+        Ok(Figure::plain((after as f64 - before as f64) / count as f64))
+    })
+}

@@ -1,0 +1,79 @@
+//! Much input for one process, which checks every byte of it.
+
+use std::time::Instant;
+
+use anyhow::{bail, ensure};
+
+use super::{Bench, Line, size};
+use crate::client::Stdio;
+use crate::floor;
+use crate::pattern::{Pattern, WRITE_BYTES};
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::Server;
+use crate::wire::Message;
+
+/// Writes in flight: a mebibyte, so that the wire never runs dry and never fills up.
+const WINDOW: usize = 16;
+
+/// Writes of 64 KiB until the child has read, checked and left.
+///
+/// The wire has no end of input that every server understands, so the child knows how much to read.
+pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    let pattern = Pattern::new();
+    let total: u64 = bench.pick(64 << 20, 16 << 20);
+    let line = Line {
+        name: format!("stdin {} in 64 KiB writes", size(total)),
+        unit: Unit::BytesPerSecond,
+        base: "pipe",
+        goals: vec![Goal::Peer { limit: 2.0 }, Goal::Hope { aim: 0.3 }],
+    };
+    let floor = || floor::pipe(&bench.own, bench.pick(256 << 20, 64 << 20));
+    bench.rounds(3, vec![line], floor, |server, &floor| {
+        Ok(vec![Figure::against(
+            rate(bench, server, &pattern, total)?,
+            floor,
+        )])
+    })
+}
+
+fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+    let own = bench.own.display().to_string();
+    let mut client = server.client()?;
+    let argv = [&own, "--check-pattern", &total.to_string()];
+    let (request, process) = client.start(&argv, Stdio::PipeWithInput)?;
+    client.answer(request)?;
+    let start = Instant::now();
+    let (mut offset, mut waiting, mut exited, mut closed) = (0, 0, false, false);
+    while !closed || waiting > 0 {
+        if offset < total && waiting < WINDOW {
+            client.write_pattern(process, pattern, offset, WRITE_BYTES)?;
+            offset += WRITE_BYTES as u64;
+            waiting += 1;
+            continue;
+        }
+        match client.receive()? {
+            Message::Response { result, .. } => {
+                ensure!(
+                    result.contains("accepted"),
+                    "a write was answered with {result}"
+                );
+                waiting -= 1;
+            }
+            Message::Exited { code, .. } => {
+                ensure!(
+                    code == 0,
+                    "the child found wrong bytes and exited with {code}"
+                );
+                exited = true;
+            }
+            Message::Closed { .. } => closed = true,
+            Message::Output { .. } => bail!("the child complained"),
+            Message::Other => {}
+        }
+    }
+    ensure!(
+        exited && offset == total,
+        "the child left after {offset} of {total} bytes"
+    );
+    Ok(total as f64 / start.elapsed().as_secs_f64())
+}

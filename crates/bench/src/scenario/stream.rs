@@ -1,0 +1,231 @@
+//! Much output, checked byte by byte: with a reader that keeps up, and with one that sleeps.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+
+use super::{Bench, Line, middle, size};
+use crate::client::{Client, Stdio};
+use crate::floor::{self, Responder};
+use crate::pattern::Pattern;
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::Server;
+use crate::wire::Message;
+
+/// The bytes that a stream scenario moves, over all its processes.
+fn total(bench: &Bench) -> u64 {
+    bench.pick(256 << 20, 64 << 20)
+}
+
+/// From one process and from eight at once, on one connection.
+///
+/// A last row says what this client takes from frames that need no server: pipe and base64 aside,
+/// nobody can be faster than that.
+pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    let pattern = Pattern::new();
+    let total = total(bench);
+    let line = |name: &str| Line {
+        name: format!("stream {} from {name}", size(total)),
+        unit: Unit::BytesPerSecond,
+        base: "pipe",
+        goals: vec![
+            Goal::Base {
+                limit: 0.35,
+                aim: 0.35,
+            },
+            Goal::Peer { limit: 2.0 },
+        ],
+    };
+    let mut pushes = Vec::new();
+    let floor = || {
+        pushes.push(Figure::plain(push(bench, &pattern, total)?));
+        floor::pipe(&bench.own, total)
+    };
+    let lines = vec![line("one"), line("eight")];
+    let mut rows = bench.rounds(3, lines, floor, |server, &floor| {
+        let rate = |processes: u64| -> anyhow::Result<f64> {
+            let mut client = server.client()?;
+            let start = Instant::now();
+            let emitters = Emitters::start(bench, &mut client, processes, total)?;
+            emitters.drain(&mut client, &pattern)?;
+            Ok(total as f64 / start.elapsed().as_secs_f64())
+        };
+        Ok(vec![
+            Figure::against(rate(1)?, floor),
+            Figure::against(rate(8)?, floor),
+        ])
+    });
+    rows.push(Row {
+        name: "stream of bare frames, no server".to_owned(),
+        unit: Unit::BytesPerSecond,
+        base: "",
+        goals: vec![],
+        server: Ok(middle(&pushes)),
+        peer: None,
+    });
+    rows
+}
+
+/// Bytes per second from a process that only pushes frames with the pattern.
+fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+    let responder = Responder::start(&bench.own, Some(total))?;
+    let mut client = Client::connect(responder.address)?;
+    let start = Instant::now();
+    let pushed = Emitters {
+        first: 0,
+        each: total,
+        seen: vec![Seen::default()],
+    };
+    pushed.drain(&mut client, pattern)?;
+    Ok(total as f64 / start.elapsed().as_secs_f64())
+}
+
+/// How much a server's memory grows while the reader sleeps, and then takes everything.
+pub(super) fn sleeper(bench: &Bench) -> Vec<Row> {
+    /// What a server retains for one process.
+    const RETENTION: f64 = (1 << 20) as f64;
+    const MARGIN: f64 = (8 << 20) as f64;
+    let pattern = Pattern::new();
+    let total = total(bench);
+    let nap = bench.pick(Duration::from_secs(2), Duration::from_millis(700));
+    let line = Line {
+        name: format!("{} while the reader sleeps: growth", size(total)),
+        unit: Unit::Bytes,
+        base: "",
+        goals: vec![Goal::Value {
+            limit: RETENTION + MARGIN,
+            aim: RETENTION + MARGIN,
+        }],
+    };
+    bench.each(1, line, |command| {
+        let server = Server::start_observed(command)?;
+        let mut client = server.client()?;
+        let before = server.resident_at_rest()?;
+        let peak = peak_of(&server, || {
+            let emitters = Emitters::start(bench, &mut client, 1, total)?;
+            std::thread::sleep(nap);
+            emitters.drain(&mut client, &pattern)
+        })?;
+        Ok(Figure::plain(peak.saturating_sub(before) as f64))
+    })
+}
+
+/// The most memory that is resident during `work`.
+fn peak_of(server: &Server, work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<u64> {
+    let (done, peak) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                peak.fetch_max(server.resident().unwrap_or(0), Ordering::Relaxed);
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let result = work();
+        done.store(true, Ordering::Relaxed);
+        result
+    })?;
+    Ok(peak.into_inner())
+}
+
+/// Processes that write the pattern.
+struct Emitters {
+    first: u64,
+    each: u64,
+    seen: Vec<Seen>,
+}
+
+/// What came of one of them.
+#[derive(Debug, Clone, Default)]
+struct Seen {
+    bytes: u64,
+    /// Output, exited and closed.
+    events: u64,
+    /// The number of the last output.
+    last: u64,
+    exit: Option<i32>,
+    /// The number of the closed event.
+    closed: Option<u64>,
+}
+
+impl Seen {
+    /// Whether all has come that was announced; a server may send exited after closed.
+    fn is_complete(&self) -> bool {
+        self.exit.is_some() && self.closed == Some(self.events)
+    }
+}
+
+impl Emitters {
+    /// Starts `count` of them, which write `total` bytes together.
+    fn start(bench: &Bench, client: &mut Client, count: u64, total: u64) -> anyhow::Result<Self> {
+        let own = bench.own.display().to_string();
+        let each = total / count;
+        let mut first = None;
+        for _ in 0..count {
+            let argv = [&own, "--emit-pattern", &each.to_string()];
+            let (_, process) = client.start(&argv, Stdio::Pipe)?;
+            first.get_or_insert(process);
+        }
+        let first = first.context("no process was started")?;
+        Ok(Self {
+            first,
+            each,
+            seen: vec![Seen::default(); count as usize],
+        })
+    }
+
+    /// Reads until all is complete, and checks every byte and every number on the way.
+    fn drain(mut self, client: &mut Client, pattern: &Pattern) -> anyhow::Result<()> {
+        let mut left = self.seen.len();
+        while left > 0 {
+            let message = client
+                .receive()
+                .with_context(|| format!("got only {:?}", self.seen))?;
+            let seen = match message {
+                Message::Output {
+                    process,
+                    seq,
+                    chunk,
+                } => {
+                    let seen = self.of(process)?;
+                    ensure!(seq > seen.last, "output {seq} came after {}", seen.last);
+                    seen.last = seq;
+                    seen.bytes += pattern
+                        .check_text(seen.bytes, &chunk)
+                        .with_context(|| format!("wrong bytes after {}", seen.bytes))?;
+                    seen
+                }
+                Message::Exited { process, code } => {
+                    let seen = self.of(process)?;
+                    seen.exit = Some(code);
+                    seen
+                }
+                Message::Closed { process, seq } => {
+                    let seen = self.of(process)?;
+                    seen.closed = Some(seq);
+                    seen
+                }
+                Message::Response { .. } | Message::Other => continue,
+            };
+            seen.events += 1;
+            left -= usize::from(seen.is_complete());
+        }
+        for seen in &self.seen {
+            ensure!(seen.exit == Some(0), "a child ended badly: {seen:?}");
+            ensure!(
+                seen.bytes == self.each,
+                "{} of {} bytes came",
+                seen.bytes,
+                self.each
+            );
+        }
+        Ok(())
+    }
+
+    fn of(&mut self, process: u64) -> anyhow::Result<&mut Seen> {
+        let index = process.checked_sub(self.first).map(|index| index as usize);
+        index
+            .and_then(|index| self.seen.get_mut(index))
+            .context("output of a stranger")
+    }
+}

@@ -1,0 +1,275 @@
+//! A server under measurement: its command line, its life, and what the kernel says of its memory.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::{BufRead as _, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::client::Client;
+
+/// A command that starts a server: words, and `NAME=VALUE` before the first of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CommandLine {
+    environment: Vec<(String, String)>,
+    words: Vec<String>,
+}
+
+impl CommandLine {
+    /// Splits at white space; single and double quotes keep words together.
+    ///
+    /// Not a shell on purpose: its start would count as the server's.
+    pub(crate) fn parse(text: &str) -> anyhow::Result<Self> {
+        let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
+        for c in text.chars() {
+            match quote {
+                Some(mark) if c == mark => quote = None,
+                Some(_) => word.get_or_insert_default().push(c),
+                None if c == '\'' || c == '"' => {
+                    word.get_or_insert_default();
+                    quote = Some(c);
+                }
+                None if c.is_whitespace() => words.extend(word.take()),
+                None => word.get_or_insert_default().push(c),
+            }
+        }
+        ensure!(quote.is_none(), "unbalanced quote in `{text}`");
+        words.extend(word);
+        let mut environment = Vec::new();
+        while let Some((name, value)) = words.first().and_then(|word| word.split_once('=')) {
+            if name.is_empty() || name.contains('/') {
+                break;
+            }
+            environment.push((name.to_owned(), value.to_owned()));
+            words.remove(0);
+        }
+        ensure!(!words.is_empty(), "no command in `{text}`");
+        Ok(Self { environment, words })
+    }
+
+    /// The command that is just this program.
+    pub(crate) fn program(path: &Path) -> Self {
+        Self {
+            environment: Vec::new(),
+            words: vec![path.display().to_string()],
+        }
+    }
+}
+
+/// A running server; it is ended when dropped.
+pub(crate) struct Server {
+    child: Child,
+    /// Kept open: a server may notice that nobody listens any more.
+    _stdout: BufReader<ChildStdout>,
+    /// Where it listens.
+    pub(crate) address: SocketAddr,
+    /// Who listens there; not the child itself if that is a launcher.
+    pid: Pid,
+}
+
+impl Server {
+    /// Starts a server and waits for the line that says where it listens.
+    pub(crate) fn start(command: &CommandLine) -> anyhow::Result<Self> {
+        let [program, arguments @ ..] = command.words.as_slice() else {
+            bail!("no command")
+        };
+        let mut child = Command::new(program)
+            .args(arguments)
+            .args(["--listen", "ws://127.0.0.1:0"])
+            .envs(command.environment.iter().cloned())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start `{program}`"))?;
+        let mut stdout = BufReader::new(child.stdout.take().context("no standard output")?);
+        let mut line = String::new();
+        stdout.read_line(&mut line)?;
+        let address: Option<SocketAddr> = line
+            .trim()
+            .strip_prefix("ws://")
+            .and_then(|text| text.trim_end_matches('/').parse().ok());
+        let pid = Pid::from_child(&child);
+        let Some(address) = address else {
+            let _ = child.kill();
+            let _ = child.wait();
+            bail!(
+                "`{program}` printed `{}` instead of its ws:// URL",
+                line.trim()
+            );
+        };
+        Ok(Self {
+            child,
+            _stdout: stdout,
+            address,
+            pid,
+        })
+    }
+
+    /// Like [`Server::start`], ready for questions about its memory.
+    pub(crate) fn start_observed(command: &CommandLine) -> anyhow::Result<Self> {
+        let mut server = Self::start(command)?;
+        server.pid = listener(server.pid, server.address.port())?;
+        Ok(server)
+    }
+
+    /// A connection that is ready for calls.
+    pub(crate) fn client(&self) -> anyhow::Result<Client> {
+        Client::open(self.address)
+    }
+
+    /// Resident memory in bytes.
+    pub(crate) fn resident(&self) -> anyhow::Result<u64> {
+        let path = format!("/proc/{}/status", self.pid.as_raw_nonzero());
+        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        resident(&status).with_context(|| format!("{path} says nothing of VmRSS"))
+    }
+
+    /// Resident memory in bytes once the server has had time to come to rest.
+    pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
+        std::thread::sleep(Duration::from_millis(300));
+        self.resident()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        /// Long enough to end hundreds of processes.
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let own = Pid::from_child(&self.child);
+        let _ = kill_process(self.pid, Signal::TERM);
+        if own != self.pid {
+            let _ = kill_process(own, Signal::TERM);
+        }
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline {
+            if !matches!(self.child.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn resident(status: &str) -> Option<u64> {
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// Who of `root` and its descendants owns the socket that listens on `port`.
+fn listener(root: Pid, port: u16) -> anyhow::Result<Pid> {
+    let mut inodes = HashSet::new();
+    for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
+        inodes.extend(listening(
+            &fs::read_to_string(table).unwrap_or_default(),
+            port,
+        ));
+    }
+    let mut candidates = vec![root];
+    while let Some(pid) = candidates.pop() {
+        if owns_socket(pid, &inodes) {
+            return Ok(pid);
+        }
+        candidates.extend(children(pid));
+    }
+    bail!("no process of the server's command listens on port {port}")
+}
+
+/// The inodes of the sockets that listen on a port, from a table of the kernel.
+fn listening(table: &str, port: u16) -> Vec<u64> {
+    const LISTEN: &str = "0A";
+    let port = format!(":{port:04X}");
+    let row = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let matches = fields.get(1)?.ends_with(&port) && *fields.get(3)? == LISTEN;
+        matches.then(|| fields.get(9)?.parse().ok()).flatten()
+    };
+    table.lines().skip(1).filter_map(row).collect()
+}
+
+fn owns_socket(pid: Pid, inodes: &HashSet<u64>) -> bool {
+    let Ok(entries) = fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())) else {
+        return false;
+    };
+    entries
+        .flatten()
+        .filter_map(|entry| fs::read_link(entry.path()).ok())
+        .any(|target| {
+            let target = target.to_string_lossy();
+            let inode = target
+                .strip_prefix("socket:[")
+                .and_then(|rest| rest.strip_suffix(']'));
+            inode
+                .and_then(|inode| inode.parse().ok())
+                .is_some_and(|inode| inodes.contains(&inode))
+        })
+}
+
+fn children(parent: Pid) -> Vec<Pid> {
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    let child = |name: &str| {
+        let pid = Pid::from_raw(name.parse().ok()?)?;
+        let stat = fs::read_to_string(format!("/proc/{name}/stat")).ok()?;
+        // The name in parentheses may hold anything; the parent is the second field after it.
+        let ppid = stat
+            .rsplit_once(')')?
+            .1
+            .split_whitespace()
+            .nth(1)?
+            .parse()
+            .ok()?;
+        (Pid::from_raw(ppid)? == parent).then_some(pid)
+    };
+    entries
+        .flatten()
+        .filter_map(|entry| child(entry.file_name().to_str()?))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_lines_have_words_quotes_and_an_environment() {
+        let parsed = CommandLine::parse("A=1 B='x y' 'my server' --flag=2 \"\" ").unwrap();
+        let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
+        assert_eq!(parsed.environment, [pair("A", "1"), pair("B", "x y")]);
+        assert_eq!(parsed.words, ["my server", "--flag=2", ""]);
+        assert!(CommandLine::parse(" A=1 ").is_err());
+        assert!(CommandLine::parse("a 'b").is_err());
+    }
+
+    #[test]
+    fn reads_the_tables_of_the_kernel() {
+        let tcp = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0\n   1: 0100007F:1F90 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0\n";
+        assert_eq!(listening(tcp, 8080), [4711]);
+        assert_eq!(listening(tcp, 8081), [0; 0]);
+        assert_eq!(
+            resident("Name:\tx\nVmRSS:\t    1234 kB\n"),
+            Some(1234 * 1024)
+        );
+        assert_eq!(resident("Name:\tx\n"), None);
+    }
+
+    #[test]
+    fn finds_the_owner_of_a_listener() {
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let own = rustix::process::getpid();
+        assert_eq!(
+            listener(own, socket.local_addr().unwrap().port()).unwrap(),
+            own
+        );
+    }
+}

@@ -1,0 +1,265 @@
+//! Received messages, decoded in one pass over their text.
+//!
+//! Leaner than the envelope of the protocol crate, which guards a server against hostile input and
+//! walks a message twice: here the client's cost must not hide the server's.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use anyhow::{Context as _, bail};
+use serde::Deserialize;
+use serde_json::value::RawValue;
+
+/// One received message; everything the scenarios look at.
+#[derive(Debug)]
+pub(crate) enum Message<'a> {
+    /// The answer to a request.
+    Response {
+        /// Which request.
+        id: i64,
+        /// Its result as text.
+        result: &'a str,
+    },
+    /// `process/output`.
+    Output {
+        /// Which process.
+        process: u64,
+        /// The event's number.
+        seq: u64,
+        /// The bytes as base64.
+        chunk: Cow<'a, [u8]>,
+    },
+    /// `process/exited`.
+    Exited {
+        /// Which process.
+        process: u64,
+        /// How it ended.
+        code: i32,
+    },
+    /// `process/closed`.
+    Closed {
+        /// Which process.
+        process: u64,
+        /// The event's number, which is the number of all events.
+        seq: u64,
+    },
+    /// Something that no scenario asks for.
+    Other,
+}
+
+/// Texts are no options here: inside one, serde would copy them instead of borrowing.
+#[derive(Deserialize)]
+struct Envelope<'a> {
+    id: Option<i64>,
+    #[serde(borrow, default)]
+    method: Cow<'a, str>,
+    #[serde(borrow)]
+    params: Option<Params<'a>>,
+    #[serde(borrow)]
+    result: Option<&'a RawValue>,
+    #[serde(borrow)]
+    error: Option<&'a RawValue>,
+}
+
+/// The params of all notifications in one.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Params<'a> {
+    #[serde(borrow, default)]
+    process_id: Cow<'a, str>,
+    seq: Option<u64>,
+    #[serde(borrow, default)]
+    chunk: Cow<'a, str>,
+    exit_code: Option<i32>,
+}
+
+/// The id on the wire of the process with this number.
+pub(crate) fn process_id(number: u64) -> String {
+    format!("bench-{number}")
+}
+
+impl<'a> Message<'a> {
+    /// Decodes one message; an error answer is an error.
+    pub(crate) fn decode(text: &'a [u8]) -> anyhow::Result<Self> {
+        let Some(cut) = long_chunk(text) else {
+            return Self::decode_whole(text);
+        };
+        let rest = [&text[..cut.start], &text[cut.end..]].concat();
+        Ok(match Message::decode_whole(&rest)? {
+            Message::Output { process, seq, .. } => Self::Output {
+                process,
+                seq,
+                chunk: Cow::Borrowed(&text[cut]),
+            },
+            _ => Self::Other,
+        })
+    }
+
+    fn decode_whole(text: &'a [u8]) -> anyhow::Result<Self> {
+        let envelope: Envelope<'a> = serde_json::from_slice(text)
+            .with_context(|| format!("malformed message: {}", excerpt(text)))?;
+        if let Some(error) = envelope.error {
+            bail!("the server answered {}", error.get());
+        }
+        if envelope.method.is_empty() {
+            let (Some(id), Some(result)) = (envelope.id, envelope.result) else {
+                bail!(
+                    "neither request, notification nor response: {}",
+                    excerpt(text)
+                );
+            };
+            return Ok(Self::Response {
+                id,
+                result: result.get(),
+            });
+        };
+        let Some(params) = envelope.params else {
+            return Ok(Self::Other);
+        };
+        let process = || {
+            let id = &*params.process_id;
+            let number = id
+                .strip_prefix("bench-")
+                .and_then(|number| number.parse().ok());
+            number.with_context(|| format!("`{id}` was never started"))
+        };
+        let seq = params.seq.context("a process event has no seq");
+        Ok(match &*envelope.method {
+            "process/output" => Self::Output {
+                process: process()?,
+                seq: seq?,
+                chunk: bytes(params.chunk),
+            },
+            "process/exited" => Self::Exited {
+                process: process()?,
+                code: params.exit_code.context("process/exited has no exitCode")?,
+            },
+            "process/closed" => Self::Closed {
+                process: process()?,
+                seq: seq?,
+            },
+            _ => Self::Other,
+        })
+    }
+}
+
+fn bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
+    match text {
+        Cow::Borrowed(text) => Cow::Borrowed(text.as_bytes()),
+        Cow::Owned(text) => Cow::Owned(text.into_bytes()),
+    }
+}
+
+/// Where the value of `chunk` lies in a long message, if it holds no escapes.
+///
+/// A JSON parser looks at every byte of it at a quarter of the speed of this search, and would be
+/// most of what the client does in a stream. What is left without it is parsed as ever.
+fn long_chunk(text: &[u8]) -> Option<Range<usize>> {
+    const KEY: &[u8] = b"\"chunk\":\"";
+    /// The key comes within this; a message that is not much longer is not worth it.
+    const HEAD: usize = 256;
+    if text.len() < 4 * HEAD {
+        return None;
+    }
+    let start = text[..HEAD]
+        .windows(KEY.len())
+        .position(|part| part == KEY)?
+        + KEY.len();
+    let (blocks, _) = text[start..].as_chunks::<64>();
+    let skipped = blocks.iter().take_while(|block| is_plain(block)).count() * 64;
+    let special = |byte: &u8| *byte == b'"' || *byte == b'\\';
+    let end = start + skipped + text[start + skipped..].iter().position(special)?;
+    (text[end] == b'"').then_some(start..end)
+}
+
+/// Whether a block holds neither quote nor backslash; without a branch, it is compared in wide
+/// registers.
+fn is_plain(block: &[u8; 64]) -> bool {
+    let special = |byte: u8| u8::from(byte == b'"') | u8::from(byte == b'\\');
+    block.iter().fold(0, |seen, &byte| seen | special(byte)) == 0
+}
+
+fn excerpt(text: &[u8]) -> Cow<'_, str> {
+    String::from_utf8_lossy(&text[..text.len().min(200)])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decodes_what_both_servers_send() {
+        let decode = |text: &'static str| Message::decode(text.as_bytes()).unwrap();
+        assert!(matches!(
+            decode(r#"{"id":7,"result":{"status":"accepted"}}"#),
+            Message::Response {
+                id: 7,
+                result: r#"{"status":"accepted"}"#
+            }
+        ));
+        assert!(matches!(
+            decode(
+                r#"{"method":"process/output","params":{"processId":"bench-3","seq":2,"stream":"stdout","chunk":"aGk="}}"#
+            ),
+            Message::Output {
+                process: 3,
+                seq: 2,
+                chunk: Cow::Borrowed(b"aGk=")
+            }
+        ));
+        assert!(matches!(
+            decode(
+                r#"{"method":"process/exited","params":{"exitCode":137,"processId":"bench-3","seq":4,"usage":{"userMs":1}}}"#
+            ),
+            Message::Exited {
+                process: 3,
+                code: 137
+            }
+        ));
+        assert!(matches!(
+            decode(r#"{"method":"process/closed","params":{"processId":"bench-3","seq":5}}"#),
+            Message::Closed { process: 3, seq: 5 }
+        ));
+        assert!(matches!(
+            decode(r#"{"method":"later/thing"}"#),
+            Message::Other
+        ));
+    }
+
+    #[test]
+    fn a_long_chunk_is_cut_out_wherever_it_stands() {
+        for len in [900, 1_024, 87_384] {
+            let text = "Zm9v".repeat(len / 4);
+            let first = format!(
+                r#"{{"method":"process/output","params":{{"chunk":"{text}","processId":"bench-1","seq":9}}}}"#
+            );
+            let last = format!(
+                r#"{{"params":{{"processId":"bench-1","seq":9,"chunk":"{text}"}},"method":"process/output"}}"#
+            );
+            let escaped = last.replacen("Zm9v", r"\u005am9v", 1);
+            for message in [first, last, escaped] {
+                let Message::Output {
+                    process: 1,
+                    seq: 9,
+                    chunk,
+                } = Message::decode(message.as_bytes()).unwrap()
+                else {
+                    panic!("{message}")
+                };
+                assert!(*chunk == *text.as_bytes());
+            }
+        }
+    }
+
+    #[test]
+    fn refuses_errors_and_strangers() {
+        for text in [
+            r#"{"error":{"code":-32603,"message":"m"},"id":1}"#,
+            r#"{"method":"process/closed","params":{"processId":"x","seq":5}}"#,
+            r#"{"id":1}"#,
+            "[]",
+        ] {
+            assert!(Message::decode(text.as_bytes()).is_err(), "{text}");
+        }
+    }
+}
