@@ -5,5 +5,6 @@
 //!
 //! These are test tools: they panic with a text that says what was seen, and return no errors.
 
+pub mod codex;
 pub mod fake_model;
 pub mod server;
