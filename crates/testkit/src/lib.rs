@@ -7,4 +7,5 @@
 
 pub mod codex;
 pub mod fake_model;
+pub mod interop;
 pub mod server;
