@@ -1,0 +1,47 @@
+# The front door: each target is one or two commands that can also be typed by hand.
+# Tools and builds are kept in a cache that all checkouts share; see scripts/test.
+
+export EXEC_SERVER_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/exec-server
+export CARGO_TARGET_DIR ?= $(EXEC_SERVER_CACHE)/target
+
+# Seconds for each fuzz target.
+FUZZ_SECONDS ?= 60
+# More options for the benchmark, such as --quick.
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help build check test interop conformance bench fuzz demo clean
+
+help: ## List the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+build: ## Build the server as it is released
+	cargo build --release --bin exec-server
+
+check: ## Formatting, lints and documentation, without a warning
+	scripts/test check
+
+test: ## All that CI runs
+	scripts/test
+
+interop: ## The real Codex CLI on our server; installs it on first use
+	scripts/test interop
+
+conformance: ## The conformance suite, from CONFORMANCE_SUITE
+	scripts/test conformance
+
+bench: build ## Measure the server beside the Codex CLI's own
+	cargo build --release -p exec-server-bench
+	$(CARGO_TARGET_DIR)/release/exec-server-bench --peer "$$(scripts/codex) exec-server" $(BENCH_ARGS)
+
+fuzz: ## Fuzz each target for FUZZ_SECONDS; needs cargo-fuzz and a nightly toolchain
+	for target in $$(cargo +nightly fuzz list); do \
+	    cargo +nightly fuzz run "$$target" -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+
+demo: ## Watch the real Codex CLI work on our server
+	cargo build --bin exec-server
+	CODEX_BIN="$$(scripts/codex)" cargo run -q -p exec-server-testkit --example demo -- \
+	    $(CARGO_TARGET_DIR)/debug/exec-server
+
+clean: ## Remove what was built; keeps installed tools
+	cargo clean

@@ -1,0 +1,339 @@
+//! What the real Codex CLI must see of a server.
+//!
+//! Each public function is one behaviour: a scripted model makes `codex exec` use the server, and
+//! what reaches the model is checked. The server under test is a parameter, so that the same
+//! bodies run against ours and, to prove the bodies, against the reference.
+
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::codex::{self, Home, Run};
+use crate::fake_model::{Call, FakeModel, Turn};
+use crate::server::Server;
+
+/// Both output streams and the exit code of a short command reach the model.
+pub async fn command_reports_streams_and_exit_code(url: &str) {
+    let command = "echo to-stdout; echo to-stderr >&2; exit 3";
+    let session = Session::run(
+        url,
+        [Turn::Calls(vec![Call::exec_command("run", command, LONG)])],
+    );
+    let session = session.await;
+
+    let answer = session.answer("run");
+    expect(
+        &answer,
+        &["Process exited with code 3\n", "to-stdout\n", "to-stderr\n"],
+    );
+    let shown = session
+        .run
+        .commands()
+        .next()
+        .expect("the CLI shows the command");
+    assert_eq!(shown["exit_code"], 3, "{shown:#}");
+    assert_eq!(shown["status"], "failed", "{shown:#}");
+}
+
+/// The command is a descendant of the server, and has the server's environment and the CLI's
+/// additions to it.
+///
+/// Start the server with [`MARKER`] in its environment.
+pub async fn command_runs_on_the_server(server: &Server) {
+    let (name, value) = MARKER;
+    let command = format!(
+        r#"echo "marker=${name} call=$CODEX_TOOL_CALL_ID in=$PWD"
+        pid=$$
+        while [ "${{pid:-0}}" -gt 1 ]; do
+            echo "ancestor=$pid;"
+            pid=$(sed -n 's/^PPid:[[:space:]]*//p' "/proc/$pid/status")
+        done"#
+    );
+    let script = [Turn::Calls(vec![Call::exec_command(
+        "where", &command, LONG,
+    )])];
+    let session = Session::run(server.url(), script).await;
+
+    let answer = session.answer("where");
+    let place = session.home.work();
+    let place = format!("marker={value} call=where in={}\n", place.display());
+    expect(&answer, &[&place, &format!("ancestor={};\n", server.pid())]);
+}
+
+/// Several commands of one turn run side by side, and each answer belongs to its call.
+pub async fn parallel_commands_keep_apart(url: &str) {
+    let ids = ["a", "b", "c", "d"];
+    let call = |id| Call::exec_command(id, &format!("echo this-is-{id}"), LONG);
+    let session = Session::run(url, [Turn::Calls(ids.map(call).to_vec())]).await;
+    for id in ids {
+        let answer = session.answer(id);
+        expect(
+            &answer,
+            &["Process exited with code 0\n", &format!("this-is-{id}\n")],
+        );
+        assert_eq!(answer.matches("this-is-").count(), 1, "{answer}");
+    }
+}
+
+/// A terminal session takes two lines over two turns and ends with its own exit code.
+pub async fn terminal_session_takes_input(url: &str) {
+    let command = r#"test -t 0 && test -t 1 && echo "terminal $(stty size)"
+        while read -r line; do
+            if [ "$line" = quit ]; then echo goodbye; exit 5; fi
+            echo "got:$line"
+        done"#;
+    let session = Session::run(
+        url,
+        [
+            Turn::Calls(vec![
+                Call::exec_command("start", command, SHORT).with("tty", true),
+            ]),
+            Turn::Calls(vec![Call::write_stdin("first", "start", "hello\n", SHORT)]),
+            Turn::Calls(vec![Call::write_stdin("second", "start", "quit\n", LONG)]),
+        ],
+    )
+    .await;
+
+    // Which answer holds which output depends on how busy the machine is; the order does not.
+    let answers = ["start", "first", "second"]
+        .map(|id| session.answer(id))
+        .concat();
+    let mut rest = answers.as_str();
+    // A terminal echoes what is typed and ends lines with CR LF.
+    for expected in [
+        "terminal 24 80\r\n",
+        "hello\r\n",
+        "got:hello\r\n",
+        "quit\r\n",
+        "goodbye\r\n",
+    ] {
+        let found = rest.find(expected);
+        let found = found.unwrap_or_else(|| panic!("no {expected:?} in its place in\n{answers}"));
+        rest = &rest[found + expected.len()..];
+    }
+    expect(&session.answer("second"), &["Process exited with code 5\n"]);
+}
+
+/// Two megabytes of output arrive whole: the CLI keeps head and tail and counts what it leaves
+/// out, so one lost or doubled byte shows in its numbers.
+pub async fn large_output_is_complete(url: &str) {
+    let call = Call::exec_command("count", "seq 1 300000", LONG).with("max_output_tokens", 2000);
+    let session = Session::run(url, [Turn::Calls(vec![call])]).await;
+
+    let written = (1..=300_000)
+        .map(|number| format!("{number}\n"))
+        .collect::<String>();
+    let left_out = written.len() - 2 * KEPT;
+    let tokens = written.len().div_ceil(4);
+    let answer = session.answer("count");
+    expect(
+        &answer,
+        &[
+            "Process exited with code 0\n",
+            &format!("Original token count: {tokens}\n"),
+            &format!("... {left_out} bytes omitted ..."),
+            "\n1\n2\n3\n",
+            "\n299999\n300000\n",
+        ],
+    );
+
+    let shown = session
+        .run
+        .commands()
+        .next()
+        .expect("the CLI shows the command");
+    let shown = shown["aggregated_output"]
+        .as_str()
+        .expect("its output is text");
+    let (head, tail) = (&written[..KEPT], &written[written.len() - KEPT..]);
+    // Not `assert_eq`: nobody wants to read two megabytes in a panic.
+    assert!(
+        shown == format!("{head}\n... {left_out} bytes omitted ...\n{tail}"),
+        "what the CLI shows differs from what was written, in {} bytes",
+        shown.len()
+    );
+}
+
+/// ^C to a command without a terminal interrupts it.
+pub async fn interrupt_reaches_a_pipe_process(url: &str) {
+    let mut tether = Tether::new().await;
+    let command = format!(
+        "trap 'echo interrupted; exit 7' INT; {}; while :; do sleep 0.1; done",
+        tether.command()
+    );
+    let session = Session::run(
+        url,
+        [
+            Turn::Calls(vec![Call::exec_command("start", &command, SHORT)]),
+            Turn::Wait(tether.tied()),
+            Turn::Calls(vec![Call::write_stdin("interrupt", "start", "\u{3}", LONG)]),
+        ],
+    )
+    .await;
+    let answer = session.answer("interrupt");
+    expect(&answer, &["Process exited with code 7\n", "interrupted\n"]);
+    tether.loosened().await;
+}
+
+/// A command that still runs when the CLI ends is gone soon after, with its children.
+pub async fn running_process_ends_with_the_run(url: &str) {
+    let mut tether = Tether::new().await;
+    let command = format!("{}; sleep 600 & wait", tether.command());
+    let session = Session::run(
+        url,
+        [
+            Turn::Calls(vec![Call::exec_command("start", &command, SHORT)]),
+            Turn::Wait(tether.tied()),
+        ],
+    )
+    .await;
+    expect(
+        &session.answer("start"),
+        &["Process running with session ID "],
+    );
+    tether.loosened().await;
+}
+
+/// Writes one `#[tokio::test]` per behaviour of this module, against the servers that `$start`
+/// starts.
+///
+/// `$start` is an async function without arguments that returns a pair: whatever must outlive the
+/// server, and the [`Server`], started with [`MARKER`]. Naming the behaviours here and nowhere
+/// else means that no subject can forget one.
+#[macro_export]
+macro_rules! interop_tests {
+    ($start:path) => {
+        $crate::interop_tests! { $start =>
+            command_reports_streams_and_exit_code(server => server.url());
+            command_runs_on_the_server(server => &server);
+            parallel_commands_keep_apart(server => server.url());
+            terminal_session_takes_input(server => server.url());
+            large_output_is_complete(server => server.url());
+            interrupt_reaches_a_pipe_process(server => server.url());
+            running_process_ends_with_the_run(server => server.url());
+        }
+    };
+    ($start:path => $($name:ident($server:ident => $subject:expr);)*) => {$(
+        #[tokio::test]
+        async fn $name() {
+            // Dropped in reverse order: the server goes first.
+            let (_guard, $server) = $start().await;
+            $crate::interop::$name($subject).await;
+        }
+    )*};
+}
+
+/// A variable that the server under test must have in its environment.
+pub const MARKER: (&str, &str) = ("EXEC_SERVER_INTEROP_MARKER", "set-for-the-server-only");
+
+/// One finished run of the CLI.
+struct Session {
+    model: FakeModel,
+    run: Run,
+    home: Home,
+}
+
+impl Session {
+    /// Lets the CLI follow `script` and a closing message on the server at `url`.
+    async fn run(url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
+        let end = Turn::Message("done".to_owned());
+        let model = FakeModel::start(script.into_iter().chain([end])).await;
+        let home = Home::new();
+        let run = codex::exec(&home, &model, url, RUN_LIMIT).await;
+        model.finish();
+        Self { model, run, home }
+    }
+
+    /// What the model was told of the call `id`.
+    fn answer(&self, id: &str) -> String {
+        self.model.output(id).unwrap_or_else(|| {
+            panic!(
+                "no answer to the call `{id}` in {:#?}\n{}",
+                self.model.inputs(),
+                self.run.stderr
+            )
+        })
+    }
+}
+
+/// A connection held by a process and all that it starts.
+///
+/// It opens when the process comes to [`Tether::command`] and ends with the last holder, wherever
+/// that is: no process ids, no polling.
+struct Tether {
+    port: u16,
+    tied: Option<oneshot::Receiver<()>>,
+    held: JoinHandle<()>,
+}
+
+impl Tether {
+    async fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a loopback port");
+        let port = listener
+            .local_addr()
+            .expect("the address of a bound listener")
+            .port();
+        let (sender, tied) = oneshot::channel();
+        let held = tokio::spawn(async move {
+            let (mut stream, _) = listener.accept().await.expect("a connection");
+            let _ = sender.send(());
+            // An end by reset is as good as one by FIN.
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        });
+        Self {
+            port,
+            tied: Some(tied),
+            held,
+        }
+    }
+
+    /// The shell command (of bash) that ties the process.
+    fn command(&self) -> String {
+        format!("exec 9<>/dev/tcp/127.0.0.1/{}", self.port)
+    }
+
+    /// Is sent when the process is tied.
+    fn tied(&mut self) -> oneshot::Receiver<()> {
+        self.tied.take().expect("asked for once")
+    }
+
+    /// Waits for the end of all holders.
+    async fn loosened(self) {
+        let ended = timeout(END_LIMIT, self.held).await;
+        let ended = ended.unwrap_or_else(|_| panic!("still running {END_LIMIT:?} after its end"));
+        ended.expect("the task that watches the tether");
+    }
+}
+
+/// Checks that `answer` holds all `parts`.
+fn expect(answer: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(
+            answer.contains(part),
+            "no {part:?} in the answer:\n{answer}"
+        );
+    }
+}
+
+/// Yield window, in milliseconds, for a command that goes on: the CLI always waits it out.
+const SHORT: u64 = 500;
+
+/// Yield window for a command that ends by itself: the CLI waits for the end, and 30 s is the
+/// longest it accepts.
+const LONG: u64 = 30_000;
+
+/// Bytes that the CLI keeps of each end of a long output.
+const KEPT: usize = 512 << 10;
+
+/// For one run of the CLI, which takes seconds; a stuck one must not stop the suite.
+const RUN_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a terminated process may live. Well under the 30 s after which a server drops a
+/// session that nobody resumes: the end must come from the client's request.
+const END_LIMIT: Duration = Duration::from_secs(10);

@@ -1,0 +1,142 @@
+//! A server under test, as a child process.
+//!
+//! Owns the process, its announced URL and what it wrote to stderr. Knows only two things of the
+//! program: it takes `--listen ws://127.0.0.1:0`, and it prints its `ws://` URL on stdout.
+
+use std::fs::File;
+use std::io::{Read as _, Seek as _};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
+use tokio::time::timeout;
+
+/// A running server; dropping it ends the process.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    pid: u32,
+    url: String,
+    /// Receives the server's stderr; an file, so a chatty server never blocks on it.
+    stderr: File,
+}
+
+impl Server {
+    /// Appends `--listen ws://127.0.0.1:0` to `command`, starts it and waits for its URL.
+    ///
+    /// The caller decides environment and working directory; stdio is taken over.
+    ///
+    /// # Panics
+    ///
+    /// If the program cannot be started or prints no URL within [`STARTUP_LIMIT`].
+    pub async fn start(mut command: Command) -> Self {
+        let stderr = tempfile::Builder::new()
+            .append(true)
+            .tempfile()
+            .expect("a temporary file for the server's stderr")
+            .into_file();
+        let child = command
+            .args(["--listen", "ws://127.0.0.1:0"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(
+                stderr
+                    .try_clone()
+                    .expect("a second handle of the server's stderr"),
+            )
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start the server {command:?}: {error}"));
+        let pid = child.id().expect("a child that was not awaited has a pid");
+        let mut server = Self {
+            child,
+            pid,
+            url: String::new(),
+            stderr,
+        };
+
+        let stdout = server.child.stdout.take().expect("stdout was piped above");
+        let mut lines = BufReader::new(stdout).lines();
+        match timeout(STARTUP_LIMIT, announced_url(&mut lines)).await {
+            Ok(Some(url)) => server.url = url,
+            Ok(None) => panic!(
+                "the server {command:?} closed its stdout without a ws:// URL; its stderr:\n{}",
+                server.stderr()
+            ),
+            Err(_) => panic!(
+                "the server {command:?} printed no ws:// URL within {STARTUP_LIMIT:?}; its stderr:\n{}",
+                server.stderr()
+            ),
+        }
+        // Later lines are of no interest, but a full pipe would stop the server.
+        tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+        server
+    }
+
+    /// Where it listens, as it said.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The process id, also after the process ended.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// What the server wrote to stderr so far.
+    #[must_use]
+    pub fn stderr(&self) -> String {
+        let mut bytes = Vec::new();
+        let mut file = &self.stderr;
+        // The server shares our offset, but appends: moving it cannot make it overwrite anything.
+        file.rewind()
+            .and_then(|()| file.read_to_end(&mut bytes))
+            .expect("the server's stderr");
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    /// Whether the process is still there.
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Server {
+    /// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
+    fn drop(&mut self) {
+        if !self.is_running() {
+            return;
+        }
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        if let Some(pid) = pid {
+            // A failure means that it is gone, which is what we want.
+            let _ = kill_process(pid, Signal::TERM);
+        }
+        let deadline = Instant::now() + SHUTDOWN_LIMIT;
+        while self.is_running() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // `kill_on_drop` does the rest.
+    }
+}
+
+/// Reads lines until one holds a `ws://` URL.
+async fn announced_url(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<String> {
+    while let Ok(Some(line)) = lines.next_line().await {
+        if let Some(start) = line.find("ws://") {
+            let url = line[start..].split_whitespace().next()?;
+            return Some(url.to_owned());
+        }
+    }
+    None
+}
+
+/// Generous, because a cold start of a large binary on a busy machine takes seconds.
+pub const STARTUP_LIMIT: Duration = Duration::from_secs(30);
+
+/// After this long a server that was asked to end is killed.
+const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
