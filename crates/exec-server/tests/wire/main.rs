@@ -9,6 +9,10 @@ use exec_server_testkit::wire::{Client, Subject, Transport};
 use tokio::process::Command;
 
 mod extensions;
+mod input;
+mod session;
+mod start;
+mod terminal;
 
 /// The server's program with nothing in its environment but a `PATH`.
 fn program() -> Command {
