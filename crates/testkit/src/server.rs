@@ -130,22 +130,28 @@ impl Server {
 }
 
 impl Drop for Server {
-    /// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
     fn drop(&mut self) {
-        if !self.is_running() {
-            return;
-        }
-        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        if let Some(pid) = pid {
-            // A failure means that it is gone, which is what we want.
-            let _ = kill_process(pid, Signal::TERM);
-        }
-        let deadline = Instant::now() + SHUTDOWN_LIMIT;
-        while self.is_running() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        // `kill_on_drop` does the rest.
+        end(&mut self.child, self.pid);
     }
+}
+
+/// Ends a server and waits until it is gone.
+///
+/// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
+pub(crate) fn end(child: &mut Child, pid: u32) {
+    let mut is_running = || matches!(child.try_wait(), Ok(None));
+    if !is_running() {
+        return;
+    }
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        // A failure means that it is gone, which is what we want.
+        let _ = kill_process(pid, Signal::TERM);
+    }
+    let deadline = Instant::now() + SHUTDOWN_LIMIT;
+    while is_running() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // `kill_on_drop` does the rest.
 }
 
 /// Reads lines until one holds a `ws://` or `unix://` URL.

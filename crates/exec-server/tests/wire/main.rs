@@ -8,11 +8,17 @@
 use exec_server_testkit::wire::{Client, Subject, Transport};
 use tokio::process::Command;
 
+mod command;
 mod extensions;
 mod input;
+mod listen;
+mod order;
+mod output;
 mod session;
+mod signal;
 mod start;
 mod terminal;
+mod terminate;
 
 /// The server's program with nothing in its environment but a `PATH`.
 fn program() -> Command {
