@@ -10,6 +10,7 @@ use tokio::process::Command;
 
 mod command;
 mod extensions;
+mod flow;
 mod input;
 mod listen;
 mod order;
