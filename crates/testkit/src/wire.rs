@@ -301,7 +301,7 @@ pub struct Client {
 impl fmt::Debug for Client {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Client")
-            .field("answers", &self.answers)
+            .field("answers", &self.answers.len())
             .field("refusals", &self.refusals)
             .field("processes", &self.processes)
             .finish_non_exhaustive()

@@ -242,15 +242,18 @@ async fn off_listens_nowhere_and_ends_when_told() {
         .spawn()
         .unwrap();
     let pid = child.id().unwrap();
-    // Its handlers are in place when it has split in two and started its threads.
-    proc::eventually("the server behind its guardian", || {
-        let tasks = proc::children(pid)
-            .iter()
-            .map(|server| {
-                std::fs::read_dir(format!("/proc/{server}/task")).map_or(0, Iterator::count)
-            })
-            .sum::<usize>();
-        if tasks >= 3 { Ok(()) } else { Err(tasks) }
+    proc::eventually("the server handles SIGTERM", || {
+        let server = proc::children(pid).pop().ok_or("not there yet")?;
+        let status = std::fs::read_to_string(format!("/proc/{server}/status")).unwrap_or_default();
+        let caught = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigCgt:\t"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask, 16).ok());
+        if caught.is_some_and(|mask| mask & (1 << 14) != 0) {
+            Ok(())
+        } else {
+            Err("not ready")
+        }
     })
     .await;
     assert_eq!(child.try_wait().unwrap(), None);

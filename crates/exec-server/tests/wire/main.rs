@@ -9,7 +9,9 @@ use exec_server_testkit::wire::{Client, Subject, Transport};
 use tokio::process::Command;
 
 mod command;
+mod death;
 mod extensions;
+mod faults;
 mod flow;
 mod input;
 mod listen;
