@@ -42,6 +42,11 @@ impl Keepalive {
         Self { config, heard: now, pinged: now }
     }
 
+    /// From one sign of life of ours to the next.
+    pub fn interval(&self) -> Duration {
+        self.config.interval
+    }
+
     /// The peer sent something.
     pub fn heard(&mut self, now: Instant) {
         self.heard = now;
