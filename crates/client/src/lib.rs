@@ -40,6 +40,8 @@ mod event;
 mod extension;
 mod follow;
 mod inbox;
+#[cfg(feature = "local")]
+mod local;
 mod options;
 mod order;
 mod remote;
@@ -50,6 +52,10 @@ pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
 pub use error::ExecServerError;
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
+#[cfg(feature = "local")]
+pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
+#[cfg(feature = "local")]
+pub use local::LocalBackend;
 pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 pub use remote::AttachRequest;

@@ -4,6 +4,7 @@
 //! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
 
 pub mod chunk;
+pub mod codes;
 pub mod command;
 pub mod envelope;
 pub mod environment;

@@ -363,7 +363,9 @@ async fn handle(
     handling: impl Future<Output = Result<(), String>>,
     keepalive: Option<&mut Keepalive>,
 ) -> Result<(), String> {
-    let Some(keepalive) = keepalive else { return handling.await };
+    let Some(keepalive) = keepalive else {
+        return handling.await;
+    };
     tokio::pin!(handling);
     loop {
         let outcome = tokio::select! {
@@ -478,7 +480,10 @@ mod tests {
         assert_eq!(*peer.closed().borrow(), None);
         let mut closed = peer.closed();
         peer.close("enough").await;
-        assert_eq!(closed.wait_for(Option::is_some).await.unwrap().as_deref(), Some("enough"));
+        assert_eq!(
+            closed.wait_for(Option::is_some).await.unwrap().as_deref(),
+            Some("enough")
+        );
         while server.incoming.recv().await.unwrap().is_some() {}
     }
 }
