@@ -68,7 +68,7 @@ pub struct ProcessOutput {
     pub omitted_bytes: u64,
 }
 
-impl dyn ExecProcess {
+impl dyn ExecProcess + '_ {
     /// Waits for the process to exit, at most until the deadline; `None` if that came first.
     ///
     /// # Errors
