@@ -9,7 +9,7 @@ use std::time::Duration;
 use exec_server_protocol::environment::{self, EnvironmentInfo};
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::session::{End, Initialize, InitializeParams, Initialized};
-use exec_server_protocol::{Method, NoParams};
+use exec_server_protocol::{Method, NoParams, codes};
 use exec_server_transport::{Link, Peer, connect, stdio};
 use tokio::process::{Child, Command};
 use tokio::sync::{OnceCell, watch};
@@ -20,9 +20,6 @@ use crate::extension;
 use crate::follow::AbortOnDrop;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 use crate::route::{Dispatch, Routes};
-
-/// The wire code of a method that the server does not have.
-const METHOD_NOT_FOUND: i64 = -32601;
 
 /// How long a server that was started for us may take to clean up after its input ends.
 const CHILD_GRACE: Duration = Duration::from_secs(2);
@@ -197,7 +194,7 @@ impl ExecServerClient {
     pub async fn environment_info(&self) -> Result<&EnvironmentInfo, ExecServerError> {
         let ask = async || match self.call::<environment::Info>(&NoParams).await {
             Ok(info) => Ok(Some(info)),
-            Err(error) if error.code() == Some(METHOD_NOT_FOUND) => Ok(None),
+            Err(error) if error.code() == Some(codes::METHOD_NOT_FOUND) => Ok(None),
             Err(error) => Err(error),
         };
         let info = self.inner.environment.get_or_try_init(ask).await?;

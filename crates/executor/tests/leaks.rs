@@ -1,6 +1,5 @@
 //! Descriptors and zombies after many processes; alone in its program, so that it can count them.
 
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 
