@@ -191,6 +191,8 @@ impl Local {
         if self.delivery == Delivery::Pull {
             self.process.advance(after_seq);
         }
+        // Nothing here need ever wait; a caller in a loop must not starve the process's own task.
+        tokio::task::coop::consume_budget().await;
         if !wait.is_zero() {
             let news = self
                 .process
