@@ -24,7 +24,10 @@ pub(crate) struct Subject {
 
 impl Subject {
     fn new(backend: impl ExecBackend + 'static, keep: impl Any + Send) -> Self {
-        Self { backend: Box::new(backend), _keep: Box::new(keep) }
+        Self {
+            backend: Box::new(backend),
+            _keep: Box::new(keep),
+        }
     }
 
     pub(crate) async fn start(&self, params: StartParams) -> Arc<dyn ExecProcess> {
@@ -46,7 +49,12 @@ pub(crate) async fn stdio() -> Subject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--listen", "stdio"]);
     let options = ExecServerClientConnectOptions::new("test");
-    Subject::new(ExecServerClient::connect_stdio(command, options).await.unwrap(), ())
+    Subject::new(
+        ExecServerClient::connect_stdio(command, options)
+            .await
+            .unwrap(),
+        (),
+    )
 }
 
 pub(crate) async fn unix() -> Subject {
@@ -56,7 +64,10 @@ pub(crate) async fn unix() -> Subject {
     let server = Server::new(ExecServerConfig::default()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let args = RemoteExecServerConnectArgs::new(url, "test");
-    Subject::new(ExecServerClient::connect(args).await.unwrap(), (server, directory))
+    Subject::new(
+        ExecServerClient::connect(args).await.unwrap(),
+        (server, directory),
+    )
 }
 
 pub(crate) async fn websocket() -> Subject {
@@ -84,7 +95,10 @@ pub(crate) fn sh(script: &str) -> StartParams {
 
 /// Waits for a process to end, beside its events.
 pub(crate) async fn exited(process: &dyn ExecProcess) -> ProcessExit {
-    let wait = process.wait(Default::default(), Some(Duration::from_secs(30))).await.unwrap();
+    let wait = process
+        .wait(Default::default(), Some(Duration::from_secs(30)))
+        .await
+        .unwrap();
     assert!(wait.exited, "{wait:?}");
     let mut exit = ProcessExit::with_code(wait.exit_code.unwrap());
     exit.signal = wait.signal;
