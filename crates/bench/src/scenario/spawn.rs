@@ -15,11 +15,11 @@ use crate::wire::Message;
 /// How many starts are in flight where more than one is.
 const WIDTH: usize = 16;
 /// A server that takes 50 ms for each process is cut short after this.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Pipes and terminals, one by one and sixteen at a time, on one connection.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let (count, many) = (bench.pick(100, 60), bench.pick(320, 160));
+    let (count, many) = (40, bench.pick(160, 80));
     let line = |name: &str, goals| Line {
         name: format!("spawn {name}"),
         unit: Unit::Seconds,
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         rate("tty 16-way", vec![]),
     ];
     let floor = || Ok((floor::spawn(count)?, floor::spawn_rate(many)?));
-    bench.rounds(bench.pick(5, 3), lines, floor, |server, &(one, rate)| {
+    bench.rounds(bench.pick(13, 5), lines, floor, |server, &(one, rate)| {
         let mut client = server.client()?;
         Ok(vec![
             Figure::against(one_by_one(&mut client, count, Stdio::Pipe)?, one),
