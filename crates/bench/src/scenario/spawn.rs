@@ -15,7 +15,7 @@ use crate::wire::Message;
 /// How many starts are in flight where more than one is.
 const WIDTH: usize = 16;
 /// A server that takes 50 ms for each process is cut short after this.
-const PATIENCE: Duration = Duration::from_millis(500);
+const PATIENCE: Duration = Duration::from_millis(400);
 
 /// Pipes and terminals, one by one and sixteen at a time, on one connection.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         rate("tty 16-way", vec![]),
     ];
     let floor = || Ok((floor::spawn(count)?, floor::spawn_rate(many)?));
-    bench.rounds(bench.pick(13, 5), lines, floor, |server, &(one, rate)| {
+    bench.rounds(bench.pick(13, 3), lines, floor, |server, &(one, rate)| {
         let mut client = server.client()?;
         Ok(vec![
             Figure::against(one_by_one(&mut client, count, Stdio::Pipe)?, one),
@@ -73,7 +73,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 /// ended, for half a minute.
 pub(super) fn large(bench: &Bench) -> Vec<Row> {
     let goal: u64 = bench.pick(1 << 30, 256 << 20);
-    let count = bench.pick(400, 200);
+    let count = bench.pick(400, 100);
     let line = Line {
         name: format!("spawn pipe p50 at {} resident", size(goal)),
         unit: Unit::Seconds,
