@@ -9,8 +9,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use base64_simd::URL_SAFE_NO_PAD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use url::Url;
 
@@ -110,7 +109,7 @@ impl PathUri {
             Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
             _ => Ok(Self(format!(
                 "file://{OPAQUE_PREFIX}{}",
-                URL_SAFE_NO_PAD.encode(bytes)
+                URL_SAFE_NO_PAD.encode_to_string(bytes)
             ))),
         }
     }
@@ -124,7 +123,7 @@ impl PathUri {
         let foreign = || PathUriError::Foreign(self.0.clone());
         let path = &self.0["file://".len()..];
         if let Some(encoded) = path.strip_prefix(OPAQUE_PREFIX) {
-            let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| foreign())?;
+            let bytes = URL_SAFE_NO_PAD.decode_to_vec(encoded).map_err(|_| foreign())?;
             let native = PathBuf::from(OsString::from_vec(bytes));
             let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
             return if ordinary == *self {

@@ -17,8 +17,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     // Before any thread: what is forked is what is there.
     guardian::split().context("cannot start the guardian")?;
     let config = settings::server(&args);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
+    let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .context("cannot start the runtime")?;
