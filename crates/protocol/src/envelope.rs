@@ -140,7 +140,15 @@ pub struct DecodeError(#[from] serde_json::Error);
 /// When the text is not one JSON object, repeats a key in any object, nests deeper than 127 levels,
 /// holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
-    let budget = Budget::default();
+    decode_within(text, MAX_JSON_VALUES)
+}
+
+/// [`decode`] with a limit of its own, so that a test reaches it with little text.
+pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
+    let budget = Budget {
+        spent: Cell::new(0),
+        limit: max_values,
+    };
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let fields = deserializer.deserialize_map(TopLevel { budget: &budget })?;
     deserializer.end()?;
@@ -199,19 +207,26 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
         self.budget.spend::<A::Error>()?;
         while let Some(key) = map.next_key_seed(Key)? {
             match &*key {
-                "id" => fields.id = Some(map.next_value()?),
-                "method" => fields.method = Some(map.next_value_seed(Key)?),
+                "id" => {
+                    self.budget.spend::<A::Error>()?;
+                    fields.id = Some(map.next_value()?);
+                }
+                "method" => {
+                    self.budget.spend::<A::Error>()?;
+                    fields.method = Some(map.next_value_seed(Key)?);
+                }
                 "params" => fields.params = Some(map.next_value()?),
                 "result" => fields.result = Some(map.next_value()?),
-                "error" => fields.error = Some(map.next_value()?),
+                "error" => {
+                    let raw: &RawValue = map.next_value()?;
+                    fields.error = Some(object(raw, self.budget).map_err(A::Error::custom)?);
+                }
                 "trace" => {
                     let raw: &RawValue = map.next_value()?;
-                    check(raw.get(), self.budget).map_err(A::Error::custom)?;
-                    // A derived struct also accepts an array, which a trace must not be.
-                    if !raw.get().starts_with('{') && raw.get() != "null" {
-                        return Err(A::Error::custom("trace must be an object"));
-                    }
-                    fields.trace = serde_json::from_str(raw.get()).map_err(A::Error::custom)?;
+                    fields.trace = match raw.get() {
+                        "null" => self.budget.spend::<A::Error>().map(|()| None)?,
+                        _ => Some(object(raw, self.budget).map_err(A::Error::custom)?),
+                    };
                 }
                 _ => map.next_value_seed(Checked {
                     budget: self.budget,
@@ -223,22 +238,36 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
     }
 }
 
+/// Builds a member that must be an object, once it is known to be bounded.
+fn object<'a, T: Deserialize<'a>>(
+    raw: &'a RawValue,
+    budget: &Budget,
+) -> Result<T, serde_json::Error> {
+    check(raw.get(), budget)?;
+    // A derived struct also accepts an array.
+    if !raw.get().starts_with('{') {
+        return Err(serde_json::Error::custom("expected an object"));
+    }
+    serde_json::from_str(raw.get())
+}
+
 fn check(text: &str, budget: &Budget) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
     Checked { budget }.deserialize(&mut deserializer)
 }
 
 /// Counts the values of one message.
-#[derive(Default)]
-struct Budget(Cell<usize>);
+struct Budget {
+    spent: Cell<usize>,
+    limit: usize,
+}
 
 impl Budget {
     fn spend<E: de::Error>(&self) -> Result<(), E> {
-        self.0.set(self.0.get() + 1);
-        if self.0.get() > MAX_JSON_VALUES {
-            return Err(E::custom(format_args!(
-                "more than {MAX_JSON_VALUES} JSON values"
-            )));
+        let Self { spent, limit } = self;
+        spent.set(spent.get() + 1);
+        if spent.get() > *limit {
+            return Err(E::custom(format_args!("more than {limit} JSON values")));
         }
         Ok(())
     }
@@ -512,6 +541,30 @@ mod tests {
         };
         assert!(decode(&wide(250_000)).is_ok());
         assert!(malformed(&wide(262_200)).contains("262144"));
+    }
+
+    #[test]
+    fn the_error_member_is_bounded_like_any_other() {
+        let error =
+            |data: &str| format!(r#"{{"id":1,"error":{{"code":1,"message":"m","data":{data}}}}}"#);
+        assert!(decode(&error(r#"{"a":1,"b":2}"#)).is_ok());
+        assert!(malformed(&error(r#"{"a":1,"a":2}"#)).contains("duplicate field `a`"));
+        let zeros = vec!["0"; MAX_JSON_VALUES].join(",");
+        assert!(malformed(&error(&format!("[{zeros}]"))).contains("262144"));
+        malformed(r#"{"id":1,"error":[1,"m"]}"#);
+    }
+
+    #[test]
+    fn every_value_counts() {
+        for (text, values) in [
+            (r#"{"method":"a"}"#, 2),
+            (r#"{"id":1,"method":"a","params":[0,{"b":null}]}"#, 7),
+            (r#"{"id":1,"result":null,"trace":{"tracestate":null}}"#, 5),
+            (r#"{"id":1,"error":{"code":1,"message":"m"}}"#, 5),
+        ] {
+            assert!(decode_within(text, values).is_ok(), "{text}");
+            assert!(decode_within(text, values - 1).is_err(), "{text}");
+        }
     }
 
     #[test]
