@@ -12,7 +12,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqA
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::limits::MAX_JSON_VALUES;
+use crate::limits::{MAX_JSON_DEPTH, MAX_JSON_VALUES};
 
 /// The id of a request: text or a signed 64-bit number, echoed as it came.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
@@ -137,8 +137,8 @@ pub struct DecodeError(#[from] serde_json::Error);
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than 127 levels,
-/// holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
+/// When the text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`], holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }
@@ -228,9 +228,7 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
                         _ => Some(object(raw, self.budget).map_err(A::Error::custom)?),
                     };
                 }
-                _ => map.next_value_seed(Checked {
-                    budget: self.budget,
-                })?,
+                _ => map.next_value_seed(Checked::member(self.budget))?,
             }
             keys.insert::<A::Error>(key)?;
         }
@@ -253,7 +251,7 @@ fn object<'a, T: Deserialize<'a>>(
 
 fn check(text: &str, budget: &Budget) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    Checked { budget }.deserialize(&mut deserializer)
+    Checked::member(budget).deserialize(&mut deserializer)
 }
 
 /// Counts the values of one message.
@@ -273,12 +271,33 @@ impl Budget {
     }
 }
 
-/// Walks one value without building it: counts values and refuses duplicate keys.
-///
-/// The recursion limit of the JSON parser bounds the nesting.
+/// Walks one value without building it: counts values and levels, refuses duplicate keys.
 #[derive(Clone, Copy)]
 struct Checked<'b> {
     budget: &'b Budget,
+    /// Objects and arrays around this value. The parser has a limit too, but counts from the start
+    /// of the text it is given, and a raw member is a text of its own.
+    depth: usize,
+}
+
+impl<'b> Checked<'b> {
+    fn member(budget: &'b Budget) -> Self {
+        Self { budget, depth: 1 }
+    }
+
+    /// Counts an object or array, and checks what is inside.
+    fn enter<E: de::Error>(self) -> Result<Self, E> {
+        self.budget.spend::<E>()?;
+        if self.depth == MAX_JSON_DEPTH {
+            return Err(E::custom(format_args!(
+                "more than {MAX_JSON_DEPTH} levels of nesting"
+            )));
+        }
+        Ok(Self {
+            depth: self.depth + 1,
+            ..self
+        })
+    }
 }
 
 impl<'de> DeserializeSeed<'de> for Checked<'_> {
@@ -313,15 +332,15 @@ impl<'de> Visitor<'de> for Checked<'_> {
         self.budget.spend()
     }
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
-        while seq.next_element_seed(self)?.is_some() {}
+        let inside = self.enter::<A::Error>()?;
+        while seq.next_element_seed(inside)?.is_some() {}
         Ok(())
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
+        let inside = self.enter::<A::Error>()?;
         let mut keys = Keys::default();
         while let Some(key) = map.next_key_seed(Key)? {
-            map.next_value_seed(self)?;
+            map.next_value_seed(inside)?;
             keys.insert::<A::Error>(key)?;
         }
         Ok(())
@@ -564,6 +583,20 @@ mod tests {
         ] {
             assert!(decode_within(text, values).is_ok(), "{text}");
             assert!(decode_within(text, values - 1).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn nesting_counts_from_the_message_itself() {
+        for member in ["params", "result", "unknown", "trace", "error"] {
+            let nested = |levels: usize| {
+                let (open, close) = ("[".repeat(levels - 2), "]".repeat(levels - 2));
+                format!(
+                    r#"{{"id":1,"method":"a","{member}":{{"code":1,"message":"","x":{open}{close}}}}}"#
+                )
+            };
+            assert!(decode(&nested(127)).is_ok(), "{member}");
+            malformed(&nested(128));
         }
     }
 
