@@ -137,8 +137,8 @@ pub struct DecodeError(#[from] serde_json::Error);
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than
-/// [`MAX_JSON_DEPTH`], holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
+/// When the text is not one JSON object, repeats a key in any object or uses one that the JSON
+/// library reserves for itself, nests deeper than [`MAX_JSON_DEPTH`], holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }
@@ -358,7 +358,14 @@ impl<'a> Keys<'a> {
     /// Below this many keys comparing them all is cheaper than hashing.
     const FEW: usize = 24;
 
+    /// An object under such a key is to the JSON library a value of its own making: it parses the
+    /// string inside, which nobody counted.
+    const PRIVATE: &'static str = "$serde_json::private::";
+
     fn insert<E: de::Error>(&mut self, key: Cow<'a, str>) -> Result<(), E> {
+        if key.starts_with(Self::PRIVATE) {
+            return Err(E::custom(format_args!("reserved field `{key}`")));
+        }
         if self.few.contains(&key) || self.many.contains(&key) {
             return Err(E::custom(format_args!("duplicate field `{key}`")));
         }
@@ -598,6 +605,15 @@ mod tests {
             assert!(decode(&nested(127)).is_ok(), "{member}");
             malformed(&nested(128));
         }
+    }
+
+    #[test]
+    fn no_key_makes_the_parser_read_a_string_as_json() {
+        let data = r#"{"$serde_json::private::RawValue":"[0,0,0,0,0,0,0,0]"}"#;
+        malformed(&format!(r#"{{"id":1,"method":"a","params":{data}}}"#));
+        malformed(&format!(
+            r#"{{"id":1,"error":{{"code":1,"message":"m","data":[{data}]}}}}"#
+        ));
     }
 
     #[test]
