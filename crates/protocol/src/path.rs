@@ -49,7 +49,7 @@ impl PathUri {
     ///
     /// When the text is not a `file:` URI, has a query or a fragment, or holds an encoded NUL.
     pub fn parse(text: &str) -> Result<Self, PathUriError> {
-        let url = Url::parse(text).map_err(PathUriError::Invalid)?;
+        let url = parse_url(text).map_err(PathUriError::Invalid)?;
         if url.scheme() != "file" {
             return Err(PathUriError::Scheme(url.scheme().to_owned()));
         }
@@ -60,8 +60,8 @@ impl PathUri {
             return Err(PathUriError::Fragment);
         }
         let host = url.host_str().unwrap_or("");
-        let path = path_text(text, &url);
-        if decode_percent(&path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
+        let path = url.path();
+        if decode_percent(path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
             return Err(PathUriError::Foreign(text.to_owned()));
         }
         let mut canonical = format!("file://{host}");
@@ -156,18 +156,18 @@ impl Default for PathUri {
     }
 }
 
-/// The URL parser's path, except that `c|` stays what it is: it is no drive here.
-fn path_text(text: &str, url: &Url) -> String {
-    let path = url.path();
-    let bytes = path.as_bytes();
-    if has_drive(path) {
-        let drive = bytes[1] as char;
-        let written = format!("/{drive}|");
-        if text.contains(&written) && !text.contains(&format!("/{drive}:")) {
-            return path.replacen(&format!("/{drive}:"), &format!("/{drive}%7C"), 1);
-        }
+/// Follows the URL parser, except that `c|` is no drive here but a name like any other.
+fn parse_url(text: &str) -> Result<Url, url::ParseError> {
+    let url = Url::parse(text)?;
+    let drive = matches!(url.path().as_bytes(),
+        [b'/', letter, b':' | b'|', rest @ ..]
+            if letter.is_ascii_alphabetic() && matches!(rest, [] | [b'/', ..]));
+    // The parser drops the host before a drive and keeps `..` from leaving it, so what it made of
+    // the pipe cannot be mended afterwards.
+    if url.scheme() == "file" && drive && text.contains('|') {
+        return Url::parse(&text.replace('|', "%7C"));
     }
-    path.to_owned()
+    Ok(url)
 }
 
 fn has_drive(path: &str) -> bool {
@@ -339,6 +339,25 @@ mod tests {
             assert_eq!(PathUri::from_native(Path::new(path)).unwrap().as_str(), uri);
         }
         assert!(PathUri::from_native(Path::new("a")).is_err());
+    }
+
+    #[test]
+    fn a_pipe_is_never_a_drive() {
+        for (uri, path) in [
+            ("file:///c|/a|b", "/c|/a|b"),
+            ("file:////c|/x", "/c|/x"),
+            ("file:\\\\\\c|\\x", "/c|/x"),
+            ("file:///c\t|/x", "/c|/x"),
+            ("file:///c|/../x", "/x"),
+            ("file:///c|/d/c:", "/c|/d/c:"),
+        ] {
+            assert_eq!(native(uri).as_deref(), Ok(path), "{uri}");
+            let uri = PathUri::parse(uri).unwrap();
+            assert_eq!(PathUri::parse(uri.as_str()), Ok(uri));
+        }
+        let hosted = PathUri::parse("file://server/c|/x").unwrap();
+        assert_eq!(hosted.as_str(), "file://server/c%7C/x");
+        assert!(hosted.to_native().is_err());
     }
 
     proptest! {
