@@ -60,18 +60,18 @@ impl PathUri {
             return Err(PathUriError::Fragment);
         }
         let host = url.host_str().unwrap_or("");
-        let path = url.path();
-        if decode_percent(path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
+        let mut path = String::with_capacity(url.path().len());
+        for segment in url.path().split('/').filter(|segment| !segment.is_empty()) {
+            path.push('/');
+            path.push_str(segment);
+        }
+        if path.is_empty() {
+            path.push('/');
+        }
+        if decode_percent(&path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
             return Err(PathUriError::Foreign(text.to_owned()));
         }
-        let mut canonical = format!("file://{host}");
-        for segment in path.split('/').filter(|segment| !segment.is_empty()) {
-            canonical.push('/');
-            canonical.push_str(segment);
-        }
-        if canonical.len() == "file://".len() + host.len() {
-            canonical.push('/');
-        }
+        let mut canonical = format!("file://{host}{path}");
         if host.is_empty() && has_drive(&canonical["file://".len()..]) {
             // Drive letters compare without case; one spelling keeps equality simple.
             let at = "file:///".len();
@@ -358,6 +358,13 @@ mod tests {
         let hosted = PathUri::parse("file://server/c|/x").unwrap();
         assert_eq!(hosted.as_str(), "file://server/c%7C/x");
         assert!(hosted.to_native().is_err());
+    }
+
+    #[test]
+    fn an_opaque_form_without_a_path_is_refused() {
+        for uri in ["file:///%00/bad/path/", "file:///%00/bad/path"] {
+            assert!(PathUri::parse(uri).is_err(), "{uri}");
+        }
     }
 
     proptest! {
