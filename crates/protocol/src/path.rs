@@ -85,12 +85,12 @@ impl PathUri {
     ///
     /// # Errors
     ///
-    /// When the path is relative.
+    /// When the path is relative, or holds NUL and so cannot name a file.
     pub fn from_native(path: &Path) -> Result<Self, PathUriError> {
-        if !path.is_absolute() {
+        let bytes = path.as_os_str().as_bytes();
+        if !path.is_absolute() || bytes.contains(&0) {
             return Err(PathUriError::Foreign(path.display().to_string()));
         }
-        let bytes = path.as_os_str().as_bytes();
         let mut text = String::with_capacity(bytes.len() + 8);
         text.push_str("file://");
         for segment in bytes
@@ -119,7 +119,8 @@ impl PathUri {
     ///
     /// # Errors
     ///
-    /// When the URI names a host, a drive, or an opaque path that has an ordinary URI.
+    /// When the URI names a host, a drive, a path with NUL, or an opaque path that has an ordinary
+    /// URI.
     pub fn to_native(&self) -> Result<PathBuf, PathUriError> {
         let foreign = || PathUriError::Foreign(self.0.clone());
         let path = &self.0["file://".len()..];
@@ -365,6 +366,14 @@ mod tests {
         for uri in ["file:///%00/bad/path/", "file:///%00/bad/path"] {
             assert!(PathUri::parse(uri).is_err(), "{uri}");
         }
+    }
+
+    #[test]
+    fn no_native_path_holds_nul() {
+        let path = "/a\0b";
+        assert!(PathUri::from_native(Path::new(path)).is_err());
+        let opaque = format!("file:///%00/bad/path/{}", URL_SAFE_NO_PAD.encode(path));
+        assert!(PathUri::parse(&opaque).unwrap().to_native().is_err());
     }
 
     proptest! {
