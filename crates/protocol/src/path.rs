@@ -59,7 +59,7 @@ impl PathUri {
         if url.fragment().is_some() {
             return Err(PathUriError::Fragment);
         }
-        let host = url.host_str().unwrap_or("");
+        let mut host = url.host_str().unwrap_or("");
         let mut path = String::with_capacity(url.path().len());
         for segment in url.path().split('/').filter(|segment| !segment.is_empty()) {
             path.push('/');
@@ -71,14 +71,13 @@ impl PathUri {
         if decode_percent(&path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
             return Err(PathUriError::Foreign(text.to_owned()));
         }
-        let mut canonical = format!("file://{host}{path}");
-        if host.is_empty() && has_drive(&canonical["file://".len()..]) {
-            // Drive letters compare without case; one spelling keeps equality simple.
-            let at = "file:///".len();
-            let upper = canonical[at..=at].to_ascii_uppercase();
-            canonical.replace_range(at..=at, &upper);
+        if has_drive(&path) {
+            // The URL parser drops a host before a drive, except across an empty segment; and drive
+            // letters compare without case. One spelling keeps equality simple.
+            host = "";
+            path[..2].make_ascii_uppercase();
         }
-        Ok(Self(canonical))
+        Ok(Self(format!("file://{host}{path}")))
     }
 
     /// The URI of a native absolute path.
@@ -359,6 +358,22 @@ mod tests {
         let hosted = PathUri::parse("file://server/c|/x").unwrap();
         assert_eq!(hosted.as_str(), "file://server/c%7C/x");
         assert!(hosted.to_native().is_err());
+    }
+
+    #[test]
+    fn a_drive_has_no_host_and_one_spelling() {
+        for uri in [
+            "file:///c:/x",
+            "file:////C:/x",
+            "file://host/c:/x",
+            "file://host//c:/x",
+        ] {
+            assert_eq!(
+                PathUri::parse(uri).unwrap().as_str(),
+                "file:///C:/x",
+                "{uri}"
+            );
+        }
     }
 
     #[test]
