@@ -158,6 +158,11 @@ impl Default for PathUri {
 
 /// Follows the URL parser, except that `c|` is no drive here but a name like any other.
 fn parse_url(text: &str) -> Result<Url, url::ParseError> {
+    const IGNORED: [char; 3] = ['\t', '\n', '\r'];
+    // The parser ignores these anywhere, but after a drive takes them for a separator.
+    if text.contains(IGNORED) {
+        return parse_url(&text.replace(IGNORED, ""));
+    }
     let url = Url::parse(text)?;
     let drive = matches!(url.path().as_bytes(),
         [b'/', letter, b':' | b'|', rest @ ..]
@@ -371,6 +376,17 @@ mod tests {
             assert_eq!(
                 PathUri::parse(uri).unwrap().as_str(),
                 "file:///C:/x",
+                "{uri}"
+            );
+        }
+    }
+
+    #[test]
+    fn line_breaks_and_tabs_are_ignored() {
+        for uri in ["file:///t:\n.", "file:///t:\t.", "file:///\rt:.\n"] {
+            assert_eq!(
+                PathUri::parse(uri).unwrap().as_str(),
+                "file:///t:.",
                 "{uri}"
             );
         }
