@@ -34,9 +34,8 @@ bench: build ## Measure the server beside the Codex CLI's own
 	cargo build --release -p exec-server-bench
 	$(CARGO_TARGET_DIR)/release/exec-server-bench --peer "$$(scripts/codex) exec-server" $(BENCH_ARGS)
 
-fuzz: ## Fuzz each target for FUZZ_SECONDS; needs cargo-fuzz and a nightly toolchain
-	for target in $$(cargo +nightly fuzz list); do \
-	    cargo +nightly fuzz run "$$target" -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+fuzz: ## Fuzz each target for FUZZ_SECONDS; needs a C++ compiler
+	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test fuzz
 
 demo: ## Watch the real Codex CLI work on our server
 	cargo build --bin exec-server

@@ -12,7 +12,7 @@ use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqA
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-use crate::limits::MAX_JSON_VALUES;
+use crate::limits::{MAX_JSON_DEPTH, MAX_JSON_VALUES};
 
 /// The id of a request: text or a signed 64-bit number, echoed as it came.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
@@ -137,10 +137,18 @@ pub struct DecodeError(#[from] serde_json::Error);
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than 127 levels,
-/// holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
+/// When the text is not one JSON object, repeats a key in any object or uses one that the JSON
+/// library reserves for itself, nests deeper than [`MAX_JSON_DEPTH`], holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
-    let budget = Budget::default();
+    decode_within(text, MAX_JSON_VALUES)
+}
+
+/// [`decode`] with a limit of its own, so that a test reaches it with little text.
+pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
+    let budget = Budget {
+        spent: Cell::new(0),
+        limit: max_values,
+    };
     let mut deserializer = serde_json::Deserializer::from_str(text);
     let fields = deserializer.deserialize_map(TopLevel { budget: &budget })?;
     deserializer.end()?;
@@ -199,23 +207,28 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
         self.budget.spend::<A::Error>()?;
         while let Some(key) = map.next_key_seed(Key)? {
             match &*key {
-                "id" => fields.id = Some(map.next_value()?),
-                "method" => fields.method = Some(map.next_value_seed(Key)?),
+                "id" => {
+                    self.budget.spend::<A::Error>()?;
+                    fields.id = Some(map.next_value()?);
+                }
+                "method" => {
+                    self.budget.spend::<A::Error>()?;
+                    fields.method = Some(map.next_value_seed(Key)?);
+                }
                 "params" => fields.params = Some(map.next_value()?),
                 "result" => fields.result = Some(map.next_value()?),
-                "error" => fields.error = Some(map.next_value()?),
+                "error" => {
+                    let raw: &RawValue = map.next_value()?;
+                    fields.error = Some(object(raw, self.budget).map_err(A::Error::custom)?);
+                }
                 "trace" => {
                     let raw: &RawValue = map.next_value()?;
-                    check(raw.get(), self.budget).map_err(A::Error::custom)?;
-                    // A derived struct also accepts an array, which a trace must not be.
-                    if !raw.get().starts_with('{') && raw.get() != "null" {
-                        return Err(A::Error::custom("trace must be an object"));
-                    }
-                    fields.trace = serde_json::from_str(raw.get()).map_err(A::Error::custom)?;
+                    fields.trace = match raw.get() {
+                        "null" => self.budget.spend::<A::Error>().map(|()| None)?,
+                        _ => Some(object(raw, self.budget).map_err(A::Error::custom)?),
+                    };
                 }
-                _ => map.next_value_seed(Checked {
-                    budget: self.budget,
-                })?,
+                _ => map.next_value_seed(Checked::member(self.budget))?,
             }
             keys.insert::<A::Error>(key)?;
         }
@@ -223,33 +236,68 @@ impl<'de> Visitor<'de> for TopLevel<'_> {
     }
 }
 
+/// Builds a member that must be an object, once it is known to be bounded.
+fn object<'a, T: Deserialize<'a>>(
+    raw: &'a RawValue,
+    budget: &Budget,
+) -> Result<T, serde_json::Error> {
+    check(raw.get(), budget)?;
+    // A derived struct also accepts an array.
+    if !raw.get().starts_with('{') {
+        return Err(serde_json::Error::custom("expected an object"));
+    }
+    serde_json::from_str(raw.get())
+}
+
 fn check(text: &str, budget: &Budget) -> Result<(), serde_json::Error> {
     let mut deserializer = serde_json::Deserializer::from_str(text);
-    Checked { budget }.deserialize(&mut deserializer)
+    Checked::member(budget).deserialize(&mut deserializer)
 }
 
 /// Counts the values of one message.
-#[derive(Default)]
-struct Budget(Cell<usize>);
+struct Budget {
+    spent: Cell<usize>,
+    limit: usize,
+}
 
 impl Budget {
     fn spend<E: de::Error>(&self) -> Result<(), E> {
-        self.0.set(self.0.get() + 1);
-        if self.0.get() > MAX_JSON_VALUES {
-            return Err(E::custom(format_args!(
-                "more than {MAX_JSON_VALUES} JSON values"
-            )));
+        let Self { spent, limit } = self;
+        spent.set(spent.get() + 1);
+        if spent.get() > *limit {
+            return Err(E::custom(format_args!("more than {limit} JSON values")));
         }
         Ok(())
     }
 }
 
-/// Walks one value without building it: counts values and refuses duplicate keys.
-///
-/// The recursion limit of the JSON parser bounds the nesting.
+/// Walks one value without building it: counts values and levels, refuses duplicate keys.
 #[derive(Clone, Copy)]
 struct Checked<'b> {
     budget: &'b Budget,
+    /// Objects and arrays around this value. The parser has a limit too, but counts from the start
+    /// of the text it is given, and a raw member is a text of its own.
+    depth: usize,
+}
+
+impl<'b> Checked<'b> {
+    fn member(budget: &'b Budget) -> Self {
+        Self { budget, depth: 1 }
+    }
+
+    /// Counts an object or array, and checks what is inside.
+    fn enter<E: de::Error>(self) -> Result<Self, E> {
+        self.budget.spend::<E>()?;
+        if self.depth == MAX_JSON_DEPTH {
+            return Err(E::custom(format_args!(
+                "more than {MAX_JSON_DEPTH} levels of nesting"
+            )));
+        }
+        Ok(Self {
+            depth: self.depth + 1,
+            ..self
+        })
+    }
 }
 
 impl<'de> DeserializeSeed<'de> for Checked<'_> {
@@ -284,15 +332,15 @@ impl<'de> Visitor<'de> for Checked<'_> {
         self.budget.spend()
     }
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
-        while seq.next_element_seed(self)?.is_some() {}
+        let inside = self.enter::<A::Error>()?;
+        while seq.next_element_seed(inside)?.is_some() {}
         Ok(())
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
+        let inside = self.enter::<A::Error>()?;
         let mut keys = Keys::default();
         while let Some(key) = map.next_key_seed(Key)? {
-            map.next_value_seed(self)?;
+            map.next_value_seed(inside)?;
             keys.insert::<A::Error>(key)?;
         }
         Ok(())
@@ -310,7 +358,14 @@ impl<'a> Keys<'a> {
     /// Below this many keys comparing them all is cheaper than hashing.
     const FEW: usize = 24;
 
+    /// An object under such a key is to the JSON library a value of its own making: it parses the
+    /// string inside, which nobody counted.
+    const PRIVATE: &'static str = "$serde_json::private::";
+
     fn insert<E: de::Error>(&mut self, key: Cow<'a, str>) -> Result<(), E> {
+        if key.starts_with(Self::PRIVATE) {
+            return Err(E::custom(format_args!("reserved field `{key}`")));
+        }
         if self.few.contains(&key) || self.many.contains(&key) {
             return Err(E::custom(format_args!("duplicate field `{key}`")));
         }
@@ -512,6 +567,53 @@ mod tests {
         };
         assert!(decode(&wide(250_000)).is_ok());
         assert!(malformed(&wide(262_200)).contains("262144"));
+    }
+
+    #[test]
+    fn the_error_member_is_bounded_like_any_other() {
+        let error =
+            |data: &str| format!(r#"{{"id":1,"error":{{"code":1,"message":"m","data":{data}}}}}"#);
+        assert!(decode(&error(r#"{"a":1,"b":2}"#)).is_ok());
+        assert!(malformed(&error(r#"{"a":1,"a":2}"#)).contains("duplicate field `a`"));
+        let zeros = vec!["0"; MAX_JSON_VALUES].join(",");
+        assert!(malformed(&error(&format!("[{zeros}]"))).contains("262144"));
+        malformed(r#"{"id":1,"error":[1,"m"]}"#);
+    }
+
+    #[test]
+    fn every_value_counts() {
+        for (text, values) in [
+            (r#"{"method":"a"}"#, 2),
+            (r#"{"id":1,"method":"a","params":[0,{"b":null}]}"#, 7),
+            (r#"{"id":1,"result":null,"trace":{"tracestate":null}}"#, 5),
+            (r#"{"id":1,"error":{"code":1,"message":"m"}}"#, 5),
+        ] {
+            assert!(decode_within(text, values).is_ok(), "{text}");
+            assert!(decode_within(text, values - 1).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn nesting_counts_from_the_message_itself() {
+        for member in ["params", "result", "unknown", "trace", "error"] {
+            let nested = |levels: usize| {
+                let (open, close) = ("[".repeat(levels - 2), "]".repeat(levels - 2));
+                format!(
+                    r#"{{"id":1,"method":"a","{member}":{{"code":1,"message":"","x":{open}{close}}}}}"#
+                )
+            };
+            assert!(decode(&nested(127)).is_ok(), "{member}");
+            malformed(&nested(128));
+        }
+    }
+
+    #[test]
+    fn no_key_makes_the_parser_read_a_string_as_json() {
+        let data = r#"{"$serde_json::private::RawValue":"[0,0,0,0,0,0,0,0]"}"#;
+        malformed(&format!(r#"{{"id":1,"method":"a","params":{data}}}"#));
+        malformed(&format!(
+            r#"{{"id":1,"error":{{"code":1,"message":"m","data":[{data}]}}}}"#
+        ));
     }
 
     #[test]

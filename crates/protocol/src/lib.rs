@@ -9,6 +9,8 @@ pub mod command;
 pub mod envelope;
 pub mod environment;
 pub mod fs;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 pub mod limits;
 pub mod method;
 pub mod path;
