@@ -5,7 +5,6 @@
 //! of one of three repeating texts, and a chunk is compared as it came, without decoding. Padded
 //! base64 is one-to-one, so equal text means equal bytes.
 
-
 use base64_simd::STANDARD;
 use exec_server_protocol::chunk;
 
@@ -141,7 +140,11 @@ mod tests {
                 assert!(pattern.matches(offset, &bytes));
                 let mut text = Vec::new();
                 pattern.push_text(offset, len, &mut text);
-                assert_eq!(text, STANDARD.encode_to_string(&bytes).into_bytes(), "{offset} {len}");
+                assert_eq!(
+                    text,
+                    STANDARD.encode_to_string(&bytes).into_bytes(),
+                    "{offset} {len}"
+                );
                 assert_eq!(pattern.check_text(offset, &text), Some(len as u64));
             }
         }

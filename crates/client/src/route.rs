@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use exec_server_protocol::Notification;
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
 use exec_server_transport::peer::Handler;
-use serde_json::value::RawValue;
 use tokio::sync::{Notify, watch};
 
 use crate::error::ExecServerError;
@@ -90,11 +89,7 @@ pub(crate) struct Dispatch(pub(crate) Arc<Routes>);
 impl Handler for Dispatch {
     /// Waits while the consumer of the process has too much to read: nothing is lost, but whatever
     /// comes later on the same connection waits too.
-    async fn notification(
-        &mut self,
-        method: &str,
-        params: Option<&RawValue>,
-    ) -> Result<(), String> {
+    async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
         let (process_id, event) = match method {
             Output::NAME => {
                 let params = decode::<Output>(params)?;
@@ -121,8 +116,8 @@ impl Handler for Dispatch {
     }
 }
 
-fn decode<N: Notification>(params: Option<&RawValue>) -> Result<N::Params, String> {
-    let params = params.map_or("null", RawValue::get);
+fn decode<N: Notification>(params: Option<&str>) -> Result<N::Params, String> {
+    let params = params.unwrap_or("null");
     serde_json::from_str(params).map_err(|error| format!("malformed `{}`: {error}", N::NAME))
 }
 

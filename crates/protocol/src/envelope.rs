@@ -4,15 +4,13 @@
 //! refused before anything is built from it. Params and results stay raw text here.
 
 use std::borrow::Cow;
-use std::cell::Cell;
-use std::collections::HashSet;
 use std::fmt;
 
-use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserializer, Error as _, Visitor};
 use serde::{Deserialize, Serialize};
-use serde_json::value::RawValue;
 
-use crate::limits::{MAX_JSON_DEPTH, MAX_JSON_VALUES};
+use crate::limits::MAX_JSON_VALUES;
+use crate::scan::{self, ScanError};
 
 /// The id of a request: text or a signed 64-bit number, echoed as it came.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
@@ -101,7 +99,7 @@ pub enum Incoming<'a> {
         /// The method's name.
         method: Cow<'a, str>,
         /// The raw `params`, if there were any.
-        params: Option<&'a RawValue>,
+        params: Option<&'a str>,
         /// Where this request belongs in a distributed trace.
         trace: Option<Trace>,
     },
@@ -110,14 +108,14 @@ pub enum Incoming<'a> {
         /// The method's name.
         method: Cow<'a, str>,
         /// The raw `params`, if there were any.
-        params: Option<&'a RawValue>,
+        params: Option<&'a str>,
     },
     /// `id` and `result`.
     Response {
         /// Which request this answers.
         id: RequestId,
         /// The raw result.
-        result: &'a RawValue,
+        result: &'a str,
     },
     /// `id` and `error`.
     Error {
@@ -130,46 +128,65 @@ pub enum Incoming<'a> {
 
 /// Why a message is malformed.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct DecodeError(#[from] serde_json::Error);
+#[non_exhaustive]
+pub enum DecodeError {
+    /// It is not a bounded JSON object.
+    #[error(transparent)]
+    Text(#[from] ScanError),
+    /// A member is not what it should be.
+    #[error("invalid `{name}`: {source}")]
+    Member {
+        /// Which one.
+        name: &'static str,
+        /// What the JSON library said.
+        source: serde_json::Error,
+    },
+    /// A member that makes it a message is missing.
+    #[error("missing field `{0}`")]
+    Missing(&'static str),
+}
 
 /// Decodes and classifies one message.
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object or uses one that the JSON
-/// library reserves for itself, nests deeper than [`MAX_JSON_DEPTH`], holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
+/// When the text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), holds more than [`MAX_JSON_VALUES`] values, or
+/// is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }
 
 /// [`decode`] with a limit of its own, so that a test reaches it with little text.
 pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
-    let budget = Budget {
-        spent: Cell::new(0),
-        limit: max_values,
-    };
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let fields = deserializer.deserialize_map(TopLevel { budget: &budget })?;
-    deserializer.end()?;
-    for raw in [fields.params, fields.result].into_iter().flatten() {
-        check(raw.get(), &budget)?;
+    let mut fields = Fields::default();
+    for (key, raw) in scan::members(text, max_values)? {
+        match &*key {
+            "id" => fields.id = Some(member("id", raw)?),
+            "method" => fields.method = Some(string("method", raw)?),
+            "params" => fields.params = Some(raw),
+            "result" => fields.result = Some(raw),
+            "error" => fields.error = Some(object("error", raw)?),
+            "trace" if raw == "null" => {}
+            "trace" => fields.trace = Some(object("trace", raw)?),
+            _ => {}
+        }
     }
-    Ok(fields.classify()?)
+    fields.classify()
 }
 
 #[derive(Default)]
 struct Fields<'a> {
     id: Option<RequestId>,
     method: Option<Cow<'a, str>>,
-    params: Option<&'a RawValue>,
-    result: Option<&'a RawValue>,
+    params: Option<&'a str>,
+    result: Option<&'a str>,
     error: Option<ErrorObject>,
     trace: Option<Trace>,
 }
 
 impl<'a> Fields<'a> {
-    fn classify(self) -> Result<Incoming<'a>, serde_json::Error> {
+    fn classify(self) -> Result<Incoming<'a>, DecodeError> {
         match (self.method, self.id, self.result, self.error) {
             (Some(method), Some(id), ..) => Ok(Incoming::Request {
                 id,
@@ -183,221 +200,34 @@ impl<'a> Fields<'a> {
             }),
             (None, Some(id), Some(result), _) => Ok(Incoming::Response { id, result }),
             (None, Some(id), None, Some(error)) => Ok(Incoming::Error { id, error }),
-            (None, _, None, None) => Err(serde_json::Error::missing_field("error")),
-            (None, None, ..) => Err(serde_json::Error::missing_field("id")),
+            (None, _, None, None) => Err(DecodeError::Missing("error")),
+            (None, None, ..) => Err(DecodeError::Missing("id")),
         }
     }
 }
 
-/// Visits the members of a message, leaving params and result as raw text.
-struct TopLevel<'b> {
-    budget: &'b Budget,
+fn member<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, DecodeError> {
+    serde_json::from_str(raw).map_err(|source| DecodeError::Member { name, source })
 }
 
-impl<'de> Visitor<'de> for TopLevel<'_> {
-    type Value = Fields<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON-RPC message object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
-        let mut fields = Fields::default();
-        let mut keys = Keys::default();
-        self.budget.spend::<A::Error>()?;
-        while let Some(key) = map.next_key_seed(Key)? {
-            match &*key {
-                "id" => {
-                    self.budget.spend::<A::Error>()?;
-                    fields.id = Some(map.next_value()?);
-                }
-                "method" => {
-                    self.budget.spend::<A::Error>()?;
-                    fields.method = Some(map.next_value_seed(Key)?);
-                }
-                "params" => fields.params = Some(map.next_value()?),
-                "result" => fields.result = Some(map.next_value()?),
-                "error" => {
-                    let raw: &RawValue = map.next_value()?;
-                    fields.error = Some(object(raw, self.budget).map_err(A::Error::custom)?);
-                }
-                "trace" => {
-                    let raw: &RawValue = map.next_value()?;
-                    fields.trace = match raw.get() {
-                        "null" => self.budget.spend::<A::Error>().map(|()| None)?,
-                        _ => Some(object(raw, self.budget).map_err(A::Error::custom)?),
-                    };
-                }
-                _ => map.next_value_seed(Checked::member(self.budget))?,
-            }
-            keys.insert::<A::Error>(key)?;
-        }
-        Ok(fields)
-    }
-}
-
-/// Builds a member that must be an object, once it is known to be bounded.
-fn object<'a, T: Deserialize<'a>>(
-    raw: &'a RawValue,
-    budget: &Budget,
-) -> Result<T, serde_json::Error> {
-    check(raw.get(), budget)?;
+/// Builds a member that must be an object.
+fn object<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, DecodeError> {
     // A derived struct also accepts an array.
-    if !raw.get().starts_with('{') {
-        return Err(serde_json::Error::custom("expected an object"));
+    if !raw.starts_with('{') {
+        let source = serde_json::Error::custom("expected an object");
+        return Err(DecodeError::Member { name, source });
     }
-    serde_json::from_str(raw.get())
-}
-
-fn check(text: &str, budget: &Budget) -> Result<(), serde_json::Error> {
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    Checked::member(budget).deserialize(&mut deserializer)
-}
-
-/// Counts the values of one message.
-struct Budget {
-    spent: Cell<usize>,
-    limit: usize,
-}
-
-impl Budget {
-    fn spend<E: de::Error>(&self) -> Result<(), E> {
-        let Self { spent, limit } = self;
-        spent.set(spent.get() + 1);
-        if spent.get() > *limit {
-            return Err(E::custom(format_args!("more than {limit} JSON values")));
-        }
-        Ok(())
-    }
-}
-
-/// Walks one value without building it: counts values and levels, refuses duplicate keys.
-#[derive(Clone, Copy)]
-struct Checked<'b> {
-    budget: &'b Budget,
-    /// Objects and arrays around this value. The parser has a limit too, but counts from the start
-    /// of the text it is given, and a raw member is a text of its own.
-    depth: usize,
-}
-
-impl<'b> Checked<'b> {
-    fn member(budget: &'b Budget) -> Self {
-        Self { budget, depth: 1 }
-    }
-
-    /// Counts an object or array, and checks what is inside.
-    fn enter<E: de::Error>(self) -> Result<Self, E> {
-        self.budget.spend::<E>()?;
-        if self.depth == MAX_JSON_DEPTH {
-            return Err(E::custom(format_args!(
-                "more than {MAX_JSON_DEPTH} levels of nesting"
-            )));
-        }
-        Ok(Self {
-            depth: self.depth + 1,
-            ..self
-        })
-    }
-}
-
-impl<'de> DeserializeSeed<'de> for Checked<'_> {
-    type Value = ();
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Checked<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON value")
-    }
-    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_i64<E: de::Error>(self, _: i64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_u64<E: de::Error>(self, _: u64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_f64<E: de::Error>(self, _: f64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_str<E: de::Error>(self, _: &str) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        let inside = self.enter::<A::Error>()?;
-        while seq.next_element_seed(inside)?.is_some() {}
-        Ok(())
-    }
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        let inside = self.enter::<A::Error>()?;
-        let mut keys = Keys::default();
-        while let Some(key) = map.next_key_seed(Key)? {
-            map.next_value_seed(inside)?;
-            keys.insert::<A::Error>(key)?;
-        }
-        Ok(())
-    }
-}
-
-/// The keys of one object seen so far; a list while short, a set beyond.
-#[derive(Default)]
-struct Keys<'a> {
-    few: Vec<Cow<'a, str>>,
-    many: HashSet<Cow<'a, str>>,
-}
-
-impl<'a> Keys<'a> {
-    /// Below this many keys comparing them all is cheaper than hashing.
-    const FEW: usize = 24;
-
-    /// An object under such a key is to the JSON library a value of its own making: it parses the
-    /// string inside, which nobody counted.
-    const PRIVATE: &'static str = "$serde_json::private::";
-
-    fn insert<E: de::Error>(&mut self, key: Cow<'a, str>) -> Result<(), E> {
-        if key.starts_with(Self::PRIVATE) {
-            return Err(E::custom(format_args!("reserved field `{key}`")));
-        }
-        if self.few.contains(&key) || self.many.contains(&key) {
-            return Err(E::custom(format_args!("duplicate field `{key}`")));
-        }
-        if self.few.len() < Self::FEW {
-            self.few.push(key);
-        } else {
-            self.many.insert(key);
-        }
-        Ok(())
-    }
+    member(name, raw)
 }
 
 /// A string that borrows from the message unless it holds escapes.
-struct Key;
-
-impl<'de> DeserializeSeed<'de> for Key {
-    type Value = Cow<'de, str>;
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Key {
-    type Value = Cow<'de, str>;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string")
-    }
-    fn visit_borrowed_str<E: de::Error>(self, text: &'de str) -> Result<Self::Value, E> {
-        Ok(Cow::Borrowed(text))
-    }
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Cow::Owned(text.to_owned()))
+fn string<'a>(name: &'static str, raw: &'a str) -> Result<Cow<'a, str>, DecodeError> {
+    match raw
+        .strip_prefix('"')
+        .and_then(|rest| rest.strip_suffix('"'))
+    {
+        Some(plain) if !plain.contains('\\') => Ok(Cow::Borrowed(plain)),
+        _ => member::<String>(name, raw).map(Cow::Owned),
     }
 }
 
@@ -635,7 +465,7 @@ mod tests {
                     Incoming::Request { id: seen, method: name, params, .. } => {
                         prop_assert_eq!(seen, id);
                         prop_assert_eq!(&*name, &*method);
-                        prop_assert_eq!(params.unwrap().get(), "[1,2]");
+                        prop_assert_eq!(params.unwrap(), "[1,2]");
                     }
                     other => prop_assert!(false, "{other:?}"),
                 }

@@ -15,9 +15,11 @@ pub mod limits;
 pub mod method;
 pub mod path;
 pub mod process;
+mod scan;
 pub mod session;
 
 pub use chunk::ByteChunk;
 pub use envelope::{ErrorObject, Incoming, RequestId};
 pub use method::{Method, NoParams, Notification};
 pub use path::PathUri;
+pub use scan::ScanError;

@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::{ErrorObject, Method, Notification, RequestId};
-use serde_json::value::RawValue;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
@@ -63,7 +62,7 @@ pub trait Handler: Send + 'static {
     fn notification(
         &mut self,
         method: &str,
-        params: Option<&RawValue>,
+        params: Option<&str>,
     ) -> impl Future<Output = Result<(), String>> + Send;
 }
 
@@ -97,7 +96,7 @@ struct Shared {
     closed: watch::Sender<Option<Arc<str>>>,
 }
 
-type Answer = Result<Box<RawValue>, ErrorObject>;
+type Answer = Result<String, ErrorObject>;
 
 #[derive(Debug, Default)]
 struct Calls {
@@ -183,7 +182,7 @@ impl Peer {
             .await
             .map_err(decode)?;
         match receiver.await {
-            Ok(Ok(result)) => serde_json::from_str(result.get()).map_err(decode),
+            Ok(Ok(result)) => serde_json::from_str(&result).map_err(decode),
             Ok(Err(error)) => Err(CallError::Server {
                 code: error.code,
                 message: error.message,
@@ -446,7 +445,7 @@ mod tests {
         async fn notification(
             &mut self,
             _method: &str,
-            _params: Option<&RawValue>,
+            _params: Option<&str>,
         ) -> Result<(), String> {
             self.0.notified().await;
             Ok(())

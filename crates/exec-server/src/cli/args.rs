@@ -71,6 +71,10 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "COUNT")]
     pub(super) concurrent_requests: Option<NonZeroUsize>,
 
+    /// Threads that serve connections; as many as suit the machine if not given
+    #[arg(long, value_name = "COUNT")]
+    pub(super) threads: Option<NonZeroUsize>,
+
     /// Listen where others can reach it, without authentication: anyone there can run commands
     #[arg(long)]
     pub(super) danger_no_auth: bool,

@@ -71,7 +71,9 @@ pub(crate) async fn unix() -> Subject {
 }
 
 pub(crate) async fn websocket() -> Subject {
-    let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    // The others are served by one thread.
+    command.args(["--threads", "3"]);
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
     Subject::new(ExecServerClient::connect(args).await.unwrap(), server)
