@@ -10,13 +10,16 @@ FUZZ_SECONDS ?= 60
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test interop conformance bench fuzz demo clean
+.PHONY: help build start check test interop conformance bench fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 build: ## Build the server as it is released
 	cargo build --release --bin exec-server
+
+start: ## Start a server and show how to use it
+	scripts/start
 
 check: ## Formatting, lints and documentation, without a warning
 	scripts/test check
