@@ -10,13 +10,16 @@ FUZZ_SECONDS ?= 60
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help build check test interop conformance bench fuzz demo clean
+.PHONY: help build start check test interop conformance bench fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 build: ## Build the server as it is released
 	cargo build --release --bin exec-server
+
+start: ## Start a server and show how to use it
+	scripts/start
 
 check: ## Formatting, lints and documentation, without a warning
 	scripts/test check
@@ -34,9 +37,8 @@ bench: build ## Measure the server beside the Codex CLI's own
 	cargo build --release -p exec-server-bench
 	$(CARGO_TARGET_DIR)/release/exec-server-bench --peer "$$(scripts/codex) exec-server" $(BENCH_ARGS)
 
-fuzz: ## Fuzz each target for FUZZ_SECONDS; needs cargo-fuzz and a nightly toolchain
-	for target in $$(cargo +nightly fuzz list); do \
-	    cargo +nightly fuzz run "$$target" -- -max_total_time=$(FUZZ_SECONDS) || exit 1; done
+fuzz: ## Fuzz each target for FUZZ_SECONDS; needs a C++ compiler
+	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test fuzz
 
 demo: ## Watch the real Codex CLI work on our server
 	cargo build --bin exec-server

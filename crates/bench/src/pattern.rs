@@ -5,8 +5,7 @@
 //! of one of three repeating texts, and a chunk is compared as it came, without decoding. Padded
 //! base64 is one-to-one, so equal text means equal bytes.
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64_simd::STANDARD;
 use exec_server_protocol::chunk;
 
 /// After this many bytes the pattern repeats.
@@ -88,7 +87,7 @@ impl Pattern {
         if padding == 0 {
             return Some(length);
         }
-        let tail = STANDARD.decode(tail).ok()?;
+        let tail = STANDARD.decode_to_vec(tail).ok()?;
         self.matches(offset + length, &tail)
             .then_some(length + tail.len() as u64)
     }
@@ -141,7 +140,11 @@ mod tests {
                 assert!(pattern.matches(offset, &bytes));
                 let mut text = Vec::new();
                 pattern.push_text(offset, len, &mut text);
-                assert_eq!(text, STANDARD.encode(&bytes).into_bytes(), "{offset} {len}");
+                assert_eq!(
+                    text,
+                    STANDARD.encode_to_string(&bytes).into_bytes(),
+                    "{offset} {len}"
+                );
                 assert_eq!(pattern.check_text(offset, &text), Some(len as u64));
             }
         }

@@ -2,6 +2,7 @@
 //!
 //! A scenario starts fresh servers, then goes round floor, server, peer several times, so that a
 //! slow moment of the machine hits all of them alike; each figure is the median over the rounds.
+//! Many short rounds are steadier than few long ones.
 
 mod echo;
 mod handshake;

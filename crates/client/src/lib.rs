@@ -1,1 +1,61 @@
-//! x
+//! Run processes on some machine as if they were your own.
+//!
+//! Owns the traits that embedders program against ([`ExecBackend`], [`ExecProcess`]), the
+//! connection to a server ([`ExecServerClient`]) and the order of events. Knows nothing of how a
+//! server keeps its sessions, nor of what carries the messages.
+//!
+//! ```no_run
+//! use std::collections::BTreeMap;
+//!
+//! use exec_server_client::protocol::PathUri;
+//! use exec_server_client::protocol::process::StartParams;
+//! use exec_server_client::{
+//!     CollectOptions, ExecBackend, ExecServerClient, RemoteExecServerConnectArgs,
+//! };
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let args = RemoteExecServerConnectArgs::new("ws://127.0.0.1:4600", "example");
+//! let client = ExecServerClient::connect(args).await?;
+//! let started = client
+//!     .start(StartParams {
+//!         process_id: "hello".to_owned(),
+//!         argv: vec!["/bin/echo".to_owned(), "hello".to_owned()],
+//!         cwd: PathUri::parse("file:///")?,
+//!         env: BTreeMap::new(),
+//!         ..StartParams::default()
+//!     })
+//!     .await?;
+//! let output = started.process.output(CollectOptions::default()).await?;
+//! assert_eq!(output.stdout, b"hello\n");
+//! # Ok(())
+//! # }
+//! ```
+
+mod backend;
+mod caller;
+mod client;
+mod collect;
+mod error;
+mod event;
+mod extension;
+mod follow;
+mod inbox;
+#[cfg(feature = "local")]
+mod local;
+mod options;
+mod order;
+mod remote;
+mod route;
+
+pub use backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+pub use client::ExecServerClient;
+pub use collect::{CollectOptions, ProcessOutput};
+pub use error::ExecServerError;
+pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
+#[cfg(feature = "local")]
+pub use exec_server_executor as executor;
+pub use exec_server_protocol as protocol;
+#[cfg(feature = "local")]
+pub use local::LocalBackend;
+pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
+pub use remote::AttachRequest;

@@ -1,10 +1,64 @@
-//! Run commands and use files on any machine, from any program, without losing a byte.
+//! Run commands on any machine, from any program, without losing a byte.
 //!
-//! This crate is the front door: what embedders use is at its root, the rest by module path.
+//! This crate is the front door: what embedders use is at its root, the rest by module path of the
+//! crates that it re-exports.
+//!
+//! ```no_run
+//! use exec_server::{CollectOptions, ExecBackend, ExecServerConfig, Server, in_process};
+//! use exec_server::protocol::process::StartParams;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! // A server and a client inside this program; `ExecServerClient::connect` reaches one elsewhere.
+//! let server = Server::new(ExecServerConfig::default())?;
+//! let client = in_process(&server).await?;
+//! let params = StartParams {
+//!     process_id: "1".to_owned(),
+//!     argv: vec!["echo".to_owned(), "hello".to_owned()],
+//!     ..StartParams::default()
+//! };
+//! let started = client.start(params).await?;
+//! let output = started.process.output(CollectOptions::default()).await?;
+//! assert_eq!(output.stdout, b"hello\n");
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod cli;
 
-pub use exec_server_service::{
-    DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, ListenUrl, Listener,
-    Server,
+pub use exec_server_client::{
+    CollectOptions, ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents,
+    ExecServerClient, ExecServerClientConnectOptions, ExecServerError, LocalBackend, ProcessExit,
+    ProcessOutput, ReadRequest, RemoteExecServerConnectArgs, StartedProcess,
 };
+pub use exec_server_executor as executor;
+pub use exec_server_protocol as protocol;
+pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
+pub use exec_server_service::{
+    DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, Lifetime, ListenUrl,
+    Listener, Server,
+};
+pub use exec_server_transport as transport;
+
+/// A client of a server in this same program.
+///
+/// The session ends with the client.
+///
+/// # Errors
+///
+/// When the handshake fails, which it does only while the server shuts down.
+pub async fn in_process(server: &Server) -> Result<ExecServerClient, ExecServerError> {
+    let (here, there) = transport::Link::pair();
+    let connection = server.serve(there, "in-process client".to_owned(), Lifetime::Connection);
+    // Ends with the client, whose end of the link it reads.
+    tokio::spawn(connection);
+    let options = ExecServerClientConnectOptions::new("in-process");
+    ExecServerClient::from_link(here, options).await
+}
+
+/// Runs the server of the `exec-server` binary in this program, until it is told to stop.
+///
+/// Reads its arguments and its environment, and forks a guardian first: for binaries that are
+/// nothing but a server.
+pub fn run_main() -> std::process::ExitCode {
+    cli::main()
+}

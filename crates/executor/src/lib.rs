@@ -15,6 +15,8 @@ pub mod host;
 pub mod limits;
 pub mod log;
 pub mod process;
+pub mod report;
+pub mod request;
 pub mod signal;
 pub mod spec;
 pub mod sys;

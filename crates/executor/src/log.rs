@@ -260,6 +260,17 @@ impl Log {
             .and_then(|index| self.entries.get(index))
     }
 
+    /// Whether there is retained output after `cursor`.
+    pub fn has_output_after(&self, cursor: u64) -> bool {
+        let from = cursor.saturating_add(1).saturating_sub(self.first_seq());
+        let from = usize::try_from(from)
+            .unwrap_or(usize::MAX)
+            .min(self.entries.len());
+        // The end of the process and of the log are the only others, so this looks at three at most.
+        let mut after = self.entries.range(from..);
+        after.any(|entry| matches!(entry.kind, EntryKind::Output(..)))
+    }
+
     /// Retained output after `cursor`.
     ///
     /// With `max_bytes` the slice stops before a chunk that would exceed it, but holds one at least,

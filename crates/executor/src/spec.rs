@@ -113,6 +113,9 @@ pub enum StartError {
         /// What the system said.
         source: io::Error,
     },
+    /// The request cannot be, or asks for a policy that cannot be enforced.
+    #[error("{0}")]
+    Refused(String),
     /// There are too many processes already.
     #[error("limit of {0} live processes reached")]
     TooMany(usize),

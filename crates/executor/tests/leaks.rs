@@ -1,7 +1,5 @@
 //! Descriptors and zombies after many processes; alone in its program, so that it can count them.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
-
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -2,8 +2,7 @@
 
 use std::fmt;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64_simd::STANDARD;
 use bytes::Bytes;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -45,12 +44,7 @@ impl From<&[u8]> for ByteChunk {
 
 /// Appends the base64 text of `bytes` to `out`.
 pub fn encode_into(bytes: &[u8], out: &mut Vec<u8>) {
-    let start = out.len();
-    let length = encoded_len(bytes.len());
-    out.resize(start + length, 0);
-    // The slice has exactly the encoded length, which is the only way this call can fail.
-    let written = STANDARD.encode_slice(bytes, &mut out[start..]).unwrap_or(0);
-    debug_assert_eq!(written, length);
+    STANDARD.encode_append(bytes, out);
 }
 
 /// Length of the base64 text of `len` bytes.
@@ -60,7 +54,7 @@ pub const fn encoded_len(len: usize) -> usize {
 
 impl Serialize for ByteChunk {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&STANDARD.encode(&self.0))
+        serializer.serialize_str(&STANDARD.encode_to_string(&self.0))
     }
 }
 
@@ -74,7 +68,7 @@ impl<'de> Deserialize<'de> for ByteChunk {
             }
             fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteChunk, E> {
                 STANDARD
-                    .decode(text)
+                    .decode_to_vec(text)
                     .map(ByteChunk::from)
                     .map_err(|error| E::custom(format_args!("invalid base64: {error}")))
             }

@@ -4,15 +4,13 @@
 //! refused before anything is built from it. Params and results stay raw text here.
 
 use std::borrow::Cow;
-use std::cell::Cell;
-use std::collections::HashSet;
 use std::fmt;
 
-use serde::de::{self, DeserializeSeed, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{self, Deserializer, Error as _, Visitor};
 use serde::{Deserialize, Serialize};
-use serde_json::value::RawValue;
 
 use crate::limits::MAX_JSON_VALUES;
+use crate::scan::{self, ScanError};
 
 /// The id of a request: text or a signed 64-bit number, echoed as it came.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
@@ -101,7 +99,7 @@ pub enum Incoming<'a> {
         /// The method's name.
         method: Cow<'a, str>,
         /// The raw `params`, if there were any.
-        params: Option<&'a RawValue>,
+        params: Option<&'a str>,
         /// Where this request belongs in a distributed trace.
         trace: Option<Trace>,
     },
@@ -110,14 +108,14 @@ pub enum Incoming<'a> {
         /// The method's name.
         method: Cow<'a, str>,
         /// The raw `params`, if there were any.
-        params: Option<&'a RawValue>,
+        params: Option<&'a str>,
     },
     /// `id` and `result`.
     Response {
         /// Which request this answers.
         id: RequestId,
         /// The raw result.
-        result: &'a RawValue,
+        result: &'a str,
     },
     /// `id` and `error`.
     Error {
@@ -130,38 +128,65 @@ pub enum Incoming<'a> {
 
 /// Why a message is malformed.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct DecodeError(#[from] serde_json::Error);
+#[non_exhaustive]
+pub enum DecodeError {
+    /// It is not a bounded JSON object.
+    #[error(transparent)]
+    Text(#[from] ScanError),
+    /// A member is not what it should be.
+    #[error("invalid `{name}`: {source}")]
+    Member {
+        /// Which one.
+        name: &'static str,
+        /// What the JSON library said.
+        source: serde_json::Error,
+    },
+    /// A member that makes it a message is missing.
+    #[error("missing field `{0}`")]
+    Missing(&'static str),
+}
 
 /// Decodes and classifies one message.
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than 127 levels,
-/// holds more than [`MAX_JSON_VALUES`] values, or is none of the four kinds.
+/// When the text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), holds more than [`MAX_JSON_VALUES`] values, or
+/// is none of the four kinds.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
-    let budget = Budget::default();
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    let fields = deserializer.deserialize_map(TopLevel { budget: &budget })?;
-    deserializer.end()?;
-    for raw in [fields.params, fields.result].into_iter().flatten() {
-        check(raw.get(), &budget)?;
+    decode_within(text, MAX_JSON_VALUES)
+}
+
+/// [`decode`] with a limit of its own, so that a test reaches it with little text.
+pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
+    let mut fields = Fields::default();
+    for (key, raw) in scan::members(text, max_values)? {
+        match &*key {
+            "id" => fields.id = Some(member("id", raw)?),
+            "method" => fields.method = Some(string("method", raw)?),
+            "params" => fields.params = Some(raw),
+            "result" => fields.result = Some(raw),
+            "error" => fields.error = Some(object("error", raw)?),
+            "trace" if raw == "null" => {}
+            "trace" => fields.trace = Some(object("trace", raw)?),
+            _ => {}
+        }
     }
-    Ok(fields.classify()?)
+    fields.classify()
 }
 
 #[derive(Default)]
 struct Fields<'a> {
     id: Option<RequestId>,
     method: Option<Cow<'a, str>>,
-    params: Option<&'a RawValue>,
-    result: Option<&'a RawValue>,
+    params: Option<&'a str>,
+    result: Option<&'a str>,
     error: Option<ErrorObject>,
     trace: Option<Trace>,
 }
 
 impl<'a> Fields<'a> {
-    fn classify(self) -> Result<Incoming<'a>, serde_json::Error> {
+    fn classify(self) -> Result<Incoming<'a>, DecodeError> {
         match (self.method, self.id, self.result, self.error) {
             (Some(method), Some(id), ..) => Ok(Incoming::Request {
                 id,
@@ -175,174 +200,34 @@ impl<'a> Fields<'a> {
             }),
             (None, Some(id), Some(result), _) => Ok(Incoming::Response { id, result }),
             (None, Some(id), None, Some(error)) => Ok(Incoming::Error { id, error }),
-            (None, _, None, None) => Err(serde_json::Error::missing_field("error")),
-            (None, None, ..) => Err(serde_json::Error::missing_field("id")),
+            (None, _, None, None) => Err(DecodeError::Missing("error")),
+            (None, None, ..) => Err(DecodeError::Missing("id")),
         }
     }
 }
 
-/// Visits the members of a message, leaving params and result as raw text.
-struct TopLevel<'b> {
-    budget: &'b Budget,
+fn member<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, DecodeError> {
+    serde_json::from_str(raw).map_err(|source| DecodeError::Member { name, source })
 }
 
-impl<'de> Visitor<'de> for TopLevel<'_> {
-    type Value = Fields<'de>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON-RPC message object")
+/// Builds a member that must be an object.
+fn object<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, DecodeError> {
+    // A derived struct also accepts an array.
+    if !raw.starts_with('{') {
+        let source = serde_json::Error::custom("expected an object");
+        return Err(DecodeError::Member { name, source });
     }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
-        let mut fields = Fields::default();
-        let mut keys = Keys::default();
-        self.budget.spend::<A::Error>()?;
-        while let Some(key) = map.next_key_seed(Key)? {
-            match &*key {
-                "id" => fields.id = Some(map.next_value()?),
-                "method" => fields.method = Some(map.next_value_seed(Key)?),
-                "params" => fields.params = Some(map.next_value()?),
-                "result" => fields.result = Some(map.next_value()?),
-                "error" => fields.error = Some(map.next_value()?),
-                "trace" => {
-                    let raw: &RawValue = map.next_value()?;
-                    check(raw.get(), self.budget).map_err(A::Error::custom)?;
-                    // A derived struct also accepts an array, which a trace must not be.
-                    if !raw.get().starts_with('{') && raw.get() != "null" {
-                        return Err(A::Error::custom("trace must be an object"));
-                    }
-                    fields.trace = serde_json::from_str(raw.get()).map_err(A::Error::custom)?;
-                }
-                _ => map.next_value_seed(Checked {
-                    budget: self.budget,
-                })?,
-            }
-            keys.insert::<A::Error>(key)?;
-        }
-        Ok(fields)
-    }
-}
-
-fn check(text: &str, budget: &Budget) -> Result<(), serde_json::Error> {
-    let mut deserializer = serde_json::Deserializer::from_str(text);
-    Checked { budget }.deserialize(&mut deserializer)
-}
-
-/// Counts the values of one message.
-#[derive(Default)]
-struct Budget(Cell<usize>);
-
-impl Budget {
-    fn spend<E: de::Error>(&self) -> Result<(), E> {
-        self.0.set(self.0.get() + 1);
-        if self.0.get() > MAX_JSON_VALUES {
-            return Err(E::custom(format_args!(
-                "more than {MAX_JSON_VALUES} JSON values"
-            )));
-        }
-        Ok(())
-    }
-}
-
-/// Walks one value without building it: counts values and refuses duplicate keys.
-///
-/// The recursion limit of the JSON parser bounds the nesting.
-#[derive(Clone, Copy)]
-struct Checked<'b> {
-    budget: &'b Budget,
-}
-
-impl<'de> DeserializeSeed<'de> for Checked<'_> {
-    type Value = ();
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
-        deserializer.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Checked<'_> {
-    type Value = ();
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON value")
-    }
-    fn visit_unit<E: de::Error>(self) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_bool<E: de::Error>(self, _: bool) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_i64<E: de::Error>(self, _: i64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_u64<E: de::Error>(self, _: u64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_f64<E: de::Error>(self, _: f64) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_str<E: de::Error>(self, _: &str) -> Result<(), E> {
-        self.budget.spend()
-    }
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
-        while seq.next_element_seed(self)?.is_some() {}
-        Ok(())
-    }
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<(), A::Error> {
-        self.budget.spend::<A::Error>()?;
-        let mut keys = Keys::default();
-        while let Some(key) = map.next_key_seed(Key)? {
-            map.next_value_seed(self)?;
-            keys.insert::<A::Error>(key)?;
-        }
-        Ok(())
-    }
-}
-
-/// The keys of one object seen so far; a list while short, a set beyond.
-#[derive(Default)]
-struct Keys<'a> {
-    few: Vec<Cow<'a, str>>,
-    many: HashSet<Cow<'a, str>>,
-}
-
-impl<'a> Keys<'a> {
-    /// Below this many keys comparing them all is cheaper than hashing.
-    const FEW: usize = 24;
-
-    fn insert<E: de::Error>(&mut self, key: Cow<'a, str>) -> Result<(), E> {
-        if self.few.contains(&key) || self.many.contains(&key) {
-            return Err(E::custom(format_args!("duplicate field `{key}`")));
-        }
-        if self.few.len() < Self::FEW {
-            self.few.push(key);
-        } else {
-            self.many.insert(key);
-        }
-        Ok(())
-    }
+    member(name, raw)
 }
 
 /// A string that borrows from the message unless it holds escapes.
-struct Key;
-
-impl<'de> DeserializeSeed<'de> for Key {
-    type Value = Cow<'de, str>;
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Key {
-    type Value = Cow<'de, str>;
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a string")
-    }
-    fn visit_borrowed_str<E: de::Error>(self, text: &'de str) -> Result<Self::Value, E> {
-        Ok(Cow::Borrowed(text))
-    }
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Self::Value, E> {
-        Ok(Cow::Owned(text.to_owned()))
+fn string<'a>(name: &'static str, raw: &'a str) -> Result<Cow<'a, str>, DecodeError> {
+    match raw
+        .strip_prefix('"')
+        .and_then(|rest| rest.strip_suffix('"'))
+    {
+        Some(plain) if !plain.contains('\\') => Ok(Cow::Borrowed(plain)),
+        _ => member::<String>(name, raw).map(Cow::Owned),
     }
 }
 
@@ -515,6 +400,53 @@ mod tests {
     }
 
     #[test]
+    fn the_error_member_is_bounded_like_any_other() {
+        let error =
+            |data: &str| format!(r#"{{"id":1,"error":{{"code":1,"message":"m","data":{data}}}}}"#);
+        assert!(decode(&error(r#"{"a":1,"b":2}"#)).is_ok());
+        assert!(malformed(&error(r#"{"a":1,"a":2}"#)).contains("duplicate field `a`"));
+        let zeros = vec!["0"; MAX_JSON_VALUES].join(",");
+        assert!(malformed(&error(&format!("[{zeros}]"))).contains("262144"));
+        malformed(r#"{"id":1,"error":[1,"m"]}"#);
+    }
+
+    #[test]
+    fn every_value_counts() {
+        for (text, values) in [
+            (r#"{"method":"a"}"#, 2),
+            (r#"{"id":1,"method":"a","params":[0,{"b":null}]}"#, 7),
+            (r#"{"id":1,"result":null,"trace":{"tracestate":null}}"#, 5),
+            (r#"{"id":1,"error":{"code":1,"message":"m"}}"#, 5),
+        ] {
+            assert!(decode_within(text, values).is_ok(), "{text}");
+            assert!(decode_within(text, values - 1).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn nesting_counts_from_the_message_itself() {
+        for member in ["params", "result", "unknown", "trace", "error"] {
+            let nested = |levels: usize| {
+                let (open, close) = ("[".repeat(levels - 2), "]".repeat(levels - 2));
+                format!(
+                    r#"{{"id":1,"method":"a","{member}":{{"code":1,"message":"","x":{open}{close}}}}}"#
+                )
+            };
+            assert!(decode(&nested(127)).is_ok(), "{member}");
+            malformed(&nested(128));
+        }
+    }
+
+    #[test]
+    fn no_key_makes_the_parser_read_a_string_as_json() {
+        let data = r#"{"$serde_json::private::RawValue":"[0,0,0,0,0,0,0,0]"}"#;
+        malformed(&format!(r#"{{"id":1,"method":"a","params":{data}}}"#));
+        malformed(&format!(
+            r#"{{"id":1,"error":{{"code":1,"message":"m","data":[{data}]}}}}"#
+        ));
+    }
+
+    #[test]
     fn a_message_spreads_its_values_over_all_members() {
         let zeros = vec!["0"; 150_000].join(",");
         malformed(&format!(
@@ -533,7 +465,7 @@ mod tests {
                     Incoming::Request { id: seen, method: name, params, .. } => {
                         prop_assert_eq!(seen, id);
                         prop_assert_eq!(&*name, &*method);
-                        prop_assert_eq!(params.unwrap().get(), "[1,2]");
+                        prop_assert_eq!(params.unwrap(), "[1,2]");
                     }
                     other => prop_assert!(false, "{other:?}"),
                 }

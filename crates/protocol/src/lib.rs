@@ -4,17 +4,22 @@
 //! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
 
 pub mod chunk;
+pub mod codes;
 pub mod command;
 pub mod envelope;
 pub mod environment;
 pub mod fs;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 pub mod limits;
 pub mod method;
 pub mod path;
 pub mod process;
+mod scan;
 pub mod session;
 
 pub use chunk::ByteChunk;
 pub use envelope::{ErrorObject, Incoming, RequestId};
 pub use method::{Method, NoParams, Notification};
 pub use path::PathUri;
+pub use scan::ScanError;

@@ -6,6 +6,11 @@
 /// work of decoding where counting bytes cannot.
 pub const MAX_JSON_VALUES: usize = 262_144;
 
+/// Objects and arrays around the innermost value of one message, the message itself included.
+///
+/// What compatible peers accept; far below what recursion over values could exhaust.
+pub const MAX_JSON_DEPTH: usize = 127;
+
 /// Bytes in one message, after reassembly of websocket fragments, in either direction.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 

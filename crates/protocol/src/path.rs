@@ -9,8 +9,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use base64_simd::URL_SAFE_NO_PAD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use url::Url;
 
@@ -49,7 +48,7 @@ impl PathUri {
     ///
     /// When the text is not a `file:` URI, has a query or a fragment, or holds an encoded NUL.
     pub fn parse(text: &str) -> Result<Self, PathUriError> {
-        let url = Url::parse(text).map_err(PathUriError::Invalid)?;
+        let url = parse_url(text).map_err(PathUriError::Invalid)?;
         if url.scheme() != "file" {
             return Err(PathUriError::Scheme(url.scheme().to_owned()));
         }
@@ -59,38 +58,37 @@ impl PathUri {
         if url.fragment().is_some() {
             return Err(PathUriError::Fragment);
         }
-        let host = url.host_str().unwrap_or("");
-        let path = path_text(text, &url);
+        let mut host = url.host_str().unwrap_or("");
+        let mut path = String::with_capacity(url.path().len());
+        for segment in url.path().split('/').filter(|segment| !segment.is_empty()) {
+            path.push('/');
+            path.push_str(segment);
+        }
+        if path.is_empty() {
+            path.push('/');
+        }
         if decode_percent(&path).contains(&0) && !path.starts_with(OPAQUE_PREFIX) {
             return Err(PathUriError::Foreign(text.to_owned()));
         }
-        let mut canonical = format!("file://{host}");
-        for segment in path.split('/').filter(|segment| !segment.is_empty()) {
-            canonical.push('/');
-            canonical.push_str(segment);
+        if has_drive(&path) {
+            // The URL parser drops a host before a drive, except across an empty segment; and drive
+            // letters compare without case. One spelling keeps equality simple.
+            host = "";
+            path[..2].make_ascii_uppercase();
         }
-        if canonical.len() == "file://".len() + host.len() {
-            canonical.push('/');
-        }
-        if host.is_empty() && has_drive(&canonical["file://".len()..]) {
-            // Drive letters compare without case; one spelling keeps equality simple.
-            let at = "file:///".len();
-            let upper = canonical[at..=at].to_ascii_uppercase();
-            canonical.replace_range(at..=at, &upper);
-        }
-        Ok(Self(canonical))
+        Ok(Self(format!("file://{host}{path}")))
     }
 
     /// The URI of a native absolute path.
     ///
     /// # Errors
     ///
-    /// When the path is relative.
+    /// When the path is relative, or holds NUL and so cannot name a file.
     pub fn from_native(path: &Path) -> Result<Self, PathUriError> {
-        if !path.is_absolute() {
+        let bytes = path.as_os_str().as_bytes();
+        if !path.is_absolute() || bytes.contains(&0) {
             return Err(PathUriError::Foreign(path.display().to_string()));
         }
-        let bytes = path.as_os_str().as_bytes();
         let mut text = String::with_capacity(bytes.len() + 8);
         text.push_str("file://");
         for segment in bytes
@@ -110,7 +108,7 @@ impl PathUri {
             Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
             _ => Ok(Self(format!(
                 "file://{OPAQUE_PREFIX}{}",
-                URL_SAFE_NO_PAD.encode(bytes)
+                URL_SAFE_NO_PAD.encode_to_string(bytes)
             ))),
         }
     }
@@ -119,12 +117,15 @@ impl PathUri {
     ///
     /// # Errors
     ///
-    /// When the URI names a host, a drive, or an opaque path that has an ordinary URI.
+    /// When the URI names a host, a drive, a path with NUL, or an opaque path that has an ordinary
+    /// URI.
     pub fn to_native(&self) -> Result<PathBuf, PathUriError> {
         let foreign = || PathUriError::Foreign(self.0.clone());
         let path = &self.0["file://".len()..];
         if let Some(encoded) = path.strip_prefix(OPAQUE_PREFIX) {
-            let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| foreign())?;
+            let bytes = URL_SAFE_NO_PAD
+                .decode_to_vec(encoded)
+                .map_err(|_| foreign())?;
             let native = PathBuf::from(OsString::from_vec(bytes));
             let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
             return if ordinary == *self {
@@ -156,18 +157,23 @@ impl Default for PathUri {
     }
 }
 
-/// The URL parser's path, except that `c|` stays what it is: it is no drive here.
-fn path_text(text: &str, url: &Url) -> String {
-    let path = url.path();
-    let bytes = path.as_bytes();
-    if has_drive(path) {
-        let drive = bytes[1] as char;
-        let written = format!("/{drive}|");
-        if text.contains(&written) && !text.contains(&format!("/{drive}:")) {
-            return path.replacen(&format!("/{drive}:"), &format!("/{drive}%7C"), 1);
-        }
+/// Follows the URL parser, except that `c|` is no drive here but a name like any other.
+fn parse_url(text: &str) -> Result<Url, url::ParseError> {
+    const IGNORED: [char; 3] = ['\t', '\n', '\r'];
+    // The parser ignores these anywhere, but after a drive takes them for a separator.
+    if text.contains(IGNORED) {
+        return parse_url(&text.replace(IGNORED, ""));
     }
-    path.to_owned()
+    let url = Url::parse(text)?;
+    let drive = matches!(url.path().as_bytes(),
+        [b'/', letter, b':' | b'|', rest @ ..]
+            if letter.is_ascii_alphabetic() && matches!(rest, [] | [b'/', ..]));
+    // The parser drops the host before a drive and keeps `..` from leaving it, so what it made of
+    // the pipe cannot be mended afterwards.
+    if url.scheme() == "file" && drive && text.contains('|') {
+        return Url::parse(&text.replace('|', "%7C"));
+    }
+    Ok(url)
 }
 
 fn has_drive(path: &str) -> bool {
@@ -339,6 +345,70 @@ mod tests {
             assert_eq!(PathUri::from_native(Path::new(path)).unwrap().as_str(), uri);
         }
         assert!(PathUri::from_native(Path::new("a")).is_err());
+    }
+
+    #[test]
+    fn a_pipe_is_never_a_drive() {
+        for (uri, path) in [
+            ("file:///c|/a|b", "/c|/a|b"),
+            ("file:////c|/x", "/c|/x"),
+            ("file:\\\\\\c|\\x", "/c|/x"),
+            ("file:///c\t|/x", "/c|/x"),
+            ("file:///c|/../x", "/x"),
+            ("file:///c|/d/c:", "/c|/d/c:"),
+        ] {
+            assert_eq!(native(uri).as_deref(), Ok(path), "{uri}");
+            let uri = PathUri::parse(uri).unwrap();
+            assert_eq!(PathUri::parse(uri.as_str()), Ok(uri));
+        }
+        let hosted = PathUri::parse("file://server/c|/x").unwrap();
+        assert_eq!(hosted.as_str(), "file://server/c%7C/x");
+        assert!(hosted.to_native().is_err());
+    }
+
+    #[test]
+    fn a_drive_has_no_host_and_one_spelling() {
+        for uri in [
+            "file:///c:/x",
+            "file:////C:/x",
+            "file://host/c:/x",
+            "file://host//c:/x",
+        ] {
+            assert_eq!(
+                PathUri::parse(uri).unwrap().as_str(),
+                "file:///C:/x",
+                "{uri}"
+            );
+        }
+    }
+
+    #[test]
+    fn line_breaks_and_tabs_are_ignored() {
+        for uri in ["file:///t:\n.", "file:///t:\t.", "file:///\rt:.\n"] {
+            assert_eq!(
+                PathUri::parse(uri).unwrap().as_str(),
+                "file:///t:.",
+                "{uri}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_opaque_form_without_a_path_is_refused() {
+        for uri in ["file:///%00/bad/path/", "file:///%00/bad/path"] {
+            assert!(PathUri::parse(uri).is_err(), "{uri}");
+        }
+    }
+
+    #[test]
+    fn no_native_path_holds_nul() {
+        let path = "/a\0b";
+        assert!(PathUri::from_native(Path::new(path)).is_err());
+        let opaque = format!(
+            "file:///%00/bad/path/{}",
+            URL_SAFE_NO_PAD.encode_to_string(path)
+        );
+        assert!(PathUri::parse(&opaque).unwrap().to_native().is_err());
     }
 
     proptest! {

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use exec_server_protocol::session::{self, Initialized};
 use exec_server_protocol::{Method, Notification as _, command, environment, fs, process};
-use serde_json::value::RawValue;
 
 use crate::connection::{Connection, Phase, Responder};
 use crate::error::RpcError;
@@ -59,7 +58,7 @@ pub(crate) struct Call<'a> {
     pub(crate) connection: &'a Arc<Connection>,
     pub(crate) phase: &'a mut Phase,
     pub(crate) responder: Responder,
-    params: Option<&'a RawValue>,
+    params: Option<&'a str>,
 }
 
 /// Finds the method and calls it.
@@ -67,7 +66,7 @@ pub(crate) fn request(
     connection: &Arc<Connection>,
     phase: &mut Phase,
     method: &str,
-    params: Option<&RawValue>,
+    params: Option<&str>,
     responder: Responder,
 ) {
     let call = Call {
@@ -139,7 +138,7 @@ pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String
 impl Call<'_> {
     /// Decodes the params and calls `function`, which answers by itself.
     fn plain<M: Method>(self, function: impl FnOnce(Self, M::Params)) {
-        let raw = self.params.map_or("null", RawValue::get);
+        let raw = self.params.unwrap_or("null");
         match serde_json::from_str(raw) {
             Ok(params) => function(self, params),
             Err(error) => {

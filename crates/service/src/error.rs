@@ -5,6 +5,9 @@ use std::io;
 use exec_server_executor::StartError;
 use exec_server_executor::fs::FsError;
 use exec_server_protocol::ErrorObject;
+use exec_server_protocol::codes::{
+    ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
+};
 
 /// An error as a client sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,13 +17,6 @@ pub struct RpcError {
     /// What went wrong.
     pub message: String,
 }
-
-const NOT_FOUND: i64 = -32004;
-const ALREADY_ATTACHED: i64 = -32010;
-const INVALID_REQUEST: i64 = -32600;
-const METHOD_NOT_FOUND: i64 = -32601;
-const INVALID_PARAMS: i64 = -32602;
-const INTERNAL: i64 = -32603;
 
 impl RpcError {
     /// The request does not fit the state of things.
@@ -93,7 +89,9 @@ impl From<StartError> for RpcError {
     fn from(error: StartError) -> Self {
         let message = error.to_string();
         match error {
-            StartError::EmptyArgv | StartError::Limit(_) => Self::invalid_params(message),
+            StartError::EmptyArgv | StartError::Limit(_) | StartError::Refused(_) => {
+                Self::invalid_params(message)
+            }
             StartError::TooMany(_) => Self::invalid_request(message),
             _ => Self::internal(message),
         }

@@ -5,9 +5,9 @@ use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 
 use exec_server_executor::Process;
-use exec_server_executor::log::{Close, Entry, EntryKind, Exit, Stream};
-use exec_server_executor::signal;
-use exec_server_protocol::{Notification as _, process::Usage};
+use exec_server_executor::log::{Entry, EntryKind, Stream};
+use exec_server_executor::report;
+use exec_server_protocol::Notification as _;
 use exec_server_protocol::{chunk, command, envelope, process};
 use exec_server_transport::Outgoing;
 
@@ -120,20 +120,12 @@ impl Follower {
             EntryKind::Exited(exit) => push(
                 outgoing,
                 process::Exited::NAME,
-                &exited_params(&self.process_id, seq, exit),
+                &report::exited(&self.process_id, seq, exit),
             ),
-            EntryKind::Closed(Close {
-                inherited_output,
-                discarded_bytes,
-            }) => push(
+            EntryKind::Closed(close) => push(
                 outgoing,
                 process::Closed::NAME,
-                &process::ClosedParams {
-                    process_id: self.process_id.clone(),
-                    seq,
-                    inherited_output: *inherited_output,
-                    discarded_bytes: *discarded_bytes,
-                },
+                &report::closed(&self.process_id, seq, close),
             ),
         }
     }
@@ -162,22 +154,6 @@ impl Follower {
                 push(outgoing, command::Exited::NAME, &params);
             }
         }
-    }
-}
-
-fn exited_params(process_id: &str, seq: u64, exit: &Exit) -> process::ExitedParams {
-    process::ExitedParams {
-        process_id: process_id.to_owned(),
-        seq,
-        exit_code: exit.code,
-        sandbox_denied: Some(false),
-        signal: exit.signal.map(signal::name),
-        timed_out: exit.timed_out,
-        usage: Some(Usage {
-            user_ms: exit.user_micros / 1000,
-            system_ms: exit.system_micros / 1000,
-            max_rss_bytes: exit.max_rss_bytes,
-        }),
     }
 }
 

@@ -8,8 +8,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::process::ExitStatus;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64_simd::STANDARD;
 use exec_server_transport::{ConnectOptions, Event, Incoming, Link, Outgoing, connect, stdio};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -755,7 +754,7 @@ impl Start {
 /// Base64 on the wire, from bytes.
 #[must_use]
 pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
-    STANDARD.encode(bytes).into()
+    STANDARD.encode_to_string(bytes).into()
 }
 
 /// Bytes from base64 on the wire.
@@ -766,7 +765,9 @@ pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
 #[must_use]
 pub fn bytes(chunk: &Value) -> Vec<u8> {
     let text = chunk.as_str().expect("base64 is a string");
-    STANDARD.decode(text).expect("padded standard base64")
+    STANDARD
+        .decode_to_vec(text)
+        .expect("padded standard base64")
 }
 
 /// The sorted field names of an object.

@@ -5,8 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64_simd::STANDARD;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use url::Url;
@@ -163,7 +162,7 @@ where
         url: url.to_owned(),
         source,
     };
-    let key = STANDARD.encode(uuid::Uuid::new_v4().as_bytes());
+    let key = STANDARD.encode_to_string(uuid::Uuid::new_v4().as_bytes());
     let mut request = format!(
         "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"

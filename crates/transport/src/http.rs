@@ -4,8 +4,7 @@
 
 use std::io;
 
-use base64::Engine as _;
-use base64::engine::general_purpose::STANDARD;
+use base64_simd::STANDARD;
 use sha1::{Digest as _, Sha1};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
@@ -122,7 +121,7 @@ pub fn accept_key(key: &str) -> String {
     let mut hash = Sha1::new();
     hash.update(key.trim().as_bytes());
     hash.update(GUID.as_bytes());
-    STANDARD.encode(hash.finalize())
+    STANDARD.encode_to_string(hash.finalize())
 }
 
 #[cfg(test)]

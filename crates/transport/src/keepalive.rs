@@ -49,6 +49,11 @@ impl Keepalive {
         }
     }
 
+    /// From one sign of life of ours to the next.
+    pub fn interval(&self) -> Duration {
+        self.config.interval
+    }
+
     /// The peer sent something.
     pub fn heard(&mut self, now: Instant) {
         self.heard = now;

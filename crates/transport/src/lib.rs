@@ -5,6 +5,8 @@
 
 pub mod connect;
 pub mod frame;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
 pub mod http;
 pub mod keepalive;
 pub mod link;

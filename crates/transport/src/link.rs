@@ -133,12 +133,34 @@ impl std::fmt::Debug for Incoming {
 
 /// Where a complete event lies.
 enum Found {
-    Buffer(Range<usize>),
-    Assembled,
-    NotText,
+    Buffer(MessageKind, Range<usize>),
+    Assembled(MessageKind),
     Ping(Range<usize>),
     Pong,
     Closed,
+}
+
+/// How a message was sent, which decides what it means if it is not text.
+#[derive(Clone, Copy)]
+enum MessageKind {
+    Line,
+    Text,
+    Binary,
+}
+
+impl MessageKind {
+    fn framed(text: bool) -> Self {
+        if text { Self::Text } else { Self::Binary }
+    }
+
+    fn message(self, bytes: &[u8]) -> Result<Event<'_>, LinkError> {
+        match (std::str::from_utf8(bytes), self) {
+            (Ok(text), _) => Ok(Event::Message(text)),
+            (Err(_), Self::Line) => Err(LinkError::LineNotUtf8),
+            (Err(_), Self::Text) => Err(FrameError::Utf8.into()),
+            (Err(_), Self::Binary) => Ok(Event::NotText),
+        }
+    }
 }
 
 impl Incoming {
@@ -173,16 +195,11 @@ impl Incoming {
             }
         };
         Ok(match found {
-            Found::Buffer(range) => Some(Event::Message(
-                text(&self.buffer[range]).ok_or(LinkError::LineNotUtf8)?,
-            )),
-            Found::Assembled => match &self.framing {
-                InFraming::Websocket(decoder) => Some(Event::Message(
-                    text(decoder.assembled()).ok_or(FrameError::Utf8)?,
-                )),
+            Found::Buffer(kind, range) => Some(kind.message(&self.buffer[range])?),
+            Found::Assembled(kind) => match &self.framing {
+                InFraming::Websocket(decoder) => Some(kind.message(decoder.assembled())?),
                 InFraming::Lines { .. } => None,
             },
-            Found::NotText => Some(Event::NotText),
             Found::Ping(range) => Some(Event::Ping(&self.buffer[range])),
             Found::Pong => Some(Event::Pong),
             Found::Closed => {
@@ -204,7 +221,7 @@ impl Incoming {
         match framing {
             InFraming::Lines { scanned } => loop {
                 let rest = &buffer[*start..];
-                let end = match rest[*scanned..].iter().position(|&byte| byte == b'\n') {
+                let end = match memchr::memchr(b'\n', &rest[*scanned..]) {
                     Some(at) => *scanned + at,
                     None if *ended && !rest.is_empty() => rest.len(),
                     None => {
@@ -225,7 +242,7 @@ impl Incoming {
                 *start = (*start + end + 1).min(buffer.len());
                 *scanned = 0;
                 if !blank {
-                    return Ok(Ok(Found::Buffer(range)));
+                    return Ok(Ok(Found::Buffer(MessageKind::Line, range)));
                 }
             },
             InFraming::Websocket(decoder) => loop {
@@ -235,25 +252,10 @@ impl Incoming {
                     Step::Control(Opcode::Ping, payload) => Ok(Found::Ping(payload)),
                     Step::Control(Opcode::Pong, _) => Ok(Found::Pong),
                     Step::Control(..) => Ok(Found::Closed),
-                    Step::Whole {
-                        text: is_text,
-                        payload,
-                    } => {
-                        if text(&buffer[payload.clone()]).is_some() {
-                            Ok(Found::Buffer(payload))
-                        } else if is_text {
-                            return Err(FrameError::Utf8.into());
-                        } else {
-                            Ok(Found::NotText)
-                        }
+                    Step::Whole { text, payload } => {
+                        Ok(Found::Buffer(MessageKind::framed(text), payload))
                     }
-                    Step::Assembled { text: is_text } => {
-                        if is_text || text(decoder.assembled()).is_some() {
-                            Ok(Found::Assembled)
-                        } else {
-                            Ok(Found::NotText)
-                        }
-                    }
+                    Step::Assembled { text } => Ok(Found::Assembled(MessageKind::framed(text))),
                 });
             },
         }
@@ -280,11 +282,6 @@ impl Incoming {
         self.ended = read == 0;
         Ok(())
     }
-}
-
-/// Text if the bytes are UTF-8; pure ASCII, as nearly all messages are, is checked fast.
-fn text(bytes: &[u8]) -> Option<&str> {
-    std::str::from_utf8(bytes).ok()
 }
 
 enum OutFraming {

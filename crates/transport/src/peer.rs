@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::{ErrorObject, Method, Notification, RequestId};
-use serde_json::value::RawValue;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
@@ -63,7 +62,7 @@ pub trait Handler: Send + 'static {
     fn notification(
         &mut self,
         method: &str,
-        params: Option<&RawValue>,
+        params: Option<&str>,
     ) -> impl Future<Output = Result<(), String>> + Send;
 }
 
@@ -97,7 +96,7 @@ struct Shared {
     closed: watch::Sender<Option<Arc<str>>>,
 }
 
-type Answer = Result<Box<RawValue>, ErrorObject>;
+type Answer = Result<String, ErrorObject>;
 
 #[derive(Debug, Default)]
 struct Calls {
@@ -183,7 +182,7 @@ impl Peer {
             .await
             .map_err(decode)?;
         match receiver.await {
-            Ok(Ok(result)) => serde_json::from_str(result.get()).map_err(decode),
+            Ok(Ok(result)) => serde_json::from_str(&result).map_err(decode),
             Ok(Err(error)) => Err(CallError::Server {
                 code: error.code,
                 message: error.message,
@@ -208,6 +207,16 @@ impl Peer {
                 method: N::NAME,
                 reason: error.to_string(),
             })
+    }
+
+    /// Ends the connection: fails all calls, says farewell and sends nothing more.
+    pub async fn close(&self, reason: &str) {
+        self.shared.close(reason.into());
+        /// The websocket code of a normal end.
+        const NORMAL: u16 = 1000;
+        let mut outgoing = self.shared.outgoing.lock().await;
+        outgoing.push_close(NORMAL);
+        let _ = outgoing.shutdown().await;
     }
 
     /// Turns to the reason when the connection ends.
@@ -325,7 +334,8 @@ impl<H: Handler> Reader<H> {
             }
             let outcome = match event {
                 Ok(Some(Event::Message(text))) => {
-                    dispatch(&self.shared, &mut self.handler, text).await
+                    let handling = dispatch(&self.shared, &mut self.handler, text);
+                    handle(&self.shared, handling, self.keepalive.as_mut()).await
                 }
                 Ok(Some(Event::Ping(payload))) => {
                     self.shared.send_control(Some(payload.to_vec()));
@@ -342,6 +352,32 @@ impl<H: Handler> Reader<H> {
                 return reason;
             }
         }
+    }
+}
+
+/// Waits for the handler without letting the server think that we are gone, and without holding the
+/// server's silence in the meantime against it.
+async fn handle(
+    shared: &Arc<Shared>,
+    handling: impl Future<Output = Result<(), String>>,
+    keepalive: Option<&mut Keepalive>,
+) -> Result<(), String> {
+    let Some(keepalive) = keepalive else {
+        return handling.await;
+    };
+    tokio::pin!(handling);
+    loop {
+        let outcome = tokio::select! {
+            biased;
+            outcome = &mut handling => outcome,
+            () = tokio::time::sleep(keepalive.interval()) => {
+                // An unasked pong is a sign of life that wants no answer.
+                shared.send_control(Some(Vec::new()));
+                continue;
+            }
+        };
+        keepalive.heard(Instant::now());
+        return outcome;
     }
 }
 
@@ -394,4 +430,59 @@ fn answer(shared: &Shared, id: RequestId, answer: Answer) {
         RequestId::Text(_) => {}
     }
     // An error without a request of ours tells that a notification was refused.
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::Notify;
+
+    use super::*;
+    use crate::frame::Role;
+
+    struct Blocked(Arc<Notify>);
+
+    impl Handler for Blocked {
+        async fn notification(
+            &mut self,
+            _method: &str,
+            _params: Option<&str>,
+        ) -> Result<(), String> {
+            self.0.notified().await;
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn a_handler_that_takes_long_costs_neither_side_the_connection() {
+        let keepalive = KeepaliveConfig {
+            interval: Duration::from_millis(5),
+            deadline: Duration::from_millis(200),
+        };
+        let (here, there) = tokio::io::duplex(4096);
+        let (reader, writer) = tokio::io::split(here);
+        let released = Arc::new(Notify::new());
+        let link = Link::websocket(Role::Client, reader, writer, Vec::new());
+        let peer = Peer::new(link, keepalive, Blocked(Arc::clone(&released)));
+        let (reader, writer) = tokio::io::split(there);
+        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        server
+            .outgoing
+            .push_message(16, |out| out.extend_from_slice(br#"{"method":"a/b"}"#));
+        server.outgoing.flush().await.unwrap();
+        // More of them than fit into the deadline.
+        for _ in 0..60 {
+            assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Pong));
+        }
+        released.notify_one();
+        // Only a reader that is back at work pings.
+        while server.incoming.recv().await.unwrap() != Some(Event::Ping(&[])) {}
+        assert_eq!(*peer.closed().borrow(), None);
+        let mut closed = peer.closed();
+        peer.close("enough").await;
+        assert_eq!(
+            closed.wait_for(Option::is_some).await.unwrap().as_deref(),
+            Some("enough")
+        );
+        while server.incoming.recv().await.unwrap().is_some() {}
+    }
 }

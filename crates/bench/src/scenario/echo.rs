@@ -17,11 +17,11 @@ use crate::wire::Message;
 /// the client's own kernel, where no server can help. A client that cares for latency bounds it.
 const RECEIVE_BUFFER: usize = 128 * 1024;
 /// A server that takes 40 ms for each echo is cut short after this.
-const PATIENCE: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_millis(700);
 
 /// The same terminal alone, and beside a process that floods the same connection.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let count = bench.pick(1_000, 400);
+    let count = bench.pick(500, 300);
     let line = |name: &str, base, goals| Line {
         name: format!("echo {name}"),
         unit: Unit::Seconds,
@@ -60,7 +60,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         },
     ];
     let floor = || Ok(floor::terminal_echo(count)? + floor::tcp_echo(count)?);
-    bench.rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
+    bench.rounds(bench.pick(9, 3), lines, floor, |server, &floor| {
         let client = Client::connect_with_buffer(server.address, RECEIVE_BUFFER)?;
         let mut typist = Typist::start(client.ready()?)?;
         let calm = typist.type_keys(count, Duration::ZERO)?;
@@ -68,7 +68,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let flood = typist.start_flood(bench)?;
         let start = Instant::now();
         typist.flooded = 0;
-        let busy = typist.type_keys(count / 4, Duration::from_millis(1))?;
+        let busy = typist.type_keys(count / 2, Duration::from_millis(1))?;
         let rate = typist.flooded as f64 / start.elapsed().as_secs_f64();
         typist.client.terminate(flood)?;
         typist.client.closed(flood)?;

@@ -31,7 +31,7 @@ pub(super) fn startup(bench: &Bench) -> Vec<Row> {
 
 /// A connection, its upgrade and the answer to `initialize`.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let count = bench.pick(100, 60);
+    let count = 40;
     let line = Line {
         name: "handshake p50".to_owned(),
         unit: Unit::Seconds,
@@ -46,7 +46,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         Ok(responder) => responder.handshake(count),
         Err(error) => anyhow::bail!("{error:#}"),
     };
-    bench.rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
+    bench.rounds(bench.pick(13, 5), vec![line], floor, |server, &floor| {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             let start = Instant::now();

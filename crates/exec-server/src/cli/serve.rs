@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io::Write as _;
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -18,15 +19,30 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     // Before any thread: what is forked is what is there.
     guardian::split().context("cannot start the guardian")?;
     let config = settings::server(&args);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .context("cannot start the runtime")?;
+    let runtime = runtime(args.threads).context("cannot start the runtime")?;
     runtime.block_on(serve(url, config, args.danger_no_auth))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
+}
+
+/// A runtime with this many worker threads, or as many as suit the machine.
+fn runtime(threads: Option<NonZeroUsize>) -> std::io::Result<tokio::runtime::Runtime> {
+    /// How many task polls may pass before sockets are looked at again. The usual sixty are a few
+    /// milliseconds while output floods, which a keystroke would have to wait for.
+    const EVENT_INTERVAL: u32 = 4;
+    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    // With few cores the processes and their clients need them more than a second worker would
+    // help: waking it costs more than it does.
+    let threads = threads.map_or(if cores <= 2 { 1 } else { cores }, NonZeroUsize::get);
+    let mut builder = if threads == 1 {
+        tokio::runtime::Builder::new_current_thread()
+    } else {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(threads);
+        builder
+    };
+    builder.enable_all().event_interval(EVENT_INTERVAL).build()
 }
 
 async fn serve(

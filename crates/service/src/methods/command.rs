@@ -4,14 +4,14 @@ use std::path::PathBuf;
 
 use exec_server_executor::log::Retention;
 use exec_server_executor::process::End;
-use exec_server_executor::{Size, Spec, Stdio, env};
+use exec_server_executor::{Size, Spec, Stdio, env, request};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::command::{
     ExecParams, ExecResult, TerminateParams, TerminateResult, WriteParams, WriteResult,
 };
 use exec_server_protocol::process::WriteStatus;
 
-use super::process::{Description, FAMILY, add_shell, launch};
+use super::process::{Description, FAMILY, launch};
 use crate::connection::Responder;
 use crate::dispatch::Call;
 use crate::error::RpcError;
@@ -35,7 +35,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
     let config = call.connection.server.executor().config();
     let mut env = env::build(&config.environment, None, &params.env);
     let stdio = if params.tty {
-        add_shell(&mut env);
+        request::add_shell(&mut env);
         Stdio::Terminal(Size::default())
     } else {
         Stdio::Pipes { stdin: false }

@@ -3,16 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
-use exec_server_executor::log::{Log, Stream};
+use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
-use exec_server_executor::{Size, Spec, Stdio, Timeout, env, host, signal as signals};
+use exec_server_executor::{Spec, report, request, signal as signals};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
-    CloseStdinParams, Delivery, Evicted, ListParams, ListResult, ListedProcess, PerStream,
-    ReadChunk, ReadParams, ReadResult, ResizeParams, SandboxType, SignalParams, SignalScope,
-    SnapshotParams, SnapshotResult, StartParams, StartResult, Survivor, TerminalSize,
-    TerminateMode, TerminateParams, TerminateResult, WaitParams, WaitResult, WaitUntil,
+    CloseStdinParams, Delivery, ListParams, ListResult, ListedProcess, ReadParams, ResizeParams,
+    SandboxType, SignalParams, SignalScope, SnapshotParams, StartParams, StartResult, Survivor,
+    TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitParams, WaitUntil,
     WriteParams, WriteResult, WriteStatus,
 };
 use serde_json::Value;
@@ -26,9 +25,6 @@ use crate::session::{Managed, ManagedParts, Session, unknown_session};
 /// The family's name in messages of the handshake.
 pub(crate) const FAMILY: &str = "exec";
 
-/// From SIGTERM to SIGKILL when a timeout strikes, unless the request says otherwise.
-const TIMEOUT_GRACE: Duration = Duration::from_secs(2);
-
 pub(crate) fn start(call: Call<'_>, params: StartParams) {
     let session = match call.phase.ready(FAMILY) {
         Ok(session) => session,
@@ -39,9 +35,9 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         Delivery::Pull => Dialect::ProcessPull,
     };
     let own = &call.connection.server.executor().config().environment;
-    let spec = match spec(&params, own) {
+    let spec = match request::spec(&params, own) {
         Ok(spec) => spec,
-        Err(error) => return call.responder.send_error(error),
+        Err(error) => return call.responder.send_error(error.into()),
     };
     let StartParams {
         process_id,
@@ -133,73 +129,6 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     });
 }
 
-/// Checks a request and turns it into what the executor takes.
-fn spec(
-    params: &StartParams,
-    own: &std::collections::BTreeMap<String, String>,
-) -> Result<Spec, RpcError> {
-    if params.argv.is_empty() {
-        return Err(RpcError::invalid_params("argv must not be empty"));
-    }
-    let cwd = params.cwd.to_native().map_err(|error| {
-        let message = format!(
-            "cwd URI `{}` is not valid on this exec-server host: {error}",
-            params.cwd
-        );
-        RpcError::invalid_params(message)
-    })?;
-    refuse_sandbox(params.sandbox.as_ref())?;
-    if params.enforce_managed_network || params.network_proxy.is_some() {
-        let message = "managed network cannot be enforced on this executor";
-        return Err(RpcError::invalid_params(message));
-    }
-    let mut env = env::build(own, params.env_policy.as_ref(), &params.env);
-    if let Some(metadata) = &params.metadata {
-        let ids = [
-            ("CODEX_THREAD_ID", &metadata.thread_id),
-            ("CODEX_TOOL_CALL_ID", &metadata.tool_call_id),
-        ];
-        for (name, id) in ids {
-            if let Some(id) = id {
-                env.insert(name.to_owned(), id.clone());
-            }
-        }
-    }
-    let stdio = if params.tty {
-        add_shell(&mut env);
-        Stdio::Terminal(params.size.map(size).transpose()?.unwrap_or_default())
-    } else {
-        Stdio::Pipes {
-            stdin: params.pipe_stdin,
-        }
-    };
-    Ok(Spec {
-        argv: params.argv.clone(),
-        cwd,
-        env,
-        arg0: params.arg0.clone(),
-        stdio,
-        timeout: params.timeout_ms.map(|millis| Timeout {
-            after: Duration::from_millis(millis),
-            grace: params.grace_ms.map_or(TIMEOUT_GRACE, Duration::from_millis),
-        }),
-        limits: params.limits.clone().unwrap_or_default(),
-        retention: None,
-    })
-}
-
-/// Programs on a terminal expect to know the user's shell.
-pub(crate) fn add_shell(env: &mut std::collections::BTreeMap<String, String>) {
-    if !env.contains_key("SHELL")
-        && let Some(account) = host::account()
-    {
-        env.insert(
-            "SHELL".to_owned(),
-            account.shell.to_string_lossy().into_owned(),
-        );
-    }
-}
-
 /// Refuses a sandbox that asks for anything: what cannot be enforced does not run.
 pub(crate) fn refuse_sandbox(sandbox: Option<&Value>) -> Result<(), RpcError> {
     let Some(sandbox) = sandbox else {
@@ -211,20 +140,6 @@ pub(crate) fn refuse_sandbox(sandbox: Option<&Value>) -> Result<(), RpcError> {
             "sandbox intent cannot be enforced on this executor",
         )),
     }
-}
-
-fn size(size: TerminalSize) -> Result<Size, RpcError> {
-    let cells = |name: &str, value: u32| match u16::try_from(value) {
-        Ok(value) if value > 0 => Ok(value),
-        _ => {
-            let message = format!("terminal {name} must be between 1 and 65535, not {value}");
-            Err(RpcError::invalid_params(message))
-        }
-    };
-    Ok(Size {
-        rows: cells("rows", size.rows)?,
-        cols: cells("cols", size.cols)?,
-    })
 }
 
 /// Finds the process of a request and does something with it, in its turn.
@@ -255,7 +170,8 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
         let wait = Duration::from_millis(params.wait_ms.unwrap_or(0));
         let max_bytes = params.max_bytes;
         let now = managed.process.with_log(|log| {
-            (wait.is_zero() || has_news(log, after)).then(|| read_result(log, after, max_bytes))
+            (wait.is_zero() || report::has_news(log, after))
+                .then(|| report::read(log, after, max_bytes))
         });
         if let Some(result) = now {
             return responder.send(Ok(result));
@@ -268,7 +184,7 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
         connection.spawn(async move {
             let news = managed
                 .process
-                .wait_for(|log| has_news(log, after).then_some(()));
+                .wait_for(|log| report::has_news(log, after).then_some(()));
             let _ = tokio::time::timeout(wait, news).await;
             // Many may be woken by the same output; only as many answers as fit are made at once.
             let bytes = managed.process.with_log(|log| log.retained_bytes());
@@ -277,45 +193,11 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
                 .await;
             let result = managed
                 .process
-                .with_log(|log| read_result(log, after, max_bytes));
+                .with_log(|log| report::read(log, after, max_bytes));
             drop(waiting);
             responder.send(Ok(result));
         });
     });
-}
-
-/// Whether a long poll after this number has something to say.
-fn has_news(log: &Log, after: u64) -> bool {
-    let output = !log.read(after, Some(0)).chunks.is_empty();
-    output || log.close().is_some() || (log.exit().is_some() && after < log.next_seq() - 1)
-}
-
-fn read_result(log: &Log, after: u64, max_bytes: Option<usize>) -> ReadResult {
-    let slice = log.read(after, max_bytes);
-    let exit = log.exit();
-    ReadResult {
-        chunks: slice
-            .chunks
-            .into_iter()
-            .map(|(seq, stream, chunk)| ReadChunk {
-                seq,
-                stream,
-                chunk: chunk.into(),
-            })
-            .collect(),
-        next_seq: slice.next_seq,
-        exited: exit.is_some(),
-        exit_code: exit.map(|exit| exit.code),
-        closed: log.close().is_some(),
-        failure: None,
-        sandbox_denied: false,
-        evicted: slice.lost.map(|lost| Evicted {
-            through_seq: lost.through_seq,
-            bytes: lost.bytes,
-        }),
-        exit_signal: exit.and_then(|exit| exit.signal).map(signals::name),
-        timed_out: exit.is_some_and(|exit| exit.timed_out),
-    }
 }
 
 pub(crate) fn write(call: Call<'_>, params: WriteParams) {
@@ -359,9 +241,9 @@ pub(crate) fn resize(call: Call<'_>, params: ResizeParams) {
         rows,
         cols,
     } = params;
-    let size = match size(TerminalSize { rows, cols }) {
+    let size = match request::size(TerminalSize { rows, cols }) {
         Ok(size) => size,
-        Err(error) => return call.responder.send_error(error),
+        Err(error) => return call.responder.send_error(error.into()),
     };
     with_process(call, &process_id.clone(), move |_, managed, responder| {
         let answer = match managed {
@@ -496,7 +378,7 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
         };
         let now = managed
             .process
-            .with_log(|log| done(log).then(|| wait_result(log, false)));
+            .with_log(|log| done(log).then(|| report::wait(log, false)));
         if let Some(result) = now {
             return responder.send(Ok(result));
         }
@@ -512,23 +394,12 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
                 None => finished.await,
             }
             drop(waiting);
-            let result = managed.process.with_log(|log| wait_result(log, !done(log)));
+            let result = managed
+                .process
+                .with_log(|log| report::wait(log, !done(log)));
             responder.send(Ok(result));
         });
     });
-}
-
-fn wait_result(log: &Log, wait_timed_out: bool) -> WaitResult {
-    let exit = log.exit();
-    WaitResult {
-        exited: exit.is_some(),
-        exit_code: exit.map(|exit| exit.code),
-        signal: exit.and_then(|exit| exit.signal).map(signals::name),
-        closed: log.close().is_some(),
-        timed_out: exit.is_some_and(|exit| exit.timed_out),
-        sandbox_denied: false,
-        wait_timed_out,
-    }
 }
 
 pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
@@ -539,33 +410,8 @@ pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
         };
         responder.send(Ok(managed
             .process
-            .with_log(|log| snapshot_result(log, params.max_bytes))));
+            .with_log(|log| report::snapshot(log, params.max_bytes))));
     });
-}
-
-fn snapshot_result(log: &Log, max_bytes: Option<u64>) -> SnapshotResult {
-    let [stdout, stderr, terminal] =
-        [Stream::Stdout, Stream::Stderr, Stream::Pty].map(|stream| log.cut(stream, max_bytes));
-    let omitted_bytes = PerStream {
-        stdout: stdout.omitted,
-        stderr: stderr.omitted,
-        terminal: terminal.omitted,
-    };
-    let head_bytes = PerStream {
-        stdout: stdout.head,
-        stderr: stderr.head,
-        terminal: terminal.head,
-    };
-    SnapshotResult {
-        truncated: omitted_bytes != PerStream::default(),
-        stdout: stdout.bytes.into(),
-        stderr: stderr.bytes.into(),
-        terminal: terminal.bytes.into(),
-        omitted_bytes,
-        head_bytes,
-        running: log.exit().is_none(),
-        exit_code: log.exit().map(|exit| exit.code),
-    }
 }
 
 pub(crate) fn list(call: Call<'_>, params: ListParams) {

@@ -1,0 +1,155 @@
+//! The traits that embedders program against.
+//!
+//! Owns what one can do with a process. Knows nothing of where it runs: a backend may be a
+//! connection to a server or the machine itself.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::process::{
+    ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult, StartParams,
+    TerminalSize, TerminateMode, TerminateResult, WaitResult, WaitUntil, WriteStatus,
+};
+
+use crate::error::ExecServerError;
+use crate::event::ExecProcessEvents;
+
+/// A boxed future, which keeps the traits usable as `dyn`.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// What most methods of the traits answer with.
+pub type Reply<'a, T> = BoxFuture<'a, Result<T, ExecServerError>>;
+
+/// Something that runs processes.
+pub trait ExecBackend: Send + Sync + fmt::Debug {
+    /// Starts a process.
+    ///
+    /// A caller that stops waiting leaves nothing behind: a process that was started nevertheless
+    /// is terminated.
+    ///
+    /// # Errors
+    ///
+    /// When the process cannot be started, or this backend has a handle with the same id.
+    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess>;
+
+    /// The processes that this backend runs, in the order they were started.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where there is no such list.
+    fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
+        Box::pin(async { Err(ExecServerError::Unsupported("process/list")) })
+    }
+}
+
+/// A process that was just started.
+#[derive(Debug, Clone)]
+pub struct StartedProcess {
+    /// The handle.
+    pub process: Arc<dyn ExecProcess>,
+    /// What kind of sandbox holds it; absent if the server is too old to say.
+    pub sandbox_type: Option<SandboxType>,
+}
+
+/// What to read of a process's retained output.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ReadRequest {
+    /// Return what comes after this number; 0 for everything.
+    pub after_seq: u64,
+    /// Stop before exceeding this many bytes, but return one chunk at least.
+    pub max_bytes: Option<usize>,
+    /// How long to wait if there is nothing yet.
+    pub wait: Duration,
+}
+
+/// A handle of a process.
+///
+/// Dropping it does not end the process: use [`terminate`](Self::terminate). Helpers that collect
+/// everything, such as [`output`](trait.ExecProcess.html#method.output), are on `dyn ExecProcess`.
+///
+/// ```no_run
+/// use exec_server_client::protocol::process::{TerminateMode, WaitUntil};
+/// use exec_server_client::{ExecProcess, ExecServerError};
+///
+/// async fn stop(process: &dyn ExecProcess) -> Result<Option<i32>, ExecServerError> {
+///     process.terminate(TerminateMode::Graceful { timeout_ms: 2_000 }, false).await?;
+///     Ok(process.wait(WaitUntil::Exited, None).await?.exit_code)
+/// }
+/// ```
+pub trait ExecProcess: Send + Sync + fmt::Debug {
+    /// The id that it was started with.
+    fn process_id(&self) -> &str;
+
+    /// What happens to the process, in order, for one consumer.
+    ///
+    /// A consumer that does not read holds the process back and loses nothing. Until there is a
+    /// consumer, only the latest output is kept for it and what fell out is stated as a gap; after
+    /// the consumer is dropped, nothing is kept.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::EventsTaken`] if there has been a consumer.
+    fn events(&self) -> Result<ExecProcessEvents, ExecServerError>;
+
+    /// Reads retained output, beside the events.
+    ///
+    /// # Errors
+    ///
+    /// When the process is unknown by now.
+    fn read(&self, request: ReadRequest) -> Reply<'_, ReadResult>;
+
+    /// Writes to the process's input, after all earlier writes.
+    ///
+    /// Waits for as long as the process does not read; a caller that stops waiting does not know
+    /// how much was written.
+    ///
+    /// # Errors
+    ///
+    /// When no answer can come; input that is not open is a [`WriteStatus`], no error.
+    fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus>;
+
+    /// Ends the process's input after all earlier writes; a terminal gets its end-of-file character.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where there is no way to say it.
+    fn close_stdin(&self) -> Reply<'_, WriteStatus>;
+
+    /// Gives the process's terminal a new size.
+    ///
+    /// # Errors
+    ///
+    /// When there is no terminal, or [`ExecServerError::Unsupported`].
+    fn resize(&self, size: TerminalSize) -> Reply<'_, ()>;
+
+    /// Sends a signal; a process that has ended is no error.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] for what the server cannot send.
+    fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()>;
+
+    /// Ends the process; with `wait`, answers only when its whole tree is gone.
+    ///
+    /// # Errors
+    ///
+    /// When no answer can come; a process that has ended already is no error.
+    fn terminate(&self, mode: TerminateMode, wait: bool) -> Reply<'_, TerminateResult>;
+
+    /// Waits until the process has exited or is closed, at most `timeout` if there is one.
+    ///
+    /// # Errors
+    ///
+    /// When no answer can come; running out of time is part of the result.
+    fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult>;
+
+    /// Head and tail of everything that the process wrote; `max_bytes` bounds each stream.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where heads are not kept.
+    fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult>;
+}

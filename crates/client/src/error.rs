@@ -1,0 +1,107 @@
+//! Why a request has no result.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server_transport::{CallError, ConnectError};
+
+use crate::event::ProcessFailure;
+
+/// Why a request to an execution server has no result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExecServerError {
+    /// The server cannot be reached.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The program that should speak the protocol cannot be started.
+    #[error("cannot start `{program}`")]
+    Spawn {
+        /// The program.
+        program: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The server did not finish the handshake in time.
+    #[error("the server did not finish the handshake within {0:?}")]
+    InitializeTimedOut(Duration),
+    /// The server answered with an error.
+    #[error("{message} (code {code})")]
+    Server {
+        /// The wire code.
+        code: i64,
+        /// What the server said.
+        message: String,
+    },
+    /// The connection is gone.
+    #[error("connection closed: {0}")]
+    Closed(Arc<str>),
+    /// No answer came in time; the server may still act on the request.
+    #[error("no answer to `{method}` within {timeout:?}")]
+    Timeout {
+        /// Which method.
+        method: &'static str,
+        /// How long we waited.
+        timeout: Duration,
+    },
+    /// The server said something that the protocol does not allow.
+    #[error("the server broke the protocol in `{method}`: {reason}")]
+    Protocol {
+        /// Which method.
+        method: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The server does not implement this, and nothing else can stand in for it.
+    #[error("this server does not support `{0}`")]
+    Unsupported(&'static str),
+    /// Too many requests wait for their answers already.
+    #[error("too many requests are waiting for their answers")]
+    TooManyCalls,
+    /// This client has a handle of a process with this id already.
+    #[error("process id `{0}` is already in use")]
+    DuplicateProcess(String),
+    /// The events of a process go to one consumer, and there has been one.
+    #[error("the events of process `{0}` were taken already")]
+    EventsTaken(String),
+    /// The events of a process cannot be followed any longer.
+    #[error(transparent)]
+    Process(ProcessFailure),
+}
+
+impl ExecServerError {
+    /// The wire code, if the server answered with an error.
+    pub fn code(&self) -> Option<i64> {
+        match self {
+            Self::Server { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+}
+
+impl From<CallError> for ExecServerError {
+    fn from(error: CallError) -> Self {
+        match error {
+            CallError::Server { code, message } => Self::Server { code, message },
+            CallError::Decode { method, reason } => Self::Protocol { method, reason },
+            CallError::Timeout { method, timeout } => Self::Timeout { method, timeout },
+            CallError::Closed(reason) => Self::Closed(reason),
+            CallError::TooManyCalls => Self::TooManyCalls,
+            other => Self::Protocol {
+                method: "",
+                reason: other.to_string(),
+            },
+        }
+    }
+}
+
+impl From<ProcessFailure> for ExecServerError {
+    fn from(failure: ProcessFailure) -> Self {
+        match failure {
+            ProcessFailure::ConnectionClosed(reason) => Self::Closed(reason),
+            other => Self::Process(other),
+        }
+    }
+}

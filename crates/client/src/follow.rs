@@ -1,0 +1,139 @@
+//! The task beside each process that reads what is not pushed.
+//!
+//! Owns when to read: to repair a hole, or all the time where output is only pulled. Knows nothing
+//! of how an answer is put in order.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server_protocol::process::{Read, ReadParams, ReadResult};
+use tokio::task::JoinHandle;
+
+use crate::caller::{Caller, millis};
+use crate::error::ExecServerError;
+use crate::event::ProcessFailure;
+use crate::order::ReadRules;
+use crate::route::Route;
+
+/// Bytes asked for at once: large enough that the way there and back hardly counts.
+const READ_BYTES: usize = 1 << 20;
+
+/// How long one read waits for output; only bounds how long a lost answer goes unnoticed.
+const PULL_WAIT: Duration = Duration::from_secs(20);
+
+/// Repairs that may bring nothing before the process is given up.
+const MAX_FRUITLESS: u32 = 3;
+
+/// Ends its task when dropped.
+#[derive(Debug)]
+pub(crate) struct AbortOnDrop(pub(crate) JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Reads for one process.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    pub(crate) route: Arc<Route>,
+    pub(crate) caller: Caller,
+    /// How long a missing event may be on its way.
+    pub(crate) repair_delay: Duration,
+    /// The server says in its answers what is gone.
+    pub(crate) states_evicted: bool,
+}
+
+impl Follower {
+    /// Fills holes between notifications.
+    pub(crate) async fn repair(self) {
+        let mut fruitless = 0;
+        loop {
+            let after = self.route.hole_opened().await;
+            tokio::time::sleep(self.repair_delay).await;
+            if self.route.hole() != Some(after) {
+                continue;
+            }
+            self.route.room().await;
+            match self.read(after, Duration::ZERO).await {
+                Ok(read) => {
+                    fruitless = if self.fill(after, read, true) {
+                        0
+                    } else {
+                        fruitless + 1
+                    };
+                    if fruitless == MAX_FRUITLESS {
+                        return self.fail(after, "the server does not know of them");
+                    }
+                }
+                // The answer may wait behind output that some consumer does not read.
+                Err(ExecServerError::Timeout { .. } | ExecServerError::TooManyCalls) => {}
+                // The connection's end fails all processes together.
+                Err(ExecServerError::Closed(_)) => return,
+                Err(error) => return self.fail(after, &error.to_string()),
+            }
+        }
+    }
+
+    /// Reads everything, once there is a consumer.
+    pub(crate) async fn pull(self) {
+        self.route.consumer().await;
+        let mut make_endings = false;
+        while !self.route.is_finished() {
+            self.route.room().await;
+            let after = self.route.last();
+            match self.read(after, PULL_WAIT).await {
+                Ok(read) => {
+                    let moved = self.fill(after, read, make_endings);
+                    make_endings = false;
+                    if !moved && self.route.hole().is_some() {
+                        // What is missing is an ending, and its notification is on its way.
+                        let news = self.route.progress(after);
+                        make_endings = tokio::time::timeout(self.repair_delay, news).await.is_err();
+                    }
+                }
+                Err(ExecServerError::Timeout { .. } | ExecServerError::TooManyCalls) => {
+                    tokio::time::sleep(self.repair_delay).await;
+                }
+                Err(ExecServerError::Closed(_)) => return,
+                Err(error) => return self.fail(after, &error.to_string()),
+            }
+        }
+    }
+
+    /// Reads what comes after a number.
+    pub(crate) async fn read(
+        &self,
+        after: u64,
+        wait: Duration,
+    ) -> Result<ReadResult, ExecServerError> {
+        let params = ReadParams {
+            process_id: self.route.process_id().to_owned(),
+            after_seq: Some(after),
+            max_bytes: self.states_evicted.then_some(READ_BYTES),
+            wait_ms: Some(millis(wait)),
+        };
+        self.caller.call_waiting::<Read>(&params, wait).await
+    }
+
+    /// Takes an answer; says whether it brought the process on.
+    pub(crate) fn fill(&self, after: u64, read: ReadResult, make_endings: bool) -> bool {
+        let states_evicted = self.states_evicted;
+        self.route.fill(
+            read,
+            ReadRules {
+                after,
+                states_evicted,
+                make_endings,
+            },
+        )
+    }
+
+    fn fail(&self, after_seq: u64, reason: &str) {
+        self.route.fail(ProcessFailure::Missing {
+            after_seq,
+            reason: reason.into(),
+        });
+    }
+}

@@ -1,0 +1,282 @@
+//! What waits for the consumer of one process.
+//!
+//! Owns the queue of ordered events, its bound in bytes and what happens when it is full. Knows no
+//! connection and no waiting: that is the route's part.
+
+use std::collections::VecDeque;
+
+use exec_server_protocol::process::ReadResult;
+
+use crate::event::{ExecProcessEvent, ProcessFailure};
+use crate::order::{Order, ReadRules};
+
+/// Bytes that may wait for a consumer: a second or so of a busy link, and little enough that a
+/// hundred idle consumers do not hurt.
+pub(crate) const MAX_WAITING_BYTES: usize = 4 << 20;
+
+/// Charged for each event beside its bytes, so that tiny chunks are bounded too.
+const EVENT_COST: usize = 128;
+
+/// The ordered events of one process on their way to its consumer.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox {
+    order: Order,
+    queue: VecDeque<ExecProcessEvent>,
+    /// What the queue is charged for.
+    cost: usize,
+    consumer: Consumer,
+    /// Why nothing more can come.
+    failure: Option<ProcessFailure>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Consumer {
+    /// None yet: the latest events are kept for it.
+    #[default]
+    Awaited,
+    /// Reads: whoever delivers waits for room.
+    Attached,
+    /// Will not read any more: nothing is kept.
+    Gone,
+}
+
+impl Inbox {
+    /// Begins after a number; 0 for a new process.
+    pub(crate) fn after(last: u64) -> Self {
+        Self {
+            order: Order::after(last),
+            ..Self::default()
+        }
+    }
+
+    pub(crate) fn order(&self) -> &Order {
+        &self.order
+    }
+
+    /// Whether more output should wait.
+    pub(crate) fn is_full(&self) -> bool {
+        self.consumer == Consumer::Attached
+            && self.cost >= MAX_WAITING_BYTES
+            && self.failure.is_none()
+    }
+
+    /// Nothing more will come in.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.failure.is_some() || self.order.is_closed()
+    }
+
+    pub(crate) fn accept(&mut self, event: ExecProcessEvent) {
+        if self.failure.is_none() {
+            self.order.accept(event);
+            self.release();
+        }
+    }
+
+    pub(crate) fn fill(&mut self, read: ReadResult, rules: ReadRules) {
+        if self.failure.is_none() {
+            self.order.fill(read, rules);
+            self.release();
+        }
+    }
+
+    /// Ends the stream, unless it has come to its own end.
+    pub(crate) fn fail(&mut self, failure: ProcessFailure) {
+        if self.is_finished() {
+            return;
+        }
+        self.order.give_up();
+        self.release();
+        if !self.order.is_closed() {
+            self.push(ExecProcessEvent::Failed(failure.clone()));
+            self.failure = Some(failure);
+        }
+    }
+
+    pub(crate) fn take(&mut self) -> Option<ExecProcessEvent> {
+        let event = self.queue.pop_front()?;
+        self.cost -= cost(&event);
+        Some(event)
+    }
+
+    /// Lets the consumer in, unless there has been one.
+    pub(crate) fn attach(&mut self) -> bool {
+        let first = self.consumer == Consumer::Awaited;
+        if first {
+            self.consumer = Consumer::Attached;
+        }
+        first
+    }
+
+    pub(crate) fn has_had_consumer(&self) -> bool {
+        self.consumer != Consumer::Awaited
+    }
+
+    pub(crate) fn detach(&mut self) {
+        self.consumer = Consumer::Gone;
+        self.queue.clear();
+        self.cost = 0;
+    }
+
+    fn release(&mut self) {
+        while let Some(event) = self.order.poll() {
+            self.push(event);
+        }
+    }
+
+    fn push(&mut self, event: ExecProcessEvent) {
+        if self.consumer == Consumer::Gone {
+            return;
+        }
+        self.cost += cost(&event);
+        self.queue.push_back(event);
+        while self.consumer == Consumer::Awaited && self.cost > MAX_WAITING_BYTES {
+            if !self.evict() {
+                return;
+            }
+        }
+    }
+
+    /// Turns the oldest output into a gap, or makes the gap before it longer.
+    fn evict(&mut self) -> bool {
+        let is_output = |event: &ExecProcessEvent| matches!(event, ExecProcessEvent::Output { .. });
+        let Some(at) = self.queue.iter().position(is_output) else {
+            return false;
+        };
+        let Some(ExecProcessEvent::Output { seq, chunk, .. }) = self.queue.remove(at) else {
+            return false;
+        };
+        let lost = chunk.len() as u64;
+        self.cost -= chunk.len() + EVENT_COST;
+        let before = at.checked_sub(1).and_then(|at| self.queue.get_mut(at));
+        if let Some(ExecProcessEvent::Gap {
+            through_seq, bytes, ..
+        }) = before
+        {
+            *through_seq = seq;
+            *bytes = bytes.map(|bytes| bytes + lost);
+        } else {
+            let gap = ExecProcessEvent::Gap {
+                after_seq: seq - 1,
+                through_seq: seq,
+                bytes: Some(lost),
+            };
+            self.cost += cost(&gap);
+            self.queue.insert(at, gap);
+        }
+        true
+    }
+}
+
+fn cost(event: &ExecProcessEvent) -> usize {
+    event.bytes() + EVENT_COST
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::process::Stream;
+
+    use super::*;
+
+    const CHUNK: usize = 1 << 20;
+
+    fn output(seq: u64) -> ExecProcessEvent {
+        ExecProcessEvent::Output {
+            seq,
+            stream: Stream::Stdout,
+            chunk: vec![0; CHUNK].into(),
+        }
+    }
+
+    fn numbers(inbox: &mut Inbox) -> Vec<Option<u64>> {
+        std::iter::from_fn(|| inbox.take())
+            .map(|event| event.seq())
+            .collect()
+    }
+
+    #[test]
+    fn without_a_consumer_the_oldest_output_becomes_a_gap() {
+        let mut inbox = Inbox::default();
+        for seq in 1..=10 {
+            inbox.accept(output(seq));
+            assert!(!inbox.is_full());
+        }
+        assert!(inbox.attach());
+        let gap = ExecProcessEvent::Gap {
+            after_seq: 0,
+            through_seq: 7,
+            bytes: Some(7 * CHUNK as u64),
+        };
+        assert_eq!(inbox.take(), Some(gap));
+        assert_eq!(numbers(&mut inbox), [Some(8), Some(9), Some(10)]);
+        assert_eq!(inbox.cost, 0);
+    }
+
+    #[test]
+    fn a_consumer_makes_it_full_and_reading_makes_room() {
+        let mut inbox = Inbox::default();
+        assert!(inbox.attach());
+        assert!(!inbox.attach());
+        for seq in 1..=4 {
+            assert!(!inbox.is_full());
+            inbox.accept(output(seq));
+        }
+        assert!(inbox.is_full());
+        inbox.take();
+        assert!(!inbox.is_full());
+    }
+
+    #[test]
+    fn tiny_chunks_fill_it_too() {
+        let mut inbox = Inbox::default();
+        inbox.attach();
+        let mut seq = 0;
+        while !inbox.is_full() {
+            seq += 1;
+            let chunk = b"x".as_slice().into();
+            inbox.accept(ExecProcessEvent::Output {
+                seq,
+                stream: Stream::Stdout,
+                chunk,
+            });
+        }
+        assert!(seq < 50_000, "{seq}");
+    }
+
+    #[test]
+    fn a_consumer_that_left_costs_nothing() {
+        let mut inbox = Inbox::default();
+        inbox.attach();
+        for seq in 1..=20 {
+            if seq == 3 {
+                inbox.detach();
+            }
+            inbox.accept(output(seq));
+        }
+        assert!(!inbox.is_full());
+        assert_eq!((inbox.cost, inbox.order().last()), (0, 20));
+    }
+
+    #[test]
+    fn failing_comes_last_and_once() {
+        let mut inbox = Inbox::default();
+        let failure = ProcessFailure::ConnectionClosed("gone".into());
+        inbox.accept(output(1));
+        inbox.accept(output(3));
+        inbox.fail(failure.clone());
+        inbox.fail(failure);
+        inbox.accept(output(4));
+        assert_eq!(numbers(&mut inbox), [Some(1), Some(2), Some(3), None]);
+    }
+
+    #[test]
+    fn a_closed_process_cannot_fail() {
+        let mut inbox = Inbox::default();
+        inbox.accept(ExecProcessEvent::Closed {
+            seq: 1,
+            inherited_output: false,
+            discarded_bytes: 0,
+        });
+        inbox.fail(ProcessFailure::ConnectionClosed("gone".into()));
+        assert_eq!(numbers(&mut inbox), [Some(1)]);
+    }
+}

@@ -1,0 +1,411 @@
+//! Processes of this machine, behind the same traits as those of another.
+//!
+//! Straight onto the executor: no connection, no messages. What a request means is decided by the
+//! executor's own translation, which a server uses too.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, UNIX_EPOCH};
+
+use bytes::Bytes;
+use exec_server_executor::log::EntryKind;
+use exec_server_executor::process::{End, Scope, Written};
+use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
+use exec_server_protocol::process::{
+    Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
+    StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitResult, WaitUntil,
+    WriteStatus,
+};
+use exec_server_protocol::{PathUri, codes};
+
+use crate::backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+use crate::error::ExecServerError;
+use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
+
+/// Runs processes on this machine.
+///
+/// A process lives as long as its handle: dropping the last one ends it and its whole tree.
+///
+/// ```no_run
+/// use exec_server_client::{ExecBackend, LocalBackend};
+/// use exec_server_client::executor::{Executor, ExecutorConfig};
+/// use exec_server_client::protocol::process::StartParams;
+///
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let backend = LocalBackend::new(Executor::new(ExecutorConfig::default())?);
+/// let params = StartParams {
+///     process_id: "1".to_owned(),
+///     argv: vec!["true".to_owned()],
+///     ..StartParams::default()
+/// };
+/// let started = backend.start(params).await?;
+/// assert_eq!(started.process.exited(None).await?, Some(0));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct LocalBackend {
+    executor: Executor,
+    /// Processes by id; an id is free again when its handle is gone.
+    table: Arc<Mutex<Table>>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    slots: HashMap<String, Weak<Local>>,
+    started: u64,
+}
+
+/// A process of this machine.
+#[derive(Debug)]
+struct Local {
+    id: String,
+    process: Process,
+    argv: Vec<String>,
+    cwd: PathUri,
+    number: u64,
+    delivery: Delivery,
+    events_taken: AtomicBool,
+    table: Weak<Mutex<Table>>,
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        if let Some(table) = self.table.upgrade() {
+            lock(&table).slots.remove(&self.id);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl LocalBackend {
+    /// A backend on this executor.
+    pub fn new(executor: Executor) -> Self {
+        Self {
+            executor,
+            table: Arc::default(),
+        }
+    }
+
+    async fn start_local(&self, params: StartParams) -> Result<StartedProcess, ExecServerError> {
+        let number = {
+            let mut table = lock(&self.table);
+            if table.slots.contains_key(&params.process_id) {
+                return Err(ExecServerError::DuplicateProcess(params.process_id));
+            }
+            table.slots.insert(params.process_id.clone(), Weak::new());
+            table.started += 1;
+            table.started
+        };
+        // Frees the id again if this future is dropped or fails.
+        let reservation = Reservation(&self.table, Some(params.process_id.clone()));
+        let spec = request::spec(&params, &self.executor.config().environment)?;
+        let process = self.executor.start(spec).await?;
+        let delivery = params.delivery.unwrap_or_default();
+        if delivery == Delivery::Pull {
+            process.hold(0);
+        }
+        let local = Arc::new(Local {
+            id: params.process_id,
+            process,
+            argv: params.argv,
+            cwd: params.cwd,
+            number,
+            delivery,
+            events_taken: AtomicBool::new(false),
+            table: Arc::downgrade(&self.table),
+        });
+        reservation.keep(&local);
+        Ok(StartedProcess {
+            process: local,
+            sandbox_type: Some(SandboxType::None),
+        })
+    }
+}
+
+/// An id that is being started.
+struct Reservation<'a>(&'a Mutex<Table>, Option<String>);
+
+impl Reservation<'_> {
+    fn keep(mut self, local: &Arc<Local>) {
+        if let Some(id) = self.1.take() {
+            lock(self.0).slots.insert(id, Arc::downgrade(local));
+        }
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.1.take() {
+            lock(self.0).slots.remove(&id);
+        }
+    }
+}
+
+impl ExecBackend for LocalBackend {
+    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
+        Box::pin(self.start_local(params))
+    }
+
+    fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
+        let mut locals: Vec<Arc<Local>> = lock(&self.table)
+            .slots
+            .values()
+            .filter_map(Weak::upgrade)
+            .collect();
+        locals.sort_by_key(|local| local.number);
+        Box::pin(async move { Ok(locals.iter().map(|local| local.listed()).collect()) })
+    }
+}
+
+impl Local {
+    fn listed(&self) -> ListedProcess {
+        let since = self.process.started_at().duration_since(UNIX_EPOCH);
+        self.process.with_log(|log| ListedProcess {
+            process_id: self.id.clone(),
+            argv: self.argv.clone(),
+            cwd: self.cwd.clone(),
+            tty: self.process.has_terminal(),
+            pid: self.process.pid(),
+            started_at_ms: since.map_or(0, |since| since.as_millis() as u64),
+            running: log.exit().is_none(),
+            exit_code: log.exit().map(|exit| exit.code),
+            next_seq: log.next_seq(),
+            retained_bytes: log.retained_bytes(),
+            evicted_bytes: log.evicted_bytes(),
+            discarded_bytes: self.process.discarded_bytes(),
+            session_id: None,
+        })
+    }
+
+    async fn read_local(&self, request: ReadRequest) -> ReadResult {
+        let ReadRequest {
+            after_seq,
+            max_bytes,
+            wait,
+        } = request;
+        if self.delivery == Delivery::Pull {
+            self.process.advance(after_seq);
+        }
+        // Nothing here need ever wait; a caller in a loop must not starve the process's own task.
+        tokio::task::coop::consume_budget().await;
+        if !wait.is_zero() {
+            let news = self
+                .process
+                .wait_for(|log| report::has_news(log, after_seq).then_some(()));
+            let _ = tokio::time::timeout(wait, news).await;
+        }
+        self.process
+            .with_log(|log| report::read(log, after_seq, max_bytes))
+    }
+
+    async fn wait_local(&self, until: WaitUntil, timeout: Option<Duration>) -> WaitResult {
+        let done = |log: &exec_server_executor::log::Log| match until {
+            WaitUntil::Exited => log.exit().is_some(),
+            WaitUntil::Closed => log.close().is_some(),
+        };
+        let finished = self.process.wait_for(|log| done(log).then_some(()));
+        match timeout {
+            Some(limit) => drop(tokio::time::timeout(limit, finished).await),
+            None => finished.await,
+        }
+        self.process.with_log(|log| report::wait(log, !done(log)))
+    }
+
+    async fn terminate_local(&self, mode: TerminateMode, wait: bool) -> TerminateResult {
+        let end = match mode {
+            TerminateMode::Force => End::Now,
+            TerminateMode::Graceful { timeout_ms } => {
+                End::Within(Duration::from_millis(timeout_ms))
+            }
+        };
+        if !wait {
+            return TerminateResult {
+                running: self.process.terminate(end),
+                ..TerminateResult::default()
+            };
+        }
+        let (running, left) = self.process.terminate_and_wait(end).await;
+        TerminateResult {
+            running,
+            gone: Some(left.is_empty()),
+            survivors: Some(
+                left.into_iter()
+                    .map(|(pid, command)| Survivor { pid, command })
+                    .collect(),
+            ),
+        }
+    }
+}
+
+impl ExecProcess for Local {
+    fn process_id(&self) -> &str {
+        &self.id
+    }
+
+    fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
+        if self.events_taken.swap(true, Ordering::AcqRel) {
+            return Err(ExecServerError::EventsTaken(self.id.clone()));
+        }
+        // From what is still there; what is not is stated as a gap.
+        self.process.hold(0);
+        Ok(ExecProcessEvents::new(LocalEvents {
+            process: self.process.clone(),
+            id: self.id.clone(),
+            delivery: self.delivery,
+            cursor: AtomicU64::new(0),
+            ended: false,
+        }))
+    }
+
+    fn read(&self, request: ReadRequest) -> Reply<'_, ReadResult> {
+        Box::pin(async move { Ok(self.read_local(request).await) })
+    }
+
+    fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus> {
+        Box::pin(async move { Ok(status(self.process.write(bytes).await)) })
+    }
+
+    fn close_stdin(&self) -> Reply<'_, WriteStatus> {
+        Box::pin(async move { Ok(status(self.process.close_stdin().await)) })
+    }
+
+    fn resize(&self, size: TerminalSize) -> Reply<'_, ()> {
+        Box::pin(async move {
+            let size = request::size(size)?;
+            self.process.resize(size).map_err(|_| {
+                let why = if self.process.has_terminal() {
+                    "has ended"
+                } else {
+                    "is not a tty"
+                };
+                invalid_request(format!("process {} {why}", self.id))
+            })
+        })
+    }
+
+    fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()> {
+        let scope = match scope {
+            SignalScope::Group => Scope::Group,
+            SignalScope::Leader => Scope::Leader,
+            SignalScope::Tree => Scope::Tree,
+        };
+        Box::pin(async move {
+            let sent = self.process.signal(signals::named(signal), scope).await;
+            sent.map_err(|error| internal(format!("failed to signal process: {error}")))
+        })
+    }
+
+    fn terminate(&self, mode: TerminateMode, wait: bool) -> Reply<'_, TerminateResult> {
+        Box::pin(async move { Ok(self.terminate_local(mode, wait).await) })
+    }
+
+    fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult> {
+        Box::pin(async move { Ok(self.wait_local(until, timeout).await) })
+    }
+
+    fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult> {
+        Box::pin(async move {
+            Ok(self
+                .process
+                .with_log(|log| report::snapshot(log, max_bytes)))
+        })
+    }
+}
+
+fn status(written: Written) -> WriteStatus {
+    match written {
+        Written::Accepted => WriteStatus::Accepted,
+        Written::Closed => WriteStatus::StdinClosed,
+    }
+}
+
+/// The events of a local process: a cursor over its log.
+struct LocalEvents {
+    process: Process,
+    id: String,
+    delivery: Delivery,
+    /// The last entry that was handed out.
+    cursor: AtomicU64,
+    ended: bool,
+}
+
+impl Drop for LocalEvents {
+    fn drop(&mut self) {
+        // A consumer that has gone holds nothing back.
+        if self.delivery == Delivery::Push {
+            self.process.release();
+        }
+    }
+}
+
+impl EventSource for LocalEvents {
+    fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {
+        Box::pin(async move {
+            if self.ended {
+                return None;
+            }
+            let cursor = self.cursor.load(Ordering::Relaxed);
+            let entry = self
+                .process
+                .wait_for(|log| log.entry_after(cursor).cloned())
+                .await;
+            if entry.seq > cursor + 1 {
+                let lost = self.process.with_log(|log| log.lost_after(cursor));
+                self.cursor.store(entry.seq - 1, Ordering::Relaxed);
+                return Some(ExecProcessEvent::Gap {
+                    after_seq: cursor,
+                    through_seq: entry.seq - 1,
+                    bytes: lost.map(|lost| lost.bytes),
+                });
+            }
+            self.cursor.store(entry.seq, Ordering::Relaxed);
+            self.process.advance(entry.seq);
+            Some(match entry.kind {
+                EntryKind::Output(stream, chunk) => ExecProcessEvent::Output {
+                    seq: entry.seq,
+                    stream,
+                    chunk,
+                },
+                EntryKind::Exited(exit) => report::exited(&self.id, entry.seq, &exit).into(),
+                EntryKind::Closed(close) => {
+                    self.ended = true;
+                    report::closed(&self.id, entry.seq, &close).into()
+                }
+            })
+        })
+    }
+}
+
+fn invalid_request(message: String) -> ExecServerError {
+    ExecServerError::Server {
+        code: codes::INVALID_REQUEST,
+        message,
+    }
+}
+
+fn internal(message: String) -> ExecServerError {
+    ExecServerError::Server {
+        code: codes::INTERNAL,
+        message,
+    }
+}
+
+impl From<StartError> for ExecServerError {
+    fn from(error: StartError) -> Self {
+        // The codes of the wire: a caller need not care where the process would have run.
+        let message = error.to_string();
+        match error {
+            StartError::EmptyArgv | StartError::Limit(_) | StartError::Refused(_) => Self::Server {
+                code: codes::INVALID_PARAMS,
+                message,
+            },
+            StartError::TooMany(_) => invalid_request(message),
+            _ => internal(message),
+        }
+    }
+}

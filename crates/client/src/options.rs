@@ -1,0 +1,112 @@
+//! What can be chosen about a connection.
+
+use std::fmt;
+use std::time::Duration;
+
+use exec_server_transport::ConnectOptions;
+use exec_server_transport::keepalive::KeepaliveConfig;
+
+/// What can be chosen about a session with a server, however it is reached.
+///
+/// ```
+/// use std::time::Duration;
+///
+/// use exec_server_client::ExecServerClientConnectOptions;
+///
+/// let mut options = ExecServerClientConnectOptions::new("nightly-build");
+/// options.detach_grace = Some(Duration::from_secs(3600));
+/// ```
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ExecServerClientConnectOptions {
+    /// What this client calls itself.
+    pub client_name: String,
+    /// For the whole handshake.
+    pub initialize_timeout: Duration,
+    /// A session to take up again.
+    pub resume_session_id: Option<String>,
+    /// How long the session should outlive its connection; the server's choice if absent.
+    pub detach_grace: Option<Duration>,
+    /// How long to wait for an answer; requests that wait by nature add their own time.
+    pub call_timeout: Duration,
+    /// How long an event may be late before it is read from the server.
+    pub repair_delay: Duration,
+    /// When to ping the server and when to give it up.
+    pub keepalive: KeepaliveConfig,
+}
+
+impl ExecServerClientConnectOptions {
+    /// The defaults, under this client name.
+    pub fn new(client_name: impl Into<String>) -> Self {
+        Self {
+            client_name: client_name.into(),
+            initialize_timeout: Duration::from_secs(10),
+            resume_session_id: None,
+            detach_grace: None,
+            call_timeout: Duration::from_secs(30),
+            repair_delay: Duration::from_millis(100),
+            keepalive: KeepaliveConfig::default(),
+        }
+    }
+}
+
+impl Default for ExecServerClientConnectOptions {
+    fn default() -> Self {
+        Self::new("exec-server-client")
+    }
+}
+
+/// How to reach a server by URL.
+///
+/// ```
+/// use exec_server_client::RemoteExecServerConnectArgs;
+///
+/// let mut args = RemoteExecServerConnectArgs::new("unix:///run/exec-server.sock", "editor");
+/// args.bearer_token = Some("secret".to_owned());
+/// assert!(!format!("{args:?}").contains("secret"));
+/// ```
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct RemoteExecServerConnectArgs {
+    /// `ws://HOST:PORT[/PATH]` or `unix:///PATH`.
+    pub url: String,
+    /// For the whole of name lookup, connection and upgrade.
+    pub connect_timeout: Duration,
+    /// Sent as `Authorization: Bearer`.
+    pub bearer_token: Option<String>,
+    /// What to ask for once connected.
+    pub options: ExecServerClientConnectOptions,
+}
+
+impl RemoteExecServerConnectArgs {
+    /// The defaults, for this URL and client name.
+    pub fn new(url: impl Into<String>, client_name: impl Into<String>) -> Self {
+        Self {
+            url: url.into(),
+            connect_timeout: Duration::from_secs(10),
+            bearer_token: None,
+            options: ExecServerClientConnectOptions::new(client_name),
+        }
+    }
+
+    pub(crate) fn dial(&self) -> ConnectOptions {
+        let mut dial = ConnectOptions::default();
+        dial.timeout = self.connect_timeout;
+        dial.bearer_token.clone_from(&self.bearer_token);
+        dial
+    }
+}
+
+impl fmt::Debug for RemoteExecServerConnectArgs {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RemoteExecServerConnectArgs")
+            .field("url", &self.url)
+            .field("connect_timeout", &self.connect_timeout)
+            .field(
+                "bearer_token",
+                &self.bearer_token.as_ref().map(|_| "[redacted]"),
+            )
+            .field("options", &self.options)
+            .finish()
+    }
+}

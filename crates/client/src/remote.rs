@@ -1,0 +1,551 @@
+//! Processes behind a connection.
+//!
+//! Owns the translation of the traits into requests, and what stands in for extensions that a
+//! server lacks. Knows nothing of the order of events.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::process::{
+    CloseStdin, CloseStdinParams, Delivery, List, ListParams, ListedProcess, Read, ReadParams,
+    ReadResult, Resize, ResizeParams, SandboxType, Signal, SignalName, SignalParams, SignalScope,
+    Snapshot, SnapshotParams, SnapshotResult, Start, StartParams, TerminalSize, Terminate,
+    TerminateMode, TerminateParams, TerminateResult, Wait, WaitParams, WaitResult, WaitUntil,
+    Write, WriteParams, WriteStatus,
+};
+use tokio::sync::oneshot;
+
+use crate::backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+use crate::caller::millis;
+use crate::client::ExecServerClient;
+use crate::error::ExecServerError;
+use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
+use crate::extension;
+use crate::follow::{AbortOnDrop, Follower};
+use crate::route::{Registration, Route, Status};
+
+/// Bytes in one `process/write`; more would keep other requests waiting for the line.
+const WRITE_BYTES: usize = 1 << 20;
+
+/// What a terminal takes for the end of its input, unless a program changed that.
+const TERMINAL_EOF: &[u8] = b"\x04";
+
+impl ExecBackend for ExecServerClient {
+    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
+        Box::pin(async move {
+            let registration = self.inner.routes.register(&params.process_id, 0)?;
+            let pull = params.delivery == Some(Delivery::Pull)
+                && self.supports(extension::DELIVERY).await?;
+            let states_evicted = self.supports(extension::READ_EVICTED).await?;
+            let (sender, receiver) = oneshot::channel();
+            let client = self.clone();
+            // In a task that ends with its request: a caller that stops waiting must not keep us
+            // from learning that there is a process to terminate.
+            tokio::spawn(async move {
+                let result = client.call::<Start>(&params).await;
+                let started = match result {
+                    Ok(started) => started,
+                    Err(error) => {
+                        let may_have_started = matches!(error, ExecServerError::Timeout { .. });
+                        let _ = sender.send(Err(error));
+                        if may_have_started {
+                            terminate(&client, params.process_id).await;
+                        }
+                        return;
+                    }
+                };
+                let process = RemoteProcess::new(
+                    client,
+                    registration,
+                    Details {
+                        delivery: if pull { Delivery::Pull } else { Delivery::Push },
+                        states_evicted,
+                        tty: params.tty,
+                        write_ids: WriteIds::of_new_process(),
+                    },
+                );
+                let unclaimed = Unclaimed {
+                    process: Some(process),
+                    sandbox_type: started.sandbox_type,
+                };
+                let _ = sender.send(Ok(unclaimed));
+            });
+            match receiver.await {
+                Ok(answer) => answer?.claim(),
+                Err(_) => Err(ExecServerError::Closed(
+                    "the runtime is shutting down".into(),
+                )),
+            }
+        })
+    }
+
+    fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
+        Box::pin(async move {
+            self.require(extension::LIST).await?;
+            Ok(self.call::<List>(&ListParams::default()).await?.processes)
+        })
+    }
+}
+
+impl ExecServerClient {
+    /// A handle of a process that runs in this session already, as after resuming it.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such process, or this client has a handle of it.
+    pub async fn attach(
+        &self,
+        request: AttachRequest,
+    ) -> Result<Arc<dyn ExecProcess>, ExecServerError> {
+        let AttachRequest {
+            process_id,
+            after_seq,
+            delivery,
+            tty,
+        } = request;
+        let registration = self.inner.routes.register(&process_id, after_seq)?;
+        let states_evicted = self.supports(extension::READ_EVICTED).await?;
+        let process = RemoteProcess::new(
+            self.clone(),
+            registration,
+            Details {
+                delivery,
+                states_evicted,
+                tty,
+                write_ids: WriteIds::of_attached_process(),
+            },
+        );
+        let follower = process.inner.follower();
+        let read = follower.read(after_seq, Duration::ZERO).await?;
+        follower.fill(after_seq, read, true);
+        Ok(Arc::new(process))
+    }
+}
+
+/// Which process to attach to, and how it was started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AttachRequest {
+    /// Which process.
+    pub process_id: String,
+    /// Its events go on after this number; 0 for everything that is still retained.
+    pub after_seq: u64,
+    /// How it was started: whether output is pushed or only read.
+    pub delivery: Delivery,
+    /// How it was started: whether it has a terminal.
+    pub tty: bool,
+}
+
+async fn terminate(client: &ExecServerClient, process_id: String) {
+    let params = TerminateParams {
+        process_id,
+        ..TerminateParams::default()
+    };
+    if let Err(error) = client.call::<Terminate>(&params).await {
+        tracing::warn!(process_id = params.process_id, %error, "cannot terminate a process");
+    }
+}
+
+/// A process on its way to the caller of `start`; terminated if it does not arrive.
+struct Unclaimed {
+    process: Option<RemoteProcess>,
+    sandbox_type: Option<SandboxType>,
+}
+
+impl Unclaimed {
+    fn claim(mut self) -> Result<StartedProcess, ExecServerError> {
+        let sandbox_type = self.sandbox_type;
+        match self.process.take() {
+            Some(process) => Ok(StartedProcess {
+                process: Arc::new(process),
+                sandbox_type,
+            }),
+            None => Err(ExecServerError::Closed("the process was abandoned".into())),
+        }
+    }
+}
+
+impl Drop for Unclaimed {
+    fn drop(&mut self) {
+        if let Some(process) = self.process.take()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(async move {
+                terminate(&process.inner.client, process.process_id().to_owned()).await;
+            });
+        }
+    }
+}
+
+/// A process behind a connection.
+#[derive(Debug)]
+struct RemoteProcess {
+    /// Shared with the consumer of the events, either of which keeps the process in the table.
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    client: ExecServerClient,
+    registration: Registration,
+    details: Details,
+    /// Held while a write is under way, which keeps writes in the order of their calls.
+    writes: tokio::sync::Mutex<WriteIds>,
+    /// Ends with the process's last handle.
+    _follower: AbortOnDrop,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inner")
+            .field("process_id", &self.route().process_id())
+            .field("details", &self.details)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How a process was started.
+#[derive(Debug, Clone)]
+struct Details {
+    delivery: Delivery,
+    /// The server says in `evicted` what is gone.
+    states_evicted: bool,
+    tty: bool,
+    write_ids: WriteIds,
+}
+
+/// Names writes, so that repeating one after a lost connection does not write twice.
+#[derive(Debug, Clone)]
+struct WriteIds {
+    prefix: String,
+    next: u64,
+}
+
+impl WriteIds {
+    fn of_new_process() -> Self {
+        Self {
+            prefix: String::new(),
+            next: 1,
+        }
+    }
+
+    /// The ids that earlier handles have used are not known: these are like none of them.
+    fn of_attached_process() -> Self {
+        Self {
+            prefix: format!("{}-", uuid::Uuid::new_v4()),
+            next: 1,
+        }
+    }
+
+    fn draw(&mut self) -> String {
+        let id = format!("{}{}", self.prefix, self.next);
+        self.next += 1;
+        id
+    }
+}
+
+impl Inner {
+    fn route(&self) -> &Arc<Route> {
+        &self.registration.route
+    }
+
+    fn follower(&self) -> Follower {
+        follower(&self.client, self.route(), self.details.states_evicted)
+    }
+
+    fn process_id(&self) -> String {
+        self.route().process_id().to_owned()
+    }
+
+    async fn write(&self, bytes: Bytes) -> Result<WriteStatus, ExecServerError> {
+        let mut ids = self.writes.lock().await;
+        let mut rest = bytes;
+        loop {
+            let chunk = rest.split_to(rest.len().min(WRITE_BYTES));
+            let write_id = ids.draw();
+            let params = WriteParams {
+                process_id: self.process_id(),
+                chunk: chunk.into(),
+                write_id,
+            };
+            // No deadline: the answer may wait until the process reads.
+            let result = self
+                .client
+                .inner
+                .caller
+                .call_unbounded::<Write>(&params)
+                .await?;
+            if result.status != WriteStatus::Accepted || rest.is_empty() {
+                return Ok(result.status);
+            }
+        }
+    }
+
+    async fn close_stdin(&self) -> Result<WriteStatus, ExecServerError> {
+        if !self.client.supports(extension::CLOSE_STDIN).await? {
+            if self.details.tty {
+                return self.write(Bytes::from_static(TERMINAL_EOF)).await;
+            }
+            return Err(ExecServerError::Unsupported(extension::CLOSE_STDIN));
+        }
+        // After all earlier writes.
+        let _writes = self.writes.lock().await;
+        let params = CloseStdinParams {
+            process_id: self.process_id(),
+        };
+        Ok(self
+            .client
+            .inner
+            .caller
+            .call_unbounded::<CloseStdin>(&params)
+            .await?
+            .status)
+    }
+
+    async fn signal(&self, signal: SignalName, scope: SignalScope) -> Result<(), ExecServerError> {
+        let plain = signal == SignalName::Interrupt && scope == SignalScope::Group;
+        if !plain && !self.client.supports(extension::SIGNAL_SCOPE).await? {
+            if signal == SignalName::Kill && scope == SignalScope::Group {
+                // What `process/terminate` does where there is nothing but that.
+                let process_id = self.process_id();
+                let params = TerminateParams {
+                    process_id,
+                    ..TerminateParams::default()
+                };
+                self.client.call::<Terminate>(&params).await?;
+                return Ok(());
+            }
+            return Err(ExecServerError::Unsupported(extension::SIGNAL_SCOPE));
+        }
+        let params = SignalParams {
+            process_id: self.process_id(),
+            signal,
+            scope: (scope != SignalScope::Group).then_some(scope),
+            session_id: None,
+        };
+        self.client.call::<Signal>(&params).await?;
+        Ok(())
+    }
+
+    async fn terminate(
+        &self,
+        mode: TerminateMode,
+        wait: bool,
+    ) -> Result<TerminateResult, ExecServerError> {
+        let grace = match mode {
+            TerminateMode::Graceful { timeout_ms } => Some(Duration::from_millis(timeout_ms)),
+            TerminateMode::Force => None,
+        };
+        let mut was_running = false;
+        let mut params = TerminateParams {
+            process_id: self.process_id(),
+            ..TerminateParams::default()
+        };
+        if let Some(grace) = grace {
+            if self.client.supports(extension::TERMINATE_MODE).await? {
+                params.mode = Some(mode);
+            } else if self.route().status().borrow().exit.is_none() {
+                // Servers without a graceful end can still interrupt.
+                self.signal(SignalName::Interrupt, SignalScope::Group)
+                    .await?;
+                was_running = true;
+                self.wait_for_news(WaitUntil::Exited, Some(grace)).await?;
+            }
+        }
+        params.wait = wait && self.client.supports(extension::TERMINATE_WAIT).await?;
+        let mut result = self
+            .client
+            .call_waiting::<Terminate>(&params, grace.unwrap_or_default())
+            .await?;
+        result.running |= was_running;
+        if wait && !params.wait {
+            // The next best thing to knowing that the tree is gone; `gone` stays unsaid.
+            self.wait_for_news(WaitUntil::Closed, Some(self.client.inner.caller.timeout))
+                .await?;
+        }
+        Ok(result)
+    }
+
+    async fn wait(
+        &self,
+        until: WaitUntil,
+        timeout: Option<Duration>,
+    ) -> Result<WaitResult, ExecServerError> {
+        let known = is_over(&self.route().status().borrow(), until);
+        if known || !self.client.supports(extension::WAIT).await? {
+            return self.wait_for_news(until, timeout).await;
+        }
+        let params = WaitParams {
+            process_id: self.process_id(),
+            until: Some(until),
+            timeout_ms: timeout.map(millis),
+        };
+        match timeout {
+            Some(timeout) => self.client.call_waiting::<Wait>(&params, timeout).await,
+            None => {
+                self.client
+                    .inner
+                    .caller
+                    .call_unbounded::<Wait>(&params)
+                    .await
+            }
+        }
+    }
+
+    /// Waits by listening to what the server sends unasked.
+    async fn wait_for_news(
+        &self,
+        until: WaitUntil,
+        timeout: Option<Duration>,
+    ) -> Result<WaitResult, ExecServerError> {
+        let mut status = self.route().status();
+        let news = status.wait_for(|status| is_over(status, until) || status.failure.is_some());
+        match timeout {
+            Some(timeout) => drop(tokio::time::timeout(timeout, news).await),
+            None => drop(news.await),
+        }
+        let status = self.route().status().borrow().clone();
+        let over = is_over(&status, until);
+        if let Some(failure) = status.failure.filter(|_| !over) {
+            return Err(failure.into());
+        }
+        let exited = status.exit.is_some();
+        let exit = status.exit.unwrap_or_default();
+        Ok(WaitResult {
+            exited,
+            exit_code: exited.then_some(exit.exit_code),
+            signal: exit.signal,
+            closed: status.closed,
+            timed_out: exit.timed_out,
+            sandbox_denied: exit.sandbox_denied.unwrap_or(false),
+            wait_timed_out: !over,
+        })
+    }
+}
+
+fn is_over(status: &Status, until: WaitUntil) -> bool {
+    status.closed || (until == WaitUntil::Exited && status.exit.is_some())
+}
+
+fn follower(client: &ExecServerClient, route: &Arc<Route>, states_evicted: bool) -> Follower {
+    Follower {
+        route: Arc::clone(route),
+        caller: client.inner.caller.clone(),
+        repair_delay: client.inner.repair_delay,
+        states_evicted,
+    }
+}
+
+impl RemoteProcess {
+    fn new(client: ExecServerClient, registration: Registration, details: Details) -> Self {
+        let follower = follower(&client, &registration.route, details.states_evicted);
+        let task = match details.delivery {
+            Delivery::Push => tokio::spawn(follower.repair()),
+            Delivery::Pull => tokio::spawn(follower.pull()),
+        };
+        let writes = tokio::sync::Mutex::new(details.write_ids.clone());
+        let _follower = AbortOnDrop(task);
+        Self {
+            inner: Arc::new(Inner {
+                client,
+                registration,
+                details,
+                writes,
+                _follower,
+            }),
+        }
+    }
+}
+
+impl ExecProcess for RemoteProcess {
+    fn process_id(&self) -> &str {
+        self.inner.route().process_id()
+    }
+
+    fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
+        if !self.inner.route().attach() {
+            return Err(ExecServerError::EventsTaken(self.inner.process_id()));
+        }
+        Ok(ExecProcessEvents::new(RemoteEvents(Arc::clone(
+            &self.inner,
+        ))))
+    }
+
+    fn read(&self, request: ReadRequest) -> Reply<'_, ReadResult> {
+        Box::pin(async move {
+            let params = ReadParams {
+                process_id: self.inner.process_id(),
+                after_seq: Some(request.after_seq),
+                max_bytes: request.max_bytes,
+                wait_ms: Some(millis(request.wait)),
+            };
+            self.inner
+                .client
+                .call_waiting::<Read>(&params, request.wait)
+                .await
+        })
+    }
+
+    fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus> {
+        Box::pin(self.inner.write(bytes))
+    }
+
+    fn close_stdin(&self) -> Reply<'_, WriteStatus> {
+        Box::pin(self.inner.close_stdin())
+    }
+
+    fn resize(&self, size: TerminalSize) -> Reply<'_, ()> {
+        Box::pin(async move {
+            let client = &self.inner.client;
+            client.require(extension::RESIZE).await?;
+            let TerminalSize { rows, cols } = size;
+            let params = ResizeParams {
+                process_id: self.inner.process_id(),
+                rows,
+                cols,
+            };
+            client.call::<Resize>(&params).await?;
+            Ok(())
+        })
+    }
+
+    fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()> {
+        Box::pin(self.inner.signal(signal, scope))
+    }
+
+    fn terminate(&self, mode: TerminateMode, wait: bool) -> Reply<'_, TerminateResult> {
+        Box::pin(self.inner.terminate(mode, wait))
+    }
+
+    fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult> {
+        Box::pin(self.inner.wait(until, timeout))
+    }
+
+    fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult> {
+        Box::pin(async move {
+            let client = &self.inner.client;
+            client.require(extension::SNAPSHOT).await?;
+            let params = SnapshotParams {
+                process_id: self.inner.process_id(),
+                max_bytes,
+            };
+            client.call::<Snapshot>(&params).await
+        })
+    }
+}
+
+/// The consumer's end.
+#[derive(Debug)]
+struct RemoteEvents(Arc<Inner>);
+
+impl EventSource for RemoteEvents {
+    fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {
+        Box::pin(self.0.route().recv())
+    }
+}
+
+impl Drop for RemoteEvents {
+    fn drop(&mut self) {
+        self.0.route().detach();
+    }
+}

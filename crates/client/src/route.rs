@@ -1,0 +1,348 @@
+//! From what the server sends unasked to the process that it concerns.
+//!
+//! Owns the table of processes, the waiting of deliverers and consumers, and what is known of each
+//! process's end. Knows no request: whoever holds a route asks the server what it needs.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use exec_server_protocol::Notification;
+use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
+use exec_server_transport::peer::Handler;
+use tokio::sync::{Notify, watch};
+
+use crate::error::ExecServerError;
+use crate::event::{ExecProcessEvent, ProcessExit, ProcessFailure};
+use crate::inbox::Inbox;
+use crate::order::ReadRules;
+
+/// The processes of one client, by id.
+#[derive(Debug, Default)]
+pub(crate) struct Routes {
+    /// Never held across an await.
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// A route lives as long as its registration.
+    routes: HashMap<String, Weak<Route>>,
+    /// Why no more can be added.
+    closed: Option<Arc<str>>,
+}
+
+impl Routes {
+    /// Adds a process whose events up to `after` are known.
+    ///
+    /// # Errors
+    ///
+    /// When the id is taken or the connection is gone.
+    pub(crate) fn register(
+        self: &Arc<Self>,
+        process_id: &str,
+        after: u64,
+    ) -> Result<Registration, ExecServerError> {
+        let mut table = self.table();
+        if let Some(reason) = &table.closed {
+            return Err(ExecServerError::Closed(Arc::clone(reason)));
+        }
+        match table.routes.entry(process_id.to_owned()) {
+            Entry::Occupied(_) => Err(ExecServerError::DuplicateProcess(process_id.to_owned())),
+            Entry::Vacant(entry) => {
+                let route = Arc::new(Route::after(process_id, after));
+                entry.insert(Arc::downgrade(&route));
+                Ok(Registration {
+                    routes: Arc::clone(self),
+                    route,
+                })
+            }
+        }
+    }
+
+    /// Fails every process, now and from now on.
+    pub(crate) fn close(&self, reason: Arc<str>) {
+        let routes: Vec<_> = {
+            let mut table = self.table();
+            table.closed.get_or_insert_with(|| Arc::clone(&reason));
+            table.routes.values().filter_map(Weak::upgrade).collect()
+        };
+        for route in routes {
+            route.fail(ProcessFailure::ConnectionClosed(Arc::clone(&reason)));
+        }
+    }
+
+    fn find(&self, process_id: &str) -> Option<Arc<Route>> {
+        self.table().routes.get(process_id).and_then(Weak::upgrade)
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Takes the notifications of one connection to their routes.
+#[derive(Debug)]
+pub(crate) struct Dispatch(pub(crate) Arc<Routes>);
+
+impl Handler for Dispatch {
+    /// Waits while the consumer of the process has too much to read: nothing is lost, but whatever
+    /// comes later on the same connection waits too.
+    async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
+        let (process_id, event) = match method {
+            Output::NAME => {
+                let params = decode::<Output>(params)?;
+                (params.process_id.clone(), ExecProcessEvent::from(params))
+            }
+            Exited::NAME => {
+                let params = decode::<Exited>(params)?;
+                (params.process_id.clone(), params.into())
+            }
+            Closed::NAME => {
+                let params = decode::<Closed>(params)?;
+                (params.process_id.clone(), params.into())
+            }
+            _ => {
+                tracing::debug!(method, "ignoring an unknown notification");
+                return Ok(());
+            }
+        };
+        match self.0.find(&process_id) {
+            Some(route) => route.deliver(event).await,
+            None => tracing::debug!(process_id, method, "ignoring news of an unknown process"),
+        }
+        Ok(())
+    }
+}
+
+fn decode<N: Notification>(params: Option<&str>) -> Result<N::Params, String> {
+    let params = params.unwrap_or("null");
+    serde_json::from_str(params).map_err(|error| format!("malformed `{}`: {error}", N::NAME))
+}
+
+/// Keeps a process in the table.
+#[derive(Debug)]
+pub(crate) struct Registration {
+    routes: Arc<Routes>,
+    pub(crate) route: Arc<Route>,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        self.routes.table().routes.remove(&self.route.process_id);
+        self.route.detach();
+    }
+}
+
+/// What is known of the end of a process.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Status {
+    pub(crate) exit: Option<ProcessExit>,
+    pub(crate) closed: bool,
+    pub(crate) failure: Option<ProcessFailure>,
+}
+
+impl Status {
+    fn note(&mut self, event: &ExecProcessEvent) -> bool {
+        match event {
+            ExecProcessEvent::Exited { exit, .. } if self.exit.is_none() => {
+                self.exit = Some(exit.clone());
+                true
+            }
+            ExecProcessEvent::Closed { .. } => !std::mem::replace(&mut self.closed, true),
+            _ => false,
+        }
+    }
+}
+
+/// One process, between the connection and its consumer.
+#[derive(Debug)]
+pub(crate) struct Route {
+    process_id: String,
+    /// Never held across an await.
+    inbox: Mutex<Inbox>,
+    /// There may be something to take.
+    readable: Notify,
+    /// There may be room, or no need for it any more.
+    writable: Notify,
+    /// A hole opened, closed or moved, or a consumer came.
+    moved: Notify,
+    /// Noted as soon as it is heard of, before its turn in the order.
+    status: watch::Sender<Status>,
+}
+
+impl Route {
+    fn after(process_id: &str, after: u64) -> Self {
+        Self {
+            process_id: process_id.to_owned(),
+            inbox: Mutex::new(Inbox::after(after)),
+            readable: Notify::new(),
+            writable: Notify::new(),
+            moved: Notify::new(),
+            status: watch::Sender::default(),
+        }
+    }
+
+    pub(crate) fn process_id(&self) -> &str {
+        &self.process_id
+    }
+
+    pub(crate) fn status(&self) -> watch::Receiver<Status> {
+        self.status.subscribe()
+    }
+
+    /// The number of the last event that was put in order.
+    pub(crate) fn last(&self) -> u64 {
+        self.inbox().order().last()
+    }
+
+    /// Nothing more will come.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.inbox().is_finished()
+    }
+
+    /// The last number before a missing event, if one is missing.
+    pub(crate) fn hole(&self) -> Option<u64> {
+        let inbox = self.inbox();
+        let order = inbox.order();
+        (!inbox.is_finished() && order.has_hole()).then(|| order.last())
+    }
+
+    /// Takes an event, waiting for room first if it is output.
+    pub(crate) async fn deliver(&self, event: ExecProcessEvent) {
+        match event {
+            ExecProcessEvent::Output { .. } => self.room().await,
+            _ => {
+                self.status.send_if_modified(|status| status.note(&event));
+            }
+        }
+        self.change(|inbox| inbox.accept(event));
+    }
+
+    /// Takes an answer to `process/read`; says whether it brought the process on.
+    pub(crate) fn fill(&self, read: ReadResult, rules: ReadRules) -> bool {
+        self.status.send_if_modified(|status| {
+            let exit = ProcessExit::from_read(&read).filter(|_| status.exit.is_none());
+            let closes = read.closed && !status.closed;
+            let exits = exit.is_some();
+            if rules.make_endings {
+                status.closed |= read.closed;
+                status.exit = status.exit.take().or(exit);
+            }
+            rules.make_endings && (closes || exits)
+        });
+        self.change(|inbox| inbox.fill(read, rules))
+    }
+
+    /// Ends the stream, unless it has come to its own end.
+    pub(crate) fn fail(&self, failure: ProcessFailure) {
+        self.change(|inbox| inbox.fail(failure.clone()));
+        self.status.send_modify(|status| {
+            status.failure.get_or_insert(failure);
+        });
+        self.writable.notify_waiters();
+        self.moved.notify_waiters();
+    }
+
+    /// The next event for the consumer; cancel safe.
+    pub(crate) async fn recv(&self) -> Option<ExecProcessEvent> {
+        loop {
+            let readable = self.readable.notified();
+            {
+                let mut inbox = self.inbox();
+                let was_full = inbox.is_full();
+                if let Some(event) = inbox.take() {
+                    if was_full && !inbox.is_full() {
+                        self.writable.notify_waiters();
+                    }
+                    return Some(event);
+                }
+                if inbox.is_finished() {
+                    return None;
+                }
+            }
+            readable.await;
+        }
+    }
+
+    /// Lets the consumer in, unless there has been one.
+    pub(crate) fn attach(&self) -> bool {
+        let first = self.inbox().attach();
+        self.moved.notify_waiters();
+        first
+    }
+
+    /// The consumer will not read any more.
+    pub(crate) fn detach(&self) {
+        self.inbox().detach();
+        self.writable.notify_waiters();
+        self.moved.notify_waiters();
+    }
+
+    /// Waits until there is room for output.
+    pub(crate) async fn room(&self) {
+        self.until(&self.writable, |inbox| !inbox.is_full()).await;
+    }
+
+    /// Waits until there has been a consumer.
+    pub(crate) async fn consumer(&self) {
+        self.until(&self.moved, Inbox::has_had_consumer).await;
+    }
+
+    /// Waits until an event is missing; the number before it.
+    pub(crate) async fn hole_opened(&self) -> u64 {
+        loop {
+            let moved = self.moved.notified();
+            if let Some(after) = self.hole() {
+                return after;
+            }
+            moved.await;
+        }
+    }
+
+    /// Waits until the order has gone beyond a number.
+    pub(crate) async fn progress(&self, after: u64) {
+        self.until(&self.moved, |inbox| {
+            inbox.order().last() > after || inbox.is_finished()
+        })
+        .await;
+    }
+
+    async fn until(&self, news: &Notify, holds: impl Fn(&Inbox) -> bool) {
+        loop {
+            // Made before looking, so that no news in between is missed.
+            let news = news.notified();
+            if holds(&self.inbox()) {
+                return;
+            }
+            news.await;
+        }
+    }
+
+    /// Changes the inbox and wakes whom it concerns; says whether the order moved on.
+    fn change(&self, change: impl FnOnce(&mut Inbox)) -> bool {
+        let (moved, had_hole, has_hole) = {
+            let mut inbox = self.inbox();
+            let last = inbox.order().last();
+            let had_hole = inbox.order().has_hole();
+            change(&mut inbox);
+            (
+                inbox.order().last() != last,
+                had_hole,
+                inbox.order().has_hole(),
+            )
+        };
+        self.readable.notify_waiters();
+        // The usual case, one event after the other, wakes the consumer alone.
+        if had_hole || has_hole {
+            self.moved.notify_waiters();
+        }
+        moved
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        // Nothing panics while the lock is held, so the inbox is whole even if it is poisoned.
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

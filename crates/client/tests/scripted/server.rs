@@ -1,0 +1,170 @@
+//! The serving end of a link, driven by a script.
+
+use std::time::Duration;
+
+use exec_server_client::protocol::PathUri;
+use exec_server_client::protocol::process::StartParams;
+use exec_server_client::{
+    ExecBackend as _, ExecServerClient, ExecServerClientConnectOptions, StartedProcess,
+};
+use exec_server_transport::{Event, Link};
+use serde_json::{Value, json};
+
+/// The serving end; every expectation that fails panics.
+pub(crate) struct Server {
+    link: Link,
+}
+
+/// A request that waits for its answer.
+#[derive(Debug)]
+pub(crate) struct Request {
+    id: Value,
+    pub(crate) params: Value,
+}
+
+impl Server {
+    pub(crate) fn new(link: Link) -> Self {
+        Self { link }
+    }
+
+    /// The next message, or nothing if the client has closed.
+    pub(crate) async fn next(&mut self) -> Option<Value> {
+        match self.link.incoming.recv().await.unwrap() {
+            Some(Event::Message(text)) => Some(serde_json::from_str(text).unwrap()),
+            Some(other) => panic!("{other:?}"),
+            None => None,
+        }
+    }
+
+    /// The next message, which must be a request of this method.
+    pub(crate) async fn expect(&mut self, method: &str) -> Request {
+        let message = self.next().await.expect(method);
+        assert_eq!(message["method"], method, "{message}");
+        Request {
+            id: message["id"].clone(),
+            params: message["params"].clone(),
+        }
+    }
+
+    pub(crate) async fn answer(&mut self, request: Request, result: Value) {
+        self.send(json!({"id": request.id, "result": result})).await;
+    }
+
+    pub(crate) async fn refuse(&mut self, request: Request, code: i64, message: &str) {
+        let error = json!({"code": code, "message": message});
+        self.send(json!({"id": request.id, "error": error})).await;
+    }
+
+    /// Expects a request of this method and answers it; its params.
+    pub(crate) async fn serve(&mut self, method: &str, result: Value) -> Value {
+        let request = self.expect(method).await;
+        let params = request.params.clone();
+        self.answer(request, result).await;
+        params
+    }
+
+    pub(crate) async fn notify(&mut self, method: &str, params: Value) {
+        self.send(json!({"method": method, "params": params})).await;
+    }
+
+    pub(crate) async fn output(&mut self, seq: u64, text: &str) {
+        self.notify(
+            "process/output",
+            json!({"processId": "p", "seq": seq, "stream": "stdout", "chunk": base64(text)}),
+        )
+        .await;
+    }
+
+    pub(crate) async fn exited(&mut self, seq: u64, exit_code: i32) {
+        self.notify(
+            "process/exited",
+            json!({"processId": "p", "seq": seq, "exitCode": exit_code}),
+        )
+        .await;
+    }
+
+    pub(crate) async fn closed(&mut self, seq: u64) {
+        self.notify("process/closed", json!({"processId": "p", "seq": seq}))
+            .await;
+    }
+
+    pub(crate) async fn send(&mut self, message: Value) {
+        self.raw(&message.to_string()).await;
+    }
+
+    pub(crate) async fn raw(&mut self, text: &str) {
+        self.link
+            .outgoing
+            .push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
+        self.link.outgoing.flush().await.unwrap();
+    }
+}
+
+/// A connected client and its server, which implements these extensions.
+pub(crate) async fn connected(extensions: &[&str]) -> (ExecServerClient, Server) {
+    connected_with(ExecServerClientConnectOptions::new("test"), extensions).await
+}
+
+pub(crate) async fn connected_with(
+    options: ExecServerClientConnectOptions,
+    extensions: &[&str],
+) -> (ExecServerClient, Server) {
+    let (here, there) = Link::pair();
+    let mut server = Server::new(there);
+    let script = async {
+        server
+            .serve(
+                "initialize",
+                json!({"sessionId": "s", "environmentInfo": info(extensions)}),
+            )
+            .await;
+        server.expect("initialized").await;
+    };
+    let (client, ()) = tokio::join!(ExecServerClient::from_link(here, options), script);
+    (client.unwrap(), server)
+}
+
+/// A connected client with the process `p`.
+pub(crate) async fn started(extensions: &[&str]) -> (ExecServerClient, Server, StartedProcess) {
+    let (client, mut server) = connected(extensions).await;
+    let script = server.serve(
+        "process/start",
+        json!({"processId": "p", "sandboxType": "none"}),
+    );
+    let (process, _) = tokio::join!(client.start(start_params()), script);
+    (client, server, process.unwrap())
+}
+
+pub(crate) fn start_params() -> StartParams {
+    StartParams {
+        process_id: "p".to_owned(),
+        argv: vec!["cat".to_owned()],
+        cwd: PathUri::parse("file:///").unwrap(),
+        ..StartParams::default()
+    }
+}
+
+pub(crate) fn info(extensions: &[&str]) -> Value {
+    json!({"shell": {"name": "sh", "path": "/bin/sh"}, "extensions": extensions})
+}
+
+/// What `process/read` answers for a running process.
+pub(crate) fn read(chunks: &[(u64, &str)], next_seq: u64) -> Value {
+    let chunks: Vec<_> = chunks
+        .iter()
+        .map(|(seq, text)| json!({"seq": seq, "stream": "stdout", "chunk": base64(text)}))
+        .collect();
+    json!({"chunks": chunks, "nextSeq": next_seq, "exited": false, "exitCode": null, "closed": false})
+}
+
+/// Fails instead of hanging; on the virtual clock this costs no time.
+pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(Duration::from_secs(3600), future)
+        .await
+        .expect("it hangs")
+}
+
+pub(crate) fn base64(text: &str) -> Value {
+    let chunk = exec_server_client::protocol::ByteChunk::from(text.as_bytes());
+    serde_json::to_value(chunk).unwrap()
+}

@@ -1,0 +1,323 @@
+//! `exec-server run`: a command somewhere, as if it ran in this terminal.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use bytes::Bytes;
+use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::{
+    ExecBackend, ExecProcess, ExecProcessEvent, ExecServerClient, ExecServerError, LocalBackend,
+};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::process::{
+    EnvPolicy, Inherit, SignalName, SignalScope, StartParams, Stream, TerminateMode, WriteStatus,
+};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+
+use super::args::RunArgs;
+use super::{complain, connect, runtime, settings, terminal};
+
+/// Exit codes of our own, as `timeout`, `docker run` and shells have them.
+const TIMED_OUT: u8 = 124;
+const OUR_FAILURE: u8 = 125;
+const NOT_EXECUTABLE: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+/// How long a command may take to end when we are told to stop.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+pub(super) fn run(args: RunArgs) -> ExitCode {
+    let runtime = match runtime() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            complain(&error);
+            return ExitCode::from(OUR_FAILURE);
+        }
+    };
+    let outcome = runtime.block_on(execute(args));
+    // A thread may still wait for a key; it must not keep us.
+    runtime.shutdown_background();
+    match outcome {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            complain(&error);
+            ExitCode::from(failure_code(&error))
+        }
+    }
+}
+
+/// The exit code for something that kept the command from running.
+fn failure_code(error: &anyhow::Error) -> u8 {
+    // The server tells by text only; its texts end with what the system said.
+    match error.downcast_ref::<ExecServerError>() {
+        Some(ExecServerError::Server { message, .. }) if message.starts_with("cannot execute") => {
+            if message.ends_with("(os error 2)") {
+                NOT_FOUND
+            } else {
+                NOT_EXECUTABLE
+            }
+        }
+        _ => OUR_FAILURE,
+    }
+}
+
+/// Where the command runs.
+enum Place {
+    Here(LocalBackend),
+    There(ExecServerClient),
+}
+
+impl Place {
+    fn backend(&self) -> &dyn ExecBackend {
+        match self {
+            Self::Here(backend) => backend,
+            Self::There(client) => client,
+        }
+    }
+}
+
+async fn execute(args: RunArgs) -> anyhow::Result<u8> {
+    let place = match &args.server.url {
+        Some(url) => Place::There(connect(url).await?),
+        None => {
+            let config = ExecutorConfig {
+                environment: settings::environment(),
+                ..ExecutorConfig::default()
+            };
+            Place::Here(LocalBackend::new(Executor::new(config)?))
+        }
+    };
+    let tty = args.tty || (!args.no_tty && terminal::is_interactive());
+    let params = params(&args, &place, tty).await?;
+    // Before the start, so that none is missed; they are for the command from now on.
+    let mut signals = Signals::new()?;
+    let started = place.backend().start(params).await?;
+    let raw = if tty { terminal::Raw::enter()? } else { None };
+    let outcome = attend(started.process, &mut signals, tty).await;
+    drop(raw);
+    if let Place::There(client) = place
+        && client.supports("session/end").await.unwrap_or(false)
+    {
+        // Whatever the command left behind ends here, as it would with a terminal.
+        let _ = client.end_session().await;
+    }
+    outcome
+}
+
+async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<StartParams> {
+    let cwd = match (&args.cwd, place) {
+        (Some(cwd), Place::Here(_)) => std::path::absolute(cwd)?,
+        (Some(cwd), Place::There(_)) if cwd.is_absolute() => cwd.clone(),
+        (Some(cwd), Place::There(_)) => {
+            bail!(
+                "--cwd must be an absolute path on the server, not `{}`",
+                cwd.display()
+            )
+        }
+        (None, Place::Here(_)) => std::env::current_dir().context("no working directory")?,
+        (None, Place::There(client)) => {
+            let info = client.environment_info().await.ok();
+            let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
+            cwd.unwrap_or_else(|| PathBuf::from("/"))
+        }
+    };
+    let mut env = BTreeMap::new();
+    if tty && let Ok(term) = std::env::var("TERM") {
+        env.insert("TERM".to_owned(), term);
+    }
+    for setting in &args.env {
+        let (name, value) = match setting.split_once('=') {
+            Some((name, value)) => (name, value.to_owned()),
+            None => match std::env::var(setting) {
+                Ok(value) => (setting.as_str(), value),
+                Err(_) => bail!("--env {setting}: the variable is not set here"),
+            },
+        };
+        if name.is_empty() {
+            bail!("--env {setting}: the name is empty");
+        }
+        env.insert(name.to_owned(), value);
+    }
+    Ok(StartParams {
+        process_id: format!("run-{}", std::process::id()),
+        argv: args.command.clone(),
+        cwd: PathUri::from_native(&cwd)?,
+        env,
+        env_policy: Some(EnvPolicy {
+            inherit: Inherit::All,
+            ignore_default_excludes: true,
+            exclude: Vec::new(),
+            set: BTreeMap::new(),
+            include_only: Vec::new(),
+        }),
+        tty,
+        pipe_stdin: true,
+        size: tty.then(terminal::size).flatten(),
+        timeout_ms: args
+            .timeout
+            .map(|limit| u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)),
+        ..StartParams::default()
+    })
+}
+
+/// The signals that concern the command rather than us.
+struct Signals {
+    interrupt: Signal,
+    quit: Signal,
+    terminate: Signal,
+    hangup: Signal,
+    resize: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            interrupt: signal(SignalKind::interrupt())?,
+            quit: signal(SignalKind::quit())?,
+            terminate: signal(SignalKind::terminate())?,
+            hangup: signal(SignalKind::hangup())?,
+            resize: signal(SignalKind::window_change())?,
+        })
+    }
+}
+
+/// Carries input, output and signals until the command has ended; its exit code.
+async fn attend(
+    process: Arc<dyn ExecProcess>,
+    signals: &mut Signals,
+    tty: bool,
+) -> anyhow::Result<u8> {
+    let mut events = process.events()?;
+    let mut output = Output {
+        stdout: tokio::io::stdout(),
+        stderr: tokio::io::stderr(),
+    };
+    let feeding = tokio::spawn(feed(Arc::clone(&process), tokio::io::stdin(), tty));
+    let mut code = None;
+    let outcome = loop {
+        let event = tokio::select! {
+            event = events.recv() => event,
+            _ = signals.resize.recv(), if tty => {
+                if let Some(size) = terminal::size() {
+                    let _ = process.resize(size).await;
+                }
+                continue;
+            }
+            _ = signals.interrupt.recv() => {
+                send(&*process, SignalName::Interrupt).await;
+                continue;
+            }
+            _ = signals.quit.recv() => {
+                send(&*process, SignalName::Quit).await;
+                continue;
+            }
+            _ = signals.terminate.recv() => {
+                stop(&*process).await;
+                continue;
+            }
+            _ = signals.hangup.recv() => {
+                stop(&*process).await;
+                continue;
+            }
+        };
+        match event {
+            Some(ExecProcessEvent::Output { stream, chunk, .. }) => {
+                if let Err(error) = output.write(stream, &chunk).await {
+                    let mode = TerminateMode::Force;
+                    let _ = process.terminate(mode, false).await;
+                    // Whoever read our output has seen enough, as with `head`.
+                    break match error.kind() {
+                        std::io::ErrorKind::BrokenPipe => Ok(0),
+                        _ => Err(error).context("cannot write the command's output"),
+                    };
+                }
+            }
+            Some(ExecProcessEvent::Exited { exit, .. }) => {
+                let status = u8::try_from(exit.exit_code & 0xff).unwrap_or(OUR_FAILURE);
+                code = Some(if exit.timed_out { TIMED_OUT } else { status });
+                if exit.timed_out {
+                    eprintln!("exec-server: the time was up, the command was ended");
+                }
+            }
+            Some(ExecProcessEvent::Gap { bytes, .. }) => match bytes {
+                Some(bytes) => eprintln!("exec-server: {bytes} bytes of output were lost"),
+                None => eprintln!("exec-server: some output was lost"),
+            },
+            Some(ExecProcessEvent::Failed(failure)) => {
+                break Err(anyhow::Error::new(failure).context("lost the command"));
+            }
+            Some(ExecProcessEvent::Closed { .. }) | None => {
+                break code.context("the command's end was not told");
+            }
+            Some(_) => {}
+        }
+    };
+    feeding.abort();
+    outcome
+}
+
+async fn send(process: &dyn ExecProcess, name: SignalName) {
+    if let Err(error) = process.signal(name, SignalScope::Group).await {
+        eprintln!("exec-server: cannot signal the command: {error}");
+    }
+}
+
+/// We are told to stop, and so is the command.
+async fn stop(process: &dyn ExecProcess) {
+    let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
+    let mode = TerminateMode::Graceful { timeout_ms };
+    if let Err(error) = process.terminate(mode, false).await {
+        eprintln!("exec-server: cannot end the command: {error}");
+    }
+}
+
+/// Passes our input on until it ends, and then its end.
+async fn feed(process: Arc<dyn ExecProcess>, mut input: impl AsyncRead + Unpin, tty: bool) {
+    /// One message each; larger ones only add delay.
+    const PIECE_BYTES: usize = 64 * 1024;
+    let mut buffer = vec![0; PIECE_BYTES];
+    loop {
+        let read = match input.read(&mut buffer).await {
+            Ok(0) | Err(_) => break,
+            Ok(read) => read,
+        };
+        match process.write(Bytes::copy_from_slice(&buffer[..read])).await {
+            Ok(WriteStatus::Accepted) => {}
+            // The command wants no more, which is its right.
+            Ok(_) => return,
+            Err(error) => return eprintln!("exec-server: cannot send input: {error}"),
+        }
+    }
+    // A terminal whose other side is a file or a pipe needs its end too, or `cat` never would.
+    match process.close_stdin().await {
+        Err(ExecServerError::Unsupported(_)) if !tty => {
+            eprintln!("exec-server: this server cannot end a command's input");
+        }
+        _ => {}
+    }
+}
+
+struct Output {
+    stdout: tokio::io::Stdout,
+    stderr: tokio::io::Stderr,
+}
+
+impl Output {
+    async fn write(&mut self, stream: Stream, bytes: &[u8]) -> std::io::Result<()> {
+        match stream {
+            Stream::Stderr => {
+                self.stderr.write_all(bytes).await?;
+                self.stderr.flush().await
+            }
+            Stream::Stdout | Stream::Pty => {
+                self.stdout.write_all(bytes).await?;
+                self.stdout.flush().await
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! This program's own terminal: its size, and its raw mode while a command has it.
+
+use std::io;
+
+use exec_server_protocol::process::TerminalSize;
+use rustix::termios::{self, OptionalActions, Termios};
+
+/// The size of the terminal, if standard output or input is one.
+pub(super) fn size() -> Option<TerminalSize> {
+    let size = termios::tcgetwinsize(rustix::stdio::stdout())
+        .or_else(|_| termios::tcgetwinsize(rustix::stdio::stdin()))
+        .ok()?;
+    (size.ws_row > 0 && size.ws_col > 0).then(|| TerminalSize {
+        rows: size.ws_row.into(),
+        cols: size.ws_col.into(),
+    })
+}
+
+/// Whether standard input and output are terminals.
+pub(super) fn is_interactive() -> bool {
+    termios::isatty(rustix::stdio::stdin()) && termios::isatty(rustix::stdio::stdout())
+}
+
+/// Raw mode on standard input, until dropped: every key goes to the command.
+pub(super) struct Raw(Termios);
+
+impl Raw {
+    /// Switches to raw mode; `None` if standard input is no terminal.
+    pub(super) fn enter() -> io::Result<Option<Self>> {
+        let stdin = rustix::stdio::stdin();
+        if !termios::isatty(stdin) {
+            return Ok(None);
+        }
+        let before = termios::tcgetattr(stdin)?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        termios::tcsetattr(stdin, OptionalActions::Drain, &raw)?;
+        Ok(Some(Self(before)))
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        let _ = termios::tcsetattr(rustix::stdio::stdin(), OptionalActions::Drain, &self.0);
+    }
+}

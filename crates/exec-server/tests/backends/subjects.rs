@@ -1,0 +1,123 @@
+//! What the cases run on: one backend each, and whatever keeps it alive.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use exec_server::executor::{Executor, ExecutorConfig};
+use exec_server::protocol::process::StartParams;
+use exec_server::{
+    ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
+    ExecServerClientConnectOptions, ExecServerConfig, Listener, LocalBackend, ProcessExit,
+    RemoteExecServerConnectArgs, Server, in_process as connect_in_process,
+};
+use exec_server_testkit::server::Server as ServerProcess;
+use tokio::process::Command;
+
+/// A backend and what it lives on.
+pub(crate) struct Subject {
+    pub(crate) backend: Box<dyn ExecBackend>,
+    _keep: Box<dyn Any + Send>,
+}
+
+impl Subject {
+    fn new(backend: impl ExecBackend + 'static, keep: impl Any + Send) -> Self {
+        Self {
+            backend: Box::new(backend),
+            _keep: Box::new(keep),
+        }
+    }
+
+    pub(crate) async fn start(&self, params: StartParams) -> Arc<dyn ExecProcess> {
+        self.backend.start(params).await.unwrap().process
+    }
+}
+
+pub(crate) async fn local() -> Subject {
+    let executor = Executor::new(ExecutorConfig::default()).unwrap();
+    Subject::new(LocalBackend::new(executor), ())
+}
+
+pub(crate) async fn in_process() -> Subject {
+    let server = Server::new(ExecServerConfig::default()).unwrap();
+    Subject::new(connect_in_process(&server).await.unwrap(), server)
+}
+
+pub(crate) async fn stdio() -> Subject {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command.args(["--listen", "stdio"]);
+    let options = ExecServerClientConnectOptions::new("test");
+    Subject::new(
+        ExecServerClient::connect_stdio(command, options)
+            .await
+            .unwrap(),
+        (),
+    )
+}
+
+pub(crate) async fn unix() -> Subject {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = Listener::unix(&directory.path().join("socket")).unwrap();
+    let url = listener.url().to_string();
+    let server = Server::new(ExecServerConfig::default()).unwrap();
+    tokio::spawn(listener.serve(server.clone()));
+    let args = RemoteExecServerConnectArgs::new(url, "test");
+    Subject::new(
+        ExecServerClient::connect(args).await.unwrap(),
+        (server, directory),
+    )
+}
+
+pub(crate) async fn websocket() -> Subject {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    // The others are served by one thread.
+    command.args(["--threads", "3"]);
+    let server = ServerProcess::start(command).await;
+    let args = RemoteExecServerConnectArgs::new(server.url(), "test");
+    Subject::new(ExecServerClient::connect(args).await.unwrap(), server)
+}
+
+/// Params for a command, under an id of its own.
+pub(crate) fn command(argv: &[&str]) -> StartParams {
+    static NUMBER: AtomicU32 = AtomicU32::new(0);
+    StartParams {
+        process_id: format!("p{}", NUMBER.fetch_add(1, Ordering::Relaxed)),
+        argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        ..StartParams::default()
+    }
+}
+
+/// Params for a shell script.
+pub(crate) fn sh(script: &str) -> StartParams {
+    command(&["/bin/sh", "-c", script])
+}
+
+/// Waits for a process to end, beside its events.
+pub(crate) async fn exited(process: &dyn ExecProcess) -> ProcessExit {
+    let wait = process
+        .wait(Default::default(), Some(Duration::from_secs(30)))
+        .await
+        .unwrap();
+    assert!(wait.exited, "{wait:?}");
+    let mut exit = ProcessExit::with_code(wait.exit_code.unwrap());
+    exit.signal = wait.signal;
+    exit.timed_out = wait.timed_out;
+    exit
+}
+
+/// Reads output until it holds `wanted`; all of it so far.
+pub(crate) async fn read_until(events: &mut ExecProcessEvents, wanted: &str) -> String {
+    let mut seen = String::new();
+    while !seen.contains(wanted) {
+        match events.recv().await {
+            Some(ExecProcessEvent::Output { chunk, .. }) => {
+                seen.push_str(&String::from_utf8_lossy(&chunk));
+            }
+            other => panic!("{other:?} before {wanted:?} in {seen:?}"),
+        }
+    }
+    seen
+}

@@ -1,0 +1,111 @@
+//! From a log to the values that the wire knows: what a reader, a waiter or a consumer is told.
+
+use exec_server_protocol::process::{
+    ClosedParams, Evicted, ExitedParams, PerStream, ReadChunk, ReadResult, SnapshotResult, Usage,
+    WaitResult,
+};
+
+use crate::log::{Close, Exit, Log, Stream};
+use crate::signal;
+
+/// Whether someone who has everything up to `after` would learn something by reading now.
+pub fn has_news(log: &Log, after: u64) -> bool {
+    log.has_output_after(after)
+        || log.close().is_some()
+        || (log.exit().is_some() && after < log.next_seq() - 1)
+}
+
+/// Retained output after a number, and how the process is now.
+pub fn read(log: &Log, after: u64, max_bytes: Option<usize>) -> ReadResult {
+    let slice = log.read(after, max_bytes);
+    let exit = log.exit();
+    ReadResult {
+        chunks: slice
+            .chunks
+            .into_iter()
+            .map(|(seq, stream, chunk)| ReadChunk {
+                seq,
+                stream,
+                chunk: chunk.into(),
+            })
+            .collect(),
+        next_seq: slice.next_seq,
+        exited: exit.is_some(),
+        exit_code: exit.map(|exit| exit.code),
+        closed: log.close().is_some(),
+        failure: None,
+        sandbox_denied: false,
+        evicted: slice.lost.map(|lost| Evicted {
+            through_seq: lost.through_seq,
+            bytes: lost.bytes,
+        }),
+        exit_signal: exit.and_then(|exit| exit.signal).map(signal::name),
+        timed_out: exit.is_some_and(|exit| exit.timed_out),
+    }
+}
+
+/// How the process is now, for someone who waited.
+pub fn wait(log: &Log, wait_timed_out: bool) -> WaitResult {
+    let exit = log.exit();
+    WaitResult {
+        exited: exit.is_some(),
+        exit_code: exit.map(|exit| exit.code),
+        signal: exit.and_then(|exit| exit.signal).map(signal::name),
+        closed: log.close().is_some(),
+        timed_out: exit.is_some_and(|exit| exit.timed_out),
+        sandbox_denied: false,
+        wait_timed_out,
+    }
+}
+
+/// Head and tail of each stream.
+pub fn snapshot(log: &Log, max_bytes: Option<u64>) -> SnapshotResult {
+    let [stdout, stderr, terminal] =
+        [Stream::Stdout, Stream::Stderr, Stream::Pty].map(|stream| log.cut(stream, max_bytes));
+    let omitted_bytes = PerStream {
+        stdout: stdout.omitted,
+        stderr: stderr.omitted,
+        terminal: terminal.omitted,
+    };
+    SnapshotResult {
+        truncated: omitted_bytes != PerStream::default(),
+        head_bytes: PerStream {
+            stdout: stdout.head,
+            stderr: stderr.head,
+            terminal: terminal.head,
+        },
+        stdout: stdout.bytes.into(),
+        stderr: stderr.bytes.into(),
+        terminal: terminal.bytes.into(),
+        omitted_bytes,
+        running: log.exit().is_none(),
+        exit_code: log.exit().map(|exit| exit.code),
+    }
+}
+
+/// The end of a process.
+pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
+    ExitedParams {
+        process_id: process_id.to_owned(),
+        seq,
+        exit_code: exit.code,
+        sandbox_denied: Some(false),
+        signal: exit.signal.map(signal::name),
+        timed_out: exit.timed_out,
+        usage: Some(Usage {
+            user_ms: exit.user_micros / 1000,
+            system_ms: exit.system_micros / 1000,
+            max_rss_bytes: exit.max_rss_bytes,
+        }),
+    }
+}
+
+/// The end of a log.
+pub fn closed(process_id: &str, seq: u64, close: &Close) -> ClosedParams {
+    ClosedParams {
+        process_id: process_id.to_owned(),
+        seq,
+        inherited_output: close.inherited_output,
+        discarded_bytes: close.discarded_bytes,
+    }
+}

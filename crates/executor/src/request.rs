@@ -1,0 +1,164 @@
+//! From a request of the wire to a spec.
+//!
+//! Owns the checks that do not depend on who asks, so that local and remote callers meet the same
+//! ones.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use exec_server_protocol::process::{StartParams, TerminalSize};
+
+use crate::spec::{Size, Spec, StartError, Stdio, Timeout};
+use crate::{env, host};
+
+/// From SIGTERM to SIGKILL when a timeout strikes, unless the request says otherwise.
+const TIMEOUT_GRACE: Duration = Duration::from_secs(2);
+
+/// Checks a request and turns it into what the executor takes; `own` is the environment that
+/// policies start from.
+///
+/// # Errors
+///
+/// Names what cannot be: an empty command, a foreign directory, a terminal without a size, or a
+/// policy that cannot be enforced.
+pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec, StartError> {
+    if params.argv.is_empty() {
+        return Err(StartError::EmptyArgv);
+    }
+    let cwd = params.cwd.to_native().map_err(|error| {
+        let cwd = &params.cwd;
+        StartError::Refused(format!(
+            "cwd URI `{cwd}` is not valid on this exec-server host: {error}"
+        ))
+    })?;
+    if !asks_for_nothing(params) {
+        let message = "sandbox intent cannot be enforced on this executor";
+        return Err(StartError::Refused(message.to_owned()));
+    }
+    if params.enforce_managed_network || params.network_proxy.is_some() {
+        let message = "managed network cannot be enforced on this executor";
+        return Err(StartError::Refused(message.to_owned()));
+    }
+    let mut env = env::build(own, params.env_policy.as_ref(), &params.env);
+    if let Some(metadata) = &params.metadata {
+        let ids = [
+            ("CODEX_THREAD_ID", &metadata.thread_id),
+            ("CODEX_TOOL_CALL_ID", &metadata.tool_call_id),
+        ];
+        for (name, id) in ids {
+            if let Some(id) = id {
+                env.insert(name.to_owned(), id.clone());
+            }
+        }
+    }
+    let stdio = if params.tty {
+        add_shell(&mut env);
+        Stdio::Terminal(params.size.map(size).transpose()?.unwrap_or_default())
+    } else {
+        Stdio::Pipes {
+            stdin: params.pipe_stdin,
+        }
+    };
+    Ok(Spec {
+        argv: params.argv.clone(),
+        cwd,
+        env,
+        arg0: params.arg0.clone(),
+        stdio,
+        timeout: params.timeout_ms.map(|millis| Timeout {
+            after: Duration::from_millis(millis),
+            grace: params.grace_ms.map_or(TIMEOUT_GRACE, Duration::from_millis),
+        }),
+        limits: params.limits.clone().unwrap_or_default(),
+        retention: None,
+    })
+}
+
+/// Whether the request has no sandbox, or one that allows everything.
+fn asks_for_nothing(params: &StartParams) -> bool {
+    params.sandbox.as_ref().is_none_or(|sandbox| {
+        let kind = sandbox.pointer("/permissions/type");
+        kind.and_then(|kind| kind.as_str()) == Some("disabled")
+    })
+}
+
+/// Programs on a terminal expect to know the user's shell.
+pub fn add_shell(env: &mut BTreeMap<String, String>) {
+    if !env.contains_key("SHELL")
+        && let Some(account) = host::account()
+    {
+        let shell = account.shell.to_string_lossy().into_owned();
+        env.insert("SHELL".to_owned(), shell);
+    }
+}
+
+/// A terminal's size, if it is one.
+///
+/// # Errors
+///
+/// When a dimension is not between 1 and 65535.
+pub fn size(size: TerminalSize) -> Result<Size, StartError> {
+    let cells = |name: &str, value: u32| match u16::try_from(value) {
+        Ok(value) if value > 0 => Ok(value),
+        _ => Err(StartError::Refused(format!(
+            "terminal {name} must be between 1 and 65535, not {value}"
+        ))),
+    };
+    Ok(Size {
+        rows: cells("rows", size.rows)?,
+        cols: cells("cols", size.cols)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::PathUri;
+
+    use super::*;
+
+    fn params() -> StartParams {
+        StartParams {
+            argv: vec!["true".to_owned()],
+            ..StartParams::default()
+        }
+    }
+
+    fn refusal(params: &StartParams) -> String {
+        spec(params, &BTreeMap::new()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused_by_name() {
+        assert!(spec(&params(), &BTreeMap::new()).is_ok());
+        let foreign = StartParams {
+            cwd: PathUri::parse("file:///C:/x").unwrap(),
+            ..params()
+        };
+        assert!(refusal(&foreign).contains("`file:///C:/x`"));
+        let flat = StartParams {
+            tty: true,
+            size: Some(TerminalSize { rows: 0, cols: 80 }),
+            ..params()
+        };
+        assert!(refusal(&flat).contains("rows must be between 1 and 65535, not 0"));
+        let network = StartParams {
+            enforce_managed_network: true,
+            ..params()
+        };
+        assert!(refusal(&network).contains("managed network"));
+    }
+
+    #[test]
+    fn ids_of_the_caller_reach_the_child() {
+        let mut params = params();
+        params.metadata = Some(exec_server_protocol::process::StartMetadata {
+            thread_id: Some("t".to_owned()),
+            tool_call_id: None,
+        });
+        let env = spec(&params, &BTreeMap::new()).unwrap().env;
+        assert_eq!(
+            env.into_iter().collect::<Vec<_>>(),
+            [("CODEX_THREAD_ID".into(), "t".into())]
+        );
+    }
+}

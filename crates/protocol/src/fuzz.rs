@@ -1,0 +1,390 @@
+//! The bodies of the fuzz targets: what must hold for any text a peer sends.
+//!
+//! Each takes arbitrary bytes and panics when a promise of the decoder is broken. `fuzz/` runs them
+//! under a fuzzer; [`replay`] runs them over the committed seeds in an ordinary test.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+use crate::envelope::{self, Incoming};
+use crate::path::PathUri;
+
+/// Decodes one message and compares it with a plain tree of the same text.
+///
+/// # Panics
+///
+/// When an accepted message breaks a limit, says something other than its text, or does not survive
+/// being encoded and decoded again.
+pub fn envelope(data: &[u8]) {
+    // So low that inputs of a few bytes reach it.
+    const FEW_VALUES: usize = 8;
+
+    let Ok(text) = str::from_utf8(data) else {
+        return;
+    };
+    let decoded = envelope::decode(text);
+    let frugal = envelope::decode_within(text, FEW_VALUES).is_ok();
+    let Ok(message) = decoded else {
+        assert!(!frugal, "a lower limit must not accept more");
+        return;
+    };
+    let tree: Tree = serde_json::from_str(text).expect("an accepted message is bounded JSON");
+    assert!(tree.keys_are_unique(), "a key is repeated");
+    assert_eq!(frugal, tree.count() <= FEW_VALUES, "values are miscounted");
+
+    let mut again = Vec::new();
+    match &message {
+        Incoming::Request {
+            id, method, params, ..
+        } => envelope::encode_request(&mut again, id, method, &params.map(verbatim)),
+        Incoming::Notification { method, params } => {
+            envelope::encode_notification(&mut again, method, &params.map(verbatim))
+        }
+        Incoming::Response { id, result } => {
+            envelope::encode_response(&mut again, id, &verbatim(result))
+        }
+        Incoming::Error { id, error } => envelope::encode_error(&mut again, id, error),
+    }
+    .expect("what was decoded can be encoded");
+    let again = String::from_utf8(again).expect("messages are text");
+    let again = envelope::decode(&again).expect("what was encoded can be decoded");
+
+    match (message, again) {
+        (
+            Incoming::Request {
+                id, method, params, ..
+            },
+            Incoming::Request {
+                id: id_again,
+                method: method_again,
+                params: params_again,
+                trace,
+            },
+        ) => {
+            assert_eq!(id, id_again);
+            assert_eq!(method, method_again);
+            assert_eq!(raw(params), raw(params_again));
+            assert_eq!(trace, None, "no trace is encoded");
+            assert_eq!(Tree::of(&id), *tree.member("id"));
+            assert_eq!(Tree::of(&method), *tree.member("method"));
+            says(params, &tree, "params");
+        }
+        (
+            Incoming::Notification { method, params },
+            Incoming::Notification {
+                method: method_again,
+                params: params_again,
+            },
+        ) => {
+            assert_eq!(method, method_again);
+            assert_eq!(raw(params), raw(params_again));
+            assert_eq!(Tree::of(&method), *tree.member("method"));
+            says(params, &tree, "params");
+        }
+        (
+            Incoming::Response { id, result },
+            Incoming::Response {
+                id: id_again,
+                result: result_again,
+            },
+        ) => {
+            assert_eq!(id, id_again);
+            assert_eq!(result, result_again);
+            assert_eq!(Tree::of(&id), *tree.member("id"));
+            says(Some(result), &tree, "result");
+        }
+        (
+            Incoming::Error { id, error },
+            Incoming::Error {
+                id: id_again,
+                error: error_again,
+            },
+        ) => {
+            assert_eq!(id, id_again);
+            assert_eq!(error.code, error_again.code);
+            assert_eq!(error.message, error_again.message);
+            let wire = tree.member("error");
+            assert_eq!(Tree::of(&error.code), *wire.member("code"));
+            assert_eq!(Tree::of(&error.message), *wire.member("message"));
+            match (error.data, error_again.data) {
+                (Some(data), Some(again)) => {
+                    assert!(alike(&data, &again), "{data} became {again}");
+                    assert_eq!(Tree::of(&data).count(), wire.member("data").count());
+                }
+                (data, again) => assert_eq!(data, again),
+            }
+        }
+        (message, again) => panic!("{message:?} became {again:?}"),
+    }
+}
+
+/// The text of a value, to be encoded as it is.
+fn verbatim(text: &str) -> &RawValue {
+    serde_json::from_str(text).expect("a member of an accepted message is JSON")
+}
+
+/// An absent member is encoded as null.
+fn raw(member: Option<&str>) -> &str {
+    member.unwrap_or("null")
+}
+
+/// The raw member holds what the whole text holds there, also for whoever builds values from it.
+fn says(member: Option<&str>, tree: &Tree, name: &str) {
+    let Some(member) = member else { return };
+    let seen: Tree = serde_json::from_str(member).expect("raw members are JSON");
+    assert_eq!(seen, *tree.member(name));
+    let built: Value = serde_json::from_str(member).expect("raw members make values");
+    assert_eq!(Tree::of(&built).count(), seen.count(), "{name} expands");
+}
+
+/// Equal but for the last bits of floating-point numbers, which the JSON parser does not keep.
+fn alike(one: &Value, other: &Value) -> bool {
+    match (one, other) {
+        (Value::Number(one), Value::Number(other)) if one.is_f64() => {
+            let (one, other) = (one.as_f64(), other.as_f64());
+            one.zip(other)
+                .is_some_and(|(one, other)| (one - other).abs() <= one.abs() * 1e-12)
+        }
+        (Value::Array(one), Value::Array(other)) => {
+            one.len() == other.len() && one.iter().zip(other).all(|(a, b)| alike(a, b))
+        }
+        (Value::Object(one), Value::Object(other)) => {
+            one.len() == other.len()
+                && one
+                    .iter()
+                    .all(|(key, a)| other.get(key).is_some_and(|b| alike(a, b)))
+        }
+        _ => one == other,
+    }
+}
+
+/// JSON as written: repeated keys are kept, and no key means anything.
+#[derive(Debug, PartialEq)]
+enum Tree {
+    Scalar(Value),
+    List(Vec<Self>),
+    Map(Vec<(String, Self)>),
+}
+
+impl Tree {
+    fn of(value: &impl Serialize) -> Self {
+        let text = serde_json::to_string(value).expect("values can be encoded");
+        serde_json::from_str(&text).expect("what was encoded can be decoded")
+    }
+
+    fn count(&self) -> usize {
+        1 + match self {
+            Self::Scalar(_) => 0,
+            Self::List(items) => items.iter().map(Self::count).sum(),
+            Self::Map(members) => members.iter().map(|(_, value)| value.count()).sum(),
+        }
+    }
+
+    fn keys_are_unique(&self) -> bool {
+        match self {
+            Self::Scalar(_) => true,
+            Self::List(items) => items.iter().all(Self::keys_are_unique),
+            Self::Map(members) => {
+                let mut keys: Vec<_> = members.iter().map(|(key, _)| key).collect();
+                keys.sort_unstable();
+                keys.windows(2).all(|pair| pair[0] != pair[1])
+                    && members.iter().all(|(_, value)| value.keys_are_unique())
+            }
+        }
+    }
+
+    fn member(&self, name: &str) -> &Self {
+        let Self::Map(members) = self else {
+            panic!("{self:?} has no `{name}`");
+        };
+        let found = members.iter().find(|(key, _)| key == name);
+        &found.unwrap_or_else(|| panic!("no `{name}` was sent")).1
+    }
+}
+
+impl<'de> Deserialize<'de> for Tree {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Any;
+        impl<'de> Visitor<'de> for Any {
+            type Value = Tree;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("any JSON")
+            }
+            fn visit_unit<E>(self) -> Result<Tree, E> {
+                Ok(Tree::Scalar(Value::Null))
+            }
+            fn visit_bool<E>(self, value: bool) -> Result<Tree, E> {
+                Ok(Tree::Scalar(value.into()))
+            }
+            fn visit_i64<E>(self, value: i64) -> Result<Tree, E> {
+                Ok(Tree::Scalar(value.into()))
+            }
+            fn visit_u64<E>(self, value: u64) -> Result<Tree, E> {
+                Ok(Tree::Scalar(value.into()))
+            }
+            fn visit_f64<E>(self, value: f64) -> Result<Tree, E> {
+                Ok(Tree::Scalar(value.into()))
+            }
+            fn visit_str<E>(self, value: &str) -> Result<Tree, E> {
+                Ok(Tree::Scalar(value.into()))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Tree, A::Error> {
+                let mut items = Vec::new();
+                while let Some(item) = seq.next_element()? {
+                    items.push(item);
+                }
+                Ok(Tree::List(items))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Tree, A::Error> {
+                let mut members = Vec::new();
+                while let Some(member) = map.next_entry()? {
+                    members.push(member);
+                }
+                Ok(Tree::Map(members))
+            }
+        }
+        deserializer.deserialize_any(Any)
+    }
+}
+
+/// Reads the bytes as a URI and as a native path, and leads each there and back.
+///
+/// # Panics
+///
+/// When canonical text is not what it claims to be, or a path changes on the way.
+pub fn path_uri(data: &[u8]) {
+    if let Ok(text) = str::from_utf8(data)
+        && let Ok(uri) = PathUri::parse(text)
+    {
+        canonical(&uri);
+        if let Ok(native) = uri.to_native() {
+            there_and_back(&native);
+        }
+    }
+    let mut native = data.to_vec();
+    if native.first() != Some(&b'/') {
+        native.insert(0, b'/');
+    }
+    let native = PathBuf::from(OsString::from_vec(native));
+    if data.contains(&0) {
+        assert!(PathUri::from_native(&native).is_err(), "NUL in {native:?}");
+    } else {
+        there_and_back(&native);
+    }
+}
+
+/// One text per URI: it parses to itself, alone and as JSON.
+fn canonical(uri: &PathUri) {
+    let text = uri.as_str();
+    assert_eq!(PathUri::parse(text).as_ref(), Ok(uri));
+    let json = serde_json::to_string(uri).expect("URIs can be encoded");
+    assert_eq!(&serde_json::from_str::<PathUri>(&json).expect(text), uri);
+
+    let rest = text.strip_prefix("file://").expect(text);
+    assert!(rest.bytes().all(|byte| byte.is_ascii_graphic()), "{text}");
+    assert!(!rest.contains(['?', '#', '\\']), "{text}");
+    let (host, path) = rest.split_once('/').expect(text);
+    assert!(!host.contains(['@', '%', '|']), "{text}");
+    for segment in path.split('/').filter(|_| !path.is_empty()) {
+        let dots = segment.to_ascii_lowercase().replace("%2e", ".");
+        assert!(!["", ".", ".."].contains(&&*dots), "{text}");
+    }
+}
+
+/// Leads a native path to its URI and back, twice: the first time settles its form.
+fn there_and_back(native: &Path) {
+    assert!(native.is_absolute(), "{native:?}");
+    assert!(!native.as_os_str().as_bytes().contains(&0), "{native:?}");
+    let uri = PathUri::from_native(native).expect("an absolute path has a URI");
+    canonical(&uri);
+    let back = uri.to_native().expect("our own URIs can be used");
+    assert!(back.components().eq(native.components()), "{uri}");
+    assert_eq!(PathUri::from_native(&back).as_ref(), Ok(&uri));
+}
+
+/// Runs a body over the committed seeds of its target and some hundred mutations of them, the same
+/// ones each time.
+///
+/// # Panics
+///
+/// When the body does, or when there are no seeds.
+pub fn replay(target: &str, body: fn(&[u8])) {
+    const MUTATIONS: usize = 500;
+
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../fuzz/seeds")
+        .join(target);
+    let files = std::fs::read_dir(&folder).expect("every target has seeds");
+    let mut files: Vec<_> = files
+        .map(|file| file.expect("seeds can be listed").path())
+        .collect();
+    files.sort();
+    let seeds: Vec<_> = files
+        .iter()
+        .map(|file| std::fs::read(file).expect("seeds can be read"))
+        .collect();
+    assert!(!seeds.is_empty(), "no seeds in {}", folder.display());
+
+    for seed in &seeds {
+        body(seed);
+    }
+    let mut random = Random(1);
+    for _ in 0..MUTATIONS {
+        let mut input = seeds[random.below(seeds.len())].clone();
+        for _ in 0..=random.below(4) {
+            let other = &seeds[random.below(seeds.len())];
+            random.mutate(&mut input, other);
+        }
+        body(&input);
+    }
+}
+
+/// Xorshift: enough to vary inputs, and the same on every machine.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 16) as usize % bound
+    }
+
+    fn mutate(&mut self, input: &mut Vec<u8>, other: &[u8]) {
+        let at = self.below(input.len() + 1);
+        let end = at + self.below(input.len() - at + 1).min(8);
+        match self.below(4) {
+            // Flip a bit, drop a few bytes, repeat them, or put in a few from elsewhere.
+            0 if at < input.len() => input[at] ^= 1 << self.below(8),
+            1 => drop(input.drain(at..end)),
+            2 => input.extend_from_within(at..end),
+            _ => {
+                let from = self.below(other.len() + 1);
+                let to = from + self.below(other.len() - from + 1).min(16);
+                input.splice(at..at, other[from..to].iter().copied());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn envelopes_keep_their_promises() {
+        replay("envelope", envelope);
+    }
+
+    #[test]
+    fn path_uris_keep_their_promises() {
+        replay("path_uri", path_uri);
+    }
+}

@@ -1,0 +1,411 @@
+//! One pass over the text of a message: is it JSON, is it within bounds, where are its members?
+//!
+//! Builds nothing. Every message of either side comes through here, so long strings are skipped at
+//! the speed of memory; whoever wants a member's value decodes its text afterwards. What this
+//! accepts, the JSON library accepts too.
+
+use std::borrow::Cow;
+use std::collections::HashSet;
+
+use crate::limits::MAX_JSON_DEPTH;
+
+/// Why a text is not a bounded JSON object.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{reason} at byte {at}")]
+pub struct ScanError {
+    reason: Reason,
+    at: usize,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+enum Reason {
+    #[error("expected {0}")]
+    Expected(&'static str),
+    #[error("unexpected end")]
+    End,
+    #[error("trailing characters")]
+    Trailing,
+    #[error("invalid string")]
+    String,
+    #[error("invalid number")]
+    Number,
+    #[error("more than {0} JSON values")]
+    Values(usize),
+    #[error("more than {MAX_JSON_DEPTH} levels of nesting")]
+    Depth,
+    #[error("duplicate field `{0}`")]
+    Duplicate(String),
+    #[error("reserved field `{0}`")]
+    Reserved(String),
+}
+
+/// The members of a JSON object: each key with the text of its value.
+///
+/// # Errors
+///
+/// When the text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`] or holds more than `max_values` values.
+pub(crate) fn members(
+    text: &str,
+    max_values: usize,
+) -> Result<Vec<(Cow<'_, str>, &str)>, ScanError> {
+    let mut scanner = Scanner {
+        text,
+        bytes: text.as_bytes(),
+        at: 0,
+        values: 0,
+        max_values,
+    };
+    let mut members = Vec::with_capacity(6);
+    scanner.skip_space();
+    if scanner.peek() != Some(b'{') {
+        return Err(scanner.fail(Reason::Expected("an object")));
+    }
+    scanner.count()?;
+    scanner.object(1, &mut |key, value| members.push((key.clone(), value)))?;
+    scanner.skip_space();
+    if scanner.at < scanner.bytes.len() {
+        return Err(scanner.fail(Reason::Trailing));
+    }
+    Ok(members)
+}
+
+struct Scanner<'a> {
+    text: &'a str,
+    bytes: &'a [u8],
+    at: usize,
+    values: usize,
+    max_values: usize,
+}
+
+impl<'a> Scanner<'a> {
+    fn fail(&self, reason: Reason) -> ScanError {
+        ScanError {
+            reason,
+            at: self.at,
+        }
+    }
+
+    fn peek(&self) -> Option<u8> {
+        self.bytes.get(self.at).copied()
+    }
+
+    fn skip_space(&mut self) {
+        while let Some(b' ' | b'\t' | b'\n' | b'\r') = self.peek() {
+            self.at += 1;
+        }
+    }
+
+    fn count(&mut self) -> Result<(), ScanError> {
+        self.values += 1;
+        if self.values > self.max_values {
+            return Err(self.fail(Reason::Values(self.max_values)));
+        }
+        Ok(())
+    }
+
+    /// Passes one value that `depth` objects and arrays are around.
+    fn value(&mut self, depth: usize) -> Result<(), ScanError> {
+        self.count()?;
+        match self.peek() {
+            Some(b'{' | b'[') if depth == MAX_JSON_DEPTH => Err(self.fail(Reason::Depth)),
+            Some(b'{') => self.object(depth + 1, &mut |_, _| {}),
+            Some(b'[') => self.array(depth + 1),
+            Some(b'"') => self.string().map(|_| ()),
+            Some(b't') => self.literal(b"true"),
+            Some(b'f') => self.literal(b"false"),
+            Some(b'n') => self.literal(b"null"),
+            Some(b'-' | b'0'..=b'9') => self.number(),
+            Some(_) => Err(self.fail(Reason::Expected("a value"))),
+            None => Err(self.fail(Reason::End)),
+        }
+    }
+
+    fn object(
+        &mut self,
+        depth: usize,
+        found: &mut dyn FnMut(&Cow<'a, str>, &'a str),
+    ) -> Result<(), ScanError> {
+        self.at += 1;
+        let mut keys = Keys::default();
+        self.skip_space();
+        if self.peek() == Some(b'}') {
+            self.at += 1;
+            return Ok(());
+        }
+        loop {
+            self.skip_space();
+            if self.peek() != Some(b'"') {
+                return Err(self.fail(Reason::Expected("a key")));
+            }
+            let key = self.string()?;
+            self.skip_space();
+            self.byte(b':', "`:`")?;
+            self.skip_space();
+            let start = self.at;
+            self.value(depth)?;
+            found(&key, &self.text[start..self.at]);
+            keys.insert(key).map_err(|reason| self.fail(reason))?;
+            if self.ends_with(b'}', "`,` or `}`")? {
+                return Ok(());
+            }
+        }
+    }
+
+    fn array(&mut self, depth: usize) -> Result<(), ScanError> {
+        self.at += 1;
+        self.skip_space();
+        if self.peek() == Some(b']') {
+            self.at += 1;
+            return Ok(());
+        }
+        loop {
+            self.skip_space();
+            self.value(depth)?;
+            if self.ends_with(b']', "`,` or `]`")? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Passes a comma (false) or the end (true).
+    fn ends_with(&mut self, end: u8, expected: &'static str) -> Result<bool, ScanError> {
+        self.skip_space();
+        match self.peek() {
+            Some(b',') => {
+                self.at += 1;
+                Ok(false)
+            }
+            Some(byte) if byte == end => {
+                self.at += 1;
+                Ok(true)
+            }
+            Some(_) => Err(self.fail(Reason::Expected(expected))),
+            None => Err(self.fail(Reason::End)),
+        }
+    }
+
+    fn byte(&mut self, byte: u8, name: &'static str) -> Result<(), ScanError> {
+        match self.peek() {
+            Some(found) if found == byte => {
+                self.at += 1;
+                Ok(())
+            }
+            Some(_) => Err(self.fail(Reason::Expected(name))),
+            None => Err(self.fail(Reason::End)),
+        }
+    }
+
+    fn literal(&mut self, literal: &'static [u8]) -> Result<(), ScanError> {
+        if !self.bytes[self.at..].starts_with(literal) {
+            return Err(self.fail(Reason::Expected("a value")));
+        }
+        self.at += literal.len();
+        Ok(())
+    }
+
+    /// Passes a string and returns what it says.
+    fn string(&mut self) -> Result<Cow<'a, str>, ScanError> {
+        let start = self.at;
+        self.at += 1;
+        let mut escaped = false;
+        loop {
+            let rest = &self.bytes[self.at..];
+            let Some(stop) = memchr::memchr2(b'"', b'\\', rest) else {
+                self.at = self.bytes.len();
+                return Err(self.fail(Reason::End));
+            };
+            // Written so that the compiler compares many bytes at once.
+            if rest[..stop]
+                .iter()
+                .fold(u8::MAX, |low, &byte| low.min(byte))
+                < b' '
+            {
+                return Err(self.fail(Reason::String));
+            }
+            self.at += stop;
+            if self.bytes[self.at] == b'"' {
+                self.at += 1;
+                break;
+            }
+            escaped = true;
+            // Whatever is escaped, a quote or a backslash included; the library checks it below.
+            self.at += 2;
+            if self.at > self.bytes.len() {
+                self.at = self.bytes.len();
+                return Err(self.fail(Reason::End));
+            }
+        }
+        if !escaped {
+            return Ok(Cow::Borrowed(&self.text[start + 1..self.at - 1]));
+        }
+        // Escapes are rare in long strings, and the library knows them all.
+        match serde_json::from_slice(&self.bytes[start..self.at]) {
+            Ok(text) => Ok(Cow::Owned(text)),
+            Err(_) => Err(self.fail(Reason::String)),
+        }
+    }
+
+    fn number(&mut self) -> Result<(), ScanError> {
+        let start = self.at;
+        if self.peek() == Some(b'-') {
+            self.at += 1;
+        }
+        match self.peek() {
+            Some(b'0') => self.at += 1,
+            _ => self.digits()?,
+        }
+        if self.peek() == Some(b'.') {
+            self.at += 1;
+            self.digits()?;
+        }
+        if let Some(b'e' | b'E') = self.peek() {
+            self.at += 1;
+            if let Some(b'+' | b'-') = self.peek() {
+                self.at += 1;
+            }
+            self.digits()?;
+        }
+        /// Shorter numbers without an exponent are finite.
+        const SURELY_FINITE: usize = 300;
+        let text = &self.text[start..self.at];
+        if text.contains(['e', 'E']) || text.len() > SURELY_FINITE {
+            let finite = serde_json::from_str::<f64>(text).is_ok_and(f64::is_finite);
+            if !finite {
+                return Err(self.fail(Reason::Number));
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes one digit at least.
+    fn digits(&mut self) -> Result<(), ScanError> {
+        let start = self.at;
+        while let Some(b'0'..=b'9') = self.peek() {
+            self.at += 1;
+        }
+        if self.at == start {
+            return Err(self.fail(Reason::Number));
+        }
+        Ok(())
+    }
+}
+
+/// The keys of one object seen so far; a list while short, a set beyond.
+#[derive(Default)]
+struct Keys<'a> {
+    few: Vec<Cow<'a, str>>,
+    many: HashSet<Cow<'a, str>>,
+}
+
+impl<'a> Keys<'a> {
+    /// Below this many keys comparing them all is cheaper than hashing.
+    const FEW: usize = 24;
+
+    /// An object under such a key may be to the JSON library a value of its own making: it parses
+    /// the string inside, which nobody counted.
+    const PRIVATE: &'static str = "$serde_json::private::";
+
+    fn insert(&mut self, key: Cow<'a, str>) -> Result<(), Reason> {
+        if key.starts_with(Self::PRIVATE) {
+            return Err(Reason::Reserved(key.into_owned()));
+        }
+        if self.few.contains(&key) || self.many.contains(&key) {
+            return Err(Reason::Duplicate(key.into_owned()));
+        }
+        if self.few.len() < Self::FEW {
+            self.few.push(key);
+        } else {
+            self.many.insert(key);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Text that is nearly JSON, so that both verdicts come up often.
+    fn nearly_json() -> impl Strategy<Value = String> {
+        let token = prop_oneof![
+            Just("{"),
+            Just("}"),
+            Just("["),
+            Just("]"),
+            Just(","),
+            Just(":"),
+            Just("\"a\""),
+            Just("\"b\""),
+            Just("\"\\u00e9\""),
+            Just("\"\\ud800\""),
+            Just("\"\\x\""),
+            Just("1"),
+            Just("-0.5e3"),
+            Just("01"),
+            Just("1e999"),
+            Just("true"),
+            Just("null"),
+            Just(" "),
+            Just("nul"),
+            Just("\"\u{1}\""),
+            Just("\"é\\\"\""),
+            Just("-"),
+            Just("1."),
+            Just("\""),
+        ];
+        prop::collection::vec(token, 0..14).prop_map(|tokens| {
+            // Half of them inside an object, where they have a chance.
+            let inner = tokens.concat();
+            if inner.len().is_multiple_of(2) {
+                format!("{{\"k\":{inner}}}")
+            } else {
+                inner
+            }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_the_library(text in nearly_json()) {
+            let library = serde_json::from_str::<serde_json::Value>(&text);
+            match members(&text, 1000) {
+                Ok(found) => {
+                    let value = library.expect(&text);
+                    let object = value.as_object().expect("only objects are accepted");
+                    prop_assert_eq!(found.len(), object.len());
+                    for (key, raw) in found {
+                        let parsed: serde_json::Value = serde_json::from_str(raw).unwrap();
+                        prop_assert_eq!(&parsed, &object[&*key]);
+                    }
+                }
+                Err(error) => {
+                    let repeated = matches!(error.reason, Reason::Duplicate(_));
+                    let object = library.is_ok_and(|value| value.is_object());
+                    prop_assert!(repeated || !object, "{text}: {error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn long_strings_of_all_sorts() {
+        let long = "é".repeat(10_000);
+        for value in [long.clone(), format!("{long}\\\""), format!("\\\\{long}")] {
+            let text = format!("{{\"a\": \"{value}\" , \"b\":[]}}");
+            let found = members(&text, 10).unwrap();
+            assert_eq!(found[0].1.len(), value.len() + 2);
+            assert_eq!(found[1], ("b".into(), "[]"));
+        }
+        for bad in [
+            "{\"a\":\"",
+            "{\"a\":\"\\",
+            "{\"a\":\"\\\"",
+            "{\"a\":\"x\n\"}",
+        ] {
+            assert!(members(bad, 10).is_err(), "{bad}");
+        }
+    }
+}
