@@ -652,7 +652,8 @@ impl Client {
             Ok(Some(Event::Ping(payload))) => {
                 let payload = payload.to_vec();
                 self.outgoing.push_pong(&payload);
-                self.flush().await;
+                // Whether the server still hears it shows in what comes next.
+                let _ = timeout(PATIENCE, self.outgoing.flush()).await;
                 return true;
             }
             Ok(Some(Event::Pong)) => return true,
