@@ -641,9 +641,8 @@ impl Client {
     ///
     /// If none comes, or one that makes no sense.
     pub async fn step(&mut self) -> bool {
-        let event = match timeout(PATIENCE, self.incoming.recv()).await {
-            Ok(event) => event,
-            Err(_) => panic!("nothing came for {PATIENCE:?}; so far {self:?}"),
+        let Ok(event) = timeout(PATIENCE, self.incoming.recv()).await else {
+            panic!("nothing came for {PATIENCE:?}; so far {self:?}");
         };
         let message: Value = match event {
             Ok(Some(Event::Message(text))) => {
