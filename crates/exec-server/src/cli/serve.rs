@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use exec_server_executor::sys::guardian;
+use exec_server_executor::sys::{guardian, memory};
 use exec_server_service::{Lifetime, ListenUrl, Listener, Server};
 use exec_server_transport::stdio;
 use tokio::signal::unix::{SignalKind, signal};
@@ -18,6 +18,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let url: ListenUrl = args.listen.parse()?;
     // Before any thread: what is forked is what is there.
     guardian::split().context("cannot start the guardian")?;
+    memory::return_large_allocations();
     let config = settings::server(&args);
     let runtime = runtime(args.threads).context("cannot start the runtime")?;
     runtime.block_on(serve(url, config, args.danger_no_auth))?;

@@ -105,7 +105,7 @@ async fn unread_answers_cost_little_and_all_come(on: Transport) {
     let grown = proc::peak_memory(pid).saturating_sub(before);
     // A message may have 64 MiB, and is there as a file, as a message and on its way.
     assert!(
-        grown < 256 * MIB,
+        grown < 160 * MIB,
         "grew by {grown} bytes for 40 answers of {size}"
     );
 }

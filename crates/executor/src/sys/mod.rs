@@ -1,5 +1,5 @@
 //! The system calls that no safe wrapper offers: starting a child without copying this process,
-//! reaping with resource usage, and the guardian in front of a server.
+//! reaping with resource usage, the guardian in front of a server, and its memory.
 //!
 //! The only module of the workspace with unsafe code; each block says why it is sound.
 
@@ -7,6 +7,7 @@
 
 pub mod guardian;
 pub(crate) mod launch;
+pub mod memory;
 pub(crate) mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;

@@ -1,0 +1,21 @@
+//! How the C library's allocator treats large allocations.
+
+/// Allocations from this size on are given back to the system as soon as they are freed. Beyond
+/// what retained output and ordinary messages need, so that those stay cheap.
+#[cfg(target_env = "gnu")]
+const LARGE_BYTES: std::ffi::c_int = 1 << 20;
+
+/// Has large allocations given back to the system as soon as they are freed.
+///
+/// Left alone, the allocator learns from the first large message to keep such memory, up to 64 MiB
+/// for each arena and with an arena for every few threads: a server that once had to answer with
+/// large files would stay hundreds of megabytes large.
+///
+/// To be called before any thread is started.
+pub fn return_large_allocations() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: sets a number inside the allocator, while nobody else is using it.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+    }
+}
