@@ -14,6 +14,7 @@ use std::time::Duration;
 use rustix::process::Pid;
 use tokio::sync::Notify;
 
+use crate::limits;
 use crate::log::Retention;
 use crate::process::{self, Process};
 use crate::spec::{Spec, StartError};
@@ -147,6 +148,7 @@ impl Executor {
             loop {
                 tokio::time::sleep(PERIOD).await;
                 let reaped = this.reap_orphans();
+                limits::sweep();
                 idle = if reaped || this.live() > 0 {
                     0
                 } else {

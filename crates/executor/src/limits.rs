@@ -9,6 +9,8 @@ use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 pub use exec_server_protocol::process::Limits;
 
@@ -41,6 +43,52 @@ impl Drop for Group {
         // Fails while something of the tree is left, which then keeps its limits.
         if let Err(error) = fs::remove_dir(&self.directory) {
             tracing::debug!(directory = %self.directory.display(), %error, "control group stays");
+            left_behind().push(std::mem::take(&mut self.directory));
+        }
+    }
+}
+
+/// Groups that could not be removed yet.
+fn left_behind() -> MutexGuard<'static, Vec<PathBuf>> {
+    static LEFT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes groups whose last process has ended since they were left behind.
+pub(crate) fn sweep() {
+    left_behind().retain(|directory| {
+        matches!(fs::remove_dir(directory), Err(error) if error.kind() != io::ErrorKind::NotFound)
+    });
+}
+
+/// Removes groups of servers that were killed before they could; looks once under each base.
+fn sweep_strangers(base: &Path) {
+    /// Younger groups may be about to get their first process, from a server that we cannot see.
+    const AGE: Duration = Duration::from_secs(60);
+    static SWEPT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+    let mut swept = SWEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    if swept.iter().any(|done| done == base) {
+        return;
+    }
+    swept.push(base.to_owned());
+    drop(swept);
+    let is_old = |entry: &fs::DirEntry| {
+        let changed = entry.metadata().and_then(|metadata| metadata.modified());
+        changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > AGE))
+    };
+    for entry in fs::read_dir(base).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(|name| {
+            let (owner, number) = name.strip_prefix(PREFIX)?.split_once('-')?;
+            number.parse::<u64>().ok()?;
+            owner.parse::<u32>().ok()
+        });
+        if let Some(owner) = owner
+            && !Path::new("/proc").join(owner.to_string()).exists()
+            && is_old(&entry)
+        {
+            // Fails while something is in it.
+            let _ = fs::remove_dir(entry.path());
         }
     }
 }
@@ -112,7 +160,8 @@ fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
     let (base, version) = base(controller)
         .ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "controller is not available"))?;
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let name = format!("exec-server-{}-{number}", std::process::id());
+    sweep_strangers(&base);
+    let name = format!("{PREFIX}{}-{number}", std::process::id());
     let directory = base.join(name);
     fs::create_dir(&directory)?;
     let open = || -> io::Result<OwnedFd> {
@@ -134,6 +183,9 @@ fn group(controller: &str, files: [&str; 2], value: u64) -> io::Result<Group> {
         }
     }
 }
+
+/// How the names of our groups begin; then come the server's pid and a number.
+const PREFIX: &str = "exec-server-";
 
 /// Where groups under a controller can be made, and the version of its hierarchy.
 fn base(controller: &str) -> Option<(PathBuf, u8)> {

@@ -1,6 +1,8 @@
 //! Starting: what a process is born with, what bounds it, and what cannot be started.
 
-use exec_server_testkit::proc::{all_gone, marker};
+use std::path::{Path, PathBuf};
+
+use exec_server_testkit::proc::{all_gone, eventually, marker};
 use exec_server_testkit::wire::{Start, Transport};
 use serde_json::{Value, json};
 
@@ -10,6 +12,7 @@ over_all! {
     a_terminal_has_the_size_it_was_asked_for,
     time_runs_out,
     limits_hold,
+    limits_leave_nothing_behind,
     limits_that_make_no_sense_are_named,
     what_cannot_be_started_says_why,
     a_megabyte_of_arguments_arrives,
@@ -143,6 +146,48 @@ async fn limits_hold(on: Transport) {
             assert!(refused.message.contains("`processes`"), "{refused}");
         }
     }
+}
+
+/// A limit on a tree outlives its leader, but not the tree.
+async fn limits_leave_nothing_behind(on: Transport) {
+    let (server, mut client) = served(on).await;
+    let prefix = format!("exec-server-{}-", server.server_pid().await);
+    let limits = json!({"memoryBytes": 1 << 30, "processes": 50});
+    // Over when they end; or when what they left behind is ended, after the log was closed.
+    let scripts = [("whole", "true"), ("left", "sleep 600 > /dev/null 2>&1 &")];
+    for (id, script) in scripts {
+        let start = Start::sh(id, script).with("limits", limits.clone());
+        if let Err(refused) = client.call("process/start", start.0).await {
+            assert!(refused.message.contains("`processes`"), "{refused}");
+            return;
+        }
+        client.closed(id).await;
+        let params = json!({"processId": id, "wait": true});
+        client.ok("process/terminate", params).await;
+    }
+    eventually("control groups are gone", || {
+        let left = directories(Path::new("/sys/fs/cgroup"), &prefix);
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{left:?}"))
+        }
+    })
+    .await;
+}
+
+/// The directories at or below `base` whose names begin with `prefix`.
+fn directories(base: &Path, prefix: &str) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(base).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            if entry.file_name().to_string_lossy().starts_with(prefix) {
+                found.push(entry.path());
+            }
+            found.extend(directories(&entry.path(), prefix));
+        }
+    }
+    found
 }
 
 async fn limits_that_make_no_sense_are_named(on: Transport) {

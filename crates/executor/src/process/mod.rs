@@ -21,7 +21,7 @@ use rustix::process::{Pid, Signal};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
-use crate::limits::Group;
+use crate::limits::{self, Group};
 use crate::log::{Exit, Log};
 use crate::process::stdin::{Push, Stdin};
 use crate::spec::Size;
@@ -427,6 +427,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     let kill = tags.clone();
     blocking(move || tree::kill(&kill)).await;
     wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
+    limits::sweep();
 }
 
 /// Runs what may block away from the async workers.
