@@ -1,5 +1,5 @@
 //! The system calls that no safe wrapper offers: starting a child without copying this process,
-//! reaping with resource usage, and the guardian in front of a server.
+//! reaping with resource usage, a few socket options, and the guardian in front of a server.
 //!
 //! The only module of the workspace with unsafe code; each block says why it is sound.
 
@@ -10,3 +10,4 @@ pub(crate) mod launch;
 pub(crate) mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
+pub mod socket;
