@@ -17,6 +17,7 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
 use crate::outbox::{self, Outbox, Reply};
@@ -43,6 +44,8 @@ pub(crate) struct Connection {
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
     slots: Arc<Semaphore>,
+    /// Bounds the writes that wait for a child to read.
+    backlog: Arc<Backlog>,
     lifetime: Lifetime,
 }
 
@@ -121,7 +124,7 @@ impl Connection {
             let message = format!("limit of {limit} waiting requests per connection reached");
             return Err(RpcError::invalid_request(message));
         }
-        if self.server.config().concurrent_requests > 1 {
+        if !responder.serial {
             responder.slot = None;
         }
         Ok(waiting)
@@ -143,10 +146,15 @@ impl Drop for Waiting {
 pub(crate) struct Responder {
     id: RequestId,
     outbox: Arc<Outbox>,
+    backlog: Arc<Backlog>,
+    /// Each request is finished before the next is read.
+    serial: bool,
     /// The request's place among those that are worked on.
     slot: Option<OwnedSemaphorePermit>,
     /// A share of the reply budget.
     reserved: Option<OwnedSemaphorePermit>,
+    /// A share of the input that waits.
+    unwritten: Option<Share>,
 }
 
 impl Responder {
@@ -190,6 +198,15 @@ impl Responder {
         });
     }
 
+    /// Counts a write by its size rather than as worked on: until the child takes it, it holds up
+    /// no other request.
+    pub(crate) fn wait_for_input(&mut self, bytes: usize) {
+        self.unwritten = Some(self.backlog.add(bytes));
+        if !self.serial {
+            self.slot = None;
+        }
+    }
+
     /// Waits until an answer of about this size may be made.
     pub(crate) async fn reserve(&mut self, bytes: usize) {
         self.reserved = self.outbox.reserve(bytes).await;
@@ -216,6 +233,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         heard: Arc::new(Heard::new()),
         files: Mutex::default(),
         waiting: AtomicUsize::new(0),
+        backlog: Arc::default(),
         lifetime,
     });
     let Link { incoming, outgoing } = link;
@@ -282,6 +300,12 @@ impl Reader {
         let draining = self.connection.server.draining().clone();
         let closed = self.connection.closed.clone();
         loop {
+            if let Some(keepalive) = &mut self.keepalive
+                && self.connection.holds_back()
+            {
+                // A peer that is not listened to cannot be blamed for its silence.
+                keepalive.heard(Instant::now());
+            }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
                 Some(Action::GiveUp) => return End::Lost,
                 Some(Action::Ping) => {
@@ -337,6 +361,7 @@ impl Reader {
 /// Waits for room for one more request and its answer.
 async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
     connection.outbox.room().await;
+    connection.backlog.room().await;
     // The semaphore is never closed.
     Arc::clone(&connection.slots).acquire_owned().await.ok()
 }
@@ -376,12 +401,14 @@ fn receive(
         Ok(Message::Request {
             id, method, params, ..
         }) => {
-            let outbox = Arc::clone(&connection.outbox);
             let responder = Responder {
                 id,
-                outbox,
+                outbox: Arc::clone(&connection.outbox),
+                backlog: Arc::clone(&connection.backlog),
+                serial: connection.server.config().concurrent_requests <= 1,
                 slot,
                 reserved: None,
+                unwritten: None,
             };
             dispatch::request(connection, phase, &method, params, responder);
         }
@@ -400,6 +427,11 @@ fn receive(
 }
 
 impl Connection {
+    /// Whether nothing is read for a reason that is not the peer's.
+    fn holds_back(&self) -> bool {
+        self.backlog.is_full() || self.slots.available_permits() == 0
+    }
+
     /// Whether the session waits for the client to come back.
     pub(crate) fn is_resumable(&self) -> bool {
         self.lifetime == Lifetime::Resumable

@@ -184,13 +184,13 @@ impl Listener {
         &self.url
     }
 
-    /// Accepts connections until the server shuts down.
+    /// Accepts connections until the server has shut down; while it does, they are told so.
     pub async fn serve(self, server: Server) {
-        let draining = server.draining().clone();
+        let ended = server.ended().clone();
         loop {
             let accepted = tokio::select! {
                 accepted = self.accept(&server) => accepted,
-                () = draining.cancelled() => return,
+                () = ended.cancelled() => return,
             };
             if let Err(error) = accepted {
                 // Out of descriptors, most likely: existing connections go on, and so do we.

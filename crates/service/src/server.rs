@@ -41,6 +41,8 @@ struct Inner {
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Cancelled when the server begins to shut down.
     draining: CancellationToken,
+    /// Cancelled when it has.
+    ended: CancellationToken,
 }
 
 impl Server {
@@ -63,6 +65,7 @@ impl Server {
             info,
             sessions: Mutex::default(),
             draining: CancellationToken::new(),
+            ended: CancellationToken::new(),
         };
         Ok(Self {
             inner: Arc::new(inner),
@@ -88,6 +91,11 @@ impl Server {
         &self.inner.draining
     }
 
+    /// Cancelled when the server has shut down.
+    pub(crate) fn ended(&self) -> &CancellationToken {
+        &self.inner.ended
+    }
+
     /// Serves one connection until it ends. `name` is for messages: who is there.
     pub fn serve(
         &self,
@@ -98,7 +106,7 @@ impl Server {
         connection::serve(self.clone(), link, name, lifetime)
     }
 
-    /// Stops accepting, ends all sessions and their processes.
+    /// Opens no more sessions, ends all that there are and their processes.
     ///
     /// Processes get SIGTERM and, after the configured grace, SIGKILL.
     pub async fn shut_down(&self) {
@@ -114,6 +122,7 @@ impl Server {
             .flatten()
             .collect();
         process::end_all(&processes, self.inner.config.shutdown_grace).await;
+        self.inner.ended.cancel();
     }
 
     fn sessions(&self) -> MutexGuard<'_, HashMap<String, Arc<Session>>> {

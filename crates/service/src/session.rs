@@ -443,7 +443,7 @@ impl Managed {
         self: &Arc<Self>,
         data: Bytes,
         write_id: Option<&str>,
-        responder: Responder,
+        mut responder: Responder,
         status: StatusOf,
     ) {
         let mut input = lock(&self.input);
@@ -463,6 +463,7 @@ impl Managed {
                     status(responder, status_of(written));
                 }
                 Err(data) => {
+                    responder.wait_for_input(data.len());
                     input.waiting.push_back(Write::Data {
                         data,
                         id,
@@ -474,6 +475,7 @@ impl Managed {
                 }
             }
         } else {
+            responder.wait_for_input(data.len());
             input.waiting.push_back(Write::Data {
                 data,
                 id,
@@ -484,8 +486,9 @@ impl Managed {
     }
 
     /// Ends the input after all earlier writes.
-    pub(crate) fn close_stdin(self: &Arc<Self>, responder: Responder) {
+    pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: Responder) {
         let mut input = lock(&self.input);
+        responder.wait_for_input(0);
         input.waiting.push_back(Write::End { responder });
         let first = input.waiting.len() == 1;
         drop(input);

@@ -1,11 +1,14 @@
 //! Peers for tests, as processes and sockets.
 //!
-//! Owns how a test starts a server, the real Codex CLI and the model that CLI talks to.
-//! Knows the command line and the tool texts of the CLI, but not our wire: every crate may use it.
+//! Owns how a test starts a server, talks to it in raw wire terms and looks at its processes; and
+//! the real Codex CLI with the model that CLI talks to. Builds on the links of `transport`, but
+//! knows no protocol type: what a server says is checked as the JSON it is.
 //!
 //! These are test tools: they panic with a text that says what was seen, and return no errors.
 
 pub mod codex;
 pub mod fake_model;
 pub mod interop;
+pub mod proc;
 pub mod server;
+pub mod wire;

@@ -1,17 +1,19 @@
 //! A server under test, as a child process.
 //!
 //! Owns the process, its announced URL and what it wrote to stderr. Knows only two things of the
-//! program: it takes `--listen ws://127.0.0.1:0`, and it prints its `ws://` URL on stdout.
+//! program: it takes `--listen URL`, and it prints the URL where it can be reached on stdout.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
+
+use crate::proc::PATIENCE;
 
 /// A running server; dropping it ends the process.
 #[derive(Debug)]
@@ -24,21 +26,31 @@ pub struct Server {
 }
 
 impl Server {
-    /// Appends `--listen ws://127.0.0.1:0` to `command`, starts it and waits for its URL.
+    /// Starts `command` on a free port of this machine; see [`Server::listening`].
+    ///
+    /// # Panics
+    ///
+    /// If the program cannot be started or prints no URL within [`STARTUP_LIMIT`].
+    pub async fn start(command: Command) -> Self {
+        Self::listening(command, "ws://127.0.0.1:0").await
+    }
+
+    /// Appends `--listen` and a `ws://` or `unix://` URL to `command`, starts it and waits for the
+    /// URL that it announces.
     ///
     /// The caller decides environment and working directory; stdio is taken over.
     ///
     /// # Panics
     ///
     /// If the program cannot be started or prints no URL within [`STARTUP_LIMIT`].
-    pub async fn start(mut command: Command) -> Self {
+    pub async fn listening(mut command: Command, listen: &str) -> Self {
         let stderr = tempfile::Builder::new()
             .append(true)
             .tempfile()
             .expect("a temporary file for the server's stderr")
             .into_file();
         let child = command
-            .args(["--listen", "ws://127.0.0.1:0"])
+            .args(["--listen", listen])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(
@@ -62,11 +74,11 @@ impl Server {
         match timeout(STARTUP_LIMIT, announced_url(&mut lines)).await {
             Ok(Some(url)) => server.url = url,
             Ok(None) => panic!(
-                "the server {command:?} closed its stdout without a ws:// URL; its stderr:\n{}",
+                "the server {command:?} closed its stdout without a URL; its stderr:\n{}",
                 server.stderr()
             ),
             Err(_) => panic!(
-                "the server {command:?} printed no ws:// URL within {STARTUP_LIMIT:?}; its stderr:\n{}",
+                "the server {command:?} printed no URL within {STARTUP_LIMIT:?}; its stderr:\n{}",
                 server.stderr()
             ),
         }
@@ -103,31 +115,49 @@ impl Server {
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
-}
 
-impl Drop for Server {
-    /// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
-    fn drop(&mut self) {
-        if !self.is_running() {
-            return;
+    /// Waits for the process to end.
+    ///
+    /// # Panics
+    ///
+    /// If it still runs after [`PATIENCE`].
+    pub async fn ended(&mut self) -> ExitStatus {
+        match timeout(PATIENCE, self.child.wait()).await {
+            Ok(status) => status.expect("a child can be waited for"),
+            Err(_) => panic!("the server did not end; its stderr:\n{}", self.stderr()),
         }
-        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
-        if let Some(pid) = pid {
-            // A failure means that it is gone, which is what we want.
-            let _ = kill_process(pid, Signal::TERM);
-        }
-        let deadline = Instant::now() + SHUTDOWN_LIMIT;
-        while self.is_running() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        // `kill_on_drop` does the rest.
     }
 }
 
-/// Reads lines until one holds a `ws://` URL.
+impl Drop for Server {
+    fn drop(&mut self) {
+        end(&mut self.child, self.pid);
+    }
+}
+
+/// Ends a server and waits until it is gone.
+///
+/// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
+pub(crate) fn end(child: &mut Child, pid: u32) {
+    let mut is_running = || matches!(child.try_wait(), Ok(None));
+    if !is_running() {
+        return;
+    }
+    if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+        // A failure means that it is gone, which is what we want.
+        let _ = kill_process(pid, Signal::TERM);
+    }
+    let deadline = Instant::now() + SHUTDOWN_LIMIT;
+    while is_running() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // `kill_on_drop` does the rest.
+}
+
+/// Reads lines until one holds a `ws://` or `unix://` URL.
 async fn announced_url(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<String> {
     while let Ok(Some(line)) = lines.next_line().await {
-        if let Some(start) = line.find("ws://") {
+        if let Some(start) = line.find("ws://").or_else(|| line.find("unix://")) {
             let url = line[start..].split_whitespace().next()?;
             return Some(url.to_owned());
         }

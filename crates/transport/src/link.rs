@@ -397,7 +397,10 @@ impl Outgoing {
     /// When the connection fails.
     pub async fn shutdown(&mut self) -> io::Result<()> {
         self.flush().await?;
-        self.io.shutdown().await
+        self.io.shutdown().await?;
+        // A pipe ends only when it is closed.
+        self.io = Box::new(tokio::io::sink());
+        Ok(())
     }
 }
 

@@ -1,5 +1,6 @@
 //! `exec-server serve`.
 
+use std::future::Future;
 use std::io::Write as _;
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
@@ -71,26 +72,36 @@ async fn serve(
                 () = connection => {}
                 () = stopped => {}
             }
+            server.shut_down().await;
         }
         ListenUrl::Websocket(address) => {
             let listener = Listener::tcp(address, danger_no_auth).await?;
-            announce(&listener)?;
-            tokio::select! {
-                () = listener.serve(server.clone()) => {}
-                () = stopped => {}
-            }
+            listen(listener, &server, stopped).await?;
         }
         ListenUrl::Unix(path) => {
             let listener = Listener::unix(&path)?;
-            announce(&listener)?;
-            tokio::select! {
-                () = listener.serve(server.clone()) => {}
-                () = stopped => {}
-            }
+            listen(listener, &server, stopped).await?;
         }
-        ListenUrl::Off => stopped.await,
+        ListenUrl::Off => {
+            stopped.await;
+            server.shut_down().await;
+        }
     }
-    server.shut_down().await;
+    Ok(())
+}
+
+/// Serves whoever connects until told to stop, and shuts down; who connects meanwhile is told so.
+async fn listen(
+    listener: Listener,
+    server: &Server,
+    stopped: impl Future<Output = ()>,
+) -> anyhow::Result<()> {
+    announce(&listener)?;
+    let shut_down = async {
+        stopped.await;
+        server.shut_down().await;
+    };
+    tokio::join!(listener.serve(server.clone()), shut_down);
     Ok(())
 }
 

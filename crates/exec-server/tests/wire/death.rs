@@ -1,0 +1,218 @@
+//! The server's own end, asked for or not: nothing that it started outlives it.
+
+use exec_server_testkit::proc::{self, all_gone, bearers, marker};
+use exec_server_testkit::wire::{Client, Seen, Start, Subject, Transport};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::listen::http;
+use crate::{over_all, program, served};
+
+over_all! {
+    asked_to_end_it_takes_everything_along,
+    interrupted_it_ends_as_well,
+    a_killed_server_leaves_nothing,
+    a_killed_guardian_leaves_nothing,
+    many_processes_later_nothing_has_leaked,
+}
+
+/// Processes of every kind that could be forgotten: over pipes and on a terminal, deaf to polite
+/// signals, in another session, orphaned twice over, stopped, and busy.
+async fn start_a_zoo(client: &mut Client) -> String {
+    let mark = marker();
+    let script = "trap '' TERM HUP INT
+        sh -c 'echo up; sleep 600' &
+        setsid sh -c 'trap \"\" TERM HUP; echo up; while :; do :; done' &
+        (setsid sh -c 'echo up; sleep 600 & wait' &) &
+        setsid sh -c 'echo up; kill -STOP $$' &
+        echo up; while :; do sleep 600; done";
+    client.start(Start::sh("pipe", script).marked(&mark)).await;
+    client
+        .start(Start::sh("tty", script).tty().marked(&mark))
+        .await;
+    // Its log is closed, and still it has left someone behind.
+    let script = "setsid sleep 600 > /dev/null 2>&1 & exit 0";
+    client.run(Start::sh("closed", script).marked(&mark)).await;
+    for (id, stream) in [("pipe", "stdout"), ("tty", "pty")] {
+        client
+            .until(id, "five are up", |seen| {
+                seen.text(stream).matches("up").count() == 5
+            })
+            .await;
+    }
+    assert!(bearers(&mark).len() >= 11, "{:?}", bearers(&mark));
+    mark
+}
+
+async fn asked_to_end_it_takes_everything_along(on: Transport) {
+    let (mut server, mut client) = served(on).await;
+    let mark = start_a_zoo(&mut client).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("cleaned");
+    // Those who want to clean up may.
+    let script = format!(
+        "trap 'echo yes > {}; exit' TERM; echo up; while :; do sleep 0.05; done",
+        file.display()
+    );
+    client
+        .start(Start::sh("polite", &script).marked(&mark))
+        .await;
+    client.wrote("polite", "stdout", "up").await;
+    proc::signal(server.guardian_pid(), Signal::TERM);
+    assert_eq!(server.ended().await.code(), Some(0));
+    assert_eq!(bearers(&mark), []);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "yes\n");
+    client.end().await;
+}
+
+async fn interrupted_it_ends_as_well(on: Transport) {
+    let (mut server, mut client) = served(on).await;
+    let mark = marker();
+    client
+        .start(Start::sh("p", "sleep 600").marked(&mark))
+        .await;
+    // To the server itself: the guardian passes on what it gets, but need not.
+    proc::signal(server.server_pid().await, Signal::INT);
+    assert_eq!(server.ended().await.code(), Some(0));
+    assert_eq!(bearers(&mark), []);
+    client.end().await;
+}
+
+async fn a_killed_server_leaves_nothing(on: Transport) {
+    let (mut server, mut client) = served(on).await;
+    let mark = start_a_zoo(&mut client).await;
+    proc::signal(server.server_pid().await, Signal::KILL);
+    assert_eq!(server.ended().await.code(), Some(137));
+    assert_eq!(bearers(&mark), []);
+    client.end().await;
+}
+
+async fn a_killed_guardian_leaves_nothing(on: Transport) {
+    let (mut server, mut client) = served(on).await;
+    let mark = start_a_zoo(&mut client).await;
+    let pid = server.server_pid().await;
+    proc::signal(server.guardian_pid(), Signal::KILL);
+    server.ended().await;
+    all_gone(&mark).await;
+    client.end().await;
+    proc::eventually("the server is gone", || {
+        match std::fs::exists(format!("/proc/{pid}/fd/0")) {
+            Ok(false) => Ok(()),
+            other => Err(format!("{other:?}")),
+        }
+    })
+    .await;
+}
+
+/// Whoever asks while it ends is told so, until it has.
+#[tokio::test]
+async fn ending_takes_its_time_and_says_so() {
+    let (mut server, mut client) = served(Transport::Websocket).await;
+    client
+        .start(Start::sh(
+            "p",
+            "trap '' TERM; echo up; while :; do sleep 0.1; done",
+        ))
+        .await;
+    client.wrote("p", "stdout", "up").await;
+    let url = server.url().to_owned();
+    let get = |path: &str| {
+        let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
+        let url = url.clone();
+        async move { http(&url, &request).await }
+    };
+    assert!(get("/readyz").await.starts_with("HTTP/1.1 200 "));
+    proc::signal(server.guardian_pid(), Signal::TERM);
+    // Its connections end when it begins to.
+    client.end().await;
+    assert!(get("/readyz").await.starts_with("HTTP/1.1 503 "));
+    assert!(get("/healthz").await.starts_with("HTTP/1.1 200 "));
+    assert!(get("/").await.starts_with("HTTP/1.1 503 "));
+    assert_eq!(server.ended().await.code(), Some(0));
+}
+
+async fn many_processes_later_nothing_has_leaked(on: Transport) {
+    let (server, mut client) = served(on).await;
+    let pid = server.server_pid().await;
+    for tty in [false, true] {
+        client
+            .run(Start::sh(&format!("warm {tty}"), "true").with("tty", tty))
+            .await;
+    }
+    let before = proc::descriptors(pid);
+    for n in 0..300 {
+        let id = n.to_string();
+        let start = match n % 6 {
+            0 => Start::sh(&id, "echo x").piped(),
+            1 => Start::sh(&id, "echo x").tty(),
+            2 => Start::sh(&id, "echo x").with("delivery", "pull"),
+            // Orphans that end a moment later, when their parents are gone.
+            3 => Start::sh(&id, "(setsid sleep 0.05 > /dev/null 2>&1 &) & exit 0"),
+            4 => Start::sh(&id, "sleep 600").with("timeoutMs", 1),
+            _ => Start::new(&id, &["/no/such/program"]),
+        };
+        if n % 6 == 5 {
+            client.refused("process/start", start.0).await;
+        } else {
+            client.run(start).await;
+        }
+    }
+    proc::eventually("nothing is left", || {
+        let (now, zombies, children) = (
+            proc::descriptors(pid),
+            proc::zombies(pid),
+            proc::children(pid),
+        );
+        if now <= before && zombies.is_empty() && children.is_empty() {
+            Ok(())
+        } else {
+            Err(format!(
+                "{now} descriptors instead of {before}, {zombies:?}, {children:?}"
+            ))
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_end_of_stdin_is_the_end_but_what_was_asked_is_answered() {
+    let mut server = Subject::start(Transport::Stdio, program()).await;
+    let mut client = server.session().await;
+    let mark = marker();
+    client
+        .start(Start::sh("p", "trap '' TERM HUP; setsid sleep 600 & echo up; wait").marked(&mark))
+        .await;
+    client.wrote("p", "stdout", "up").await;
+    let mut sent = Vec::new();
+    for n in 0..100 {
+        sent.push(match n % 4 {
+            0 => client.queue("environment/status", Value::Null),
+            1 => client.queue("fs/getMetadata", json!({"path": "file:///tmp"})),
+            2 => client.queue(
+                "process/start",
+                Start::sh(&n.to_string(), "sleep 600").marked(&mark).0,
+            ),
+            _ => client.queue("process/read", json!({"processId": "p"})),
+        });
+    }
+    client.flush().await;
+    // The last line lacks its end, and counts all the same.
+    client.finish().await;
+    client.end().await;
+    for id in sent {
+        assert!(
+            client.order.contains(&Seen::Answer(id)),
+            "{id} was not answered"
+        );
+    }
+    assert_eq!(server.ended().await.code(), Some(0));
+    assert_eq!(bearers(&mark), []);
+}
+
+#[tokio::test]
+async fn stdio_that_never_said_anything_ends_as_quietly() {
+    let mut server = Subject::start(Transport::Stdio, program()).await;
+    let client = server.connect().await;
+    drop(client);
+    assert_eq!(server.ended().await.code(), Some(0));
+}

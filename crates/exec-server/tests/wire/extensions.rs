@@ -1,0 +1,174 @@
+//! What the server says it adds to the wire, it serves.
+
+use exec_server_testkit::wire::{Client, Start, Transport};
+use serde_json::{Value, json};
+
+use crate::{over_all, served};
+
+over_all! {
+    every_extension_is_served,
+    both_answers_describe_the_environment_alike,
+}
+
+async fn both_answers_describe_the_environment_alike(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let info = client.ok("environment/info", Value::Null).await;
+    assert_eq!(client.session["environmentInfo"], info);
+    assert_eq!(info["platformOs"], "linux");
+    assert_eq!(
+        client.ok("environment/status", json!({})).await,
+        json!({"status": "ready"})
+    );
+}
+
+/// Each name that the server lists is tried in the smallest way that shows it is there; a name
+/// that this test does not know fails it.
+async fn every_extension_is_served(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let info = client.ok("environment/info", Value::Null).await;
+    let names: Vec<&str> = info["extensions"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|name| name.as_str().unwrap())
+        .collect();
+    assert!(names.len() > 20, "{names:?}");
+    assert!(
+        names.is_sorted() && names.contains(&"session/end"),
+        "{names:?}"
+    );
+    for name in &names {
+        // Ends the session, so it comes last.
+        if *name != "session/end" {
+            probe(&mut client, name).await;
+        }
+    }
+    probe(&mut client, "session/end").await;
+}
+
+async fn probe(client: &mut Client, name: &str) {
+    let id = format!("for {name}");
+    let here = |script: &str| Start::sh(&id, script);
+    let known = json!({"processId": id});
+    match name {
+        "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
+        "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
+        "process/closeStdin" => {
+            client.start(here("cat").piped()).await;
+            assert_eq!(client.ok(name, known).await, json!({"status": "accepted"}));
+            assert_eq!(client.closed(&id).await.exit_code(), 0);
+        }
+        "process/resize" => {
+            client.start(here("sleep 600").tty()).await;
+            let params = json!({"processId": id, "rows": 3, "cols": 4});
+            assert_eq!(client.ok(name, params).await, json!({}));
+        }
+        "process/wait" => {
+            client.start(here("exit 3")).await;
+            assert_eq!(client.ok(name, known).await["exitCode"], 3);
+        }
+        "process/snapshot" => {
+            client.start(here("exit 3")).await;
+            client.closed(&id).await;
+            assert_eq!(client.ok(name, known).await["exitCode"], 3);
+        }
+        "process/list" => assert!(client.ok(name, json!({})).await["processes"].is_array()),
+        "process/list#all" => {
+            client.start(here("sleep 600")).await;
+            let listed = client.ok("process/list", json!({"all": true})).await;
+            let listed = listed["processes"].as_array().unwrap();
+            assert!(
+                listed.iter().all(|one| one["sessionId"].is_string()),
+                "{listed:?}"
+            );
+        }
+        "process/read#evicted" => {
+            client.run(here("head -c 3000000 /dev/zero")).await;
+            let read = client.ok("process/read", known).await;
+            assert!(read["evicted"]["bytes"].as_u64().unwrap() > 1_000_000);
+        }
+        "process/closed#inheritedOutput" => {
+            let closed = client.run(here("true")).await.closed.clone().unwrap();
+            assert_eq!(closed["inheritedOutput"], false);
+        }
+        "process/exited#usage" => {
+            let exited = client.run(here("true")).await.exited.clone().unwrap();
+            assert!(exited["usage"]["maxRssBytes"].as_u64().unwrap() > 0);
+        }
+        "process/signal#scope" => {
+            client.start(here("sleep 600")).await;
+            let params = json!({"processId": id, "signal": "terminate", "scope": "tree"});
+            assert_eq!(client.ok("process/signal", params).await, json!({}));
+            assert_eq!(client.closed(&id).await.exit_code(), 143);
+        }
+        "process/signal#sessionId" => {
+            client.start(here("sleep 600")).await;
+            let session = client.session_id();
+            let params = json!({"processId": id, "signal": "kill", "sessionId": session});
+            client.ok("process/signal", params).await;
+            assert_eq!(client.closed(&id).await.exit_code(), 137);
+        }
+        "process/start#delivery" => {
+            let seen = client.run(here("echo x").with("delivery", "pull")).await;
+            assert!(seen.output.is_empty(), "{seen:?}");
+        }
+        "process/start#limits" => {
+            let limits = json!({"openFiles": 77});
+            let seen = client.run(here("ulimit -n").with("limits", limits)).await;
+            assert_eq!(seen.text("stdout"), "77\n");
+        }
+        "process/start#size" => {
+            let size = json!({"rows": 33, "cols": 111});
+            let seen = client.run(here("stty size").tty().with("size", size)).await;
+            assert_eq!(seen.text("pty"), "33 111\r\n");
+        }
+        "process/start#timeoutMs" => {
+            let seen = client.run(here("sleep 600").with("timeoutMs", 1)).await;
+            assert_eq!(seen.exited.as_ref().unwrap()["timedOut"], true);
+        }
+        "process/terminate#mode" => {
+            client
+                .start(here(
+                    "trap 'exit 9' TERM; echo up; while :; do sleep 0.1; done",
+                ))
+                .await;
+            client.wrote(&id, "stdout", "up").await;
+            let mode = json!({"type": "graceful", "timeoutMs": 60_000});
+            client
+                .ok("process/terminate", json!({"processId": id, "mode": mode}))
+                .await;
+            assert_eq!(client.closed(&id).await.exit_code(), 9);
+        }
+        "process/terminate#wait" => {
+            client.start(here("sleep 600")).await;
+            let params = json!({"processId": id, "wait": true});
+            assert_eq!(client.ok("process/terminate", params).await["gone"], true);
+        }
+        "process/terminate#sessionId" => {
+            client.start(here("sleep 600")).await;
+            let params = json!({"processId": id, "sessionId": client.session_id()});
+            assert_eq!(
+                client.ok("process/terminate", params).await["running"],
+                true
+            );
+        }
+        "command/exec" => {
+            let params = json!({
+                "processId": id, "argv": ["/bin/echo", "x"], "cwd": "/", "env": {}, "tty": false,
+            });
+            assert_eq!(client.ok(name, params).await["running"], true);
+            assert_eq!(client.exited(&id).await.exit_code(), 0);
+        }
+        "command/exec/write" => {
+            client.start(here("read line; exit 5").tty()).await;
+            let params = json!({"processId": id, "chunk": "Cg=="});
+            assert_eq!(client.ok(name, params).await, json!({"accepted": true}));
+            assert_eq!(client.closed(&id).await.exit_code(), 5);
+        }
+        "command/exec/terminate" => {
+            client.start(here("sleep 600")).await;
+            assert_eq!(client.ok(name, known).await, json!({"running": true}));
+        }
+        other => panic!("no test of the extension {other}"),
+    }
+}

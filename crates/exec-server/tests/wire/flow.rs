@@ -1,0 +1,234 @@
+//! Flow: peers that do not read or do not write, and what they may cost.
+
+use exec_server_testkit::proc::{self, eventually};
+use exec_server_testkit::wire::{Start, Subject, Transport, chunk};
+use serde_json::{Value, json};
+
+use crate::output::{count, count_to};
+use crate::{over_all, program, served};
+
+over_all! {
+    a_client_that_does_not_read_costs_little_and_loses_nothing,
+    unread_answers_cost_little_and_all_come,
+    unwritten_input_costs_little,
+    any_number_of_blocked_writes_leaves_the_rest_free,
+}
+
+/// Bytes in a mebibyte.
+const MIB: u64 = 1 << 20;
+
+async fn a_client_that_does_not_read_costs_little_and_loses_nothing(on: Transport) {
+    let (mut server, mut client) = served(on).await;
+    let pid = server.server_pid().await;
+    client
+        .run(Start::sh("warm", "head -c 3000000 /dev/zero"))
+        .await;
+    proc::forget_peak(pid);
+    let before = proc::peak_memory(pid);
+
+    // 256 MiB over one transport, a tenth over the others: the way is the same.
+    let lines = if on == Transport::Websocket {
+        29_900_000
+    } else {
+        3_000_000
+    };
+    let counted = count(&mut client, "p");
+    let directory = tempfile::tempdir().unwrap();
+    let done = directory.path().join("done");
+    let script = format!("{}; touch {}", count_to(lines), done.display());
+    client
+        .send("process/start", Start::sh("p", &script).0)
+        .await;
+    // Another has all it needs meanwhile; over stdio there is no other.
+    if on != Transport::Stdio {
+        let mut other = server.session().await;
+        loop {
+            let listed = other.ok("process/list", json!({"all": true})).await;
+            let stuck = listed["processes"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .find(|one| one["processId"] == "p");
+            if stuck.is_some_and(|one| one["retainedBytes"].as_u64().unwrap() >= MIB / 2) {
+                break;
+            }
+        }
+        for n in 0..20 {
+            let seen = other.run(Start::sh(&n.to_string(), "seq 1 20000")).await;
+            assert_eq!(seen.exit_code(), 0);
+        }
+    }
+    assert!(!done.exists());
+    client.closed("p").await;
+    assert_eq!(counted.lock().unwrap().finish(), lines);
+    let grown = proc::peak_memory(pid).saturating_sub(before);
+    assert!(grown < 16 * MIB, "grew by {grown} bytes");
+}
+
+async fn unread_answers_cost_little_and_all_come(on: Transport) {
+    let (server, mut client) = served(on).await;
+    let pid = server.server_pid().await;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("large");
+    // Sparse: it costs no disk. Smaller where the way is the same.
+    let size = if on == Transport::Websocket {
+        32 * MIB
+    } else {
+        8 * MIB
+    };
+    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+    proc::forget_peak(pid);
+    let before = proc::peak_memory(pid);
+    let params = json!({"path": format!("file://{}", path.display())});
+    let sent: Vec<i64> = (0..40)
+        .map(|_| client.queue("fs/readFile", params.clone()))
+        .collect();
+    client.flush().await;
+    // As much as it is ever going to be: the server works on the answers until it may not.
+    eventually("the server is at rest", still(pid)).await;
+
+    let zeros = vec![0; usize::try_from(size).unwrap()];
+    let expected = format!("{}\"}}}}", chunk(zeros).as_str().unwrap());
+    let mut left = sent;
+    while !left.is_empty() {
+        let text = client.text().await;
+        let (head, data) = text.split_once(r#","result":{"dataBase64":""#).unwrap();
+        let id: i64 = head.strip_prefix(r#"{"id":"#).unwrap().parse().unwrap();
+        assert!(
+            data == expected,
+            "{} bytes instead of {}",
+            data.len(),
+            expected.len()
+        );
+        let position = left.iter().position(|one| *one == id).unwrap();
+        left.remove(position);
+    }
+    let grown = proc::peak_memory(pid).saturating_sub(before);
+    // A message may have 64 MiB, and is there as a file, as a message and on its way.
+    assert!(
+        grown < 256 * MIB,
+        "grew by {grown} bytes for 40 answers of {size}"
+    );
+}
+
+/// Looks whether a process has stopped using the processor.
+fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
+    let mut last = (String::new(), 0);
+    move || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let used: Vec<&str> = stat
+            .rsplit_once(") ")
+            .unwrap()
+            .1
+            .split(' ')
+            .skip(11)
+            .take(2)
+            .collect();
+        let used = used.join(" ");
+        last = if last.0 == used {
+            (used, last.1 + 1)
+        } else {
+            (used, 0)
+        };
+        if last.1 >= 60 {
+            Ok(())
+        } else {
+            Err(format!("{last:?}"))
+        }
+    }
+}
+
+/// A write that nobody takes waits where it is small: in the client.
+async fn unwritten_input_costs_little(on: Transport) {
+    let (server, mut client) = served(on).await;
+    let pid = server.server_pid().await;
+    client.start(Start::sh("p", "sleep 600").piped()).await;
+    proc::forget_peak(pid);
+    let before = proc::peak_memory(pid);
+    let data = "A".repeat(4 << 20);
+    for n in 0..60 {
+        let text = format!(
+            r#"{{"id":{},"method":"process/write","params":{{"processId":"p","writeId":"{n}","chunk":"{data}"}}}}"#,
+            1000 + n
+        );
+        client.queue_text(&text);
+    }
+    // The server need not take all of it, only as much as it has room for.
+    tokio::select! {
+        () = client.flush() => {}
+        () = eventually("the server is at rest", still(pid)) => {}
+    }
+    let grown = proc::peak_memory(pid).saturating_sub(before);
+    assert!(grown < 80 * MIB, "grew by {grown} bytes");
+}
+
+async fn any_number_of_blocked_writes_leaves_the_rest_free(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    client.start(Start::sh("p", "sleep 600").piped()).await;
+    let fill = "A".repeat(2 << 20);
+    let mut writes = vec![client.queue(
+        "process/write",
+        json!({"processId": "p", "chunk": fill, "writeId": "fill"}),
+    )];
+    for n in 0..5000 {
+        let params = json!({"processId": "p", "chunk": "eA==", "writeId": n.to_string()});
+        writes.push(client.queue("process/write", params));
+    }
+    client.flush().await;
+    client.ok("environment/status", Value::Null).await;
+    assert_eq!(
+        client.run(Start::sh("other", "exit 3")).await.exit_code(),
+        3
+    );
+    let ended = client
+        .ok("process/terminate", json!({"processId": "p", "wait": true}))
+        .await;
+    assert_eq!(ended["gone"], true);
+    for (n, write) in writes.into_iter().enumerate() {
+        let expected = if n == 0 { "accepted" } else { "stdinClosed" };
+        assert_eq!(
+            client.answer(write).await,
+            Ok(json!({"status": expected})),
+            "{n}"
+        );
+    }
+}
+
+/// A listener is not kept busy by those who connect and say nothing, or half of something.
+#[tokio::test]
+async fn half_a_peer_holds_up_nobody() {
+    use tokio::io::AsyncWriteExt as _;
+    let mut server = Subject::start(Transport::Websocket, program()).await;
+    let address = server.url().strip_prefix("ws://").unwrap().to_owned();
+    let mut silent = Vec::new();
+    for n in 0..200 {
+        let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
+        let said = [
+            "",
+            "GET / HT",
+            "GET / HTTP/1.1\r\nHost: x\r\n",
+            "\0\x01\x02",
+        ][n % 4];
+        stream.write_all(said.as_bytes()).await.unwrap();
+        silent.push(stream);
+    }
+    let mut client = server.session().await;
+    for n in 0..10 {
+        assert_eq!(
+            client
+                .run(Start::sh(&n.to_string(), "exit 3"))
+                .await
+                .exit_code(),
+            3
+        );
+    }
+    let pid = server.server_pid().await;
+    drop(silent);
+    eventually("their descriptors are gone", || {
+        match proc::descriptors(pid) {
+            few if few < 50 => Ok(()),
+            many => Err(many),
+        }
+    })
+    .await;
+}

@@ -1,0 +1,264 @@
+//! The listener: what it prints, what it refuses, and its HTTP side.
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::process::Output;
+
+use exec_server_testkit::proc;
+use exec_server_testkit::wire::{Subject, Transport};
+use rustix::process::Signal;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpStream, UnixListener};
+
+use crate::{program, served};
+
+/// Runs the server with these arguments until it ends by itself.
+async fn output(args: &[&str]) -> Output {
+    let run = program().args(args).kill_on_drop(true).output();
+    tokio::time::timeout(proc::PATIENCE, run)
+        .await
+        .expect("the server to end by itself")
+        .unwrap()
+}
+
+/// The server must not start, with this exit code and this on stderr, and nothing on stdout.
+async fn refuses(args: &[&str], code: i32, text: &str) {
+    let output = output(args).await;
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
+    assert!(stderr.contains(text), "{args:?}: {stderr}");
+    assert_eq!(output.stdout, b"", "{args:?}");
+}
+
+#[tokio::test]
+async fn urls_that_mean_nothing_are_refused() {
+    for (url, text) in [
+        (
+            "tcp://127.0.0.1:0",
+            "unsupported --listen URL `tcp://127.0.0.1:0`",
+        ),
+        ("", "unsupported --listen URL ``"),
+        ("http://127.0.0.1:0", "expected `ws://IP:PORT`"),
+        (
+            "ws://localhost:0",
+            "invalid websocket --listen URL `ws://localhost:0`",
+        ),
+        ("ws://127.0.0.1", "invalid websocket --listen URL"),
+        ("ws://127.0.0.1:0/", "invalid websocket --listen URL"),
+        ("ws://127.0.0.1:99999", "invalid websocket --listen URL"),
+        ("unix://relative", "invalid unix --listen URL"),
+        (
+            "unix:///no/such/directory/socket",
+            "cannot listen on unix:///no/such/directory/socket",
+        ),
+    ] {
+        refuses(&["--listen", url], 1, text).await;
+    }
+    for args in [
+        &["--listen"][..],
+        &["--no-such-flag"],
+        &["no-such-command"],
+        &["--concurrent-requests", "0"],
+        &["--concurrent-requests", "many"],
+    ] {
+        refuses(args, 2, "error:").await;
+    }
+}
+
+#[tokio::test]
+async fn others_on_the_network_need_an_explicit_danger() {
+    for url in ["ws://0.0.0.0:0", "ws://[::]:0", "ws://192.0.2.1:0"] {
+        refuses(&["--listen", url], 1, "without authentication").await;
+    }
+    let mut command = program();
+    command.arg("--danger-no-auth");
+    let server = exec_server_testkit::server::Server::listening(command, "ws://0.0.0.0:0").await;
+    assert!(
+        server.url().starts_with("ws://0.0.0.0:"),
+        "{}",
+        server.url()
+    );
+}
+
+#[tokio::test]
+async fn a_taken_port_is_refused() {
+    let (server, _client) = served(Transport::Websocket).await;
+    refuses(&["--listen", server.url()], 1, "in use").await;
+}
+
+#[tokio::test]
+async fn stdout_has_the_url_and_nothing_else() {
+    for (args, prefix) in [
+        (&["--listen", "ws://127.0.0.1:0"][..], "ws://127.0.0.1:"),
+        (&["serve", "--listen", "ws://[::1]:0"], "ws://[::1]:"),
+        (&[], "ws://127.0.0.1:"),
+    ] {
+        let mut child = program()
+            .args(args)
+            .stdin(std::process::Stdio::null())
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let mut stdout = child.stdout.take().unwrap();
+        let mut line = String::new();
+        while !line.ends_with('\n') {
+            line.push(char::from(stdout.read_u8().await.unwrap()));
+        }
+        let port: u16 = line
+            .trim_end()
+            .strip_prefix(prefix)
+            .unwrap()
+            .parse()
+            .unwrap();
+        assert_ne!(port, 0);
+        let link = exec_server_transport::connect(line.trim_end(), &Default::default()).await;
+        let mut client = exec_server_testkit::wire::Client::new(link.unwrap());
+        client
+            .initialize(serde_json::json!({"clientName": "test"}))
+            .await;
+        proc::signal(child.id().unwrap(), Signal::TERM);
+        let output = child.wait_with_output().await.unwrap();
+        assert!(output.status.success(), "{output:?}");
+        assert_eq!(output.stderr, b"");
+        let mut rest = String::new();
+        stdout.read_to_string(&mut rest).await.unwrap();
+        assert_eq!(rest, "");
+    }
+}
+
+/// Sends a request as it is and returns everything that comes back.
+pub(crate) async fn http(url: &str, request: &str) -> String {
+    let address = url.strip_prefix("ws://").unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    let read = stream.read_to_string(&mut answer);
+    tokio::time::timeout(proc::PATIENCE, read)
+        .await
+        .expect("an answer and the end")
+        .unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn routes_answer_with_their_status_and_nothing_else() {
+    let server = Subject::start(Transport::Websocket, program()).await;
+    let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
+                   Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
+    let origin = "Origin: http://evil.example\r\n";
+    for (line, headers, status, body) in [
+        ("GET /healthz", "", 200, ""),
+        ("GET /readyz", "", 200, ""),
+        ("HEAD /readyz", "", 200, ""),
+        ("GET /readyz?x=1", "", 200, ""),
+        ("POST /readyz", "", 405, ""),
+        ("DELETE /healthz", "", 405, ""),
+        ("GET /other", "", 404, ""),
+        ("GET /other", upgrade, 404, ""),
+        (
+            "GET /",
+            "",
+            400,
+            "Connection header did not include 'upgrade'",
+        ),
+        (
+            "GET /",
+            &upgrade.replace("13", "8"),
+            400,
+            "Sec-WebSocket-Version header did not include '13'",
+        ),
+        ("GET /", &format!("{upgrade}{origin}"), 403, ""),
+        ("GET /", &format!("{upgrade}origin: null\r\n"), 403, ""),
+        ("GET /healthz", origin, 403, ""),
+        ("GET /other", origin, 403, ""),
+    ] {
+        let request = format!("{line} HTTP/1.1\r\nHost: x\r\n{headers}\r\n");
+        let answer = http(server.url(), &request).await;
+        assert!(
+            answer.starts_with(&format!("HTTP/1.1 {status} ")),
+            "{request}\n{answer}"
+        );
+        assert_eq!(
+            answer.split_once("\r\n\r\n").unwrap().1,
+            body,
+            "{request}\n{answer}"
+        );
+    }
+    // The key and its answer are those of the websocket standard's own example.
+    let address = server.url().strip_prefix("ws://").unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    let request = format!("GET /?any=query HTTP/1.1\r\nHost: x\r\n{upgrade}\r\n");
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        answer.push(stream.read_u8().await.unwrap());
+    }
+    let answer = String::from_utf8(answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
+    assert!(answer.contains("s3pPLMBiTxaQ9kYGzzhZRbK+xOo="), "{answer}");
+}
+
+#[tokio::test]
+async fn a_unix_socket_is_for_its_owner_and_goes_with_the_server() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("socket");
+    let url = format!("unix://{}", path.display());
+    // One that a server left behind when it was killed is replaced.
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists());
+    let mut server = exec_server_testkit::server::Server::listening(program(), &url).await;
+    assert_eq!(server.url(), url);
+    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+
+    // One that somebody listens on is not.
+    refuses(&["--listen", &url], 1, "in use").await;
+    let link = exec_server_transport::connect(&url, &Default::default())
+        .await
+        .unwrap();
+    let mut client = exec_server_testkit::wire::Client::new(link);
+    client
+        .initialize(serde_json::json!({"clientName": "test"}))
+        .await;
+
+    proc::signal(server.pid(), Signal::TERM);
+    assert!(server.ended().await.success());
+    assert!(!path.exists());
+    client.end().await;
+
+    // Nor is anything that is not a socket.
+    std::fs::write(&path, "precious").unwrap();
+    refuses(&["--listen", &url], 1, "exists").await;
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+}
+
+#[tokio::test]
+async fn off_listens_nowhere_and_ends_when_told() {
+    let mut child = program()
+        .args(["--listen", "off"])
+        .stdout(std::process::Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let pid = child.id().unwrap();
+    proc::eventually("the server handles SIGTERM", || {
+        let server = proc::children(pid).pop().ok_or("not there yet")?;
+        let status = std::fs::read_to_string(format!("/proc/{server}/status")).unwrap_or_default();
+        let caught = status
+            .lines()
+            .find_map(|line| line.strip_prefix("SigCgt:\t"));
+        let caught = caught.and_then(|mask| u64::from_str_radix(mask, 16).ok());
+        if caught.is_some_and(|mask| mask & (1 << 14) != 0) {
+            Ok(())
+        } else {
+            Err("not ready")
+        }
+    })
+    .await;
+    assert_eq!(child.try_wait().unwrap(), None);
+    proc::signal(pid, Signal::TERM);
+    let output = child.wait_with_output().await.unwrap();
+    assert_eq!(output.stdout, b"");
+    assert_eq!(output.status.code(), Some(0));
+}

@@ -1,0 +1,546 @@
+//! Output: pushed, pulled, looked back at, waited for; complete, or said how much is missing.
+
+use std::sync::{Arc, Mutex};
+
+use exec_server_testkit::proc::{all_gone, eventually, marker};
+use exec_server_testkit::wire::{Client, Start, Subject, Transport, bytes, fields};
+use serde_json::{Value, json};
+
+use crate::{over_all, program, served};
+
+over_all! {
+    the_end_says_how_it_was,
+    reading_says_what_is_missing,
+    waiting_ends_as_it_was_told,
+    a_snapshot_is_head_and_tail,
+    a_list_has_everything,
+    pulled_output_is_not_pushed,
+    pulling_alone_loses_nothing,
+    pushing_loses_nothing,
+}
+
+/// A command that writes `lines` lines of nine bytes, each a number that follows the one before.
+pub(crate) fn count_to(lines: u64) -> String {
+    format!("seq 10000000 {}", 10_000_000 + lines - 1)
+}
+
+/// Checks that what comes is what [`count_to`] writes, and counts it.
+#[derive(Default)]
+pub(crate) struct Counted {
+    pub(crate) lines: u64,
+    /// The beginning of a line whose end has not come yet.
+    rest: Vec<u8>,
+}
+
+impl Counted {
+    pub(crate) fn take(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let missing = (9 - self.rest.len()).min(bytes.len());
+            self.rest.extend_from_slice(&bytes[..missing]);
+            bytes = &bytes[missing..];
+            if self.rest.len() == 9 {
+                let number: u64 = std::str::from_utf8(&self.rest[..8])
+                    .unwrap()
+                    .parse()
+                    .unwrap();
+                assert!(
+                    number == 10_000_000 + self.lines && self.rest[8] == b'\n',
+                    "after {} lines came {:?}",
+                    self.lines,
+                    self.rest
+                );
+                self.lines += 1;
+                self.rest.clear();
+            }
+        }
+    }
+
+    /// The number of lines, if the last one is whole.
+    pub(crate) fn finish(&self) -> u64 {
+        assert!(self.rest.is_empty(), "ends in the middle of a line");
+        self.lines
+    }
+}
+
+/// Reads what a [`count_to`] writes with `process/read` alone; the lines, and the last answer.
+pub(crate) async fn pull_everything(client: &mut Client, process_id: &str) -> (u64, Value) {
+    let mut counted = Counted::default();
+    // The exit has a number, too, and may lie before the last of the output.
+    let (mut after, mut skipped) = (0, 0);
+    loop {
+        let params = json!({"processId": process_id, "afterSeq": after, "waitMs": 60_000});
+        let read = client.ok("process/read", params).await;
+        assert_eq!(read.get("evicted"), None, "after {after}");
+        let chunks = read["chunks"].as_array().unwrap();
+        for chunk in chunks {
+            let seq = chunk["seq"].as_u64().unwrap();
+            skipped += seq - after - 1;
+            after = seq;
+            counted.take(&bytes(&chunk["chunk"]));
+        }
+        assert!(skipped <= 1, "{skipped} numbers are missing");
+        if read["closed"] == true && chunks.is_empty() {
+            return (counted.finish(), read);
+        }
+    }
+}
+
+async fn the_end_says_how_it_was(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let script = "i=0; while [ $i -lt 200000 ]; do i=$((i + 1)); done; echo done; exit 3";
+    let seen = client.run(Start::sh("p", script)).await;
+    let exited = seen.exited.clone().unwrap();
+    assert_eq!(
+        fields(&exited),
+        [
+            "exitCode",
+            "processId",
+            "sandboxDenied",
+            "seq",
+            "signal",
+            "timedOut",
+            "usage"
+        ]
+    );
+    assert_eq!(exited["seq"], 2);
+    assert_eq!(exited["sandboxDenied"], false);
+    let usage = &exited["usage"];
+    assert_eq!(fields(usage), ["maxRssBytes", "systemMs", "userMs"]);
+    assert!(usage["userMs"].as_u64().unwrap() > 0, "{usage}");
+    assert!(usage["maxRssBytes"].as_u64().unwrap() > 100_000, "{usage}");
+    let closed = seen.closed.clone().unwrap();
+    assert_eq!(closed["seq"], 3);
+    assert_eq!(
+        fields(&closed),
+        ["discardedBytes", "inheritedOutput", "processId", "seq"]
+    );
+
+    client.run(Start::sh("killed", "kill -TERM $$")).await;
+    let read = client
+        .ok("process/read", json!({"processId": "killed"}))
+        .await;
+    assert_eq!(read["exitSignal"], "SIGTERM");
+    assert_eq!(read["exitCode"], 143);
+    assert_eq!(read["nextSeq"], 3);
+    assert_eq!(read["failure"], Value::Null);
+}
+
+async fn reading_says_what_is_missing(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let seen = client
+        .run(Start::sh("p", "head -c 3000000 /dev/zero"))
+        .await;
+    let (last, total) = (seen.last_seq, seen.bytes("stdout").len() as u64);
+    assert_eq!(total, 3_000_000, "all of it is pushed");
+    let read = client.ok("process/read", json!({"processId": "p"})).await;
+    let chunks = read["chunks"].as_array().unwrap();
+    let kept: u64 = chunks
+        .iter()
+        .map(|chunk| bytes(&chunk["chunk"]).len() as u64)
+        .sum();
+    assert!((900_000..=1 << 20).contains(&kept), "{kept}");
+    let first = chunks[0]["seq"].as_u64().unwrap();
+    let through = read["evicted"]["throughSeq"].as_u64().unwrap();
+    // The exit may lie between.
+    assert!(
+        through == first - 1 || through == first - 2,
+        "{through} {first}"
+    );
+    assert_eq!(read["evicted"]["bytes"], total - kept);
+    assert_eq!(read["nextSeq"], last + 1);
+
+    // Nothing is missing after what is kept; within what is gone, only what comes later counts.
+    let from = |after: u64| json!({"processId": "p", "afterSeq": after});
+    let read = client.ok("process/read", from(through)).await;
+    assert_eq!(read.get("evicted"), None);
+    let read = client.ok("process/read", from(through - 2)).await;
+    let evicted = &read["evicted"];
+    assert_eq!(evicted["throughSeq"], through);
+    assert!(
+        (1..=128 * 1024).contains(&evicted["bytes"].as_u64().unwrap()),
+        "{evicted}"
+    );
+
+    // A budget stops before the chunk that would exceed it, but returns one at least.
+    let params = json!({"processId": "p", "maxBytes": 1});
+    let read = client.ok("process/read", params).await;
+    assert_eq!(read["chunks"].as_array().unwrap().len(), 1);
+    assert_eq!(read["nextSeq"], first + 1);
+    let refused = client
+        .refused("process/read", json!({"processId": "nobody"}))
+        .await;
+    assert_eq!(refused.code, -32600);
+    assert_eq!(refused.message, "unknown process id nobody");
+}
+
+async fn waiting_ends_as_it_was_told(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    client
+        .start(Start::sh("p", "read line; sleep 600 & exit 4").piped())
+        .await;
+    let params =
+        |until: &str, timeout: u64| json!({"processId": "p", "until": until, "timeoutMs": timeout});
+    let running = json!({
+        "exited": false, "exitCode": null, "signal": null, "closed": false,
+        "timedOut": false, "sandboxDenied": false, "waitTimedOut": true,
+    });
+    assert_eq!(
+        client.ok("process/wait", params("exited", 20)).await,
+        running
+    );
+    assert_eq!(
+        client.ok("process/wait", params("closed", 0)).await,
+        running
+    );
+
+    let exited = client.queue("process/wait", json!({"processId": "p"}));
+    let closed = client.queue("process/wait", json!({"processId": "p", "until": "closed"}));
+    let write = json!({"processId": "p", "chunk": "Cg==", "writeId": "1"});
+    client.queue("process/write", write);
+    client.flush().await;
+    let answer = client.answer(exited).await.unwrap();
+    let ended = |closed: bool| {
+        json!({
+            "exited": true, "exitCode": 4, "signal": null, "closed": closed,
+            "timedOut": false, "sandboxDenied": false, "waitTimedOut": false,
+        })
+    };
+    // The sleeping grandchild keeps it open for a while.
+    assert_eq!(answer, ended(false));
+    assert_eq!(client.answer(closed).await.unwrap(), ended(true));
+    // Of what has happened one need not wait, however short the time.
+    assert_eq!(
+        client.ok("process/wait", params("closed", 0)).await,
+        ended(true)
+    );
+    let refused = client
+        .refused("process/wait", json!({"processId": "nobody"}))
+        .await;
+    assert_eq!(refused.code, -32600);
+    let bad = json!({"processId": "p", "until": "later"});
+    assert_eq!(client.refused("process/wait", bad).await.code, -32602);
+}
+
+async fn a_snapshot_is_head_and_tail(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let script = format!("{}; echo to stderr >&2; read line", count_to(300_000));
+    client.start(Start::sh("p", &script).piped()).await;
+    client.wrote("p", "stderr", "to stderr").await;
+    client
+        .until("p", "all lines came", |seen| {
+            seen.bytes("stdout").len() == 2_700_000
+        })
+        .await;
+    let all = client.observed("p").bytes("stdout").to_vec();
+    let known = json!({"processId": "p"});
+
+    let snapshot = client.ok("process/snapshot", known.clone()).await;
+    assert_eq!(
+        fields(&snapshot),
+        [
+            "exitCode",
+            "headBytes",
+            "omittedBytes",
+            "running",
+            "stderr",
+            "stdout",
+            "terminal",
+            "truncated"
+        ]
+    );
+    assert_eq!(snapshot["running"], true);
+    assert_eq!(snapshot["exitCode"], Value::Null);
+    assert_eq!(snapshot["truncated"], true);
+    assert_eq!(bytes(&snapshot["stderr"]), b"to stderr\n");
+    assert_eq!(bytes(&snapshot["terminal"]), b"");
+    assert_eq!(snapshot["omittedBytes"]["stderr"], 0);
+    assert_eq!(snapshot["headBytes"]["terminal"], 0);
+    check_cut(&snapshot, "stdout", &all, 1 << 20);
+
+    for budget in [0, 1, 100, 50_000] {
+        let params = json!({"processId": "p", "maxBytes": budget});
+        let snapshot = client.ok("process/snapshot", params).await;
+        check_cut(&snapshot, "stdout", &all, budget);
+    }
+    let write = json!({"processId": "p", "chunk": "Cg==", "writeId": "1"});
+    client.ok("process/write", write).await;
+    client.closed("p").await;
+    let snapshot = client.ok("process/snapshot", known).await;
+    assert_eq!(snapshot["running"], false);
+    assert_eq!(snapshot["exitCode"], 0);
+
+    client.run(Start::sh("t", "echo on a terminal").tty()).await;
+    let snapshot = client
+        .ok("process/snapshot", json!({"processId": "t"}))
+        .await;
+    assert_eq!(bytes(&snapshot["terminal"]), b"on a terminal\r\n");
+    assert_eq!(snapshot["truncated"], false);
+    assert_eq!(
+        snapshot["omittedBytes"],
+        json!({"stdout": 0, "stderr": 0, "terminal": 0})
+    );
+    let refused = client
+        .refused("process/snapshot", json!({"processId": "nobody"}))
+        .await;
+    assert_eq!(refused.code, -32600);
+}
+
+/// A snapshot holds the beginning and the end of `all`, about half of `budget` each.
+fn check_cut(snapshot: &Value, stream: &str, all: &[u8], budget: u64) {
+    let shown = bytes(&snapshot[stream]);
+    let head = usize::try_from(snapshot["headBytes"][stream].as_u64().unwrap()).unwrap();
+    let omitted = snapshot["omittedBytes"][stream].as_u64().unwrap();
+    assert!(shown.len() as u64 <= budget, "{} of {budget}", shown.len());
+    assert_eq!(shown.len() as u64 + omitted, all.len() as u64);
+    let (first, last) = shown.split_at(head);
+    assert!(all.starts_with(first) && all.ends_with(last));
+    let half = usize::try_from(budget / 2).unwrap();
+    assert!(
+        first.len() + 1 >= half && last.len() + 1 >= half,
+        "{head} of {budget}"
+    );
+}
+
+async fn a_list_has_everything(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    assert_eq!(
+        client.ok("process/list", json!({})).await,
+        json!({"processes": []})
+    );
+    let before = std::time::SystemTime::UNIX_EPOCH
+        .elapsed()
+        .unwrap()
+        .as_millis();
+    client
+        .start(
+            Start::sh("b running", "echo $$; sleep 600")
+                .tty()
+                .with("cwd", "file:///tmp"),
+        )
+        .await;
+    client
+        .run(Start::sh("a ended", "head -c 2000000 /dev/zero; exit 3"))
+        .await;
+    client.wrote("b running", "pty", "\r\n").await;
+    let pid: u64 = client
+        .observed("b running")
+        .text("pty")
+        .trim()
+        .parse()
+        .unwrap();
+
+    let listed = client.ok("process/list", json!({"all": false})).await;
+    let [running, ended] = &listed["processes"].as_array().unwrap()[..] else {
+        panic!("{listed}");
+    };
+    assert_eq!(
+        fields(running),
+        [
+            "argv",
+            "cwd",
+            "discardedBytes",
+            "evictedBytes",
+            "exitCode",
+            "nextSeq",
+            "pid",
+            "processId",
+            "retainedBytes",
+            "running",
+            "startedAtMs",
+            "tty",
+        ]
+    );
+    let started = u128::from(running["startedAtMs"].as_u64().unwrap());
+    let now = std::time::SystemTime::UNIX_EPOCH
+        .elapsed()
+        .unwrap()
+        .as_millis();
+    assert!(
+        (before..=now).contains(&started),
+        "{before} {started} {now}"
+    );
+    assert_eq!(
+        running["processId"], "b running",
+        "in the order of their starts"
+    );
+    assert_eq!(
+        running["argv"],
+        json!(["/bin/sh", "-c", "echo $$; sleep 600"])
+    );
+    assert_eq!(running["cwd"], "file:///tmp");
+    assert_eq!(running["pid"], pid);
+    assert_eq!(running["running"], true);
+    assert_eq!(running["exitCode"], Value::Null);
+    assert_eq!(running["tty"], true);
+    assert_eq!(running["evictedBytes"], 0);
+    assert_eq!(
+        running["retainedBytes"],
+        client.observed("b running").bytes("pty").len()
+    );
+    assert_eq!(ended["tty"], false);
+    assert_eq!(ended["running"], false);
+    assert_eq!(ended["exitCode"], 3);
+    assert_eq!(ended["nextSeq"], client.observed("a ended").last_seq + 1);
+    let kept = ended["retainedBytes"].as_u64().unwrap();
+    assert!(kept <= 1 << 20);
+    assert_eq!(ended["evictedBytes"], 2_000_000 - kept);
+}
+
+async fn pulled_output_is_not_pushed(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for (tty, stream) in [(false, "stdout"), (true, "pty")] {
+        let id = format!("p {tty}");
+        let script = "echo one; sleep 0.05; echo two; exit 3";
+        let start = Start::sh(&id, script)
+            .with("delivery", "pull")
+            .with("tty", tty);
+        let seen = client.run(start).await;
+        assert!(seen.output.is_empty(), "{seen:?}");
+        assert_eq!(seen.exit_code(), 3);
+        // Their numbers are those of the log, in which the output has its own.
+        let closed = seen.closed.as_ref().unwrap()["seq"].as_u64().unwrap();
+        let read = client.ok("process/read", json!({"processId": id})).await;
+        assert_eq!(read["nextSeq"], closed + 1);
+        let mut text = Vec::new();
+        for chunk in read["chunks"].as_array().unwrap() {
+            assert_eq!(chunk["stream"], stream);
+            text.extend(bytes(&chunk["chunk"]));
+        }
+        assert_eq!(
+            String::from_utf8(text).unwrap().replace('\r', ""),
+            "one\ntwo\n"
+        );
+    }
+    let start = Start::sh("push", "echo x").with("delivery", "push");
+    assert_eq!(client.run(start).await.text("stdout"), "x\n");
+    let bad = Start::sh("bad", "true").with("delivery", "pigeon");
+    assert_eq!(client.refused("process/start", bad.0).await.code, -32602);
+}
+
+/// 64 MiB and a little more, in lines of nine bytes; less where the other transport has shown it.
+fn many_lines(on: Transport) -> u64 {
+    match on {
+        Transport::Websocket => 7_500_000,
+        Transport::Unix | Transport::Stdio => 1_500_000,
+    }
+}
+
+async fn pulling_alone_loses_nothing(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let many = many_lines(on);
+    client
+        .start(Start::sh("p", &count_to(many)).with("delivery", "pull"))
+        .await;
+    // It waits for its reader, however long that takes.
+    loop {
+        let listed = client.ok("process/list", json!({})).await;
+        assert_eq!(listed["processes"][0]["evictedBytes"], 0);
+        if listed["processes"][0]["retainedBytes"].as_u64().unwrap() >= 512 * 1024 {
+            break;
+        }
+    }
+    let (lines, end) = pull_everything(&mut client, "p").await;
+    assert_eq!(lines, many);
+    assert_eq!(end["exitCode"], 0);
+    // What was acknowledged need not be kept.
+    let listed = client.ok("process/list", json!({})).await;
+    assert!(listed["processes"][0]["evictedBytes"].as_u64().unwrap() >= many * 9 - (2 << 20));
+}
+
+async fn pushing_loses_nothing(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let counted = count(&mut client, "p");
+    client
+        .run(Start::sh("p", &count_to(many_lines(on) / 4)))
+        .await;
+    assert_eq!(counted.lock().unwrap().finish(), many_lines(on) / 4);
+}
+
+/// Has the pushed output of a [`count_to`] checked as it comes.
+pub(crate) fn count(client: &mut Client, process_id: &str) -> Arc<Mutex<Counted>> {
+    let counted = Arc::new(Mutex::new(Counted::default()));
+    let sink = Arc::clone(&counted);
+    client.watch(
+        process_id,
+        Box::new(move |bytes| sink.lock().unwrap().take(bytes)),
+    );
+    counted
+}
+
+#[tokio::test]
+async fn without_its_reader_a_pulled_process_runs_free() {
+    let (mut server, mut client) = served(Transport::Websocket).await;
+    let (directory, mark) = (tempfile::tempdir().unwrap(), marker());
+    let done = directory.path().join("done");
+    let script = format!("{}; touch {}", count_to(1_000_000), done.display());
+    client
+        .start(
+            Start::sh("p", &script)
+                .marked(&mark)
+                .with("delivery", "pull"),
+        )
+        .await;
+    let read = client
+        .ok("process/read", json!({"processId": "p", "waitMs": 60_000}))
+        .await;
+    let first = read["nextSeq"].as_u64().unwrap() - 1;
+    client
+        .ok("process/read", json!({"processId": "p", "afterSeq": first}))
+        .await;
+    assert!(
+        !done.exists(),
+        "nine megabytes cannot have been written yet"
+    );
+    let session = client.session_id();
+    drop(client);
+    eventually("it is done", || {
+        if done.exists() {
+            Ok(())
+        } else {
+            Err("not yet")
+        }
+    })
+    .await;
+    all_gone(&mark).await;
+
+    let mut client = server.connect().await;
+    let params = json!({"clientName": "test", "resumeSessionId": session});
+    client.initialize(params).await;
+    let params = json!({"processId": "p", "afterSeq": first, "waitMs": 60_000});
+    let read = client.ok("process/read", params).await;
+    assert_eq!(read["closed"], true, "{read}");
+    let kept: usize = read["chunks"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|chunk| bytes(&chunk["chunk"]).len())
+        .sum();
+    assert!(kept <= 1 << 20);
+    assert!(
+        read["evicted"]["bytes"].as_u64().unwrap() > 6_000_000,
+        "{}",
+        read["evicted"]
+    );
+}
+
+/// What the server grants is for one reader at a time: the resumed one holds the child back again.
+#[tokio::test]
+async fn a_resumed_reader_holds_a_pulled_process_back_again() {
+    let mut server = Subject::start(Transport::Websocket, program()).await;
+    let mut client = server.session().await;
+    let script = format!("read line; {}", count_to(1_000_000));
+    client
+        .start(Start::sh("p", &script).piped().with("delivery", "pull"))
+        .await;
+    let session = client.session_id();
+    drop(client);
+    let mut client = server.connect().await;
+    let params = json!({"clientName": "test", "resumeSessionId": session});
+    while client.call("initialize", params.clone()).await.is_err() {}
+    client.pulls("p");
+    client.send_text(r#"{"method":"initialized"}"#).await;
+    let write = json!({"processId": "p", "chunk": "Cg==", "writeId": "1"});
+    client.ok("process/write", write).await;
+    let (lines, _) = pull_everything(&mut client, "p").await;
+    assert_eq!(lines, 1_000_000);
+}

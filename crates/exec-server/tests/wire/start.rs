@@ -1,0 +1,288 @@
+//! Starting: what a process is born with, what bounds it, and what cannot be started.
+
+use exec_server_testkit::proc::{all_gone, marker};
+use exec_server_testkit::wire::{Start, Transport};
+use serde_json::{Value, json};
+
+use crate::{over_all, served};
+
+over_all! {
+    a_terminal_has_the_size_it_was_asked_for,
+    time_runs_out,
+    limits_hold,
+    limits_that_make_no_sense_are_named,
+    what_cannot_be_started_says_why,
+    a_megabyte_of_arguments_arrives,
+    arg0_changes_the_name_and_nothing_else,
+    nothing_stands_between_server_and_command,
+}
+
+async fn a_terminal_has_the_size_it_was_asked_for(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let seen = client.run(Start::sh("default", "stty size").tty()).await;
+    assert_eq!(seen.text("pty"), "24 80\r\n");
+    let size = json!({"rows": 65_535, "cols": 1});
+    let seen = client
+        .run(Start::sh("odd", "stty size").tty().with("size", size))
+        .await;
+    assert_eq!(seen.text("pty"), "65535 1\r\n");
+    for (rows, cols, name) in [(0, 80, "rows"), (24, 0, "cols"), (65_536, 80, "rows")] {
+        let size = json!({"rows": rows, "cols": cols});
+        let start = Start::sh("bad", "true").tty().with("size", size);
+        let refused = client.refused("process/start", start.0).await;
+        assert_eq!(refused.code, -32602);
+        assert!(refused.message.contains(name), "{refused}");
+    }
+    let start = Start::sh("bad", "true")
+        .tty()
+        .with("size", json!({"rows": -1, "cols": 1}));
+    assert_eq!(client.refused("process/start", start.0).await.code, -32602);
+}
+
+async fn time_runs_out(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    // TERM first: what the child says on its way out is kept, and so is its exit code.
+    let script = "trap 'echo bye; exit 9' TERM; echo hello; while :; do sleep 0.05; done";
+    let start = Start::sh("polite", script)
+        .with("timeoutMs", 300)
+        .with("graceMs", 60_000);
+    let seen = client.run(start).await;
+    assert_eq!(seen.text("stdout"), "hello\nbye\n");
+    assert_eq!(seen.exit_code(), 9);
+    assert_eq!(seen.exited.as_ref().unwrap()["timedOut"], true);
+    assert_eq!(seen.exited.as_ref().unwrap()["signal"], Value::Null);
+    let known = json!({"processId": "polite"});
+    assert_eq!(
+        client.ok("process/read", known.clone()).await["timedOut"],
+        true
+    );
+    assert_eq!(client.ok("process/wait", known).await["timedOut"], true);
+
+    // KILL after the grace, to the whole tree, wherever it went.
+    for tty in [false, true] {
+        let (id, mark) = (format!("stubborn {tty}"), marker());
+        let script =
+            "trap '' TERM HUP; setsid sh -c 'echo up; sleep 600' & echo up; wait; sleep 600";
+        let start = Start::sh(&id, script).marked(&mark).with("tty", tty);
+        let seen = client
+            .run(start.with("timeoutMs", 300).with("graceMs", 50))
+            .await;
+        let exited = seen.exited.as_ref().unwrap();
+        assert_eq!(exited["exitCode"], 137, "{seen:?}");
+        assert_eq!(exited["signal"], "SIGKILL");
+        assert_eq!(exited["timedOut"], true);
+        let (stream, expected) = if tty {
+            ("pty", "up\r\nup\r\n")
+        } else {
+            ("stdout", "up\nup\n")
+        };
+        assert_eq!(seen.text(stream), expected);
+        all_gone(&mark).await;
+    }
+
+    let seen = client
+        .run(Start::sh("quick", "exit 3").with("timeoutMs", 60_000))
+        .await;
+    assert_eq!(seen.exited.as_ref().unwrap()["timedOut"], false);
+    assert_eq!(seen.exit_code(), 3);
+}
+
+async fn limits_hold(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let directory = tempfile::tempdir().unwrap();
+    let limited = |id: &str, name: &str, value: u64, script: &str| {
+        Start::sh(id, script).with("limits", json!({name: value}))
+    };
+
+    let start = limited("files", "openFiles", 20, "ulimit -n; ulimit -Hn");
+    assert_eq!(client.run(start).await.text("stdout"), "20\n20\n");
+
+    let file = directory.path().join("file");
+    let script = format!("head -c 100000 /dev/zero > {}", file.display());
+    let seen = client
+        .run(limited("bytes", "fileBytes", 5000, &script))
+        .await;
+    assert_ne!(seen.exit_code(), 0);
+    assert_eq!(std::fs::metadata(&file).unwrap().len(), 5000);
+
+    let seen = client
+        .run(limited("cpu", "cpuSeconds", 1, "while :; do :; done"))
+        .await;
+    let exited = seen.exited.as_ref().unwrap();
+    assert!(
+        exited["signal"] == "SIGKILL" || exited["signal"] == "SIGXCPU",
+        "{exited}"
+    );
+    let used =
+        exited["usage"]["userMs"].as_u64().unwrap() + exited["usage"]["systemMs"].as_u64().unwrap();
+    assert!((500..5000).contains(&used), "{exited}");
+
+    // A pipe into a program that must keep it all: 400 MB do not fit in 64.
+    let script = "head -c 400000000 /dev/zero | tail -n 1 | wc -c";
+    let seen = client
+        .run(limited("memory", "memoryBytes", 64 << 20, script))
+        .await;
+    assert_ne!(seen.text("stdout"), "400000000\n");
+
+    // Where the host can count processes it does; where not, the refusal names the limit.
+    let script = "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 600 & done; echo all";
+    let start = limited("processes", "processes", 8, script).marked(&marker());
+    match client.call("process/start", start.0).await {
+        Ok(_) => {
+            let seen = client.exited("processes").await;
+            assert!(!seen.text("stdout").contains("all"), "{seen:?}");
+            client
+                .ok(
+                    "process/terminate",
+                    json!({"processId": "processes", "wait": true}),
+                )
+                .await;
+        }
+        Err(refused) => {
+            assert_eq!(refused.code, -32602);
+            assert!(refused.message.contains("`processes`"), "{refused}");
+        }
+    }
+}
+
+async fn limits_that_make_no_sense_are_named(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for name in [
+        "memoryBytes",
+        "processes",
+        "cpuSeconds",
+        "openFiles",
+        "fileBytes",
+    ] {
+        let start = Start::sh("p", "true").with("limits", json!({name: 0}));
+        let refused = client.refused("process/start", start.0).await;
+        assert_eq!(refused.code, -32602);
+        assert!(refused.message.contains(&format!("`{name}`")), "{refused}");
+        let start = Start::sh("p", "true").with("limits", json!({name: "many"}));
+        assert_eq!(client.refused("process/start", start.0).await.code, -32602);
+    }
+    // A refusal leaves nothing behind: the id is free.
+    assert_eq!(client.run(Start::sh("p", "exit 5")).await.exit_code(), 5);
+}
+
+async fn what_cannot_be_started_says_why(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for tty in [false, true] {
+        let none: [&str; 0] = [];
+        for (start, code, text) in [
+            (
+                Start::new("p", &["/no/such/program"]),
+                -32603,
+                "/no/such/program",
+            ),
+            (
+                Start::new("p", &["no-such-program"]),
+                -32603,
+                "No such file",
+            ),
+            (
+                Start::new("p", &["/etc/passwd"]),
+                -32603,
+                "ermission denied",
+            ),
+            (
+                Start::new("p", &["true"]).with("cwd", "file:///no/such/dir"),
+                -32603,
+                "/no/such/dir",
+            ),
+            (
+                Start::new("p", &["true"]).with("cwd", "file:///etc/passwd"),
+                -32603,
+                "/etc/passwd",
+            ),
+            (
+                Start::new("p", &["true"]).with("cwd", "http://x/"),
+                -32602,
+                "",
+            ),
+            (Start::new("p", &["true", "a\0b"]), -32603, "argv[1]"),
+            (Start::new("p", &["true"]).env("A", "b\0"), -32603, "`A`"),
+            (
+                Start::new("p", &["true"]).with("arg0", "\0"),
+                -32603,
+                "arg0",
+            ),
+            (Start::new("p", &none), -32602, "argv must not be empty"),
+            (Start::new("p", &[""]), -32603, "missing program"),
+        ] {
+            let shown = start.0.to_string();
+            let refused = client
+                .refused("process/start", start.with("tty", tty).0)
+                .await;
+            assert_eq!(refused.code, code, "{shown}: {refused}");
+            assert!(refused.message.contains(text), "{shown}: {refused}");
+        }
+        let mut start = Start::new("p", &["true"]).0;
+        start.as_object_mut().unwrap().remove("cwd");
+        let refused = client.refused("process/start", start).await;
+        assert_eq!(refused.code, -32602);
+        assert!(refused.message.contains("missing field `cwd`"), "{refused}");
+    }
+    // None of them used the id up; now it is, and stays so while it is readable.
+    client.run(Start::sh("p", "true")).await;
+    let refused = client
+        .refused("process/start", Start::sh("p", "true").0)
+        .await;
+    assert_eq!(refused.code, -32600);
+    assert!(refused.message.contains("already exists"), "{refused}");
+    let listed = client.ok("process/list", json!({})).await;
+    assert_eq!(listed["processes"].as_array().unwrap().len(), 1);
+}
+
+async fn a_megabyte_of_arguments_arrives(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let long = "x".repeat(100_000);
+    let mut argv = vec!["/bin/sh", "-c", "echo $#; for a; do echo ${#a}; done", "sh"];
+    argv.extend([long.as_str(); 10]);
+    let seen = client.run(Start::new("p", &argv)).await;
+    assert_eq!(
+        seen.text("stdout"),
+        format!("10\n{}", "100000\n".repeat(10))
+    );
+    // What the kernel does not take is an error, not a silence.
+    let longer = "x".repeat(3_000_000);
+    let refused = client
+        .refused("process/start", Start::new("q", &["true", &longer]).0)
+        .await;
+    assert_eq!(refused.code, -32603);
+}
+
+async fn arg0_changes_the_name_and_nothing_else(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for (tty, stream) in [(false, "stdout"), (true, "pty")] {
+        let start = Start::sh(
+            &format!("p {tty}"),
+            "tr '\\0' ' ' < /proc/$$/cmdline | cut -c 1-9",
+        )
+        .with("arg0", "other")
+        .with("tty", tty);
+        let seen = client.run(start).await;
+        assert_eq!(seen.text(stream).trim_end(), "other -c", "{seen:?}");
+    }
+}
+
+async fn nothing_stands_between_server_and_command(on: Transport) {
+    let (server, mut client) = served(on).await;
+    let pid = server.server_pid().await;
+    for (tty, stream) in [(false, "stdout"), (true, "pty")] {
+        let start = Start::sh(&format!("p {tty}"), "echo $PPID; env | sort").with("tty", tty);
+        let seen = client.run(start).await;
+        let text = seen.text(stream);
+        let mut lines = text.lines();
+        assert_eq!(lines.next().unwrap(), pid.to_string());
+        let names: Vec<&str> = lines.map(|line| line.split_once('=').unwrap().0).collect();
+        // `PWD`, `OLDPWD`, `SHLVL` and `_` are the shell's own.
+        let own = ["PWD", "OLDPWD", "SHLVL", "_"];
+        let given: Vec<_> = names
+            .into_iter()
+            .filter(|name| !own.contains(name))
+            .collect();
+        let expected: &[&str] = if tty { &["PATH", "SHELL"] } else { &["PATH"] };
+        assert_eq!(given, expected);
+    }
+}

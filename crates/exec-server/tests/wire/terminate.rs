@@ -1,0 +1,243 @@
+//! Ending: the whole tree, nothing lost that was written, nothing waited for in vain.
+
+use exec_server_testkit::proc::{all_gone, bearers, eventually, marker};
+use exec_server_testkit::wire::{Client, Start, Transport};
+use serde_json::{Value, json};
+
+use crate::output::{count_to, pull_everything};
+use crate::{over_all, served};
+
+over_all! {
+    force_is_at_once_and_tells_what_was,
+    graceful_asks_first,
+    wait_answers_when_the_tree_is_gone,
+    what_was_written_before_is_not_lost,
+    closed_does_not_wait_for_a_grandchild,
+    output_after_the_end_is_counted_and_discarded,
+    a_child_may_close_its_output_and_live,
+}
+
+/// Ignores polite signals, and so does a child of its in another session.
+const STUBBORN: &str = "trap '' TERM HUP INT
+    setsid sh -c 'echo up; sleep 600; sleep 600' & echo up; wait; sleep 600";
+
+async fn force_is_at_once_and_tells_what_was(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for (tty, stream, up) in [(false, "stdout", "up\nup\n"), (true, "pty", "up\r\nup\r\n")] {
+        let (id, mark) = (format!("p {tty}"), marker());
+        client
+            .start(Start::sh(&id, STUBBORN).marked(&mark).with("tty", tty))
+            .await;
+        client.wrote(&id, stream, up).await;
+        let known = json!({"processId": id});
+        let answer = client.ok("process/terminate", known.clone()).await;
+        assert_eq!(answer, json!({"running": true}));
+        let exited = client.closed(&id).await.exited.clone().unwrap();
+        assert_eq!(exited["exitCode"], 137);
+        assert_eq!(exited["signal"], "SIGKILL");
+        assert_eq!(exited["timedOut"], false);
+        all_gone(&mark).await;
+        let again = client.ok("process/terminate", known).await;
+        assert_eq!(again, json!({"running": false}));
+    }
+    let unknown = client
+        .ok("process/terminate", json!({"processId": "nobody"}))
+        .await;
+    assert_eq!(unknown, json!({"running": false}));
+    let params = json!({"processId": "nobody", "wait": true});
+    let unknown = client.ok("process/terminate", params).await;
+    assert_eq!(
+        unknown,
+        json!({"running": false, "gone": true, "survivors": []})
+    );
+    let bad = json!({"processId": "nobody", "mode": {"type": "nicely"}});
+    assert_eq!(client.refused("process/terminate", bad).await.code, -32602);
+}
+
+async fn graceful_asks_first(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    // Whoever is asked cleans up in its own time; a child elsewhere is asked as well.
+    let script = "setsid sh -c 'trap \"echo child cleaned; exit\" TERM; echo up; while :; do sleep 0.05; done' &
+        trap 'echo cleaned; exit 4' TERM; echo up; while :; do sleep 0.05; done";
+    client.start(Start::sh("polite", script)).await;
+    client.wrote("polite", "stdout", "up\nup\n").await;
+    let mode = json!({"type": "graceful", "timeoutMs": 60_000});
+    let params = json!({"processId": "polite", "mode": mode, "wait": true});
+    let answer = client.ok("process/terminate", params).await;
+    assert_eq!(
+        answer,
+        json!({"running": true, "gone": true, "survivors": []})
+    );
+    let seen = client.closed("polite").await;
+    assert_eq!(seen.exit_code(), 4);
+    let text = seen.text("stdout");
+    assert!(
+        text.contains("\ncleaned\n") && text.contains("child cleaned\n"),
+        "{text}"
+    );
+
+    let mark = marker();
+    client
+        .start(Start::sh("stubborn", STUBBORN).marked(&mark))
+        .await;
+    client.wrote("stubborn", "stdout", "up\nup\n").await;
+    let mode = json!({"type": "graceful", "timeoutMs": 50});
+    let params = json!({"processId": "stubborn", "mode": mode});
+    let answer = client.ok("process/terminate", params).await;
+    assert_eq!(
+        answer,
+        json!({"running": true}),
+        "answered before the grace is over"
+    );
+    assert_eq!(client.closed("stubborn").await.exit_code(), 137);
+    all_gone(&mark).await;
+}
+
+async fn wait_answers_when_the_tree_is_gone(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for mode in [
+        Value::Null,
+        json!({"type": "force"}),
+        json!({"type": "graceful", "timeoutMs": 20}),
+    ] {
+        let (id, mark) = (format!("p {mode}"), marker());
+        client.start(Start::sh(&id, STUBBORN).marked(&mark)).await;
+        client.wrote(&id, "stdout", "up\nup\n").await;
+        let params = json!({"processId": id, "mode": mode, "wait": true});
+        let answer = client.ok("process/terminate", params).await;
+        assert_eq!(
+            answer,
+            json!({"running": true, "gone": true, "survivors": []})
+        );
+        // Not eventually: now.
+        assert_eq!(bearers(&mark), []);
+        let read = client.ok("process/read", json!({"processId": id})).await;
+        assert_eq!(read["exited"], true, "{read}");
+    }
+}
+
+async fn what_was_written_before_is_not_lost(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (go, written) = (
+        directory.path().join("go"),
+        directory.path().join("written"),
+    );
+    // Nobody reads yet: once the server has taken half a megabyte it takes no more, and what is
+    // written then can only be in the pipe when the child is killed.
+    let (first, lines) = (60_000, 62_000);
+    let script = format!(
+        "{}; while [ ! -e {} ]; do sleep 0.02; done; seq {} {}; touch {}; sleep 600",
+        count_to(first),
+        go.display(),
+        10_000_000 + first,
+        10_000_000 + lines - 1,
+        written.display()
+    );
+    client
+        .start(Start::sh("p", &script).with("delivery", "pull"))
+        .await;
+    while retained(&mut client).await < 512 * 1024 {}
+    std::fs::write(&go, "").unwrap();
+    eventually("all written", || {
+        if written.exists() {
+            Ok(())
+        } else {
+            Err("not yet")
+        }
+    })
+    .await;
+    assert!(retained(&mut client).await < (lines - 1000) * 9);
+    client
+        .ok("process/terminate", json!({"processId": "p"}))
+        .await;
+    let (read, end) = pull_everything(&mut client, "p").await;
+    assert_eq!(read, lines);
+    assert_eq!(end["exitCode"], 137);
+}
+
+/// What the server has of the output of the only process.
+async fn retained(client: &mut Client) -> u64 {
+    let listed = client.ok("process/list", json!({})).await;
+    listed["processes"][0]["retainedBytes"].as_u64().unwrap()
+}
+
+async fn closed_does_not_wait_for_a_grandchild(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    for (tty, stream) in [(false, "stdout"), (true, "pty")] {
+        let (id, mark) = (format!("p {tty}"), marker());
+        let script = "trap '' HUP; setsid sleep 600 & echo started; exit 3";
+        client
+            .start(Start::sh(&id, script).marked(&mark).with("tty", tty))
+            .await;
+        let seen = client.closed(&id).await;
+        assert_eq!(seen.exit_code(), 3);
+        assert_eq!(seen.text(stream).trim_end(), "started");
+        let closed = seen.closed.clone().unwrap();
+        assert_eq!(closed["inheritedOutput"], true, "{closed}");
+        assert_eq!(closed["discardedBytes"], 0);
+        // It was let go, not killed; it still can be.
+        assert_eq!(bearers(&mark).len(), 1);
+        let params = json!({"processId": id, "wait": true});
+        let answer = client.ok("process/terminate", params).await;
+        assert_eq!(
+            answer,
+            json!({"running": false, "gone": true, "survivors": []})
+        );
+        assert_eq!(bearers(&mark), []);
+    }
+    // Without one it is closed at once, and says so.
+    let seen = client.run(Start::sh("alone", "echo x")).await;
+    let closed = seen.closed.clone().unwrap();
+    assert_eq!(closed["inheritedOutput"], false);
+    assert_eq!(closed["discardedBytes"], 0);
+}
+
+async fn output_after_the_end_is_counted_and_discarded(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (go, done) = (directory.path().join("go"), directory.path().join("done"));
+    let script = format!(
+        "(while [ ! -e {} ]; do sleep 0.02; done; head -c 5000000 /dev/zero && touch {}) & exit 0",
+        go.display(),
+        done.display()
+    );
+    let seen = client.run(Start::sh("p", &script)).await;
+    assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], true);
+    let last = seen.last_seq;
+    std::fs::write(&go, "").unwrap();
+    // It can write as much as it likes: nothing breaks its pipe, and nothing is kept.
+    eventually("the grandchild is done", || {
+        if done.exists() {
+            Ok(())
+        } else {
+            Err("not yet")
+        }
+    })
+    .await;
+    loop {
+        let listed = client.ok("process/list", json!({})).await;
+        let process = &listed["processes"][0];
+        assert_eq!(process["retainedBytes"], 0, "{process}");
+        assert_eq!(process["nextSeq"], last + 1);
+        if process["discardedBytes"] == 5_000_000 {
+            break;
+        }
+    }
+}
+
+async fn a_child_may_close_its_output_and_live(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let script = "echo last; exec >&- 2>&-; read line; exit 5";
+    client.start(Start::sh("p", script).piped()).await;
+    client.wrote("p", "stdout", "last\n").await;
+    let params = json!({"processId": "p", "timeoutMs": 100});
+    let waited = client.ok("process/wait", params).await;
+    assert_eq!(waited["exited"], false);
+    assert_eq!(waited["closed"], false);
+    let params = json!({"processId": "p", "chunk": "Cg==", "writeId": "1"});
+    client.ok("process/write", params).await;
+    let seen = client.closed("p").await;
+    assert_eq!(seen.exit_code(), 5);
+    assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], false);
+}

@@ -1,0 +1,782 @@
+//! A client in raw wire terms: JSON in, JSON out, nothing typed and nothing hidden.
+//!
+//! Owns ids, the record of what came, and the patience of a test. It reads only when it is asked to
+//! wait for something, so a test decides when a peer is slow, and it checks what every notification
+//! must keep: contiguous numbers per process, and nothing after the last.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::process::ExitStatus;
+
+use base64_simd::STANDARD;
+use exec_server_transport::{ConnectOptions, Event, Incoming, Link, Outgoing, connect, stdio};
+use serde_json::{Map, Value, json};
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
+
+use crate::proc::{self, PATIENCE};
+use crate::server::{self, Server};
+
+/// The ways to reach a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// A websocket over TCP.
+    Websocket,
+    /// A websocket over a unix socket.
+    Unix,
+    /// The standard input and output of a child.
+    Stdio,
+}
+
+/// A server under test, reached in one of these ways.
+#[derive(Debug)]
+pub struct Subject {
+    kind: Kind,
+    /// Holds the unix socket; goes after the server.
+    _directory: TempDir,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Listening(Box<Server>),
+    /// The link goes to the first who connects.
+    Stdio(Box<Child>, u32, Option<Link>),
+}
+
+impl Subject {
+    /// Starts `command` with the `--listen` that the transport needs.
+    ///
+    /// # Panics
+    ///
+    /// If it does not come up.
+    pub async fn start(on: Transport, mut command: Command) -> Self {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let kind = match on {
+            Transport::Websocket => Kind::Listening(Box::new(Server::start(command).await)),
+            Transport::Unix => {
+                let url = format!("unix://{}/socket", directory.path().display());
+                Kind::Listening(Box::new(Server::listening(command, &url).await))
+            }
+            Transport::Stdio => {
+                command.args(["--listen", "stdio"]);
+                let (link, child) = stdio::spawn(command).expect("the server to start");
+                let pid = child.id().expect("a child that was not awaited has a pid");
+                Kind::Stdio(Box::new(child), pid, Some(link))
+            }
+        };
+        Self {
+            kind,
+            _directory: directory,
+        }
+    }
+
+    /// Opens a connection and says nothing on it.
+    ///
+    /// # Panics
+    ///
+    /// If that fails; over stdio, the second time.
+    pub async fn connect(&mut self) -> Client {
+        let link = match &mut self.kind {
+            Kind::Listening(server) => connect(server.url(), &ConnectOptions::default())
+                .await
+                .expect("the server to take a connection"),
+            Kind::Stdio(.., link) => link.take().expect("stdio has one connection"),
+        };
+        Client::new(link)
+    }
+
+    /// Opens a connection with a session of its own.
+    ///
+    /// # Panics
+    ///
+    /// As [`Subject::connect`].
+    pub async fn session(&mut self) -> Client {
+        let mut client = self.connect().await;
+        client.initialize(json!({"clientName": "test"})).await;
+        client
+    }
+
+    /// Where it listens.
+    ///
+    /// # Panics
+    ///
+    /// If it speaks over stdio.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        match &self.kind {
+            Kind::Listening(server) => server.url(),
+            Kind::Stdio(..) => panic!("a server on stdio has no URL"),
+        }
+    }
+
+    /// The process that was started: a guardian in front of the server.
+    #[must_use]
+    pub fn guardian_pid(&self) -> u32 {
+        match &self.kind {
+            Kind::Listening(server) => server.pid(),
+            Kind::Stdio(_, pid, _) => *pid,
+        }
+    }
+
+    /// The process that serves: the guardian's only child.
+    pub async fn server_pid(&self) -> u32 {
+        let guardian = self.guardian_pid();
+        proc::eventually("the server behind its guardian", || {
+            match proc::children(guardian)[..] {
+                [server] => Ok(server.unsigned_abs()),
+                ref others => Err(format!("{others:?}")),
+            }
+        })
+        .await
+    }
+
+    /// Waits for the process that was started to end.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn ended(&mut self) -> ExitStatus {
+        match &mut self.kind {
+            Kind::Listening(server) => server.ended().await,
+            Kind::Stdio(child, ..) => timeout(PATIENCE, child.wait())
+                .await
+                .expect("the server to end")
+                .expect("a child can be waited for"),
+        }
+    }
+}
+
+impl Drop for Subject {
+    fn drop(&mut self) {
+        if let Kind::Stdio(child, pid, _) = &mut self.kind {
+            server::end(child, *pid);
+        }
+    }
+}
+
+/// An error answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The wire code.
+    pub code: i64,
+    /// The text for people.
+    pub message: String,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.code, self.message)
+    }
+}
+
+/// One thing that came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Seen {
+    /// The answer to this request.
+    Answer(i64),
+    /// A notification, and the process it is about.
+    Notification(String, String),
+}
+
+/// Takes the output of one process instead of the record.
+pub type Sink = Box<dyn FnMut(&[u8]) + Send>;
+
+/// What the notifications told of one process.
+#[derive(Default)]
+pub struct Observed {
+    /// Output by stream name.
+    pub output: BTreeMap<String, Vec<u8>>,
+    /// The number of the last event; 0 if none had one.
+    pub last_seq: u64,
+    /// Params of `process/exited` or `command/exec/exited`.
+    pub exited: Option<Value>,
+    /// Params of `process/closed`.
+    pub closed: Option<Value>,
+    /// Its output is read, not told, so that numbers are missing here.
+    pulled: bool,
+    sink: Option<Sink>,
+}
+
+impl fmt::Debug for Observed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let output: Vec<_> = self
+            .output
+            .iter()
+            .map(|(stream, bytes)| {
+                let head = String::from_utf8_lossy(&bytes[..bytes.len().min(300)]);
+                format!("{stream} {} bytes: {head:?}", bytes.len())
+            })
+            .collect();
+        f.debug_struct("Observed")
+            .field("output", &output)
+            .field("last_seq", &self.last_seq)
+            .field("exited", &self.exited)
+            .field("closed", &self.closed)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Observed {
+    /// What came on one stream.
+    #[must_use]
+    pub fn bytes(&self, stream: &str) -> &[u8] {
+        self.output.get(stream).map_or(&[], Vec::as_slice)
+    }
+
+    /// What came on one stream, as text.
+    #[must_use]
+    pub fn text(&self, stream: &str) -> String {
+        String::from_utf8_lossy(self.bytes(stream)).into_owned()
+    }
+
+    /// The exit code.
+    ///
+    /// # Panics
+    ///
+    /// If the process has not been reported as exited.
+    #[must_use]
+    pub fn exit_code(&self) -> i64 {
+        let exited = self.exited.as_ref().expect("the process to have exited");
+        exited["exitCode"].as_i64().expect("an exit code")
+    }
+
+    fn take(&mut self, method: &str, params: &Value) {
+        assert!(
+            self.closed.is_none(),
+            "{method} after process/closed: {params}"
+        );
+        if let Some(seq) = params["seq"].as_u64() {
+            // A client that resumed may begin anywhere, but must not miss anything from there.
+            let last = self.last_seq;
+            let in_order = if last == 0 || self.pulled {
+                seq > last
+            } else {
+                seq == last + 1
+            };
+            assert!(in_order, "{method} after {last} is out of order: {params}");
+            self.last_seq = seq;
+        }
+        match method {
+            "process/output" | "command/exec/outputDelta" => {
+                let chunk = bytes(&params["chunk"]);
+                let stream = params["stream"].as_str().expect("a stream");
+                match &mut self.sink {
+                    Some(sink) => sink(&chunk),
+                    None => {
+                        self.output
+                            .entry(stream.to_owned())
+                            .or_default()
+                            .extend_from_slice(&chunk);
+                    }
+                }
+            }
+            "process/exited" | "command/exec/exited" => {
+                assert!(self.exited.is_none(), "{method} twice: {params}");
+                self.exited = Some(params.clone());
+            }
+            "process/closed" => self.closed = Some(params.clone()),
+            other => panic!("unknown notification {other}: {params}"),
+        }
+    }
+}
+
+/// One connection and all that came over it.
+pub struct Client {
+    incoming: Incoming,
+    outgoing: Outgoing,
+    next_id: i64,
+    answers: HashMap<i64, Result<Value, Failure>>,
+    /// Errors for what had no id, as the server words them.
+    refusals: VecDeque<Failure>,
+    /// Everything that came, in order.
+    pub order: Vec<Seen>,
+    /// What the notifications told, by process id.
+    pub processes: HashMap<String, Observed>,
+    /// The result of `initialize`.
+    pub session: Value,
+}
+
+impl fmt::Debug for Client {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Client")
+            .field("answers", &self.answers.len())
+            .field("refusals", &self.refusals)
+            .field("processes", &self.processes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Client {
+    /// Takes over a link.
+    #[must_use]
+    pub fn new(link: Link) -> Self {
+        Self {
+            incoming: link.incoming,
+            outgoing: link.outgoing,
+            next_id: 1,
+            answers: HashMap::new(),
+            refusals: VecDeque::new(),
+            order: Vec::new(),
+            processes: HashMap::new(),
+            session: Value::Null,
+        }
+    }
+
+    /// The whole handshake; the result of `initialize`.
+    ///
+    /// # Panics
+    ///
+    /// If the server refuses it.
+    pub async fn initialize(&mut self, params: Value) -> Value {
+        self.session = self.ok("initialize", params).await;
+        self.send_text(r#"{"method":"initialized"}"#).await;
+        self.session.clone()
+    }
+
+    /// The id of the session.
+    ///
+    /// # Panics
+    ///
+    /// Before [`Client::initialize`].
+    #[must_use]
+    pub fn session_id(&self) -> String {
+        self.session["sessionId"]
+            .as_str()
+            .expect("a session")
+            .to_owned()
+    }
+
+    /// Encodes a request without sending it; its id.
+    pub fn queue(&mut self, method: &str, params: Value) -> i64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        let request = json!({"id": id, "method": method, "params": params}).to_string();
+        self.queue_text(&request);
+        id
+    }
+
+    /// Encodes any text as one message without sending it.
+    pub fn queue_text(&mut self, text: &str) {
+        self.outgoing
+            .push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
+    }
+
+    /// Sends what was queued, reading nothing meanwhile.
+    ///
+    /// # Panics
+    ///
+    /// If the server does not take it.
+    pub async fn flush(&mut self) {
+        match timeout(PATIENCE, self.outgoing.flush()).await {
+            Ok(sent) => sent.expect("the server to take what was sent"),
+            Err(_) => panic!("the server does not read; so far {self:?}"),
+        }
+    }
+
+    /// Sends what was queued and takes what comes meanwhile.
+    ///
+    /// # Panics
+    ///
+    /// If the server neither reads nor writes, or ends the connection.
+    pub async fn flush_and_take(&mut self) {
+        loop {
+            let message = tokio::select! {
+                sent = self.outgoing.flush() => {
+                    return sent.expect("the server to take what was sent");
+                }
+                event = timeout(PATIENCE, self.incoming.recv()) => match event {
+                    Ok(Ok(Some(Event::Message(text)))) => serde_json::from_str(text),
+                    Ok(other) => panic!("{other:?} instead of a message"),
+                    Err(_) => panic!("nothing moves; so far {self:?}"),
+                },
+            };
+            self.take(message.expect("a message is JSON"));
+        }
+    }
+
+    /// The next message as its text, which is not recorded.
+    ///
+    /// # Panics
+    ///
+    /// If none comes.
+    pub async fn text(&mut self) -> &str {
+        match timeout(PATIENCE, self.incoming.recv()).await {
+            Ok(Ok(Some(Event::Message(text)))) => text,
+            other => panic!("{other:?} instead of a message"),
+        }
+    }
+
+    /// Sends a request and does not wait for its answer; its id.
+    pub async fn send(&mut self, method: &str, params: Value) -> i64 {
+        let id = self.queue(method, params);
+        self.flush().await;
+        id
+    }
+
+    /// Sends any text as one message.
+    pub async fn send_text(&mut self, text: &str) {
+        self.queue_text(text);
+        self.flush().await;
+    }
+
+    /// Ends our direction, as a peer that will say no more.
+    pub async fn finish(&mut self) {
+        timeout(PATIENCE, self.outgoing.shutdown())
+            .await
+            .expect("the connection to take the end")
+            .expect("the connection to be there");
+    }
+
+    /// Waits for the answer to a request that was sent.
+    ///
+    /// # Errors
+    ///
+    /// If the server answered with one.
+    ///
+    /// # Panics
+    ///
+    /// If no answer comes.
+    pub async fn answer(&mut self, id: i64) -> Result<Value, Failure> {
+        loop {
+            if let Some(answer) = self.answers.remove(&id) {
+                return answer;
+            }
+            assert!(
+                self.step().await,
+                "the connection ended before the answer to {id}; so far {self:?}"
+            );
+        }
+    }
+
+    /// Whether the answer to a request has come already; reads nothing.
+    #[must_use]
+    pub fn has_answer(&self, id: i64) -> bool {
+        self.answers.contains_key(&id)
+    }
+
+    /// Sends a request and waits for its answer.
+    ///
+    /// # Errors
+    ///
+    /// If the server answered with one.
+    ///
+    /// # Panics
+    ///
+    /// If no answer comes.
+    pub async fn call(&mut self, method: &str, params: Value) -> Result<Value, Failure> {
+        let id = self.send(method, params).await;
+        self.answer(id).await
+    }
+
+    /// A call that must succeed; its result.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn ok(&mut self, method: &str, params: Value) -> Value {
+        let answer = self.call(method, params).await;
+        answer.unwrap_or_else(|failure| panic!("{method} failed: {failure}"))
+    }
+
+    /// A call that must fail; its error.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn refused(&mut self, method: &str, params: Value) -> Failure {
+        match self.call(method, params).await {
+            Ok(result) => panic!("{method} should fail but answered {result}"),
+            Err(failure) => failure,
+        }
+    }
+
+    /// The next error for something that had no id.
+    ///
+    /// # Panics
+    ///
+    /// If none comes.
+    pub async fn refusal(&mut self) -> Failure {
+        loop {
+            if let Some(refusal) = self.refusals.pop_front() {
+                return refusal;
+            }
+            assert!(
+                self.step().await,
+                "the connection ended before a refusal; so far {self:?}"
+            );
+        }
+    }
+
+    /// Starts a process.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be started.
+    pub async fn start(&mut self, start: Start) -> Value {
+        if start.0["delivery"] == "pull" {
+            self.pulls(&start.id());
+        }
+        self.ok("process/start", start.0).await
+    }
+
+    /// Starts a process and waits until nothing more comes of it.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be started or does not end.
+    pub async fn run(&mut self, start: Start) -> &Observed {
+        let id = start.id();
+        self.start(start).await;
+        self.closed(&id).await
+    }
+
+    /// Expects no output to be told of a process, so that numbers are missing.
+    pub fn pulls(&mut self, process_id: &str) {
+        self.processes
+            .entry(process_id.to_owned())
+            .or_default()
+            .pulled = true;
+    }
+
+    /// Has the output of a process go to `sink` instead of the record.
+    pub fn watch(&mut self, process_id: &str, sink: Sink) {
+        self.processes
+            .entry(process_id.to_owned())
+            .or_default()
+            .sink = Some(sink);
+    }
+
+    /// What was told of a process so far.
+    ///
+    /// # Panics
+    ///
+    /// If nothing was.
+    #[must_use]
+    pub fn observed(&self, process_id: &str) -> &Observed {
+        self.processes
+            .get(process_id)
+            .unwrap_or_else(|| panic!("nothing came of `{process_id}`; so far {self:?}"))
+    }
+
+    /// Waits for `process/exited`, or that of the first generation.
+    ///
+    /// # Panics
+    ///
+    /// If it does not come.
+    pub async fn exited(&mut self, process_id: &str) -> &Observed {
+        self.until(process_id, "it has exited", |seen| seen.exited.is_some())
+            .await
+    }
+
+    /// Waits for `process/closed`.
+    ///
+    /// # Panics
+    ///
+    /// If it does not come.
+    pub async fn closed(&mut self, process_id: &str) -> &Observed {
+        self.until(process_id, "it is closed", |seen| seen.closed.is_some())
+            .await
+    }
+
+    /// Waits until a process has written `text` on a stream.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn wrote(&mut self, process_id: &str, stream: &str, text: &str) -> &Observed {
+        self.until(process_id, &format!("it wrote {text:?}"), |seen| {
+            seen.text(stream).contains(text)
+        })
+        .await
+    }
+
+    /// Waits until what is known of a process satisfies a condition.
+    ///
+    /// # Panics
+    ///
+    /// If nothing more comes before it does, or the connection ends.
+    pub async fn until(
+        &mut self,
+        process_id: &str,
+        what: &str,
+        condition: impl Fn(&Observed) -> bool,
+    ) -> &Observed {
+        while !self.processes.get(process_id).is_some_and(&condition) {
+            let alive = self.step().await;
+            assert!(
+                alive,
+                "the connection ended before `{process_id}`: {what}; so far {self:?}"
+            );
+        }
+        self.observed(process_id)
+    }
+
+    /// Reads until the connection ends.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn end(&mut self) {
+        while self.step().await {}
+    }
+
+    /// Takes one message; false when the connection has ended, however it did.
+    ///
+    /// # Panics
+    ///
+    /// If none comes, or one that makes no sense.
+    pub async fn step(&mut self) -> bool {
+        let event = match timeout(PATIENCE, self.incoming.recv()).await {
+            Ok(event) => event,
+            Err(_) => panic!("nothing came for {PATIENCE:?}; so far {self:?}"),
+        };
+        let message: Value = match event {
+            Ok(Some(Event::Message(text))) => {
+                serde_json::from_str(text).unwrap_or_else(|error| panic!("{error} in {text}"))
+            }
+            Ok(Some(Event::Ping(payload))) => {
+                let payload = payload.to_vec();
+                self.outgoing.push_pong(&payload);
+                self.flush().await;
+                return true;
+            }
+            Ok(Some(Event::Pong)) => return true,
+            Ok(Some(Event::NotText)) => panic!("the server sent a message that is not text"),
+            Ok(None) | Err(_) => return false,
+        };
+        self.take(message);
+        true
+    }
+
+    fn take(&mut self, message: Value) {
+        if let Some(method) = message["method"].as_str() {
+            let params = &message["params"];
+            let process = params["processId"].as_str().unwrap_or_default().to_owned();
+            self.order
+                .push(Seen::Notification(method.to_owned(), process.clone()));
+            return self
+                .processes
+                .entry(process)
+                .or_default()
+                .take(method, params);
+        }
+        let id = message["id"]
+            .as_i64()
+            .expect("an answer has the id of its request");
+        let answer = match message.get("error") {
+            Some(error) => Err(Failure {
+                code: error["code"].as_i64().expect("an error has a code"),
+                message: error["message"]
+                    .as_str()
+                    .expect("an error has a text")
+                    .to_owned(),
+            }),
+            None => Ok(message
+                .get("result")
+                .expect("an answer has a result")
+                .clone()),
+        };
+        if id == -1 {
+            return self
+                .refusals
+                .push_back(answer.expect_err("only errors have the id -1"));
+        }
+        self.order.push(Seen::Answer(id));
+        let before = self.answers.insert(id, answer);
+        assert!(before.is_none(), "request {id} was answered twice");
+    }
+}
+
+/// Params of a `process/start`.
+#[derive(Debug, Clone)]
+pub struct Start(pub Value);
+
+impl Start {
+    /// Runs a program in `/`, with nothing but a `PATH` in its environment.
+    #[must_use]
+    pub fn new(process_id: &str, argv: &[&str]) -> Self {
+        Self(json!({
+            "processId": process_id,
+            "argv": argv,
+            "cwd": "file:///",
+            "env": {"PATH": "/usr/local/bin:/usr/bin:/bin"},
+            "tty": false,
+        }))
+    }
+
+    /// Runs a script in a POSIX shell.
+    #[must_use]
+    pub fn sh(process_id: &str, script: &str) -> Self {
+        Self::new(process_id, &["/bin/sh", "-c", script])
+    }
+
+    /// Sets a field.
+    #[must_use]
+    pub fn with(mut self, field: &str, value: impl Into<Value>) -> Self {
+        self.0[field] = value.into();
+        self
+    }
+
+    /// Gives it a terminal.
+    #[must_use]
+    pub fn tty(self) -> Self {
+        self.with("tty", true)
+    }
+
+    /// Keeps its input open.
+    #[must_use]
+    pub fn piped(self) -> Self {
+        self.with("pipeStdin", true)
+    }
+
+    /// Sets a variable of its environment.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.0["env"][name] = value.into();
+        self
+    }
+
+    /// Makes it and its descendants findable with [`proc::bearers`].
+    #[must_use]
+    pub fn marked(self, marker: &str) -> Self {
+        self.env("EXEC_SERVER_TEST_MARKER", marker)
+    }
+
+    fn id(&self) -> String {
+        self.0["processId"]
+            .as_str()
+            .expect("a process id")
+            .to_owned()
+    }
+}
+
+/// Base64 on the wire, from bytes.
+#[must_use]
+pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
+    STANDARD.encode_to_string(bytes).into()
+}
+
+/// Bytes from base64 on the wire.
+///
+/// # Panics
+///
+/// If it is not padded standard base64.
+#[must_use]
+pub fn bytes(chunk: &Value) -> Vec<u8> {
+    let text = chunk.as_str().expect("base64 is a string");
+    STANDARD
+        .decode_to_vec(text)
+        .expect("padded standard base64")
+}
+
+/// The sorted field names of an object.
+///
+/// # Panics
+///
+/// If it is none.
+#[must_use]
+pub fn fields(object: &Value) -> Vec<&str> {
+    let object: &Map<String, Value> = object.as_object().expect("an object");
+    object.keys().map(String::as_str).collect()
+}
