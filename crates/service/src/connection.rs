@@ -299,12 +299,16 @@ impl Reader {
     async fn run(&mut self, phase: &mut Phase) -> End {
         let draining = self.connection.server.draining().clone();
         let closed = self.connection.closed.clone();
+        let mut received = 0;
         loop {
-            if let Some(keepalive) = &mut self.keepalive
-                && self.connection.holds_back()
-            {
-                // A peer that is not listened to cannot be blamed for its silence.
-                keepalive.heard(Instant::now());
+            if let Some(keepalive) = &mut self.keepalive {
+                // Parts of long messages are signs of life as well, in either direction; and a
+                // peer that is not listened to cannot be blamed for its silence.
+                let came = received < self.incoming.received();
+                received = self.incoming.received();
+                if came | self.connection.outbox.was_taken() | self.connection.holds_back() {
+                    keepalive.heard(Instant::now());
+                }
             }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
                 Some(Action::GiveUp) => return End::Lost,

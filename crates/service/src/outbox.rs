@@ -5,6 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
@@ -33,6 +34,8 @@ pub(crate) struct Outbox {
     room: Notify,
     /// Bounds the bytes of answers that are being made away from the reader.
     budget: Arc<Semaphore>,
+    /// The peer has made room since this was last asked.
+    taken: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -63,6 +66,7 @@ impl Outbox {
             wake: Notify::new(),
             room: Notify::new(),
             budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
+            taken: AtomicBool::new(false),
         }
     }
 
@@ -112,6 +116,11 @@ impl Outbox {
         }
     }
 
+    /// Whether the peer has taken something that waited for it since this was last asked.
+    pub(crate) fn was_taken(&self) -> bool {
+        self.taken.swap(false, Ordering::Relaxed)
+    }
+
     /// Waits for a share of the reply budget; to be asked for before a large answer is made.
     pub(crate) async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
         let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
@@ -140,7 +149,9 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
             wake.await;
             continue;
         }
-        outgoing.flush().await?;
+        outgoing
+            .flush_noting(|| outbox.taken.store(true, Ordering::Relaxed))
+            .await?;
         if !sent.is_empty() {
             // Shares of the budget were held until their messages had left.
             sent.clear();

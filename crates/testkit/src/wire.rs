@@ -381,17 +381,24 @@ impl Client {
     /// If the server neither reads nor writes, or ends the connection.
     pub async fn flush_and_take(&mut self) {
         loop {
-            let message = tokio::select! {
+            let event = tokio::select! {
                 sent = self.outgoing.flush() => {
                     return sent.expect("the server to take what was sent");
                 }
-                event = timeout(PATIENCE, self.incoming.recv()) => match event {
-                    Ok(Ok(Some(Event::Message(text)))) => serde_json::from_str(text),
-                    Ok(other) => panic!("{other:?} instead of a message"),
-                    Err(_) => panic!("nothing moves; so far {self:?}"),
-                },
+                event = timeout(PATIENCE, self.incoming.recv()) => event,
             };
-            self.take(message.expect("a message is JSON"));
+            match event {
+                Ok(Ok(Some(Event::Message(text)))) => {
+                    let message = serde_json::from_str(text).expect("a message is JSON");
+                    self.take(message);
+                }
+                Ok(Ok(Some(Event::Ping(payload)))) => {
+                    let payload = payload.to_vec();
+                    self.outgoing.push_pong(&payload);
+                }
+                Ok(other) => panic!("{other:?} instead of a message"),
+                Err(_) => panic!("nothing moves; so far {self:?}"),
+            }
         }
     }
 
@@ -400,10 +407,17 @@ impl Client {
     /// # Panics
     ///
     /// If none comes.
-    pub async fn text(&mut self) -> &str {
-        match timeout(PATIENCE, self.incoming.recv()).await {
-            Ok(Ok(Some(Event::Message(text)))) => text,
-            other => panic!("{other:?} instead of a message"),
+    pub async fn text(&mut self) -> String {
+        loop {
+            match timeout(PATIENCE, self.incoming.recv()).await {
+                Ok(Ok(Some(Event::Message(text)))) => return text.to_owned(),
+                Ok(Ok(Some(Event::Ping(payload)))) => {
+                    let payload = payload.to_vec();
+                    self.outgoing.push_pong(&payload);
+                    self.flush().await;
+                }
+                other => panic!("{other:?} instead of a message"),
+            }
         }
     }
 
@@ -627,9 +641,8 @@ impl Client {
     ///
     /// If none comes, or one that makes no sense.
     pub async fn step(&mut self) -> bool {
-        let event = match timeout(PATIENCE, self.incoming.recv()).await {
-            Ok(event) => event,
-            Err(_) => panic!("nothing came for {PATIENCE:?}; so far {self:?}"),
+        let Ok(event) = timeout(PATIENCE, self.incoming.recv()).await else {
+            panic!("nothing came for {PATIENCE:?}; so far {self:?}");
         };
         let message: Value = match event {
             Ok(Some(Event::Message(text))) => {
@@ -638,7 +651,8 @@ impl Client {
             Ok(Some(Event::Ping(payload))) => {
                 let payload = payload.to_vec();
                 self.outgoing.push_pong(&payload);
-                self.flush().await;
+                // Whether the server still hears it shows in what comes next.
+                let _ = timeout(PATIENCE, self.outgoing.flush()).await;
                 return true;
             }
             Ok(Some(Event::Pong)) => return true,

@@ -3,8 +3,10 @@
 //! Owns buffering and framing of one connection. The halves share nothing, so a peer that does not
 //! read can never keep us from reading, and the other way round.
 
+use std::future::poll_fn;
 use std::io;
 use std::ops::Range;
+use std::pin::Pin;
 
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -121,6 +123,8 @@ pub struct Incoming {
     buffer: Vec<u8>,
     start: usize,
     ended: bool,
+    /// Bytes that ever came.
+    received: u64,
 }
 
 impl std::fmt::Debug for Incoming {
@@ -176,7 +180,14 @@ impl Incoming {
             buffer,
             start: 0,
             ended: false,
+            received: 0,
         }
+    }
+
+    /// Bytes that ever came: a peer that is in the middle of a long message shows here that it is
+    /// alive.
+    pub fn received(&self) -> u64 {
+        self.received
     }
 
     /// The next event, or `None` when the peer is done.
@@ -280,6 +291,7 @@ impl Incoming {
         self.buffer.reserve(room);
         let read = self.io.read_buf(&mut self.buffer).await?;
         self.ended = read == 0;
+        self.received += read as u64;
         Ok(())
     }
 }
@@ -371,8 +383,28 @@ impl Outgoing {
     ///
     /// When the connection fails.
     pub async fn flush(&mut self) -> io::Result<()> {
+        self.flush_noting(|| {}).await
+    }
+
+    /// As [`Outgoing::flush`]; calls `taken` whenever there was no room and then there was, which
+    /// shows that the peer is there and takes what it is sent.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails.
+    pub async fn flush_noting(&mut self, mut taken: impl FnMut()) -> io::Result<()> {
         while self.sent < self.buffer.len() {
-            let written = self.io.write(&self.buffer[self.sent..]).await?;
+            let mut waited = false;
+            let written = poll_fn(|cx| {
+                let rest = &self.buffer[self.sent..];
+                let poll = Pin::new(&mut self.io).poll_write(cx, rest);
+                waited |= poll.is_pending();
+                poll
+            })
+            .await?;
+            if waited {
+                taken();
+            }
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }

@@ -314,7 +314,15 @@ impl<H: Handler> Reader<H> {
     /// Reads until the connection ends and says why it did.
     async fn run(mut self) -> String {
         let mut closed = self.shared.closed.subscribe();
+        let mut received = 0;
         loop {
+            if let Some(keepalive) = &mut self.keepalive
+                && received < self.incoming.received()
+            {
+                // A part of a long message is a sign of life as well.
+                received = self.incoming.received();
+                keepalive.heard(Instant::now());
+            }
             let wake = match self.keepalive.as_mut().map(|k| k.poll(Instant::now())) {
                 Some(Action::GiveUp) => return "the server does not answer pings".to_owned(),
                 Some(Action::Ping) => {

@@ -127,10 +127,7 @@ async fn unknown_methods_are_named(on: Transport) {
     client.queue_text(r#"{"jsonrpc":"2.0","id":"text","method":"environment/status"}"#);
     client.queue_text(r#"{"id":-7,"method":"environment/status","params":{},"trace":{}}"#);
     client.flush().await;
-    let mut answers = [
-        client.text().await.to_owned(),
-        client.text().await.to_owned(),
-    ];
+    let mut answers = [client.text().await, client.text().await];
     answers.sort_unstable();
     assert_eq!(
         answers,

@@ -1,0 +1,146 @@
+//! Signs of life: who gives none is let go, who gives any is not.
+
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::time::{Duration, Instant};
+
+use exec_server_service::{ExecServerConfig, Listener, Server};
+use exec_server_testkit::wire::Client;
+use exec_server_transport::keepalive::KeepaliveConfig;
+use exec_server_transport::{ConnectOptions, Event, Link, connect};
+use serde_json::json;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+/// Long enough for a busy machine to answer in, short enough to wait for.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// A server with a short deadline; its URL.
+async fn serve() -> String {
+    let config = ExecServerConfig {
+        keepalive: KeepaliveConfig {
+            interval: DEADLINE / 5,
+            deadline: DEADLINE,
+        },
+        ..ExecServerConfig::default()
+    };
+    let server = Server::new(config).unwrap();
+    let listener = Listener::tcp("127.0.0.1:0".parse().unwrap(), false)
+        .await
+        .unwrap();
+    let url = listener.url().to_string();
+    tokio::spawn(listener.serve(server));
+    url
+}
+
+async fn dial(url: &str) -> Link {
+    connect(url, &ConnectOptions::default()).await.unwrap()
+}
+
+#[tokio::test]
+async fn a_silent_peer_is_let_go_and_its_session_can_be_resumed() {
+    let url = serve().await;
+    let mut silent = Client::new(dial(&url).await);
+    silent.initialize(json!({"clientName": "silent"})).await;
+    let (session, start) = (silent.session_id(), Instant::now());
+
+    let mut client = Client::new(dial(&url).await);
+    let params = json!({"clientName": "test", "resumeSessionId": session});
+    let attached = client.refused("initialize", params.clone()).await;
+    assert_eq!(attached.code, -32010, "{attached}");
+    // It never reads, so it never answers a ping; nor does it hang up.
+    while let Err(failure) = client.call("initialize", params.clone()).await {
+        assert_eq!(failure.code, -32010, "{failure}");
+        tokio::task::yield_now().await;
+    }
+    assert!(start.elapsed() + Duration::from_millis(100) >= DEADLINE);
+    silent.end().await;
+}
+
+#[tokio::test]
+async fn a_peer_that_answers_pings_may_say_nothing_else() {
+    let url = serve().await;
+    let mut link = dial(&url).await;
+    let (start, mut pings) = (Instant::now(), 0);
+    while start.elapsed() < 2 * DEADLINE {
+        match link.incoming.recv().await.unwrap() {
+            Some(Event::Ping(payload)) => {
+                let payload = payload.to_vec();
+                link.outgoing.push_pong(&payload);
+                link.outgoing.flush().await.unwrap();
+                pings += 1;
+            }
+            other => panic!("{other:?} instead of a ping"),
+        }
+    }
+    assert!(pings > 5, "{pings}");
+}
+
+/// A websocket by hand, after its handshake.
+async fn raw(url: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(url.strip_prefix("ws://").unwrap())
+        .await
+        .unwrap();
+    let request = "GET / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                   Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.unwrap());
+    }
+    stream
+}
+
+/// A text frame with a mask of zeroes.
+fn frame(text: &str) -> Vec<u8> {
+    let mut frame = vec![0x81, 0x80 | 127];
+    frame.extend((text.len() as u64).to_be_bytes());
+    frame.extend([0; 4]);
+    frame.extend(text.as_bytes());
+    frame
+}
+
+/// Over a slow line a large answer takes longer than any deadline, and no pong can overtake it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn a_peer_that_takes_its_answer_slowly_is_alive() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(18 << 20).unwrap();
+    let url = serve().await;
+    let mut stream = raw(&url).await;
+    let path = format!("file://{}", file.path().display());
+    for text in [
+        r#"{"id":1,"method":"initialize","params":{"clientName":"slow"}}"#.to_owned(),
+        r#"{"method":"initialized"}"#.to_owned(),
+        format!(r#"{{"id":2,"method":"fs/readFile","params":{{"path":"{path}"}}}}"#),
+    ] {
+        stream.write_all(&frame(&text)).await.unwrap();
+    }
+    // All of it in about three deadlines, and nothing said meanwhile.
+    let (size, pieces) = (25_000_000, 60);
+    let (mut taken, mut piece) = (0, vec![0; size / pieces]);
+    let mut pace = tokio::time::interval(3 * DEADLINE / 60);
+    for _ in 0..pieces {
+        pace.tick().await;
+        taken += stream.read_exact(&mut piece).await.unwrap();
+    }
+    assert_eq!(taken, size / pieces * pieces);
+}
+
+/// The same in the other direction.
+#[tokio::test]
+async fn a_peer_that_sends_its_request_slowly_is_alive() {
+    let url = serve().await;
+    let mut stream = raw(&url).await;
+    let padding = " ".repeat(60_000);
+    let text = format!(r#"{{"id":7,{padding}"method":"no/such/method"}}"#);
+    let mut pace = tokio::time::interval(3 * DEADLINE / 60);
+    for piece in frame(&text).chunks(1000) {
+        pace.tick().await;
+        stream.write_all(piece).await.unwrap();
+    }
+    // Pings came meanwhile, and were not answered: nothing may be said inside a frame.
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\"id\":7}") {
+        answer.push(stream.read_u8().await.unwrap());
+    }
+}
