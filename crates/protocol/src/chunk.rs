@@ -12,6 +12,11 @@ use serde::{Deserialize, Serialize, Serializer};
 pub struct ByteChunk(pub Bytes);
 
 impl ByteChunk {
+    /// Decodes padded standard base64.
+    pub fn decode(text: &str) -> Option<Self> {
+        STANDARD.decode_to_vec(text).ok().map(Self::from)
+    }
+
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
         &self.0

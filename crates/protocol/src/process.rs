@@ -6,8 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::chunk::ByteChunk;
+use crate::limits::MAX_JSON_VALUES;
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
+use crate::scan;
 
 methods! {
     /// `process/start`: launch a child and begin retaining its output.
@@ -313,6 +315,42 @@ pub struct WriteParams {
     pub chunk: ByteChunk,
     /// Repeats of an accepted id are not written again.
     pub write_id: String,
+}
+
+impl WriteParams {
+    /// Decodes params, the long chunk without going through the JSON library byte by byte.
+    ///
+    /// # Errors
+    ///
+    /// As the JSON library would have it.
+    pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
+        match Self::decode_plain(raw) {
+            Some(params) => Ok(params),
+            // Something is unusual or wrong; the library knows which, and can say what.
+            None => serde_json::from_str(raw),
+        }
+    }
+
+    fn decode_plain(raw: &str) -> Option<Self> {
+        let (mut process_id, mut chunk, mut write_id) = (None, None, None);
+        for (key, value) in scan::members(raw, MAX_JSON_VALUES).ok()? {
+            match &*key {
+                "processId" => process_id = Some(serde_json::from_str(value).ok()?),
+                "writeId" => write_id = Some(serde_json::from_str(value).ok()?),
+                "chunk" => {
+                    // Without escapes: base64 has no use for them, and a backslash fails to decode.
+                    let text = value.strip_prefix('"')?.strip_suffix('"')?;
+                    chunk = Some(ByteChunk::decode(text)?);
+                }
+                _ => {}
+            }
+        }
+        Some(Self {
+            process_id: process_id?,
+            chunk: chunk?,
+            write_id: write_id?,
+        })
+    }
 }
 
 /// Result of [`Write`] and [`CloseStdin`].
@@ -668,4 +706,32 @@ pub struct ClosedParams {
     /// Bytes discarded so far.
     #[serde(default)]
     pub discarded_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_decode_as_the_library_would() {
+        for raw in [
+            r#"{"processId":"p","chunk":"aGk=","writeId":"1"}"#,
+            r#"{"writeId":"1","extra":[{"a":1}],"chunk":"","processId":"\u0070\n"}"#,
+            r#"["p","aGk=","1"]"#,
+            r#"{"processId":"p","chunk":"aG\u006b=","writeId":"1"}"#,
+            r#"{"processId":"p","chunk":"aG","writeId":"1"}"#,
+            r#"{"processId":"p","chunk":"aGk="}"#,
+            r#"{"processId":5,"chunk":"aGk=","writeId":"1"}"#,
+            r#"{"processId":"p","chunk":null,"writeId":"1"}"#,
+            "null",
+            "",
+        ] {
+            let library = serde_json::from_str::<WriteParams>(raw);
+            match (WriteParams::decode(raw), library) {
+                (Ok(ours), Ok(theirs)) => assert_eq!(ours, theirs, "{raw}"),
+                (Err(ours), Err(theirs)) => assert_eq!(ours.to_string(), theirs.to_string()),
+                (ours, theirs) => panic!("{raw}: {ours:?}, {theirs:?}"),
+            }
+        }
+    }
 }

@@ -88,7 +88,11 @@ pub(crate) fn request(
 
         process::Start::NAME => call.plain::<process::Start>(methods::process::start),
         process::Read::NAME => call.plain::<process::Read>(methods::process::read),
-        process::Write::NAME => call.plain::<process::Write>(methods::process::write),
+        process::Write::NAME => call.decoded(
+            process::WriteParams::decode,
+            process::Write::NAME,
+            methods::process::write,
+        ),
         process::CloseStdin::NAME => {
             call.plain::<process::CloseStdin>(methods::process::close_stdin);
         }
@@ -138,11 +142,19 @@ pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String
 impl Call<'_> {
     /// Decodes the params and calls `function`, which answers by itself.
     fn plain<M: Method>(self, function: impl FnOnce(Self, M::Params)) {
-        let raw = self.params.unwrap_or("null");
-        match serde_json::from_str(raw) {
+        self.decoded(|raw| serde_json::from_str(raw), M::NAME, function);
+    }
+
+    fn decoded<P>(
+        self,
+        decode: fn(&str) -> serde_json::Result<P>,
+        name: &str,
+        function: impl FnOnce(Self, P),
+    ) {
+        match decode(self.params.unwrap_or("null")) {
             Ok(params) => function(self, params),
             Err(error) => {
-                let message = format!("invalid params for `{}`: {error}", M::NAME);
+                let message = format!("invalid params for `{name}`: {error}");
                 self.responder.send_error(RpcError::invalid_params(message));
             }
         }

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+use exec_server_executor::sys::socket;
 use exec_server_transport::Link;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
@@ -147,6 +148,7 @@ impl Listener {
             source,
         };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
+        tune(&listener).map_err(failed)?;
         let url = ListenUrl::Websocket(listener.local_addr().map_err(failed)?);
         Ok(Self {
             socket: Socket::Tcp(listener),
@@ -203,7 +205,6 @@ impl Listener {
         match &self.socket {
             Socket::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
-                stream.set_nodelay(true)?;
                 let (reader, writer) = stream.into_split();
                 let name = format!("exec-server websocket {peer}");
                 tokio::spawn(handle(server, reader, writer, name));
@@ -217,6 +218,19 @@ impl Listener {
         }
         Ok(())
     }
+}
+
+/// Sets what holds for every accepted connection: nothing waits for company on its way out, little
+/// waits in the kernel, and a connection is worth a wake-up once it has said something.
+fn tune(listener: &TcpListener) -> io::Result<()> {
+    /// Unsent bytes in the kernel: one or two chunks of output.
+    const UNSENT_BYTES: u32 = 128 * 1024;
+    rustix::net::sockopt::set_tcp_nodelay(listener, true)?;
+    socket::limit_unsent(listener, UNSENT_BYTES)?;
+    socket::defer_accept(
+        listener,
+        HEAD_TIMEOUT.as_secs().try_into().unwrap_or(u16::MAX),
+    )
 }
 
 /// Removes a socket file that nobody listens on any more.
@@ -421,6 +435,17 @@ mod tests {
             route(&head("GET", "/", &ws), true),
             Route::Answer(503, _)
         ));
+    }
+
+    #[tokio::test]
+    async fn connections_inherit_the_listeners_options() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        tune(&listener).unwrap();
+        let address = listener.local_addr().unwrap();
+        let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+        client.write_all(b"x").await.unwrap();
+        let (accepted, _) = listener.accept().await.unwrap();
+        assert!(accepted.nodelay().unwrap());
     }
 
     #[tokio::test]

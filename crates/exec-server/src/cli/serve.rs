@@ -1,7 +1,7 @@
 //! `exec-server serve`.
 
 use std::future::Future;
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
 
@@ -10,6 +10,8 @@ use exec_server_executor::sys::{guardian, memory};
 use exec_server_service::{Lifetime, ListenUrl, Listener, Server};
 use exec_server_transport::stdio;
 use tokio::signal::unix::{SignalKind, signal};
+use tracing::level_filters::LevelFilter;
+use tracing_subscriber::EnvFilter;
 
 use super::args::ServeArgs;
 use super::settings;
@@ -19,12 +21,26 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     // Before any thread: what is forked is what is there.
     guardian::split().context("cannot start the guardian")?;
     memory::return_large_allocations();
+    log_to_stderr();
     let config = settings::server(&args);
     let runtime = runtime(args.threads).context("cannot start the runtime")?;
     runtime.block_on(serve(url, config, args.danger_no_auth))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
+}
+
+/// Errors go to standard error, and whatever else `RUST_LOG` asks for.
+fn log_to_stderr() {
+    let quiet = LevelFilter::ERROR.into();
+    let filter = EnvFilter::builder()
+        .with_default_directive(quiet)
+        .from_env_lossy();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
 }
 
 /// A runtime with this many worker threads, or as many as suit the machine.

@@ -1,5 +1,6 @@
 //! The system calls that no safe wrapper offers: starting a child without copying this process,
-//! reaping with resource usage, the guardian in front of a server, and its memory.
+//! reaping with resource usage, a few socket options, the guardian in front of a server, and its
+//! memory.
 //!
 //! The only module of the workspace with unsafe code; each block says why it is sound.
 
@@ -11,3 +12,4 @@ pub mod memory;
 pub(crate) mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
+pub mod socket;
