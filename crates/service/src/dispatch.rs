@@ -12,6 +12,8 @@ use crate::methods;
 /// What this server adds to the compatible wire, as told by `environment/info`.
 pub(crate) const EXTENSIONS: &[&str] = &[
     "command/exec",
+    "command/exec/exited",
+    "command/exec/outputDelta",
     "command/exec/terminate",
     "command/exec/write",
     "initialize#detachGraceMs",
@@ -26,6 +28,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "process/signal#sessionId",
     "process/snapshot",
     "process/start#delivery",
+    "process/start#graceMs",
     "process/start#limits",
     "process/start#size",
     "process/start#timeoutMs",

@@ -169,9 +169,16 @@ impl Listener {
             source,
         };
         remove_stale(path).map_err(failed)?;
-        let listener = UnixListener::bind(path).map_err(failed)?;
+        // Bound under another name first: at the announced one it is private from the beginning.
+        let hidden = path.with_extension(format!("{}.tmp", std::process::id()));
+        let listener = UnixListener::bind(&hidden).map_err(failed)?;
+        let private = fs::set_permissions(&hidden, fs::Permissions::from_mode(0o600))
+            .and_then(|()| fs::rename(&hidden, path));
+        if let Err(error) = private {
+            let _ = fs::remove_file(&hidden);
+            return Err(failed(error));
+        }
         let file = Some(RemoveOnDrop(path.to_owned()));
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
         Ok(Self {
             socket: Socket::Unix(listener),
             url,

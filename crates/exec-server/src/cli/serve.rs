@@ -47,7 +47,7 @@ fn log_to_stderr() {
 fn runtime(threads: Option<NonZeroUsize>) -> std::io::Result<tokio::runtime::Runtime> {
     /// How many task polls may pass before sockets are looked at again. The usual sixty are a few
     /// milliseconds while output floods, which a keystroke would have to wait for.
-    const EVENT_INTERVAL: u32 = 4;
+    const EVENT_INTERVAL: u32 = 2;
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     // With few cores the processes and their clients need them more than a second worker would
     // help: waking it costs more than it does.

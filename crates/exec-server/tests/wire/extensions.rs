@@ -152,12 +152,19 @@ async fn probe(client: &mut Client, name: &str) {
                 true
             );
         }
-        "command/exec" => {
+        "process/start#graceMs" => {
+            let stubborn = here("trap '' TERM; sleep 600; sleep 600");
+            let limited = stubborn.with("timeoutMs", 1).with("graceMs", 1);
+            assert_eq!(client.run(limited).await.exit_code(), 137);
+        }
+        // Both notifications are awaited by name.
+        "command/exec" | "command/exec/exited" | "command/exec/outputDelta" => {
             let params = json!({
                 "processId": id, "argv": ["/bin/echo", "x"], "cwd": "/", "env": {}, "tty": false,
             });
-            assert_eq!(client.ok(name, params).await["running"], true);
-            assert_eq!(client.exited(&id).await.exit_code(), 0);
+            assert_eq!(client.ok("command/exec", params).await["running"], true);
+            let seen = client.exited(&id).await;
+            assert_eq!((seen.exit_code(), seen.text("stdout").as_str()), (0, "x\n"));
         }
         "command/exec/write" => {
             client.start(here("read line; exit 5").tty()).await;

@@ -29,13 +29,16 @@ use crate::tree;
 /// keystroke's echo is not kept waiting behind it for long.
 const CHUNK_BYTES: usize = 64 * 1024;
 
+/// The most that is read at once: each read may wake the child, which costs more than the copy.
+const READ_BYTES: usize = 4 * CHUNK_BYTES;
+
 /// What is taken from a child's pipes between its end and the word of it. More than any pipe holds,
 /// so that only output of descendants can come after `exited`.
-const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + CHUNK_BYTES;
+const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + READ_BYTES;
 
 thread_local! {
     /// Where reads land before they are copied to their exact size; one per worker, not per process.
-    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; CHUNK_BYTES].into_boxed_slice());
+    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; READ_BYTES].into_boxed_slice());
 }
 
 /// One open output of the child.
@@ -104,7 +107,7 @@ impl Source {
                 return (if ended { Took::End } else { Took::Nothing }, empty);
             }
             sink(self.stream, &scratch[..filled]);
-            if filled == scratch.len() && !self.enlarged && self.stream != Stream::Pty {
+            if filled >= CHUNK_BYTES && !self.enlarged && self.stream != Stream::Pty {
                 self.enlarged = true;
                 let size = super::LARGE_PIPE_BYTES;
                 let _ = rustix::pipe::fcntl_setpipe_size(self.file.get_ref(), size);
@@ -388,8 +391,18 @@ impl Supervisor {
 }
 
 fn append(shared: &Shared, stream: Stream, bytes: &[u8]) {
-    let bytes = Bytes::copy_from_slice(bytes);
-    shared.append(|log| log.output(stream, bytes));
+    let mut chunks = bytes.chunks(CHUNK_BYTES).map(Bytes::copy_from_slice);
+    if bytes.len() <= CHUNK_BYTES {
+        let only = chunks.next().unwrap_or_default();
+        return shared.append(|log| log.output(stream, only));
+    }
+    // Copied before the log is locked: whoever reads it meanwhile does not wait for that.
+    let chunks: Vec<Bytes> = chunks.collect();
+    shared.append(|log| {
+        for chunk in chunks {
+            log.output(stream, chunk);
+        }
+    });
 }
 
 /// Takes output from whichever source has some, in turns; 0 when one has ended.

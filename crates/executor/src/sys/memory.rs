@@ -5,6 +5,10 @@
 #[cfg(target_env = "gnu")]
 const LARGE_BYTES: std::ffi::c_int = 1 << 20;
 
+/// What the allocator may keep for later: what a busy connection and its processes use over and over.
+#[cfg(target_env = "gnu")]
+const SPARE_BYTES: std::ffi::c_int = 4 << 20;
+
 /// Has large allocations given back to the system as soon as they are freed.
 ///
 /// Left alone, the allocator learns from the first large message to keep such memory, up to 64 MiB
@@ -17,5 +21,7 @@ pub fn return_large_allocations() {
     // SAFETY: sets a number inside the allocator, while nobody else is using it.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, LARGE_BYTES);
+        // Setting the one fixes the other at a size that streaming output crosses all the time.
+        libc::mallopt(libc::M_TRIM_THRESHOLD, SPARE_BYTES);
     }
 }
