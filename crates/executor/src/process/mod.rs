@@ -1,6 +1,6 @@
 //! One process: its handle, and what can be done with it.
 //!
-//! A task per process ([`supervise`]) moves bytes and notices the end; handles share its state and
+//! A task per process (`supervise`) moves bytes and notices the end; handles share its state and
 //! may be used from anywhere. When the last handle is dropped the process is killed.
 
 pub(crate) mod start;
