@@ -455,33 +455,31 @@ impl Managed {
         if let Some(id) = id {
             input.remember(id);
         }
-        if input.waiting.is_empty() {
-            match self.process.try_write(data) {
-                Ok(written) => {
-                    input.settle(id, written);
-                    drop(input);
-                    status(responder, status_of(written));
-                }
-                Err(data) => {
-                    responder.wait_for_input(data.len());
-                    input.waiting.push_back(Write::Data {
-                        data,
-                        id,
-                        responder,
-                        status,
-                    });
-                    drop(input);
+        let first = input.waiting.is_empty();
+        let written = if first {
+            self.process.try_write(data)
+        } else {
+            Err(data)
+        };
+        match written {
+            Ok(written) => {
+                input.settle(id, written);
+                drop(input);
+                status(responder, status_of(written));
+            }
+            Err(data) => {
+                responder.wait_for_input(data.len());
+                input.waiting.push_back(Write::Data {
+                    data,
+                    id,
+                    responder,
+                    status,
+                });
+                drop(input);
+                if first {
                     self.work();
                 }
             }
-        } else {
-            responder.wait_for_input(data.len());
-            input.waiting.push_back(Write::Data {
-                data,
-                id,
-                responder,
-                status,
-            });
         }
     }
 

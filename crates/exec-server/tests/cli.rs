@@ -1,0 +1,267 @@
+//! The command line, as a person or a script uses it: the built binary, its streams and exit codes.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+use std::io::Write as _;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server::executor::log::Stream;
+use exec_server::executor::{Executor, ExecutorConfig, Process, Size, Spec, Stdio as ChildStdio};
+use exec_server_testkit::server::Server;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
+
+/// Runs the binary with this input; `url` is the server it is told of.
+fn run_with(url: Option<&str>, args: &[&str], input: &[u8]) -> Output {
+    let mut command = Command::new(BINARY);
+    command.args(args).env_remove("EXEC_SERVER_URL");
+    if let Some(url) = url {
+        command.env("EXEC_SERVER_URL", url);
+    }
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    // A command that takes no input may be gone already.
+    let _ = stdin.write_all(input);
+    drop(stdin);
+    child.wait_with_output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What was printed where, and the exit code.
+fn seen(output: &Output) -> (String, String, i32) {
+    (
+        text(&output.stdout),
+        text(&output.stderr),
+        output.status.code().unwrap(),
+    )
+}
+
+async fn server() -> Server {
+    Server::start(tokio::process::Command::new(BINARY)).await
+}
+
+/// Here, and on a server.
+async fn places() -> (Server, [Option<String>; 2]) {
+    let server = server().await;
+    let url = server.url().to_owned();
+    (server, [None, Some(url)])
+}
+
+#[tokio::test]
+async fn run_keeps_streams_apart_and_passes_the_exit_code_on() {
+    let (_server, places) = places().await;
+    for url in &places {
+        let run = |args: &[&str], input: &[u8]| seen(&run_with(url.as_deref(), args, input));
+        let script = "echo out; echo err >&2; exit 7";
+        let expected = ("out\n".to_owned(), "err\n".to_owned(), 7);
+        assert_eq!(
+            run(&["run", "--", "sh", "-c", script], b""),
+            expected,
+            "{url:?}"
+        );
+        assert_eq!(
+            run(&["run", "--", "sh", "-c", "kill -9 $$"], b"").2,
+            137,
+            "{url:?}"
+        );
+        let (out, _, code) = run(&["run", "--", "wc", "-c"], &vec![b'x'; 300_000]);
+        assert_eq!(
+            (out.trim(), code),
+            ("300000", 0),
+            "input and its end, {url:?}"
+        );
+        let env = [
+            "run",
+            "--env",
+            "GREETING=hi",
+            "--cwd",
+            "/",
+            "--",
+            "sh",
+            "-c",
+            "echo $GREETING; pwd",
+        ];
+        assert_eq!(run(&env, b"").0, "hi\n/\n", "{url:?}");
+    }
+}
+
+#[tokio::test]
+async fn run_says_why_a_command_did_not_run() {
+    let (_server, places) = places().await;
+    for url in &places {
+        let run = |args: &[&str]| seen(&run_with(url.as_deref(), args, b""));
+        let (out, error, code) = run(&["run", "--", "no-such-program"]);
+        assert_eq!((out.as_str(), code), ("", 127));
+        assert!(error.contains("`no-such-program`"), "{error}");
+        assert_eq!(run(&["run", "--", "/etc/passwd"]).2, 126);
+        let (_, error, code) = run(&["run", "--cwd", "/no/such/dir", "--", "true"]);
+        assert!(code == 125 && error.contains("`/no/such/dir`"), "{error}");
+        let (_, error, code) = run(&["run", "--timeout", "100ms", "--", "sleep", "600"]);
+        assert!(code == 124 && error.contains("time was up"), "{error}");
+        assert_eq!(run(&["run"]).2, 2, "no command is wrong usage");
+    }
+    let refused = seen(&run_with(
+        Some("ws://127.0.0.1:1"),
+        &["run", "--", "true"],
+        b"",
+    ));
+    assert!(
+        refused.2 == 125 && refused.1.contains("hint:"),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn run_ends_when_nobody_reads_it() {
+    let script = format!("{BINARY} run -- yes | head -1; echo ${{PIPESTATUS[0]}}");
+    let output = Command::new("bash").args(["-c", &script]).output().unwrap();
+    assert_eq!(text(&output.stdout), "y\n0\n");
+}
+
+#[tokio::test]
+async fn ps_lists_and_kill_ends() {
+    let server = server().await;
+    let url = Some(server.url());
+    let mut running = Command::new(BINARY)
+        .args([
+            "run",
+            "--url",
+            server.url(),
+            "--",
+            "sh",
+            "-c",
+            "sleep 600 & echo up; wait",
+        ])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut up = [0; 3];
+    std::io::Read::read_exact(running.stdout.as_mut().unwrap(), &mut up).unwrap();
+
+    let listed: serde_json::Value =
+        serde_json::from_slice(&run_with(url, &["ps", "--json"], b"").stdout).unwrap();
+    let process = &listed["processes"][0];
+    let id = process["processId"].as_str().unwrap();
+    assert!(
+        process["running"] == true && process["sessionId"].is_string(),
+        "{listed}"
+    );
+    let (table, _, code) = seen(&run_with(url, &["ps"], b""));
+    assert!(
+        code == 0 && table.starts_with("SESSION") && table.contains(id),
+        "{table}"
+    );
+
+    let (_, error, code) = seen(&run_with(url, &["kill", "nobody"], b""));
+    assert!(code == 1 && error.contains("`nobody`"), "{error}");
+    let (said, error, code) = seen(&run_with(url, &["kill", id], b""));
+    assert_eq!(
+        (said, code),
+        (format!("{id} ended, nothing of it is left\n"), 0),
+        "{error}"
+    );
+    assert_eq!(running.wait().unwrap().code(), Some(143));
+    let (_, error, code) = seen(&run_with(None, &["ps"], b""));
+    assert!(code == 1 && error.contains("EXEC_SERVER_URL"), "{error}");
+}
+
+#[tokio::test]
+async fn kill_sends_a_signal() {
+    let server = server().await;
+    let script = "trap 'exit 9' USR1; echo up; while :; do sleep 0.05; done";
+    let mut running = Command::new(BINARY)
+        .args(["run", "--url", server.url(), "--", "sh", "-c", script])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut up = [0; 3];
+    std::io::Read::read_exact(running.stdout.as_mut().unwrap(), &mut up).unwrap();
+    let id = format!("run-{}", running.id());
+    let kill = ["kill", "--signal", "user1", &id];
+    assert_eq!(
+        run_with(Some(server.url()), &kill, b"").status.code(),
+        Some(0)
+    );
+    assert_eq!(running.wait().unwrap().code(), Some(9));
+}
+
+#[test]
+fn completions_name_the_commands() {
+    for shell in ["bash", "zsh", "fish"] {
+        let (script, _, code) = seen(&run_with(None, &["completions", shell], b""));
+        assert!(code == 0 && script.contains("completions"), "{shell}");
+    }
+}
+
+/// `exec-server run` in a terminal of its own, as a person has it.
+async fn in_terminal(url: Option<&str>, script: &str) -> Process {
+    let executor = Executor::new(ExecutorConfig::default()).unwrap();
+    let mut argv: Vec<String> = [BINARY, "run"].map(str::to_owned).to_vec();
+    argv.extend(
+        url.iter()
+            .flat_map(|url| ["--url".to_owned(), (*url).to_owned()]),
+    );
+    argv.extend(["--", "sh", "-c", script].map(str::to_owned));
+    let env = [("PATH", "/usr/bin:/bin"), ("TERM", "xterm")];
+    let spec = Spec {
+        argv,
+        cwd: "/".into(),
+        env: env
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
+        stdio: ChildStdio::Terminal(Size { rows: 31, cols: 97 }),
+        ..Spec::default()
+    };
+    executor.start(spec).await.unwrap()
+}
+
+async fn until(process: &Process, wanted: &str) {
+    let found = process.wait_for(|log| {
+        let chunks = log.read(0, None).chunks.into_iter();
+        let seen: Vec<u8> = chunks
+            .filter(|c| c.1 == Stream::Pty)
+            .flat_map(|c| c.2.to_vec())
+            .collect();
+        String::from_utf8_lossy(&seen)
+            .contains(wanted)
+            .then_some(())
+    });
+    let found = tokio::time::timeout(Duration::from_secs(30), found).await;
+    let all = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
+    found.unwrap_or_else(|_| panic!("no {wanted:?} in {:?}", text(&all)));
+}
+
+#[tokio::test]
+async fn run_in_a_terminal_passes_size_keys_and_interrupts_on() {
+    let (_server, places) = places().await;
+    for url in &places {
+        let script = "stty size; echo $TERM; trap 'stty size; echo resized' WINCH; \
+                      trap 'echo interrupted; exit 6' INT; echo ready; while :; do sleep 0.05; done";
+        let process = in_terminal(url.as_deref(), script).await;
+        until(&process, "31 97\r\nxterm\r\n").await;
+        until(&process, "ready").await;
+        process
+            .resize(Size {
+                rows: 40,
+                cols: 120,
+            })
+            .unwrap();
+        until(&process, "40 120\r\nresized").await;
+        assert!(process.try_write(Bytes::from_static(b"\x03")).is_ok());
+        until(&process, "interrupted").await;
+        let exit = process.wait_for(|log| log.exit().copied()).await;
+        assert_eq!(exit.code, 6, "{url:?}");
+    }
+}
