@@ -127,6 +127,11 @@ pub(crate) fn get_metadata(call: Call<'_>, params: GetMetadataParams) {
                 size: found.size,
                 created_at_ms: found.created_at_ms,
                 modified_at_ms: found.modified_at_ms,
+                mode: None,
+                uid: None,
+                gid: None,
+                inode: None,
+                symlink_target: None,
             })
         }),
         Err(error) => call.responder.send_error(error),
