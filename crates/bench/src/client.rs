@@ -30,6 +30,10 @@ pub(crate) struct Client {
     /// Received bytes lie in `unread`; the rest is room.
     buffer: Vec<u8>,
     unread: Range<usize>,
+    /// The most to read at once.
+    read_bytes: usize,
+    /// The last read found more than there was room for.
+    filled: bool,
     /// The frames being sent.
     out: Vec<u8>,
     next_id: i64,
@@ -62,7 +66,8 @@ impl Client {
         Self::upgrade(TcpStream::connect(address)?)
     }
 
-    /// Connects with a receive buffer of this size instead of one that grows with the traffic.
+    /// Connects with a receive buffer of this size instead of one that grows with the traffic, and
+    /// reads no more than that at once.
     pub(crate) fn connect_with_buffer(address: SocketAddr, bytes: usize) -> anyhow::Result<Self> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
@@ -72,7 +77,9 @@ impl Client {
             rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         sockopt::set_socket_recv_buffer_size(&socket, bytes)?;
         rustix::net::connect(&socket, &address)?;
-        Self::upgrade(socket.into())
+        let mut client = Self::upgrade(socket.into())?;
+        client.read_bytes = bytes;
+        Ok(client)
     }
 
     fn upgrade(mut stream: TcpStream) -> anyhow::Result<Self> {
@@ -112,6 +119,8 @@ impl Client {
             decoder: Decoder::new(Role::Client),
             buffer,
             unread: head..filled,
+            read_bytes: Self::READ_BYTES,
+            filled: false,
             out: Vec::new(),
             next_id: 1,
             next_process: 1,
@@ -261,9 +270,12 @@ impl Client {
             self.buffer.copy_within(start..end, 0);
             self.unread = 0..end - start;
         }
-        let needed = (self.unread.end + missing).max(Self::READ_BYTES);
-        if self.buffer.len() < needed {
-            self.buffer.resize(needed, 0);
+        // Grows with what comes: the pages of a large buffer would cost a short connection more than
+        // all else.
+        let full = self.buffer.len() - self.unread.end < missing;
+        if full || self.filled {
+            let needed = (self.unread.end + missing).max(self.read_bytes);
+            self.buffer.resize(self.buffer.len().max(needed), 0);
         }
         let read = loop {
             match self.stream.read(&mut self.buffer[self.unread.end..]) {
@@ -273,6 +285,7 @@ impl Client {
         };
         ensure!(read > 0, "the server closed the connection");
         self.unread.end += read;
+        self.filled = self.unread.end == self.buffer.len();
         Ok(())
     }
 

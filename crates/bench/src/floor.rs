@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::OpenptFlags;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 use crate::client::Client;
+use crate::placement::Placement;
 use crate::stats::median;
 
 /// The child of every spawn scenario.
@@ -148,14 +148,9 @@ fn samples(
 /// otherwise decide which of them every ratio is against.
 pub(crate) fn pipe(bench: &Path, total: u64) -> anyhow::Result<f64> {
     let placed = pipe_once(bench, total)?;
-    let all = sched_getaffinity(None)?;
-    let mut here = CpuSet::new();
-    here.set(sched_getcpu());
-    // Children inherit it.
-    sched_setaffinity(None, &here)?;
-    let pinned = pipe_once(bench, total);
-    sched_setaffinity(None, &all)?;
-    Ok(placed.max(pinned?))
+    let _placement = Placement::one_core()?;
+    let pinned = pipe_once(bench, total)?;
+    Ok(placed.max(pinned))
 }
 
 fn pipe_once(bench: &Path, total: u64) -> anyhow::Result<f64> {

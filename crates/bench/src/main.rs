@@ -8,6 +8,7 @@ mod child;
 mod client;
 mod floor;
 mod pattern;
+mod placement;
 mod report;
 mod scenario;
 mod server;

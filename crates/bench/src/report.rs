@@ -62,6 +62,16 @@ impl Figure {
         }
     }
 
+    /// The one of two that is better by the ratio to its own base, or without a base by itself.
+    pub(crate) fn better(self, other: Self, unit: Unit) -> Self {
+        let score = |figure: Self| figure.ratio().unwrap_or(figure.value);
+        if (score(other) < score(self)) == unit.more_is_better() {
+            self
+        } else {
+            other
+        }
+    }
+
     fn ratio(self) -> Option<f64> {
         self.base.map(|base| self.value / base)
     }

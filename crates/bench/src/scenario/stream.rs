@@ -43,7 +43,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         floor::pipe(&bench.own, total)
     };
     let lines = vec![line("one"), line("eight")];
-    let mut rows = bench.rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
+    let mut rows = bench.placed_rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
         let rate = |processes: u64| -> anyhow::Result<f64> {
             let mut client = server.client()?;
             let start = Instant::now();
