@@ -203,6 +203,62 @@ impl Client {
         self.request::<Write>(&params).map(drop)
     }
 
+    /// Sends a request whose params are text already.
+    pub(crate) fn ask(&mut self, method: &str, params: &str) -> anyhow::Result<i64> {
+        let id = self.take_id();
+        self.send(|out| {
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"{method}\",\"params\":{params}}}"
+            )
+        })?;
+        Ok(id)
+    }
+
+    /// Sends the same request several times, in one go.
+    pub(crate) fn ask_batch(
+        &mut self,
+        method: &str,
+        params: &str,
+        count: usize,
+    ) -> anyhow::Result<()> {
+        for _ in 0..count {
+            let id = self.take_id();
+            self.queue(|out| {
+                write!(
+                    out,
+                    "{{\"id\":{id},\"method\":\"{method}\",\"params\":{params}}}"
+                )
+            })?;
+        }
+        self.flush()
+    }
+
+    /// Whether something was received that nobody has looked at.
+    pub(crate) fn has_buffered(&self) -> bool {
+        !self.unread.is_empty()
+    }
+
+    /// Sends `fs/writeFile` with `len` bytes of the pattern.
+    pub(crate) fn write_file(
+        &mut self,
+        path: &str,
+        pattern: &Pattern,
+        len: usize,
+    ) -> anyhow::Result<i64> {
+        let id = self.take_id();
+        self.send(|out| {
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"fs/writeFile\",\"params\":{{\"path\":\"{path}\",\"dataBase64\":\""
+            )?;
+            pattern.push_text(0, len, out);
+            out.extend_from_slice(b"\"}}");
+            anyhow::Ok(())
+        })?;
+        Ok(id)
+    }
+
     /// Sends `process/terminate`.
     pub(crate) fn terminate(&mut self, process: u64) -> anyhow::Result<()> {
         let params = TerminateParams {
@@ -252,9 +308,8 @@ impl Client {
                 Step::NeedMore(missing) => self.fill(missing)?,
                 Step::Control(Opcode::Ping, payload) => {
                     let payload = self.buffer[payload].to_vec();
-                    self.out.clear();
                     frame::push_frame(&mut self.out, Opcode::Pong, Some(Self::MASK), &payload);
-                    self.stream.write_all(&self.out)?;
+                    self.flush()?;
                 }
                 Step::Control(Opcode::Close, _) => bail!("the server closed the connection"),
                 Step::Control(..) => {}
@@ -307,16 +362,29 @@ impl Client {
     where
         anyhow::Error: From<E>,
     {
+        self.queue(write)?;
+        self.flush()
+    }
+
+    /// Prepares a message, to be sent by [`Client::flush`].
+    fn queue<E>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>) -> anyhow::Result<()>
+    where
+        anyhow::Error: From<E>,
+    {
         /// Which header to leave room for; the payloads are short or as long as a write.
         const HINT: usize = 200;
-        self.out.clear();
         let mut written = Ok(());
         frame::push_message(&mut self.out, Some(Self::MASK), HINT, |out| {
             written = write(out)
         });
-        written?;
+        Ok(written?)
+    }
+
+    fn flush(&mut self) -> anyhow::Result<()> {
         self.stream
             .write_all(&self.out)
-            .context("cannot send to the server")
+            .context("cannot send to the server")?;
+        self.out.clear();
+        Ok(())
     }
 }

@@ -10,6 +10,7 @@
 //! one of the same placement, and a row shows each side in the placement that suits it better.
 
 mod echo;
+mod files;
 mod handshake;
 mod memory;
 mod spawn;
@@ -44,6 +45,8 @@ pub(crate) enum Name {
     Sleeper,
     /// Input of one process
     Stdin,
+    /// Metadata, reads, writes, directories and trees
+    Files,
     /// Memory of an idle server
     Idle,
     /// Memory of live processes
@@ -102,6 +105,7 @@ impl Bench {
                 Name::Stream => stream::run(self),
                 Name::Sleeper => stream::sleeper(self),
                 Name::Stdin => stdin::run(self),
+                Name::Files => files::run(self),
                 Name::Idle => memory::idle(self),
                 Name::Processes => memory::processes(self),
                 Name::Connections => memory::connections(self),
