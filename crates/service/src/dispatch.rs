@@ -119,7 +119,11 @@ pub(crate) fn request(
         command::Terminate::NAME => call.plain::<command::Terminate>(methods::command::terminate),
 
         fs::ReadFile::NAME => call.plain::<fs::ReadFile>(methods::fs::read_file),
-        fs::WriteFile::NAME => call.plain::<fs::WriteFile>(methods::fs::write_file),
+        fs::WriteFile::NAME => call.decoded(
+            fs::WriteFileParams::decode,
+            fs::WriteFile::NAME,
+            methods::fs::write_file,
+        ),
         fs::GetMetadata::NAME => call.plain::<fs::GetMetadata>(methods::fs::get_metadata),
         fs::CreateDirectory::NAME => {
             call.plain::<fs::CreateDirectory>(methods::fs::create_directory);
@@ -135,7 +139,11 @@ pub(crate) fn request(
         fs::Hash::NAME => call.plain::<fs::Hash>(methods::fs::hash),
         fs::Open::NAME => call.plain::<fs::Open>(methods::handle::open),
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::handle::read_block),
-        fs::WriteBlock::NAME => call.plain::<fs::WriteBlock>(methods::handle::write_block),
+        fs::WriteBlock::NAME => call.decoded(
+            fs::WriteBlockParams::decode,
+            fs::WriteBlock::NAME,
+            methods::handle::write_block,
+        ),
         fs::Close::NAME => call.plain::<fs::Close>(methods::handle::close),
 
         other => {

@@ -41,7 +41,7 @@ pub struct Subject {
 enum Kind {
     Listening(Box<Server>),
     /// The link goes to the first who connects.
-    Stdio(Box<Child>, u32, Option<Link>),
+    Stdio(Box<Child>, u32, Option<Box<Link>>),
 }
 
 impl Subject {
@@ -62,7 +62,7 @@ impl Subject {
                 command.args(["--listen", "stdio"]);
                 let (link, child) = stdio::spawn(command).expect("the server to start");
                 let pid = child.id().expect("a child that was not awaited has a pid");
-                Kind::Stdio(Box::new(child), pid, Some(link))
+                Kind::Stdio(Box::new(child), pid, Some(Box::new(link)))
             }
         };
         Self {
@@ -81,7 +81,7 @@ impl Subject {
             Kind::Listening(server) => connect(server.url(), &ConnectOptions::default())
                 .await
                 .expect("the server to take a connection"),
-            Kind::Stdio(.., link) => link.take().expect("stdio has one connection"),
+            Kind::Stdio(.., link) => *link.take().expect("stdio has one connection"),
         };
         Client::new(link)
     }
