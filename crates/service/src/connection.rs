@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
+use crate::methods::search::Searches;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
@@ -40,6 +41,7 @@ pub(crate) struct Connection {
     pub(crate) heard: Arc<Heard>,
     /// Open files, by the id that the client chose.
     pub(crate) files: Mutex<HashMap<String, Arc<OpenFile>>>,
+    pub(crate) searches: Searches,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
@@ -232,6 +234,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         closed: CancellationToken::new(),
         heard: Arc::new(Heard::new()),
         files: Mutex::default(),
+        searches: Searches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,

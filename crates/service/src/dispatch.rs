@@ -16,6 +16,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "command/exec/outputDelta",
     "command/exec/terminate",
     "command/exec/write",
+    "fs/search",
     "initialize#detachGraceMs",
     "process/closeStdin",
     "process/closed#inheritedOutput",
@@ -116,6 +117,7 @@ pub(crate) fn request(
         fs::Open::NAME => call.plain::<fs::Open>(methods::fs::open),
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::fs::read_block),
         fs::Close::NAME => call.plain::<fs::Close>(methods::fs::close),
+        fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
 
         other => {
             let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);

@@ -4,6 +4,7 @@ use std::io;
 
 use exec_server_executor::StartError;
 use exec_server_executor::fs::FsError;
+use exec_server_executor::fs::search::SearchError;
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
@@ -107,6 +108,15 @@ impl From<FsError> for RpcError {
                 message,
             },
             _ => Self::invalid_request(message),
+        }
+    }
+}
+
+impl From<SearchError> for RpcError {
+    fn from(error: SearchError) -> Self {
+        match error {
+            SearchError::Fs(error) => error.into(),
+            _ => Self::invalid_params(error.to_string()),
         }
     }
 }

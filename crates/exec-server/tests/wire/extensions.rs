@@ -53,6 +53,10 @@ async fn probe(client: &mut Client, name: &str) {
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
+        "fs/search" => {
+            let params = json!({"path": "file:///proc/self/status", "pattern": "^Pid:"});
+            assert_eq!(client.ok(name, params).await["matches"][0]["column"], 1);
+        }
         "process/closeStdin" => {
             client.start(here("cat").piped()).await;
             assert_eq!(client.ok(name, known).await, json!({"status": "accepted"}));

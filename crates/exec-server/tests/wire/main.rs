@@ -17,6 +17,7 @@ mod input;
 mod listen;
 mod order;
 mod output;
+mod search;
 mod session;
 mod signal;
 mod start;

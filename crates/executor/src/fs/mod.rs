@@ -3,6 +3,8 @@
 //! Everything here may block on a disk and belongs on a blocking thread. Errors keep what the
 //! system said together with the path.
 
+pub mod search;
+
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};

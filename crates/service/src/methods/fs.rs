@@ -21,13 +21,17 @@ use crate::connection::{OpenFile, Responder, too_large};
 use crate::dispatch::Call;
 use crate::error::{RpcError, io_code};
 
-const FAMILY: &str = "filesystem";
+pub(super) const FAMILY: &str = "filesystem";
 
 /// Room for everything in an answer but the data.
 const ENVELOPE_BYTES: usize = 4096;
 
 /// Checks what every method checks: the handshake, the path and the sandbox.
-fn admit(call: &Call<'_>, path: &PathUri, sandbox: Option<&Value>) -> Result<PathBuf, RpcError> {
+pub(super) fn admit(
+    call: &Call<'_>,
+    path: &PathUri,
+    sandbox: Option<&Value>,
+) -> Result<PathBuf, RpcError> {
     call.phase.ready(FAMILY)?;
     refuse_sandbox(sandbox)?;
     path.to_native()
@@ -48,7 +52,7 @@ fn run<R: serde::Serialize + Send + 'static>(
         .spawn(async move { responder.send(blocking(work).await) });
 }
 
-async fn blocking<R: Send + 'static>(
+pub(super) async fn blocking<R: Send + 'static>(
     work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
 ) -> Result<R, RpcError> {
     tokio::task::spawn_blocking(work)

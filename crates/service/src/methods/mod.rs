@@ -4,4 +4,5 @@ pub(crate) mod command;
 pub(crate) mod environment;
 pub(crate) mod fs;
 pub(crate) mod process;
+pub(crate) mod search;
 pub(crate) mod session;
