@@ -4,6 +4,7 @@
 //! system said together with the path.
 
 pub mod search;
+pub mod watch;
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
