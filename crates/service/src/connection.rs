@@ -21,6 +21,7 @@ use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
 use crate::methods::search::Searches;
+use crate::methods::watch::Watches;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
@@ -42,6 +43,7 @@ pub(crate) struct Connection {
     /// Open files, by the id that the client chose.
     pub(crate) files: Mutex<HashMap<String, Arc<OpenFile>>>,
     pub(crate) searches: Searches,
+    pub(crate) watches: Watches,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
@@ -235,6 +237,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         heard: Arc::new(Heard::new()),
         files: Mutex::default(),
         searches: Searches::default(),
+        watches: Watches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
@@ -268,6 +271,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();
+    connection.watches.end();
     writer.abort();
     if let Some(session) = phase.session() {
         connection

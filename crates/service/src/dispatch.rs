@@ -16,7 +16,10 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "command/exec/outputDelta",
     "command/exec/terminate",
     "command/exec/write",
+    "fs/changed",
     "fs/search",
+    "fs/unwatch",
+    "fs/watch",
     "initialize#detachGraceMs",
     "process/closeStdin",
     "process/closed#inheritedOutput",
@@ -54,7 +57,6 @@ const NOT_OFFERED: &[(&str, &str)] = &[
     ("fs/remove", "filesystem"),
     ("fs/copy", "filesystem"),
     ("fs/writeBlock", "filesystem"),
-    ("fs/watchMissing", "filesystem"),
 ];
 
 /// One request on its way to its function.
@@ -117,6 +119,11 @@ pub(crate) fn request(
         fs::Open::NAME => call.plain::<fs::Open>(methods::fs::open),
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::fs::read_block),
         fs::Close::NAME => call.plain::<fs::Close>(methods::fs::close),
+        fs::Watch::NAME => call.plain::<fs::Watch>(methods::watch::watch),
+        fs::Unwatch::NAME => call.plain::<fs::Unwatch>(methods::watch::unwatch),
+        fs::WatchMissing::NAME => {
+            call.plain::<fs::WatchMissing>(methods::watch::watch_missing);
+        }
         fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
 
         other => {

@@ -5,6 +5,7 @@ use std::io;
 use exec_server_executor::StartError;
 use exec_server_executor::fs::FsError;
 use exec_server_executor::fs::search::SearchError;
+use exec_server_executor::fs::watch::WatchError;
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
@@ -117,6 +118,18 @@ impl From<SearchError> for RpcError {
         match error {
             SearchError::Fs(error) => error.into(),
             _ => Self::invalid_params(error.to_string()),
+        }
+    }
+}
+
+impl From<WatchError> for RpcError {
+    fn from(error: WatchError) -> Self {
+        let message = error.to_string();
+        match error {
+            WatchError::Fs(error) => error.into(),
+            WatchError::Pattern { .. } => Self::invalid_params(message),
+            WatchError::TooMany | WatchError::Cancelled => Self::invalid_request(message),
+            _ => Self::internal(message),
         }
     }
 }

@@ -6,6 +6,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use exec_server_executor::fs::watch::Hub;
 use exec_server_executor::{Executor, ExecutorConfig, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
@@ -38,6 +39,7 @@ struct Inner {
     config: ExecServerConfig,
     executor: Executor,
     info: EnvironmentInfo,
+    hub: Hub,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Cancelled when the server begins to shut down.
     draining: CancellationToken,
@@ -63,6 +65,7 @@ impl Server {
             config,
             executor,
             info,
+            hub: Hub::default(),
             sessions: Mutex::default(),
             draining: CancellationToken::new(),
             ended: CancellationToken::new(),
@@ -80,6 +83,11 @@ impl Server {
     /// What runs the processes.
     pub fn executor(&self) -> &Executor {
         &self.inner.executor
+    }
+
+    /// What watches files.
+    pub(crate) fn hub(&self) -> &Hub {
+        &self.inner.hub
     }
 
     pub(crate) fn info(&self) -> &EnvironmentInfo {

@@ -23,6 +23,7 @@ mod signal;
 mod start;
 mod terminal;
 mod terminate;
+mod watch;
 
 /// The server's program with nothing in its environment but a `PATH`.
 fn program() -> Command {

@@ -56,6 +56,7 @@ pub(crate) fn end(call: Call<'_>, _: NoParams) {
     };
     *call.phase = Phase::New;
     call.connection.searches.cancel();
+    call.connection.watches.end();
     let (server, responder) = (call.connection.server.clone(), call.responder);
     // Not tied to the connection: a session that was told to end ends.
     tokio::spawn(async move {
