@@ -80,7 +80,7 @@ fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
     is_known(&found).then_some(found)
 }
 
-/// As [`metadata`](super::metadata), if that is possible without waiting.
+/// As [`metadata`](fn@super::metadata), if that is possible without waiting.
 pub fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)) {
