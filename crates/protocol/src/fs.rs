@@ -1,6 +1,6 @@
 //! `fs/*`: files of the machine behind the server.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::chunk::ByteChunk;
@@ -63,6 +63,19 @@ fn yes() -> bool {
     true
 }
 
+/// Compatible clients may spell out that they leave an option to its default.
+fn null_is_yes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(true))
+}
+
+fn null_is_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de> + Default,
+{
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
 /// Params of [`ReadFile`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -70,7 +83,7 @@ pub struct ReadFileParams {
     /// Which file.
     pub path: PathUri,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -94,7 +107,7 @@ pub struct WriteFileParams {
     /// Its new content.
     pub data_base64: ByteChunk,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// Extension `fs/writeFile#mode`: permission bits to have afterwards, whatever they were.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -114,7 +127,7 @@ pub struct GetMetadataParams {
     /// Which path.
     pub path: PathUri,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -163,7 +176,7 @@ pub struct OpenParams {
     /// Which file.
     pub path: PathUri,
     /// What for.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub mode: OpenMode,
     /// The policy to run under.
     #[serde(default)]
@@ -245,10 +258,10 @@ pub struct CreateDirectoryParams {
     /// Which path.
     pub path: PathUri,
     /// Make missing parents too, and take an existing directory as success.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -339,7 +352,7 @@ pub struct WalkOptions {
     /// Enter links to directories, each target once.
     pub follow_directory_symlinks: bool,
     /// List directories whose name begins with a dot, but do not enter them.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub prune_hidden_directories: bool,
 }
 
@@ -389,13 +402,13 @@ pub struct RemoveParams {
     /// What; a link at the end is removed itself.
     pub path: PathUri,
     /// With everything below it.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
     /// Take a missing path as success.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub force: bool,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -453,7 +466,7 @@ pub struct RenameParams {
     /// Its new path.
     pub to: PathUri,
     /// Replace what is there.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "null_is_default")]
     pub overwrite: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -473,7 +486,7 @@ pub struct SetMetadataParams {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified_at_ms: Option<i64>,
     /// Whether any component may be a symbolic link.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
@@ -523,7 +536,7 @@ pub struct WatchParams {
     /// What to watch.
     pub path: PathUri,
     /// With everything below it.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
     /// What not to tell of.
     #[serde(default)]
@@ -615,16 +628,16 @@ pub struct SearchParams {
     /// What a line must contain.
     pub pattern: String,
     /// Take the pattern as a regular expression.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub regex: bool,
     /// Tell upper from lower case.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub case_sensitive: bool,
     /// Which files, as in a `.gitignore` turned round: `*.rs` to have them, `!target` not to.
     #[serde(default)]
     pub globs: Vec<String>,
     /// Leave out hidden files and what `.gitignore` files name.
-    #[serde(default = "yes")]
+    #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub gitignore: bool,
     /// Stop after this many matching lines.
     #[serde(default = "default_max_matches")]
@@ -668,4 +681,24 @@ pub struct SearchMatch {
     pub before: Vec<String>,
     /// Lines after it.
     pub after: Vec<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn null_leaves_an_option_to_its_default() {
+        let params = json!({"path": "file:///x", "recursive": null, "followSymlinks": null});
+        let params: CreateDirectoryParams = serde_json::from_value(params).unwrap();
+        assert!(params.recursive && params.follow_symlinks);
+        let params = json!({"handleId": "h", "path": "file:///x", "mode": null, "sandbox": null});
+        let params: OpenParams = serde_json::from_value(params).unwrap();
+        assert_eq!(params.mode, OpenMode::Read);
+        let params = json!({"path": "file:///x", "force": false});
+        let params: RemoveParams = serde_json::from_value(params).unwrap();
+        assert!(!params.force && params.recursive);
+    }
 }

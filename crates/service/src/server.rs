@@ -9,11 +9,13 @@ use std::time::Duration;
 use exec_server_executor::{Executor, ExecutorConfig, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::ExecServerConfig;
 use crate::connection;
 use crate::error::RpcError;
+use crate::files::FileThreads;
 use crate::methods::environment;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
@@ -27,6 +29,9 @@ pub enum Lifetime {
     Connection,
 }
 
+/// How long the files of connections may take to be closed when the server shuts down.
+const FILES_GRACE: Duration = Duration::from_secs(2);
+
 /// A server; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Server {
@@ -39,10 +44,24 @@ struct Inner {
     executor: Executor,
     info: EnvironmentInfo,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
+    /// Does the file work of all connections.
+    files: FileThreads,
+    /// How many connections may have files open.
+    with_files: watch::Sender<usize>,
     /// Cancelled when the server begins to shut down.
     draining: CancellationToken,
     /// Cancelled when it has.
     ended: CancellationToken,
+}
+
+/// A connection that may have files open.
+#[derive(Debug)]
+pub(crate) struct WithFiles(Server);
+
+impl Drop for WithFiles {
+    fn drop(&mut self) {
+        self.0.inner.with_files.send_modify(|count| *count -= 1);
+    }
 }
 
 impl Server {
@@ -64,6 +83,8 @@ impl Server {
             executor,
             info,
             sessions: Mutex::default(),
+            files: FileThreads::default(),
+            with_files: watch::Sender::new(0),
             draining: CancellationToken::new(),
             ended: CancellationToken::new(),
         };
@@ -80,6 +101,16 @@ impl Server {
     /// What runs the processes.
     pub fn executor(&self) -> &Executor {
         &self.inner.executor
+    }
+
+    pub(crate) fn files(&self) -> &FileThreads {
+        &self.inner.files
+    }
+
+    /// Counts a connection as one that may have files open, until this is dropped.
+    pub(crate) fn with_files(&self) -> WithFiles {
+        self.inner.with_files.send_modify(|count| *count += 1);
+        WithFiles(self.clone())
     }
 
     pub(crate) fn info(&self) -> &EnvironmentInfo {
@@ -122,6 +153,9 @@ impl Server {
             .flatten()
             .collect();
         process::end_all(&processes, self.inner.config.shutdown_grace).await;
+        // What was written aside and not put in place must not be left on the disk.
+        let mut with_files = self.inner.with_files.subscribe();
+        let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
         self.inner.ended.cancel();
     }
 
