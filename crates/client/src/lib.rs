@@ -58,6 +58,8 @@ pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, P
 #[cfg(feature = "local")]
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
+#[cfg(feature = "local")]
+pub use fs::LocalFileSystem;
 pub use fs::{ExecutorFileSystem, RemoteFileSystem};
 #[cfg(feature = "local")]
 pub use local::LocalBackend;

@@ -3,6 +3,8 @@
 //! Owns the trait that embedders program against and the options of its methods. Knows nothing of
 //! where the files are: behind a server ([`RemoteFileSystem`]) or on this machine.
 
+#[cfg(feature = "local")]
+mod local;
 mod remote;
 mod stream;
 mod watch;
@@ -23,6 +25,8 @@ use serde_json::Value;
 use crate::backend::Reply;
 use crate::error::ExecServerError;
 
+#[cfg(feature = "local")]
+pub use local::LocalFileSystem;
 pub use remote::RemoteFileSystem;
 pub use stream::{Block, FileBlocks, FileReader, FileWriter};
 pub(crate) use watch::WatchRoutes;

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::ExecutorFileSystem;
 use exec_server_client::fs::{Copy, Remove, Rename};
 use exec_server_protocol::PathUri;
 

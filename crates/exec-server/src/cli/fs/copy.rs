@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use exec_server_client::ExecutorFileSystem;
 use exec_server_client::fs::{Feature, WriteMode, WriteStream};
 use exec_server_client::transfer::{TransferError, TransferOptions, TransferReport};
 use exec_server_client::transfer::{download, upload};

@@ -4,7 +4,6 @@ use std::io::{self, Write as _};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
-use exec_server_client::ExecutorFileSystem;
 use exec_server_client::fs::{ChangeBatch, Search, Watch};
 use exec_server_protocol::fs::{ChangeKind, SearchMatch, WatchIgnore};
 use serde_json::json;

@@ -6,8 +6,8 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use exec_server_client::ExecServerError;
 use exec_server_client::fs::{Feature, ReadDirectory, Walk, child};
-use exec_server_client::{ExecServerError, ExecutorFileSystem};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::codes;
 use exec_server_protocol::fs::{DirectoryEntry, Metadata};
