@@ -58,10 +58,18 @@ over_all_subjects! { cases:
     sandboxes_are_refused;
 }
 
+/// Bytes in which no block is like another.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
-    (0..len)
-        .map(|at| (at as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0])
-        .collect()
+    let piece: Vec<u8> = (0..65_521u32)
+        .map(|at| at.wrapping_mul(2_654_435_761).to_be_bytes()[0])
+        .collect();
+    let mut data = Vec::with_capacity(len + piece.len());
+    while data.len() < len {
+        data.extend_from_slice(&data.len().to_be_bytes());
+        data.extend_from_slice(&piece);
+    }
+    data.truncate(len);
+    data
 }
 
 mod cases {

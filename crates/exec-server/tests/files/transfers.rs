@@ -68,7 +68,7 @@ fn picture(root: &Path, marks: bool) -> Vec<String> {
                 look(root, &path, marks, lines);
                 format!("{name}/")
             } else {
-                format!("{name} {:?}", blake(&fs::read(&path).unwrap()))
+                format!("{name} {:?}", digest(&fs::read(&path).unwrap()))
             };
             if marks && !found.is_symlink() {
                 line += &format!(" {:o} {}", found.mode() & 0o7777, found.mtime());
@@ -83,11 +83,11 @@ fn picture(root: &Path, marks: bool) -> Vec<String> {
 }
 
 /// Length and a checksum of sorts.
-fn blake(data: &[u8]) -> (usize, u64) {
-    let sum = data.iter().fold(7u64, |sum, &byte| {
-        sum.wrapping_mul(31).wrapping_add(byte.into())
-    });
-    (data.len(), sum)
+fn digest(data: &[u8]) -> (usize, u64) {
+    use std::hash::{DefaultHasher, Hasher as _};
+    let mut hasher = DefaultHasher::new();
+    hasher.write(data);
+    (data.len(), hasher.finish())
 }
 
 fn complete(report: &TransferReport) {
