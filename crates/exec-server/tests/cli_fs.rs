@@ -153,6 +153,10 @@ async fn files_of_a_server_and_of_this_machine() {
             "{told}"
         );
 
+        symlink(directory.join("d"), directory.join("d/self")).unwrap();
+        let up = run(&["fs", "ls", "d/self/.."]).ok().text();
+        assert_eq!(up, "a\nd\nl\n", "what is above where the link leads");
+        fs::remove_file(directory.join("d/self")).unwrap();
         run(&["fs", "cp", "a", "b"]).ok();
         run(&["fs", "cp", "b", "d"]).ok();
         run(&["fs", "cp", "d", "e"]).fails(1, &["--recursive", "`d`"]);

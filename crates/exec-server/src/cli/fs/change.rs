@@ -23,7 +23,7 @@ pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode>
 }
 
 async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
-    let uri = place.uri(path)?;
+    let uri = place.uri(path).await?;
     if !args.recursive {
         // An empty directory could be removed like a file, which nobody expects of `rm`.
         let found = place.files.metadata(&uri, Default::default()).await;
@@ -88,13 +88,13 @@ async fn pairs<'a>(
     paths: &'a [std::path::PathBuf],
 ) -> anyhow::Result<Vec<(&'a Path, PathUri, PathUri)>> {
     let (sources, target) = sources_and_target(paths)?;
-    if sources.len() > 1 && !place.is_directory(&place.uri(target)?).await {
+    if sources.len() > 1 && !place.is_directory(&place.uri(target).await?).await {
         bail!("`{}` is not a directory", target.display());
     }
     let mut pairs = Vec::new();
     for source in sources {
         let to = place.destination(source, target).await?;
-        pairs.push((source.as_path(), place.uri(source)?, to));
+        pairs.push((source.as_path(), place.uri(source).await?, to));
     }
     Ok(pairs)
 }

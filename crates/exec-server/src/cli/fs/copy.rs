@@ -44,7 +44,7 @@ enum Reader {
 
 async fn print_file(place: &Place, path: &Path) -> anyhow::Result<Reader> {
     let failed = || format!("cannot read `{}`", path.display());
-    let uri = place.uri(path)?;
+    let uri = place.uri(path).await?;
     let stream = place.files.open_read(&uri, Default::default()).await;
     let mut stream = stream.with_context(failed)?;
     let mut stdout = tokio::io::stdout();
@@ -64,7 +64,7 @@ async fn print_file(place: &Place, path: &Path) -> anyhow::Result<Reader> {
 /// Sends what comes in, whole or not at all where the server can.
 async fn put_stdin(place: &Place, target: &Path) -> anyhow::Result<ExitCode> {
     let failed = || format!("cannot write `{}`", target.display());
-    let uri = place.uri(target)?;
+    let uri = place.uri(target).await?;
     if place.is_directory(&uri).await {
         bail!(
             "`{}` is a directory: give the file a name",
@@ -262,7 +262,7 @@ async fn send(
     target: &Path,
     flags: CopyFlags,
 ) -> anyhow::Result<ExitCode> {
-    let into = place.uri(target)?;
+    let into = place.uri(target).await?;
     let is_directory = place.is_directory(&into).await;
     if sources.len() > 1 && !is_directory {
         bail!("`{}` is not a directory on the server", target.display());
@@ -298,7 +298,7 @@ async fn fetch(
     }
     let mut outcome = Outcome::default();
     for source in sources {
-        let from = place.uri(source)?;
+        let from = place.uri(source).await?;
         let to = match source.file_name() {
             Some(name) if is_directory && !means_content(source) => target.join(name),
             _ => target.to_owned(),

@@ -25,7 +25,7 @@ pub(super) async fn search(place: &Place, args: &SearchArgs) -> anyhow::Result<E
         context_lines: args.context,
         sandbox: None,
     };
-    let path = place.uri(&args.path)?;
+    let path = place.uri(&args.path).await?;
     let result = place
         .files
         .search(&path, &args.pattern, options)
@@ -79,7 +79,7 @@ pub(super) async fn watch(place: &Place, args: &WatchArgs) -> anyhow::Result<Exi
         debounce: args.debounce,
         sandbox: None,
     };
-    let path = place.uri(&args.path)?;
+    let path = place.uri(&args.path).await?;
     let mut changes = place
         .files
         .watch(&path, options)

@@ -36,7 +36,7 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
     let mut listed = Vec::new();
     let for_terminal = prints_to_terminal();
     for (number, path) in args.paths.iter().enumerate() {
-        let uri = place.uri(path)?;
+        let uri = place.uri(path).await?;
         let lines = lines(place, &uri, args)
             .await
             .with_context(|| format!("cannot list `{}`", path.display()))?;
@@ -249,7 +249,7 @@ pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitC
     let mut all = Vec::new();
     let mut text = String::new();
     for path in &args.paths {
-        let uri = place.uri(path)?;
+        let uri = place.uri(path).await?;
         let found = place
             .files
             .metadata(&uri, Default::default())
@@ -303,7 +303,7 @@ pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitC
         prune_hidden_directories: args.prune_hidden,
         ..Walk::default()
     };
-    let path = place.uri(&args.path)?;
+    let path = place.uri(&args.path).await?;
     let walked = place
         .files
         .walk(&path, options)

@@ -7,7 +7,7 @@ mod find;
 mod list;
 mod progress;
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -97,11 +97,23 @@ impl Place {
         }
     }
 
-    fn uri(&self, path: &Path) -> anyhow::Result<PathUri> {
-        let native = self.native(path)?;
-        // Without it, `.` at the end would be part of the path that errors name.
-        let tidy: PathBuf = native.components().collect();
-        Ok(uri(tidy)?)
+    /// The URI of a path there.
+    ///
+    /// What is above a directory only that machine knows, since links may have led to it: `..` is
+    /// asked for, and never part of what is sent.
+    async fn uri(&self, path: &Path) -> anyhow::Result<PathUri> {
+        let mut exact = PathBuf::new();
+        for component in self.native(path)?.components() {
+            if component != Component::ParentDir {
+                exact.push(component);
+                continue;
+            }
+            let below = self.files.canonicalize(&uri(&exact)?, None).await;
+            let below = below.with_context(|| format!("cannot use `{}`", path.display()))?;
+            exact = below.to_native()?;
+            exact.pop();
+        }
+        Ok(uri(exact)?)
     }
 
     /// Whether there is a directory, or a link to one.
@@ -112,7 +124,7 @@ impl Place {
 
     /// Where something goes that is put at `target`: below it if that is a directory.
     async fn destination(&self, source: &Path, target: &Path) -> anyhow::Result<PathUri> {
-        let target = self.uri(target)?;
+        let target = self.uri(target).await?;
         if self.is_directory(&target).await
             && let Some(name) = source.file_name()
         {
