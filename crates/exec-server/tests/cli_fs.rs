@@ -5,7 +5,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::Write as _;
+use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
@@ -117,11 +117,14 @@ fn pattern(len: usize) -> Vec<u8> {
 async fn files_of_a_server_and_of_this_machine() {
     let test = Test::new().await;
     // The same commands, with a server and without one.
-    let here = |args: &[&str]| see(test.command(args).env_remove("EXEC_SERVER_URL"));
-    let there = |args: &[&str]| test.run(args);
-    let places: [(&dyn Fn(&[&str]) -> Seen, PathBuf); 2] =
-        [(&there, test.there("")), (&here, test.here(""))];
-    for (run, directory) in places {
+    for (remote, directory) in [(true, test.there("")), (false, test.here(""))] {
+        let run = |args: &[&str]| {
+            let mut command = test.command(args);
+            if !remote {
+                command.env_remove("EXEC_SERVER_URL");
+            }
+            see(&mut command)
+        };
         fs::write(directory.join("a"), "one\n").unwrap();
         fs::write(directory.join(".hidden"), "").unwrap();
         fs::create_dir(directory.join("d")).unwrap();
@@ -377,6 +380,66 @@ async fn a_large_upload_that_was_cut_goes_on() {
     test.run(&["cp", ":image", "."]).ok();
     assert!(fs::read(test.here("image")).unwrap() == data);
     assert!(!test.here(".image.exec-server-part").exists());
+}
+
+#[tokio::test]
+async fn searching_prints_as_grep_does() {
+    let test = Test::new().await;
+    fs::write(test.there("a.rs"), "one\ntwo needle\nthree\n").unwrap();
+    fs::write(test.there("b.txt"), "needle\n").unwrap();
+    let line = |name: &str, rest: &str| format!("{}{rest}\n", test.there(name).display());
+    let found = test.run(&["fs", "search", "need.e"]).ok().text();
+    let expected = line("a.rs", ":2:two needle") + &line("b.txt", ":1:needle");
+    assert_eq!(found, expected);
+    let found = test.run(&["fs", "search", "-g", "*.rs", "-C", "1", "needle"]);
+    let expected =
+        line("a.rs", "-1-one") + &line("a.rs", ":2:two needle") + &line("a.rs", "-3-three");
+    assert_eq!(found.ok().text(), expected);
+    let found = test
+        .run(&["fs", "search", "--json", "-i", "NEEDLE", "b.txt"])
+        .ok();
+    let json: serde_json::Value = serde_json::from_slice(&found.out).unwrap();
+    assert_eq!(json["matches"][0]["line"], 1);
+    test.run(&["fs", "search", "nothing"]).fails(1, &[]);
+    test.run(&["fs", "search", "("]).fails(2, &["pattern"]);
+    test.run(&["fs", "search", "x", "missing"])
+        .fails(2, &["missing"]);
+}
+
+#[tokio::test]
+async fn watching_prints_what_happens() {
+    let test = Test::new().await;
+    let mut watching = test
+        .command(&["fs", "watch", "--ignore", "*.log"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut said = BufReader::new(watching.stderr.take().unwrap()).lines();
+    assert!(said.next().unwrap().unwrap().starts_with("watching "));
+    fs::write(test.there("x.log"), "").unwrap();
+    fs::write(test.there("new file"), "").unwrap();
+    let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
+    let line = lines.next().unwrap().unwrap();
+    assert_eq!(
+        line,
+        format!("created   {}", test.there("new file").display())
+    );
+    // When nobody reads any more, it ends.
+    drop(lines);
+    fs::write(test.there("another"), "").unwrap();
+    let mut number = 0;
+    let ended = eventually("the end of the watch", || {
+        number += 1;
+        fs::write(test.there("another"), number.to_string()).unwrap();
+        match watching.try_wait().unwrap() {
+            Some(status) => Ok(status),
+            None => Err("it still runs"),
+        }
+    })
+    .await;
+    assert!(ended.success(), "{ended}");
+    test.run(&["fs", "watch", "missing"]).fails(1, &["missing"]);
 }
 
 #[tokio::test]

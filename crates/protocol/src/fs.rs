@@ -677,6 +677,9 @@ pub struct SearchMatch {
     pub column: u64,
     /// The line without its end, with U+FFFD for bytes that are no text.
     pub text: String,
+    /// The text is only the beginning of a long line; the match may lie beyond it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub cut: bool,
     /// Lines before it.
     pub before: Vec<String>,
     /// Lines after it.

@@ -19,6 +19,8 @@ use crate::dispatch;
 use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
+use crate::methods::search::Searches;
+use crate::methods::watch::Watches;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
@@ -44,6 +46,8 @@ pub(crate) struct Connection {
     pub(crate) handles: Handles,
     /// Where its file work is done.
     pub(crate) lane: Arc<Lane>,
+    pub(crate) searches: Searches,
+    pub(crate) watches: Watches,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
@@ -324,6 +328,8 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         heard: Arc::new(Heard::new()),
         handles: Handles::default(),
         lane,
+        searches: Searches::default(),
+        watches: Watches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
@@ -358,6 +364,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();
+    connection.watches.end();
     writer.abort();
     let _ = tokio::time::timeout(FAREWELL, closed).await;
     drop(with_files);

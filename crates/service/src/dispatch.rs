@@ -16,6 +16,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "command/exec/outputDelta",
     "command/exec/terminate",
     "command/exec/write",
+    "fs/changed",
     "fs/close#commit",
     "fs/createSymlink",
     "fs/getMetadata#gid",
@@ -29,7 +30,10 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "fs/readDirectory#links",
     "fs/readDirectory#path",
     "fs/rename",
+    "fs/search",
     "fs/setMetadata",
+    "fs/unwatch",
+    "fs/watch",
     "fs/writeFile#mode",
     "fs/writeFile#modifiedAtMs",
     "initialize#detachGraceMs",
@@ -62,7 +66,6 @@ const NOT_OFFERED: &[(&str, &str)] = &[
     ("capabilityRoots/discoverV1", "capability discovery"),
     ("capabilities/discoverV2", "capability discovery"),
     ("http/request", "http"),
-    ("fs/watchMissing", "filesystem"),
 ];
 
 /// One request on its way to its function.
@@ -138,6 +141,12 @@ pub(crate) fn request(
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::handle::read_block),
         fs::WriteBlock::NAME => call.plain::<fs::WriteBlock>(methods::handle::write_block),
         fs::Close::NAME => call.plain::<fs::Close>(methods::handle::close),
+        fs::Watch::NAME => call.plain::<fs::Watch>(methods::watch::watch),
+        fs::Unwatch::NAME => call.plain::<fs::Unwatch>(methods::watch::unwatch),
+        fs::WatchMissing::NAME => {
+            call.plain::<fs::WatchMissing>(methods::watch::watch_missing);
+        }
+        fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
 
         other => {
             let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);

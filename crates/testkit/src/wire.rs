@@ -293,6 +293,8 @@ pub struct Client {
     pub order: Vec<Seen>,
     /// What the notifications told, by process id.
     pub processes: HashMap<String, Observed>,
+    /// Notifications of other things than processes, until they are asked for.
+    notices: VecDeque<(String, Value)>,
     /// The result of `initialize`.
     pub session: Value,
 }
@@ -319,6 +321,7 @@ impl Client {
             refusals: VecDeque::new(),
             order: Vec::new(),
             processes: HashMap::new(),
+            notices: VecDeque::new(),
             session: Value::Null,
         }
     }
@@ -626,6 +629,27 @@ impl Client {
         self.observed(process_id)
     }
 
+    /// Waits for the next notification of this method, which is not about a process; its params.
+    ///
+    /// # Panics
+    ///
+    /// If none comes, or the connection ends.
+    pub async fn notice(&mut self, method: &str) -> Value {
+        loop {
+            let found = self.notices.iter().position(|(name, _)| name == method);
+            if let Some((_, params)) = found.and_then(|at| self.notices.remove(at)) {
+                return params;
+            }
+            let alive = self.step().await;
+            assert!(alive, "the connection ended before {method}");
+        }
+    }
+
+    /// Notifications that have come and were not asked for.
+    pub fn notices(&mut self) -> Vec<(String, Value)> {
+        self.notices.drain(..).collect()
+    }
+
     /// Reads until the connection ends.
     ///
     /// # Panics
@@ -666,6 +690,9 @@ impl Client {
     fn take(&mut self, message: Value) {
         if let Some(method) = message["method"].as_str() {
             let params = &message["params"];
+            if method.starts_with("fs/") {
+                return self.notices.push_back((method.to_owned(), params.clone()));
+            }
             let process = params["processId"].as_str().unwrap_or_default().to_owned();
             self.order
                 .push(Seen::Notification(method.to_owned(), process.clone()));

@@ -3,27 +3,35 @@
 //! Straight onto the executor, on threads that may block: no connection, no messages. Errors have
 //! the codes of the wire, so that a caller need not care where a file is.
 
+use std::future::poll_fn;
 use std::io::{self, Read as _};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
 
 use bytes::Bytes;
+use exec_server_executor::fs::search::{self, SearchError};
+use exec_server_executor::fs::watch::{Hub, Missing, Subscription, WatchError};
 use exec_server_executor::fs::{self as files, Attributes, Cancelled, FsError, LinkAt, OpenFile};
 use exec_server_protocol::fs::{
-    DirectoryEntry, HashResult, Metadata, OpenMode, SearchResult, WalkEntry, WalkError,
-    WalkOptions, WalkResult,
+    DirectoryEntry, HashResult, Metadata, OpenMode, SearchParams, SearchResult, WalkEntry,
+    WalkError, WalkOptions, WalkResult,
 };
+use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::{PathUri, codes};
 use serde_json::Value;
+use tokio::sync::oneshot;
 
 use super::{
-    Access, Block, Copy, CreateDirectory, ExecutorFileSystem, Feature, FileBlocks, FileChanges,
-    FileReader, FileWriter, Hash, Links, MissingWatch, ReadDirectory, ReadStream, Remove, Rename,
-    Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions, WriteStream,
+    Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
+    FileBlocks, FileChanges, FileReader, FileWriter, Hash, Links, MissingWatch, ReadDirectory,
+    ReadStream, Remove, Rename, Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions,
+    WriteStream,
 };
-use crate::backend::Reply;
+use crate::backend::{BoxFuture, Reply};
 use crate::error::ExecServerError;
+use crate::follow::AbortOnDrop;
 
 /// Files of this machine.
 ///
@@ -38,13 +46,21 @@ use crate::error::ExecServerError;
 /// # tokio::runtime::Runtime::new().unwrap().block_on(example()).unwrap();
 /// ```
 #[derive(Debug, Clone, Default)]
-#[non_exhaustive]
-pub struct LocalFileSystem {}
+pub struct LocalFileSystem {
+    /// What watches trees for all clones.
+    hub: Arc<Hub>,
+    /// The one watch for something missing. Never held across an await.
+    missing: Arc<Mutex<Option<AbortOnDrop>>>,
+}
 
 impl LocalFileSystem {
     /// The files of this machine.
     pub fn new() -> Self {
-        Self {}
+        Self::default()
+    }
+
+    fn replace_missing(&self, next: Option<AbortOnDrop>) {
+        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = next;
     }
 }
 
@@ -85,19 +101,22 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
+/// Tells work when the future that waits for it is dropped.
+#[derive(Debug, Default)]
+struct Tell(Arc<AtomicBool>);
+
+impl Drop for Tell {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Runs long work, which ends soon after nobody waits for it any more.
 async fn cancellable<T: Send + 'static>(
     work: impl FnOnce(Cancelled<'_>) -> Result<T, FsError> + Send + 'static,
 ) -> Result<T, ExecServerError> {
-    /// Tells the work when its future is dropped.
-    struct Tell(Arc<AtomicBool>);
-    impl Drop for Tell {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-    let flag = Arc::new(AtomicBool::new(false));
-    let _tell = Tell(Arc::clone(&flag));
+    let tell = Tell::default();
+    let flag = Arc::clone(&tell.0);
     blocking(move || Ok(work(&|| flag.load(Ordering::Relaxed))?)).await
 }
 
@@ -124,9 +143,8 @@ fn uri(path: &std::path::Path) -> Result<PathUri, ExecServerError> {
 }
 
 impl ExecutorFileSystem for LocalFileSystem {
-    fn supports(&self, feature: Feature) -> Reply<'_, bool> {
-        let has = !matches!(feature, Feature::Search | Feature::Watch);
-        Box::pin(async move { Ok(has) })
+    fn supports(&self, _: Feature) -> Reply<'_, bool> {
+        Box::pin(async { Ok(true) })
     }
 
     fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
@@ -351,23 +369,98 @@ impl ExecutorFileSystem for LocalFileSystem {
 
     fn search<'a>(
         &'a self,
-        _path: &'a PathUri,
-        _pattern: &'a str,
-        _options: Search,
+        path: &'a PathUri,
+        pattern: &'a str,
+        options: Search,
     ) -> Reply<'a, SearchResult> {
-        Box::pin(async { Err(ExecServerError::Unsupported("fs/search")) })
+        Box::pin(async move {
+            let root = admit(path, options.sandbox.as_ref())?;
+            let params = SearchParams {
+                path: path.clone(),
+                pattern: pattern.to_owned(),
+                regex: options.regex,
+                case_sensitive: options.case_sensitive,
+                globs: options.globs,
+                gitignore: options.gitignore,
+                max_matches: options.max_matches,
+                context_lines: options.context_lines,
+                sandbox: None,
+            };
+            let tell = Tell::default();
+            let cancelled = Arc::clone(&tell.0);
+            blocking(move || Ok(search::search(&root, &params, &cancelled)?)).await
+        })
     }
 
-    fn watch<'a>(&'a self, _path: &'a PathUri, _options: Watch) -> Reply<'a, FileChanges> {
-        Box::pin(async { Err(ExecServerError::Unsupported("fs/watch")) })
+    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges> {
+        Box::pin(async move {
+            let path = admit(path, options.sandbox.as_ref())?;
+            let tell = Tell::default();
+            let (hub, cancelled) = (Arc::clone(&self.hub), Arc::clone(&tell.0));
+            let subscription = blocking(move || {
+                let Watch {
+                    recursive,
+                    ignore,
+                    debounce,
+                    ..
+                } = options;
+                Ok(hub.watch(&path, recursive, &ignore, debounce, &cancelled)?)
+            })
+            .await?;
+            let root = uri(subscription.root())?;
+            Ok(FileChanges::new(root, LocalChanges(subscription)))
+        })
     }
 
     fn watch_missing<'a>(
         &'a self,
-        _missing: &'a [PathUri],
-        _present: Option<&'a PathUri>,
+        missing: &'a [PathUri],
+        present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>> {
-        Box::pin(async { Err(ExecServerError::Unsupported("fs/watchMissing")) })
+        Box::pin(async move {
+            let native = |path: &PathUri| path.to_native().ok();
+            let paths: Option<Vec<_>> = missing.iter().map(native).collect();
+            let usable = paths.filter(|paths| (1..=MAX_MISSING_PATHS).contains(&paths.len()));
+            let there = present.map(native);
+            // Even a watch that comes to nothing ends the one before it.
+            self.replace_missing(None);
+            let (Some(paths), Some(present)) = (usable, there.map_or(Some(None), |p| p.map(Some)))
+            else {
+                return Ok(None);
+            };
+            let Some(watch) = blocking(move || Ok(Missing::start(paths, present)?)).await? else {
+                return Ok(None);
+            };
+            let (mut sender, receiver) = oneshot::channel();
+            // Ends with the change, with whoever waits for it, or with the next watch.
+            let task = tokio::spawn(async move {
+                let changed = tokio::select! {
+                    changed = watch.changed() => changed.is_ok(),
+                    () = sender.closed() => false,
+                };
+                if changed {
+                    let _ = sender.send(());
+                }
+            });
+            self.replace_missing(Some(AbortOnDrop(task)));
+            Ok(Some(MissingWatch::new(receiver)))
+        })
+    }
+}
+
+/// A watch of this machine.
+#[derive(Debug)]
+struct LocalChanges(Subscription);
+
+impl ChangeSource for LocalChanges {
+    fn recv(&mut self) -> BoxFuture<'_, Option<ChangeBatch>> {
+        Box::pin(poll_fn(|cx| match self.0.take(cx.waker()) {
+            Some(batch) => Poll::Ready(Some(ChangeBatch {
+                changes: batch.changes,
+                overflow: batch.overflow,
+            })),
+            None => Poll::Pending,
+        }))
     }
 }
 
@@ -480,6 +573,31 @@ impl From<FsError> for ExecServerError {
             code,
             message: error.to_string(),
         }
+    }
+}
+
+impl From<SearchError> for ExecServerError {
+    fn from(error: SearchError) -> Self {
+        match error {
+            SearchError::Fs(error) => error.into(),
+            _ => Self::Server {
+                code: codes::INVALID_PARAMS,
+                message: error.to_string(),
+            },
+        }
+    }
+}
+
+impl From<WatchError> for ExecServerError {
+    fn from(error: WatchError) -> Self {
+        let message = error.to_string();
+        let code = match error {
+            WatchError::Fs(error) => return error.into(),
+            WatchError::Pattern { .. } => codes::INVALID_PARAMS,
+            WatchError::TooMany | WatchError::Cancelled => codes::INVALID_REQUEST,
+            _ => codes::INTERNAL,
+        };
+        Self::Server { code, message }
     }
 }
 

@@ -13,10 +13,10 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 use exec_server::ExecServerError;
 use exec_server::fs::{
     Access, Copy, CreateDirectory, Feature, Hash, Links, ReadDirectory, ReadStream, Remove, Rename,
-    SetMetadata, Walk, WriteMode, WriteOptions, WriteStream, child,
+    Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions, WriteStream, child,
 };
-use exec_server::protocol::codes;
-use exec_server::protocol::fs::WalkKind;
+use exec_server::protocol::fs::{ChangeKind, SearchMatch, WalkKind, WatchIgnore};
+use exec_server::protocol::{PathUri, codes};
 use tokio::io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _};
 
 use subjects::Subject;
@@ -56,6 +56,9 @@ over_all_subjects! { cases:
     metadata_is_told_and_set;
     hashes;
     sandboxes_are_refused;
+    searches;
+    watches;
+    waits_for_what_is_missing;
 }
 
 /// Bytes in which no block is like another.
@@ -580,6 +583,115 @@ mod cases {
         assert_eq!(hash(Some(3)).await, (abc.to_owned(), 3));
         assert_eq!(hash(None).await.1, 6);
         assert_eq!(hash(Some(100)).await, hash(None).await);
+    }
+
+    pub(super) async fn searches(subject: Subject) {
+        fs::create_dir(subject.path("sub")).unwrap();
+        fs::write(subject.path("a.rs"), "one\nneedle (1)\nthree\n").unwrap();
+        fs::write(subject.path("sub/b.txt"), "NEEDLE\n").unwrap();
+        let root = subject.uri("");
+        let lines = async |pattern: &str, options: Search| {
+            let found = subject.files.search(&root, pattern, options).await.unwrap();
+            let line = |found: SearchMatch| (found.path, found.line, found.column, found.text);
+            found.matches.into_iter().map(line).collect::<Vec<_>>()
+        };
+        let here = (subject.uri("a.rs"), 2, 1, "needle (1)".to_owned());
+        let there = (subject.uri("sub/b.txt"), 1, 1, "NEEDLE".to_owned());
+        assert_eq!(lines("n..dle", Search::default()).await, [here.clone()]);
+        let any_case = Search {
+            case_sensitive: false,
+            ..Search::default()
+        };
+        assert_eq!(
+            lines("needle", any_case.clone()).await,
+            [here.clone(), there]
+        );
+        let one_kind = Search {
+            globs: vec!["*.rs".to_owned()],
+            ..any_case
+        };
+        assert_eq!(lines("needle", one_kind).await, [here]);
+        let plain = Search {
+            regex: false,
+            context_lines: 1,
+            ..Search::default()
+        };
+        let found = subject.files.search(&root, "(1)", plain).await.unwrap();
+        assert_eq!(found.matches[0].before, ["one"]);
+        assert_eq!(found.matches[0].after, ["three"]);
+        let refused = subject.files.search(&root, "(", Search::default()).await;
+        assert_eq!(code(refused), Some(codes::INVALID_PARAMS));
+        let missing = subject.uri("missing");
+        let refused = subject.files.search(&missing, "x", Search::default()).await;
+        assert_eq!(code(refused), Some(codes::NOT_FOUND));
+    }
+
+    pub(super) async fn watches(subject: Subject) {
+        fs::create_dir(subject.path("quiet")).unwrap();
+        let options = Watch {
+            ignore: WatchIgnore {
+                gitignore: false,
+                patterns: vec!["quiet".to_owned()],
+            },
+            debounce: std::time::Duration::from_millis(1),
+            ..Watch::default()
+        };
+        let root = subject.uri("");
+        let mut changes = subject.files.watch(&root, options).await.unwrap();
+        assert_eq!(*changes.path(), root);
+        fs::write(subject.path("quiet/f"), "").unwrap();
+        fs::write(subject.path("f"), "").unwrap();
+        fs::create_dir(subject.path("d")).unwrap();
+        fs::write(subject.path("d/g"), "").unwrap();
+        let mut awaited = vec![subject.uri("f"), subject.uri("d"), subject.uri("d/g")];
+        while !awaited.is_empty() {
+            let batch = changes.recv().await.unwrap();
+            assert!(!batch.overflow);
+            for change in batch.changes {
+                assert!(!change.path.as_str().contains("quiet"), "{change:?}");
+                awaited.retain(|path| *path != change.path);
+            }
+        }
+        fs::rename(subject.path("f"), subject.path("h")).unwrap();
+        fs::remove_file(subject.path("d/g")).unwrap();
+        let (mut renamed, mut removed) = (false, false);
+        while !(renamed && removed) {
+            for change in changes.recv().await.unwrap().changes {
+                renamed |= change.path == subject.uri("h");
+                removed |= change.kind == ChangeKind::Removed && change.path == subject.uri("d/g");
+            }
+        }
+        drop(changes);
+        let missing = subject.uri("missing");
+        let refused = subject.files.watch(&missing, Watch::default()).await;
+        assert_eq!(code(refused), Some(codes::NOT_FOUND));
+        // More than there may be at a time: dropped ones are ended.
+        for number in 0..80 {
+            let name = format!("w{number}");
+            fs::create_dir(subject.path(&name)).unwrap();
+            let watch = subject
+                .files
+                .watch(&subject.uri(&name), Watch::default())
+                .await;
+            drop(watch.unwrap());
+        }
+    }
+
+    pub(super) async fn waits_for_what_is_missing(subject: Subject) {
+        let files = &subject.files;
+        let (missing, present) = (subject.uri("a/b"), subject.uri(""));
+        let wait = async |missing: &[PathUri]| {
+            let watch = files.watch_missing(missing, Some(&present)).await;
+            watch.unwrap()
+        };
+        assert!(wait(&[]).await.is_none());
+        assert!(wait(&[subject.uri("")]).await.is_none(), "it is there");
+        let first = wait(std::slice::from_ref(&missing)).await.unwrap();
+        let second = wait(std::slice::from_ref(&missing)).await.unwrap();
+        assert!(first.changed().await.is_err(), "replaced");
+        fs::create_dir_all(subject.path("a/b")).unwrap();
+        second.changed().await.unwrap();
+        assert!(wait(std::slice::from_ref(&missing)).await.is_none());
     }
 
     pub(super) async fn sandboxes_are_refused(subject: Subject) {

@@ -1,6 +1,5 @@
 //! `environment/*`.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use exec_server_executor::host;
@@ -38,7 +37,9 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
             .into_iter()
             .collect(),
         temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
-        capabilities: BTreeMap::from([("fileWriteStreaming".to_owned(), true)]),
+        capabilities: ["fileWriteStreaming", "fsWatchMissing"]
+            .map(|name| (name.to_owned(), true))
+            .into(),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
     }
 }
