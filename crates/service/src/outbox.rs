@@ -207,8 +207,7 @@ fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bo
     };
     let any = !replies.is_empty() || feed.is_some();
     for mut reply in replies {
-        let message = std::mem::take(&mut reply.message);
-        outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        outgoing.push_encoded(std::mem::take(&mut reply.message));
         sent.push(reply);
     }
     if let Some(feed) = feed

@@ -282,6 +282,23 @@ pub fn push_message(
     out[start..start + needed].copy_from_slice(&header);
 }
 
+/// The frames of one unmasked text message, around its payload: a header for each part of it.
+pub fn message_headers(length: usize) -> impl Iterator<Item = (Vec<u8>, Range<usize>)> {
+    let count = length.div_ceil(SEND_FRAME_BYTES).max(1);
+    (0..count).map(move |index| {
+        let start = index * SEND_FRAME_BYTES;
+        let end = length.min(start + SEND_FRAME_BYTES);
+        let opcode = if index == 0 {
+            Opcode::Text
+        } else {
+            Opcode::Continuation
+        };
+        let mut header = Vec::with_capacity(header_len(end - start, false));
+        push_header(&mut header, opcode, index + 1 == count, None, end - start);
+        (header, start..end)
+    })
+}
+
 fn push_fragments(out: &mut Vec<u8>, mask: Option<[u8; 4]>, payload: &[u8]) {
     out.reserve(payload.len() + 64);
     let count = payload.len().div_ceil(SEND_FRAME_BYTES);

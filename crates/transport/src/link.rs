@@ -3,11 +3,13 @@
 //! Owns buffering and framing of one connection. The halves share nothing, so a peer that does not
 //! read can never keep us from reading, and the other way round.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
 
+use bytes::{Buf as _, Bytes};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
@@ -306,6 +308,8 @@ enum OutFraming {
 pub struct Outgoing {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     framing: OutFraming,
+    /// Encoded bytes that leave before those in the buffer; never empty ones.
+    parts: VecDeque<Bytes>,
     /// Encoded bytes; everything before `sent` has left.
     buffer: Vec<u8>,
     sent: usize,
@@ -327,6 +331,7 @@ impl Outgoing {
         Self {
             io,
             framing,
+            parts: VecDeque::new(),
             buffer: Vec::new(),
             sent: 0,
         }
@@ -334,7 +339,30 @@ impl Outgoing {
 
     /// Bytes that wait for [`Outgoing::flush`].
     pub fn buffered(&self) -> usize {
-        self.buffer.len() - self.sent
+        let parts: usize = self.parts.iter().map(Bytes::len).sum();
+        parts + self.buffer.len() - self.sent
+    }
+
+    /// Appends one message that is encoded already; a long one is sent from where it is.
+    pub fn push_encoded(&mut self, message: Vec<u8>) {
+        /// From here on moving a message costs more than sending it apart from its neighbours.
+        const LONG_BYTES: usize = 128 * 1024;
+        if message.len() < LONG_BYTES || matches!(self.framing, OutFraming::ClientFrames(_)) {
+            return self.push_message(message.len(), |out| out.extend_from_slice(&message));
+        }
+        let mut before = Bytes::from(std::mem::take(&mut self.buffer));
+        before.advance(std::mem::take(&mut self.sent));
+        let message = Bytes::from(message);
+        if matches!(self.framing, OutFraming::Lines) {
+            self.parts.extend([before, message]);
+            self.buffer.push(b'\n');
+        } else {
+            self.parts.push_back(before);
+            for (header, part) in frame::message_headers(message.len()) {
+                self.parts.extend([header.into(), message.slice(part)]);
+            }
+        }
+        self.parts.retain(|part| !part.is_empty());
     }
 
     /// Appends one message that `write` encodes in place; `hint` is a guess of its length.
@@ -393,11 +421,20 @@ impl Outgoing {
     ///
     /// When the connection fails.
     pub async fn flush_noting(&mut self, mut taken: impl FnMut()) -> io::Result<()> {
-        while self.sent < self.buffer.len() {
+        while !self.parts.is_empty() || self.sent < self.buffer.len() {
             let mut waited = false;
             let written = poll_fn(|cx| {
                 let rest = &self.buffer[self.sent..];
-                let poll = Pin::new(&mut self.io).poll_write(cx, rest);
+                let poll = if self.parts.is_empty() {
+                    Pin::new(&mut self.io).poll_write(cx, rest)
+                } else {
+                    let mut slices = [IoSlice::new(&[]); 8];
+                    let parts = self.parts.iter().map(|part| &part[..]);
+                    for (slice, bytes) in slices.iter_mut().zip(parts.chain([rest])) {
+                        *slice = IoSlice::new(bytes);
+                    }
+                    Pin::new(&mut self.io).poll_write_vectored(cx, &slices)
+                };
                 waited |= poll.is_pending();
                 poll
             })
@@ -408,11 +445,24 @@ impl Outgoing {
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
-            self.sent += written;
+            self.advance(written);
         }
         self.buffer.clear();
         self.sent = 0;
         self.io.flush().await
+    }
+
+    /// Forgets what has left.
+    fn advance(&mut self, mut written: usize) {
+        while let Some(part) = self.parts.front_mut() {
+            if written < part.len() {
+                part.advance(written);
+                return;
+            }
+            written -= part.len();
+            self.parts.pop_front();
+        }
+        self.sent += written;
     }
 
     /// Gives memory back; to be called when there is nothing to send for now.
@@ -420,6 +470,7 @@ impl Outgoing {
         if self.buffer.is_empty() && self.buffer.capacity() > Self::IDLE_BYTES {
             self.buffer = Vec::new();
         }
+        self.parts.shrink_to_fit();
     }
 
     /// Sends what is left and ends this direction.
@@ -507,6 +558,41 @@ mod tests {
         );
         drop(there);
         assert_eq!(here.incoming.recv().await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn encoded_messages_keep_their_place() {
+        let (here, there) = tokio::io::duplex(1 << 16);
+        let framed = |end, role| {
+            let (read, write) = tokio::io::split(end);
+            Link::websocket(role, read, write, Vec::new())
+        };
+        let websocket = (framed(here, Role::Server), framed(there, Role::Client));
+        for (mut from, mut to) in [websocket, Link::pair()] {
+            let sizes = [0, 3, 200_000, 5, 9 << 20, 4 << 20, 7, (8 << 20) + 1];
+            let mut ends = 0;
+            for (n, &size) in sizes.iter().enumerate() {
+                let message = vec![b'a' + n as u8; size.max(1)];
+                ends += message.len();
+                from.outgoing.push_encoded(message);
+            }
+            assert!(from.outgoing.buffered() >= ends);
+            let sending = tokio::spawn(async move {
+                from.outgoing.flush().await.unwrap();
+                assert_eq!(from.outgoing.buffered(), 0);
+                from
+            });
+            for (n, &size) in sizes.iter().enumerate() {
+                match to.incoming.recv().await.unwrap() {
+                    Some(Event::Message(text)) => {
+                        assert_eq!(text.len(), size.max(1));
+                        assert!(text.bytes().all(|byte| byte == b'a' + n as u8));
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            sending.await.unwrap();
+        }
     }
 
     #[tokio::test]

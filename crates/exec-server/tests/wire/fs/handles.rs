@@ -18,7 +18,7 @@ over_all! {
 
 async fn blocks_go_both_ways(on: Transport) {
     let mut scene = Scene::new(on).await;
-    let data: Vec<u8> = (0..3 * MIB + 5).map(|n| (n * 31 >> 3) as u8).collect();
+    let data: Vec<u8> = (0..3 * MIB + 5).map(|n| ((n * 31) >> 3) as u8).collect();
     scene
         .ok("fs/open", "f", json!({"handleId": "w", "mode": "replace"}))
         .await;
