@@ -289,16 +289,14 @@ impl Worker<'_, '_> {
         if !file.metadata().is_ok_and(|found| found.is_file()) {
             return;
         }
-        let Ok(uri) = PathUri::from_native(&path) else {
-            return;
-        };
         self.shared.files.fetch_add(1, Ordering::Relaxed);
         let pending = Cell::new(false);
         let mut sink = Lines {
             shared: self.shared,
             matcher: &self.matcher,
             pending: &pending,
-            overhead: uri.as_str().len() + MATCH_OVERHEAD_BYTES,
+            path: &path,
+            uri: None,
             context: self.shared.params.context_lines,
             lines: Vec::new(),
             open: 0,
@@ -319,8 +317,10 @@ impl Worker<'_, '_> {
             // Not the system's word: a line was too long to be held.
             self.shared.truncated.store(true, Ordering::Relaxed);
         }
-        let lines = sink.lines;
-        if !lines.is_empty() {
+        let (lines, uri) = (sink.lines, sink.uri);
+        if !lines.is_empty()
+            && let Some(uri) = uri
+        {
             self.found.push(Found { path, uri, lines });
         }
     }
@@ -349,8 +349,9 @@ struct Lines<'s, 'a> {
     matcher: &'s RegexMatcher,
     /// A match still waits for lines after it.
     pending: &'s Cell<bool>,
-    /// What each match costs besides its lines.
-    overhead: usize,
+    path: &'s Path,
+    /// Made for the first match only: most files have none.
+    uri: Option<PathUri>,
     context: usize,
     lines: Vec<Line>,
     /// The first of `lines` that waits for lines after it.
@@ -405,13 +406,20 @@ impl Sink for Lines<'_, '_> {
     type Error = io::Error;
 
     fn matched(&mut self, _: &Searcher, found: &SinkMatch<'_>) -> io::Result<bool> {
+        if self.uri.is_none() {
+            self.uri = PathUri::from_native(self.path).ok();
+        }
+        let Some(uri) = &self.uri else {
+            return Ok(false);
+        };
+        let overhead = uri.as_str().len() + MATCH_OVERHEAD_BYTES;
         let line = without_end(found.bytes());
         let number = found.line_number().unwrap_or_default();
         let text = shown(line);
         if !self.full {
             let before = self.before(number);
             let shown: usize = before.iter().map(String::len).sum();
-            self.full = !self.shared.admit(self.overhead + text.text.len() + shown);
+            self.full = !self.shared.admit(overhead + text.text.len() + shown);
             if !self.full {
                 let column = match self.matcher.find(line) {
                     Ok(Some(found)) => found.start() as u64 + 1,
