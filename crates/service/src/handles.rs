@@ -253,7 +253,7 @@ impl Handle {
                 }
                 Some(file)
             }
-            (Action::Write { offset, chunk }, Some(file)) => {
+            (Action::Write { offset, chunk }, Some(mut file)) => {
                 let written = attempt(|| Ok(file.write_at(offset, chunk.as_slice())?));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)

@@ -93,6 +93,9 @@ pub enum FsError {
     /// Something is there already, and shall not be replaced.
     #[error("path `{0}` already exists")]
     Exists(PathBuf),
+    /// What was written aside has a hole where a write failed.
+    #[error("a write to `{0}` failed, so it is left as it was")]
+    Incomplete(PathBuf),
     /// Whoever asked is gone.
     #[error("cancelled")]
     Cancelled,
