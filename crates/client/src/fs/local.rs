@@ -483,66 +483,62 @@ fn attributes(
 /// An open file of this machine.
 #[derive(Debug)]
 struct LocalFile {
-    /// None when it was closed. Never held across an await.
-    file: Mutex<Option<Arc<OpenFile>>>,
+    /// None when it was closed. Held while a block is read or written, on threads that may block.
+    file: Arc<Mutex<Option<OpenFile>>>,
 }
 
 impl LocalFile {
     async fn open(path: PathBuf, mode: OpenMode) -> Result<Arc<Self>, ExecServerError> {
         let file = blocking(move || Ok(OpenFile::open(&path, mode)?)).await?;
         Ok(Arc::new(Self {
-            file: Mutex::new(Some(Arc::new(file))),
+            file: Arc::new(Mutex::new(Some(file))),
         }))
     }
 
-    fn file(&self) -> Result<Arc<OpenFile>, ExecServerError> {
-        let file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-        file.clone().ok_or_else(|| ExecServerError::Server {
-            code: codes::NOT_FOUND,
-            message: "the file was closed".to_owned(),
+    /// Does something with the file, where it may block.
+    async fn with<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&mut OpenFile) -> Result<T, FsError> + Send + 'static,
+    ) -> Result<T, ExecServerError> {
+        let file = Arc::clone(&self.file);
+        blocking(move || {
+            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let file = file.as_mut().ok_or_else(|| ExecServerError::Server {
+                code: codes::NOT_FOUND,
+                message: "the file was closed".to_owned(),
+            })?;
+            Ok(work(file)?)
         })
+        .await
     }
 }
 
 impl FileBlocks for LocalFile {
     fn read(&self, offset: u64, len: usize) -> Reply<'_, Block> {
-        Box::pin(async move {
-            let file = self.file()?;
-            blocking(move || {
-                let mut data = vec![0; len];
-                let filled = file.read_at(offset, &mut data)?;
-                data.truncate(filled);
-                Ok(Block {
-                    data: data.into(),
-                    eof: filled < len,
-                })
+        Box::pin(self.with(move |file| {
+            let mut data = vec![0; len];
+            let filled = file.read_at(offset, &mut data)?;
+            data.truncate(filled);
+            Ok(Block {
+                data: data.into(),
+                eof: filled < len,
             })
-            .await
-        })
+        }))
     }
 
     fn write(&self, offset: u64, data: Bytes) -> Reply<'_, ()> {
-        Box::pin(async move {
-            let file = self.file()?;
-            blocking(move || Ok(file.write_at(offset, &data)?)).await
-        })
+        Box::pin(self.with(move |file| file.write_at(offset, &data)))
     }
 
     fn close(&self, commit: bool) -> Reply<'_, ()> {
-        Box::pin(async move {
-            let file = {
-                let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
-                file.take()
-            };
-            blocking(move || match file.map(Arc::try_unwrap) {
-                Some(Ok(file)) if commit => Ok(file.commit()?),
-                Some(Err(_)) if commit => {
-                    Err(internal("blocks are still being written".to_owned()))
-                }
+        let file = Arc::clone(&self.file);
+        Box::pin(blocking(move || {
+            let file = file.lock().unwrap_or_else(PoisonError::into_inner).take();
+            match file {
+                Some(file) if commit => Ok(file.commit()?),
                 _ => Ok(()),
-            })
-            .await
-        })
+            }
+        }))
     }
 }
 
