@@ -18,6 +18,7 @@ use crate::caller::{Caller, millis};
 use crate::error::ExecServerError;
 use crate::extension;
 use crate::follow::AbortOnDrop;
+use crate::fs::RemoteFileSystem;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 use crate::route::{Dispatch, Routes};
 
@@ -200,6 +201,11 @@ impl ExecServerClient {
         let info = self.inner.environment.get_or_try_init(ask).await?;
         info.as_ref()
             .ok_or(ExecServerError::Unsupported(environment::Info::NAME))
+    }
+
+    /// The files of the machine behind the server.
+    pub fn file_system(&self) -> RemoteFileSystem {
+        RemoteFileSystem::new(self.clone())
     }
 
     /// Whether the server implements an extension: a method, or a field as `method#field`.

@@ -79,6 +79,27 @@ impl ExecServerError {
             _ => None,
         }
     }
+
+    /// The same once more, for those who ask again after a failure that lasts.
+    pub(crate) fn again(&self) -> Self {
+        match self {
+            Self::Server { code, message } => Self::Server {
+                code: *code,
+                message: message.clone(),
+            },
+            Self::Closed(reason) => Self::Closed(Arc::clone(reason)),
+            Self::Timeout { method, timeout } => Self::Timeout {
+                method,
+                timeout: *timeout,
+            },
+            Self::Unsupported(what) => Self::Unsupported(what),
+            Self::TooManyCalls => Self::TooManyCalls,
+            other => Self::Protocol {
+                method: "",
+                reason: other.to_string(),
+            },
+        }
+    }
 }
 
 impl From<CallError> for ExecServerError {

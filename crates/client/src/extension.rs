@@ -1,7 +1,7 @@
 //! Names of the extensions that this client makes use of, as `environment/info` lists them.
 
 use exec_server_protocol::Method;
-use exec_server_protocol::{process, session};
+use exec_server_protocol::{fs, process, session};
 
 pub(crate) const SESSION_END: &str = session::End::NAME;
 pub(crate) const CLOSE_STDIN: &str = process::CloseStdin::NAME;
@@ -19,3 +19,21 @@ pub(crate) const TERMINATE_MODE: &str = "process/terminate#mode";
 pub(crate) const TERMINATE_WAIT: &str = "process/terminate#wait";
 /// `evicted` in the result of `process/read`.
 pub(crate) const READ_EVICTED: &str = "process/read#evicted";
+/// The mode `atomic` of `fs/open`.
+pub(crate) const OPEN_ATOMIC: &str = "fs/open#atomic";
+/// The mode `update` of `fs/open`.
+pub(crate) const OPEN_UPDATE: &str = "fs/open#update";
+/// `commit` of `fs/close`.
+pub(crate) const CLOSE_COMMIT: &str = "fs/close#commit";
+/// `mode` of `fs/writeFile`.
+pub(crate) const WRITE_FILE_MODE: &str = "fs/writeFile#mode";
+/// `modifiedAtMs` of `fs/writeFile`.
+pub(crate) const WRITE_FILE_MODIFIED: &str = "fs/writeFile#modifiedAtMs";
+/// `links` of `fs/readDirectory`.
+pub(crate) const READ_DIRECTORY_LINKS: &str = "fs/readDirectory#links";
+pub(crate) const RENAME: &str = fs::Rename::NAME;
+pub(crate) const SET_METADATA: &str = fs::SetMetadata::NAME;
+pub(crate) const CREATE_SYMLINK: &str = fs::CreateSymlink::NAME;
+pub(crate) const HASH: &str = fs::Hash::NAME;
+pub(crate) const SEARCH: &str = fs::Search::NAME;
+pub(crate) const WATCH: &str = fs::Watch::NAME;

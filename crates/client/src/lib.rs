@@ -1,8 +1,9 @@
-//! Run processes on some machine as if they were your own.
+//! Run processes and use files on some machine as if they were your own.
 //!
-//! Owns the traits that embedders program against ([`ExecBackend`], [`ExecProcess`]), the
-//! connection to a server ([`ExecServerClient`]) and the order of events. Knows nothing of how a
-//! server keeps its sessions, nor of what carries the messages.
+//! Owns the traits that embedders program against ([`ExecBackend`], [`ExecProcess`],
+//! [`ExecutorFileSystem`]), the connection to a server ([`ExecServerClient`]), the order of events and
+//! the transfer of whole trees ([`transfer`]). Knows nothing of how a server keeps its sessions, nor
+//! of what carries the messages.
 //!
 //! ```no_run
 //! use std::collections::BTreeMap;
@@ -39,6 +40,7 @@ mod error;
 mod event;
 mod extension;
 mod follow;
+pub mod fs;
 mod inbox;
 #[cfg(feature = "local")]
 mod local;
@@ -46,6 +48,7 @@ mod options;
 mod order;
 mod remote;
 mod route;
+pub mod transfer;
 
 pub use backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
 pub use client::ExecServerClient;
@@ -55,6 +58,9 @@ pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, P
 #[cfg(feature = "local")]
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
+#[cfg(feature = "local")]
+pub use fs::LocalFileSystem;
+pub use fs::{ExecutorFileSystem, RemoteFileSystem};
 #[cfg(feature = "local")]
 pub use local::LocalBackend;
 pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};

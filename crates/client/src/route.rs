@@ -1,4 +1,4 @@
-//! From what the server sends unasked to the process that it concerns.
+//! From what the server sends unasked to the process or the watch that it concerns.
 //!
 //! Owns the table of processes, the waiting of deliverers and consumers, and what is known of each
 //! process's end. Knows no request: whoever holds a route asks the server what it needs.
@@ -8,20 +8,24 @@ use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use exec_server_protocol::Notification;
+use exec_server_protocol::fs::{Changed, MissingChanged};
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
 use exec_server_transport::peer::Handler;
 use tokio::sync::{Notify, watch};
 
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ProcessExit, ProcessFailure};
+use crate::fs::WatchRoutes;
 use crate::inbox::Inbox;
 use crate::order::ReadRules;
 
-/// The processes of one client, by id.
+/// The processes of one client, by id, and its watches.
 #[derive(Debug, Default)]
 pub(crate) struct Routes {
     /// Never held across an await.
     table: Mutex<Table>,
+    /// Those who watch files.
+    pub(crate) watches: WatchRoutes,
 }
 
 #[derive(Debug, Default)]
@@ -70,6 +74,7 @@ impl Routes {
         for route in routes {
             route.fail(ProcessFailure::ConnectionClosed(Arc::clone(&reason)));
         }
+        self.watches.close();
     }
 
     fn find(&self, process_id: &str) -> Option<Arc<Route>> {
@@ -102,6 +107,15 @@ impl Handler for Dispatch {
             Closed::NAME => {
                 let params = decode::<Closed>(params)?;
                 (params.process_id.clone(), params.into())
+            }
+            Changed::NAME => {
+                self.0.watches.changed(decode::<Changed>(params)?);
+                return Ok(());
+            }
+            MissingChanged::NAME => {
+                let params = decode::<MissingChanged>(params)?;
+                self.0.watches.missing_changed(params.watch_id);
+                return Ok(());
             }
             _ => {
                 tracing::debug!(method, "ignoring an unknown notification");

@@ -27,8 +27,9 @@ pub mod cli;
 
 pub use exec_server_client::{
     CollectOptions, ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents,
-    ExecServerClient, ExecServerClientConnectOptions, ExecServerError, LocalBackend, ProcessExit,
-    ProcessOutput, ReadRequest, RemoteExecServerConnectArgs, StartedProcess,
+    ExecServerClient, ExecServerClientConnectOptions, ExecServerError, ExecutorFileSystem,
+    LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput, ReadRequest,
+    RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, fs, transfer,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;

@@ -7,15 +7,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use exec_server::fs::{
+    Copy, Feature, Hash, ReadStream, Remove, Rename, Walk, WriteMode, WriteOptions, WriteStream,
+    uri,
+};
 use exec_server::protocol::process::{
     SignalName, SignalScope, StartParams, TerminateMode, WaitUntil, WriteStatus,
 };
 use exec_server::{
     CollectOptions, ExecBackend as _, ExecProcess, ExecProcessEvent, ExecServerClient,
-    ExecServerError, RemoteExecServerConnectArgs,
+    ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
 };
 use exec_server_client::AttachRequest;
 use exec_server_testkit::{codex, interop, server::Server};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
 exec_server_testkit::interop_tests!(ours);
@@ -174,4 +179,177 @@ async fn our_client_resumes() {
         (output.exit.unwrap().exit_code, output.has_gaps),
         (5, false)
     );
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    let piece: Vec<u8> = (0..65_521u32)
+        .map(|at| at.wrapping_mul(2_654_435_761).to_be_bytes()[0])
+        .collect();
+    let mut data = Vec::with_capacity(len + piece.len() + 8);
+    while data.len() < len {
+        data.extend_from_slice(&data.len().to_be_bytes());
+        data.extend_from_slice(&piece);
+    }
+    data.truncate(len);
+    data
+}
+
+#[tokio::test]
+async fn our_client_reads_and_writes_files() {
+    let theirs = Theirs::new().await;
+    let files = theirs.client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| uri(directory.path().join(name)).unwrap();
+    // One request; a stream for writing; streams both ways, beyond what their frames could carry.
+    for len in [0, 5, 5_000_000, 30 << 20] {
+        let data = pattern(len);
+        let file = path("f");
+        let written = files.write_file(&file, data.clone().into(), Default::default());
+        written.await.unwrap();
+        assert!(std::fs::read(directory.path().join("f")).unwrap() == data);
+        let read = files.read_file(&path("f"), Default::default()).await;
+        assert!(read.unwrap() == data, "{len}");
+    }
+    let missing = files.read_file(&path("missing"), Default::default()).await;
+    assert_eq!(missing.unwrap_err().code(), Some(-32004));
+    let found = files
+        .metadata(&path("f"), Default::default())
+        .await
+        .unwrap();
+    assert!(found.is_file && found.size == 30 << 20 && found.mode.is_none());
+}
+
+#[tokio::test]
+async fn our_client_streams_files() {
+    let theirs = Theirs::new().await;
+    let files = theirs.client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let path = uri(directory.path().join("f")).unwrap();
+    let data = pattern(5_000_000);
+    let replace = WriteStream {
+        mode: WriteMode::Replace,
+        ..WriteStream::default()
+    };
+    let mut writer = files.open_write(&path, replace).await.unwrap();
+    for piece in data.chunks(123_457) {
+        writer.write_all(piece).await.unwrap();
+    }
+    writer.commit().await.unwrap();
+    assert!(std::fs::read(directory.path().join("f")).unwrap() == data);
+    for offset in [0, 3_000_000] {
+        let from = ReadStream {
+            offset,
+            sandbox: None,
+        };
+        let mut reader = files.open_read(&path, from).await.unwrap();
+        let mut read = Vec::new();
+        reader.read_to_end(&mut read).await.unwrap();
+        assert!(read == data[offset as usize..]);
+    }
+}
+
+#[tokio::test]
+async fn our_client_uses_directories() {
+    let theirs = Theirs::new().await;
+    let files = theirs.client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().canonicalize().unwrap();
+    let path = |name: &str| uri(root.join(name)).unwrap();
+    let made = path("a/b");
+    let made = files.create_directory(&made, Default::default());
+    made.await.unwrap();
+    std::fs::write(root.join("a/b/f"), "x").unwrap();
+    let walked = files.walk(&path("a"), Walk::default()).await.unwrap();
+    let found: Vec<_> = walked.entries.iter().map(|entry| &entry.path).collect();
+    assert_eq!(found, [&path("a/b"), &path("a/b/f")]);
+    let tree = Copy {
+        recursive: true,
+        sandbox: None,
+    };
+    files.copy(&path("a"), &path("c"), tree).await.unwrap();
+    assert_eq!(std::fs::read(root.join("c/b/f")).unwrap(), b"x");
+    let listed = files.read_directory(&path("c"), Default::default()).await;
+    assert_eq!(listed.unwrap()[0].file_name, "b");
+    let gone = Remove {
+        recursive: true,
+        ..Remove::default()
+    };
+    files.remove(&path("a"), gone).await.unwrap();
+    assert!(!root.join("a").exists());
+    std::os::unix::fs::symlink("c", root.join("l")).unwrap();
+    let canonical = files.canonicalize(&path("l/b"), None).await.unwrap();
+    assert_eq!(canonical, path("c/b"));
+    let watch = files.watch_missing(&[path("new")], Some(&path("c"))).await;
+    let watch = watch.unwrap().unwrap();
+    std::fs::write(root.join("new"), "").unwrap();
+    let changed = tokio::time::timeout(Duration::from_secs(20), watch.changed()).await;
+    changed.unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn our_client_says_what_their_files_lack() {
+    let theirs = Theirs::new().await;
+    let files = theirs.client.file_system();
+    let path = uri("/tmp/no-such-file").unwrap();
+    let mode = WriteOptions {
+        mode: Some(0o600),
+        ..WriteOptions::default()
+    };
+    let refusals = [
+        files.rename(&path, &path, Rename::default()).await.err(),
+        files.hash(&path, Hash::default()).await.err(),
+        files.write_file(&path, Bytes::new(), mode).await.err(),
+        files.open_write(&path, WriteStream::default()).await.err(),
+        files.search(&path, "x", Default::default()).await.err(),
+        files.watch(&path, Default::default()).await.err(),
+        files.create_symlink(&path, "x", None).await.err(),
+    ];
+    for refusal in refusals {
+        let refusal = refusal.unwrap();
+        assert!(
+            matches!(refusal, ExecServerError::Unsupported(_)),
+            "{refusal}"
+        );
+    }
+    assert!(!files.supports(Feature::AtomicStreams).await.unwrap());
+}
+
+#[tokio::test]
+async fn our_client_moves_trees_to_and_from_their_server() {
+    use exec_server::transfer::{TransferOptions, download, upload};
+    let theirs = Theirs::new().await;
+    let files = Arc::new(theirs.client.file_system());
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path();
+    std::fs::create_dir_all(root.join("source/sub")).unwrap();
+    for (name, len) in [
+        ("a", 0),
+        ("b", 4096),
+        ("sub/c", 20 << 20),
+        ("sub/d", 2 << 20),
+    ] {
+        std::fs::write(root.join("source").join(name), pattern(len)).unwrap();
+    }
+    let mut options = TransferOptions::default();
+    options.recursive = true;
+    let there = uri(root.join("there")).unwrap();
+    let sent = upload(&root.join("source"), files.clone(), &there, options.clone()).await;
+    let sent = sent.unwrap();
+    assert!(sent.failures.is_empty() && sent.files == 4, "{sent:?}");
+    let fetched = download(files.clone(), &there, &root.join("back"), options.clone()).await;
+    let fetched = fetched.unwrap();
+    assert!(
+        fetched.failures.is_empty() && fetched.files == 4,
+        "{fetched:?}"
+    );
+    for name in ["a", "b", "sub/c", "sub/d"] {
+        let read = |tree: &str| std::fs::read(root.join(tree).join(name)).unwrap();
+        assert!(
+            read("source") == read("there") && read("source") == read("back"),
+            "{name}"
+        );
+    }
+    options.archive = true;
+    let refused = upload(&root.join("source"), files, &there, options).await;
+    assert!(refused.is_err(), "modes and times cannot be kept there");
 }

@@ -316,6 +316,9 @@ pub struct CanonicalizeResult {
 pub struct ReadDirectoryParams {
     /// Which directory.
     pub path: PathUri,
+    /// Extension `fs/readDirectory#links`: say of each link what it says, and list dangling ones.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub links: bool,
     /// The policy to run under.
     #[serde(default)]
     pub sandbox: Option<Value>,
@@ -341,6 +344,10 @@ pub struct DirectoryEntry {
     /// Extension `fs/readDirectory#path`: the exact path, where the name is no text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathUri>,
+    /// Extension `fs/readDirectory#links`: what it says, if it is a link and that was asked for, with
+    /// U+FFFD for bytes that are no text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub symlink_target: Option<String>,
 }
 
 /// Params of [`Walk`].

@@ -27,6 +27,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "fs/hash",
     "fs/open#atomic",
     "fs/open#update",
+    "fs/readDirectory#links",
     "fs/readDirectory#path",
     "fs/rename",
     "fs/search",

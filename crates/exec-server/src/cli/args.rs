@@ -7,6 +7,8 @@ use std::time::Duration;
 use clap::{Parser, Subcommand, ValueEnum};
 use exec_server_service::DEFAULT_LISTEN_URL;
 
+use super::fs::args::{CpArgs, FsArgs};
+
 /// Run commands on any machine, from any program, without losing a byte.
 ///
 /// Without a command it serves clients, like `exec-server serve`.
@@ -17,8 +19,10 @@ use exec_server_service::DEFAULT_LISTEN_URL;
   exec-server run -- make test                      run a command here
   exec-server run --url ws://127.0.0.1:4600 -- sh   run a shell on a server
   exec-server ps --url ws://127.0.0.1:4600          what runs there
+  exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
+  exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
 
-Exit codes: 0 success, 1 failure, 2 wrong usage; `run` has its own, see `run --help`.")]
+Exit codes: 0 success, 1 failure, 2 wrong usage; `run` and `fs search` have their own, see their --help.")]
 pub(super) struct Args {
     #[command(subcommand)]
     pub(super) command: Option<Command>,
@@ -51,6 +55,32 @@ Exit codes:
   exec-server kill --signal interrupt build-7
   exec-server kill --force 3f2a build-7      the `build-7` of the session that begins with 3f2a")]
     Kill(KillArgs),
+    /// Use files of a server, or of this machine
+    #[command(after_help = "Examples:
+  exec-server fs --url ws://127.0.0.1:4600 ls -l /srv
+  exec-server fs put -r src /srv/app        with EXEC_SERVER_URL set
+  exec-server fs cat app.log                here, without a server
+
+Paths are those of the machine where the files are. On a server, relative ones begin at the directory
+that it was started in.")]
+    Fs(FsArgs),
+    /// Copy files and directories between this machine and a server
+    #[command(after_help = "Examples:
+  exec-server cp --url ws://127.0.0.1:4600 notes.txt :            into the server's directory
+  exec-server cp -r src ws://127.0.0.1:4600:/srv/app              another way to name the server
+  exec-server cp -a unix:///run/exec.sock:/srv/app backup         back, with modes and times
+
+One side is a path here, the other one on a server: `:PATH` on the one that --url or EXEC_SERVER_URL
+names, or `URL:PATH`. Relative paths there begin at the directory that the server was started in. A
+file that has a colon in its name is written `./NAME`.
+
+As with `cp`, something that is copied to an existing directory goes into it; `DIR/.` means what is in
+DIR. Links stay links. Executable files stay executable; -a keeps all modes and times.
+
+A file of 8 MiB or more that was cut off goes on where it stopped, if what has arrived is the beginning
+of it; until it is whole it waits beside its target, as `.NAME.exec-server-part`. What cannot be copied
+is named on standard error, the rest goes on, and the exit code is 1.")]
+    Cp(CpArgs),
     /// Print a completion script for a shell
     Completions {
         /// Which shell
@@ -176,7 +206,7 @@ pub(super) enum SignalArg {
 }
 
 /// Parses `500ms`, `10s`, `5m`, `1h` or plain seconds.
-fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let number: f64 = digits
         .parse()

@@ -1,6 +1,7 @@
 //! The command line: what was typed, what it means, and what to do.
 
 mod args;
+mod fs;
 mod kill;
 mod ps;
 mod run;
@@ -26,6 +27,8 @@ pub fn main() -> ExitCode {
         Some(Command::Run(args)) => return run::run(args),
         Some(Command::Ps(args)) => ps::run(&args),
         Some(Command::Kill(args)) => kill::run(&args),
+        Some(Command::Fs(args)) => fs::run(&args),
+        Some(Command::Cp(args)) => fs::run_cp(&args),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);

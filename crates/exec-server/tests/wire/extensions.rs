@@ -1,5 +1,8 @@
 //! What the server says it adds to the wire, it serves.
 
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::symlink;
+
 use exec_server_testkit::wire::{Client, Start, Transport};
 use serde_json::{Value, json};
 
@@ -53,6 +56,17 @@ async fn probe(client: &mut Client, name: &str) {
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
+        name if name.starts_with("fs/getMetadata#")
+            || name.starts_with("fs/open#")
+            || name.starts_with("fs/readDirectory#")
+            || name.starts_with("fs/writeFile#")
+            || matches!(
+                name,
+                "fs/close#commit" | "fs/createSymlink" | "fs/hash" | "fs/rename" | "fs/setMetadata"
+            ) =>
+        {
+            probe_files(client, name).await;
+        }
         "fs/search" => {
             let params = json!({"path": "file:///proc/self/status", "pattern": "^Pid:"});
             assert_eq!(client.ok(name, params).await["matches"][0]["column"], 1);
@@ -193,5 +207,87 @@ async fn probe(client: &mut Client, name: &str) {
             assert_eq!(client.ok(name, known).await, json!({"running": true}));
         }
         other => panic!("no test of the extension {other}"),
+    }
+}
+
+/// As [`probe`], for files.
+async fn probe_files(client: &mut Client, name: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().canonicalize().unwrap();
+    let uri = |name: &str| format!("file://{}/{name}", root.display());
+    let odd = root.join(std::ffi::OsStr::from_bytes(b"\xff"));
+    std::fs::write(root.join("f"), "abc").unwrap();
+    symlink("f", root.join("l")).unwrap();
+    let found = async |client: &mut Client, path: &str| {
+        client
+            .ok("fs/getMetadata", json!({"path": uri(path)}))
+            .await
+    };
+    match name.split_once('#') {
+        Some(("fs/getMetadata", "symlinkTarget")) => {
+            assert_eq!(found(client, "l").await["symlinkTarget"], "f");
+        }
+        Some(("fs/getMetadata", field)) => assert!(found(client, "f").await[field].is_u64()),
+        Some(("fs/open" | "fs/close", mode)) => {
+            let mode = if mode == "commit" { "atomic" } else { mode };
+            let open = json!({"handleId": "h", "path": uri("f"), "mode": mode});
+            client.ok("fs/open", open).await;
+            let block = json!({"handleId": "h", "offset": 0, "chunk": "eHk="});
+            client.ok("fs/writeBlock", block).await;
+            client
+                .ok("fs/close", json!({"handleId": "h", "commit": true}))
+                .await;
+            let expected: &[u8] = if mode == "atomic" { b"xy" } else { b"xyc" };
+            assert_eq!(std::fs::read(root.join("f")).unwrap(), expected);
+        }
+        Some(("fs/readDirectory", "path")) => {
+            std::fs::remove_file(root.join("f")).unwrap();
+            std::fs::write(odd, "").unwrap();
+            let listed = client
+                .ok("fs/readDirectory", json!({"path": uri("")}))
+                .await;
+            assert_eq!(listed["entries"][0]["path"], uri("%FF"));
+        }
+        Some(("fs/readDirectory", _)) => {
+            std::fs::remove_file(root.join("f")).unwrap();
+            let listed = client
+                .ok("fs/readDirectory", json!({"path": uri(""), "links": true}))
+                .await;
+            let dangling = json!({"entries": [{
+                "fileName": "l", "isDirectory": false, "isFile": false, "symlinkTarget": "f",
+            }]});
+            assert_eq!(listed, dangling);
+        }
+        Some(("fs/writeFile", field)) => {
+            let mut params = json!({"path": uri("f"), "dataBase64": ""});
+            params[field] = json!(0o640);
+            client.ok("fs/writeFile", params).await;
+            let found = found(client, "f").await;
+            assert!(
+                found["mode"] == 0o640 || found["modifiedAtMs"] == 0o640,
+                "{found}"
+            );
+        }
+        _ => {
+            let (params, result) = match name {
+                "fs/createSymlink" => (json!({"path": uri("new"), "target": "f"}), json!({})),
+                "fs/rename" => (json!({"from": uri("f"), "to": uri("new")}), json!({})),
+                "fs/setMetadata" => (json!({"path": uri("f"), "mode": 0o640}), json!({})),
+                _ => {
+                    let abc = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+                    (
+                        json!({"path": uri("f")}),
+                        json!({"sha256": abc, "length": 3}),
+                    )
+                }
+            };
+            assert_eq!(client.ok(name, params).await, result);
+            let there = match name {
+                "fs/createSymlink" | "fs/rename" => "new",
+                _ => "f",
+            };
+            let size = found(client, there).await["size"].clone();
+            assert_eq!(size, 3);
+        }
     }
 }

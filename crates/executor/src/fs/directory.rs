@@ -1,8 +1,9 @@
 //! Directories: making them, and the names in them.
 
+use std::collections::HashMap;
 use std::ffi::{CStr, OsStr};
 use std::fs;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 
@@ -155,7 +156,7 @@ impl ReadError {
 pub(super) fn each_name(
     directory: impl AsFd,
     cancelled: Cancelled<'_>,
-    mut found: impl FnMut(std::os::fd::BorrowedFd<'_>, &CStr, Kind),
+    mut found: impl FnMut(BorrowedFd<'_>, &CStr, Kind),
 ) -> Result<(), ReadError> {
     /// About a thousand names for each system call.
     const BUFFER_BYTES: usize = 32 * 1024;
@@ -206,14 +207,48 @@ pub(super) fn open_directory(path: &Path) -> Result<OwnedFd, FsError> {
 /// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or whatever
 /// the system says.
 pub fn read_directory(path: &Path, cancelled: Cancelled<'_>) -> Result<Listing, FsError> {
+    list(path, cancelled, |directory, name, _| {
+        rustix::fs::statat(directory, name, AtFlags::empty())
+            .ok()
+            .map(|stat| file_type(&stat).into())
+    })
+}
+
+/// As [`read_directory`], but with links that lead nowhere, and what each link says by its position.
+///
+/// # Errors
+///
+/// As for [`read_directory`].
+pub fn read_directory_with_links(
+    path: &Path,
+    cancelled: Cancelled<'_>,
+) -> Result<(Listing, HashMap<usize, PathBuf>), FsError> {
+    let mut targets = HashMap::new();
+    let listing = list(path, cancelled, |directory, name, position| {
+        // One that went meanwhile is left out.
+        let says = rustix::fs::readlinkat(directory, name, Vec::new()).ok()?;
+        let says = OsStr::from_bytes(says.as_bytes());
+        targets.insert(position, PathBuf::from(says));
+        let leads_to = rustix::fs::statat(directory, name, AtFlags::empty());
+        Some(leads_to.map_or(Kind::Other, |stat| file_type(&stat).into()))
+    })?;
+    Ok((listing, targets))
+}
+
+/// Lists a directory; `through` says what a link counts as and is told which entry it would be.
+fn list(
+    path: &Path,
+    cancelled: Cancelled<'_>,
+    mut through: impl FnMut(BorrowedFd<'_>, &CStr, usize) -> Option<Kind>,
+) -> Result<Listing, FsError> {
     let directory = open_directory(path)?;
     let mut listing = Listing::default();
     let mut count = 0;
     each_name(&directory, cancelled, |directory, name, kind| {
         let kind = match kind {
-            Kind::Symlink => match rustix::fs::statat(directory, name, AtFlags::empty()) {
-                Ok(stat) => file_type(&stat).into(),
-                Err(_) => return,
+            Kind::Symlink => match through(directory, name, count) {
+                Some(kind) => kind,
+                None => return,
             },
             other => other,
         };

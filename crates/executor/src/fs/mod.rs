@@ -24,6 +24,7 @@ use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
 pub use cached::{learn, metadata_at_once, read_at_once};
 pub use directory::{
     Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
+    read_directory_with_links,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
 pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};

@@ -1,5 +1,6 @@
 //! `fs/*` on paths.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -258,14 +259,24 @@ pub(crate) fn read_directory(call: Call<'_>, params: ReadDirectoryParams) {
     match admit(&call, &params.path, params.sandbox.as_ref()) {
         Ok(path) => run_listing(
             call,
-            move |cancelled| fs::read_directory(&path, cancelled),
-            move |responder, listing| send_listing(responder, &params.path, &listing),
+            move |cancelled| match params.links {
+                true => fs::read_directory_with_links(&path, cancelled),
+                false => Ok((fs::read_directory(&path, cancelled)?, HashMap::new())),
+            },
+            move |responder, (listing, targets)| {
+                send_listing(responder, &params.path, &listing, &targets);
+            },
         ),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-fn send_listing(responder: Responder, directory: &PathUri, listing: &Listing) {
+fn send_listing(
+    responder: Responder,
+    directory: &PathUri,
+    listing: &Listing,
+    targets: &HashMap<usize, PathBuf>,
+) {
     responder.send_result(listing.len() * 64, |out| {
         out.extend_from_slice(b"{\"entries\":[");
         let mut uri = String::new();
@@ -286,6 +297,10 @@ fn send_listing(responder: Responder, directory: &PathUri, listing: &Listing) {
                 out.extend_from_slice(b",\"path\":\"");
                 out.extend_from_slice(uri.as_bytes());
                 out.push(b'"');
+            }
+            if let Some(target) = targets.get(&position) {
+                out.extend_from_slice(b",\"symlinkTarget\":");
+                push_text(out, &target.to_string_lossy());
             }
             out.push(b'}');
         }

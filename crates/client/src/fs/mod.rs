@@ -1,0 +1,549 @@
+//! Files of some machine.
+//!
+//! Owns the trait that embedders program against and the options of its methods. Knows nothing of
+//! where the files are: behind a server ([`RemoteFileSystem`]) or on this machine.
+
+#[cfg(feature = "local")]
+mod local;
+mod remote;
+mod stream;
+mod watch;
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::fs::{
+    DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult, WatchIgnore,
+};
+use exec_server_protocol::path::PathUriError;
+use exec_server_protocol::{PathUri, codes};
+use serde_json::Value;
+
+use crate::backend::Reply;
+use crate::error::ExecServerError;
+
+#[cfg(feature = "local")]
+pub use local::LocalFileSystem;
+pub use remote::RemoteFileSystem;
+pub use stream::{Block, FileBlocks, FileReader, FileWriter};
+pub(crate) use watch::WatchRoutes;
+pub use watch::{ChangeBatch, ChangeSource, FileChanges, MissingWatch};
+
+/// Files of some machine.
+///
+/// Paths are [`PathUri`]s, so that any name can be said; [`uri`] makes one of a native path. The
+/// options of each method begin with what is usual, and carry the sandbox to run under where the
+/// machine can enforce one.
+///
+/// ```no_run
+/// use exec_server_client::fs::{ExecutorFileSystem, uri};
+/// use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
+///
+/// # async fn example() -> Result<(), exec_server_client::ExecServerError> {
+/// let args = RemoteExecServerConnectArgs::new("ws://127.0.0.1:4600", "example");
+/// let files = ExecServerClient::connect(args).await?.file_system();
+/// let path = uri("/tmp/greeting")?;
+/// files.write_file(&path, "hello".into(), Default::default()).await?;
+/// assert_eq!(files.read_file(&path, Default::default()).await?, "hello");
+/// # Ok(())
+/// # }
+/// ```
+pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
+    /// Whether this filesystem can do something that not all can.
+    ///
+    /// # Errors
+    ///
+    /// When no answer can come.
+    fn supports(&self, feature: Feature) -> Reply<'_, bool>;
+
+    /// Reads a whole file, however large; it is streamed where one answer could not hold it.
+    ///
+    /// # Errors
+    ///
+    /// When it is no regular file or cannot be read.
+    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes>;
+
+    /// Creates or replaces a file; readers see the old content or the new, never a part.
+    ///
+    /// Only a server that lacks [`Feature::AtomicStreams`] writes more than 1 MiB in place.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be written; [`ExecServerError::Unsupported`] for a mode or a time that cannot
+    /// be set.
+    fn write_file<'a>(
+        &'a self,
+        path: &'a PathUri,
+        data: Bytes,
+        options: WriteOptions,
+    ) -> Reply<'a, ()>;
+
+    /// Opens a regular file to be read as a stream.
+    ///
+    /// # Errors
+    ///
+    /// When it is no regular file or cannot be opened.
+    fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader>;
+
+    /// Opens a file to be written as a stream.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be opened; [`ExecServerError::Unsupported`] for a way of writing that the
+    /// server lacks.
+    fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter>;
+
+    /// Makes a directory.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be made.
+    fn create_directory<'a>(&'a self, path: &'a PathUri, options: CreateDirectory)
+    -> Reply<'a, ()>;
+
+    /// What is at a path; of a link, what it leads to and that it is one.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there, or [`Links::Refuse`] meets a link.
+    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata>;
+
+    /// The path without links.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there.
+    fn canonicalize<'a>(&'a self, path: &'a PathUri, sandbox: Option<Value>) -> Reply<'a, PathUri>;
+
+    /// What is in a directory, in no order.
+    ///
+    /// # Errors
+    ///
+    /// When it is no directory, cannot be read or holds more than one answer can.
+    fn read_directory<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadDirectory,
+    ) -> Reply<'a, Vec<DirectoryEntry>>;
+
+    /// A tree, breadth first.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there; what cannot be looked at below it is part of the result.
+    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult>;
+
+    /// Removes a file, a link or a directory; a link at the end is removed itself.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be removed.
+    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()>;
+
+    /// Copies within the machine; links are copied as links.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be copied.
+    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()>;
+
+    /// Moves within the machine; a link at the end is moved itself.
+    ///
+    /// # Errors
+    ///
+    /// When something is there already, or [`ExecServerError::Unsupported`].
+    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()>;
+
+    /// Sets mode and time of last change.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be set, or [`ExecServerError::Unsupported`].
+    fn set_metadata<'a>(&'a self, path: &'a PathUri, options: SetMetadata) -> Reply<'a, ()>;
+
+    /// Makes a symbolic link that says `target`.
+    ///
+    /// # Errors
+    ///
+    /// When something is there already, or [`ExecServerError::Unsupported`].
+    fn create_symlink<'a>(
+        &'a self,
+        path: &'a PathUri,
+        target: &'a str,
+        sandbox: Option<Value>,
+    ) -> Reply<'a, ()>;
+
+    /// SHA-256 of a file or of its beginning.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, or [`ExecServerError::Unsupported`].
+    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult>;
+
+    /// Lines that match, in a file or below a directory.
+    ///
+    /// # Errors
+    ///
+    /// When the pattern is bad, or [`ExecServerError::Unsupported`].
+    fn search<'a>(
+        &'a self,
+        path: &'a PathUri,
+        pattern: &'a str,
+        options: Search,
+    ) -> Reply<'a, SearchResult>;
+
+    /// Tells of changes until the stream is dropped.
+    ///
+    /// # Errors
+    ///
+    /// When the path cannot be watched, or [`ExecServerError::Unsupported`].
+    fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges>;
+
+    /// Tells once when something that is `missing` appears, or what is `present` changes.
+    ///
+    /// Nothing if there is nothing to wait for: something is not as it was said to be. A newer
+    /// watch ends an older one.
+    ///
+    /// # Errors
+    ///
+    /// When no answer can come, or [`ExecServerError::Unsupported`].
+    fn watch_missing<'a>(
+        &'a self,
+        missing: &'a [PathUri],
+        present: Option<&'a PathUri>,
+    ) -> Reply<'a, Option<MissingWatch>>;
+}
+
+/// What not every filesystem can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Feature {
+    /// [`WriteMode::Atomic`].
+    AtomicStreams,
+    /// [`WriteMode::Update`].
+    UpdateStreams,
+    /// Modes and times, with [`WriteOptions`] and [`ExecutorFileSystem::set_metadata`].
+    Metadata,
+    /// [`ExecutorFileSystem::create_symlink`].
+    CreateSymlink,
+    /// [`ReadDirectory::links`].
+    ListLinks,
+    /// [`ExecutorFileSystem::rename`].
+    Rename,
+    /// [`ExecutorFileSystem::hash`].
+    Hash,
+    /// [`ExecutorFileSystem::search`].
+    Search,
+    /// [`ExecutorFileSystem::watch`].
+    Watch,
+}
+
+/// Whether a path may lead through symbolic links.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Links {
+    /// It may.
+    #[default]
+    Follow,
+    /// No component may be one.
+    Refuse,
+}
+
+impl Links {
+    pub(crate) fn follow(self) -> bool {
+        self == Self::Follow
+    }
+}
+
+/// How to look at a path.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Access {
+    /// Whether links are followed.
+    pub links: Links,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to write a whole file.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct WriteOptions {
+    /// Whether links are followed.
+    pub links: Links,
+    /// Permission bits to have afterwards; those it has, or usual ones, if absent.
+    pub mode: Option<u32>,
+    /// The time of last change to have afterwards, in milliseconds since 1970.
+    pub modified_at_ms: Option<i64>,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to read a stream.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ReadStream {
+    /// Where to start.
+    pub offset: u64,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to write a stream.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct WriteStream {
+    /// What becomes of the file meanwhile.
+    pub mode: WriteMode,
+    /// Where to start; a gap before it reads as zeros.
+    pub offset: u64,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// What becomes of a file while a stream writes it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum WriteMode {
+    /// Nothing until [`FileWriter::commit`]; without it, nothing at all.
+    #[default]
+    Atomic,
+    /// It is created or emptied at once and written in place.
+    Replace,
+    /// It is created if missing, its content is kept and written over in place.
+    Update,
+}
+
+/// How to make a directory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CreateDirectory {
+    /// Make missing parents too, and take an existing directory as success; the default.
+    pub recursive: bool,
+    /// Whether links are followed.
+    pub links: Links,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+impl Default for CreateDirectory {
+    fn default() -> Self {
+        Self {
+            recursive: true,
+            links: Links::Follow,
+            sandbox: None,
+        }
+    }
+}
+
+/// How to list a directory.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ReadDirectory {
+    /// List links as links, with what they say and dangling ones too; needs
+    /// [`Feature::ListLinks`].
+    pub links: bool,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How far to walk; by default as far as is allowed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Walk {
+    /// Directories between the root and what is listed; 0 lists the root's children only.
+    pub max_depth: usize,
+    /// Directories to enter, the root included.
+    pub max_directories: usize,
+    /// Entries to look at.
+    pub max_entries: usize,
+    /// Enter links to directories, each target once.
+    pub follow_directory_symlinks: bool,
+    /// List directories whose name begins with a dot, but do not enter them.
+    pub prune_hidden_directories: bool,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+impl Default for Walk {
+    fn default() -> Self {
+        // What compatible servers allow at most.
+        Self {
+            max_depth: 64,
+            max_directories: 10_000,
+            max_entries: 50_000,
+            follow_directory_symlinks: false,
+            prune_hidden_directories: false,
+            sandbox: None,
+        }
+    }
+}
+
+/// How to remove; by default one thing that must be there.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Remove {
+    /// With everything below it.
+    pub recursive: bool,
+    /// Take a missing path as success.
+    pub force: bool,
+    /// Whether links in front of the last component are followed.
+    pub links: Links,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to copy.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Copy {
+    /// Directories with everything below them.
+    pub recursive: bool,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to move.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rename {
+    /// Replace what is there.
+    pub overwrite: bool,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// What to set.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SetMetadata {
+    /// Permission bits, at most 0o7777.
+    pub mode: Option<u32>,
+    /// Time of last change, in milliseconds since 1970.
+    pub modified_at_ms: Option<i64>,
+    /// Whether links are followed.
+    pub links: Links,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// What to hash.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Hash {
+    /// How many bytes from the beginning; the whole file if absent.
+    pub length: Option<u64>,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+/// How to search.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Search {
+    /// Take the pattern as a regular expression; the default.
+    pub regex: bool,
+    /// Tell upper from lower case; the default.
+    pub case_sensitive: bool,
+    /// Which files: `*.rs` to have them, `!target` not to.
+    pub globs: Vec<String>,
+    /// Leave out hidden files and what `.gitignore` files name; the default.
+    pub gitignore: bool,
+    /// Stop after this many matching lines.
+    pub max_matches: usize,
+    /// Lines to show around each match.
+    pub context_lines: usize,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+impl Default for Search {
+    fn default() -> Self {
+        Self {
+            regex: true,
+            case_sensitive: true,
+            globs: Vec::new(),
+            gitignore: true,
+            max_matches: 1000,
+            context_lines: 0,
+            sandbox: None,
+        }
+    }
+}
+
+/// How to watch.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Watch {
+    /// With everything below; the default.
+    pub recursive: bool,
+    /// What not to tell of.
+    pub ignore: WatchIgnore,
+    /// How long to gather changes before telling of them.
+    pub debounce: Duration,
+    /// The policy to run under.
+    pub sandbox: Option<Value>,
+}
+
+impl Default for Watch {
+    fn default() -> Self {
+        Self {
+            recursive: true,
+            ignore: WatchIgnore::default(),
+            debounce: Duration::from_millis(50),
+            sandbox: None,
+        }
+    }
+}
+
+/// The URI of a native absolute path.
+///
+/// # Errors
+///
+/// When the path is relative, or holds NUL.
+///
+/// ```
+/// # use exec_server_client::fs::uri;
+/// assert_eq!(uri("/a b")?.as_str(), "file:///a%20b");
+/// # Ok::<_, exec_server_client::ExecServerError>(())
+/// ```
+pub fn uri(path: impl AsRef<Path>) -> Result<PathUri, ExecServerError> {
+    PathUri::from_native(path.as_ref()).map_err(bad_path)
+}
+
+/// The URI of something in a directory.
+///
+/// # Errors
+///
+/// When the directory is a path of another platform, or the name is not one name.
+pub fn child(directory: &PathUri, name: impl AsRef<OsStr>) -> Result<PathUri, ExecServerError> {
+    let name = name.as_ref();
+    if !is_plain_name(name) {
+        return Err(invalid_params(format!("{name:?} is not a file name")));
+    }
+    uri(directory.to_native().map_err(bad_path)?.join(name))
+}
+
+/// Whether something is the name of one thing in a directory, and cannot lead elsewhere.
+pub(crate) fn is_plain_name(name: &OsStr) -> bool {
+    let bytes = name.as_encoded_bytes();
+    !bytes.is_empty()
+        && bytes != b"."
+        && bytes != b".."
+        && !bytes.contains(&b'/')
+        && !bytes.contains(&0)
+}
+
+pub(crate) fn bad_path(error: PathUriError) -> ExecServerError {
+    invalid_params(error.to_string())
+}
+
+fn invalid_params(message: String) -> ExecServerError {
+    ExecServerError::Server {
+        code: codes::INVALID_PARAMS,
+        message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn children_stay_in_their_directory() {
+        let root = uri("/srv/x").unwrap();
+        assert_eq!(child(&root, "a b").unwrap().as_str(), "file:///srv/x/a%20b");
+        for bad in ["", ".", "..", "a/b", "/a", "a\0b", "../x"] {
+            assert!(child(&root, bad).is_err(), "{bad:?}");
+        }
+        let drive = child(&uri("/").unwrap(), "C:").unwrap();
+        assert_eq!(drive.to_native().unwrap(), Path::new("/C:"));
+    }
+}

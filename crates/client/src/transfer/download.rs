@@ -1,0 +1,527 @@
+//! From another machine to this one.
+//!
+//! The other machine is not trusted with paths of this one: every name that it lists must be one
+//! name, directories must be directories and not links to some, and links are made last.
+
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::Mutex;
+
+use bytes::Bytes;
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use sha2::{Digest as _, Sha256};
+use tokio::sync::mpsc;
+
+use super::here::{self, Marks};
+use super::{
+    IN_TREE, LARGE_IN_FLIGHT, SMALL_BYTES, TransferError, TransferOptions, TransferReport, Work,
+    blocking, each, executable, hex, interrupted, local, part_name, remote, settle, shown,
+};
+use crate::error::ExecServerError;
+use crate::fs::{
+    Access, ExecutorFileSystem, Feature, FileReader, Hash, ReadDirectory, ReadStream, child,
+    is_plain_name,
+};
+
+/// Copies a file or, if told so, a directory of another machine to a path of this one.
+///
+/// `to` is the path of the copy itself, not of a directory to put it into. An existing directory
+/// is merged into.
+///
+/// # Errors
+///
+/// When nothing can be copied at all; what fails on the way is part of the report.
+pub async fn download(
+    files: Arc<dyn ExecutorFileSystem>,
+    from: &PathUri,
+    to: &Path,
+    options: TransferOptions,
+) -> Result<TransferReport, TransferError> {
+    let work = Work::new(files, options, from).await?;
+    let found = work.files.metadata(from, Access::default()).await;
+    let found = found.map_err(remote(from))?;
+    if found.is_directory {
+        if !work.options.recursive {
+            return Err(TransferError::IsDirectory(shown(from)));
+        }
+        fetch_tree(&work, from, to, &found).await?;
+    } else if found.is_file {
+        work.expect(1, found.size);
+        let path = to.to_owned();
+        // What a link leads to is replaced, not the link.
+        let target = blocking(move || std::fs::canonicalize(&path).unwrap_or(path))
+            .await
+            .ok_or_else(|| interrupted(to))?;
+        let outcome = fetch_file(&work, from, &found, &target, Access::default()).await;
+        work.finished(to, outcome);
+    } else {
+        return Err(TransferError::Special(shown(from)));
+    }
+    Ok(work.report())
+}
+
+/// Something to fetch.
+#[derive(Debug, Clone)]
+struct Item {
+    from: PathUri,
+    to: PathBuf,
+    found: Metadata,
+}
+
+/// What there is to do.
+#[derive(Debug, Default)]
+struct Plan {
+    files: Vec<Item>,
+    /// Where, and what it says.
+    links: Vec<(PathBuf, String)>,
+    /// Parents before children.
+    directories: Vec<Item>,
+}
+
+async fn fetch_tree(
+    work: &Arc<Work>,
+    from: &PathUri,
+    to: &Path,
+    found: &Metadata,
+) -> Result<(), TransferError> {
+    let files = &work.files;
+    let base = files.canonicalize(from, None).await.map_err(remote(from))?;
+    let lists_links = files.supports(Feature::ListLinks).await;
+    let lists_links = lists_links.map_err(remote(from))?;
+    let root = to.to_owned();
+    blocking(move || std::fs::create_dir_all(&root))
+        .await
+        .ok_or_else(|| interrupted(to))?
+        .map_err(local(to))?;
+    let root = Item {
+        from: base,
+        to: to.to_owned(),
+        found: found.clone(),
+    };
+    let plan = Arc::new(Mutex::new(Plan::default()));
+    let mut level = vec![root];
+    while !level.is_empty() {
+        let next = Arc::new(Mutex::new(Vec::new()));
+        each(level, work.parallel(), |directory| {
+            let scan = Scan {
+                work: Arc::clone(work),
+                plan: Arc::clone(&plan),
+                next: Arc::clone(&next),
+                lists_links,
+            };
+            scan.directory(directory)
+        })
+        .await;
+        let looked = std::mem::take(&mut *lock(&next));
+        let unknown = Arc::new(Mutex::new(Vec::new()));
+        each(looked, work.parallel(), |look| {
+            let scan = Scan {
+                work: Arc::clone(work),
+                plan: Arc::clone(&plan),
+                next: Arc::clone(&unknown),
+                lists_links,
+            };
+            scan.look(look)
+        })
+        .await;
+        level = std::mem::take(&mut *lock(&unknown))
+            .into_iter()
+            .filter_map(|look| match look {
+                Look::Directory(item) => Some(item),
+                Look::At { .. } => None,
+            })
+            .collect();
+    }
+    let plan = std::mem::take(&mut *lock(&plan));
+    fetch(work, plan).await;
+    Ok(())
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// What a listing leaves to be done.
+#[derive(Debug)]
+enum Look {
+    /// Find out what it is.
+    At { from: PathUri, to: PathBuf },
+    /// List it.
+    Directory(Item),
+}
+
+/// Finds out what there is, directory by directory.
+struct Scan {
+    work: Arc<Work>,
+    plan: Arc<Mutex<Plan>>,
+    next: Arc<Mutex<Vec<Look>>>,
+    lists_links: bool,
+}
+
+impl Scan {
+    async fn directory(self, directory: Item) {
+        let made = {
+            let path = directory.to.clone();
+            blocking(move || here::make_directory(&path).map_err(local(&path))).await
+        };
+        let made = made.unwrap_or_else(|| Err(interrupted(&directory.to)));
+        let usable = made.is_ok();
+        self.work.count(made, |report| report.directories += 1);
+        if !usable {
+            return;
+        }
+        let options = ReadDirectory {
+            links: self.lists_links,
+            sandbox: None,
+        };
+        let listing = self
+            .work
+            .files
+            .read_directory(&directory.from, options)
+            .await;
+        match listing {
+            Ok(entries) => self.entries(&directory, entries),
+            Err(error) => self.work.failed(remote(&directory.from)(error)),
+        }
+        lock(&self.plan).directories.push(directory);
+    }
+
+    fn entries(&self, directory: &Item, entries: Vec<DirectoryEntry>) {
+        let mut names = HashSet::new();
+        for entry in entries {
+            let name = exact_name(&directory.from, &entry);
+            let from = name.as_ref().and_then(|name| {
+                let fresh = names.insert(name.clone());
+                child(&directory.from, name).ok().filter(|_| fresh)
+            });
+            let (Some(name), Some(from)) = (name, from) else {
+                self.work.failed(TransferError::Name {
+                    directory: shown(&directory.from),
+                    name: entry.file_name,
+                });
+                continue;
+            };
+            let to = directory.to.join(&name);
+            match entry.symlink_target {
+                Some(target) => lock(&self.plan).links.push((to, target)),
+                None => lock(&self.next).push(Look::At { from, to }),
+            }
+        }
+    }
+
+    async fn look(self, look: Look) {
+        let Look::At { from, to } = look else {
+            return;
+        };
+        let found = match self.work.files.metadata(&from, Access::default()).await {
+            Ok(found) => found,
+            Err(error) => return self.work.failed(remote(&from)(error)),
+        };
+        let mut plan = lock(&self.plan);
+        if found.is_symlink {
+            match found.symlink_target {
+                Some(target) => plan.links.push((to, target)),
+                None => {
+                    let lacking = ExecServerError::Unsupported("fs/readDirectory#links");
+                    self.work.failed(remote(&from)(lacking));
+                }
+            }
+        } else if found.is_directory {
+            drop(plan);
+            lock(&self.next).push(Look::Directory(Item { from, to, found }));
+        } else if found.is_file {
+            self.work.expect(1, found.size);
+            plan.files.push(Item { from, to, found });
+        } else {
+            self.work.failed(TransferError::Special(shown(&from)));
+        }
+    }
+}
+
+/// The name of an entry, byte for byte; nothing if it is not a name in this directory.
+fn exact_name(directory: &PathUri, entry: &DirectoryEntry) -> Option<OsString> {
+    let name = match &entry.path {
+        None => OsString::from(&entry.file_name),
+        Some(path) => {
+            let path = path.to_native().ok()?;
+            if path.parent()? != directory.to_native().ok()? {
+                return None;
+            }
+            path.file_name()?.to_owned()
+        }
+    };
+    is_plain_name(&name).then_some(name)
+}
+
+async fn fetch(work: &Arc<Work>, plan: Plan) {
+    let parallel = work.parallel();
+    let (small, large): (Vec<Item>, Vec<Item>) = plan
+        .files
+        .into_iter()
+        .partition(|item| item.found.size <= SMALL_BYTES);
+    fetch_small(work, small).await;
+    each(large, LARGE_IN_FLIGHT, |item| {
+        let work = Arc::clone(work);
+        async move {
+            let outcome = fetch_large(&work, &item.from, &item.found, &item.to).await;
+            work.finished(&item.to, outcome);
+        }
+    })
+    .await;
+    // Links last: nothing is ever written through one that this transfer made.
+    each(plan.links, parallel, |(path, target)| {
+        let work = Arc::clone(work);
+        async move {
+            let link = path.clone();
+            let made = blocking(move || make_link(&link, &target)).await;
+            let made = made.unwrap_or_else(|| Err(interrupted(&path)));
+            work.count(made, |report| report.links += 1);
+        }
+    })
+    .await;
+    if work.options.archive {
+        let directories = plan.directories;
+        let marking = Arc::clone(work);
+        // Deepest first, since a mode may close a directory; last, since writing moves times.
+        let mark = move || {
+            for item in directories.iter().rev() {
+                let Metadata {
+                    mode,
+                    modified_at_ms,
+                    ..
+                } = item.found;
+                if let Err(error) = here::mark_directory(&item.to, mode, modified_at_ms) {
+                    marking.failed(local(&item.to)(error));
+                }
+            }
+        };
+        blocking(mark).await;
+    }
+}
+
+fn make_link(path: &Path, target: &str) -> Result<(), TransferError> {
+    // The other side cannot say bytes that are no text, and puts this in their place.
+    if target.contains(char::REPLACEMENT_CHARACTER) {
+        return Err(TransferError::LinkText(path.display().to_string()));
+    }
+    here::make_link(path, target).map_err(local(path))
+}
+
+/// Many requests at a time, and one thread that writes what they bring.
+async fn fetch_small(work: &Arc<Work>, items: Vec<Item>) {
+    /// Files that wait to be written.
+    const WRITE_BEHIND: usize = 8;
+    let (sender, mut receiver) = mpsc::channel::<(Item, Bytes)>(WRITE_BEHIND);
+    let writer = Arc::clone(work);
+    let writing = tokio::task::spawn_blocking(move || {
+        while let Some((item, data)) = receiver.blocking_recv() {
+            let written = here::write_small(&item.to, &data, marks(&writer, &item.found));
+            let outcome = written.map_err(local(&item.to));
+            writer.moved(&item.to, item.found.size);
+            writer.finished(&item.to, outcome.map(|()| data.len() as u64));
+        }
+    });
+    each(items, work.parallel(), |item| {
+        let (work, sender) = (Arc::clone(work), sender.clone());
+        async move {
+            let access = Access {
+                links: IN_TREE,
+                sandbox: None,
+            };
+            match work.files.read_file(&item.from, access).await {
+                Ok(data) => drop(sender.send((item, data)).await),
+                Err(error) => work.finished(&item.to, Err(remote(&item.from)(error))),
+            }
+        }
+    })
+    .await;
+    drop(sender);
+    settle(Some(writing.await));
+}
+
+fn marks(work: &Work, found: &Metadata) -> Marks {
+    let archive = work.options.archive;
+    Marks {
+        mode: found.mode.filter(|_| archive),
+        executable: found.mode.is_some_and(|mode| executable(mode).is_some()),
+        modified_at_ms: archive.then_some(found.modified_at_ms),
+    }
+}
+
+async fn fetch_file(
+    work: &Arc<Work>,
+    from: &PathUri,
+    found: &Metadata,
+    to: &Path,
+    access: Access,
+) -> Result<u64, TransferError> {
+    let path = to.to_owned();
+    let existing = blocking(move || std::fs::metadata(path).ok())
+        .await
+        .flatten();
+    if existing.as_ref().is_some_and(std::fs::Metadata::is_dir) {
+        return Err(TransferError::IsDirectory(to.display().to_string()));
+    }
+    if existing.is_some_and(|existing| !existing.is_file()) {
+        // A device or a pipe is written to, not replaced.
+        let reader = open(work, from, 0).await?;
+        let (_, length) = pump(work, reader, from, Target::InPlace, to, 0, None).await?;
+        return Ok(length);
+    }
+    if found.size > SMALL_BYTES {
+        return fetch_large(work, from, found, to).await;
+    }
+    let data = work.files.read_file(from, access).await;
+    let data = data.map_err(remote(from))?;
+    let length = data.len() as u64;
+    let (path, marks) = (to.to_owned(), marks(work, found));
+    blocking(move || here::write_small(&path, &data, marks).map_err(local(&path)))
+        .await
+        .unwrap_or_else(|| Err(interrupted(to)))?;
+    work.moved(to, length);
+    Ok(length)
+}
+
+async fn open(work: &Work, from: &PathUri, offset: u64) -> Result<FileReader, TransferError> {
+    let stream = ReadStream {
+        offset,
+        sandbox: None,
+    };
+    let reader = work.files.open_read(from, stream).await;
+    reader.map_err(remote(from))
+}
+
+/// Fetches a file beside its target, going on where an earlier transfer stopped, and puts it in
+/// place when it is whole.
+async fn fetch_large(
+    work: &Arc<Work>,
+    from: &PathUri,
+    found: &Metadata,
+    to: &Path,
+) -> Result<u64, TransferError> {
+    let Some(name) = to.file_name() else {
+        return Err(TransferError::IsDirectory(to.display().to_string()));
+    };
+    let part = to.with_file_name(part_name(name));
+    let resumes = work.resumes(found.size);
+    let (offset, hash) = if resumes {
+        let (offset, hash) = resume_at(work, from, found.size, &part).await?;
+        (offset, Some(hash))
+    } else {
+        (0, None)
+    };
+    let reader = open(work, from, offset).await?;
+    work.resumed(to, offset);
+    let marks = marks(work, found);
+    let target = Target::Part(part.clone(), marks);
+    let (hash, length) = pump(work, reader, from, target, to, offset, hash).await?;
+    if let Some(hash) = hash {
+        let sent = work.files.hash(from, Hash::default()).await;
+        let sent = sent.map_err(remote(from))?;
+        if sent.length != length || sent.sha256 != hex(hash.finalize()) {
+            // Whatever it is, it is no beginning to go on from.
+            let _ = blocking(move || std::fs::remove_file(part)).await;
+            return Err(TransferError::Differs(to.display().to_string()));
+        }
+    }
+    let target = to.to_owned();
+    let finish = move || {
+        let file = std::fs::File::open(&part)?;
+        here::finish_part(&file, &part, &target, marks)
+    };
+    blocking(finish)
+        .await
+        .ok_or_else(|| interrupted(to))?
+        .map_err(local(to))?;
+    Ok(length)
+}
+
+/// How much of a file has arrived before, and the hash of that much.
+async fn resume_at(
+    work: &Work,
+    from: &PathUri,
+    size: u64,
+    part: &Path,
+) -> Result<(u64, Sha256), TransferError> {
+    let path = part.to_owned();
+    let hashed = blocking(move || {
+        let length = here::part_length(&path)?;
+        let wanted = length > 0 && length <= size;
+        let hash = match wanted {
+            true => here::hash_prefix(&path, length)?,
+            false => None,
+        };
+        std::io::Result::Ok((length, hash))
+    });
+    let (length, hash) = hashed
+        .await
+        .ok_or_else(|| interrupted(part))?
+        .map_err(local(part))?;
+    let Some(hash) = hash else {
+        return Ok((0, Sha256::new()));
+    };
+    let options = Hash {
+        length: Some(length),
+        sandbox: None,
+    };
+    let there = work.files.hash(from, options).await;
+    let there = there.map_err(remote(from))?;
+    if there.length == length && there.sha256 == hex(hash.clone().finalize()) {
+        Ok((length, hash))
+    } else {
+        Ok((0, Sha256::new()))
+    }
+}
+
+/// What fetched bytes are written to.
+enum Target {
+    Part(PathBuf, Marks),
+    InPlace,
+}
+
+/// Writes a stream to a local file, from an offset on.
+async fn pump(
+    work: &Work,
+    mut reader: FileReader,
+    from: &PathUri,
+    target: Target,
+    to: &Path,
+    offset: u64,
+    hash: Option<Sha256>,
+) -> Result<(Option<Sha256>, u64), TransferError> {
+    /// Pieces that wait to be written.
+    const WRITE_BEHIND: usize = 2;
+    let (sender, mut receiver) = mpsc::channel::<Bytes>(WRITE_BEHIND);
+    let path = to.to_owned();
+    let writing = tokio::task::spawn_blocking(move || {
+        let (file, at) = match &target {
+            Target::Part(part, marks) => (here::open_part(part, offset, *marks), part),
+            Target::InPlace => (std::fs::OpenOptions::new().write(true).open(&path), &path),
+        };
+        let written = file.and_then(|file| here::write_pieces(&file, offset, hash, &mut receiver));
+        written.map_err(local(at))
+    });
+    let fetched = loop {
+        match reader.next_chunk().await {
+            Ok(Some(chunk)) => {
+                let length = chunk.len() as u64;
+                if sender.send(chunk).await.is_err() {
+                    // The writer has failed, and says why below.
+                    break Ok(());
+                }
+                work.moved(to, length);
+            }
+            Ok(None) => break Ok(()),
+            Err(error) => break Err(remote(from)(error)),
+        }
+    };
+    drop(sender);
+    let written = writing.await.map_err(|_| interrupted(to))?;
+    fetched?;
+    written
+}

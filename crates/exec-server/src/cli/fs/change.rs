@@ -1,0 +1,100 @@
+//! `fs rm`, `fs mv`, `fs cp`: changes that need no bytes of this machine.
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::fs::{Copy, Remove, Rename};
+use exec_server_protocol::PathUri;
+
+use super::args::{CpThereArgs, MvArgs, RmArgs};
+use super::{Place, sources_and_target};
+use crate::cli::complain;
+
+pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for path in &args.paths {
+        if let Err(error) = remove(place, path, args).await {
+            complain(&error);
+            code = ExitCode::FAILURE;
+        }
+    }
+    Ok(code)
+}
+
+async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
+    let uri = place.uri(path).await?;
+    if !args.recursive {
+        // An empty directory could be removed like a file, which nobody expects of `rm`.
+        let found = place.files.metadata(&uri, Default::default()).await;
+        if found.is_ok_and(|found| found.is_directory && !found.is_symlink) {
+            bail!(
+                "`{}` is a directory; remove it with --recursive",
+                path.display()
+            );
+        }
+    }
+    let options = Remove {
+        recursive: args.recursive,
+        force: args.force,
+        ..Remove::default()
+    };
+    place
+        .files
+        .remove(&uri, options)
+        .await
+        .with_context(|| format!("cannot remove `{}`", path.display()))
+}
+
+pub(super) async fn mv(place: &Place, args: &MvArgs) -> anyhow::Result<ExitCode> {
+    let options = Rename {
+        overwrite: !args.no_clobber,
+        sandbox: None,
+    };
+    for (from, source, to) in pairs(place, &args.paths).await? {
+        place
+            .files
+            .rename(&source, &to, options.clone())
+            .await
+            .with_context(|| format!("cannot move `{}`", from.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) async fn cp(place: &Place, args: &CpThereArgs) -> anyhow::Result<ExitCode> {
+    let options = Copy {
+        recursive: args.recursive,
+        sandbox: None,
+    };
+    for (from, source, to) in pairs(place, &args.paths).await? {
+        if !args.recursive && place.is_directory(&source).await {
+            bail!(
+                "`{}` is a directory; copy it with --recursive",
+                from.display()
+            );
+        }
+        place
+            .files
+            .copy(&source, &to, options.clone())
+            .await
+            .with_context(|| format!("cannot copy `{}`", from.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What goes where, as `mv` and `cp` have it.
+async fn pairs<'a>(
+    place: &Place,
+    paths: &'a [std::path::PathBuf],
+) -> anyhow::Result<Vec<(&'a Path, PathUri, PathUri)>> {
+    let (sources, target) = sources_and_target(paths)?;
+    if sources.len() > 1 && !place.is_directory(&place.uri(target).await?).await {
+        bail!("`{}` is not a directory", target.display());
+    }
+    let mut pairs = Vec::new();
+    for source in sources {
+        let to = place.destination(source, target).await?;
+        pairs.push((source.as_path(), place.uri(source).await?, to));
+    }
+    Ok(pairs)
+}

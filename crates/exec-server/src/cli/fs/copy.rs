@@ -1,0 +1,390 @@
+//! `cp`, `fs put`, `fs get`, `fs cat`: bytes between this machine and another.
+
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::fs::{Feature, WriteMode, WriteStream};
+use exec_server_client::transfer::{TransferError, TransferOptions, TransferReport};
+use exec_server_client::transfer::{download, upload};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
+use super::progress::Bar;
+use super::{Place, sources_and_target};
+use crate::cli::complain;
+
+/// What stands for standard input or output.
+const STREAM: &str = "-";
+
+pub(super) async fn cat(place: &Place, args: &CatArgs) -> anyhow::Result<ExitCode> {
+    let mut code = ExitCode::SUCCESS;
+    for path in &args.paths {
+        match print_file(place, path).await {
+            Ok(Reader::Listens) => {}
+            Ok(Reader::Left) => return Ok(ExitCode::SUCCESS),
+            Err(error) => {
+                complain(&error);
+                code = ExitCode::FAILURE;
+            }
+        }
+    }
+    Ok(code)
+}
+
+/// Whoever reads our output.
+enum Reader {
+    Listens,
+    /// Has seen enough, as `head` does.
+    Left,
+}
+
+async fn print_file(place: &Place, path: &Path) -> anyhow::Result<Reader> {
+    let failed = || format!("cannot read `{}`", path.display());
+    let uri = place.uri(path).await?;
+    let stream = place.files.open_read(&uri, Default::default()).await;
+    let mut stream = stream.with_context(failed)?;
+    let mut stdout = tokio::io::stdout();
+    while let Some(chunk) = stream.next_chunk().await.with_context(failed)? {
+        let written = async {
+            stdout.write_all(&chunk).await?;
+            stdout.flush().await
+        };
+        match written.await {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(Reader::Left),
+            written => written.context("cannot write to standard output")?,
+        }
+    }
+    Ok(Reader::Listens)
+}
+
+/// Sends what comes in, whole or not at all where the server can.
+async fn put_stdin(place: &Place, target: &Path) -> anyhow::Result<ExitCode> {
+    let failed = || format!("cannot write `{}`", target.display());
+    let uri = place.uri(target).await?;
+    if place.is_directory(&uri).await {
+        bail!(
+            "`{}` is a directory: give the file a name",
+            target.display()
+        );
+    }
+    let mode = match place.files.supports(Feature::AtomicStreams).await? {
+        true => WriteMode::Atomic,
+        false => WriteMode::Replace,
+    };
+    let stream = WriteStream {
+        mode,
+        ..WriteStream::default()
+    };
+    let writer = place.files.open_write(&uri, stream).await;
+    let mut writer = writer.with_context(failed)?;
+    let mut stdin = tokio::io::stdin();
+    let mut piece = bytes::BytesMut::new();
+    loop {
+        piece.reserve(64 * 1024);
+        if stdin.read_buf(&mut piece).await? == 0 {
+            break;
+        }
+        let sent = writer.write_chunk(piece.split().freeze()).await;
+        sent.with_context(failed)?;
+    }
+    writer.commit().await.with_context(failed)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) async fn put(place: &Place, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+    let (sources, target) = with_default(&args.paths);
+    if sources.iter().any(|source| source.as_os_str() == STREAM) {
+        if sources.len() > 1 || args.paths.len() < 2 {
+            bail!("standard input goes to one file: `fs put - PATH`");
+        }
+        return put_stdin(place, target).await;
+    }
+    send(place, sources, target, args.flags).await
+}
+
+pub(super) async fn get(place: &Place, args: &TransferArgs) -> anyhow::Result<ExitCode> {
+    let (sources, target) = with_default(&args.paths);
+    if args.paths.len() > 1 && target.as_os_str() == STREAM {
+        let paths = sources.to_vec();
+        return cat(place, &CatArgs { paths }).await;
+    }
+    fetch(place, sources, target, args.flags).await
+}
+
+/// A single path goes to the directory at hand.
+fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
+    match sources_and_target(paths) {
+        Ok((sources, target)) => (sources, target),
+        Err(_) => (paths, Path::new(".")),
+    }
+}
+
+/// One side of a `cp`.
+#[derive(Debug, PartialEq, Eq)]
+enum Side {
+    Here(PathBuf),
+    /// On the server of this URL, or else the one that was given.
+    There(Option<String>, PathBuf),
+}
+
+impl Side {
+    fn parse(text: &OsStr) -> anyhow::Result<Self> {
+        let bytes = text.as_bytes();
+        let there = |url: Option<&[u8]>, path: &[u8]| {
+            let url = url.map(|url| String::from_utf8_lossy(url).into_owned());
+            // Nothing after the colon is the server's own directory.
+            let path = if path.is_empty() { b"." } else { path };
+            Self::There(url, OsString::from_vec(path.to_vec()).into())
+        };
+        if let Some(path) = bytes.strip_prefix(b":") {
+            return Ok(there(None, path));
+        }
+        if let Some(end) = url_length(bytes) {
+            return match bytes.get(end) {
+                Some(b':') => Ok(there(Some(&bytes[..end]), &bytes[end + 1..])),
+                _ => bail!(
+                    "`{0}` names a server but no path on it: write `{0}:PATH`",
+                    text.to_string_lossy()
+                ),
+            };
+        }
+        let colon = bytes.iter().position(|&byte| byte == b':');
+        let slash = bytes.iter().position(|&byte| byte == b'/');
+        match (colon, slash) {
+            (Some(colon), slash) if slash.is_none_or(|slash| colon < slash) => bail!(
+                "`{0}` looks like a path on a server named `{1}`: write `:PATH` with --url, or \
+                 `ws://HOST:PORT:PATH`, or `./{0}` for a file here",
+                text.to_string_lossy(),
+                String::from_utf8_lossy(&bytes[..colon]),
+            ),
+            _ => Ok(Self::Here(text.into())),
+        }
+    }
+}
+
+/// How much of a text is the URL of a server, if it begins with one.
+fn url_length(text: &[u8]) -> Option<usize> {
+    let until = |from: usize, stops: &[u8]| {
+        let stop = text[from..].iter().position(|byte| stops.contains(byte));
+        stop.map_or(text.len(), |at| from + at)
+    };
+    if text.starts_with(b"unix://") {
+        return Some(until("unix://".len(), b":"));
+    }
+    let scheme = [b"ws://".as_slice(), b"wss://"]
+        .into_iter()
+        .find(|scheme| text.starts_with(scheme))?;
+    let mut end = match text.get(scheme.len()) {
+        Some(b'[') => until(scheme.len(), b"]") + 1,
+        _ => until(scheme.len(), b":/"),
+    }
+    .min(text.len());
+    if text.get(end) == Some(&b':') {
+        let digits = text[end + 1..]
+            .iter()
+            .take_while(|byte| byte.is_ascii_digit());
+        let port_end = end + 1 + digits.count();
+        // Digits that end the text, or a path, are the port; others begin a path.
+        if port_end > end + 1 && matches!(text.get(port_end), None | Some(b':' | b'/')) {
+            end = port_end;
+        }
+    }
+    if text.get(end) == Some(&b'/') {
+        end = until(end, b":");
+    }
+    Some(end)
+}
+
+pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
+    let sides: Vec<Side> = args
+        .paths
+        .iter()
+        .map(|path| Side::parse(path))
+        .collect::<anyhow::Result<_>>()?;
+    let (sources, target) = sources_and_target(&sides)?;
+    let mut urls = sides.iter().filter_map(|side| match side {
+        Side::There(url, _) => Some(url.as_deref().or(args.server.url.as_deref())),
+        Side::Here(_) => None,
+    });
+    let Some(url) = urls.next() else {
+        bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
+    };
+    if urls.any(|other| other != url) {
+        bail!("the paths are on different servers; copy from one at a time");
+    }
+    let url = url.context("no server given: pass --url URL or set EXEC_SERVER_URL")?;
+    let here = |side: &Side| match side {
+        Side::Here(path) => Some(path.clone()),
+        Side::There(..) => None,
+    };
+    let there = |side: &Side| match side {
+        Side::There(_, path) => Some(path.clone()),
+        Side::Here(_) => None,
+    };
+    let from_here: Option<Vec<PathBuf>> = sources.iter().map(here).collect();
+    let from_there: Option<Vec<PathBuf>> = sources.iter().map(there).collect();
+    match (from_here, from_there, target) {
+        (Some(sources), _, Side::There(_, target)) => {
+            send(&Place::new(Some(url)).await?, &sources, target, args.flags).await
+        }
+        (_, Some(sources), Side::Here(target)) => {
+            fetch(&Place::new(Some(url)).await?, &sources, target, args.flags).await
+        }
+        _ => bail!(
+            "one side must be here and the other on the server; within a server use \
+             `exec-server fs cp`"
+        ),
+    }
+}
+
+fn options(flags: CopyFlags, bar: &Bar) -> TransferOptions {
+    let mut options = TransferOptions::default();
+    options.recursive = flags.recursive || flags.archive;
+    options.archive = flags.archive;
+    options.resume = !flags.no_resume;
+    options.progress = bar.callback();
+    options
+}
+
+/// Whether what is in a directory is meant, rather than the directory: `DIR/.`.
+fn means_content(path: &Path) -> bool {
+    let bytes = path.as_os_str().as_bytes();
+    bytes == b"." || bytes.ends_with(b"/.") || path.file_name().is_none()
+}
+
+async fn send(
+    place: &Place,
+    sources: &[PathBuf],
+    target: &Path,
+    flags: CopyFlags,
+) -> anyhow::Result<ExitCode> {
+    let into = place.uri(target).await?;
+    let is_directory = place.is_directory(&into).await;
+    if sources.len() > 1 && !is_directory {
+        bail!("`{}` is not a directory on the server", target.display());
+    }
+    let mut outcome = Outcome::default();
+    for source in sources {
+        let to = match source.file_name() {
+            Some(name) if is_directory && !means_content(source) => {
+                exec_server_client::fs::child(&into, name)?
+            }
+            _ => into.clone(),
+        };
+        if !is_directory && ends_with_slash(target) && !source.is_dir() {
+            bail!("`{}` is not a directory on the server", target.display());
+        }
+        let bar = Bar::new(flags.quiet);
+        let sent = upload(source, place.files.clone(), &to, options(flags, &bar)).await;
+        drop(bar);
+        outcome.take(sent);
+    }
+    Ok(outcome.code())
+}
+
+async fn fetch(
+    place: &Place,
+    sources: &[PathBuf],
+    target: &Path,
+    flags: CopyFlags,
+) -> anyhow::Result<ExitCode> {
+    let is_directory = target.is_dir();
+    if sources.len() > 1 && !is_directory {
+        bail!("`{}` is not a directory", target.display());
+    }
+    let mut outcome = Outcome::default();
+    for source in sources {
+        let from = place.uri(source).await?;
+        let to = match source.file_name() {
+            Some(name) if is_directory && !means_content(source) => target.join(name),
+            _ => target.to_owned(),
+        };
+        if !is_directory && ends_with_slash(target) && !place.is_directory(&from).await {
+            bail!("`{}` is not a directory", target.display());
+        }
+        let bar = Bar::new(flags.quiet);
+        let fetched = download(place.files.clone(), &from, &to, options(flags, &bar)).await;
+        drop(bar);
+        outcome.take(fetched);
+    }
+    Ok(outcome.code())
+}
+
+fn ends_with_slash(path: &Path) -> bool {
+    path.as_os_str().as_bytes().ends_with(b"/")
+}
+
+/// What several copies came to; each failure is told as it is known.
+#[derive(Default)]
+struct Outcome {
+    arrived: u64,
+    failed: usize,
+}
+
+impl Outcome {
+    fn take(&mut self, result: Result<TransferReport, TransferError>) {
+        let failures = match result {
+            Ok(report) => {
+                self.arrived += report.files + report.links + report.directories;
+                report.failures
+            }
+            Err(error) => vec![error],
+        };
+        self.failed += failures.len();
+        for failure in failures {
+            let hint = match failure {
+                TransferError::IsDirectory(_) => "; copy it with --recursive",
+                _ => "",
+            };
+            let error = anyhow::Error::new(failure);
+            eprintln!("exec-server: cannot copy {error:#}{hint}");
+        }
+    }
+
+    fn code(self) -> ExitCode {
+        if self.failed == 0 {
+            return ExitCode::SUCCESS;
+        }
+        if self.arrived > 0 {
+            eprintln!(
+                "exec-server: {} could not be copied, everything else was",
+                self.failed
+            );
+        }
+        ExitCode::FAILURE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sides_are_told_apart() {
+        let here = |path: &str| Side::Here(path.into());
+        let there = |url: Option<&str>, path: &str| Side::There(url.map(Into::into), path.into());
+        for (text, side) in [
+            ("a/b", here("a/b")),
+            ("./a:b", here("./a:b")),
+            ("/a:b", here("/a:b")),
+            (":", there(None, ".")),
+            (":/x:y", there(None, "/x:y")),
+            ("ws://h:4600:/x", there(Some("ws://h:4600"), "/x")),
+            ("ws://h:4600:x:1", there(Some("ws://h:4600"), "x:1")),
+            ("ws://h:/x", there(Some("ws://h"), "/x")),
+            ("ws://h:12x", there(Some("ws://h"), "12x")),
+            ("ws://h:1/p:q", there(Some("ws://h:1/p"), "q")),
+            ("ws://[::1]:46:", there(Some("ws://[::1]:46"), ".")),
+            ("unix:///run/s:rel", there(Some("unix:///run/s"), "rel")),
+        ] {
+            assert_eq!(Side::parse(text.as_ref()).unwrap(), side, "{text}");
+        }
+        for text in ["host:/x", "ws://h:4600", "unix:///run/s", "ws://[::1"] {
+            assert!(Side::parse(text.as_ref()).is_err(), "{text}");
+        }
+    }
+}

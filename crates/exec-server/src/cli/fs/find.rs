@@ -1,0 +1,130 @@
+//! `fs search` and `fs watch`.
+
+use std::io::{self, Write as _};
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_client::fs::{ChangeBatch, Search, Watch};
+use exec_server_protocol::fs::{ChangeKind, SearchMatch, WatchIgnore};
+use serde_json::json;
+
+use super::args::{SearchArgs, WatchArgs};
+use super::{Place, native_bytes, prints_to_terminal, push_line, visible};
+use crate::cli::print;
+
+/// What `fs search` ends with when nothing matches.
+const NOTHING: u8 = 1;
+
+pub(super) async fn search(place: &Place, args: &SearchArgs) -> anyhow::Result<ExitCode> {
+    let options = Search {
+        regex: !args.fixed_strings,
+        case_sensitive: !args.ignore_case,
+        globs: args.glob.clone(),
+        gitignore: !args.no_ignore,
+        max_matches: args.max_count,
+        context_lines: args.context,
+        sandbox: None,
+    };
+    let path = place.uri(&args.path).await?;
+    let result = place
+        .files
+        .search(&path, &args.pattern, options)
+        .await
+        .with_context(|| format!("cannot search `{}`", args.path.display()))?;
+    let nothing = result.matches.is_empty();
+    if args.json {
+        print(format!("{}\n", serde_json::to_string_pretty(&result)?).as_bytes())?;
+    } else {
+        let for_terminal = prints_to_terminal();
+        let mut out = Vec::new();
+        for (number, found) in result.matches.iter().enumerate() {
+            if args.context > 0 && number > 0 {
+                out.extend_from_slice(b"--\n");
+            }
+            push_match(&mut out, found, for_terminal);
+        }
+        print(&out)?;
+        if result.truncated {
+            eprintln!("exec-server: there may be more; --max-count N shows up to N");
+        }
+    }
+    Ok(ExitCode::from(if nothing { NOTHING } else { 0 }))
+}
+
+/// As `grep -n` prints it.
+fn push_match(out: &mut Vec<u8>, found: &SearchMatch, for_terminal: bool) {
+    let path = native_bytes(&found.path);
+    let mut push = |number: u64, mark: char, text: &str| {
+        let mut line = path.clone();
+        line.extend_from_slice(format!("{mark}{number}{mark}{text}").as_bytes());
+        push_line(out, &line, for_terminal);
+    };
+    let first = found.line.saturating_sub(found.before.len() as u64);
+    for (number, text) in (first..).zip(&found.before) {
+        push(number, '-', text);
+    }
+    push(found.line, ':', &found.text);
+    for (number, text) in (found.line + 1..).zip(&found.after) {
+        push(number, '-', text);
+    }
+}
+
+pub(super) async fn watch(place: &Place, args: &WatchArgs) -> anyhow::Result<ExitCode> {
+    let options = Watch {
+        recursive: !args.no_recursive,
+        ignore: WatchIgnore {
+            gitignore: args.gitignore,
+            patterns: args.ignore.clone(),
+        },
+        debounce: args.debounce,
+        sandbox: None,
+    };
+    let path = place.uri(&args.path).await?;
+    let mut changes = place
+        .files
+        .watch(&path, options)
+        .await
+        .with_context(|| format!("cannot watch `{}`", args.path.display()))?;
+    eprintln!("watching {}", visible(&super::shown(changes.path())));
+    let for_terminal = prints_to_terminal();
+    while let Some(batch) = changes.recv().await {
+        let mut out = Vec::new();
+        if args.json {
+            let line = json!({"changes": batch.changes, "overflow": batch.overflow});
+            out.extend_from_slice(line.to_string().as_bytes());
+            out.push(b'\n');
+        } else {
+            push_changes(&mut out, &batch, for_terminal);
+        }
+        let mut stdout = io::stdout().lock();
+        match stdout.write_all(&out).and_then(|()| stdout.flush()) {
+            // Whoever read our output has seen enough, as with `head`.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                return Ok(ExitCode::SUCCESS);
+            }
+            written => written.context("cannot write to standard output")?,
+        }
+        if batch.overflow && !args.json {
+            eprintln!("exec-server: changes were lost: look at everything again");
+        }
+    }
+    anyhow::bail!("the connection has ended, and the watch with it")
+}
+
+fn push_changes(out: &mut Vec<u8>, batch: &ChangeBatch, for_terminal: bool) {
+    for change in &batch.changes {
+        let kind = match change.kind {
+            ChangeKind::Created => "created",
+            ChangeKind::Modified => "modified",
+            ChangeKind::Removed => "removed",
+            ChangeKind::Renamed => "renamed",
+        };
+        let mut line = format!("{kind:8}  ").into_bytes();
+        if let Some(from) = &change.from {
+            line.extend_from_slice(&native_bytes(from));
+            line.extend_from_slice(b" -> ");
+        }
+        line.extend_from_slice(&native_bytes(&change.path));
+        push_line(out, &line, for_terminal);
+    }
+}

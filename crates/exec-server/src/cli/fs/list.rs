@@ -1,0 +1,360 @@
+//! `fs ls`, `fs stat`, `fs walk`: what there is.
+
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::os::unix::ffi::OsStrExt as _;
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_client::ExecServerError;
+use exec_server_client::fs::{Feature, ReadDirectory, Walk, child};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::codes;
+use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use serde_json::{Value, json};
+use tokio::task::JoinSet;
+
+use super::args::{LsArgs, StatArgs, WalkArgs};
+use super::{Place, native_bytes, prints_to_terminal, push_line, shown, visible};
+use crate::cli::print;
+use crate::cli::ps::bytes;
+
+/// Requests for metadata at a time.
+const PARALLEL: usize = 32;
+
+/// One line of a listing.
+struct Line {
+    name: OsString,
+    path: PathUri,
+    kind: &'static str,
+    target: Option<String>,
+    found: Option<Metadata>,
+}
+
+pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode> {
+    let mut out = Vec::new();
+    let mut listed = Vec::new();
+    let for_terminal = prints_to_terminal();
+    for (number, path) in args.paths.iter().enumerate() {
+        let uri = place.uri(path).await?;
+        let lines = lines(place, &uri, args)
+            .await
+            .with_context(|| format!("cannot list `{}`", path.display()))?;
+        if args.json {
+            listed.extend(lines.iter().map(to_json));
+            continue;
+        }
+        if args.paths.len() > 1 {
+            let gap = if number > 0 { "\n" } else { "" };
+            out.extend_from_slice(format!("{gap}{}:\n", visible(&shown(&uri))).as_bytes());
+        }
+        if args.long {
+            out.extend_from_slice(table(&lines).as_bytes());
+        } else {
+            for line in &lines {
+                push_line(&mut out, line.name.as_bytes(), for_terminal);
+            }
+        }
+    }
+    if args.json {
+        out = serde_json::to_vec_pretty(&listed)?;
+        out.push(b'\n');
+    }
+    print(&out)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn lines(place: &Place, path: &PathUri, args: &LsArgs) -> anyhow::Result<Vec<Line>> {
+    let files = &place.files;
+    let found = files.metadata(path, Default::default()).await?;
+    if !found.is_directory {
+        // A file lists itself.
+        return Ok(vec![Line {
+            name: OsString::from(shown(path)),
+            path: path.clone(),
+            kind: kind(&found),
+            target: found.symlink_target.clone().filter(|_| found.is_symlink),
+            found: Some(found),
+        }]);
+    }
+    let options = ReadDirectory {
+        links: files.supports(Feature::ListLinks).await?,
+        sandbox: None,
+    };
+    let entries = files.read_directory(path, options).await?;
+    let mut lines = Vec::with_capacity(entries.len());
+    for entry in entries {
+        let line = line(path, entry)?;
+        if args.all || !line.name.as_bytes().starts_with(b".") {
+            lines.push(line);
+        }
+    }
+    lines.sort_by(|one, other| one.name.cmp(&other.name));
+    if args.long {
+        add_metadata(place, &mut lines).await?;
+    }
+    Ok(lines)
+}
+
+fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<Line, ExecServerError> {
+    let path = match entry.path {
+        Some(path) => path,
+        None => child(directory, &entry.file_name)?,
+    };
+    let exact = path.to_native().ok();
+    let name = exact.and_then(|path| path.file_name().map(ToOwned::to_owned));
+    let kind = match (&entry.symlink_target, entry.is_directory, entry.is_file) {
+        (Some(_), ..) => "symlink",
+        (None, true, _) => "directory",
+        (None, false, true) => "file",
+        (None, false, false) => "other",
+    };
+    Ok(Line {
+        name: name.unwrap_or_else(|| entry.file_name.into()),
+        path,
+        kind,
+        target: entry.symlink_target,
+        found: None,
+    })
+}
+
+async fn add_metadata(place: &Place, lines: &mut [Line]) -> anyhow::Result<()> {
+    let mut tasks = JoinSet::new();
+    let mut next = 0;
+    while next < lines.len() || !tasks.is_empty() {
+        if next < lines.len() && tasks.len() < PARALLEL {
+            let (files, path) = (place.files.clone(), lines[next].path.clone());
+            let number = next;
+            tasks.spawn(async move { (number, files.metadata(&path, Default::default()).await) });
+            next += 1;
+            continue;
+        }
+        if let Some(joined) = tasks.join_next().await {
+            let (number, found) = joined?;
+            match found {
+                Ok(found) => {
+                    if found.is_symlink {
+                        lines[number].kind = "symlink";
+                        let said = &mut lines[number].target;
+                        *said = said.take().or(found.symlink_target.clone());
+                    }
+                    lines[number].found = Some(found);
+                }
+                // A dangling link, or gone meanwhile.
+                Err(error) if error.code() == Some(codes::NOT_FOUND) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+    Ok(())
+}
+
+fn kind(found: &Metadata) -> &'static str {
+    match (found.is_symlink, found.is_directory, found.is_file) {
+        (true, ..) => "symlink",
+        (_, true, _) => "directory",
+        (_, _, true) => "file",
+        _ => "other",
+    }
+}
+
+fn to_json(line: &Line) -> Value {
+    let mut value = json!({
+        "name": line.name.to_string_lossy(),
+        "path": line.path,
+        "kind": line.kind,
+    });
+    if let Some(target) = &line.target {
+        value["symlinkTarget"] = json!(target);
+    }
+    if let Some(found) = &line.found {
+        value["metadata"] = json!(found);
+    }
+    value
+}
+
+fn table(lines: &[Line]) -> String {
+    let rows: Vec<[String; 4]> = lines
+        .iter()
+        .map(|line| {
+            let letter = match line.kind {
+                "directory" => 'd',
+                "symlink" => 'l',
+                "file" => '-',
+                _ => '?',
+            };
+            let found = line.found.as_ref();
+            let permissions = match found.and_then(|found| found.mode) {
+                Some(mode) => permissions(mode),
+                None => "?????????".to_owned(),
+            };
+            let mut name = visible(&line.name.to_string_lossy());
+            if let Some(target) = &line.target {
+                let _ = write!(name, " -> {}", visible(target));
+            }
+            [
+                format!("{letter}{permissions}"),
+                found.map_or_else(|| "-".to_owned(), |found| bytes(found.size)),
+                found.map_or_else(|| "-".to_owned(), |found| time(found.modified_at_ms)),
+                name,
+            ]
+        })
+        .collect();
+    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
+    let (size_width, time_width) = (width(1), width(2));
+    let mut text = String::new();
+    for [mode, size, time, name] in &rows {
+        let _ = writeln!(
+            text,
+            "{mode}  {size:>size_width$}  {time:time_width$}  {name}"
+        );
+    }
+    text
+}
+
+fn permissions(mode: u32) -> String {
+    let mut text = String::with_capacity(9);
+    for (shift, special, letter) in [(6, 0o4000, 's'), (3, 0o2000, 's'), (0, 0o1000, 't')] {
+        let bits = mode >> shift;
+        text.push(if bits & 4 != 0 { 'r' } else { '-' });
+        text.push(if bits & 2 != 0 { 'w' } else { '-' });
+        text.push(match (mode & special != 0, bits & 1 != 0) {
+            (true, true) => letter,
+            (true, false) => letter.to_ascii_uppercase(),
+            (false, true) => 'x',
+            (false, false) => '-',
+        });
+    }
+    text
+}
+
+/// A time as in `2026-11-05 07:09:30`, in UTC.
+fn time(millis: i64) -> String {
+    let seconds = millis.div_euclid(1000);
+    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+    // Years that begin in March, so that the odd day comes last; 400 of them make an era.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
+    let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day_of_year = day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day_of_month = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = (month_from_march + 2) % 12 + 1;
+    let year = year_of_era + era * 400 + i64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day_of_month:02} {hour:02}:{minute:02}:{second:02}")
+}
+
+pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitCode> {
+    let mut all = Vec::new();
+    let mut text = String::new();
+    for path in &args.paths {
+        let uri = place.uri(path).await?;
+        let found = place
+            .files
+            .metadata(&uri, Default::default())
+            .await
+            .with_context(|| format!("cannot look at `{}`", path.display()))?;
+        if args.json {
+            let mut value = json!(found);
+            value["path"] = json!(uri);
+            all.push(value);
+            continue;
+        }
+        let _ = writeln!(text, "    path  {}", visible(&shown(&uri)));
+        let _ = writeln!(
+            text,
+            "    kind  {}",
+            match (found.is_directory, found.is_file) {
+                (true, _) => "directory",
+                (_, true) => "file",
+                _ => "other",
+            }
+        );
+        if found.is_symlink {
+            let target = found.symlink_target.as_deref().unwrap_or("?");
+            let _ = writeln!(text, "    link  -> {}", visible(target));
+        }
+        let _ = writeln!(text, "    size  {} bytes", found.size);
+        if let Some(mode) = found.mode {
+            let _ = writeln!(text, "    mode  {:04o} ({})", mode, permissions(mode));
+        }
+        if let (Some(uid), Some(gid)) = (found.uid, found.gid) {
+            let _ = writeln!(text, "   owner  {uid}:{gid}");
+        }
+        let _ = writeln!(text, "modified  {} UTC", time(found.modified_at_ms));
+        if found.created_at_ms != 0 {
+            let _ = writeln!(text, " created  {} UTC", time(found.created_at_ms));
+        }
+    }
+    if args.json {
+        text = serde_json::to_string_pretty(&all)?;
+        text.push('\n');
+    }
+    print(text.as_bytes())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitCode> {
+    let options = Walk {
+        max_depth: args.depth,
+        max_entries: args.entries,
+        follow_directory_symlinks: args.follow,
+        prune_hidden_directories: args.prune_hidden,
+        ..Walk::default()
+    };
+    let path = place.uri(&args.path).await?;
+    let walked = place
+        .files
+        .walk(&path, options)
+        .await
+        .with_context(|| format!("cannot walk `{}`", args.path.display()))?;
+    let failed = !walked.errors.is_empty();
+    if args.json {
+        print(format!("{}\n", serde_json::to_string_pretty(&walked)?).as_bytes())?;
+    } else {
+        let for_terminal = prints_to_terminal();
+        let mut out = Vec::new();
+        for entry in &walked.entries {
+            push_line(&mut out, &native_bytes(&entry.path), for_terminal);
+        }
+        print(&out)?;
+        for error in &walked.errors {
+            eprintln!("exec-server: `{}`: {}", shown(&error.path), error.message);
+        }
+        if walked.truncated {
+            eprintln!("exec-server: there is more; walk a part of it, or less deep");
+        }
+    }
+    Ok(if failed {
+        ExitCode::FAILURE
+    } else {
+        ExitCode::SUCCESS
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_and_permissions() {
+        for (millis, text) in [
+            (0, "1970-01-01 00:00:00"),
+            (951_782_400_000, "2000-02-29 00:00:00"),
+            (1_791_000_000_123, "2026-10-03 04:00:00"),
+            (-1, "1969-12-31 23:59:59"),
+            (-86_400_000 * 365, "1969-01-01 00:00:00"),
+        ] {
+            assert_eq!(time(millis), text, "{millis}");
+        }
+        for (mode, text) in [
+            (0o644, "rw-r--r--"),
+            (0o4755, "rwsr-xr-x"),
+            (0o1777, "rwxrwxrwt"),
+            (0o2000, "-----S---"),
+        ] {
+            assert_eq!(permissions(mode), text, "{mode:o}");
+        }
+    }
+}

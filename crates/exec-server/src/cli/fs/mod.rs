@@ -1,0 +1,187 @@
+//! `exec-server fs` and `exec-server cp`: files of a server, or of this machine.
+
+pub(super) mod args;
+mod change;
+mod copy;
+mod find;
+mod list;
+mod progress;
+
+use std::path::{Component, Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::fs::uri;
+use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
+use exec_server_protocol::PathUri;
+use rustix::termios::isatty;
+
+use super::{connect, runtime};
+use args::{CpArgs, FsArgs, FsCommand};
+
+/// What `fs search` ends with when it could not search; 1 means that nothing matches.
+const SEARCH_FAILED: u8 = 2;
+
+pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
+    let runtime = runtime()?;
+    let work = async {
+        let place = Place::new(args.url.as_deref()).await?;
+        match &args.command {
+            FsCommand::Ls(args) => list::ls(&place, args).await,
+            FsCommand::Cat(args) => copy::cat(&place, args).await,
+            FsCommand::Put(args) => copy::put(&place, args).await,
+            FsCommand::Get(args) => copy::get(&place, args).await,
+            FsCommand::Stat(args) => list::stat(&place, args).await,
+            FsCommand::Rm(args) => change::rm(&place, args).await,
+            FsCommand::Mv(args) => change::mv(&place, args).await,
+            FsCommand::Cp(args) => change::cp(&place, args).await,
+            FsCommand::Walk(args) => list::walk(&place, args).await,
+            FsCommand::Search(args) => find::search(&place, args).await,
+            FsCommand::Watch(args) => find::watch(&place, args).await,
+        }
+    };
+    let outcome = runtime.block_on(work);
+    // A thread may still wait for a pipe; it must not keep us.
+    runtime.shutdown_background();
+    match outcome {
+        Err(error) if matches!(args.command, FsCommand::Search(_)) => {
+            super::complain(&error);
+            Ok(ExitCode::from(SEARCH_FAILED))
+        }
+        outcome => outcome,
+    }
+}
+
+pub(super) fn run_cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(copy::cp(args));
+    runtime.shutdown_background();
+    outcome
+}
+
+/// Where the files are.
+struct Place {
+    files: Arc<dyn ExecutorFileSystem>,
+    /// What relative paths are relative to.
+    directory: Option<PathBuf>,
+}
+
+impl Place {
+    async fn new(url: Option<&str>) -> anyhow::Result<Self> {
+        let Some(url) = url else {
+            return Ok(Self {
+                files: Arc::new(LocalFileSystem::new()),
+                directory: Some(std::env::current_dir().context("no working directory")?),
+            });
+        };
+        let client = connect(url).await?;
+        let info = client.environment_info().await.ok();
+        Ok(Self {
+            directory: info.and_then(|info| info.cwd.as_ref()?.to_native().ok()),
+            files: Arc::new(client.file_system()),
+        })
+    }
+
+    /// An absolute path there; relative ones begin at the server's directory.
+    fn native(&self, path: &Path) -> anyhow::Result<PathBuf> {
+        if path.is_absolute() {
+            return Ok(path.to_owned());
+        }
+        match &self.directory {
+            Some(directory) => Ok(directory.join(path)),
+            None => bail!(
+                "`{}` is relative, and the server does not say to what: give an absolute path",
+                path.display()
+            ),
+        }
+    }
+
+    /// The URI of a path there.
+    ///
+    /// What is above a directory only that machine knows, since links may have led to it: `..` is
+    /// asked for, and never part of what is sent.
+    async fn uri(&self, path: &Path) -> anyhow::Result<PathUri> {
+        let mut exact = PathBuf::new();
+        for component in self.native(path)?.components() {
+            if component != Component::ParentDir {
+                exact.push(component);
+                continue;
+            }
+            let below = self.files.canonicalize(&uri(&exact)?, None).await;
+            let below = below.with_context(|| format!("cannot use `{}`", path.display()))?;
+            exact = below.to_native()?;
+            exact.pop();
+        }
+        Ok(uri(exact)?)
+    }
+
+    /// Whether there is a directory, or a link to one.
+    async fn is_directory(&self, path: &PathUri) -> bool {
+        let found = self.files.metadata(path, Default::default()).await;
+        found.is_ok_and(|found| found.is_directory)
+    }
+
+    /// Where something goes that is put at `target`: below it if that is a directory.
+    async fn destination(&self, source: &Path, target: &Path) -> anyhow::Result<PathUri> {
+        let target = self.uri(target).await?;
+        if self.is_directory(&target).await
+            && let Some(name) = source.file_name()
+        {
+            return Ok(exec_server_client::fs::child(&target, name)?);
+        }
+        Ok(target)
+    }
+}
+
+/// The paths to take, and the one to put them to.
+fn sources_and_target<T>(paths: &[T]) -> anyhow::Result<(&[T], &T)> {
+    match paths.split_last() {
+        Some((target, sources)) if !sources.is_empty() => Ok((sources, target)),
+        _ => bail!("give what to take and where to put it"),
+    }
+}
+
+/// A path of the other machine as bytes, for programs to read.
+fn native_bytes(path: &PathUri) -> Vec<u8> {
+    use std::os::unix::ffi::OsStringExt as _;
+    match path.to_native() {
+        Ok(path) => path.into_os_string().into_vec(),
+        Err(_) => path.as_str().as_bytes().to_vec(),
+    }
+}
+
+/// A path of the other machine as text, for people to read.
+fn shown(path: &PathUri) -> String {
+    String::from_utf8_lossy(&native_bytes(path)).into_owned()
+}
+
+/// Adds a line to what is printed: exact for programs, harmless for terminals.
+fn push_line(out: &mut Vec<u8>, line: &[u8], for_terminal: bool) {
+    if for_terminal {
+        out.extend_from_slice(visible(&String::from_utf8_lossy(line)).as_bytes());
+    } else {
+        out.extend_from_slice(line);
+    }
+    out.push(b'\n');
+}
+
+/// Text on one line, without what a terminal would obey.
+fn visible(text: &str) -> String {
+    if !text.contains(char::is_control) {
+        return text.to_owned();
+    }
+    let mut out = String::with_capacity(text.len() + 8);
+    for c in text.chars() {
+        if c.is_control() {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
+fn prints_to_terminal() -> bool {
+    isatty(rustix::stdio::stdout())
+}

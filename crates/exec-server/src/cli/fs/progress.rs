@@ -1,0 +1,91 @@
+//! One line on the terminal that tells how far a copy is.
+
+use std::io::Write as _;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use exec_server_client::transfer::{Progress, ProgressFn};
+use rustix::termios::{isatty, tcgetwinsize};
+
+use super::visible;
+use crate::cli::ps::bytes;
+
+/// Often enough to look alive, seldom enough to cost nothing.
+const INTERVAL: Duration = Duration::from_millis(100);
+
+/// The line, if there is a terminal to show it on.
+pub(super) struct Bar(Option<Arc<Mutex<Line>>>);
+
+struct Line {
+    begun: Instant,
+    shown: Option<Instant>,
+}
+
+impl Bar {
+    pub(super) fn new(quiet: bool) -> Self {
+        let shows = !quiet && isatty(rustix::stdio::stderr());
+        Self(shows.then(|| {
+            Arc::new(Mutex::new(Line {
+                begun: Instant::now(),
+                shown: None,
+            }))
+        }))
+    }
+
+    /// What a transfer is to call.
+    pub(super) fn callback(&self) -> Option<ProgressFn> {
+        let line = Arc::clone(self.0.as_ref()?);
+        Some(Arc::new(move |progress| {
+            let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
+            let now = Instant::now();
+            if line.shown.is_some_and(|shown| now - shown < INTERVAL) {
+                return;
+            }
+            line.shown = Some(now);
+            let width = tcgetwinsize(rustix::stdio::stderr()).map_or(80, |size| size.ws_col.into());
+            let text = render(progress, now - line.begun, width);
+            let mut stderr = std::io::stderr().lock();
+            let _ = write!(stderr, "\r\x1b[K{text}");
+            let _ = stderr.flush();
+        }))
+    }
+}
+
+impl Drop for Bar {
+    fn drop(&mut self) {
+        let Some(line) = &self.0 else {
+            return;
+        };
+        let line = line.lock().unwrap_or_else(PoisonError::into_inner);
+        if line.shown.is_some() {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+fn render(progress: &Progress<'_>, elapsed: Duration, width: usize) -> String {
+    const CELLS: u64 = 20;
+    let total = progress.total_bytes.max(1);
+    let done = progress.bytes.min(total);
+    let filled = usize::try_from(done * CELLS / total).unwrap_or(0);
+    let empty = usize::try_from(CELLS).unwrap_or(0) - filled;
+    let rate = progress.bytes as f64 / elapsed.as_secs_f64().max(0.001);
+    let left = Duration::from_secs_f64((total - done) as f64 / rate.max(1.0));
+    let name = progress.path.file_name().unwrap_or_default();
+    let text = format!(
+        "[{}{}] {:3}%  {}/{} files  {}/{}  {}/s  {}:{:02} left  {}",
+        "#".repeat(filled),
+        "-".repeat(empty),
+        done * 100 / total,
+        progress.files,
+        progress.total_files,
+        bytes(progress.bytes),
+        bytes(progress.total_bytes),
+        bytes(rate as u64),
+        left.as_secs() / 60,
+        left.as_secs() % 60,
+        visible(&name.to_string_lossy()),
+    );
+    // A line that wraps could not be taken back.
+    text.chars().take(width.saturating_sub(1)).collect()
+}

@@ -1,0 +1,81 @@
+//! What the cases run on: a filesystem each, whatever keeps it alive, and a directory to work in.
+
+use std::any::Any;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use exec_server::protocol::PathUri;
+use exec_server::{
+    ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig, ExecutorFileSystem,
+    Listener, LocalFileSystem, RemoteExecServerConnectArgs, Server,
+    in_process as connect_in_process,
+};
+use exec_server_testkit::server::Server as ServerProcess;
+use tempfile::TempDir;
+use tokio::process::Command;
+
+/// A filesystem, and a directory in it that is looked at from outside too.
+pub(crate) struct Subject {
+    pub(crate) files: Arc<dyn ExecutorFileSystem>,
+    pub(crate) directory: TempDir,
+    _keep: Box<dyn Any + Send>,
+}
+
+impl Subject {
+    fn new(files: impl ExecutorFileSystem + 'static, keep: impl Any + Send) -> Self {
+        Self {
+            files: Arc::new(files),
+            directory: tempfile::tempdir().unwrap(),
+            _keep: Box::new(keep),
+        }
+    }
+
+    /// A path in the directory.
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        // Without links, so that none may be refused.
+        self.directory.path().canonicalize().unwrap().join(name)
+    }
+
+    pub(crate) fn uri(&self, name: &str) -> PathUri {
+        exec_server::fs::uri(self.path(name)).unwrap()
+    }
+}
+
+pub(crate) async fn local() -> Subject {
+    Subject::new(LocalFileSystem::new(), ())
+}
+
+pub(crate) async fn in_process() -> Subject {
+    let server = Server::new(ExecServerConfig::default()).unwrap();
+    let client = connect_in_process(&server).await.unwrap();
+    Subject::new(client.file_system(), server)
+}
+
+pub(crate) async fn stdio() -> Subject {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command.args(["--listen", "stdio"]);
+    let options = ExecServerClientConnectOptions::new("test");
+    let client = ExecServerClient::connect_stdio(command, options).await;
+    Subject::new(client.unwrap().file_system(), ())
+}
+
+pub(crate) async fn unix() -> Subject {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = Listener::unix(&directory.path().join("socket")).unwrap();
+    let url = listener.url().to_string();
+    let server = Server::new(ExecServerConfig::default()).unwrap();
+    tokio::spawn(listener.serve(server.clone()));
+    let args = RemoteExecServerConnectArgs::new(url, "test");
+    let client = ExecServerClient::connect(args).await.unwrap();
+    Subject::new(client.file_system(), (server, directory))
+}
+
+pub(crate) async fn websocket() -> Subject {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    // The others are served by one thread.
+    command.args(["--threads", "3"]);
+    let server = ServerProcess::start(command).await;
+    let args = RemoteExecServerConnectArgs::new(server.url(), "test");
+    let client = ExecServerClient::connect(args).await.unwrap();
+    Subject::new(client.file_system(), server)
+}
