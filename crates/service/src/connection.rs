@@ -17,6 +17,7 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
@@ -47,6 +48,8 @@ pub(crate) struct Connection {
     /// Bounds the writes that wait for a child to read.
     backlog: Arc<Backlog>,
     lifetime: Lifetime,
+    /// On whose behalf it speaks.
+    pub(crate) identity: Identity,
 }
 
 /// A file that a client reads in blocks.
@@ -102,6 +105,7 @@ impl Connection {
             outbox: Arc::clone(&self.outbox),
             closed: self.closed.clone(),
             heard: Arc::clone(&self.heard),
+            identity: self.identity.clone(),
         }
     }
 
@@ -221,7 +225,14 @@ pub(crate) fn too_large(bytes: usize) -> RpcError {
 }
 
 /// Serves one connection until it ends.
-pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Lifetime) {
+pub(crate) async fn serve(
+    server: Server,
+    link: Link,
+    name: String,
+    lifetime: Lifetime,
+    identity: Identity,
+) {
+    let _counted = server.count_connection();
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
     let outbox = Arc::new(Outbox::new());
@@ -235,6 +246,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
+        identity,
     });
     let Link { incoming, outgoing } = link;
     let closed = connection.closed.clone();
@@ -297,7 +309,7 @@ struct Reader {
 
 impl Reader {
     async fn run(&mut self, phase: &mut Phase) -> End {
-        let draining = self.connection.server.draining().clone();
+        let closing = self.connection.server.closing().clone();
         let closed = self.connection.closed.clone();
         let mut received = 0;
         loop {
@@ -323,13 +335,13 @@ impl Reader {
             let slot = tokio::select! {
                 slot = next_slot(&self.connection) => slot,
                 () = closed.cancelled() => return End::Lost,
-                () = draining.cancelled() => return End::Told,
+                () = closing.cancelled() => return End::Told,
                 () = sleep_until(wake) => continue,
             };
             let event = tokio::select! {
                 event = self.incoming.recv() => event,
                 () = closed.cancelled() => return End::Lost,
-                () = draining.cancelled() => return End::Told,
+                () = closing.cancelled() => return End::Told,
                 () = sleep_until(wake) => continue,
             };
             if let Some(keepalive) = &mut self.keepalive {
@@ -405,6 +417,7 @@ fn receive(
         Ok(Message::Request {
             id, method, params, ..
         }) => {
+            tracing::debug!(peer = name, request = %id, method = &*method, "request");
             let responder = Responder {
                 id,
                 outbox: Arc::clone(&connection.outbox),

@@ -3,19 +3,24 @@
 //! Owns who may talk to whom and in which order; translates between the wire and the executor.
 //! Knows no client.
 
+pub mod auth;
 mod backlog;
 pub mod config;
 mod connection;
+mod crowd;
 mod dispatch;
 mod error;
 mod follow;
+pub mod guard;
 pub mod listen;
 mod methods;
 mod outbox;
+mod scope;
 mod server;
 mod session;
 
 pub use config::ExecServerConfig;
 pub use error::RpcError;
+pub use guard::{Guard, Rules};
 pub use listen::{DEFAULT_LISTEN_URL, ExecServerListenUrlParseError, ListenUrl, Listener};
 pub use server::{Lifetime, Server};

@@ -37,6 +37,14 @@ impl Head {
             .map(|(_, value)| value.as_str())
     }
 
+    /// All headers of this (lower case) name.
+    pub fn headers_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        self.headers
+            .iter()
+            .filter(move |(key, _)| key == name)
+            .map(|(_, value)| value.as_str())
+    }
+
     /// Whether a comma-separated header holds a token, without regard to case.
     pub fn has_token(&self, name: &str, token: &str) -> bool {
         self.headers

@@ -1,12 +1,17 @@
 //! The command line: what was typed, what it means, and what to do.
 
+mod access;
 mod args;
+mod config;
 mod kill;
+mod log;
 mod ps;
 mod run;
 mod serve;
 mod settings;
+mod systemd;
 mod terminal;
+mod token;
 
 use std::io::{self, Write as _};
 use std::process::ExitCode;
@@ -14,6 +19,7 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use exec_server_client::{ExecServerClient, ExecServerError, RemoteExecServerConnectArgs};
+use exec_server_transport::ConnectError;
 
 use args::{Args, Command, ServerArgs};
 
@@ -22,10 +28,12 @@ pub fn main() -> ExitCode {
     let args = Args::parse();
     let outcome = match args.command {
         None => serve::run(args.serve),
-        Some(Command::Serve(args)) => serve::run(args),
+        Some(Command::Serve(args)) => serve::run(*args),
         Some(Command::Run(args)) => return run::run(args),
         Some(Command::Ps(args)) => ps::run(&args),
         Some(Command::Kill(args)) => kill::run(&args),
+        Some(Command::Token(command)) => token::run(command),
+        Some(Command::Config(command)) => config::run(&command),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);
@@ -44,10 +52,20 @@ pub fn main() -> ExitCode {
 /// Tells what went wrong on standard error, and what to do where that is known.
 fn complain(error: &anyhow::Error) {
     eprintln!("Error: {error:#}");
-    if let Some(ExecServerError::Connect(_)) = error.downcast_ref() {
-        eprintln!(
+    match error.downcast_ref() {
+        Some(ExecServerError::Connect(ConnectError::Refused { status: 401, .. })) => {
+            eprintln!("\nhint: pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE");
+        }
+        Some(ExecServerError::Connect(ConnectError::Tls { .. })) => {
+            eprintln!(
+                "\nhint: --tls-pin believes one key, --tls-ca one certificate authority; see \
+                 `exec-server run --help`"
+            );
+        }
+        Some(ExecServerError::Connect(ConnectError::Io { .. })) => eprintln!(
             "\nhint: `exec-server --listen ws://127.0.0.1:4600` starts a server on this machine"
-        );
+        ),
+        _ => {}
     }
 }
 
@@ -71,9 +89,11 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 }
 
 /// Connects to the server that was named.
-async fn connect(url: &str) -> Result<ExecServerClient, ExecServerError> {
+async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
-    ExecServerClient::connect(RemoteExecServerConnectArgs::new(url, name)).await
+    let mut args = RemoteExecServerConnectArgs::new(required_url(server)?, name);
+    access::introduce(server, &mut args)?;
+    Ok(ExecServerClient::connect(args).await?)
 }
 
 /// The URL that was given; commands about a server need one.

@@ -83,6 +83,9 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     result: R,
 ) {
     let server = connection.server.clone();
+    if let Err(error) = server.accepts_processes() {
+        return responder.send_error(error);
+    }
     let limit = server.config().max_processes_per_session;
     if let Err(error) = session.reserve(&description.process_id, limit) {
         return responder.send_error(error);
