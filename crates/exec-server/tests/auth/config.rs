@@ -33,13 +33,19 @@ async fn a_file_sets_what_flags_do_not() {
     let shown: Vec<Value> = serde_json::from_slice(&shown.stdout).unwrap();
     let entry = |key: &str| {
         let found = shown.iter().find(|entry| entry["key"] == key).unwrap();
-        (found["value"].clone(), found["origin"].as_str().unwrap().to_owned())
+        (
+            found["value"].clone(),
+            found["origin"].as_str().unwrap().to_owned(),
+        )
     };
     assert_eq!(
         entry("limits.sessions"),
         (json!(5), "EXEC_SERVER_LIMITS_SESSIONS".to_owned())
     );
-    assert_eq!(entry("limits.processes_per_session"), (json!(1), config.clone()));
+    assert_eq!(
+        entry("limits.processes_per_session"),
+        (json!(1), config.clone())
+    );
     assert_eq!(entry("times.drain"), (json!("0s"), "default".to_owned()));
     assert_eq!(entry("tls.cert"), (Value::Null, "default".to_owned()));
 
@@ -79,10 +85,19 @@ async fn what_is_wrong_is_said_with_its_place() {
     let files = Files::new();
     for (text, expected) in [
         ("[limits]\nsesions = 1\n", "unknown key `limits.sesions`"),
-        ("[limits]\nsessions = \"many\"\n", "`limits.sessions` must be"),
-        ("listen = [\"tcp://x\"]\n", "unsupported --listen URL `tcp://x`"),
+        (
+            "[limits]\nsessions = \"many\"\n",
+            "`limits.sessions` must be",
+        ),
+        (
+            "listen = [\"tcp://x\"]\n",
+            "unsupported --listen URL `tcp://x`",
+        ),
         ("listen = []\n", "`listen` is an empty list"),
-        ("[tls]\nself_signed = true\n", "TLS options need a `wss://IP:PORT` listener"),
+        (
+            "[tls]\nself_signed = true\n",
+            "TLS options need a `wss://IP:PORT` listener",
+        ),
         ("nonsense", "cannot understand"),
         ("[log]\nfilter = \"a=b=c\"\n", "`log.filter` is `a=b=c`"),
     ] {
@@ -110,7 +125,9 @@ async fn logs_can_be_json() {
     let mut command = program();
     command.args(["--log-format", "json", "--log", "debug"]);
     let server = Server::start(command).await;
-    let link = connect(server.url(), &ConnectOptions::default()).await.unwrap();
+    let link = connect(server.url(), &ConnectOptions::default())
+        .await
+        .unwrap();
     let mut client = Client::new(link);
     client.initialize(json!({"clientName": "test"})).await;
     client.call("process/list", json!({})).await.unwrap();

@@ -18,7 +18,11 @@ async fn run(client: &mut exec_server_testkit::wire::Client, script: &str) {
 async fn processes_may_finish_before_a_draining_server_goes() {
     let mut server = start(&["--drain", "60s"]).await;
     let mut client = session_with(server.url(), "x").await;
-    run(&mut client, "echo begun; read line; echo \"got $line\"; exit 3").await;
+    run(
+        &mut client,
+        "echo begun; read line; echo \"got $line\"; exit 3",
+    )
+    .await;
     proc::signal(server.pid(), Signal::TERM);
     let ready = "readyz to be 503";
     let url = server.url().to_owned();
@@ -78,7 +82,7 @@ async fn the_last_words_of_ended_processes_are_heard() {
     let mut client = session_with(server.url(), "x").await;
     let script = "trap 'echo last words; exit 9' TERM; echo up; while :; do sleep 0.05; done";
     run(&mut client, script).await;
-    client.output_until("p", "stdout", b"up\n").await;
+    client.wrote("p", "stdout", "up\n").await;
     proc::signal(server.pid(), Signal::TERM);
     client.end().await;
     let observed = &client.processes["p"];
@@ -91,8 +95,16 @@ async fn the_last_words_of_ended_processes_are_heard() {
 async fn a_client_that_does_not_listen_does_not_keep_the_server() {
     let mut server = start(&[]).await;
     let mut client = session_with(server.url(), "x").await;
-    run(&mut client, "while :; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done").await;
+    run(
+        &mut client,
+        "while :; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done",
+    )
+    .await;
     proc::signal(server.pid(), Signal::TERM);
     assert!(server.ended().await.success());
-    drop(connect(server.url(), &ConnectOptions::default()).await.unwrap_err());
+    drop(
+        connect(server.url(), &ConnectOptions::default())
+            .await
+            .unwrap_err(),
+    );
 }

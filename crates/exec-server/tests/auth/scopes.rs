@@ -68,7 +68,8 @@ async fn each_token_opens_what_it_is_for() {
     let session = listed["processes"][0]["sessionId"].clone();
     let kill = json!({"processId": "p", "sessionId": session});
     lacks(&mut observer, "process/terminate", kill, "exec").await;
-    let exec_params = json!({"processId": "q", "argv": ["true"], "cwd": "/", "env": {}, "tty": false});
+    let exec_params =
+        json!({"processId": "q", "argv": ["true"], "cwd": "/", "env": {}, "tty": false});
     lacks(&mut observer, "command/exec", exec_params, "exec").await;
     lacks(&mut observer, "fs/readFile", read, "fs:read").await;
     lacks(&mut observer, "no/suchMethod", json!({}), "exec").await;
@@ -92,11 +93,18 @@ async fn a_session_is_resumed_by_its_owner_only() {
     let id = first.session["sessionId"].clone();
     drop(first);
     let resume = json!({"clientName": "test", "resumeSessionId": id});
-    let mut thief = crate::connect_with(server.url(), "two-token").await.unwrap();
+    let mut thief = crate::connect_with(server.url(), "two-token")
+        .await
+        .unwrap();
     let failure = thief.call("initialize", resume.clone()).await.unwrap_err();
     assert_eq!(failure.code, -32600, "{failure}");
-    assert!(failure.message.starts_with("unknown session id"), "{failure}");
-    let mut owner = crate::connect_with(server.url(), "one-token").await.unwrap();
+    assert!(
+        failure.message.starts_with("unknown session id"),
+        "{failure}"
+    );
+    let mut owner = crate::connect_with(server.url(), "one-token")
+        .await
+        .unwrap();
     let answer = owner.initialize(resume).await;
     assert_eq!(answer["sessionId"], id);
 }

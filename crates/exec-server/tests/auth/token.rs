@@ -52,7 +52,14 @@ async fn signed_tokens_can_be_made_used_and_read() {
     ])
     .await;
     let sign = |more: &[&'static str]| {
-        let fixed = ["token", "sign", "--secret-file", &secret, "--audience", "here"];
+        let fixed = [
+            "token",
+            "sign",
+            "--secret-file",
+            &secret,
+            "--audience",
+            "here",
+        ];
         let args: Vec<String> = fixed.iter().chain(more).map(ToString::to_string).collect();
         async move {
             let args: Vec<&str> = args.iter().map(String::as_str).collect();
@@ -117,7 +124,8 @@ async fn clients_take_tokens_from_files_and_variables_and_pass_none_on() {
     assert_eq!(refused.status.code(), Some(125));
     let stderr = text(&refused.stderr);
     assert!(
-        stderr.contains("missing websocket bearer token") && stderr.contains("hint: pass --token-file"),
+        stderr.contains("missing websocket bearer token")
+            && stderr.contains("hint: pass --token-file"),
         "{stderr}"
     );
     let broken = files.write("broken", "a\nb");
@@ -132,5 +140,8 @@ async fn clients_take_tokens_from_files_and_variables_and_pass_none_on() {
         .env("EXEC_SERVER_TOKEN_FILE", &file)
         .kill_on_drop(true);
     let seen = text(&here.output().await.unwrap().stdout);
-    assert!(seen.contains("PATH=") && !seen.contains("EXEC_SERVER_TOKEN"), "{seen}");
+    assert!(
+        seen.contains("PATH=") && !seen.contains("EXEC_SERVER_TOKEN"),
+        "{seen}"
+    );
 }

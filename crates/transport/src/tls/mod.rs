@@ -74,6 +74,19 @@ impl Pin {
     }
 }
 
+impl Pin {
+    /// The pin of the first certificate of a text in PEM form.
+    ///
+    /// # Errors
+    ///
+    /// When there is none, or it cannot be understood.
+    pub fn of_pem(pem: &[u8]) -> Result<Self, rustls::Error> {
+        let certificate = CertificateDer::from_pem_slice(pem)
+            .map_err(|error| rustls::Error::General(describe(&error)))?;
+        Self::of(&certificate)
+    }
+}
+
 impl fmt::Display for Pin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", Self::PREFIX, STANDARD.encode_to_string(self.0))
