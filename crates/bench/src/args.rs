@@ -45,4 +45,7 @@ pub(crate) struct Args {
     /// As a child: answer websocket handshakes and push this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) answer_websockets: Option<u64>,
+    /// As a child: answer every websocket message with a short one
+    #[arg(long, hide = true)]
+    pub(crate) echo_websockets: bool,
 }

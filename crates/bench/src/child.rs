@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 
 use anyhow::ensure;
-use exec_server_transport::frame::{self, Opcode};
+use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
 use exec_server_transport::http;
 use rustix::io::Errno;
 
@@ -52,15 +52,55 @@ pub(crate) fn check(total: u64) -> anyhow::Result<()> {
 /// After each it pushes `push` bytes of the pattern, in messages like those of a process.
 pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
     let pattern = Pattern::new();
+    serve(|stream| {
+        if push > 0 {
+            push_frames(stream, &pattern, push)?;
+        }
+        while stream.read(&mut [0; 1024])? > 0 {}
+        Ok(())
+    })
+}
+
+/// Prints an address and answers every message that comes there with one as long as metadata.
+pub(crate) fn echo_websockets() -> anyhow::Result<()> {
+    const ANSWER: &str = r#"{"id":1,"result":{"isDirectory":false,"isFile":true,"isSymlink":false,"size":4096,"createdAtMs":1700000000000,"modifiedAtMs":1700000000000}}"#;
+    serve(|stream| {
+        let mut decoder = Decoder::new(Role::Server);
+        let mut buffer = vec![0; 64 * 1024];
+        let (mut filled, mut at, mut out) = (0, 0, Vec::new());
+        loop {
+            match decoder.step(&mut buffer[..filled], &mut at)? {
+                Step::NeedMore(_) => {
+                    buffer.copy_within(at..filled, 0);
+                    (filled, at) = (filled - at, 0);
+                    match stream.read(&mut buffer[filled..])? {
+                        0 => return Ok(()),
+                        read => filled += read,
+                    }
+                }
+                Step::Whole { .. } => {
+                    out.clear();
+                    frame::push_frame(&mut out, Opcode::Text, None, ANSWER.as_bytes());
+                    stream.write_all(&out)?;
+                }
+                _ => {}
+            }
+        }
+    })
+}
+
+/// Prints an address and calls `talk` after each websocket handshake there, one after the other.
+fn serve(mut talk: impl FnMut(&mut TcpStream) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     writeln!(std::io::stdout(), "{}", listener.local_addr()?)?;
     loop {
-        // A client that leaves early only ends its own handshake.
-        let _ = answer(listener.accept()?.0, &pattern, push);
+        let mut stream = listener.accept()?.0;
+        // A client that leaves early only ends its own connection.
+        let _ = answer(&mut stream).and_then(|()| talk(&mut stream));
     }
 }
 
-fn answer(mut stream: TcpStream, pattern: &Pattern, push: u64) -> anyhow::Result<()> {
+fn answer(stream: &mut TcpStream) -> anyhow::Result<()> {
     stream.set_nodelay(true)?;
     let mut buffer = [0; 2 * 1024];
     let mut filled = 0;
@@ -79,10 +119,6 @@ fn answer(mut stream: TcpStream, pattern: &Pattern, push: u64) -> anyhow::Result
         http::accept_key(key.unwrap_or(""))
     );
     stream.write_all(response.as_bytes())?;
-    if push > 0 {
-        push_frames(&mut stream, pattern, push)?;
-    }
-    while stream.read(&mut buffer)? > 0 {}
     Ok(())
 }
 

@@ -30,6 +30,10 @@ pub(crate) struct Client {
     /// Received bytes lie in `unread`; the rest is room.
     buffer: Vec<u8>,
     unread: Range<usize>,
+    /// The most to read at once.
+    read_bytes: usize,
+    /// The last read found more than there was room for.
+    filled: bool,
     /// The frames being sent.
     out: Vec<u8>,
     next_id: i64,
@@ -62,7 +66,8 @@ impl Client {
         Self::upgrade(TcpStream::connect(address)?)
     }
 
-    /// Connects with a receive buffer of this size instead of one that grows with the traffic.
+    /// Connects with a receive buffer of this size instead of one that grows with the traffic, and
+    /// reads no more than that at once.
     pub(crate) fn connect_with_buffer(address: SocketAddr, bytes: usize) -> anyhow::Result<Self> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
@@ -72,7 +77,9 @@ impl Client {
             rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         sockopt::set_socket_recv_buffer_size(&socket, bytes)?;
         rustix::net::connect(&socket, &address)?;
-        Self::upgrade(socket.into())
+        let mut client = Self::upgrade(socket.into())?;
+        client.read_bytes = bytes;
+        Ok(client)
     }
 
     fn upgrade(mut stream: TcpStream) -> anyhow::Result<Self> {
@@ -112,6 +119,8 @@ impl Client {
             decoder: Decoder::new(Role::Client),
             buffer,
             unread: head..filled,
+            read_bytes: Self::READ_BYTES,
+            filled: false,
             out: Vec::new(),
             next_id: 1,
             next_process: 1,
@@ -194,6 +203,62 @@ impl Client {
         self.request::<Write>(&params).map(drop)
     }
 
+    /// Sends a request whose params are text already.
+    pub(crate) fn ask(&mut self, method: &str, params: &str) -> anyhow::Result<i64> {
+        let id = self.take_id();
+        self.send(|out| {
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"{method}\",\"params\":{params}}}"
+            )
+        })?;
+        Ok(id)
+    }
+
+    /// Sends the same request several times, in one go.
+    pub(crate) fn ask_batch(
+        &mut self,
+        method: &str,
+        params: &str,
+        count: usize,
+    ) -> anyhow::Result<()> {
+        for _ in 0..count {
+            let id = self.take_id();
+            self.queue(|out| {
+                write!(
+                    out,
+                    "{{\"id\":{id},\"method\":\"{method}\",\"params\":{params}}}"
+                )
+            })?;
+        }
+        self.flush()
+    }
+
+    /// Whether something was received that nobody has looked at.
+    pub(crate) fn has_buffered(&self) -> bool {
+        !self.unread.is_empty()
+    }
+
+    /// Sends `fs/writeFile` with `len` bytes of the pattern.
+    pub(crate) fn write_file(
+        &mut self,
+        path: &str,
+        pattern: &Pattern,
+        len: usize,
+    ) -> anyhow::Result<i64> {
+        let id = self.take_id();
+        self.send(|out| {
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"fs/writeFile\",\"params\":{{\"path\":\"{path}\",\"dataBase64\":\""
+            )?;
+            pattern.push_text(0, len, out);
+            out.extend_from_slice(b"\"}}");
+            anyhow::Ok(())
+        })?;
+        Ok(id)
+    }
+
     /// Sends `process/terminate`.
     pub(crate) fn terminate(&mut self, process: u64) -> anyhow::Result<()> {
         let params = TerminateParams {
@@ -243,9 +308,8 @@ impl Client {
                 Step::NeedMore(missing) => self.fill(missing)?,
                 Step::Control(Opcode::Ping, payload) => {
                     let payload = self.buffer[payload].to_vec();
-                    self.out.clear();
                     frame::push_frame(&mut self.out, Opcode::Pong, Some(Self::MASK), &payload);
-                    self.stream.write_all(&self.out)?;
+                    self.flush()?;
                 }
                 Step::Control(Opcode::Close, _) => bail!("the server closed the connection"),
                 Step::Control(..) => {}
@@ -261,9 +325,12 @@ impl Client {
             self.buffer.copy_within(start..end, 0);
             self.unread = 0..end - start;
         }
-        let needed = (self.unread.end + missing).max(Self::READ_BYTES);
-        if self.buffer.len() < needed {
-            self.buffer.resize(needed, 0);
+        // Grows with what comes: the pages of a large buffer would cost a short connection more than
+        // all else.
+        let full = self.buffer.len() - self.unread.end < missing;
+        if full || self.filled {
+            let needed = (self.unread.end + missing).max(self.read_bytes);
+            self.buffer.resize(self.buffer.len().max(needed), 0);
         }
         let read = loop {
             match self.stream.read(&mut self.buffer[self.unread.end..]) {
@@ -273,6 +340,7 @@ impl Client {
         };
         ensure!(read > 0, "the server closed the connection");
         self.unread.end += read;
+        self.filled = self.unread.end == self.buffer.len();
         Ok(())
     }
 
@@ -294,16 +362,29 @@ impl Client {
     where
         anyhow::Error: From<E>,
     {
+        self.queue(write)?;
+        self.flush()
+    }
+
+    /// Prepares a message, to be sent by [`Client::flush`].
+    fn queue<E>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>) -> anyhow::Result<()>
+    where
+        anyhow::Error: From<E>,
+    {
         /// Which header to leave room for; the payloads are short or as long as a write.
         const HINT: usize = 200;
-        self.out.clear();
         let mut written = Ok(());
         frame::push_message(&mut self.out, Some(Self::MASK), HINT, |out| {
             written = write(out)
         });
-        written?;
+        Ok(written?)
+    }
+
+    fn flush(&mut self) -> anyhow::Result<()> {
         self.stream
             .write_all(&self.out)
-            .context("cannot send to the server")
+            .context("cannot send to the server")?;
+        self.out.clear();
+        Ok(())
     }
 }

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::OpenptFlags;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 use crate::client::Client;
+use crate::placement::Placement;
 use crate::stats::median;
 
 /// The child of every spawn scenario.
@@ -148,14 +148,9 @@ fn samples(
 /// otherwise decide which of them every ratio is against.
 pub(crate) fn pipe(bench: &Path, total: u64) -> anyhow::Result<f64> {
     let placed = pipe_once(bench, total)?;
-    let all = sched_getaffinity(None)?;
-    let mut here = CpuSet::new();
-    here.set(sched_getcpu());
-    // Children inherit it.
-    sched_setaffinity(None, &here)?;
-    let pinned = pipe_once(bench, total);
-    sched_setaffinity(None, &all)?;
-    Ok(placed.max(pinned?))
+    let _placement = Placement::one_core()?;
+    let pinned = pipe_once(bench, total)?;
+    Ok(placed.max(pinned))
 }
 
 fn pipe_once(bench: &Path, total: u64) -> anyhow::Result<f64> {
@@ -191,8 +186,18 @@ pub(crate) struct Responder {
 impl Responder {
     /// Starts it; after each handshake it pushes so many bytes of the pattern.
     pub(crate) fn start(bench: &Path, push: Option<u64>) -> anyhow::Result<Self> {
+        let push = push.unwrap_or(0).to_string();
+        Self::spawn(bench, &["--answer-websockets", &push])
+    }
+
+    /// Starts one that answers every message.
+    pub(crate) fn start_echo(bench: &Path) -> anyhow::Result<Self> {
+        Self::spawn(bench, &["--echo-websockets"])
+    }
+
+    fn spawn(bench: &Path, arguments: &[&str]) -> anyhow::Result<Self> {
         let mut child = Command::new(bench)
-            .args(["--answer-websockets", &push.unwrap_or(0).to_string()])
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -224,6 +229,23 @@ impl Responder {
         }
         Ok(median(&samples))
     }
+}
+
+/// Seconds for one message and its answer, both short JSON, over a websocket: the median.
+pub(crate) fn round_trip(bench: &Path, count: usize) -> anyhow::Result<f64> {
+    let responder = Responder::start_echo(bench)?;
+    let mut client = Client::connect(responder.address)?;
+    let mut round = || -> anyhow::Result<f64> {
+        let start = Instant::now();
+        client.ask("fs/getMetadata", r#"{"path":"file:///tmp/some/path"}"#)?;
+        client.receive()?;
+        Ok(start.elapsed().as_secs_f64())
+    };
+    for _ in 0..20 {
+        round()?;
+    }
+    let samples: Vec<f64> = (0..count).map(|_| round()).collect::<Result<_, _>>()?;
+    Ok(median(&samples))
 }
 
 impl Drop for Responder {

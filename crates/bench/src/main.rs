@@ -8,6 +8,7 @@ mod child;
 mod client;
 mod floor;
 mod pattern;
+mod placement;
 mod report;
 mod scenario;
 mod server;
@@ -35,6 +36,8 @@ fn main() -> ExitCode {
         done(child::check(total))
     } else if let Some(push) = args.answer_websockets {
         done(child::answer_websockets(push))
+    } else if args.echo_websockets {
+        done(child::echo_websockets())
     } else {
         run(&args)
     };

@@ -62,6 +62,16 @@ impl Figure {
         }
     }
 
+    /// The one of two that is better by the ratio to its own base, or without a base by itself.
+    pub(crate) fn better(self, other: Self, unit: Unit) -> Self {
+        let score = |figure: Self| figure.ratio().unwrap_or(figure.value);
+        if (score(other) < score(self)) == unit.more_is_better() {
+            self
+        } else {
+            other
+        }
+    }
+
     fn ratio(self) -> Option<f64> {
         self.base.map(|base| self.value / base)
     }
@@ -87,6 +97,13 @@ pub(crate) enum Goal {
     Peer {
         /// Must be reached.
         limit: f64,
+    },
+    /// By itself or against the peer, whichever is reached.
+    Either {
+        /// By itself.
+        value: f64,
+        /// Times as good as the peer.
+        peer: f64,
     },
     /// By itself.
     Value {
@@ -151,6 +168,13 @@ impl Row {
             }
             Goal::Value { limit, aim } => (figure.value, limit, aim, self.unit.more_is_better()),
             Goal::Peer { limit } => (self.better_than_peer()?, limit, limit, true),
+            Goal::Either { value, peer } => {
+                let more = self.unit.more_is_better();
+                match self.better_than_peer() {
+                    Some(times) if times >= peer => (times, peer, peer, true),
+                    _ => (figure.value, value, value, more),
+                }
+            }
         };
         let reaches = |bound: f64| if more { seen >= bound } else { seen <= bound };
         Some(match (reaches(limit), reaches(aim)) {
@@ -189,6 +213,9 @@ impl Row {
                 Goal::Base { limit, aim } => write!(text, "{sign} {limit}x ({aim}x)"),
                 Goal::Hope { aim } => write!(text, "({aim}x)"),
                 Goal::Peer { limit } => write!(text, ">= {limit}x peer"),
+                Goal::Either { value, peer } => {
+                    write!(text, "{sign} {} or >= {peer}x peer", self.unit.show(value))
+                }
                 Goal::Value { limit, aim } if limit == aim => {
                     write!(text, "{sign} {}", self.unit.show(limit))
                 }

@@ -3,8 +3,14 @@
 //! A scenario starts fresh servers, then goes round floor, server, peer several times, so that a
 //! slow moment of the machine hits all of them alike; each figure is the median over the rounds.
 //! Many short rounds are steadier than few long ones.
+//!
+//! Scenarios that are all about waking somebody up go round twice: placed by the scheduler, and with
+//! everything on one core. Whether two processes share a core changes such figures by a factor of
+//! three in a small virtual machine, and chance decides it; so a figure is only ever compared with
+//! one of the same placement, and a row shows each side in the placement that suits it better.
 
 mod echo;
+mod files;
 mod handshake;
 mod memory;
 mod spawn;
@@ -17,6 +23,7 @@ use std::time::Instant;
 
 use clap::ValueEnum;
 
+use crate::placement::Placement;
 use crate::report::{Figure, Goal, Outcome, Row, Unit};
 use crate::server::{CommandLine, Server};
 use crate::stats::median;
@@ -38,6 +45,8 @@ pub(crate) enum Name {
     Sleeper,
     /// Input of one process
     Stdin,
+    /// Metadata, reads, writes, directories and trees
+    Files,
     /// Memory of an idle server
     Idle,
     /// Memory of live processes
@@ -96,6 +105,7 @@ impl Bench {
                 Name::Stream => stream::run(self),
                 Name::Sleeper => stream::sleeper(self),
                 Name::Stdin => stdin::run(self),
+                Name::Files => files::run(self),
                 Name::Idle => memory::idle(self),
                 Name::Processes => memory::processes(self),
                 Name::Connections => memory::connections(self),
@@ -122,6 +132,43 @@ impl Bench {
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
+        let outcomes = self.go_round(count, &lines, &mut floor, &mut measure);
+        rows(lines, outcomes)
+    }
+
+    /// As [`Bench::rounds`], in both placements.
+    fn placed_rounds<F>(
+        &self,
+        count: usize,
+        lines: Vec<Line>,
+        mut floor: impl FnMut() -> anyhow::Result<F>,
+        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
+    ) -> Vec<Row> {
+        let free = self.go_round(count, &lines, &mut floor, &mut measure);
+        let pinned = match Placement::one_core() {
+            Ok(_placement) => self.go_round(count, &lines, &mut floor, &mut measure),
+            // A host that does not let its programs choose a core has one placement only.
+            Err(_) => free.clone(),
+        };
+        let outcomes = free.into_iter().zip(pinned).map(|(free, pinned)| {
+            let (free, pinned) = (free?, pinned?);
+            let figures = free.into_iter().zip(pinned).zip(&lines);
+            Ok(figures
+                .map(|((free, pinned), line)| free.better(pinned, line.unit))
+                .collect())
+        });
+        let outcomes = outcomes.collect();
+        rows(lines, outcomes)
+    }
+
+    /// The medians of each side, a figure for each line.
+    fn go_round<F>(
+        &self,
+        count: usize,
+        lines: &[Line],
+        mut floor: impl FnMut() -> anyhow::Result<F>,
+        mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
+    ) -> Vec<Result<Figures, String>> {
         let mut servers: Vec<Result<Server, String>> = self
             .sides
             .iter()
@@ -132,8 +179,7 @@ impl Bench {
             let found = match floor() {
                 Ok(found) => found,
                 Err(error) => {
-                    let failed = Err(format!("no floor: {error:#}"));
-                    return rows(lines, vec![failed; self.sides.len()]);
+                    return vec![Err(format!("no floor: {error:#}")); self.sides.len()];
                 }
             };
             for ((side, server), seen) in self.sides.iter().zip(&mut servers).zip(&mut seen) {
@@ -154,8 +200,7 @@ impl Bench {
                     .collect()
             })
         });
-        let outcomes = outcomes.collect();
-        rows(lines, outcomes)
+        outcomes.collect()
     }
 
     /// Runs `measure` with each side once or several times; it starts the servers itself.

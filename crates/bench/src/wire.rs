@@ -20,6 +20,13 @@ pub(crate) enum Message<'a> {
         /// Its result as text.
         result: &'a str,
     },
+    /// The answer to a request whose bytes of base64 are long.
+    Data {
+        /// Which request.
+        id: i64,
+        /// The bytes as base64.
+        text: &'a [u8],
+    },
     /// `process/output`.
     Output {
         /// Which process.
@@ -86,6 +93,10 @@ impl<'a> Message<'a> {
         };
         let rest = [&text[..cut.start], &text[cut.end..]].concat();
         Ok(match Message::decode_whole(&rest)? {
+            Message::Response { id, .. } => Self::Data {
+                id,
+                text: &text[cut],
+            },
             Message::Output { process, seq, .. } => Self::Output {
                 process,
                 seq,
@@ -150,21 +161,21 @@ fn bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
     }
 }
 
-/// Where the value of `chunk` lies in a long message, if it holds no escapes.
+/// Where the value of `chunk` or `dataBase64` lies in a long message, if it holds no escapes.
 ///
 /// A JSON parser looks at every byte of it at a quarter of the speed of this search, and would be
 /// most of what the client does in a stream. What is left without it is parsed as ever.
 fn long_chunk(text: &[u8]) -> Option<Range<usize>> {
-    const KEY: &[u8] = b"\"chunk\":\"";
+    const KEYS: [&[u8]; 2] = [b"\"chunk\":\"", b"\"dataBase64\":\""];
     /// The key comes within this; a message that is not much longer is not worth it.
     const HEAD: usize = 256;
     if text.len() < 4 * HEAD {
         return None;
     }
-    let start = text[..HEAD]
-        .windows(KEY.len())
-        .position(|part| part == KEY)?
-        + KEY.len();
+    let start = KEYS.iter().find_map(|key| {
+        let mut parts = text[..HEAD].windows(key.len());
+        Some(parts.position(|part| part == *key)? + key.len())
+    })?;
     let (blocks, _) = text[start..].as_chunks::<64>();
     let skipped = blocks.iter().take_while(|block| is_plain(block)).count() * 64;
     let special = |byte: &u8| *byte == b'"' || *byte == b'\\';

@@ -14,7 +14,9 @@ pub const MAX_JSON_DEPTH: usize = 127;
 /// Bytes in one message, after reassembly of websocket fragments, in either direction.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// Payload bytes of one websocket frame that this side accepts.
+/// Payload bytes of one websocket frame that a server accepts.
+///
+/// A client accepts a whole message in one frame, because compatible servers send them so.
 pub const MAX_FRAME_BYTES: usize = 16 << 20;
 
 /// Payload bytes of one websocket frame that this side sends; longer messages are continued.

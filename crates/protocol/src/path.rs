@@ -3,7 +3,7 @@
 //! Parsing follows the WHATWG rules, so `.` and `..` fold before any file is touched. A URI may name
 //! a path of another platform: it decodes, and fails when it is used.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
@@ -96,9 +96,7 @@ impl PathUri {
             .filter(|s| !s.is_empty() && *s != b".")
         {
             text.push('/');
-            for &byte in segment {
-                push_encoded(&mut text, byte);
-            }
+            push_segment(&mut text, segment);
         }
         if text.len() == "file://".len() {
             text.push('/');
@@ -142,6 +140,42 @@ impl PathUri {
             return Err(foreign());
         }
         Ok(PathBuf::from(OsString::from_vec(bytes)))
+    }
+
+    /// The URI of a name in this directory.
+    ///
+    /// The same as [`PathUri::from_native`] of the joined path, but without parsing it: for
+    /// thousands of names. The name must be one that a directory can hold.
+    #[must_use]
+    pub fn child(&self, name: &OsStr) -> Self {
+        let mut text = String::with_capacity(self.0.len() + 1 + name.len());
+        self.push_child(name, &mut text);
+        Self(text)
+    }
+
+    /// Appends the text of [`PathUri::child`], which needs no escapes in JSON.
+    pub fn push_child(&self, name: &OsStr, text: &mut String) {
+        let bytes = name.as_bytes();
+        let path = &self.0["file://".len()..];
+        let odd = match path.as_bytes() {
+            // Here a name can be taken for a drive.
+            [b'/'] => matches!(bytes, [_, b':' | b'|', ..]),
+            // As can its own; and what is opaque stays so.
+            [b'/', b'%', ..] | [b'/', _, b'%', ..] => true,
+            _ => !path.starts_with('/'),
+        };
+        if odd {
+            let joined = self.to_native().map(|parent| parent.join(name));
+            if let Ok(uri) = joined.and_then(|joined| Self::from_native(&joined)) {
+                text.push_str(&uri.0);
+                return;
+            }
+        }
+        text.push_str(&self.0);
+        if path != "/" {
+            text.push('/');
+        }
+        push_segment(text, bytes);
     }
 
     /// The canonical text.
@@ -189,20 +223,37 @@ fn same_path(one: &Path, other: &Path) -> bool {
     one.components().eq(other.components())
 }
 
-fn push_encoded(text: &mut String, byte: u8) {
-    const HEX: &[u8; 16] = b"0123456789ABCDEF";
-    // What the URL parser itself leaves alone in a file path, so that text stays canonical.
-    let plain = byte.is_ascii_graphic()
-        && !matches!(
+/// What the URL parser itself leaves alone in a file path, so that text stays canonical.
+const PLAIN: [bool; 256] = {
+    let mut plain = [false; 256];
+    let mut byte = b'!';
+    while byte <= b'~' {
+        plain[byte as usize] = !matches!(
             byte,
             b'%' | b'?' | b'#' | b'"' | b'<' | b'>' | b'`' | b'{' | b'}' | b'\\' | b'^'
         );
-    if plain {
-        text.push(byte as char);
-    } else {
+        byte += 1;
+    }
+    plain
+};
+
+fn push_segment(text: &mut String, mut segment: &[u8]) {
+    const HEX: &[u8; 16] = b"0123456789ABCDEF";
+    loop {
+        let plain = segment
+            .iter()
+            .position(|&byte| !PLAIN[usize::from(byte)])
+            .unwrap_or(segment.len());
+        let (head, rest) = segment.split_at(plain);
+        // Plain bytes are ASCII.
+        text.push_str(std::str::from_utf8(head).unwrap_or_default());
+        let [byte, rest @ ..] = rest else {
+            return;
+        };
         text.push('%');
         text.push(HEX[usize::from(byte >> 4)] as char);
         text.push(HEX[usize::from(byte & 15)] as char);
+        segment = rest;
     }
 }
 
@@ -348,6 +399,23 @@ mod tests {
     }
 
     #[test]
+    fn children_of_odd_directories() {
+        for (parent, name) in [
+            ("/", "C:"),
+            ("/", "c|"),
+            ("/", "c"),
+            ("/c|", "a|b"),
+            ("/C:", "x"),
+            ("/é", "x"),
+            ("/a", "c:"),
+        ] {
+            let joined = PathUri::from_native(&Path::new(parent).join(name)).unwrap();
+            let parent = PathUri::from_native(Path::new(parent)).unwrap();
+            assert_eq!(parent.child(OsStr::new(name)), joined);
+        }
+    }
+
+    #[test]
     fn a_pipe_is_never_a_drive() {
         for (uri, path) in [
             ("file:///c|/a|b", "/c|/a|b"),
@@ -427,6 +495,20 @@ mod tests {
             let uri = PathUri::from_native(&path).unwrap();
             prop_assert!(same_path(&uri.to_native().unwrap(), &path), "{uri}");
             prop_assert_eq!(PathUri::parse(uri.as_str()).unwrap(), uri);
+        }
+
+        #[test]
+        fn children_are_what_joined_paths_are(
+            segments in prop::collection::vec("[a-cC:|%. é\\\\\"]{1,3}", 0..4),
+            name in prop::collection::vec(1u8..=255, 1..6),
+        ) {
+            let mut parent = PathBuf::from("/");
+            parent.extend(segments.iter().filter(|one| !matches!(one.as_str(), "." | "..")));
+            let name: Vec<u8> = name.iter().map(|&b| if b == b'/' { b':' } else { b }).collect();
+            prop_assume!(!matches!(&name[..], b"." | b".."));
+            let name = OsStr::from_bytes(&name);
+            let child = PathUri::from_native(&parent).unwrap().child(name);
+            prop_assert_eq!(PathUri::from_native(&parent.join(name)).unwrap(), child);
         }
 
         #[test]

@@ -1,11 +1,8 @@
 //! One connection: reads requests, keeps the handshake's order, notices when the peer is gone.
 
-use std::collections::HashMap;
-use std::fs::File;
 use std::future::Future;
-use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::envelope::{self, Incoming as Message};
@@ -21,12 +18,17 @@ use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
+use crate::files::Lane;
+use crate::handles::Handles;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
 
 /// How long a connection that ended may take to hear the answers to what it asked before.
 const FAREWELL: Duration = Duration::from_secs(2);
+
+/// Room for everything in an answer but its result.
+const ENVELOPE_BYTES: usize = 256;
 
 /// Websocket close code: the server is going away.
 const GOING_AWAY: u16 = 1001;
@@ -39,8 +41,10 @@ pub(crate) struct Connection {
     /// Cancelled when the connection ends; its unfinished requests end with it.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
-    /// Open files, by the id that the client chose.
-    pub(crate) files: Mutex<HashMap<String, Arc<OpenFile>>>,
+    /// Open files.
+    pub(crate) handles: Handles,
+    /// Where its file work is done.
+    pub(crate) lane: Arc<Lane>,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
@@ -50,15 +54,6 @@ pub(crate) struct Connection {
     lifetime: Lifetime,
     /// On whose behalf it speaks.
     pub(crate) identity: Identity,
-}
-
-/// A file that a client reads in blocks.
-#[derive(Debug)]
-pub(crate) struct OpenFile {
-    pub(crate) file: File,
-    pub(crate) path: PathBuf,
-    /// Calls on one handle run in the order they came.
-    pub(crate) turn: tokio::sync::Mutex<()>,
 }
 
 /// ```text
@@ -116,6 +111,49 @@ impl Connection {
             tokio::select! {
                 () = closed.cancelled() => {}
                 () = work => {}
+            }
+        });
+    }
+
+    /// Does file work, away from the threads that serve connections. It is not begun when the
+    /// connection has ended meanwhile.
+    pub(crate) fn file_work(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
+        let closed = self.closed.clone();
+        self.lane.run(move || {
+            if !closed.is_cancelled() {
+                work();
+            }
+        });
+    }
+
+    /// As [`Connection::file_work`], for work that is known to take its time.
+    pub(crate) fn long_file_work(self: &Arc<Self>, work: impl FnOnce() + Send + 'static) {
+        let closed = self.closed.clone();
+        self.lane.run_apart(move || {
+            if !closed.is_cancelled() {
+                work();
+            }
+        });
+    }
+
+    /// From file work: goes on with it as soon as there is room for an answer of about this size.
+    pub(crate) fn with_room(
+        self: &Arc<Self>,
+        mut responder: Responder,
+        bytes: usize,
+        work: impl FnOnce(Responder) + Send + 'static,
+    ) {
+        if responder.try_reserve(bytes) {
+            return work(responder);
+        }
+        let connection = Arc::clone(self);
+        self.lane.runtime().spawn(async move {
+            let closed = connection.closed.clone();
+            tokio::select! {
+                () = closed.cancelled() => {}
+                () = responder.reserve(bytes) => {
+                    connection.file_work(move || work(responder));
+                }
             }
         });
     }
@@ -179,27 +217,78 @@ impl Responder {
     }
 
     /// Answers with a message that `encode` writes, unless it is too large for the wire.
-    pub(crate) fn send_with(
-        mut self,
-        encode: impl FnOnce(&mut Vec<u8>, &RequestId) -> serde_json::Result<()>,
-    ) {
+    fn send_with(self, encode: impl FnOnce(&mut Vec<u8>, &RequestId) -> serde_json::Result<()>) {
         let mut message = Vec::with_capacity(128);
-        let failure = match encode(&mut message, &self.id) {
-            Err(error) => Some(RpcError::internal(format!(
-                "cannot encode the answer: {error}"
-            ))),
-            Ok(()) if message.len() > MAX_MESSAGE_BYTES => Some(too_large(message.len())),
-            Ok(()) => None,
-        };
-        if let Some(failure) = failure {
+        match encode(&mut message, &self.id) {
+            Ok(()) => self.send_message(message),
+            Err(error) => {
+                let message = format!("cannot encode the answer: {error}");
+                self.send_error(RpcError::internal(message));
+            }
+        }
+    }
+
+    fn send_message(mut self, mut message: Vec<u8>) {
+        if message.len() > MAX_MESSAGE_BYTES {
+            let error = too_large(message.len()).into();
             message = Vec::new();
-            let encoded = envelope::encode_error(&mut message, &self.id, &failure.into());
+            let encoded = envelope::encode_error(&mut message, &self.id, &error);
             debug_assert!(encoded.is_ok(), "an error with a text always serialises");
+        }
+        let mut reserved = self.reserved.take();
+        if let Some(reserved) = &mut reserved {
+            outbox::settle(reserved, message.len());
         }
         self.outbox.push(Reply {
             message,
-            _reserved: self.reserved.take(),
+            _reserved: reserved,
         });
+    }
+
+    /// Answers with a result that `write` writes as JSON, of about `hint` bytes.
+    pub(crate) fn send_result(self, hint: usize, write: impl FnOnce(&mut Vec<u8>)) {
+        let written = self.try_send_result(hint, |out| {
+            write(out);
+            Ok(())
+        });
+        debug_assert!(written, "writing to memory does not fail");
+    }
+
+    /// As [`Responder::send_result`]; if `write` fails, answers with its error. Whether it did not.
+    pub(crate) fn try_send_result(
+        self,
+        hint: usize,
+        write: impl FnOnce(&mut Vec<u8>) -> Result<(), RpcError>,
+    ) -> bool {
+        let mut message = Vec::with_capacity(hint + ENVELOPE_BYTES);
+        message.extend_from_slice(b"{\"id\":");
+        let encoded = serde_json::to_writer(&mut message, &self.id);
+        debug_assert!(encoded.is_ok(), "an id always serialises");
+        message.extend_from_slice(b",\"result\":");
+        match write(&mut message) {
+            Ok(()) => {
+                message.push(b'}');
+                self.send_message(message);
+                true
+            }
+            Err(error) => {
+                self.send_error(error);
+                false
+            }
+        }
+    }
+
+    /// Counts the bytes of a request that waits for a disk; beyond a bound no further one is read.
+    pub(crate) fn hold(&mut self, bytes: usize) {
+        self.unwritten = Some(self.backlog.add(bytes));
+    }
+
+    /// Whether an answer of about this size may be made now.
+    pub(crate) fn try_reserve(&mut self, bytes: usize) -> bool {
+        if self.reserved.is_none() {
+            self.reserved = self.outbox.try_reserve(bytes);
+        }
+        self.reserved.is_some()
     }
 
     /// Counts a write by its size rather than as worked on: until the child takes it, it holds up
@@ -217,7 +306,7 @@ impl Responder {
     }
 }
 
-pub(crate) fn too_large(bytes: usize) -> RpcError {
+fn too_large(bytes: usize) -> RpcError {
     RpcError::invalid_request(format!(
         "answer of {bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
          read it in parts"
@@ -236,13 +325,16 @@ pub(crate) async fn serve(
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
     let outbox = Arc::new(Outbox::new());
+    let lane = Lane::new(server.files());
+    let with_files = server.with_files();
     let connection = Arc::new(Connection {
         slots: Arc::new(Semaphore::new(server.config().concurrent_requests.max(1))),
         server,
         outbox: Arc::clone(&outbox),
         closed: CancellationToken::new(),
         heard: Arc::new(Heard::new()),
-        files: Mutex::default(),
+        handles: Handles::default(),
+        lane,
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
@@ -272,12 +364,15 @@ pub(crate) async fn serve(
             .max(1);
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
+    let closed = Handles::close_all(&connection);
     if !matches!(end, End::Lost) {
         connection.outbox.finish(GOING_AWAY);
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();
     writer.abort();
+    let _ = tokio::time::timeout(FAREWELL, closed).await;
+    drop(with_files);
     if let Some(session) = phase.session() {
         connection
             .server

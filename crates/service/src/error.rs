@@ -3,7 +3,7 @@
 use std::io;
 
 use exec_server_executor::StartError;
-use exec_server_executor::fs::FsError;
+use exec_server_executor::fs::{FsError, LinkAt};
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
@@ -106,13 +106,29 @@ impl From<FsError> for RpcError {
                 code: io_code(&source),
                 message,
             },
+            FsError::Symlink { .. } | FsError::TooManyEntries(_) | FsError::RemoveNoFollow => {
+                Self::internal(message)
+            }
             _ => Self::invalid_request(message),
         }
     }
 }
 
+impl RpcError {
+    /// The error of a method that looks at what a path names rather than opens it: there a link at
+    /// the end is a wrong request, as compatible peers have it.
+    pub(crate) fn of_entry(error: FsError) -> Self {
+        match error {
+            FsError::Symlink {
+                at: LinkAt::Leaf, ..
+            } => Self::invalid_request(error.to_string()),
+            other => other.into(),
+        }
+    }
+}
+
 /// The code for an error of the system.
-pub(crate) fn io_code(error: &io::Error) -> i64 {
+fn io_code(error: &io::Error) -> i64 {
     match error.kind() {
         io::ErrorKind::NotFound => NOT_FOUND,
         io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied => INVALID_REQUEST,

@@ -123,14 +123,30 @@ impl Outbox {
 
     /// Waits for a share of the reply budget; to be asked for before a large answer is made.
     pub(crate) async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
         // Never more than the budget, so it can be had; the semaphore is never closed.
-        let units = u32::try_from(units).unwrap_or(u32::MAX);
         Arc::clone(&self.budget)
-            .acquire_many_owned(units)
+            .acquire_many_owned(units(bytes))
             .await
             .ok()
     }
+
+    /// As [`Outbox::reserve`], if there is a share to be had at once.
+    pub(crate) fn try_reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.budget)
+            .try_acquire_many_owned(units(bytes))
+            .ok()
+    }
+}
+
+fn units(bytes: usize) -> u32 {
+    let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
+    u32::try_from(units).unwrap_or(u32::MAX)
+}
+
+/// Gives back what is reserved beyond the bytes of the message that came of it.
+pub(crate) fn settle(reserved: &mut OwnedSemaphorePermit, bytes: usize) {
+    let spare = reserved.num_permits().saturating_sub(units(bytes) as usize);
+    drop(reserved.split(spare));
 }
 
 /// Sends what the outbox has until it is finished or the connection fails.

@@ -30,6 +30,7 @@ const READ: &[&str] = &[
     "fs/canonicalize",
     "fs/close",
     "fs/getMetadata",
+    "fs/hash",
     "fs/open",
     "fs/readBlock",
     "fs/readDirectory",

@@ -17,6 +17,7 @@ use crate::config::ExecServerConfig;
 use crate::connection;
 use crate::crowd::{Crowd, CrowdLimits};
 use crate::error::RpcError;
+use crate::files::FileThreads;
 use crate::methods::environment;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
@@ -29,6 +30,9 @@ pub enum Lifetime {
     /// It ends at once, as over standard input and output, where nobody can come back.
     Connection,
 }
+
+/// How long the files of connections may take to be closed when the server shuts down.
+const FILES_GRACE: Duration = Duration::from_secs(2);
 
 /// A server; cheap to clone.
 #[derive(Debug, Clone)]
@@ -52,6 +56,10 @@ struct Inner {
     executor: Executor,
     info: EnvironmentInfo,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
+    /// Does the file work of all connections.
+    files: FileThreads,
+    /// How many connections may have files open.
+    with_files: watch::Sender<usize>,
     crowd: Arc<Crowd>,
     /// Connections that are served.
     connections: watch::Sender<usize>,
@@ -61,6 +69,16 @@ struct Inner {
     closing: CancellationToken,
     /// Cancelled when it has shut down.
     ended: CancellationToken,
+}
+
+/// A connection that may have files open.
+#[derive(Debug)]
+pub(crate) struct WithFiles(Server);
+
+impl Drop for WithFiles {
+    fn drop(&mut self) {
+        self.0.inner.with_files.send_modify(|count| *count -= 1);
+    }
 }
 
 impl Server {
@@ -87,6 +105,8 @@ impl Server {
             executor,
             info,
             sessions: Mutex::default(),
+            files: FileThreads::default(),
+            with_files: watch::Sender::new(0),
             connections: watch::Sender::new(0),
             draining: CancellationToken::new(),
             closing: CancellationToken::new(),
@@ -105,6 +125,16 @@ impl Server {
     /// What runs the processes.
     pub fn executor(&self) -> &Executor {
         &self.inner.executor
+    }
+
+    pub(crate) fn files(&self) -> &FileThreads {
+        &self.inner.files
+    }
+
+    /// Counts a connection as one that may have files open, until this is dropped.
+    pub(crate) fn with_files(&self) -> WithFiles {
+        self.inner.with_files.send_modify(|count| *count += 1);
+        WithFiles(self.clone())
     }
 
     pub(crate) fn info(&self) -> &EnvironmentInfo {
@@ -225,6 +255,9 @@ impl Server {
             .flatten()
             .collect();
         process::end_all(&late, Duration::ZERO).await;
+        // What was written aside and not put in place must not be left on the disk.
+        let mut with_files = self.inner.with_files.subscribe();
+        let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
         ended.cancel();
     }
 

@@ -83,8 +83,13 @@ pub enum FrameError {
     #[error("websocket fragments are out of order")]
     Fragments,
     /// One frame is too large.
-    #[error("websocket frame of {0} bytes exceeds the limit of {MAX_FRAME_BYTES}")]
-    FrameTooLarge(u64),
+    #[error("websocket frame of {bytes} bytes exceeds the limit of {limit}")]
+    FrameTooLarge {
+        /// How long it is.
+        bytes: u64,
+        /// How long it may be.
+        limit: usize,
+    },
     /// One message is too large.
     #[error("websocket message of {0} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")]
     MessageTooLarge(usize),
@@ -181,10 +186,18 @@ impl Decoder {
         if opcode.is_control() && (!fin || length > 125) {
             return Err(FrameError::Control);
         }
-        if length > MAX_FRAME_BYTES as u64 {
-            return Err(FrameError::FrameTooLarge(length));
+        // Compatible servers never split a message; clients have no reason not to.
+        let limit = match self.role {
+            Role::Server => MAX_FRAME_BYTES,
+            Role::Client => MAX_MESSAGE_BYTES,
+        };
+        if length > limit as u64 {
+            return Err(FrameError::FrameTooLarge {
+                bytes: length,
+                limit,
+            });
         }
-        // Bounded by MAX_FRAME_BYTES just above.
+        // Bounded just above.
         let length = length as usize;
         if !opcode.is_control() {
             self.admit(opcode, length)?;
@@ -437,12 +450,35 @@ mod tests {
             decode_all(Role::Server, &inside, 64),
             Err(FrameError::Fragments)
         );
-        let mut huge = vec![0x81, 0xff];
-        huge.extend(((MAX_FRAME_BYTES + 1) as u64).to_be_bytes());
-        huge.extend([0; 4]);
+    }
+
+    #[test]
+    fn a_client_takes_a_whole_message_in_one_frame_and_a_server_does_not() {
+        let step = |role, second, bytes: usize| {
+            let mut wire = vec![0x81, second];
+            wire.extend((bytes as u64).to_be_bytes());
+            wire.extend([0; 4]);
+            Decoder::new(role).step(&mut wire, &mut 0)
+        };
+        let too_large = |bytes: usize, limit| {
+            Err(FrameError::FrameTooLarge {
+                bytes: bytes as u64,
+                limit,
+            })
+        };
+        let (frame, message) = (MAX_FRAME_BYTES, MAX_MESSAGE_BYTES);
+        assert_eq!(step(Role::Server, 0xff, frame), Ok(Step::NeedMore(frame)));
         assert_eq!(
-            decode_all(Role::Server, &huge, 64),
-            Err(FrameError::FrameTooLarge(MAX_FRAME_BYTES as u64 + 1))
+            step(Role::Server, 0xff, frame + 1),
+            too_large(frame + 1, frame)
+        );
+        assert_eq!(
+            step(Role::Client, 0x7f, message),
+            Ok(Step::NeedMore(message - 4))
+        );
+        assert_eq!(
+            step(Role::Client, 0x7f, message + 1),
+            too_large(message + 1, message)
         );
     }
 }

@@ -15,7 +15,7 @@ use crate::wire::Message;
 ///
 /// A default one grows to megabytes under a flood, and a keystroke then waits behind all of them in
 /// the client's own kernel, where no server can help. A client that cares for latency bounds it.
-const RECEIVE_BUFFER: usize = 128 * 1024;
+const RECEIVE_BUFFER: usize = 64 * 1024;
 /// A server that takes 40 ms for each echo is cut short after this.
 const PATIENCE: Duration = Duration::from_millis(700);
 
@@ -60,7 +60,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         },
     ];
     let floor = || Ok(floor::terminal_echo(count)? + floor::tcp_echo(count)?);
-    bench.rounds(bench.pick(9, 3), lines, floor, |server, &floor| {
+    bench.placed_rounds(bench.pick(9, 3), lines, floor, |server, &floor| {
         let client = Client::connect_with_buffer(server.address, RECEIVE_BUFFER)?;
         let mut typist = Typist::start(client.ready()?)?;
         let calm = typist.type_keys(count, Duration::ZERO)?;

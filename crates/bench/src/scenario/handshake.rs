@@ -41,12 +41,8 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             aim: 2.0,
         }],
     };
-    let responder = Responder::start(&bench.own, None);
-    let floor = || match &responder {
-        Ok(responder) => responder.handshake(count),
-        Err(error) => anyhow::bail!("{error:#}"),
-    };
-    bench.rounds(bench.pick(13, 5), vec![line], floor, |server, &floor| {
+    let floor = || Responder::start(&bench.own, None)?.handshake(count);
+    bench.placed_rounds(bench.pick(13, 5), vec![line], floor, |server, &floor| {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             let start = Instant::now();

@@ -28,7 +28,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         goals: vec![Goal::Peer { limit: 2.0 }, Goal::Hope { aim: 0.3 }],
     };
     let floor = || floor::pipe(&bench.own, bench.pick(256 << 20, 64 << 20));
-    bench.rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
+    bench.placed_rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
         Ok(vec![Figure::against(
             rate(bench, server, &pattern, total)?,
             floor,
@@ -68,7 +68,7 @@ fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow
             }
             Message::Closed { .. } => closed = true,
             Message::Output { .. } => bail!("the child complained"),
-            Message::Other => {}
+            Message::Data { .. } | Message::Other => {}
         }
     }
     ensure!(

@@ -43,7 +43,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         floor::pipe(&bench.own, total)
     };
     let lines = vec![line("one"), line("eight")];
-    let mut rows = bench.rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
+    let mut rows = bench.placed_rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
         let rate = |processes: u64| -> anyhow::Result<f64> {
             let mut client = server.client()?;
             let start = Instant::now();
@@ -68,7 +68,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// Bytes per second from a process that only pushes frames with the pattern.
-fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+pub(super) fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
     let responder = Responder::start(&bench.own, Some(total))?;
     let mut client = Client::connect(responder.address)?;
     let start = Instant::now();
@@ -205,7 +205,7 @@ impl Emitters {
                     seen.closed = Some(seq);
                     seen
                 }
-                Message::Response { .. } | Message::Other => continue,
+                Message::Response { .. } | Message::Data { .. } | Message::Other => continue,
             };
             seen.events += 1;
             left -= usize::from(seen.is_complete());

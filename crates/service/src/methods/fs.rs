@@ -1,35 +1,46 @@
-//! `fs/*`.
+//! `fs/*` on paths.
 
-use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use exec_server_executor::fs::{self, FsError, Links};
+use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
 use exec_server_protocol::PathUri;
-use exec_server_protocol::chunk::{encode_into, encoded_len};
+use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{
-    CloseParams, GetMetadataParams, Metadata, OpenParams, OpenResult, ReadBlockParams,
-    ReadBlockResult, ReadFileParams, WriteFileParams,
+    CanonicalizeParams, CanonicalizeResult, CopyParams, CreateDirectoryParams, CreateSymlinkParams,
+    GetMetadataParams, HashParams, HashResult, Metadata, ReadDirectoryParams, ReadFileParams,
+    RemoveParams, RenameParams, SetMetadataParams, WalkKind, WalkParams, WriteFileParams,
 };
-use exec_server_protocol::limits::{
-    MAX_BLOCK_BYTES, MAX_FILE_HANDLES, MAX_HANDLE_ID_BYTES, MAX_MESSAGE_BYTES,
-};
+use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::method::Empty;
 use serde_json::Value;
 
 use super::process::refuse_sandbox;
-use crate::connection::{OpenFile, Responder, too_large};
+use crate::connection::Responder;
 use crate::dispatch::Call;
-use crate::error::{RpcError, io_code};
+use crate::error::RpcError;
+use crate::files::{attempt, encode_pieces};
 
-const FAMILY: &str = "filesystem";
+pub(super) const FAMILY: &str = "filesystem";
 
 /// Room for everything in an answer but the data.
 const ENVELOPE_BYTES: usize = 4096;
 
+/// About how large the answer to a listing may get.
+const LISTING_BYTES: usize = 8 << 20;
+
 /// Checks what every method checks: the handshake, the path and the sandbox.
-fn admit(call: &Call<'_>, path: &PathUri, sandbox: Option<&Value>) -> Result<PathBuf, RpcError> {
+pub(super) fn admit(
+    call: &Call<'_>,
+    path: &PathUri,
+    sandbox: Option<&Value>,
+) -> Result<PathBuf, RpcError> {
     call.phase.ready(FAMILY)?;
     refuse_sandbox(sandbox)?;
+    native(path)
+}
+
+fn native(path: &PathUri) -> Result<PathBuf, RpcError> {
     path.to_native()
         .map_err(|error| RpcError::invalid_request(error.to_string()))
 }
@@ -38,22 +49,43 @@ fn links(follow: bool) -> Links {
     if follow { Links::Follow } else { Links::Refuse }
 }
 
-/// Runs file work on a blocking thread and answers with what it returns.
-fn run<R: serde::Serialize + Send + 'static>(
+/// Does file work on a thread of its own kind and answers from there.
+pub(super) fn run<R: serde::Serialize>(
     call: Call<'_>,
     work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
 ) {
     let responder = call.responder;
     call.connection
-        .spawn(async move { responder.send(blocking(work).await) });
+        .file_work(move || responder.send(attempt(work)));
 }
 
-async fn blocking<R: Send + 'static>(
-    work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
-) -> Result<R, RpcError> {
-    tokio::task::spawn_blocking(work)
-        .await
-        .unwrap_or_else(|error| Err(RpcError::internal(format!("file work failed: {error}"))))
+/// As [`run`], for work that takes its time; it is asked between its steps whether to go on.
+pub(super) fn run_long<R: serde::Serialize>(
+    call: Call<'_>,
+    work: impl FnOnce(fs::Cancelled<'_>) -> Result<R, FsError> + Send + 'static,
+) {
+    let (closed, responder) = (call.connection.closed.clone(), call.responder);
+    call.connection.long_file_work(move || {
+        responder.send(attempt(|| Ok(work(&|| closed.is_cancelled())?)));
+    });
+}
+
+/// Makes a long answer of what file work finds, when there is room for it.
+fn run_listing<T>(
+    call: Call<'_>,
+    work: impl FnOnce(fs::Cancelled<'_>) -> Result<T, FsError> + Send + 'static,
+    answer: impl FnOnce(Responder, T) + Send + 'static,
+) {
+    let (connection, responder) = (Arc::clone(call.connection), call.responder);
+    call.connection.file_work(move || {
+        let closed = connection.closed.clone();
+        connection.with_room(responder, LISTING_BYTES, move |responder| {
+            match attempt(|| Ok(work(&|| closed.is_cancelled())?)) {
+                Ok(found) => answer(responder, found),
+                Err(error) => responder.send_error(error),
+            }
+        });
+    });
 }
 
 pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
@@ -62,54 +94,77 @@ pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
         Err(error) => return call.responder.send_error(error),
     };
     let links = links(params.follow_symlinks);
-    let mut responder = call.responder;
-    call.connection.spawn(async move {
-        let opened = blocking(move || {
+    let (connection, responder) = (Arc::clone(call.connection), call.responder);
+    call.connection.file_work(move || {
+        let opened = attempt(|| {
             let file = fs::open_file(&path, links)?;
             let size = fs::readable_size(&file, &path)?;
-            Ok((file, path, size))
+            fits(usize::try_from(size).unwrap_or(usize::MAX / 2))?;
+            Ok((file, size))
         });
-        let (mut file, path, size) = match opened.await {
+        let (file, size) = match opened {
             Ok(opened) => opened,
             Err(error) => return responder.send_error(error),
         };
-        let answer = encoded_len(usize::try_from(size).unwrap_or(usize::MAX / 2)) + ENVELOPE_BYTES;
-        if answer > MAX_MESSAGE_BYTES {
-            return responder.send_error(too_large(answer));
-        }
+        let answer_bytes = encoded_len(size as usize) + ENVELOPE_BYTES;
         // The bytes are read only when there is room for the answer they make.
-        responder.reserve(answer).await;
-        match blocking(move || Ok(fs::read_to_end(&mut file, &path)?)).await {
-            Ok(data) => send_file(responder, &data),
-            Err(error) => responder.send_error(error),
-        }
+        connection.with_room(responder, answer_bytes, move |responder| {
+            responder.try_send_result(answer_bytes, |out| {
+                out.extend_from_slice(b"{\"dataBase64\":\"");
+                // It may grow meanwhile, but not without end.
+                let most = MAX_MESSAGE_BYTES / 4 * 3;
+                let read = attempt(|| {
+                    encode_pieces(out, most, |done, piece| {
+                        Ok(
+                            fs::read_at(&file, done, piece).map_err(|source| FsError::Io {
+                                path: path.clone(),
+                                source,
+                            })?,
+                        )
+                    })
+                })?;
+                fits(read)?;
+                out.extend_from_slice(b"\"}");
+                Ok(())
+            });
+        });
     });
 }
 
-/// Answers with a file, encoding its bytes straight into the message.
-fn send_file(responder: Responder, data: &[u8]) {
-    if encoded_len(data.len()) + ENVELOPE_BYTES > MAX_MESSAGE_BYTES {
-        return responder.send_error(too_large(encoded_len(data.len())));
+/// Whether a file of this size can be answered with.
+fn fits(size: usize) -> Result<(), RpcError> {
+    let answer = encoded_len(size) + ENVELOPE_BYTES;
+    if answer <= MAX_MESSAGE_BYTES {
+        return Ok(());
     }
-    responder.send_with(|out, id| {
-        out.reserve(encoded_len(data.len()) + ENVELOPE_BYTES);
-        out.extend_from_slice(b"{\"id\":");
-        serde_json::to_writer(&mut *out, id)?;
-        out.extend_from_slice(b",\"result\":{\"dataBase64\":\"");
-        encode_into(data, out);
-        out.extend_from_slice(b"\"}}");
-        Ok(())
-    });
+    Err(RpcError::invalid_request(format!(
+        "answer of {answer} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
+         stream the file with fs/open and fs/readBlock"
+    )))
 }
 
-pub(crate) fn write_file(call: Call<'_>, params: WriteFileParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run(call, move || {
-            fs::write_file(
-                &path,
-                params.data_base64.as_slice(),
-                links(params.follow_symlinks),
-            )?;
+/// The mode that was asked for, if it can be one.
+fn attributes(mode: Option<u32>, modified_at_ms: Option<i64>) -> Result<Attributes, RpcError> {
+    if let Some(mode) = mode
+        && mode > 0o7777
+    {
+        let message = format!("mode {mode:#o} exceeds the limit of 0o7777");
+        return Err(RpcError::invalid_params(message));
+    }
+    Ok(Attributes {
+        mode,
+        modified_at_ms,
+    })
+}
+
+pub(crate) fn write_file(mut call: Call<'_>, params: WriteFileParams) {
+    let admitted = admit(&call, &params.path, params.sandbox.as_ref())
+        .and_then(|path| Ok((path, attributes(params.mode, params.modified_at_ms)?)));
+    call.responder.hold(params.data_base64.as_slice().len());
+    match admitted {
+        Ok((path, attributes)) => run(call, move || {
+            let links = links(params.follow_symlinks);
+            fs::write_file(&path, params.data_base64.as_slice(), links, attributes)?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
@@ -119,7 +174,8 @@ pub(crate) fn write_file(call: Call<'_>, params: WriteFileParams) {
 pub(crate) fn get_metadata(call: Call<'_>, params: GetMetadataParams) {
     match admit(&call, &params.path, params.sandbox.as_ref()) {
         Ok(path) => run(call, move || {
-            let found = fs::metadata(&path, links(params.follow_symlinks))?;
+            let found =
+                fs::metadata(&path, links(params.follow_symlinks)).map_err(RpcError::of_entry)?;
             Ok(Metadata {
                 is_directory: found.is_directory,
                 is_file: found.is_file,
@@ -127,114 +183,224 @@ pub(crate) fn get_metadata(call: Call<'_>, params: GetMetadataParams) {
                 size: found.size,
                 created_at_ms: found.created_at_ms,
                 modified_at_ms: found.modified_at_ms,
+                mode: Some(found.mode),
+                uid: Some(found.uid),
+                gid: Some(found.gid),
+                inode: Some(found.inode),
+                symlink_target: found
+                    .symlink_target
+                    .map(|target| target.to_string_lossy().into_owned()),
             })
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn open(call: Call<'_>, params: OpenParams) {
+pub(crate) fn create_directory(call: Call<'_>, params: CreateDirectoryParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run(call, move || {
+            fs::create_directory(&path, params.recursive, links(params.follow_symlinks))?;
+            Ok(Empty {})
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+pub(crate) fn canonicalize(call: Call<'_>, params: CanonicalizeParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run(call, move || {
+            let path = uri(&fs::canonicalize(&path)?)?;
+            Ok(CanonicalizeResult { path })
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+/// The URI of a path that the system gave us.
+fn uri(path: &Path) -> Result<PathUri, RpcError> {
+    PathUri::from_native(path).map_err(|error| RpcError::internal(error.to_string()))
+}
+
+pub(crate) fn read_directory(call: Call<'_>, params: ReadDirectoryParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run_listing(
+            call,
+            move |cancelled| fs::read_directory(&path, cancelled),
+            move |responder, listing| send_listing(responder, &params.path, &listing),
+        ),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+fn send_listing(responder: Responder, directory: &PathUri, listing: &Listing) {
+    responder.send_result(listing.len() * 64, |out| {
+        out.extend_from_slice(b"{\"entries\":[");
+        let mut uri = String::new();
+        for (position, (name, kind)) in listing.iter().enumerate() {
+            if position > 0 {
+                out.push(b',');
+            }
+            out.extend_from_slice(b"{\"fileName\":");
+            push_text(out, &name.to_string_lossy());
+            out.extend_from_slice(match kind {
+                Kind::Directory => b",\"isDirectory\":true,\"isFile\":false",
+                Kind::File => b",\"isDirectory\":false,\"isFile\":true",
+                Kind::Symlink | Kind::Other => &b",\"isDirectory\":false,\"isFile\":false"[..],
+            });
+            if name.to_str().is_none() {
+                uri.clear();
+                directory.push_child(name, &mut uri);
+                out.extend_from_slice(b",\"path\":\"");
+                out.extend_from_slice(uri.as_bytes());
+                out.push(b'"');
+            }
+            out.push(b'}');
+        }
+        out.extend_from_slice(b"]}");
+    });
+}
+
+/// Appends a JSON string.
+fn push_text(out: &mut Vec<u8>, text: &str) {
+    let written = serde_json::to_writer(out, text);
+    debug_assert!(written.is_ok(), "any text can be written to memory");
+}
+
+pub(crate) fn walk(call: Call<'_>, params: WalkParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run_listing(
+            call,
+            move |cancelled| fs::walk(&path, params.options, cancelled),
+            |responder, walked| send_walk(responder, &walked),
+        ),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+fn send_walk(responder: Responder, walked: &Walked) {
+    responder.send_result(64 * 1024, |out| {
+        out.extend_from_slice(b"{\"entries\":[");
+        let mut text = String::new();
+        let mut first = true;
+        for (directory, entries) in walked.directories() {
+            // Absolute and without NUL, as every path that was walked to.
+            let Ok(directory) = PathUri::from_native(directory) else {
+                continue;
+            };
+            for (name, kind) in entries {
+                text.clear();
+                directory.push_child(name, &mut text);
+                out.extend_from_slice(if first {
+                    b"{\"path\":\""
+                } else {
+                    b",{\"path\":\""
+                });
+                first = false;
+                out.extend_from_slice(text.as_bytes());
+                out.extend_from_slice(match kind {
+                    WalkKind::Directory => b"\",\"kind\":\"directory\"}",
+                    WalkKind::File => &b"\",\"kind\":\"file\"}"[..],
+                });
+            }
+        }
+        out.extend_from_slice(b"],\"errors\":[");
+        let errors = walked.errors.iter().filter_map(|(path, error)| {
+            let path = PathUri::from_native(path).ok()?;
+            Some((path, error.to_string()))
+        });
+        for (position, (path, message)) in errors.enumerate() {
+            out.extend_from_slice(if position == 0 {
+                b"{\"path\":\""
+            } else {
+                b",{\"path\":\""
+            });
+            out.extend_from_slice(path.as_str().as_bytes());
+            out.extend_from_slice(b"\",\"message\":");
+            push_text(out, &message);
+            out.push(b'}');
+        }
+        out.extend_from_slice(b"],\"truncated\":");
+        out.extend_from_slice(if walked.truncated {
+            b"true}"
+        } else {
+            b"false}"
+        });
+    });
+}
+
+pub(crate) fn remove(call: Call<'_>, params: RemoveParams) {
     let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
         Ok(path) => path,
         Err(error) => return call.responder.send_error(error),
     };
-    let handle_id = params.handle_id;
-    if handle_id.len() > MAX_HANDLE_ID_BYTES {
-        let message = format!("file handle ID must not exceed {MAX_HANDLE_ID_BYTES} bytes");
-        return call
-            .responder
-            .send_error(RpcError::invalid_request(message));
-    }
-    let connection = Arc::clone(call.connection);
-    run(call, move || {
-        let file = fs::open_file(&path, Links::Follow)?;
-        let mut files = connection
-            .files
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        if files.contains_key(&handle_id) {
-            let message = format!("file handle `{handle_id}` already exists");
-            return Err(RpcError::invalid_request(message));
-        }
-        if files.len() >= MAX_FILE_HANDLES {
-            let message =
-                format!("at most {MAX_FILE_HANDLES} file handles may be open per connection");
-            return Err(RpcError::invalid_request(message));
-        }
-        let open = OpenFile {
-            file,
-            path,
-            turn: tokio::sync::Mutex::new(()),
-        };
-        files.insert(handle_id.clone(), Arc::new(open));
-        Ok(OpenResult { handle_id })
-    });
-}
-
-pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
-    let ReadBlockParams {
-        handle_id,
-        offset,
-        len,
-    } = params;
-    let admitted = call.phase.ready(FAMILY).and_then(|_| {
-        if !(1..=MAX_BLOCK_BYTES).contains(&len) {
-            let message = format!("file read block length must be between 1 and {MAX_BLOCK_BYTES}");
-            return Err(RpcError::invalid_request(message));
-        }
-        let files = call
-            .connection
-            .files
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let unknown = || RpcError::not_found(format!("unknown file handle `{handle_id}`"));
-        files.get(&handle_id).cloned().ok_or_else(unknown)
-    });
-    let open = match admitted {
-        Ok(open) => open,
-        Err(error) => return call.responder.send_error(error),
-    };
-    let (connection, mut responder) = (Arc::clone(call.connection), call.responder);
-    call.connection.spawn(async move {
-        let _turn = open.turn.lock().await;
-        responder.reserve(encoded_len(len) + ENVELOPE_BYTES).await;
-        let file = Arc::clone(&open);
-        let read = blocking(move || {
-            fs::read_at(&file.file, offset, len).map_err(|source| {
-                let code = io_code(&source);
-                let message = FsError::Io {
-                    path: file.path.clone(),
-                    source,
-                }
-                .to_string();
-                RpcError { code, message }
-            })
-        });
-        let answer = read.await;
-        if answer.is_err() {
-            // A handle that failed once is of no further use.
-            connection
-                .files
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&handle_id);
-        }
-        responder.send(answer.map(|data| ReadBlockResult {
-            eof: data.len() < len,
-            chunk: data.into(),
+    let links = links(params.follow_symlinks);
+    let responder = call.responder;
+    let work = move || {
+        responder.send(attempt(|| {
+            fs::remove(&path, params.recursive, params.force, links).map_err(RpcError::of_entry)?;
+            Ok(Empty {})
         }));
-    });
+    };
+    if params.recursive {
+        call.connection.long_file_work(work);
+    } else {
+        call.connection.file_work(work);
+    }
 }
 
-pub(crate) fn close(call: Call<'_>, params: CloseParams) {
-    let answer = call.phase.ready(FAMILY).map(|_| {
-        let mut files = call
-            .connection
-            .files
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        files.remove(&params.handle_id);
-        Empty {}
-    });
-    call.responder.send(answer);
+pub(crate) fn copy(call: Call<'_>, params: CopyParams) {
+    let paths = admit(&call, &params.source_path, params.sandbox.as_ref())
+        .and_then(|source| Ok((source, native(&params.destination_path)?)));
+    match paths {
+        Ok((source, destination)) => run_long(call, move |cancelled| {
+            fs::copy(&source, &destination, params.recursive, cancelled)?;
+            Ok(Empty {})
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+pub(crate) fn rename(call: Call<'_>, params: RenameParams) {
+    let paths = admit(&call, &params.from, params.sandbox.as_ref())
+        .and_then(|from| Ok((from, native(&params.to)?)));
+    match paths {
+        Ok((from, to)) => run_long(call, move |cancelled| {
+            fs::rename(&from, &to, params.overwrite, cancelled)?;
+            Ok(Empty {})
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+pub(crate) fn set_metadata(call: Call<'_>, params: SetMetadataParams) {
+    let admitted = admit(&call, &params.path, params.sandbox.as_ref())
+        .and_then(|path| Ok((path, attributes(params.mode, params.modified_at_ms)?)));
+    match admitted {
+        Ok((path, attributes)) => run(call, move || {
+            fs::set_metadata(&path, attributes, links(params.follow_symlinks))?;
+            Ok(Empty {})
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+pub(crate) fn create_symlink(call: Call<'_>, params: CreateSymlinkParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run(call, move || {
+            fs::create_symlink(&path, Path::new(&params.target))?;
+            Ok(Empty {})
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
+}
+
+pub(crate) fn hash(call: Call<'_>, params: HashParams) {
+    match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => run_long(call, move |cancelled| {
+            let (digest, length) = fs::hash(&path, params.length, cancelled)?;
+            let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            Ok(HashResult { sha256, length })
+        }),
+        Err(error) => call.responder.send_error(error),
+    }
 }

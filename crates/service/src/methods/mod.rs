@@ -3,5 +3,6 @@
 pub(crate) mod command;
 pub(crate) mod environment;
 pub(crate) mod fs;
+pub(crate) mod handle;
 pub(crate) mod process;
 pub(crate) mod session;

@@ -1,0 +1,375 @@
+//! Files: short questions, long answers, directories and trees.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::io::Write as _;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context as _, bail, ensure};
+use exec_server_protocol::PathUri;
+
+use super::{Bench, Line, size, stream};
+use crate::client::Client;
+use crate::floor;
+use crate::pattern::Pattern;
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::stats::median;
+use crate::wire::Message;
+
+/// Entries of the directory that is read.
+const ENTRIES: usize = 10_000;
+/// Entries of the tree that is walked: so many directories with so many files in each.
+const BRANCHES: usize = 200;
+const LEAVES: usize = 99;
+/// Questions that are under way at once.
+const IN_FLIGHT: usize = 32;
+/// Blocks that are under way at once, and how long each is.
+const DEPTH: usize = 4;
+const BLOCK_BYTES: u64 = 1 << 20;
+
+/// All scenarios on one scratch directory.
+pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    match Scratch::new(bench) {
+        Ok(scratch) => [
+            questions(bench, &scratch),
+            whole(bench, &scratch),
+            blocks(bench, &scratch),
+            listings(bench, &scratch),
+        ]
+        .concat(),
+        Err(error) => vec![Row {
+            name: "files".to_owned(),
+            unit: Unit::Seconds,
+            base: "",
+            goals: vec![],
+            server: Err(format!("no scratch directory: {error:#}")),
+            peer: None,
+        }],
+    }
+}
+
+/// What the scenarios work on.
+struct Scratch {
+    directory: tempfile::TempDir,
+    pattern: Pattern,
+    /// Bytes of the file that is read and written whole.
+    whole: u64,
+    /// Bytes of the file that is read in blocks.
+    large: u64,
+}
+
+impl Scratch {
+    fn new(bench: &Bench) -> anyhow::Result<Self> {
+        let scratch = Self {
+            directory: tempfile::tempdir()?,
+            pattern: Pattern::new(),
+            whole: bench.pick(32 << 20, 8 << 20),
+            large: bench.pick(256 << 20, 64 << 20),
+        };
+        let root = scratch.directory.path();
+        scratch.fill(&root.join("small"), 4096)?;
+        scratch.fill(&root.join("whole"), scratch.whole)?;
+        scratch.fill(&root.join("large"), scratch.large)?;
+        fs::create_dir(root.join("wide"))?;
+        for entry in 0..ENTRIES {
+            fs::write(root.join(format!("wide/file-{entry}")), "")?;
+        }
+        for branch in 0..BRANCHES {
+            let branch = root.join(format!("tree/{}/{branch}", branch % 10));
+            fs::create_dir_all(&branch)?;
+            for leaf in 0..LEAVES {
+                fs::write(branch.join(format!("file-{leaf}")), "")?;
+            }
+        }
+        Ok(scratch)
+    }
+
+    fn fill(&self, path: &Path, total: u64) -> anyhow::Result<()> {
+        let mut file = fs::File::create(path)?;
+        let mut offset = 0;
+        while offset < total {
+            let window = self.pattern.window(offset, total - offset);
+            file.write_all(window)?;
+            offset += window.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn uri(&self, name: &str) -> anyhow::Result<String> {
+        Ok(PathUri::from_native(&self.directory.path().join(name))?.to_string())
+    }
+}
+
+/// The longest of the answers to a request.
+fn answer<R>(
+    client: &mut Client,
+    id: i64,
+    take: impl FnOnce(Message<'_>) -> anyhow::Result<R>,
+) -> anyhow::Result<R> {
+    match client.receive()? {
+        message @ (Message::Response { id: answered, .. } | Message::Data { id: answered, .. }) => {
+            ensure!(answered == id, "{answered} was answered instead of {id}");
+            take(message)
+        }
+        other => bail!("expected an answer, not {other:?}"),
+    }
+}
+
+/// Metadata and a short file, one by one and many at once.
+fn questions(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+    let count = bench.pick(400, 200);
+    let line = |name: &str, limit| Line {
+        name: name.to_owned(),
+        unit: Unit::Seconds,
+        base: "bare round trip",
+        goals: vec![Goal::Base { limit, aim: limit }],
+    };
+    let lines = vec![
+        line("getMetadata p50", 1.5),
+        line("readFile 4 KiB p50", 1.7),
+        Line {
+            name: format!("getMetadata, {IN_FLIGHT} in flight"),
+            unit: Unit::PerSecond,
+            base: "",
+            goals: vec![Goal::Either {
+                value: 60_000.0,
+                peer: 3.0,
+            }],
+        },
+    ];
+    let floor = || floor::round_trip(&bench.own, count);
+    bench.placed_rounds(bench.pick(9, 3), lines, floor, |server, &floor| {
+        let mut client = server.client()?;
+        let params = format!(r#"{{"path":"{}"}}"#, scratch.uri("small")?);
+        let metadata = ask_each(&mut client, "fs/getMetadata", &params, count)?;
+        let read = ask_each(&mut client, "fs/readFile", &params, count)?;
+        let total = bench.pick(20_000, 5_000);
+        let rate = ask_many(&mut client, "fs/getMetadata", &params, total)?;
+        Ok(vec![
+            Figure::against(metadata, floor),
+            Figure::against(read, floor),
+            Figure::plain(rate),
+        ])
+    })
+}
+
+/// Seconds for each of `count` questions: the median.
+fn ask_each(client: &mut Client, method: &str, params: &str, count: usize) -> anyhow::Result<f64> {
+    let mut samples = Vec::with_capacity(count);
+    for round in 0..count + 20 {
+        let start = Instant::now();
+        let id = client.ask(method, params)?;
+        answer(client, id, |_| Ok(()))?;
+        if round >= 20 {
+            samples.push(start.elapsed().as_secs_f64());
+        }
+    }
+    Ok(median(&samples))
+}
+
+/// Questions per second with [`IN_FLIGHT`] of them under way.
+fn ask_many(client: &mut Client, method: &str, params: &str, total: usize) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let (mut asked, mut answered) = (0, 0);
+    while answered < total {
+        if asked < total && asked - answered < IN_FLIGHT {
+            // As many as there is room for, in one go, as a client with a queue does.
+            let now = (IN_FLIGHT - (asked - answered)).min(total - asked);
+            client.ask_batch(method, params, now)?;
+            asked += now;
+        }
+        match client.receive()? {
+            Message::Response { .. } => answered += 1,
+            other => bail!("expected an answer, not {other:?}"),
+        }
+        while client.has_buffered() && answered < asked {
+            match client.receive()? {
+                Message::Response { .. } => answered += 1,
+                other => bail!("expected an answer, not {other:?}"),
+            }
+        }
+    }
+    Ok(total as f64 / start.elapsed().as_secs_f64())
+}
+
+/// A file in one answer, and in one request.
+fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+    let total = scratch.whole;
+    let line = |name: &str, base, goal| Line {
+        name: format!("{name} {}", size(total)),
+        unit: Unit::BytesPerSecond,
+        base,
+        goals: vec![goal],
+    };
+    let lines = vec![
+        line("readFile", "", Goal::Peer { limit: 4.0 }),
+        line(
+            "writeFile",
+            "write + rename",
+            Goal::Base {
+                limit: 0.6,
+                aim: 0.6,
+            },
+        ),
+    ];
+    let floor = || write_and_rename(scratch, total);
+    bench.placed_rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
+        let mut client = server.client()?;
+        let start = Instant::now();
+        let params = format!(r#"{{"path":"{}"}}"#, scratch.uri("whole")?);
+        let id = client.ask("fs/readFile", &params)?;
+        let seen = answer(&mut client, id, |message| match message {
+            Message::Data { text, .. } => scratch
+                .pattern
+                .check_text(0, text)
+                .context("wrong bytes in the file"),
+            other => bail!("no data in {other:?}"),
+        })?;
+        let read = total as f64 / start.elapsed().as_secs_f64();
+        ensure!(seen == total, "{seen} of {total} bytes came");
+        let path = scratch.uri("written")?;
+        let start = Instant::now();
+        let id = client.write_file(&path, &scratch.pattern, total as usize)?;
+        answer(&mut client, id, |_| Ok(()))?;
+        let written = total as f64 / start.elapsed().as_secs_f64();
+        let length = fs::metadata(scratch.directory.path().join("written"))?.len();
+        ensure!(length == total, "{length} of {total} bytes were written");
+        Ok(vec![Figure::plain(read), Figure::against(written, floor)])
+    })
+}
+
+/// Bytes per second into a file that then replaces another.
+fn write_and_rename(scratch: &Scratch, total: u64) -> anyhow::Result<f64> {
+    let (new, old) = (
+        scratch.directory.path().join("new"),
+        scratch.directory.path().join("old"),
+    );
+    let start = Instant::now();
+    scratch.fill(&new, total)?;
+    fs::rename(new, old)?;
+    Ok(total as f64 / start.elapsed().as_secs_f64())
+}
+
+/// A file in blocks, some of them always under way.
+fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+    let total = scratch.large;
+    let line = Line {
+        name: format!("readBlock {}, depth {DEPTH}", size(total)),
+        unit: Unit::BytesPerSecond,
+        base: "bare frames",
+        goals: vec![
+            Goal::Base {
+                limit: 0.4,
+                aim: 0.4,
+            },
+            Goal::Peer { limit: 2.0 },
+        ],
+    };
+    let floor = || stream::push(bench, &scratch.pattern, total);
+    bench.placed_rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
+        let mut client = server.client()?;
+        let path = scratch.uri("large")?;
+        let start = Instant::now();
+        let open = format!(r#"{{"handleId":"h","path":"{path}"}}"#);
+        let id = client.ask("fs/open", &open)?;
+        answer(&mut client, id, |_| Ok(()))?;
+        let (mut offset, mut seen, mut waiting) = (0, 0, VecDeque::new());
+        while seen < total {
+            while offset < total && waiting.len() < DEPTH {
+                let block = format!(r#"{{"handleId":"h","offset":{offset},"len":{BLOCK_BYTES}}}"#);
+                waiting.push_back(client.ask("fs/readBlock", &block)?);
+                offset += BLOCK_BYTES;
+            }
+            let id = waiting.pop_front().context("nothing is under way")?;
+            seen += answer(&mut client, id, |message| match message {
+                Message::Data { text, .. } => scratch
+                    .pattern
+                    .check_text(seen, text)
+                    .with_context(|| format!("wrong bytes after {seen}")),
+                other => bail!("no data in {other:?}"),
+            })?;
+        }
+        Ok(vec![Figure::against(
+            total as f64 / start.elapsed().as_secs_f64(),
+            floor,
+        )])
+    })
+}
+
+/// A wide directory and a tree.
+fn listings(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+    let line = |name: String, base, limit| Line {
+        name,
+        unit: Unit::Seconds,
+        base,
+        goals: vec![Goal::Base { limit, aim: limit }],
+    };
+    let entries = BRANCHES * (LEAVES + 1) + 10;
+    let lines = vec![
+        line(format!("readDirectory {ENTRIES}"), "read_dir", 3.0),
+        line(format!("walk {entries}"), "plain walk", 4.0),
+    ];
+    let root = scratch.directory.path();
+    let floor = || -> anyhow::Result<(f64, f64)> {
+        let start = Instant::now();
+        let listed = list(&root.join("wide"))?;
+        let wide = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let walked = list(&root.join("tree"))?;
+        let tree = start.elapsed().as_secs_f64();
+        ensure!(
+            listed == ENTRIES && walked == entries,
+            "{listed} and {walked} entries"
+        );
+        Ok((wide, tree))
+    };
+    bench.placed_rounds(bench.pick(7, 3), lines, floor, |server, &(wide, tree)| {
+        let mut client = server.client()?;
+        let start = Instant::now();
+        let params = format!(r#"{{"path":"{}"}}"#, scratch.uri("wide")?);
+        let id = client.ask("fs/readDirectory", &params)?;
+        count(&mut client, id, "fileName", ENTRIES)?;
+        let listed = start.elapsed().as_secs_f64();
+        let start = Instant::now();
+        let params = format!(
+            r#"{{"path":"{}","options":{{"maxDepth":64,"maxDirectories":10000,"maxEntries":50000,"followDirectorySymlinks":false}}}}"#,
+            scratch.uri("tree")?
+        );
+        let id = client.ask("fs/walk", &params)?;
+        count(&mut client, id, "kind", entries)?;
+        let walked = start.elapsed().as_secs_f64();
+        Ok(vec![
+            Figure::against(listed, wide),
+            Figure::against(walked, tree),
+        ])
+    })
+}
+
+/// Whether an answer lists so many things.
+fn count(client: &mut Client, id: i64, key: &str, expected: usize) -> anyhow::Result<()> {
+    answer(client, id, |message| match message {
+        Message::Response { result, .. } => {
+            let found = result.matches(&format!("\"{key}\"")).count();
+            ensure!(found == expected, "{found} of {expected} entries came");
+            Ok(())
+        }
+        other => bail!("no list in {other:?}"),
+    })
+}
+
+/// How many entries are below a directory, each with its kind, as simply as the library does it.
+fn list(directory: &Path) -> anyhow::Result<usize> {
+    let mut pending = vec![directory.to_owned()];
+    let mut entries = 0;
+    while let Some(directory) = pending.pop() {
+        for entry in fs::read_dir(directory)? {
+            let entry = entry?;
+            entries += 1;
+            if entry.file_type()?.is_dir() {
+                pending.push(entry.path());
+            }
+        }
+    }
+    Ok(entries)
+}

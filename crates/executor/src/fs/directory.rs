@@ -1,0 +1,392 @@
+//! Directories: making them, and the names in them.
+
+use std::ffi::{CStr, OsStr};
+use std::fs;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Component, Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
+use rustix::io::Errno;
+
+use super::open::{file_type, is_link, link, open, parent};
+use super::{Cancelled, FsError, LinkAt, Links, at};
+
+/// Names that one answer may hold.
+pub const MAX_DIRECTORY_ENTRIES: usize = 50_000;
+
+/// What a name in a directory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A directory.
+    Directory,
+    /// A regular file.
+    File,
+    /// A symbolic link that was not looked through.
+    Symlink,
+    /// A pipe, a socket or a device.
+    Other,
+}
+
+impl From<FileType> for Kind {
+    fn from(found: FileType) -> Self {
+        match found {
+            FileType::Directory => Self::Directory,
+            FileType::RegularFile => Self::File,
+            FileType::Symlink => Self::Symlink,
+            _ => Self::Other,
+        }
+    }
+}
+
+/// Names and what they are; all names lie in one buffer.
+#[derive(Debug, Default)]
+pub struct Listing {
+    names: Vec<u8>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Entry {
+    start: usize,
+    len: usize,
+    kind: Kind,
+}
+
+impl Listing {
+    /// Reads a whole directory; links are not looked through.
+    pub(super) fn read(directory: impl AsFd, cancelled: Cancelled<'_>) -> Result<Self, ReadError> {
+        let mut listing = Self::default();
+        each_name(directory, cancelled, |_, name, kind| {
+            listing.push(name.to_bytes(), kind);
+        })?;
+        Ok(listing)
+    }
+
+    pub(super) fn push(&mut self, name: &[u8], kind: Kind) {
+        let start = self.names.len();
+        self.names.extend_from_slice(name);
+        self.entries.push(Entry {
+            start,
+            len: name.len(),
+            kind,
+        });
+    }
+
+    fn name(&self, entry: Entry) -> &[u8] {
+        &self.names[entry.start..entry.start + entry.len]
+    }
+
+    /// The names, and what each is.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&OsStr, Kind)> {
+        let names = &self.names;
+        self.entries.iter().map(move |entry| {
+            let name = &names[entry.start..entry.start + entry.len];
+            (OsStr::from_bytes(name), entry.kind)
+        })
+    }
+
+    /// The name at a position, and what it is.
+    pub(super) fn get(&self, position: usize) -> Option<(&OsStr, Kind)> {
+        let entry = *self.entries.get(position)?;
+        Some((OsStr::from_bytes(self.name(entry)), entry.kind))
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Puts the names in the order of their text, U+FFFD standing for what is none.
+    pub(super) fn sort(&mut self) {
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.sort_unstable_by(|one, other| self.order(*one, *other));
+        self.entries = entries;
+    }
+
+    /// Keeps the first `count` names in that order, and all names that are needed for it.
+    pub(super) fn keep_first(&mut self, count: usize) {
+        if self.entries.len() <= count {
+            return;
+        }
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.select_nth_unstable_by(count, |one, other| self.order(*one, *other));
+        entries.truncate(count);
+        let names = std::mem::take(&mut self.names);
+        for entry in entries {
+            self.push(&names[entry.start..entry.start + entry.len], entry.kind);
+        }
+    }
+
+    fn order(&self, one: Entry, other: Entry) -> std::cmp::Ordering {
+        let (one, other) = (self.name(one), self.name(other));
+        // Text, which nearly every name is, sorts as its bytes do.
+        if one.is_ascii() && other.is_ascii() {
+            return one.cmp(other);
+        }
+        String::from_utf8_lossy(one)
+            .cmp(&String::from_utf8_lossy(other))
+            .then_with(|| one.cmp(other))
+    }
+}
+
+/// Why a directory could not be read to its end.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    Io(Errno),
+    Cancelled,
+}
+
+impl ReadError {
+    pub(super) fn at(self, path: &Path) -> FsError {
+        match self {
+            Self::Io(error) => at(path)(error),
+            Self::Cancelled => FsError::Cancelled,
+        }
+    }
+}
+
+/// Calls `found` with every name in a directory but `.` and `..`.
+pub(super) fn each_name(
+    directory: impl AsFd,
+    cancelled: Cancelled<'_>,
+    mut found: impl FnMut(std::os::fd::BorrowedFd<'_>, &CStr, Kind),
+) -> Result<(), ReadError> {
+    /// About a thousand names for each system call.
+    const BUFFER_BYTES: usize = 32 * 1024;
+    let directory = directory.as_fd();
+    let mut buffer = Vec::with_capacity(BUFFER_BYTES);
+    let mut names = RawDir::new(directory, buffer.spare_capacity_mut());
+    let mut count = 0usize;
+    while let Some(entry) = names.next() {
+        let entry = match entry {
+            Ok(entry) => entry,
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(ReadError::Io(error)),
+        };
+        let name = entry.file_name();
+        if matches!(name.to_bytes(), b"." | b"..") {
+            continue;
+        }
+        let kind = match entry.file_type() {
+            // Some filesystems do not say; a name that went meanwhile is left out.
+            FileType::Unknown => {
+                match rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+                    Ok(stat) => file_type(&stat).into(),
+                    Err(_) => continue,
+                }
+            }
+            known => known.into(),
+        };
+        count += 1;
+        if count.is_multiple_of(1024) && cancelled() {
+            return Err(ReadError::Cancelled);
+        }
+        found(directory, name, kind);
+    }
+    Ok(())
+}
+
+/// Opens a directory to read its names.
+pub(super) fn open_directory(path: &Path) -> Result<OwnedFd, FsError> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+    Ok(open(path, flags, Mode::empty(), Links::Follow)?.into())
+}
+
+/// The names in a directory, in no order. Links count as what they lead to; those that lead nowhere
+/// are left out.
+///
+/// # Errors
+///
+/// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or whatever
+/// the system says.
+pub fn read_directory(path: &Path, cancelled: Cancelled<'_>) -> Result<Listing, FsError> {
+    let directory = open_directory(path)?;
+    let mut listing = Listing::default();
+    let mut count = 0;
+    each_name(&directory, cancelled, |directory, name, kind| {
+        let kind = match kind {
+            Kind::Symlink => match rustix::fs::statat(directory, name, AtFlags::empty()) {
+                Ok(stat) => file_type(&stat).into(),
+                Err(_) => return,
+            },
+            other => other,
+        };
+        count += 1;
+        if count <= MAX_DIRECTORY_ENTRIES {
+            listing.push(name.to_bytes(), kind);
+        }
+    })
+    .map_err(|error| error.at(path))?;
+    if count > MAX_DIRECTORY_ENTRIES {
+        return Err(FsError::TooManyEntries(count));
+    }
+    Ok(listing)
+}
+
+/// The path without links; something must be there.
+///
+/// # Errors
+///
+/// Whatever the system says.
+pub fn canonicalize(path: &Path) -> Result<PathBuf, FsError> {
+    fs::canonicalize(path).map_err(at(path))
+}
+
+/// Makes a directory; with `recursive` its parents too, and one that is there already will do.
+///
+/// # Errors
+///
+/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+pub fn create_directory(path: &Path, recursive: bool, links: Links) -> Result<(), FsError> {
+    match (links, recursive) {
+        (Links::Follow, true) => fs::create_dir_all(path).map_err(at(path)),
+        (Links::Follow, false) => fs::create_dir(path).map_err(at(path)),
+        (Links::Refuse, true) => create_stepwise(path),
+        (Links::Refuse, false) => {
+            let (directory, name) = parent(path, links)?;
+            match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
+                Err(Errno::EXIST) if is_link(&directory, name) => Err(link(path, LinkAt::Leaf)),
+                made => made.map_err(at(path)),
+            }
+        }
+    }
+}
+
+/// Less the umask.
+pub(super) const NEW_MODE: Mode = Mode::from_raw_mode(0o777);
+
+/// Each directory is opened in the one before, so that no link is ever followed.
+fn create_stepwise(path: &Path) -> Result<(), FsError> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    let mut directory = rustix::fs::open("/", flags, Mode::empty()).map_err(at(path))?;
+    let mut steps = path
+        .components()
+        .filter(|step| !matches!(step, Component::RootDir | Component::CurDir))
+        .peekable();
+    while let Some(step) = steps.next() {
+        let name = step.as_os_str();
+        let last = steps.peek().is_none();
+        let mut opened = rustix::fs::openat(&directory, name, flags, Mode::empty());
+        if matches!(opened, Err(Errno::NOENT)) {
+            match rustix::fs::mkdirat(&directory, name, NEW_MODE) {
+                // Somebody else made it meanwhile, which is as good.
+                Ok(()) | Err(Errno::EXIST) => {}
+                Err(error) => return Err(at(path)(error)),
+            }
+            opened = rustix::fs::openat(&directory, name, flags, Mode::empty());
+        }
+        directory = match opened {
+            Ok(fd) => fd,
+            Err(Errno::NOTDIR | Errno::LOOP) if is_link(&directory, name) => {
+                return Err(link(path, if last { LinkAt::Leaf } else { LinkAt::Parent }));
+            }
+            // As for a path that may lead through links.
+            Err(Errno::NOTDIR) if last => return Err(at(path)(Errno::EXIST)),
+            Err(error) => return Err(at(path)(error)),
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[test]
+    fn names_sort_as_their_text() {
+        let mut listing = Listing::default();
+        // U+E000 sorts below U+FFFD as text, U+10000 above.
+        let names: [&[u8]; 6] = [
+            b"b",
+            b"a",
+            "\u{10000}".as_bytes(),
+            b"\xff",
+            "\u{e000}".as_bytes(),
+            b"B",
+        ];
+        for name in names {
+            listing.push(name, Kind::File);
+        }
+        listing.keep_first(6);
+        listing.sort();
+        let sorted: Vec<&[u8]> = listing.iter().map(|(name, _)| name.as_bytes()).collect();
+        let expected: [&[u8]; 6] = [
+            b"B",
+            b"a",
+            b"b",
+            "\u{e000}".as_bytes(),
+            b"\xff",
+            "\u{10000}".as_bytes(),
+        ];
+        assert_eq!(sorted, expected);
+        listing.keep_first(2);
+        listing.sort();
+        let first: Vec<_> = listing.iter().map(|(name, _)| name).collect();
+        assert_eq!(first, ["B", "a"]);
+        assert_eq!(listing.names, b"Ba".to_vec());
+    }
+
+    #[test]
+    fn directories_are_made_without_following_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        fs::create_dir(dir.join("real")).unwrap();
+        fs::write(dir.join("file"), "").unwrap();
+        symlink("real", dir.join("via")).unwrap();
+        for links in [Links::Follow, Links::Refuse] {
+            create_directory(&dir.join("a/b/c"), true, links).unwrap();
+            assert!(dir.join("a/b/c").is_dir());
+            fs::remove_dir_all(dir.join("a")).unwrap();
+            create_directory(&dir.join("a"), false, links).unwrap();
+            assert!(create_directory(&dir.join("a"), false, links).is_err());
+            assert!(create_directory(&dir.join("no/b"), false, links).is_err());
+            fs::remove_dir(dir.join("a")).unwrap();
+            let over = create_directory(&dir.join("file"), true, links).unwrap_err();
+            assert!(over.to_string().contains("exists"), "{over}");
+            assert!(create_directory(&dir.join("file/x"), true, links).is_err());
+        }
+        for (path, recursive, place) in [
+            ("via/x", true, LinkAt::Parent),
+            ("via/x", false, LinkAt::Parent),
+            ("via", true, LinkAt::Leaf),
+            ("via", false, LinkAt::Leaf),
+        ] {
+            match create_directory(&dir.join(path), recursive, Links::Refuse) {
+                Err(FsError::Symlink { at, .. }) => assert_eq!(at, place, "{path}"),
+                other => panic!("{path}: {other:?}"),
+            }
+        }
+        assert_eq!(fs::read_dir(dir.join("real")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn links_are_listed_as_what_they_lead_to() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("d")).unwrap();
+        fs::write(dir.path().join("f"), "").unwrap();
+        symlink("d", dir.path().join("ld")).unwrap();
+        symlink("f", dir.path().join("lf")).unwrap();
+        symlink("nowhere", dir.path().join("dangling")).unwrap();
+        let mut listing = read_directory(dir.path(), &|| false).unwrap();
+        listing.sort();
+        let found: Vec<_> = listing
+            .iter()
+            .map(|(name, kind)| (name.to_str().unwrap(), kind))
+            .collect();
+        let expected = [
+            ("d", Kind::Directory),
+            ("f", Kind::File),
+            ("ld", Kind::Directory),
+            ("lf", Kind::File),
+        ];
+        assert_eq!(found, expected);
+    }
+}

@@ -1,0 +1,453 @@
+//! Contents of files: whole, in blocks, hashed; written at once or in place.
+
+use std::fs::{self, File};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::fs::OpenMode;
+use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use sha2::{Digest as _, Sha256};
+
+use super::metadata::modified;
+use super::open::open;
+use super::replace::{Replacement, Target, target};
+use super::{Attributes, Cancelled, FsError, Links, at, go_on};
+
+/// Opens a regular file for reading.
+///
+/// # Errors
+///
+/// [`FsError::NotAFile`] for anything but a regular file, or whatever the system says.
+pub fn open_file(path: &Path, links: Links) -> Result<File, FsError> {
+    let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
+    regular(file, path)
+}
+
+fn regular(file: File, path: &Path) -> Result<File, FsError> {
+    if !file.metadata().map_err(at(path))?.is_file() {
+        return Err(FsError::NotAFile(path.to_owned()));
+    }
+    Ok(file)
+}
+
+/// The size of an open file.
+///
+/// # Errors
+///
+/// [`FsError::TooLarge`] when it exceeds what can be read whole, or whatever the system says.
+pub fn readable_size(file: &File, path: &Path) -> Result<u64, FsError> {
+    let size = file.metadata().map_err(at(path))?.len();
+    if size > MAX_READ_FILE_BYTES {
+        return Err(FsError::TooLarge);
+    }
+    Ok(size)
+}
+
+/// Fills `buffer` from `offset` on; how much of it, less than all only at the end of the file.
+///
+/// # Errors
+///
+/// Whatever the system says.
+pub fn read_at(file: &File, offset: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut filled = 0;
+    while filled < buffer.len() {
+        match file.read_at(&mut buffer[filled..], offset.saturating_add(filled as u64)) {
+            Ok(0) => break,
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(filled)
+}
+
+/// Creates or replaces a file; readers see the old content or the new, never a part.
+///
+/// The new content is written beside the target and renamed over it, with the target's owner and
+/// mode. Links are followed to what they name, a dangling one creates its target. A target that is
+/// no regular file (a device, a pipe) is written in place; so is one that may be written to but not
+/// replaced, as in a directory of somebody else or with something mounted on it.
+///
+/// # Errors
+///
+/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+pub fn write_file(
+    path: &Path,
+    data: &[u8],
+    links: Links,
+    attributes: Attributes,
+) -> Result<(), FsError> {
+    let Target::File {
+        directory,
+        name,
+        existing,
+    } = target(path, links)?
+    else {
+        return write_in_place(path, data, links, attributes, OFlags::empty());
+    };
+    let replaced = (|| {
+        let mut replacement = Replacement::begin(directory, &name, existing.as_ref())?;
+        if let Some(mode) = attributes.mode {
+            replacement.set_mode(Mode::from_raw_mode(mode & 0o7777))?;
+        }
+        replacement.file().write_all(data)?;
+        if let Some(modified_at_ms) = attributes.modified_at_ms {
+            rustix::fs::futimens(replacement.file(), &modified(modified_at_ms))?;
+        }
+        replacement.commit()
+    })();
+    match replaced {
+        Err(error) if existing.is_some() && cannot_replace(&error) => {
+            write_in_place(path, data, links, attributes, OFlags::TRUNC)
+        }
+        other => other.map_err(at(path)),
+    }
+}
+
+/// Whether the directory is the obstacle, not the file in it.
+fn cannot_replace(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::BUSY)
+    )
+}
+
+fn write_in_place(
+    path: &Path,
+    data: &[u8],
+    links: Links,
+    attributes: Attributes,
+    flags: OFlags,
+) -> Result<(), FsError> {
+    let file = open(path, OFlags::WRONLY | flags, Mode::empty(), links)?;
+    (&file).write_all(data).map_err(at(path))?;
+    if let Some(mode) = attributes.mode {
+        rustix::fs::fchmod(&file, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
+    }
+    if let Some(modified_at_ms) = attributes.modified_at_ms {
+        rustix::fs::futimens(&file, &modified(modified_at_ms)).map_err(at(path))?;
+    }
+    Ok(())
+}
+
+/// A regular file that is read or written in blocks.
+///
+/// One that is written aside and never committed leaves nothing behind when it is dropped.
+#[derive(Debug)]
+pub struct OpenFile {
+    access: Access,
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+enum Access {
+    Direct(File),
+    Aside(Replacement),
+}
+
+impl OpenFile {
+    /// Opens a file, following links.
+    ///
+    /// # Errors
+    ///
+    /// [`FsError::NotAFile`] for anything but a regular file, or whatever the system says.
+    pub fn open(path: &Path, mode: OpenMode) -> Result<Self, FsError> {
+        let access = match mode {
+            OpenMode::Read => Access::Direct(open_file(path, Links::Follow)?),
+            OpenMode::Replace => {
+                let file = create_in_place(path)?;
+                file.set_len(0).map_err(at(path))?;
+                Access::Direct(file)
+            }
+            OpenMode::Update => Access::Direct(create_in_place(path)?),
+            OpenMode::Atomic => match target(path, Links::Follow)? {
+                Target::Special => return Err(FsError::NotAFile(path.to_owned())),
+                Target::File {
+                    directory,
+                    name,
+                    existing,
+                } => {
+                    let begun = Replacement::begin(directory, &name, existing.as_ref());
+                    Access::Aside(begun.map_err(at(path))?)
+                }
+            },
+        };
+        Ok(Self {
+            access,
+            path: path.to_owned(),
+        })
+    }
+
+    fn file(&self) -> &File {
+        match &self.access {
+            Access::Direct(file) => file,
+            Access::Aside(replacement) => replacement.file(),
+        }
+    }
+
+    /// As [`read_at`].
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says; that the file is open for writing only, for example.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, FsError> {
+        read_at(self.file(), offset, buffer).map_err(at(&self.path))
+    }
+
+    /// Writes at an offset; what is skipped reads as zeros.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says; that the file is open for reading only, for example.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), FsError> {
+        self.file()
+            .write_all_at(data, offset)
+            .map_err(at(&self.path))
+    }
+
+    /// Puts what was written aside in place. What was written in place is there already.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the system says; then the target is as it was.
+    pub fn commit(self) -> Result<(), FsError> {
+        match self.access {
+            Access::Direct(_) => Ok(()),
+            Access::Aside(replacement) => replacement.commit().map_err(at(&self.path)),
+        }
+    }
+}
+
+/// Opens for writing, creating the file if it is missing and leaving its content.
+fn create_in_place(path: &Path) -> Result<File, FsError> {
+    // Opening a pipe for writing would already be felt at its other end.
+    if fs::metadata(path).is_ok_and(|found| !found.is_file()) {
+        return Err(FsError::NotAFile(path.to_owned()));
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE;
+    let file = open(path, flags, Mode::from_raw_mode(0o666), Links::Follow)?;
+    regular(file, path)
+}
+
+/// SHA-256 of a file or of its first `length` bytes, and of how many these were.
+///
+/// # Errors
+///
+/// [`FsError::NotAFile`] for anything but a regular file, [`FsError::Cancelled`], or whatever the
+/// system says.
+pub fn hash(
+    path: &Path,
+    length: Option<u64>,
+    cancelled: Cancelled<'_>,
+) -> Result<([u8; 32], u64), FsError> {
+    /// Little enough to stay in the processor's cache.
+    const BLOCK_BYTES: usize = 128 * 1024;
+    let file = open_file(path, Links::Follow)?;
+    let mut rest = (&file).take(length.unwrap_or(u64::MAX));
+    let mut block = vec![0; BLOCK_BYTES];
+    let mut digest = Sha256::new();
+    let mut hashed = 0;
+    loop {
+        go_on(cancelled)?;
+        match rest.read(&mut block) {
+            Ok(0) => return Ok((digest.finalize().into(), hashed)),
+            Ok(read) => {
+                digest.update(&block[..read]);
+                hashed += read as u64;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(at(path)(error)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+
+    use super::super::LinkAt;
+    use super::*;
+
+    fn write(path: &Path, data: &[u8], links: Links) -> Result<(), FsError> {
+        write_file(path, data, links, Attributes::default())
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn writing_replaces_whole_files_and_keeps_their_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        write(&path, b"one", Links::Follow).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o4750)).unwrap();
+        symlink("f", dir.path().join("link")).unwrap();
+        write(&dir.path().join("link"), b"two", Links::Follow).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert!(
+            fs::symlink_metadata(dir.path().join("link"))
+                .unwrap()
+                .is_symlink()
+        );
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4750);
+        symlink("new", dir.path().join("dangling")).unwrap();
+        write(&dir.path().join("dangling"), b"x", Links::Follow).unwrap();
+        assert_eq!(fs::read(dir.path().join("new")).unwrap(), b"x");
+        let refused = write(&dir.path().join("link"), b"no", Links::Refuse);
+        assert!(matches!(
+            refused,
+            Err(FsError::Symlink {
+                at: LinkAt::Leaf,
+                ..
+            })
+        ));
+        write(&path, b"three", Links::Refuse).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"three");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4750);
+        assert_eq!(names(dir.path()), ["dangling", "f", "link", "new"]);
+    }
+
+    #[test]
+    fn writing_sets_what_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        for links in [Links::Follow, Links::Refuse] {
+            let path = dir
+                .path()
+                .canonicalize()
+                .unwrap()
+                .join(format!("{links:?}"));
+            let attributes = Attributes {
+                mode: Some(0o2701),
+                modified_at_ms: Some(1_234_567),
+            };
+            write_file(&path, b"x", links, attributes).unwrap();
+            let found = super::super::metadata(&path, links).unwrap();
+            assert_eq!((found.mode, found.modified_at_ms), (0o2701, 1_234_567));
+        }
+    }
+
+    #[test]
+    fn a_file_without_a_name_is_written_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        fs::write(&path, "longer than before").unwrap();
+        let held = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        let magic = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&held));
+        write(Path::new(&magic), b"new", Links::Follow).unwrap();
+        assert_eq!(names(dir.path()), [""; 0]);
+    }
+
+    #[test]
+    fn links_in_any_component_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        fs::create_dir(dir.join("real")).unwrap();
+        fs::write(dir.join("real/f"), "x").unwrap();
+        symlink("real", dir.join("via")).unwrap();
+        let path = dir.join("via/f");
+        let refusals = [
+            open_file(&path, Links::Refuse).map(|_| ()),
+            super::super::metadata(&path, Links::Refuse).map(|_| ()),
+            write(&path, b"", Links::Refuse),
+        ];
+        for refused in refusals {
+            let error = refused.unwrap_err();
+            let expected = format!("path `{}` contains a symbolic link", path.display());
+            assert_eq!(error.to_string(), expected);
+            assert!(matches!(
+                error,
+                FsError::Symlink {
+                    at: LinkAt::Parent,
+                    ..
+                }
+            ));
+        }
+        assert!(open_file(&path, Links::Follow).is_ok());
+        assert!(matches!(
+            open_file(&dir, Links::Follow),
+            Err(FsError::NotAFile(_))
+        ));
+    }
+
+    #[test]
+    fn what_is_written_aside_shows_when_it_is_committed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        fs::write(&path, "old").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        symlink("f", dir.path().join("link")).unwrap();
+        let dropped = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+        dropped.write_at(0, b"never").unwrap();
+        assert_eq!(names(dir.path()).len(), 3);
+        drop(dropped);
+        assert_eq!(names(dir.path()), ["f", "link"]);
+        let open = OpenFile::open(&dir.path().join("link"), OpenMode::Atomic).unwrap();
+        open.write_at(3, b"new").unwrap();
+        open.write_at(0, b"all").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        open.commit().unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"allnew");
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+        assert_eq!(names(dir.path()), ["f", "link"]);
+    }
+
+    #[test]
+    fn blocks_in_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        update.write_at(4, b"tail").unwrap();
+        drop(update);
+        let update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        update.write_at(0, b"he").unwrap();
+        update.commit().unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"he\0\0tail");
+        let read = OpenFile::open(&path, OpenMode::Read).unwrap();
+        let mut buffer = [0; 6];
+        assert_eq!(read.read_at(4, &mut buffer).unwrap(), 4);
+        assert_eq!(&buffer[..4], b"tail");
+        assert!(read.write_at(0, b"x").is_err());
+        let replace = OpenFile::open(&path, OpenMode::Replace).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"");
+        assert!(replace.read_at(0, &mut buffer).is_err());
+        for mode in [OpenMode::Replace, OpenMode::Update, OpenMode::Atomic] {
+            assert!(matches!(
+                OpenFile::open(dir.path(), mode),
+                Err(FsError::NotAFile(_))
+            ));
+        }
+    }
+
+    #[test]
+    fn hashes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let data: Vec<u8> = (0..300_000u32).map(|n| n as u8).collect();
+        fs::write(&path, &data).unwrap();
+        let whole: [u8; 32] = Sha256::digest(&data).into();
+        let head: [u8; 32] = Sha256::digest(&data[..200_000]).into();
+        assert_eq!(hash(&path, None, &|| false).unwrap(), (whole, 300_000));
+        assert_eq!(
+            hash(&path, Some(200_000), &|| false).unwrap(),
+            (head, 200_000)
+        );
+        assert_eq!(
+            hash(&path, Some(u64::MAX), &|| false).unwrap(),
+            (whole, 300_000)
+        );
+        assert!(matches!(
+            hash(&path, None, &|| true),
+            Err(FsError::Cancelled)
+        ));
+    }
+}

@@ -1,0 +1,191 @@
+//! What is at a path, and changing that.
+
+use std::fs;
+use std::os::fd::AsRawFd as _;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
+
+use super::open::open;
+use super::{FsError, Links, at};
+
+/// What is at a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Metadata {
+    /// It is a directory.
+    pub is_directory: bool,
+    /// It is a regular file.
+    pub is_file: bool,
+    /// The last component is a symbolic link.
+    pub is_symlink: bool,
+    /// Its size in bytes.
+    pub size: u64,
+    /// When it was born, in milliseconds since 1970; 0 if unknown.
+    pub created_at_ms: i64,
+    /// When its content last changed, in milliseconds since 1970.
+    pub modified_at_ms: i64,
+    /// Permission bits, set-id and sticky bits included.
+    pub mode: u32,
+    /// The owner.
+    pub uid: u32,
+    /// The owning group.
+    pub gid: u32,
+    /// The number of the file in its filesystem.
+    pub inode: u64,
+    /// What the link at the end of the path says.
+    pub symlink_target: Option<PathBuf>,
+}
+
+/// What a file shall have; the rest stays as it is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Attributes {
+    /// Permission bits, at most 0o7777.
+    pub mode: Option<u32>,
+    /// Time of last change, in milliseconds since 1970.
+    pub modified_at_ms: Option<i64>,
+}
+
+/// What is at a path. A link at its end is looked through and reported.
+///
+/// # Errors
+///
+/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+pub fn metadata(path: &Path, links: Links) -> Result<Metadata, FsError> {
+    let (found, symlink_target) = match links {
+        Links::Follow => {
+            let found = fs::symlink_metadata(path).map_err(at(path))?;
+            if found.is_symlink() {
+                let target = fs::read_link(path).map_err(at(path))?;
+                (fs::metadata(path).map_err(at(path))?, Some(target))
+            } else {
+                (found, None)
+            }
+        }
+        Links::Refuse => {
+            let file = open(path, OFlags::PATH, Mode::empty(), links)?;
+            (file.metadata().map_err(at(path))?, None)
+        }
+    };
+    Ok(Metadata {
+        is_directory: found.is_dir(),
+        is_file: found.is_file(),
+        is_symlink: symlink_target.is_some(),
+        size: found.len(),
+        created_at_ms: found.created().map_or(0, millis),
+        modified_at_ms: found
+            .mtime()
+            .saturating_mul(1000)
+            .saturating_add(found.mtime_nsec() / 1_000_000),
+        mode: found.mode() & 0o7777,
+        uid: found.uid(),
+        gid: found.gid(),
+        inode: found.ino(),
+        symlink_target,
+    })
+}
+
+fn millis(time: SystemTime) -> i64 {
+    time.duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_millis() as i64)
+}
+
+/// Changes mode and time of last change.
+///
+/// # Errors
+///
+/// [`FsError::Symlink`] when links are refused and there is one, or whatever the system says.
+pub fn set_metadata(path: &Path, attributes: Attributes, links: Links) -> Result<(), FsError> {
+    let file = open(path, OFlags::PATH, Mode::empty(), links)?;
+    // Neither change can be made through a descriptor that was opened without leave to read; the
+    // name that the kernel gives it leads to the same file, whatever becomes of the path.
+    let target = match links {
+        Links::Follow => path.to_owned(),
+        Links::Refuse => PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd())),
+    };
+    if let Some(mode) = attributes.mode {
+        rustix::fs::chmod(&target, Mode::from_raw_mode(mode & 0o7777)).map_err(at(path))?;
+    }
+    if let Some(modified_at_ms) = attributes.modified_at_ms {
+        let times = modified(modified_at_ms);
+        rustix::fs::utimensat(CWD, &target, &times, AtFlags::empty()).map_err(at(path))?;
+    }
+    Ok(())
+}
+
+/// The time of last change alone.
+pub(super) fn modified(at_ms: i64) -> Timestamps {
+    Timestamps {
+        last_access: Timespec {
+            tv_sec: 0,
+            tv_nsec: rustix::fs::UTIME_OMIT,
+        },
+        last_modification: Timespec {
+            tv_sec: at_ms.div_euclid(1000),
+            tv_nsec: at_ms.rem_euclid(1000) * 1_000_000,
+        },
+    }
+}
+
+/// Makes a symbolic link that says `target`; nothing may be there.
+///
+/// # Errors
+///
+/// Whatever the system says.
+pub fn create_symlink(path: &Path, target: &Path) -> Result<(), FsError> {
+    std::os::unix::fs::symlink(target, path).map_err(at(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::super::LinkAt;
+    use super::*;
+
+    #[test]
+    fn what_is_set_is_what_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let path = dir.join("f");
+        fs::write(&path, "hello").unwrap();
+        symlink("f", dir.join("link")).unwrap();
+        for (links, mode, time) in [
+            (Links::Follow, 0o640, -1500),
+            (Links::Refuse, 0o4711, 1_700_000_000_123),
+            // Nobody may open it for reading or writing.
+            (Links::Refuse, 0o000, 1),
+            (Links::Refuse, 0o600, 0),
+        ] {
+            let attributes = Attributes {
+                mode: Some(mode),
+                modified_at_ms: Some(time),
+            };
+            set_metadata(&path, attributes, links).unwrap();
+            let found = metadata(&path, Links::Refuse).unwrap();
+            assert_eq!((found.mode, found.modified_at_ms), (mode, time));
+        }
+        let refused = set_metadata(&dir.join("link"), Attributes::default(), Links::Refuse);
+        assert!(matches!(
+            refused,
+            Err(FsError::Symlink {
+                at: LinkAt::Leaf,
+                ..
+            })
+        ));
+        let found = metadata(&dir.join("link"), Links::Follow).unwrap();
+        assert_eq!(found.symlink_target.as_deref(), Some(Path::new("f")));
+        assert_eq!(
+            (found.is_symlink, found.is_file, found.size),
+            (true, true, 5)
+        );
+        assert_eq!(found.inode, fs::metadata(&path).unwrap().ino());
+        create_symlink(&dir.join("new"), Path::new("no/where")).unwrap();
+        assert!(create_symlink(&dir.join("new"), Path::new("x")).is_err());
+        assert_eq!(
+            fs::read_link(dir.join("new")).unwrap(),
+            Path::new("no/where")
+        );
+    }
+}

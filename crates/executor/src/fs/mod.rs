@@ -1,0 +1,129 @@
+//! Files of this machine: reading, writing, listing, copying and what else a disk can do.
+//!
+//! Everything here may block on a disk and belongs on a thread that may. Paths are native and
+//! absolute; errors keep what the system said together with the path. Knows nothing of URIs,
+//! JSON or who asks.
+
+mod directory;
+mod file;
+mod metadata;
+mod open;
+mod replace;
+mod tree;
+mod walk;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
+
+pub use directory::{
+    Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
+};
+pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
+pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};
+pub use tree::{copy, remove, rename};
+pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
+
+/// Why a file operation failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FsError {
+    /// The system refused.
+    #[error("{source}: `{path}`")]
+    Io {
+        /// Which path.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is a directory, a pipe or a device.
+    #[error("path `{0}` is not a file")]
+    NotAFile(PathBuf),
+    /// A component is a symbolic link, and none may be.
+    #[error("path `{path}` contains a symbolic link")]
+    Symlink {
+        /// Which path.
+        path: PathBuf,
+        /// Where in it the link is.
+        at: LinkAt,
+    },
+    /// It is larger than any answer may be.
+    #[error("file is too large to read: limit is {MAX_READ_FILE_BYTES} bytes")]
+    TooLarge,
+    /// A directory has more names than an answer may.
+    #[error("fs/readDirectory returned {0} entries; limit is {MAX_DIRECTORY_ENTRIES}")]
+    TooManyEntries(usize),
+    /// A walk that may look at nothing.
+    #[error("filesystem walk limits must be greater than zero")]
+    WalkNothing,
+    /// A walk that may look at more than is allowed.
+    #[error(
+        "filesystem walk limits exceed maximums: depth={}, directories={}, entries={}",
+        MAX_WALK.depth, MAX_WALK.directories, MAX_WALK.entries
+    )]
+    WalkTooMuch,
+    /// A tree cannot be removed without following links.
+    #[error("recursive no-follow removal is unsupported")]
+    RemoveNoFollow,
+    /// The root directory cannot be removed.
+    #[error("path `{0}` is the root directory")]
+    Root(PathBuf),
+    /// A directory was to be copied without what is in it.
+    #[error("fs/copy requires recursive: true when sourcePath is a directory")]
+    CopyDirectory,
+    /// A directory was to be copied to a place inside it.
+    #[error("fs/copy cannot copy a directory to itself or one of its descendants")]
+    CopyIntoItself,
+    /// A pipe, a socket or a device was to be copied.
+    #[error("fs/copy only supports regular files, directories, and symlinks")]
+    CopyKind,
+    /// A pipe, a socket or a device cannot be moved to another filesystem.
+    #[error(
+        "path `{0}` is no regular file, directory or symbolic link and cannot be moved to another \
+         filesystem"
+    )]
+    MoveKind(PathBuf),
+    /// Something is there already, and shall not be replaced.
+    #[error("path `{0}` already exists")]
+    Exists(PathBuf),
+    /// Whoever asked is gone.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// Where in a path a symbolic link is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkAt {
+    /// The last component is the link.
+    Leaf,
+    /// Another one is.
+    Parent,
+}
+
+/// Whether a path may lead through symbolic links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Links {
+    /// It may.
+    Follow,
+    /// No component may be one; checked by the kernel, so nobody can swap one in.
+    Refuse,
+}
+
+/// Asked between the steps of long work: whether nobody waits for it any more.
+pub type Cancelled<'a> = &'a dyn Fn() -> bool;
+
+/// Puts the path to what the system said.
+fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
+    move |source| FsError::Io {
+        path: path.to_owned(),
+        source: source.into(),
+    }
+}
+
+fn go_on(cancelled: Cancelled<'_>) -> Result<(), FsError> {
+    if cancelled() {
+        return Err(FsError::Cancelled);
+    }
+    Ok(())
+}

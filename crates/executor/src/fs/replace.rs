@@ -1,0 +1,172 @@
+//! New content for a name: written aside, put in place at once.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Uid};
+use rustix::io::Errno;
+
+use super::open::{file_type, link, parent, same, stat_in};
+use super::{FsError, LinkAt, Links, at};
+
+/// A file under a hidden name that takes the place of another, or goes when it is dropped.
+#[derive(Debug)]
+pub(super) struct Replacement {
+    directory: OwnedFd,
+    temporary: String,
+    name: OsString,
+    file: File,
+    /// The bits that writing may take away again.
+    special: Option<Mode>,
+    placed: bool,
+}
+
+/// Where a file is to be written.
+pub(super) enum Target {
+    /// A name that is a regular file or nothing.
+    File {
+        directory: OwnedFd,
+        name: OsString,
+        existing: Option<Stat>,
+    },
+    /// A pipe, a device, a directory, or a file without a name.
+    Special,
+}
+
+impl Replacement {
+    /// A new file beside `name`, with owner and mode of `like`, or those of any new file.
+    pub(super) fn begin(directory: OwnedFd, name: &OsStr, like: Option<&Stat>) -> io::Result<Self> {
+        let temporary = temporary_name();
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        // 0666 less the umask, as any new file.
+        let fd = rustix::fs::openat(&directory, &temporary, flags, Mode::from_raw_mode(0o666))?;
+        let mut replacement = Self {
+            directory,
+            temporary,
+            name: name.to_owned(),
+            file: File::from(fd),
+            special: None,
+            placed: false,
+        };
+        if let Some(like) = like {
+            replacement.resemble(like)?;
+        }
+        Ok(replacement)
+    }
+
+    /// Before there is content: nobody shall read now what they could not read before.
+    fn resemble(&mut self, like: &Stat) -> io::Result<()> {
+        let own = rustix::fs::fstat(&self.file)?;
+        if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid) {
+            let (owner, group) = (Uid::from_raw(like.st_uid), Gid::from_raw(like.st_gid));
+            // Only root can always do this; for others the file becomes their own.
+            let _ = rustix::fs::fchown(&self.file, Some(owner), Some(group));
+        }
+        self.set_mode(Mode::from_raw_mode(like.st_mode))
+    }
+
+    /// Sets the mode that the file shall have in the end.
+    pub(super) fn set_mode(&mut self, mode: Mode) -> io::Result<()> {
+        rustix::fs::fchmod(&self.file, mode)?;
+        let special = Mode::SUID | Mode::SGID | Mode::SVTX;
+        self.special = mode.intersects(special).then_some(mode);
+        Ok(())
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Puts it in place of whatever has the name.
+    pub(super) fn commit(self) -> io::Result<()> {
+        self.place(RenameFlags::empty())
+    }
+
+    fn place(mut self, flags: RenameFlags) -> io::Result<()> {
+        if let Some(mode) = self.special {
+            // Writing to a file takes its set-id bits away.
+            rustix::fs::fchmod(&self.file, mode)?;
+        }
+        let (directory, temporary) = (&self.directory, &self.temporary);
+        rustix::fs::renameat_with(directory, temporary, directory, &self.name, flags)?;
+        self.placed = true;
+        Ok(())
+    }
+}
+
+impl Drop for Replacement {
+    fn drop(&mut self) {
+        if !self.placed {
+            let _ = rustix::fs::unlinkat(&self.directory, &self.temporary, AtFlags::empty());
+        }
+    }
+}
+
+/// A hidden name that nobody else uses.
+pub(super) fn temporary_name() -> String {
+    format!(".exec-server-{}.tmp", uuid::Uuid::new_v4())
+}
+
+/// Finds out where writing to a path leads.
+///
+/// Links are followed to what they name, a dangling one to what it would name.
+pub(super) fn target(path: &Path, links: Links) -> Result<Target, FsError> {
+    if links == Links::Refuse {
+        let (directory, name) = parent(path, links)?;
+        let existing = match stat_in(&directory, name) {
+            Ok(stat) => match file_type(&stat) {
+                FileType::RegularFile => Some(stat),
+                FileType::Symlink => return Err(link(path, LinkAt::Leaf)),
+                _ => return Err(FsError::NotAFile(path.to_owned())),
+            },
+            Err(Errno::NOENT) => None,
+            Err(error) => return Err(at(path)(error)),
+        };
+        let name = name.to_owned();
+        return Ok(Target::File {
+            directory,
+            name,
+            existing,
+        });
+    }
+    let existing = match rustix::fs::stat(path) {
+        Ok(stat) if file_type(&stat) == FileType::RegularFile => Some(stat),
+        Ok(_) => return Ok(Target::Special),
+        Err(Errno::NOENT) => None,
+        Err(error) => return Err(at(path)(error)),
+    };
+    let resolved = resolve_links(path)?;
+    let (directory, name) = parent(&resolved, Links::Follow).map_err(|error| match error {
+        FsError::Io { source, .. } => at(path)(source),
+        other => other,
+    })?;
+    match (stat_in(&directory, name), &existing) {
+        // A link of the kernel's own making, as in /proc, names no place in a directory.
+        (Ok(found), Some(existing)) if !same(&found, existing) => return Ok(Target::Special),
+        (Err(Errno::NOENT), Some(_)) => return Ok(Target::Special),
+        (Err(Errno::NOENT), None) | (Ok(_), _) => {}
+        (Err(error), _) => return Err(at(path)(error)),
+    }
+    Ok(Target::File {
+        directory,
+        name: name.to_owned(),
+        existing,
+    })
+}
+
+/// Follows links at the end of a path, to one that may not exist yet.
+fn resolve_links(path: &Path) -> Result<PathBuf, FsError> {
+    /// As many as the kernel follows.
+    const MAX_LINKS: usize = 40;
+    let mut target = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        match std::fs::read_link(&target) {
+            Ok(next) => target = target.parent().unwrap_or(Path::new("/")).join(next),
+            Err(_) => return Ok(target),
+        }
+    }
+    Err(at(path)(Errno::LOOP))
+}

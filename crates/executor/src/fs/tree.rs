@@ -1,0 +1,701 @@
+//! Trees: removing, copying and moving them.
+//!
+//! Inside a tree everything is opened relative to the directory it is in and no link is followed,
+//! so whoever can change the tree meanwhile cannot lead us out of it.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Timestamps, Uid};
+use rustix::io::Errno;
+
+use super::directory::{Kind, Listing, NEW_MODE};
+use super::open::{file_type, link, parent, same, stat_in};
+use super::replace::{Replacement, Target, target, temporary_name};
+use super::{Cancelled, FsError, LinkAt, Links, at, go_on};
+
+/// Removes what is at a path; a link is removed itself.
+///
+/// # Errors
+///
+/// [`FsError::Symlink`] when links are refused and there is one, [`FsError::RemoveNoFollow`] when a
+/// whole tree is to be removed that way, or whatever the system says. With `force` it is no error
+/// that nothing is there.
+pub fn remove(path: &Path, recursive: bool, force: bool, links: Links) -> Result<(), FsError> {
+    let removed = match (links, recursive) {
+        (Links::Refuse, true) => Err(FsError::RemoveNoFollow),
+        (Links::Refuse, false) => remove_no_follow(path),
+        (Links::Follow, _) => remove_following(path, recursive),
+    };
+    match removed {
+        Err(FsError::Io { source, .. }) if force && source.kind() == io::ErrorKind::NotFound => {
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+fn remove_following(path: &Path, recursive: bool) -> Result<(), FsError> {
+    let found = rustix::fs::lstat(path).map_err(at(path))?;
+    if file_type(&found) != FileType::Directory {
+        return fs::remove_file(path).map_err(at(path));
+    }
+    if rustix::fs::stat("/").is_ok_and(|root| same(&root, &found)) {
+        return Err(FsError::Root(path.to_owned()));
+    }
+    // The library's removal of trees follows no link, whatever is swapped in meanwhile.
+    let remove = if recursive {
+        fs::remove_dir_all
+    } else {
+        fs::remove_dir
+    };
+    remove(path).map_err(at(path))
+}
+
+fn remove_no_follow(path: &Path) -> Result<(), FsError> {
+    let (directory, name) = parent(path, Links::Refuse)?;
+    let flags = match file_type(&stat_in(&directory, name).map_err(at(path))?) {
+        FileType::Symlink => return Err(link(path, LinkAt::Leaf)),
+        FileType::Directory => AtFlags::REMOVEDIR,
+        _ => AtFlags::empty(),
+    };
+    rustix::fs::unlinkat(&directory, name, flags).map_err(at(path))
+}
+
+/// Copies a file, a link or, with `recursive`, a tree.
+///
+/// A file replaces another at once, keeping its own mode. A link is made anew. A directory is merged
+/// into one that is there; pipes, sockets and devices in it are left out.
+///
+/// # Errors
+///
+/// [`FsError::CopyDirectory`], [`FsError::CopyIntoItself`], [`FsError::CopyKind`],
+/// [`FsError::Cancelled`], or whatever the system says.
+pub fn copy(
+    source: &Path,
+    destination: &Path,
+    recursive: bool,
+    cancelled: Cancelled<'_>,
+) -> Result<(), FsError> {
+    let found = rustix::fs::lstat(source).map_err(at(source))?;
+    match file_type(&found) {
+        FileType::Symlink => {
+            let says = fs::read_link(source).map_err(at(source))?;
+            std::os::unix::fs::symlink(says, destination).map_err(at(destination))
+        }
+        FileType::RegularFile => copy_file(source, destination, cancelled),
+        FileType::Directory if !recursive => Err(FsError::CopyDirectory),
+        FileType::Directory => {
+            let from = fs::canonicalize(source).map_err(at(source))?;
+            if resolve(destination)?.starts_with(&from) {
+                return Err(FsError::CopyIntoItself);
+            }
+            if let Some(parent) = destination.parent() {
+                fs::create_dir_all(parent).map_err(at(destination))?;
+            }
+            match fs::create_dir(destination) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(at(destination)(error));
+                }
+                made => copy_tree(source, destination, made.is_ok(), Fidelity::Mode, cancelled),
+            }
+        }
+        _ => Err(FsError::CopyKind),
+    }
+}
+
+/// The path without links, though its end may be missing.
+fn resolve(path: &Path) -> Result<PathBuf, FsError> {
+    for ancestor in path.ancestors() {
+        match fs::canonicalize(ancestor) {
+            Ok(there) => {
+                // An ancestor of a path is its beginning.
+                let rest = path.strip_prefix(ancestor).unwrap_or(Path::new(""));
+                return Ok(there.join(rest));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at(path)(error)),
+        }
+    }
+    Ok(path.to_owned())
+}
+
+fn copy_file(source: &Path, destination: &Path, cancelled: Cancelled<'_>) -> Result<(), FsError> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let from = File::from(rustix::fs::open(source, flags, Mode::empty()).map_err(at(source))?);
+    let found = rustix::fs::fstat(&from).map_err(at(source))?;
+    if file_type(&found) != FileType::RegularFile {
+        return Err(FsError::CopyKind);
+    }
+    match target(destination, Links::Follow)? {
+        Target::Special => {
+            let flags = OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            let to =
+                rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
+            copy_content(&from, &File::from(to), destination, cancelled)
+        }
+        Target::File {
+            directory, name, ..
+        } => {
+            let replacement = Replacement::begin(directory, &name, None);
+            let mut replacement = replacement.map_err(at(destination))?;
+            let mode = Mode::from_raw_mode(found.st_mode);
+            replacement.set_mode(mode).map_err(at(destination))?;
+            copy_content(&from, replacement.file(), destination, cancelled)?;
+            replacement.commit().map_err(at(destination))
+        }
+    }
+}
+
+/// Copies bytes inside the kernel, sharing them where the filesystem can.
+fn copy_content(
+    from: &File,
+    mut to: &File,
+    destination: &Path,
+    cancelled: Cancelled<'_>,
+) -> Result<(), FsError> {
+    /// Between two looks at whether anybody still waits.
+    const STEP_BYTES: u64 = 64 << 20;
+    loop {
+        go_on(cancelled)?;
+        let copied = io::copy(&mut from.take(STEP_BYTES), &mut to).map_err(at(destination))?;
+        if copied < STEP_BYTES {
+            return Ok(());
+        }
+    }
+}
+
+/// How much of a file is carried over besides its content.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fidelity {
+    /// Its mode, as a copy has it; special files are left out.
+    Mode,
+    /// Its mode, owner and times, as a move has it; special files are refused.
+    All,
+}
+
+/// A directory on its way from one place to another.
+struct Level {
+    from: OwnedFd,
+    to: OwnedFd,
+    path: PathBuf,
+    names: Listing,
+    next: usize,
+    /// What the new directory shall be like in the end; one that was there stays as it is.
+    like: Option<Stat>,
+}
+
+/// Copies what is in a directory into another.
+fn copy_tree(
+    source: &Path,
+    destination: &Path,
+    fresh: bool,
+    fidelity: Fidelity,
+    cancelled: Cancelled<'_>,
+) -> Result<(), FsError> {
+    // The top of the destination may be a link to a directory, as for any path; nothing below may.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let to = rustix::fs::open(destination, flags, Mode::empty()).map_err(at(destination))?;
+    let top = rustix::fs::fstat(&to).map_err(at(destination))?;
+    let from = open_in(CWD, source.as_os_str()).map_err(at(source))?;
+    let mut levels = vec![Level::enter(from, to, source.to_owned(), fresh, cancelled)?];
+    while let Some(level) = levels.last_mut() {
+        go_on(cancelled)?;
+        let Some((name, kind)) = level.names.get(level.next) else {
+            let done = levels.pop();
+            if let Some(Level {
+                to,
+                like: Some(like),
+                path,
+                ..
+            }) = done
+            {
+                carry_over(&to, &like, fidelity).map_err(at(&path))?;
+            }
+            continue;
+        };
+        let name = name.to_owned();
+        level.next += 1;
+        let path = level.path.join(&name);
+        match kind {
+            Kind::Directory => {
+                let from = open_in(&level.from, &name).map_err(at(&path))?;
+                let found = rustix::fs::fstat(&from).map_err(at(&path))?;
+                // Seen through something mounted inside the source, the copy would be without end.
+                if same(&found, &top) {
+                    return Err(FsError::CopyIntoItself);
+                }
+                let fresh = match rustix::fs::mkdirat(&level.to, &name, NEW_MODE) {
+                    Ok(()) => true,
+                    Err(Errno::EXIST) => false,
+                    Err(error) => return Err(at(&path)(error)),
+                };
+                let to = open_in(&level.to, &name).map_err(at(&path))?;
+                levels.push(Level::enter(from, to, path, fresh, cancelled)?);
+            }
+            Kind::File => level.copy_file(&name, &path, fidelity, cancelled)?,
+            Kind::Symlink => level.copy_link(&name, fidelity).map_err(at(&path))?,
+            Kind::Other if fidelity == Fidelity::All => return Err(FsError::MoveKind(path)),
+            Kind::Other => {}
+        }
+    }
+    Ok(())
+}
+
+/// Opens a directory by its name, unless it is a link.
+fn open_in(directory: impl AsFd, name: &OsStr) -> Result<OwnedFd, Errno> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    rustix::fs::openat(directory, name, flags, Mode::empty())
+}
+
+impl Level {
+    fn enter(
+        from: OwnedFd,
+        to: OwnedFd,
+        path: PathBuf,
+        fresh: bool,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Self, FsError> {
+        let names = Listing::read(&from, cancelled).map_err(|error| error.at(&path))?;
+        let like = if fresh {
+            Some(rustix::fs::fstat(&from).map_err(at(&path))?)
+        } else {
+            None
+        };
+        Ok(Self {
+            from,
+            to,
+            path,
+            names,
+            next: 0,
+            like,
+        })
+    }
+
+    fn copy_file(
+        &self,
+        name: &OsStr,
+        path: &Path,
+        fidelity: Fidelity,
+        cancelled: Cancelled<'_>,
+    ) -> Result<(), FsError> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let from = rustix::fs::openat(&self.from, name, flags, Mode::empty());
+        let from = File::from(from.map_err(at(path))?);
+        let found = rustix::fs::fstat(&from).map_err(at(path))?;
+        if file_type(&found) != FileType::RegularFile {
+            // It was one when the directory was read.
+            return Ok(());
+        }
+        let mode = Mode::from_raw_mode(found.st_mode);
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        match rustix::fs::openat(&self.to, name, flags, mode & NEW_MODE) {
+            Ok(fd) => {
+                let to = File::from(fd);
+                copy_content(&from, &to, path, cancelled)?;
+                carry_over(&to, &found, fidelity).map_err(at(path))
+            }
+            Err(Errno::EXIST) => {
+                let existing = stat_in(&self.to, name).map_err(at(path))?;
+                if file_type(&existing) == FileType::Directory {
+                    return Err(at(path)(Errno::ISDIR));
+                }
+                let directory = self.to.try_clone().map_err(at(path))?;
+                let replacement = Replacement::begin(directory, name, None);
+                let mut replacement = replacement.map_err(at(path))?;
+                copy_content(&from, replacement.file(), path, cancelled)?;
+                replacement.set_mode(mode).map_err(at(path))?;
+                replacement.commit().map_err(at(path))
+            }
+            Err(error) => Err(at(path)(error)),
+        }
+    }
+
+    fn copy_link(&self, name: &OsStr, fidelity: Fidelity) -> Result<(), Errno> {
+        let says = rustix::fs::readlinkat(&self.from, name, Vec::new())?;
+        rustix::fs::symlinkat(says, &self.to, name)?;
+        if fidelity == Fidelity::All {
+            let found = stat_in(&self.from, name)?;
+            let nofollow = AtFlags::SYMLINK_NOFOLLOW;
+            let (owner, group) = owners(&found);
+            let _ = rustix::fs::chownat(&self.to, name, owner, group, nofollow);
+            rustix::fs::utimensat(&self.to, name, &times(&found), nofollow)?;
+        }
+        Ok(())
+    }
+}
+
+/// Gives a new file or directory what another has.
+fn carry_over(to: impl AsFd, like: &Stat, fidelity: Fidelity) -> Result<(), Errno> {
+    let to = to.as_fd();
+    if fidelity == Fidelity::All {
+        let (owner, group) = owners(like);
+        // Only root can always do this.
+        let _ = rustix::fs::fchown(to, owner, group);
+    }
+    rustix::fs::fchmod(to, Mode::from_raw_mode(like.st_mode))?;
+    if fidelity == Fidelity::All {
+        rustix::fs::futimens(to, &times(like))?;
+    }
+    Ok(())
+}
+
+fn owners(stat: &Stat) -> (Option<Uid>, Option<Gid>) {
+    (
+        Some(Uid::from_raw(stat.st_uid)),
+        Some(Gid::from_raw(stat.st_gid)),
+    )
+}
+
+fn times(stat: &Stat) -> Timestamps {
+    let time = |seconds, nanoseconds: u64| rustix::fs::Timespec {
+        tv_sec: seconds,
+        // Below a thousand million.
+        tv_nsec: nanoseconds as i64,
+    };
+    Timestamps {
+        last_access: time(stat.st_atime, stat.st_atime_nsec),
+        last_modification: time(stat.st_mtime, stat.st_mtime_nsec),
+    }
+}
+
+/// Moves what is at a path; a link is moved itself.
+///
+/// Within a filesystem that is one step. To another one it is copied under a hidden name, put in
+/// place at once, and then removed where it was.
+///
+/// # Errors
+///
+/// [`FsError::Exists`] when something is there that shall not be replaced, [`FsError::Cancelled`],
+/// or whatever the system says.
+pub fn rename(
+    from: &Path,
+    to: &Path,
+    overwrite: bool,
+    cancelled: Cancelled<'_>,
+) -> Result<(), FsError> {
+    match place((CWD, from.as_os_str()), (CWD, to.as_os_str()), overwrite) {
+        Ok(()) => Ok(()),
+        Err(Errno::XDEV) => move_across(from, to, overwrite, cancelled),
+        Err(Errno::EXIST) if !overwrite => Err(FsError::Exists(to.to_owned())),
+        // The system does not say which of the two is missing.
+        Err(error) if rustix::fs::lstat(from).is_err() => Err(at(from)(error)),
+        Err(error) => Err(at(to)(error)),
+    }
+}
+
+/// Gives something another name, in one step.
+fn place<A: AsFd, B: AsFd>(
+    (from, name): (A, &OsStr),
+    (to, new): (B, &OsStr),
+    overwrite: bool,
+) -> Result<(), Errno> {
+    if overwrite {
+        return rustix::fs::renameat(from, name, to, new);
+    }
+    let flags = RenameFlags::NOREPLACE;
+    match rustix::fs::renameat_with(&from, name, &to, new, flags) {
+        // Not every filesystem can promise it. A link of a file can: it fails when the name is taken.
+        Err(Errno::INVAL | Errno::NOSYS) => match stat_in(&to, new) {
+            Ok(_) => Err(Errno::EXIST),
+            Err(Errno::NOENT) => {
+                let is_directory = file_type(&stat_in(&from, name)?) == FileType::Directory;
+                if is_directory
+                    || rustix::fs::linkat(&from, name, &to, new, AtFlags::empty()).is_err()
+                {
+                    return rustix::fs::renameat(from, name, to, new);
+                }
+                rustix::fs::unlinkat(from, name, AtFlags::empty())
+            }
+            Err(error) => Err(error),
+        },
+        other => other,
+    }
+}
+
+fn move_across(
+    from: &Path,
+    to: &Path,
+    overwrite: bool,
+    cancelled: Cancelled<'_>,
+) -> Result<(), FsError> {
+    let found = rustix::fs::lstat(from).map_err(at(from))?;
+    let (to_directory, to_name) = parent(to, Links::Follow)?;
+    if !overwrite && stat_in(&to_directory, to_name).is_ok() {
+        return Err(FsError::Exists(to.to_owned()));
+    }
+    // A directory of its own, so that whatever is to be moved keeps its name and is removed as one.
+    let mut aside = Aside::new(&to_directory, to)?;
+    match file_type(&found) {
+        FileType::Directory => {
+            rustix::fs::mkdirat(&aside.directory, ASIDE_NAME, NEW_MODE).map_err(at(to))?;
+            copy_tree(
+                from,
+                &aside.path.join(ASIDE_NAME),
+                true,
+                Fidelity::All,
+                cancelled,
+            )?;
+        }
+        FileType::RegularFile | FileType::Symlink => {
+            let (from_directory, name) = parent(from, Links::Follow)?;
+            let level = Level {
+                from: from_directory,
+                to: aside.directory.try_clone().map_err(at(to))?,
+                path: from.to_owned(),
+                names: Listing::default(),
+                next: 0,
+                like: None,
+            };
+            if file_type(&found) == FileType::Symlink {
+                level.copy_link(name, Fidelity::All).map_err(at(to))?;
+            } else {
+                level.copy_file(name, from, Fidelity::All, cancelled)?;
+            }
+            aside.name = name.to_owned();
+        }
+        _ => return Err(FsError::MoveKind(from.to_owned())),
+    }
+    let ready = (&aside.directory, aside.name.as_os_str());
+    match place(ready, (&to_directory, to_name), overwrite) {
+        Ok(()) => {}
+        Err(Errno::EXIST) if !overwrite => return Err(FsError::Exists(to.to_owned())),
+        Err(error) => return Err(at(to)(error)),
+    }
+    drop(aside);
+    remove_following(from, true)
+}
+
+/// The name of a directory that is being moved while it is aside.
+const ASIDE_NAME: &str = "moved";
+
+/// A hidden directory beside a destination; goes with all that is left in it.
+struct Aside {
+    path: PathBuf,
+    directory: OwnedFd,
+    /// What is to be put in place.
+    name: OsString,
+}
+
+impl Aside {
+    fn new(parent: &OwnedFd, to: &Path) -> Result<Self, FsError> {
+        let hidden = temporary_name();
+        rustix::fs::mkdirat(parent, &hidden, Mode::RWXU).map_err(at(to))?;
+        let directory = open_in(parent, OsStr::new(&hidden)).map_err(at(to))?;
+        Ok(Self {
+            path: to.with_file_name(hidden),
+            directory,
+            name: OsString::from(ASIDE_NAME),
+        })
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+
+    use super::*;
+
+    const NO: Cancelled<'static> = &|| false;
+
+    /// `d/{x, link -> x, fifo, sub/y, locked/}` of odd modes.
+    fn tree(dir: &Path) {
+        fs::create_dir_all(dir.join("d/sub")).unwrap();
+        fs::create_dir(dir.join("d/locked")).unwrap();
+        fs::write(dir.join("d/x"), "x").unwrap();
+        fs::write(dir.join("d/sub/y"), "y").unwrap();
+        symlink("x", dir.join("d/link")).unwrap();
+        for (name, mode) in [("d/x", 0o751), ("d/sub/y", 0o4755), ("d/locked", 0o500)] {
+            fs::set_permissions(dir.join(name), fs::Permissions::from_mode(mode)).unwrap();
+        }
+    }
+
+    fn fifo(path: &Path) {
+        rustix::fs::mknodat(CWD, path, FileType::Fifo, Mode::RWXU, 0).unwrap();
+    }
+
+    fn mode(path: &Path) -> u32 {
+        fs::symlink_metadata(path).unwrap().mode() & 0o7777
+    }
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(dir)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn copies_keep_modes_and_links_and_skip_pipes() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        tree(dir);
+        fifo(&dir.join("d/fifo"));
+        copy(&dir.join("d"), &dir.join("new/place"), true, NO).unwrap();
+        let copied = dir.join("new/place");
+        assert_eq!(names(&copied), ["link", "locked", "sub", "x"]);
+        assert_eq!(fs::read_link(copied.join("link")).unwrap(), Path::new("x"));
+        assert_eq!(mode(&copied.join("x")), 0o751);
+        assert_eq!(mode(&copied.join("sub/y")), 0o4755);
+        assert_eq!(mode(&copied.join("locked")), 0o500);
+        assert_eq!(fs::read(copied.join("sub/y")).unwrap(), b"y");
+
+        // A planted link is replaced, not followed; a directory behind one is not entered.
+        fs::remove_file(copied.join("link")).unwrap();
+        fs::write(dir.join("victim"), "untouched").unwrap();
+        fs::remove_file(copied.join("x")).unwrap();
+        symlink("../../victim", copied.join("x")).unwrap();
+        copy(&dir.join("d"), &copied, true, NO).unwrap();
+        assert_eq!(fs::read(dir.join("victim")).unwrap(), b"untouched");
+        assert_eq!(fs::read(copied.join("x")).unwrap(), b"x");
+        assert!(copied.join("x").symlink_metadata().unwrap().is_file());
+        fs::remove_dir_all(copied.join("sub")).unwrap();
+        fs::create_dir(dir.join("elsewhere")).unwrap();
+        symlink(dir.join("elsewhere"), copied.join("sub")).unwrap();
+        fs::remove_file(copied.join("link")).unwrap();
+        assert!(copy(&dir.join("d"), &copied, true, NO).is_err());
+        assert_eq!(names(&dir.join("elsewhere")), [""; 0]);
+    }
+
+    #[test]
+    fn copies_of_files_are_placed_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        tree(dir);
+        fs::write(dir.join("other"), "something longer").unwrap();
+        symlink("other", dir.join("to-other")).unwrap();
+        copy(&dir.join("d/x"), &dir.join("to-other"), false, NO).unwrap();
+        assert_eq!(fs::read(dir.join("other")).unwrap(), b"x");
+        assert_eq!(mode(&dir.join("other")), 0o751);
+        copy(&dir.join("d/x"), &dir.join("d/x"), false, NO).unwrap();
+        assert_eq!(fs::read(dir.join("d/x")).unwrap(), b"x");
+        let cancelled = copy(&dir.join("d/x"), &dir.join("never"), false, &|| true);
+        assert!(matches!(cancelled, Err(FsError::Cancelled)));
+        assert_eq!(names(dir), ["d", "other", "to-other"]);
+    }
+
+    #[test]
+    fn no_copy_goes_into_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        tree(dir);
+        symlink("d/sub", dir.join("inside")).unwrap();
+        symlink("d", dir.join("same")).unwrap();
+        for to in [
+            "d",
+            "d/new",
+            "d/sub/new/er",
+            "inside",
+            "inside/x",
+            "same",
+            "same/x",
+        ] {
+            let refused = copy(&dir.join("d"), &dir.join(to), true, NO);
+            assert!(matches!(refused, Err(FsError::CopyIntoItself)), "{to}");
+        }
+        copy(&dir.join("d"), &dir.join("d2"), true, NO).unwrap();
+        let refused = copy(&dir.join("d"), &dir.join("d3"), false, NO);
+        assert!(matches!(refused, Err(FsError::CopyDirectory)));
+        fifo(&dir.join("fifo"));
+        let refused = copy(&dir.join("fifo"), &dir.join("f2"), false, NO);
+        assert!(matches!(refused, Err(FsError::CopyKind)));
+    }
+
+    #[test]
+    fn removing() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        tree(&dir);
+        symlink("d", dir.join("link")).unwrap();
+        for links in [Links::Follow, Links::Refuse] {
+            let not_empty = remove(&dir.join("d"), false, true, links).unwrap_err();
+            assert!(not_empty.to_string().contains("not empty"), "{not_empty}");
+            remove(&dir.join("missing/x"), false, true, links).unwrap();
+            assert!(remove(&dir.join("missing"), false, false, links).is_err());
+        }
+        for (path, place) in [("link", LinkAt::Leaf), ("link/x", LinkAt::Parent)] {
+            match remove(&dir.join(path), false, true, Links::Refuse) {
+                Err(FsError::Symlink { at, .. }) => assert_eq!(at, place),
+                other => panic!("{other:?}"),
+            }
+        }
+        remove(&dir.join("link"), true, true, Links::Follow).unwrap();
+        assert!(dir.join("d/x").exists());
+        remove(&dir.join("d/x"), false, false, Links::Refuse).unwrap();
+        remove(&dir.join("d"), true, false, Links::Follow).unwrap();
+        assert_eq!(names(&dir), [""; 0]);
+        for root in ["/", "/proc/.."] {
+            let refused = remove(Path::new(root), true, true, Links::Follow);
+            assert!(matches!(refused, Err(FsError::Root(_))), "{root}");
+        }
+    }
+
+    #[test]
+    fn renaming_replaces_only_when_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        tree(dir);
+        fs::write(dir.join("f"), "f").unwrap();
+        let refused = rename(&dir.join("f"), &dir.join("d/x"), false, NO);
+        assert!(matches!(refused, Err(FsError::Exists(_))));
+        rename(&dir.join("f"), &dir.join("d/x"), true, NO).unwrap();
+        assert_eq!(fs::read(dir.join("d/x")).unwrap(), b"f");
+        rename(&dir.join("d"), &dir.join("e"), false, NO).unwrap();
+        rename(&dir.join("e/link"), &dir.join("link"), false, NO).unwrap();
+        assert_eq!(fs::read_link(dir.join("link")).unwrap(), Path::new("x"));
+        let missing = rename(&dir.join("no"), &dir.join("x"), false, NO).unwrap_err();
+        assert!(missing.to_string().contains("/no`"), "{missing}");
+        assert_eq!(names(dir), ["e", "link"]);
+    }
+
+    /// As a move to another filesystem does it, whether or not this machine has one to hand.
+    #[test]
+    fn moving_across_carries_everything_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        for across in [true, false] {
+            // Shared memory is a filesystem of its own nearly everywhere.
+            let other = if across {
+                tempfile::tempdir_in("/dev/shm").unwrap()
+            } else {
+                tempfile::tempdir_in(dir).unwrap()
+            };
+            let to = other.path();
+            tree(dir);
+            let before = fs::metadata(dir.join("d/x")).unwrap();
+            let modified = before.modified().unwrap();
+            fs::write(dir.join("f"), "f").unwrap();
+            fs::write(to.join("taken"), "t").unwrap();
+            let refused = move_across(&dir.join("f"), &to.join("taken"), false, NO);
+            assert!(matches!(refused, Err(FsError::Exists(_))));
+            move_across(&dir.join("f"), &to.join("taken"), true, NO).unwrap();
+            assert_eq!(fs::read(to.join("taken")).unwrap(), b"f");
+            move_across(&dir.join("d/link"), &to.join("link"), false, NO).unwrap();
+            assert_eq!(fs::read_link(to.join("link")).unwrap(), Path::new("x"));
+            fifo(&dir.join("d/fifo"));
+            let refused = move_across(&dir.join("d"), &to.join("d"), false, NO);
+            assert!(matches!(refused, Err(FsError::MoveKind(_))));
+            fs::remove_file(dir.join("d/fifo")).unwrap();
+            let cancelled = move_across(&dir.join("d"), &to.join("d"), false, &|| true);
+            assert!(matches!(cancelled, Err(FsError::Cancelled)));
+            assert_eq!(names(to), ["link", "taken"], "nothing half done is left");
+            rename(&dir.join("d"), &to.join("d"), false, NO).unwrap();
+            assert_eq!(names(&to.join("d")), ["locked", "sub", "x"]);
+            assert_eq!(mode(&to.join("d/locked")), 0o500);
+            let after = fs::metadata(to.join("d/x")).unwrap();
+            assert_eq!(after.modified().unwrap(), modified);
+            assert!(!dir.join("d").exists() && !dir.join("f").exists());
+        }
+    }
+}

@@ -1,0 +1,398 @@
+//! Walking a tree, breadth first and within bounds.
+
+use std::collections::{HashSet, VecDeque};
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::fs::{WalkKind, WalkOptions};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::directory::{Kind, Listing, ReadError, each_name};
+use super::open::file_type;
+use super::{Cancelled, FsError, at, go_on};
+
+/// Bounds of a walk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WalkLimits {
+    /// Directories between the root and what is listed.
+    pub depth: usize,
+    /// Directories to enter.
+    pub directories: usize,
+    /// Entries to look at.
+    pub entries: usize,
+}
+
+/// The most that can be asked for.
+pub const MAX_WALK: WalkLimits = WalkLimits {
+    depth: 64,
+    directories: 10_000,
+    entries: 50_000,
+};
+
+/// Bytes that an answer may have, counted as below.
+const BUDGET_BYTES: usize = 4 << 20;
+
+/// What an item costs besides its path.
+const ITEM_BYTES: usize = 64;
+
+/// What a walk found, directory by directory.
+#[derive(Debug, Default)]
+pub struct Walked {
+    groups: Vec<Group>,
+    /// What could not be looked at.
+    pub errors: Vec<(PathBuf, io::Error)>,
+    /// A bound was reached: there is more.
+    pub truncated: bool,
+}
+
+/// What was found in one directory.
+#[derive(Debug)]
+struct Group {
+    directory: PathBuf,
+    found: Listing,
+}
+
+impl Walked {
+    /// Each directory that was entered with what was found in it, names in order.
+    pub fn directories(
+        &self,
+    ) -> impl Iterator<Item = (&Path, impl Iterator<Item = (&OsStr, WalkKind)>)> {
+        self.groups.iter().map(|group| {
+            let found = group.found.iter().map(|(name, kind)| match kind {
+                Kind::Directory => (name, WalkKind::Directory),
+                _ => (name, WalkKind::File),
+            });
+            (group.directory.as_path(), found)
+        })
+    }
+}
+
+/// Lists a tree: directories and regular files, breadth first, the names of each directory in order.
+///
+/// A root that is no directory has nothing in it.
+///
+/// # Errors
+///
+/// When the bounds are out of bounds, the root is missing, or nobody waits any more.
+pub fn walk(
+    root: &Path,
+    options: WalkOptions,
+    cancelled: Cancelled<'_>,
+) -> Result<Walked, FsError> {
+    if options.max_directories == 0 || options.max_entries == 0 {
+        return Err(FsError::WalkNothing);
+    }
+    if options.max_depth > MAX_WALK.depth
+        || options.max_directories > MAX_WALK.directories
+        || options.max_entries > MAX_WALK.entries
+    {
+        return Err(FsError::WalkTooMuch);
+    }
+    let follow = options.follow_directory_symlinks;
+    let look = if follow {
+        rustix::fs::stat
+    } else {
+        rustix::fs::lstat
+    };
+    let found = look(root).map_err(at(root))?;
+    let mut walker = Walker {
+        options,
+        cancelled,
+        walked: Walked::default(),
+        queue: VecDeque::new(),
+        seen: HashSet::new(),
+        entered: 0,
+        examined: 0,
+        budget: BUDGET_BYTES,
+    };
+    if file_type(&found) == FileType::Directory {
+        walker.queue.push_back((root.to_owned(), 0));
+    }
+    while let Some((directory, depth)) = walker.queue.pop_front() {
+        go_on(cancelled)?;
+        if !walker.enter(directory, depth)? {
+            walker.walked.truncated = true;
+            break;
+        }
+    }
+    Ok(walker.walked)
+}
+
+struct Walker<'a> {
+    options: WalkOptions,
+    cancelled: Cancelled<'a>,
+    walked: Walked,
+    /// Directories to enter, with how far below the root they are.
+    queue: VecDeque<(PathBuf, usize)>,
+    /// Directories that were entered, when links may lead to one again.
+    seen: HashSet<(u64, u64)>,
+    entered: usize,
+    examined: usize,
+    budget: usize,
+}
+
+impl Walker<'_> {
+    /// Lists one directory; whether there is room for more.
+    fn enter(&mut self, directory: PathBuf, depth: usize) -> Result<bool, FsError> {
+        if self.entered == self.options.max_directories {
+            self.walked.truncated = true;
+            return Ok(true);
+        }
+        let follow = self.options.follow_directory_symlinks;
+        let nofollow = if follow {
+            OFlags::empty()
+        } else {
+            OFlags::NOFOLLOW
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | nofollow;
+        let opened = rustix::fs::open(&directory, flags, Mode::empty());
+        let fd = match opened {
+            Ok(fd) => fd,
+            Err(error) => {
+                self.entered += 1;
+                return Ok(self.failed(directory, error));
+            }
+        };
+        if follow {
+            let stat = rustix::fs::fstat(&fd).map_err(at(&directory))?;
+            if !self.seen.insert((stat.st_dev, stat.st_ino)) {
+                return Ok(true);
+            }
+        }
+        self.entered += 1;
+
+        // One more than may be looked at tells whether there is more. Of a vast directory only as
+        // many are kept, or twice that while it is being read.
+        let wanted = self.options.max_entries - self.examined + 1;
+        let mut names = Listing::default();
+        let read = each_name(&fd, self.cancelled, |_, name, kind| {
+            names.push(name.to_bytes(), kind);
+            if names.len() >= wanted.saturating_mul(2) {
+                names.keep_first(wanted);
+            }
+        });
+        match read {
+            Ok(()) => {}
+            Err(ReadError::Cancelled) => return Err(FsError::Cancelled),
+            Err(ReadError::Io(error)) => {
+                if !self.failed(directory.clone(), error) {
+                    return Ok(false);
+                }
+            }
+        }
+        names.keep_first(wanted);
+        names.sort();
+
+        let mut group = Group {
+            directory,
+            found: Listing::default(),
+        };
+        let room = self.list(&mut group, &names, &fd, depth);
+        self.walked.groups.push(group);
+        Ok(room)
+    }
+
+    fn list(
+        &mut self,
+        group: &mut Group,
+        names: &Listing,
+        fd: &rustix::fd::OwnedFd,
+        depth: usize,
+    ) -> bool {
+        let parent_bytes = group.directory.as_os_str().len() + 1;
+        for (name, kind) in names.iter() {
+            if self.examined == self.options.max_entries {
+                return false;
+            }
+            self.examined += 1;
+            let kind = match kind {
+                Kind::Symlink if self.options.follow_directory_symlinks => {
+                    // Only those that lead to a directory are of interest.
+                    match rustix::fs::statat(fd, name, AtFlags::empty()) {
+                        Ok(stat) if file_type(&stat) == FileType::Directory => Kind::Directory,
+                        _ => continue,
+                    }
+                }
+                Kind::Symlink | Kind::Other => continue,
+                known => known,
+            };
+            if !self.afford(parent_bytes + name.len()) {
+                return false;
+            }
+            group.found.push(name.as_bytes(), kind);
+            let hidden = name.as_bytes().starts_with(b".");
+            let pruned = hidden && self.options.prune_hidden_directories;
+            if kind == Kind::Directory && depth < self.options.max_depth && !pruned {
+                self.queue
+                    .push_back((group.directory.join(name), depth + 1));
+            }
+        }
+        true
+    }
+
+    /// Notes what could not be looked at; whether there is room for more.
+    fn failed(&mut self, path: PathBuf, error: Errno) -> bool {
+        let error = io::Error::from(error);
+        let room = self.afford(path.as_os_str().len() + error.to_string().len());
+        if room {
+            self.walked.errors.push((path, error));
+        }
+        room
+    }
+
+    fn afford(&mut self, bytes: usize) -> bool {
+        match self.budget.checked_sub(bytes + ITEM_BYTES) {
+            Some(rest) => {
+                self.budget = rest;
+                true
+            }
+            None => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    const ALL: WalkOptions = WalkOptions {
+        max_depth: 64,
+        max_directories: 10_000,
+        max_entries: 50_000,
+        follow_directory_symlinks: false,
+        prune_hidden_directories: false,
+    };
+
+    fn found(root: &Path, options: WalkOptions) -> (Vec<String>, bool) {
+        let walked = walk(root, options, &|| false).unwrap();
+        assert!(walked.errors.is_empty(), "{:?}", walked.errors);
+        let mut paths = Vec::new();
+        for (directory, entries) in walked.directories() {
+            for (name, kind) in entries {
+                let path = directory.join(name);
+                let path = path.strip_prefix(root).unwrap().display();
+                let mark = if kind == WalkKind::Directory { "/" } else { "" };
+                paths.push(format!("{path}{mark}"));
+            }
+        }
+        (paths, walked.truncated)
+    }
+
+    #[test]
+    fn breadth_first_sorted_and_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        fs::create_dir_all(root.join("b/deep/er")).unwrap();
+        fs::create_dir(root.join(".h")).unwrap();
+        for file in ["a", "c", "b/x", "b/deep/y", ".h/z"] {
+            fs::write(root.join(file), "").unwrap();
+        }
+        symlink("b", root.join("link")).unwrap();
+        symlink("..", root.join("b/loop")).unwrap();
+        symlink("a", root.join("file-link")).unwrap();
+        let all = [
+            ".h/",
+            "a",
+            "b/",
+            "c",
+            ".h/z",
+            "b/deep/",
+            "b/x",
+            "b/deep/er/",
+            "b/deep/y",
+        ];
+        assert_eq!(found(root, ALL), (all.map(str::to_owned).to_vec(), false));
+
+        let options = WalkOptions {
+            follow_directory_symlinks: true,
+            ..ALL
+        };
+        let followed = [
+            ".h/",
+            "a",
+            "b/",
+            "c",
+            "link/",
+            ".h/z",
+            "b/deep/",
+            "b/loop/",
+            "b/x",
+            "b/deep/er/",
+            "b/deep/y",
+        ];
+        let followed = followed.map(str::to_owned).to_vec();
+        assert_eq!(found(root, options), (followed, false));
+
+        let options = WalkOptions {
+            prune_hidden_directories: true,
+            max_depth: 1,
+            ..ALL
+        };
+        let some = [".h/", "a", "b/", "c", "b/deep/", "b/x"];
+        assert_eq!(
+            found(root, options),
+            (some.map(str::to_owned).to_vec(), false)
+        );
+
+        // Two directories: the root and `.h`.
+        let options = WalkOptions {
+            max_directories: 2,
+            ..ALL
+        };
+        let some = [".h/", "a", "b/", "c", ".h/z"];
+        assert_eq!(
+            found(root, options),
+            (some.map(str::to_owned).to_vec(), true)
+        );
+
+        for (max_entries, names, truncated) in [
+            (1, 1, true),
+            (3, 3, true),
+            // The links in the root count, though they are not listed.
+            (6, 4, true),
+            (7, 5, true),
+            (11, 8, true),
+            (12, 9, false),
+        ] {
+            let options = WalkOptions { max_entries, ..ALL };
+            let (paths, cut) = found(root, options);
+            assert_eq!(
+                (&paths[..], cut),
+                (&all.map(str::to_owned)[..names], truncated)
+            );
+        }
+    }
+
+    #[test]
+    fn an_answer_has_a_budget() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = "n".repeat(200);
+        for n in 0..16_000 {
+            fs::write(dir.path().join(format!("{name}{n:05}")), "").unwrap();
+        }
+        let (paths, truncated) = found(dir.path(), ALL);
+        let cost = dir.path().as_os_str().len() + 1 + 205 + ITEM_BYTES;
+        assert_eq!((paths.len(), truncated), (BUDGET_BYTES / cost, true));
+        assert!(paths.is_sorted());
+    }
+
+    #[test]
+    fn odd_roots() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("f"), "").unwrap();
+        symlink(".", dir.path().join("link")).unwrap();
+        assert_eq!(found(&dir.path().join("f"), ALL), (vec![], false));
+        assert_eq!(found(&dir.path().join("link"), ALL), (vec![], false));
+        assert!(walk(&dir.path().join("no"), ALL, &|| false).is_err());
+        assert!(matches!(
+            walk(dir.path(), ALL, &|| true),
+            Err(FsError::Cancelled)
+        ));
+    }
+}
