@@ -7,6 +7,8 @@ use std::time::Duration;
 use exec_server_executor::log::Retention;
 use exec_server_transport::keepalive::KeepaliveConfig;
 
+use crate::audit::Audit;
+
 /// Limits and defaults of a server.
 ///
 /// Every bound that a client can run into is here, and the error that it causes names it.
@@ -49,6 +51,8 @@ pub struct ExecServerConfig {
     pub keepalive: KeepaliveConfig,
     /// The environment that policies of children start from: usually the server's own.
     pub environment: BTreeMap<String, String>,
+    /// Where it is written down who ran what.
+    pub audit: Option<Audit>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
 }
@@ -74,6 +78,7 @@ impl Default for ExecServerConfig {
             max_sessions: 4096,
             keepalive: KeepaliveConfig::default(),
             environment: BTreeMap::new(),
+            audit: None,
             cwd: None,
         }
     }

@@ -20,6 +20,7 @@ use crate::dispatch;
 use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
+use crate::metrics::MethodIndex;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
@@ -197,6 +198,11 @@ pub(crate) struct Responder {
     reserved: Option<OwnedSemaphorePermit>,
     /// A share of the input that waits.
     unwritten: Option<Share>,
+    /// What was asked, and when.
+    method: MethodIndex,
+    since: Instant,
+    /// The answer is an error.
+    failed: bool,
 }
 
 impl Responder {
@@ -211,7 +217,8 @@ impl Responder {
     }
 
     /// Answers with an error.
-    pub(crate) fn send_error(self, error: RpcError) {
+    pub(crate) fn send_error(mut self, error: RpcError) {
+        self.failed = true;
         let error = ErrorObject::from(error);
         self.send_with(|out, id| envelope::encode_error(out, id, &error));
     }
@@ -230,11 +237,14 @@ impl Responder {
 
     fn send_message(mut self, mut message: Vec<u8>) {
         if message.len() > MAX_MESSAGE_BYTES {
+            self.failed = true;
             let error = too_large(message.len()).into();
             message = Vec::new();
             let encoded = envelope::encode_error(&mut message, &self.id, &error);
             debug_assert!(encoded.is_ok(), "an error with a text always serialises");
         }
+        let metrics = &self.outbox.metrics;
+        metrics.answered(self.method, self.since.elapsed(), self.failed);
         let mut reserved = self.reserved.take();
         if let Some(reserved) = &mut reserved {
             outbox::settle(reserved, message.len());
@@ -324,7 +334,7 @@ pub(crate) async fn serve(
     let _counted = server.count_connection();
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
-    let outbox = Arc::new(Outbox::new());
+    let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
     let lane = Lane::new(server.files());
     let with_files = server.with_files();
     let connection = Arc::new(Connection {
@@ -406,8 +416,12 @@ impl Reader {
     async fn run(&mut self, phase: &mut Phase) -> End {
         let closing = self.connection.server.closing().clone();
         let closed = self.connection.closed.clone();
-        let mut received = 0;
+        let metrics = Arc::clone(self.connection.server.metrics());
+        let (mut received, mut counted) = (0, 0);
         loop {
+            let total = self.incoming.received();
+            metrics.received_bytes.add(total - counted);
+            counted = total;
             if let Some(keepalive) = &mut self.keepalive {
                 // Parts of long messages are signs of life as well, in either direction; and a
                 // peer that is not listened to cannot be blamed for its silence.
@@ -521,6 +535,9 @@ fn receive(
                 slot,
                 reserved: None,
                 unwritten: None,
+                method: MethodIndex::of(&method),
+                since: Instant::now(),
+                failed: false,
             };
             dispatch::request(connection, phase, &method, params, responder);
         }

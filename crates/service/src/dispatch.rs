@@ -83,6 +83,11 @@ pub(crate) fn request(
     if let Err(error) = scope::check(&connection.identity, method, params) {
         return responder.send_error(error);
     }
+    if let Some(audit) = connection.server.audit()
+        && scope::changes_files(method, params)
+    {
+        audit.changed(&connection.identity, method, params);
+    }
     let call = Call {
         connection,
         phase,

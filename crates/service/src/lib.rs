@@ -3,6 +3,7 @@
 //! Owns who may talk to whom and in which order; translates between the wire and the executor.
 //! Knows no client.
 
+pub mod audit;
 pub mod auth;
 mod backlog;
 pub mod config;
@@ -16,7 +17,9 @@ pub mod guard;
 mod handles;
 pub mod listen;
 mod methods;
+pub mod metrics;
 mod outbox;
+mod record;
 mod scope;
 mod server;
 mod session;

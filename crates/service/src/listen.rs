@@ -22,6 +22,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener};
 use crate::auth::Identity;
 use crate::crowd::Place;
 use crate::guard::{Guard, Refusal};
+use crate::metrics::RefusalCause;
 use crate::server::{Lifetime, Server};
 
 /// Where a server listens unless told otherwise.
@@ -444,26 +445,47 @@ impl Visitor {
     fn decide(&self, head: &Head) -> Result<(String, Identity), Vec<u8>> {
         if !self.guard.allows_origin(head) {
             // A web page: any could otherwise reach a server on this machine.
+            self.refuse(RefusalCause::Origin, "its origin is not listed");
             return Err(response(403, "", None));
         }
         let key = match route(head, self.server.draining().is_cancelled()) {
             Route::Upgrade(key) => key,
             Route::Answer(status, body) => return Err(response(status, body, None)),
         };
-        let identity = self.guard.admit(head, self.address).map_err(|refusal| {
-            tracing::warn!(peer = self.name, ?refusal, "not let in");
-            match refusal {
-                Refusal::Unauthorized(error) => response(401, &error.to_string(), None),
-                Refusal::Throttled(wait) => {
-                    let seconds = wait.as_secs() + 1;
-                    let text = format!("too many failures; try again in {seconds} s");
-                    response(429, &text, Some(seconds))
-                }
+        let admitted = self.guard.admit(head, self.address);
+        let identity = admitted.map_err(|refusal| match refusal {
+            Refusal::Unauthorized(error) => {
+                let text = error.to_string();
+                self.refuse(error.into(), &text);
+                response(401, &text, None)
+            }
+            Refusal::Throttled(wait) => {
+                let seconds = wait.as_secs() + 1;
+                let text = format!("too many failures; try again in {seconds} s");
+                self.refuse(RefusalCause::Throttled, &text);
+                response(429, &text, Some(seconds))
             }
         })?;
         match self.place.refusal() {
-            Some(limit) => Err(response(503, limit, None)),
-            None => Ok((key, identity)),
+            Some(limit) => {
+                self.refuse(RefusalCause::Limit, limit);
+                Err(response(503, limit, None))
+            }
+            None => {
+                if let Some(audit) = self.server.audit() {
+                    audit.connected(&self.name, Ok(&identity));
+                }
+                Ok((key, identity))
+            }
+        }
+    }
+
+    /// Writes down that somebody was not let in.
+    fn refuse(&self, cause: RefusalCause, reason: &str) {
+        tracing::warn!(peer = self.name, reason, "not let in");
+        self.server.metrics().refused(cause);
+        if let Some(audit) = self.server.audit() {
+            audit.connected(&self.name, Err(reason));
         }
     }
 }
@@ -505,7 +527,7 @@ fn upgrade(head: &Head) -> Route {
     }
 }
 
-fn response(status: u16, body: &str, retry_after: Option<u64>) -> Vec<u8> {
+pub(crate) fn response(status: u16, body: &str, retry_after: Option<u64>) -> Vec<u8> {
     let reason = match status {
         200 => "OK",
         400 => "Bad Request",

@@ -13,6 +13,7 @@ use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 use crate::follow::Follower;
+use crate::metrics::Metrics;
 
 /// Bytes of answers beyond which no further request is read.
 const HIGH_BYTES: usize = 1 << 20;
@@ -36,6 +37,7 @@ pub(crate) struct Outbox {
     budget: Arc<Semaphore>,
     /// The peer has made room since this was last asked.
     taken: AtomicBool,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
 #[derive(Debug, Default)]
@@ -60,13 +62,14 @@ pub(crate) struct Reply {
 }
 
 impl Outbox {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         Self {
             state: Mutex::default(),
             wake: Notify::new(),
             room: Notify::new(),
             budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
             taken: AtomicBool::new(false),
+            metrics,
         }
     }
 
@@ -165,9 +168,11 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
             wake.await;
             continue;
         }
+        let bytes = outgoing.buffered() as u64;
         outgoing
             .flush_noting(|| outbox.taken.store(true, Ordering::Relaxed))
             .await?;
+        outbox.metrics.sent_bytes.add(bytes);
         if !sent.is_empty() {
             // Shares of the budget were held until their messages had left.
             sent.clear();

@@ -83,6 +83,13 @@ fn needed(method: &str, params: Option<&str>) -> Option<Scope> {
     }
 }
 
+/// Whether a request changes files; blocks of one that is open count when it is opened.
+pub(crate) fn changes_files(method: &str, params: Option<&str>) -> bool {
+    method.starts_with("fs/")
+        && method != "fs/writeBlock"
+        && needed(method, params) == Some(Scope::FsWrite)
+}
+
 /// Whether the params of `fs/open` ask for anything but reading.
 fn opens_to_write(params: Option<&str>) -> bool {
     #[derive(Deserialize)]

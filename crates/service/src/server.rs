@@ -12,6 +12,7 @@ use exec_server_transport::Link;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::audit::Audit;
 use crate::auth::Identity;
 use crate::config::ExecServerConfig;
 use crate::connection;
@@ -19,6 +20,7 @@ use crate::crowd::{Crowd, CrowdLimits};
 use crate::error::RpcError;
 use crate::files::FileThreads;
 use crate::methods::environment;
+use crate::metrics::Metrics;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
 
@@ -61,6 +63,7 @@ struct Inner {
     /// How many connections may have files open.
     with_files: watch::Sender<usize>,
     crowd: Arc<Crowd>,
+    metrics: Arc<Metrics>,
     /// Connections that are served.
     connections: watch::Sender<usize>,
     /// Cancelled when the server begins to shut down: nobody new is served.
@@ -101,6 +104,7 @@ impl Server {
         }));
         let inner = Inner {
             crowd,
+            metrics: Arc::default(),
             config,
             executor,
             info,
@@ -156,6 +160,19 @@ impl Server {
         &self.inner.ended
     }
 
+    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
+        &self.inner.metrics
+    }
+
+    pub(crate) fn audit(&self) -> Option<&Audit> {
+        self.inner.config.audit.as_ref()
+    }
+
+    /// Sessions right now, waiting ones included.
+    pub(crate) fn session_count(&self) -> usize {
+        self.sessions().len()
+    }
+
     pub(crate) fn crowd(&self) -> &Arc<Crowd> {
         &self.inner.crowd
     }
@@ -184,6 +201,7 @@ impl Server {
     /// Counts a connection as served, until dropped.
     pub(crate) fn count_connection(&self) -> Counted {
         self.inner.connections.send_modify(|count| *count += 1);
+        self.inner.metrics.connections.add(1);
         Counted(self.clone())
     }
 
@@ -291,6 +309,7 @@ impl Server {
             driver,
         ));
         sessions.insert(session.id.clone(), Arc::clone(&session));
+        self.inner.metrics.sessions.add(1);
         Ok((session, grace))
     }
 

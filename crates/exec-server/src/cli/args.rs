@@ -61,10 +61,18 @@ Exit codes:
     /// Show the settings of a server and where each came from
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Tell how a server is
+    Status(StatusArgs),
     /// Print a completion script for a shell
     Completions {
         /// Which shell
         shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write those of all commands
+    Man {
+        /// Write all of them to this directory
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
     },
 }
 
@@ -316,6 +324,17 @@ pub(super) struct PsArgs {
     /// Show ended processes that are still readable, too
     #[arg(long, short)]
     pub(super) all: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Options of `status`.
+#[derive(Debug, clap::Args)]
+pub(super) struct StatusArgs {
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 
     /// Print JSON
     #[arg(long)]

@@ -9,11 +9,13 @@ mod ps;
 mod run;
 mod serve;
 mod settings;
+mod status;
 mod systemd;
 mod terminal;
 mod token;
 
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -34,6 +36,8 @@ pub fn main() -> ExitCode {
         Some(Command::Kill(args)) => kill::run(&args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
+        Some(Command::Status(args)) => status::run(&args),
+        Some(Command::Man { out }) => man(out.as_deref()),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);
@@ -47,6 +51,22 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Prints the manual page, or writes all of them.
+fn man(out: Option<&Path>) -> anyhow::Result<ExitCode> {
+    match out {
+        None => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Args::command()).render(&mut page)?;
+            print(&page)?;
+        }
+        Some(directory) => {
+            clap_mangen::generate_to(Args::command(), directory)
+                .with_context(|| format!("cannot write to {}", directory.display()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Tells what went wrong on standard error, and what to do where that is known.

@@ -1,15 +1,18 @@
 //! `exec-server serve`.
 
 use std::io::Write as _;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::{guardian, memory};
-use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server};
+use exec_server_executor::sys::{guardian, memory, oom};
+use exec_server_service::audit::Audit;
+use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
+use tokio::net::TcpListener;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 
@@ -25,10 +28,13 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
     let handed_over = systemd::announced_sockets();
+    // The guardian is as precious as the server.
+    let protected = oom::protect();
     // Before any thread: what is forked is what is there. And before any secret is read.
     guardian::split().context("cannot start the guardian")?;
     memory::return_large_allocations();
     let log = log::start(&settings)?;
+    tracing::debug!(protected, "protection from a lack of memory");
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
     runtime.block_on(serve(args, settings, handed_over, log))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
@@ -66,7 +72,9 @@ async fn serve(
         interrupt: signal(SignalKind::interrupt())?,
     };
     let hangup = signal(SignalKind::hangup())?;
-    let server = Server::new(settings.server()).context("cannot set up the server")?;
+    let mut config = settings.server();
+    config.audit = audit(&settings)?;
+    let server = Server::new(config).context("cannot set up the server")?;
     server
         .executor()
         .adopt_orphans()
@@ -77,6 +85,9 @@ async fn serve(
         if rules.auth.is_required() {
             bail!("WebSocket auth requires a WebSocket listener, not stdio");
         }
+        let metrics = metrics_listener(&settings).await?;
+        let _metrics =
+            metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
         return serve_stdio(&server, stop).await;
     }
     let tls = access::tls(&settings, &urls, handed_over > 0)?;
@@ -90,11 +101,15 @@ async fn serve(
         tls,
     };
     let listeners = door.open(&settings, &urls, handed_over).await?;
+    let metrics = metrics_listener(&settings).await?;
     announce(&listeners)?;
     let mut tasks = JoinSet::new();
     for listener in listeners {
         // Each ends when the server has.
         tasks.spawn(listener.serve(server.clone()));
+    }
+    if let Some(listener) = metrics {
+        tasks.spawn(metrics::serve(listener, server.clone()));
     }
     let upkeep = Upkeep { args, log, door };
     let upkeep = tokio::spawn(upkeep.run(hangup));
@@ -103,6 +118,34 @@ async fn serve(
     upkeep.abort();
     tasks.join_all().await;
     Ok(())
+}
+
+/// The audit log, if there is to be one.
+fn audit(settings: &Settings) -> anyhow::Result<Option<Audit>> {
+    let Some(path) = settings.path("audit.file") else {
+        return Ok(None);
+    };
+    let redact = settings.list("audit.redact");
+    let redact = redact.into_iter().map(str::to_owned).collect();
+    let audit = Audit::open(&path, redact)
+        .with_context(|| format!("cannot open the audit log {}", path.display()))?;
+    Ok(Some(audit))
+}
+
+/// Where metrics are served, if anywhere. The address is told on standard error: standard output is
+/// for clients.
+async fn metrics_listener(settings: &Settings) -> anyhow::Result<Option<TcpListener>> {
+    let Some(text) = settings.text("metrics.listen") else {
+        return Ok(None);
+    };
+    let address: SocketAddr = text
+        .parse()
+        .with_context(|| format!("`metrics.listen` is `{text}`; expected IP:PORT"))?;
+    let listener = TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot serve metrics on {address}"))?;
+    eprintln!("metrics: http://{}/metrics", listener.local_addr()?);
+    Ok(Some(listener))
 }
 
 /// The one connection over standard input and output.

@@ -340,6 +340,7 @@ impl Settings {
             drain_timeout: time("times.drain", defaults.drain_timeout),
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
             environment: environment(),
+            audit: None,
             cwd: std::env::current_dir().ok(),
         }
     }

@@ -19,6 +19,7 @@ use tokio::process::Command;
 
 mod config;
 mod drain;
+mod operate;
 mod overload;
 mod scopes;
 mod token;

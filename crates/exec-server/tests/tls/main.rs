@@ -112,9 +112,8 @@ async fn works(url: &str, tls: TlsClientOptions) -> Client {
 
 /// Dialling must fail, with this somewhere in the reasons.
 async fn fails(url: &str, tls: TlsClientOptions, expected: &str) {
-    let error = match dial(url, tls).await {
-        Ok(_) => panic!("{url} was believed; expected {expected}"),
-        Err(error) => error,
+    let Err(error) = dial(url, tls).await else {
+        panic!("{url} was believed; expected {expected}");
     };
     let mut text = error.to_string();
     let mut source = std::error::Error::source(&error);

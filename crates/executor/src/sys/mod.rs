@@ -10,6 +10,7 @@ pub mod activation;
 pub mod guardian;
 pub(crate) mod launch;
 pub mod memory;
+pub mod oom;
 pub(crate) mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
