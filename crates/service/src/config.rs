@@ -8,6 +8,7 @@ use exec_server_executor::log::Retention;
 use exec_server_transport::keepalive::KeepaliveConfig;
 
 use crate::audit::Audit;
+use crate::trace::Tracer;
 
 /// Limits and defaults of a server.
 ///
@@ -53,6 +54,8 @@ pub struct ExecServerConfig {
     pub environment: BTreeMap<String, String>,
     /// Where it is written down who ran what.
     pub audit: Option<Audit>,
+    /// Where traces of requests are sent.
+    pub tracer: Option<Tracer>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
 }
@@ -79,6 +82,7 @@ impl Default for ExecServerConfig {
             keepalive: KeepaliveConfig::default(),
             environment: BTreeMap::new(),
             audit: None,
+            tracer: None,
             cwd: None,
         }
     }

@@ -24,6 +24,7 @@ use crate::metrics::MethodIndex;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
+use crate::trace::{Context, Tracer};
 
 /// How long a connection that ended may take to hear the answers to what it asked before.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -201,6 +202,8 @@ pub(crate) struct Responder {
     /// What was asked, and when.
     method: MethodIndex,
     since: Instant,
+    /// Where the request belongs in a trace, and who is told of it.
+    trace: Option<Box<(Tracer, Context)>>,
     /// The answer is an error.
     failed: bool,
 }
@@ -244,7 +247,12 @@ impl Responder {
             debug_assert!(encoded.is_ok(), "an error with a text always serialises");
         }
         let metrics = &self.outbox.metrics;
-        metrics.answered(self.method, self.since.elapsed(), self.failed);
+        let took = self.since.elapsed();
+        metrics.answered(self.method, took, self.failed);
+        if let Some(trace) = self.trace.take() {
+            let (tracer, context) = *trace;
+            tracer.record(context, self.method.name(), took, self.failed);
+        }
         let mut reserved = self.reserved.take();
         if let Some(reserved) = &mut reserved {
             outbox::settle(reserved, message.len());
@@ -524,8 +532,16 @@ fn receive(
     match envelope::decode(text) {
         Err(error) => refuse(connection, &malformed(name, &error.to_string())),
         Ok(Message::Request {
-            id, method, params, ..
+            id,
+            method,
+            params,
+            trace,
         }) => {
+            let tracer = connection.server.config().tracer.as_ref();
+            let trace = tracer.and_then(|tracer| {
+                let context = Context::of(trace.as_ref())?;
+                Some(Box::new((tracer.clone(), context)))
+            });
             tracing::debug!(peer = name, request = %id, method = &*method, "request");
             let responder = Responder {
                 id,
@@ -537,6 +553,7 @@ fn receive(
                 unwritten: None,
                 method: MethodIndex::of(&method),
                 since: Instant::now(),
+                trace,
                 failed: false,
             };
             dispatch::request(connection, phase, &method, params, responder);

@@ -23,6 +23,7 @@ mod record;
 mod scope;
 mod server;
 mod session;
+pub mod trace;
 
 pub use config::ExecServerConfig;
 pub use error::RpcError;

@@ -106,6 +106,10 @@ impl MethodIndex {
     pub(crate) fn of(method: &str) -> Self {
         Self(METHODS.binary_search(&method).unwrap_or(METHODS.len() - 1))
     }
+
+    pub(crate) fn name(self) -> &'static str {
+        METHODS[self.0]
+    }
 }
 
 /// Why a process is gone.

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::{guardian, memory, oom};
+use exec_server_executor::sys::{guardian, memory, own};
 use exec_server_service::audit::Audit;
+use exec_server_service::trace::Tracer;
 use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
 use exec_server_transport::stdio;
 use exec_server_transport::tls::TlsServer;
@@ -29,12 +30,17 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     settings.listen()?;
     let handed_over = systemd::announced_sockets();
     // The guardian is as precious as the server.
-    let protected = oom::protect();
+    let protected = own::protect_from_lack_of_memory();
     // Before any thread: what is forked is what is there. And before any secret is read.
     guardian::split().context("cannot start the guardian")?;
     memory::return_large_allocations();
     let log = log::start(&settings)?;
-    tracing::debug!(protected, "protection from a lack of memory");
+    let files = own::raise_open_files();
+    tracing::debug!(
+        protected,
+        files,
+        "protected from a lack of memory; files that may be open"
+    );
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
     runtime.block_on(serve(args, settings, handed_over, log))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
@@ -74,6 +80,10 @@ async fn serve(
     let hangup = signal(SignalKind::hangup())?;
     let mut config = settings.server();
     config.audit = audit(&settings)?;
+    if let Some(endpoint) = settings.text("traces.endpoint") {
+        let service = settings.text("traces.service").unwrap_or("exec-server");
+        config.tracer = Some(Tracer::start(endpoint, service)?);
+    }
     let server = Server::new(config).context("cannot set up the server")?;
     server
         .executor()

@@ -105,6 +105,8 @@ pub(super) const KEYS: &[(&str, Kind)] = &[
     ("log.format", Kind::Choice(FORMATS)),
     ("log.filter", Kind::Text),
     ("metrics.listen", Kind::Text),
+    ("traces.endpoint", Kind::Text),
+    ("traces.service", Kind::Text),
     ("audit.file", Kind::Text),
     ("audit.redact", Kind::List),
 ];
@@ -341,6 +343,7 @@ impl Settings {
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
             environment: environment(),
             audit: None,
+            tracer: None,
             cwd: std::env::current_dir().ok(),
         }
     }
@@ -464,6 +467,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
         ("times.shutdown_grace", time(config.shutdown_grace)),
         ("log.format", text("text")),
         ("log.filter", text("error")),
+        ("traces.service", text("exec-server")),
         ("audit.redact", none()),
     ]
 }

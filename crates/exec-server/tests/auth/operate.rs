@@ -251,6 +251,89 @@ async fn children_are_not_protected_from_a_lack_of_memory() {
 }
 
 #[tokio::test]
+async fn children_may_open_as_many_files_as_before() {
+    let mut command = tokio::process::Command::new("sh");
+    let script = format!(
+        "ulimit -S -n 300; exec {} \"$@\"",
+        env!("CARGO_BIN_EXE_exec-server")
+    );
+    command.args(["-c", &script, "sh"]).env_clear();
+    let server = Server::start(command).await;
+    let pid = proc::children(server.pid()).pop().unwrap();
+    let limits = std::fs::read_to_string(format!("/proc/{pid}/limits")).unwrap();
+    let line = limits
+        .lines()
+        .find(|line| line.starts_with("Max open files"))
+        .unwrap();
+    let fields: Vec<_> = line.split_whitespace().collect();
+    assert_eq!(fields[3], fields[4], "{line}");
+    let mut client = session_with(server.url(), "x").await;
+    let observed = client
+        .run(Start::sh("p", "ulimit -S -n; ulimit -H -n"))
+        .await;
+    assert_eq!(observed.text("stdout"), format!("300\n{}\n", fields[4]));
+}
+
+#[tokio::test]
+async fn traced_requests_are_reported() {
+    let collector = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("traces.endpoint=http://{}", collector.local_addr().unwrap());
+    let server = start(&["--set", &endpoint, "--set", "traces.service=here"]).await;
+    let mut client = session_with(server.url(), "x").await;
+    let id = "0af7651916cd43dd8448eb211c80319c";
+    // One that is traced, one that is not sampled, one without; and one that fails.
+    for (number, trace) in [
+        (
+            901,
+            format!(r#","trace":{{"traceparent":"00-{id}-b7ad6b7169203331-01"}}"#),
+        ),
+        (
+            902,
+            format!(r#","trace":{{"traceparent":"00-{id}-b7ad6b7169203331-00"}}"#),
+        ),
+        (903, String::new()),
+    ] {
+        let request = format!(r#"{{"id":{number},"method":"process/list","params":{{}}{trace}}}"#);
+        client.send_text(&request).await;
+        client.answer(number).await.unwrap();
+    }
+    let failing = format!(
+        r#"{{"id":904,"method":"no/such","trace":{{"traceparent":"00-{id}-b7ad6b7169203331-01"}}}}"#
+    );
+    client.send_text(&failing).await;
+    client.answer(904).await.unwrap_err();
+    let mut spans = Vec::new();
+    while spans.len() < 2 {
+        let (mut stream, _) = collector.accept().await.unwrap();
+        let head = exec_server_transport::http::read_head(
+            &mut stream,
+            exec_server_transport::http::Kind::Request,
+        )
+        .await
+        .unwrap();
+        assert_eq!((head.method.as_str(), head.path()), ("POST", "/v1/traces"));
+        let length: usize = head.header("content-length").unwrap().parse().unwrap();
+        let mut body = head.rest;
+        while body.len() < length {
+            assert_ne!(stream.read_buf(&mut body).await.unwrap(), 0);
+        }
+        stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+        let body: Value = serde_json::from_slice(&body).unwrap();
+        let resource = &body["resourceSpans"][0];
+        let name = &resource["resource"]["attributes"][0]["value"]["stringValue"];
+        assert_eq!(name, "here");
+        let found = resource["scopeSpans"][0]["spans"].as_array().unwrap();
+        spans.extend(found.iter().cloned());
+    }
+    assert_eq!(spans.len(), 2, "{spans:#?}");
+    assert_eq!(spans[0]["name"], "process/list");
+    assert_eq!(spans[0]["traceId"], id);
+    assert_eq!(spans[0]["parentSpanId"], "b7ad6b7169203331");
+    assert_eq!(spans[0]["status"]["code"], 0);
+    assert_eq!(spans[1]["status"]["code"], 2);
+}
+
+#[tokio::test]
 async fn a_service_manager_is_told() {
     let files = Files::new();
     let path = files.path("notify");

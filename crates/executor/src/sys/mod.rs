@@ -10,7 +10,7 @@ pub mod activation;
 pub mod guardian;
 pub(crate) mod launch;
 pub mod memory;
-pub mod oom;
+pub mod own;
 pub(crate) mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
