@@ -15,7 +15,7 @@ use exec_server_executor::sys::socket;
 use exec_server_transport::Link;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
-use exec_server_transport::tls::TlsServer;
+use exec_server_transport::tls::{Pin, TlsServer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
@@ -299,6 +299,7 @@ impl Listener {
                     guard,
                     name,
                     address,
+                    certificate: None,
                     place,
                 };
                 match &self.tls {
@@ -322,6 +323,7 @@ impl Listener {
                     guard,
                     name: "exec-server websocket on a unix socket".to_owned(),
                     address: None,
+                    certificate: None,
                     place,
                 };
                 tokio::spawn(visitor.handle(reader, writer));
@@ -364,12 +366,14 @@ struct Visitor {
     /// Who is there, for messages.
     name: String,
     address: Option<IpAddr>,
+    /// The key of the certificate that it has shown.
+    certificate: Option<Pin>,
     place: Place,
 }
 
 impl Visitor {
     /// The TLS handshake, then as [`Visitor::handle`].
-    async fn handle_tls(self, tls: Arc<TlsServer>, mut stream: TcpStream) {
+    async fn handle_tls(mut self, tls: Arc<TlsServer>, mut stream: TcpStream) {
         let limit = self.server.config().handshake_timeout;
         let handshake = async {
             let mut first = [0];
@@ -384,6 +388,10 @@ impl Visitor {
         };
         match tokio::time::timeout(limit, handshake).await {
             Ok(Ok(stream)) => {
+                let chain = stream.get_ref().1.peer_certificates();
+                self.certificate = chain
+                    .and_then(|chain| chain.first())
+                    .and_then(|certificate| Pin::of(certificate).ok());
                 let (reader, writer) = tokio::io::split(stream);
                 Box::pin(self.handle(reader, writer)).await;
             }
@@ -466,6 +474,14 @@ impl Visitor {
                 response(429, &text, Some(seconds))
             }
         })?;
+        // Who shows no token is known by its certificate.
+        let identity = match self.certificate {
+            Some(pin) if identity == Identity::anyone() => Identity {
+                name: format!("certificate {pin}").into(),
+                ..identity
+            },
+            _ => identity,
+        };
         match self.place.refusal() {
             Some(limit) => {
                 self.refuse(RefusalCause::Limit, limit);

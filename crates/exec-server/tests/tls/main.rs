@@ -215,11 +215,19 @@ async fn clients_may_need_a_certificate() {
     let server = serve_with(&identity, &["--tls-client-ca", ca.to_str().unwrap()]).await;
     let mut known = authority.trusted();
     known.identity = Some(clients.issue("client", "somebody", false));
-    works(server.url(), known).await;
+    let session = works(server.url(), known.clone()).await.session["sessionId"].clone();
     assert!(dial(server.url(), authority.trusted()).await.is_err());
     let mut stranger = authority.trusted();
     stranger.identity = Some(authority.issue("stranger", "somebody", false));
     assert!(dial(server.url(), stranger).await.is_err());
+    // Each is somebody of its own: a session is resumed by the key that opened it.
+    let mut other = authority.trusted();
+    other.identity = Some(clients.issue("other", "somebody", false));
+    let resume = json!({"clientName": "test", "resumeSessionId": session});
+    let mut thief = Client::new(dial(server.url(), other).await.unwrap());
+    thief.refused("initialize", resume.clone()).await;
+    let mut owner = Client::new(dial(server.url(), known).await.unwrap());
+    assert_eq!(owner.initialize(resume).await["sessionId"], session);
     // With them, others on the network may come.
     let mut command = program();
     command.args(["--tls-cert", identity.0.to_str().unwrap()]);
