@@ -239,15 +239,15 @@ impl Client {
         !self.unread.is_empty()
     }
 
-    /// Sends `fs/writeFile` with `len` bytes of the pattern.
-    pub(crate) fn write_file(
+    /// Prepares `fs/writeFile` with `len` bytes of the pattern, to be sent by [`Client::flush`].
+    pub(crate) fn queue_file(
         &mut self,
         path: &str,
         pattern: &Pattern,
         len: usize,
     ) -> anyhow::Result<i64> {
         let id = self.take_id();
-        self.send(|out| {
+        self.queue(|out| {
             write!(
                 out,
                 "{{\"id\":{id},\"method\":\"fs/writeFile\",\"params\":{{\"path\":\"{path}\",\"dataBase64\":\""
@@ -380,7 +380,8 @@ impl Client {
         Ok(written?)
     }
 
-    fn flush(&mut self) -> anyhow::Result<()> {
+    /// Sends what was prepared.
+    pub(crate) fn flush(&mut self) -> anyhow::Result<()> {
         self.stream
             .write_all(&self.out)
             .context("cannot send to the server")?;

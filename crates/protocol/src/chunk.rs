@@ -4,8 +4,11 @@ use std::fmt;
 
 use base64_simd::STANDARD;
 use bytes::Bytes;
-use serde::de::{self, Deserializer, Visitor};
+use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
+
+use crate::limits::MAX_JSON_VALUES;
+use crate::scan;
 
 /// Bytes that travel as padded standard base64.
 #[derive(Clone, Default, PartialEq, Eq)]
@@ -55,6 +58,33 @@ pub fn encode_into(bytes: &[u8], out: &mut Vec<u8>) {
 /// Length of the base64 text of `len` bytes.
 pub const fn encoded_len(len: usize) -> usize {
     len.div_ceil(3) * 4
+}
+
+/// Decodes params of which the member `name` may be long base64.
+///
+/// The JSON library looks at every byte of a string; here the long one is cut out first, and what
+/// the library gets has an empty one in its place.
+pub(crate) fn decode_around<P: DeserializeOwned>(
+    raw: &str,
+    name: &str,
+    chunk: impl FnOnce(&mut P) -> &mut ByteChunk,
+) -> serde_json::Result<P> {
+    let cut = || -> Option<P> {
+        let members = scan::members(raw, MAX_JSON_VALUES).ok()?;
+        let (_, value) = members.into_iter().find(|(key, _)| *key == name)?;
+        // Without escapes: base64 has no use for them, and a backslash fails to decode.
+        let text = value.strip_prefix('"')?.strip_suffix('"')?;
+        let start = text.as_ptr().addr() - raw.as_ptr().addr();
+        let rest = [&raw[..start], &raw[start + text.len()..]].concat();
+        let mut params = serde_json::from_str(&rest).ok()?;
+        *chunk(&mut params) = ByteChunk::decode(text)?;
+        Some(params)
+    };
+    match cut() {
+        Some(params) => Ok(params),
+        // Something is unusual or wrong; the library knows which, and can say what.
+        None => serde_json::from_str(raw),
+    }
 }
 
 impl Serialize for ByteChunk {

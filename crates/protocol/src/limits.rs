@@ -39,3 +39,36 @@ pub const MAX_FILE_HANDLES: usize = 128;
 
 /// Largest file that `fs/readFile` considers at all.
 pub const MAX_READ_FILE_BYTES: u64 = 512 << 20;
+
+/// Globs that one `fs/search` or `fs/watch` may name; each is compiled and matched with every path.
+pub const MAX_GLOBS: usize = 256;
+
+/// Bytes in one of them.
+pub const MAX_GLOB_BYTES: usize = 4096;
+
+/// Bytes in the pattern of an `fs/search`.
+pub const MAX_SEARCH_PATTERN_BYTES: usize = 64 << 10;
+
+/// Lines that an `fs/search` shows on either side of a match.
+pub const MAX_SEARCH_CONTEXT_LINES: usize = 100;
+
+/// Bytes of one line that an `fs/search` shows; of a longer one it shows the beginning.
+pub const MAX_SEARCH_TEXT_BYTES: usize = 4096;
+
+/// Bytes of paths and lines in the answer to one `fs/search`; what would be more is left out.
+pub const MAX_SEARCH_REPLY_BYTES: usize = 4 << 20;
+
+/// Bytes in a client-chosen watch id.
+pub const MAX_WATCH_ID_BYTES: usize = 256;
+
+/// Watches that one connection may hold.
+pub const MAX_WATCHES: usize = 32;
+
+/// The longest time that an `fs/watch` may gather changes.
+pub const MAX_WATCH_DEBOUNCE_MS: u64 = 60_000;
+
+/// Changes in one `fs/changed`.
+pub const MAX_CHANGES: usize = 1000;
+
+/// Paths that one `fs/watchMissing` may wait for.
+pub const MAX_MISSING_PATHS: usize = 64;

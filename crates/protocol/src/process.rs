@@ -5,11 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::chunk::ByteChunk;
-use crate::limits::MAX_JSON_VALUES;
+use crate::chunk::{self, ByteChunk};
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
-use crate::scan;
 
 methods! {
     /// `process/start`: launch a child and begin retaining its output.
@@ -324,32 +322,7 @@ impl WriteParams {
     ///
     /// As the JSON library would have it.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
-        match Self::decode_plain(raw) {
-            Some(params) => Ok(params),
-            // Something is unusual or wrong; the library knows which, and can say what.
-            None => serde_json::from_str(raw),
-        }
-    }
-
-    fn decode_plain(raw: &str) -> Option<Self> {
-        let (mut process_id, mut chunk, mut write_id) = (None, None, None);
-        for (key, value) in scan::members(raw, MAX_JSON_VALUES).ok()? {
-            match &*key {
-                "processId" => process_id = Some(serde_json::from_str(value).ok()?),
-                "writeId" => write_id = Some(serde_json::from_str(value).ok()?),
-                "chunk" => {
-                    // Without escapes: base64 has no use for them, and a backslash fails to decode.
-                    let text = value.strip_prefix('"')?.strip_suffix('"')?;
-                    chunk = Some(ByteChunk::decode(text)?);
-                }
-                _ => {}
-            }
-        }
-        Some(Self {
-            process_id: process_id?,
-            chunk: chunk?,
-            write_id: write_id?,
-        })
+        chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
     }
 }
 

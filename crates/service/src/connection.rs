@@ -20,6 +20,8 @@ use crate::dispatch;
 use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
+use crate::methods::search::Searches;
+use crate::methods::watch::Watches;
 use crate::metrics::MethodIndex;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
@@ -47,6 +49,8 @@ pub(crate) struct Connection {
     pub(crate) handles: Handles,
     /// Where its file work is done.
     pub(crate) lane: Arc<Lane>,
+    pub(crate) searches: Searches,
+    pub(crate) watches: Watches,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
@@ -353,6 +357,8 @@ pub(crate) async fn serve(
         heard: Arc::new(Heard::new()),
         handles: Handles::default(),
         lane,
+        searches: Searches::default(),
+        watches: Watches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
@@ -388,6 +394,7 @@ pub(crate) async fn serve(
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();
+    connection.watches.end();
     writer.abort();
     let _ = tokio::time::timeout(FAREWELL, closed).await;
     drop(with_files);

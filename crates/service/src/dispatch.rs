@@ -16,6 +16,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "command/exec/outputDelta",
     "command/exec/terminate",
     "command/exec/write",
+    "fs/changed",
     "fs/close#commit",
     "fs/createSymlink",
     "fs/getMetadata#gid",
@@ -28,7 +29,10 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "fs/open#update",
     "fs/readDirectory#path",
     "fs/rename",
+    "fs/search",
     "fs/setMetadata",
+    "fs/unwatch",
+    "fs/watch",
     "fs/writeFile#mode",
     "fs/writeFile#modifiedAtMs",
     "initialize#detachGraceMs",
@@ -61,7 +65,6 @@ const NOT_OFFERED: &[(&str, &str)] = &[
     ("capabilityRoots/discoverV1", "capability discovery"),
     ("capabilities/discoverV2", "capability discovery"),
     ("http/request", "http"),
-    ("fs/watchMissing", "filesystem"),
 ];
 
 /// One request on its way to its function.
@@ -127,7 +130,11 @@ pub(crate) fn request(
         command::Terminate::NAME => call.plain::<command::Terminate>(methods::command::terminate),
 
         fs::ReadFile::NAME => call.plain::<fs::ReadFile>(methods::fs::read_file),
-        fs::WriteFile::NAME => call.plain::<fs::WriteFile>(methods::fs::write_file),
+        fs::WriteFile::NAME => call.decoded(
+            fs::WriteFileParams::decode,
+            fs::WriteFile::NAME,
+            methods::fs::write_file,
+        ),
         fs::GetMetadata::NAME => call.plain::<fs::GetMetadata>(methods::fs::get_metadata),
         fs::CreateDirectory::NAME => {
             call.plain::<fs::CreateDirectory>(methods::fs::create_directory);
@@ -143,8 +150,18 @@ pub(crate) fn request(
         fs::Hash::NAME => call.plain::<fs::Hash>(methods::fs::hash),
         fs::Open::NAME => call.plain::<fs::Open>(methods::handle::open),
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::handle::read_block),
-        fs::WriteBlock::NAME => call.plain::<fs::WriteBlock>(methods::handle::write_block),
+        fs::WriteBlock::NAME => call.decoded(
+            fs::WriteBlockParams::decode,
+            fs::WriteBlock::NAME,
+            methods::handle::write_block,
+        ),
         fs::Close::NAME => call.plain::<fs::Close>(methods::handle::close),
+        fs::Watch::NAME => call.plain::<fs::Watch>(methods::watch::watch),
+        fs::Unwatch::NAME => call.plain::<fs::Unwatch>(methods::watch::unwatch),
+        fs::WatchMissing::NAME => {
+            call.plain::<fs::WatchMissing>(methods::watch::watch_missing);
+        }
+        fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
 
         other => {
             let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);

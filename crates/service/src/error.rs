@@ -3,6 +3,8 @@
 use std::io;
 
 use exec_server_executor::StartError;
+use exec_server_executor::fs::search::SearchError;
+use exec_server_executor::fs::watch::WatchError;
 use exec_server_executor::fs::{FsError, LinkAt};
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
@@ -123,6 +125,27 @@ impl RpcError {
                 at: LinkAt::Leaf, ..
             } => Self::invalid_request(error.to_string()),
             other => other.into(),
+        }
+    }
+}
+
+impl From<SearchError> for RpcError {
+    fn from(error: SearchError) -> Self {
+        match error {
+            SearchError::Fs(error) => error.into(),
+            _ => Self::invalid_params(error.to_string()),
+        }
+    }
+}
+
+impl From<WatchError> for RpcError {
+    fn from(error: WatchError) -> Self {
+        let message = error.to_string();
+        match error {
+            WatchError::Fs(error) => error.into(),
+            WatchError::Pattern { .. } => Self::invalid_params(message),
+            WatchError::TooMany | WatchError::Cancelled => Self::invalid_request(message),
+            _ => Self::internal(message),
         }
     }
 }

@@ -11,7 +11,7 @@ use exec_server_protocol::Notification as _;
 use exec_server_protocol::{chunk, command, envelope, process};
 use exec_server_transport::Outgoing;
 
-use crate::outbox::Outbox;
+use crate::outbox::{Feed, Outbox};
 
 /// Which family of notifications a process is reported with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,44 +71,13 @@ impl Follower {
             outbox: Arc::downgrade(outbox),
             exit_code: AtomicU64::new(0),
         });
-        outbox.ready(Arc::clone(&follower));
+        outbox.ready(follower.clone());
         follower
     }
 
     /// Stops following: the connection is gone.
     pub(crate) fn stop(&self) {
         self.process.release();
-    }
-
-    /// Encodes the next entry; false if there is none, and the follower will be woken.
-    pub(crate) fn pull(self: &Arc<Self>, outgoing: &mut Outgoing) -> bool {
-        self.queued.store(false, Ordering::Release);
-        let waker = Waker::from(Arc::clone(self));
-        let cursor = self.cursor.load(Ordering::Relaxed);
-        let entry = self.process.follow(&waker, |log| {
-            let mut cursor = cursor;
-            loop {
-                let entry = log.entry_after(cursor)?;
-                cursor = entry.seq;
-                let unwanted = self.dialect == Dialect::ProcessPull
-                    && matches!(entry.kind, EntryKind::Output(..));
-                if !unwanted {
-                    let entry = entry.clone();
-                    if self.dialect != Dialect::ProcessPull {
-                        log.advance(cursor);
-                    }
-                    return Some(entry);
-                }
-            }
-        });
-        let Some(entry) = entry else { return false };
-        self.cursor.store(entry.seq, Ordering::Relaxed);
-        self.queued.store(true, Ordering::Release);
-        match self.dialect {
-            Dialect::Command => self.push_command(&entry, outgoing),
-            Dialect::Process | Dialect::ProcessPull => self.push_process(&entry, outgoing),
-        }
-        true
     }
 
     fn push_process(&self, entry: &Entry, outgoing: &mut Outgoing) {
@@ -157,7 +126,39 @@ impl Follower {
     }
 }
 
-fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::Serialize) {
+impl Feed for Follower {
+    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+        self.queued.store(false, Ordering::Release);
+        let waker = Waker::from(Arc::clone(&self));
+        let cursor = self.cursor.load(Ordering::Relaxed);
+        let entry = self.process.follow(&waker, |log| {
+            let mut cursor = cursor;
+            loop {
+                let entry = log.entry_after(cursor)?;
+                cursor = entry.seq;
+                let unwanted = self.dialect == Dialect::ProcessPull
+                    && matches!(entry.kind, EntryKind::Output(..));
+                if !unwanted {
+                    let entry = entry.clone();
+                    if self.dialect != Dialect::ProcessPull {
+                        log.advance(cursor);
+                    }
+                    return Some(entry);
+                }
+            }
+        });
+        let Some(entry) = entry else { return false };
+        self.cursor.store(entry.seq, Ordering::Relaxed);
+        self.queued.store(true, Ordering::Release);
+        match self.dialect {
+            Dialect::Command => self.push_command(&entry, outgoing),
+            Dialect::Process | Dialect::ProcessPull => self.push_process(&entry, outgoing),
+        }
+        true
+    }
+}
+
+pub(crate) fn push(outgoing: &mut Outgoing, method: &str, params: &impl serde::Serialize) {
     outgoing.push_message(300, |out| {
         // These types always serialise: no maps with odd keys, no failing implementations.
         let encoded = envelope::encode_notification(out, method, params);

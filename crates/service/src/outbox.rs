@@ -1,9 +1,10 @@
-//! What one connection has to send: answers, and processes with news.
+//! What one connection has to send: answers, and processes and watches with news.
 //!
-//! Answers wait here as encoded text, bounded by bytes. Output does not wait here: a process is on
+//! Answers wait here as encoded text, bounded by bytes. News does not wait here: a process is on
 //! the ready list when its log has something, and the writer pulls as the peer takes it.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,8 +13,14 @@ use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
-use crate::follow::Follower;
 use crate::metrics::Metrics;
+
+/// Something with news, which the writer pulls.
+pub(crate) trait Feed: fmt::Debug + Send + Sync {
+    /// Encodes the next notification; false if there is none, and it will be put on the ready list
+    /// when there is.
+    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool;
+}
 
 /// Bytes of answers beyond which no further request is read.
 const HIGH_BYTES: usize = 1 << 20;
@@ -44,8 +51,8 @@ pub(crate) struct Outbox {
 struct State {
     replies: VecDeque<Reply>,
     reply_bytes: usize,
-    /// Processes with news, in turns.
-    ready: VecDeque<Arc<Follower>>,
+    /// Who has news, in turns.
+    ready: VecDeque<Arc<dyn Feed>>,
     ping: bool,
     /// The payload of the latest ping that was not answered yet.
     pong: Option<Vec<u8>>,
@@ -86,9 +93,9 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Puts a process on the ready list.
-    pub(crate) fn ready(&self, follower: Arc<Follower>) {
-        self.state().ready.push_back(follower);
+    /// Puts a process or a watch on the ready list.
+    pub(crate) fn ready(&self, feed: Arc<dyn Feed>) {
+        self.state().ready.push_back(feed);
         self.wake.notify_one();
     }
 
@@ -181,12 +188,13 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
     }
 }
 
-/// Encodes what is next: answers first, then one entry of the process whose turn it is.
+/// Encodes what is next: answers first, then one notification of the process or watch whose turn it
+/// is.
 ///
-/// A process comes after all answers that were queued before it became ready, so the answer to
+/// It comes after all answers that were queued before it became ready, so the answer to
 /// `process/start` leaves before its first output.
 fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bool {
-    let (replies, follower) = {
+    let (replies, feed) = {
         let mut state = outbox.state();
         if state.ping {
             state.ping = false;
@@ -196,23 +204,22 @@ fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bo
             outgoing.push_pong(&payload);
         }
         let replies = take_replies(&mut state);
-        let follower = if state.replies.is_empty() {
+        let feed = if state.replies.is_empty() {
             state.ready.pop_front()
         } else {
             None
         };
-        (replies, follower)
+        (replies, feed)
     };
-    let any = !replies.is_empty() || follower.is_some();
+    let any = !replies.is_empty() || feed.is_some();
     for mut reply in replies {
-        let message = std::mem::take(&mut reply.message);
-        outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        outgoing.push_encoded(std::mem::take(&mut reply.message));
         sent.push(reply);
     }
-    if let Some(follower) = follower
-        && follower.pull(outgoing)
+    if let Some(feed) = feed
+        && Arc::clone(&feed).pull(outgoing)
     {
-        outbox.state().ready.push_back(follower);
+        outbox.state().ready.push_back(feed);
     }
     any
 }

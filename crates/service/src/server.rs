@@ -6,6 +6,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use exec_server_executor::fs::watch::Hub;
 use exec_server_executor::{Executor, ExecutorConfig, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
@@ -57,6 +58,7 @@ struct Inner {
     config: ExecServerConfig,
     executor: Executor,
     info: EnvironmentInfo,
+    hub: Hub,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Does the file work of all connections.
     files: FileThreads,
@@ -108,6 +110,7 @@ impl Server {
             config,
             executor,
             info,
+            hub: Hub::default(),
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
@@ -139,6 +142,11 @@ impl Server {
     pub(crate) fn with_files(&self) -> WithFiles {
         self.inner.with_files.send_modify(|count| *count += 1);
         WithFiles(self.clone())
+    }
+
+    /// What watches files.
+    pub(crate) fn hub(&self) -> &Hub {
+        &self.inner.hub
     }
 
     pub(crate) fn info(&self) -> &EnvironmentInfo {

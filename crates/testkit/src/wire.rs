@@ -41,7 +41,7 @@ pub struct Subject {
 enum Kind {
     Listening(Box<Server>),
     /// The link goes to the first who connects.
-    Stdio(Box<Child>, u32, Option<Link>),
+    Stdio(Box<Child>, u32, Option<Box<Link>>),
 }
 
 impl Subject {
@@ -62,7 +62,7 @@ impl Subject {
                 command.args(["--listen", "stdio"]);
                 let (link, child) = stdio::spawn(command).expect("the server to start");
                 let pid = child.id().expect("a child that was not awaited has a pid");
-                Kind::Stdio(Box::new(child), pid, Some(link))
+                Kind::Stdio(Box::new(child), pid, Some(Box::new(link)))
             }
         };
         Self {
@@ -81,7 +81,7 @@ impl Subject {
             Kind::Listening(server) => connect(server.url(), &ConnectOptions::default())
                 .await
                 .expect("the server to take a connection"),
-            Kind::Stdio(.., link) => link.take().expect("stdio has one connection"),
+            Kind::Stdio(.., link) => *link.take().expect("stdio has one connection"),
         };
         Client::new(link)
     }
@@ -293,6 +293,8 @@ pub struct Client {
     pub order: Vec<Seen>,
     /// What the notifications told, by process id.
     pub processes: HashMap<String, Observed>,
+    /// Notifications of other things than processes, until they are asked for.
+    notices: VecDeque<(String, Value)>,
     /// The result of `initialize`.
     pub session: Value,
 }
@@ -319,6 +321,7 @@ impl Client {
             refusals: VecDeque::new(),
             order: Vec::new(),
             processes: HashMap::new(),
+            notices: VecDeque::new(),
             session: Value::Null,
         }
     }
@@ -626,6 +629,27 @@ impl Client {
         self.observed(process_id)
     }
 
+    /// Waits for the next notification of this method, which is not about a process; its params.
+    ///
+    /// # Panics
+    ///
+    /// If none comes, or the connection ends.
+    pub async fn notice(&mut self, method: &str) -> Value {
+        loop {
+            let found = self.notices.iter().position(|(name, _)| name == method);
+            if let Some((_, params)) = found.and_then(|at| self.notices.remove(at)) {
+                return params;
+            }
+            let alive = self.step().await;
+            assert!(alive, "the connection ended before {method}");
+        }
+    }
+
+    /// Notifications that have come and were not asked for.
+    pub fn notices(&mut self) -> Vec<(String, Value)> {
+        self.notices.drain(..).collect()
+    }
+
     /// Reads until the connection ends.
     ///
     /// # Panics
@@ -666,6 +690,9 @@ impl Client {
     fn take(&mut self, message: Value) {
         if let Some(method) = message["method"].as_str() {
             let params = &message["params"];
+            if method.starts_with("fs/") {
+                return self.notices.push_back((method.to_owned(), params.clone()));
+            }
             let process = params["processId"].as_str().unwrap_or_default().to_owned();
             self.order
                 .push(Seen::Notification(method.to_owned(), process.clone()));

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
 use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, SEND_FRAME_BYTES};
 
 /// Which end of the websocket this side is; clients mask, servers do not.
@@ -121,7 +122,8 @@ pub enum Step {
     Fragment,
 }
 
-/// Finds frames in a buffer and puts fragmented messages together.
+/// Finds frames in a buffer and puts messages together that came in fragments, or in a frame longer
+/// than a buffer should be.
 #[derive(Debug)]
 pub struct Decoder {
     role: Role,
@@ -129,15 +131,34 @@ pub struct Decoder {
     assembly: Vec<u8>,
     /// Kind of the fragmented message being assembled, if any.
     assembling: Option<Opcode>,
+    /// The long frame that is being taken in, if any.
+    partial: Option<Partial>,
+}
+
+/// What is known of a frame whose payload is taken in as it comes.
+#[derive(Debug, Clone, Copy)]
+struct Partial {
+    /// It is the last of its message.
+    fin: bool,
+    /// Bytes that are still to come.
+    left: usize,
+    /// The mask, turned to where the payload goes on.
+    key: [u8; 4],
 }
 
 impl Decoder {
+    /// A frame longer than this is taken out of the buffer before it is complete.
+    const LONG_FRAME_BYTES: usize = 256 * 1024;
+    /// Room for assembled messages that is kept from one to the next, until a short one comes.
+    const KEPT_BYTES: usize = 2 << 20;
+
     /// A decoder for what `role` receives.
     pub fn new(role: Role) -> Self {
         Self {
             role,
             assembly: Vec::new(),
             assembling: None,
+            partial: None,
         }
     }
 
@@ -152,8 +173,14 @@ impl Decoder {
     ///
     /// On any violation of the protocol or of a size limit.
     pub fn step(&mut self, buffer: &mut [u8], at: &mut usize) -> Result<Step, FrameError> {
+        if let Some(partial) = self.partial {
+            return Ok(self.take_in(partial, buffer, at));
+        }
         if self.assembling.is_none() && !self.assembly.is_empty() {
-            self.assembly = Vec::new();
+            self.assembly.clear();
+            if self.assembly.capacity() > Self::KEPT_BYTES {
+                self.assembly = Vec::new();
+            }
         }
         let available = &mut buffer[*at..];
         let [first, second, ..] = *available else {
@@ -202,16 +229,20 @@ impl Decoder {
         if !opcode.is_control() {
             self.admit(opcode, length)?;
         }
+        let mut key = [0; 4];
+        if masked {
+            key.copy_from_slice(&available[header - 4..header]);
+        }
         if available.len() < header + length {
-            return Ok(Step::NeedMore(header + length - available.len()));
+            if opcode.is_control() || length <= Self::LONG_FRAME_BYTES {
+                return Ok(Step::NeedMore(header + length - available.len()));
+            }
+            self.assembling.get_or_insert(opcode);
+            *at += header;
+            let left = length;
+            return Ok(self.take_in(Partial { fin, left, key }, buffer, at));
         }
         if masked {
-            let key: [u8; 4] = [
-                available[header - 4],
-                available[header - 3],
-                available[header - 2],
-                available[header - 1],
-            ];
             apply_mask(key, &mut available[header..header + length]);
         }
         let payload = *at + header..*at + header + length;
@@ -220,6 +251,7 @@ impl Decoder {
             return Ok(Step::Control(opcode, payload));
         }
         if fin && self.assembling.is_none() {
+            self.assembly = Vec::new();
             return Ok(Step::Whole {
                 text: opcode == Opcode::Text,
                 payload,
@@ -234,6 +266,34 @@ impl Decoder {
             });
         }
         Ok(Step::Fragment)
+    }
+
+    /// Moves what is there of a long frame out of the buffer.
+    fn take_in(&mut self, mut partial: Partial, buffer: &mut [u8], at: &mut usize) -> Step {
+        let available = &mut buffer[*at..];
+        let taken = partial.left.min(available.len());
+        let payload = &mut available[..taken];
+        if self.role == Role::Server {
+            apply_mask(partial.key, payload);
+            partial.key.rotate_left(taken % 4);
+        }
+        self.assembly.extend_from_slice(payload);
+        *at += taken;
+        partial.left -= taken;
+        if partial.left > 0 {
+            self.partial = Some(partial);
+            return Step::NeedMore(partial.left);
+        }
+        self.partial = None;
+        match self.assembling {
+            Some(kind) if partial.fin => {
+                self.assembling = None;
+                Step::Assembled {
+                    text: kind == Opcode::Text,
+                }
+            }
+            _ => Step::Fragment,
+        }
     }
 
     fn admit(&self, opcode: Opcode, length: usize) -> Result<(), FrameError> {
@@ -293,6 +353,32 @@ pub fn push_message(
     let mut header = Vec::with_capacity(needed);
     push_header(&mut header, Opcode::Text, true, mask, length);
     out[start..start + needed].copy_from_slice(&header);
+}
+
+/// The frames of a long message around its own memory: what goes before each part, and the part.
+///
+/// Saves copying the payload where it is large and nobody needs it afterwards.
+pub fn long_message(mut payload: Vec<u8>, mask: Option<[u8; 4]>) -> Vec<(Vec<u8>, Bytes)> {
+    let count = payload.len().div_ceil(SEND_FRAME_BYTES).max(1);
+    if let Some(key) = mask {
+        for part in payload.chunks_mut(SEND_FRAME_BYTES) {
+            apply_mask(key, part);
+        }
+    }
+    let mut payload = Bytes::from(payload);
+    (0..count)
+        .map(|index| {
+            let opcode = if index == 0 {
+                Opcode::Text
+            } else {
+                Opcode::Continuation
+            };
+            let part = payload.split_to(payload.len().min(SEND_FRAME_BYTES));
+            let mut header = Vec::new();
+            push_header(&mut header, opcode, index + 1 == count, mask, part.len());
+            (header, part)
+        })
+        .collect()
 }
 
 fn push_fragments(out: &mut Vec<u8>, mask: Option<[u8; 4]>, payload: &[u8]) {
@@ -426,6 +512,37 @@ mod tests {
                 decode_all(role, &wire, 1 << 20).unwrap(),
                 vec![payload.clone()]
             );
+        }
+    }
+
+    #[test]
+    fn long_messages_leave_as_they_are_and_arrive_in_any_pieces() {
+        for size in [0, 1, 300_000, SEND_FRAME_BYTES, 2 * SEND_FRAME_BYTES + 5] {
+            let payload: Vec<u8> = (0..size).map(|i| (i * 7 / 3) as u8).collect();
+            for mask in [None, Some([1, 2, 3, 4])] {
+                let mut wire = Vec::new();
+                for (header, part) in long_message(payload.clone(), mask) {
+                    wire.extend(header);
+                    wire.extend(part);
+                }
+                let mut pushed = Vec::new();
+                push_message(&mut pushed, mask, size, |out| {
+                    out.extend_from_slice(&payload);
+                });
+                assert!(wire == pushed, "{size}");
+                push_message(&mut wire, mask, 5, |out| out.extend_from_slice(b"short"));
+                let role = match mask {
+                    Some(_) => Role::Server,
+                    None => Role::Client,
+                };
+                for step in [70_001, 1 << 20, usize::MAX / 2] {
+                    let received = decode_all(role, &wire, step).unwrap();
+                    assert!(
+                        received == [payload.clone(), b"short".to_vec()],
+                        "{size} {step}"
+                    );
+                }
+            }
         }
     }
 

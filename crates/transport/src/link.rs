@@ -3,11 +3,13 @@
 //! Owns buffering and framing of one connection. The halves share nothing, so a peer that does not
 //! read can never keep us from reading, and the other way round.
 
+use std::collections::VecDeque;
 use std::future::poll_fn;
-use std::io;
+use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
 
+use bytes::{Buf as _, Bytes};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
@@ -306,6 +308,8 @@ enum OutFraming {
 pub struct Outgoing {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     framing: OutFraming,
+    /// Parts that leave before the buffer: memory of long messages, and what came before them.
+    parts: VecDeque<Bytes>,
     /// Encoded bytes; everything before `sent` has left.
     buffer: Vec<u8>,
     sent: usize,
@@ -327,6 +331,7 @@ impl Outgoing {
         Self {
             io,
             framing,
+            parts: VecDeque::new(),
             buffer: Vec::new(),
             sent: 0,
         }
@@ -334,7 +339,41 @@ impl Outgoing {
 
     /// Bytes that wait for [`Outgoing::flush`].
     pub fn buffered(&self) -> usize {
-        self.buffer.len() - self.sent
+        self.parts.iter().map(Bytes::len).sum::<usize>() + self.buffer.len() - self.sent
+    }
+
+    /// Appends one message that is encoded already; a long one is sent from its own memory.
+    pub fn push_encoded(&mut self, mut message: Vec<u8>) {
+        /// A copy of less is cheaper than another part.
+        const LONG_BYTES: usize = 128 * 1024;
+        if message.len() < LONG_BYTES {
+            self.push_message(message.len(), |out| out.extend_from_slice(&message));
+            return;
+        }
+        let mask = match &mut self.framing {
+            OutFraming::Lines => {
+                message.push(b'\n');
+                self.seal();
+                self.parts.push_back(message.into());
+                return;
+            }
+            OutFraming::ServerFrames => None,
+            OutFraming::ClientFrames(masks) => Some(masks.draw()),
+        };
+        for (header, part) in frame::long_message(message, mask) {
+            self.buffer.extend_from_slice(&header);
+            self.seal();
+            self.parts.push_back(part);
+        }
+    }
+
+    /// Makes the buffer a part, so that another can follow it.
+    fn seal(&mut self) {
+        let mut sealed = Bytes::from(std::mem::take(&mut self.buffer));
+        sealed.advance(std::mem::take(&mut self.sent));
+        if !sealed.is_empty() {
+            self.parts.push_back(sealed);
+        }
     }
 
     /// Appends one message that `write` encodes in place; `hint` is a guess of its length.
@@ -393,11 +432,23 @@ impl Outgoing {
     ///
     /// When the connection fails.
     pub async fn flush_noting(&mut self, mut taken: impl FnMut()) -> io::Result<()> {
-        while self.sent < self.buffer.len() {
+        /// Parts written at once; a header and its payload at least.
+        const MAX_SLICES: usize = 8;
+        while self.buffered() > 0 {
             let mut waited = false;
             let written = poll_fn(|cx| {
                 let rest = &self.buffer[self.sent..];
-                let poll = Pin::new(&mut self.io).poll_write(cx, rest);
+                let io = Pin::new(&mut self.io);
+                let poll = if self.parts.is_empty() {
+                    io.poll_write(cx, rest)
+                } else {
+                    let parts = self.parts.iter().map(|part| &part[..]).chain([rest]);
+                    let mut slices = [IoSlice::new(&[]); MAX_SLICES];
+                    for (slice, part) in slices.iter_mut().zip(parts) {
+                        *slice = IoSlice::new(part);
+                    }
+                    io.poll_write_vectored(cx, &slices)
+                };
                 waited |= poll.is_pending();
                 poll
             })
@@ -408,7 +459,7 @@ impl Outgoing {
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
             }
-            self.sent += written;
+            self.advance(written);
         }
         self.buffer.clear();
         self.sent = 0;
@@ -424,6 +475,20 @@ impl Outgoing {
             taken();
         }
         Ok(())
+    }
+
+    /// Notes that so many bytes have left.
+    fn advance(&mut self, mut written: usize) {
+        while let Some(part) = self.parts.front_mut() {
+            let now = written.min(part.len());
+            part.advance(now);
+            written -= now;
+            if !part.is_empty() {
+                return;
+            }
+            self.parts.pop_front();
+        }
+        self.sent += written;
     }
 
     /// Gives memory back; to be called when there is nothing to send for now.

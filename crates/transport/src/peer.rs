@@ -248,7 +248,7 @@ impl Shared {
         let mut message = Vec::with_capacity(256);
         encode(&mut message)?;
         let mut outgoing = self.outgoing.lock().await;
-        outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        outgoing.push_encoded(message);
         let sent = outgoing.flush().await;
         outgoing.relax();
         drop(outgoing);

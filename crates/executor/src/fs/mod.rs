@@ -9,8 +9,10 @@ mod file;
 mod metadata;
 mod open;
 mod replace;
+pub mod search;
 mod tree;
 mod walk;
+pub mod watch;
 
 use std::io;
 use std::path::{Path, PathBuf};

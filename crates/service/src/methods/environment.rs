@@ -38,7 +38,10 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
             .into_iter()
             .collect(),
         temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
-        capabilities: BTreeMap::from([("fileWriteStreaming".to_owned(), true)]),
+        capabilities: BTreeMap::from([
+            ("fileWriteStreaming".to_owned(), true),
+            ("fsWatchMissing".to_owned(), true),
+        ]),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
     }
 }

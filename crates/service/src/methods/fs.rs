@@ -88,6 +88,14 @@ fn run_listing<T>(
     });
 }
 
+pub(super) async fn blocking<R: Send + 'static>(
+    work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
+) -> Result<R, RpcError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|error| Err(RpcError::internal(format!("file work failed: {error}"))))
+}
+
 pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
     let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
         Ok(path) => path,

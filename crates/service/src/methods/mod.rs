@@ -5,4 +5,6 @@ pub(crate) mod environment;
 pub(crate) mod fs;
 pub(crate) mod handle;
 pub(crate) mod process;
+pub(crate) mod search;
 pub(crate) mod session;
+pub(crate) mod watch;

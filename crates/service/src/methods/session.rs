@@ -55,6 +55,8 @@ pub(crate) fn end(call: Call<'_>, _: NoParams) {
         Err(error) => return call.responder.send_error(error),
     };
     *call.phase = Phase::New;
+    call.connection.searches.cancel();
+    call.connection.watches.end();
     let (server, responder) = (call.connection.server.clone(), call.responder);
     // Not tied to the connection: a session that was told to end ends.
     tokio::spawn(async move {

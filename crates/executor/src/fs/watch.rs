@@ -1,0 +1,423 @@
+//! Watching trees for changes.
+//!
+//! A [`Hub`] has one tree for each distinct thing to watch, shared by all who subscribe to it: one
+//! inotify instance and one thread, which end with the last subscriber. A subscriber takes what
+//! happened when it can; meanwhile changes of a path become one, and there is a bound after which
+//! they become a single word: overflow.
+
+mod missing;
+mod pending;
+mod rules;
+mod tree;
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::task::Waker;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{Change, WatchIgnore};
+use exec_server_protocol::limits::MAX_CHANGES;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+pub use self::missing::Missing;
+use self::pending::{Happening, Pending};
+use self::rules::Filter;
+use self::tree::{Buffer, Target, Tell, Tree};
+use super::FsError;
+
+/// Distinct trees that are watched at once; each takes one of the user's inotify instances, of which
+/// there are 128 unless somebody raised that.
+const MAX_TREES: usize = 64;
+
+/// Bytes of paths in one batch.
+const MAX_BATCH_BYTES: usize = 1 << 20;
+
+/// Why nothing is watched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WatchError {
+    /// There is nothing at the path, or the system refused.
+    #[error(transparent)]
+    Fs(#[from] FsError),
+    /// A pattern is no glob.
+    #[error("invalid pattern `{pattern}`: {source}")]
+    Pattern {
+        /// Which.
+        pattern: String,
+        /// What is wrong with it.
+        source: ignore::Error,
+    },
+    /// The kernel watches no more directories for this user.
+    #[error(
+        "cannot watch `{path}`: fs.inotify.max_user_watches is {limit} and all are in use; raise it \
+         with `sysctl fs.inotify.max_user_watches={more}`, or ignore directories",
+        more = limit.saturating_mul(4)
+    )]
+    Watches {
+        /// Where it stopped.
+        path: PathBuf,
+        /// The limit.
+        limit: u64,
+    },
+    /// The kernel has no more inotify instances for this user.
+    #[error(
+        "cannot watch: fs.inotify.max_user_instances is {limit} and all are in use; raise it with \
+         `sysctl fs.inotify.max_user_instances={more}`",
+        more = limit.saturating_mul(4)
+    )]
+    Instances {
+        /// The limit.
+        limit: u64,
+    },
+    /// Too many different trees are watched.
+    #[error("limit of {MAX_TREES} watched trees reached")]
+    TooMany,
+    /// Nobody waits for it any more.
+    #[error("the watch was given up")]
+    Cancelled,
+}
+
+impl WatchError {
+    fn register(path: &Path, error: Errno) -> Self {
+        match error {
+            Errno::NOSPC => Self::Watches {
+                path: path.to_owned(),
+                limit: limit("max_user_watches", "max_inotify_watches"),
+            },
+            error => super::at(path)(error).into(),
+        }
+    }
+
+    fn instance(error: Errno) -> Self {
+        match error {
+            Errno::MFILE => Self::Instances {
+                limit: limit("max_user_instances", "max_inotify_instances"),
+            },
+            error => super::at(Path::new("inotify"))(error).into(),
+        }
+    }
+}
+
+/// A limit of the user; that of the user namespace, where it is smaller.
+fn limit(name: &str, of_namespace: &str) -> u64 {
+    let read = |path: String| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let limits = [
+        read(format!("/proc/sys/fs/inotify/{name}")),
+        read(format!("/proc/sys/user/{of_namespace}")),
+    ];
+    limits.into_iter().flatten().min().unwrap_or(0)
+}
+
+/// What distinguishes trees.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    root: PathBuf,
+    recursive: bool,
+    gitignore: bool,
+    patterns: Vec<String>,
+}
+
+/// All trees that are watched.
+#[derive(Debug, Default)]
+pub struct Hub {
+    /// Locked while a tree is being registered, so that it happens once.
+    trees: Mutex<HashMap<Key, Arc<Mutex<Weak<Trunk>>>>>,
+}
+
+/// A tree as its subscribers hold it; the last one ends it.
+#[derive(Debug)]
+struct Trunk {
+    shared: Arc<Shared>,
+}
+
+impl Drop for Trunk {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.rouse();
+    }
+}
+
+/// What the thread of a tree and its subscribers share.
+#[derive(Debug)]
+struct Shared {
+    subscribers: Mutex<Vec<Arc<Subscriber>>>,
+    stop: Arc<AtomicBool>,
+    /// Readable when the thread is to look around.
+    wake: OwnedFd,
+}
+
+impl Shared {
+    fn subscribers(&self) -> MutexGuard<'_, Vec<Arc<Subscriber>>> {
+        lock(&self.subscribers)
+    }
+
+    fn rouse(&self) {
+        // It cannot fill up: the thread reads it, and one write is as good as many.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+}
+
+impl Tell for Arc<Shared> {
+    fn tell(&self, happening: Happening<'_>) {
+        for subscriber in &*self.subscribers() {
+            subscriber.record(happening);
+        }
+    }
+}
+
+/// One who wants to know.
+#[derive(Debug)]
+struct Subscriber {
+    debounce: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pending: Pending,
+    /// When what is pending may be taken.
+    due: Option<Instant>,
+    /// It may be taken now.
+    ready: bool,
+    /// The number of the last batch.
+    seq: u64,
+    waker: Option<Waker>,
+}
+
+impl Subscriber {
+    fn record(&self, happening: Happening<'_>) {
+        let mut state = lock(&self.state);
+        state.pending.record(happening);
+        if state.due.is_none() && !state.ready {
+            state.due = Some(Instant::now() + self.debounce);
+        }
+    }
+
+    /// Lets what has waited long enough be taken; otherwise, when that will be.
+    fn ripen(&self, now: Instant) -> Option<Instant> {
+        let mut state = lock(&self.state);
+        let due = state.due?;
+        if due > now {
+            return Some(due);
+        }
+        state.due = None;
+        state.ready = !state.pending.is_empty();
+        if state.ready
+            && let Some(waker) = state.waker.take()
+        {
+            drop(state);
+            waker.wake();
+        }
+        None
+    }
+}
+
+/// Changes that are told at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// From 1, without holes.
+    pub seq: u64,
+    /// What happened, in order.
+    pub changes: Vec<Change>,
+    /// Changes were lost before these.
+    pub overflow: bool,
+}
+
+/// A subscription to a tree; it ends when dropped.
+#[derive(Debug)]
+pub struct Subscription {
+    root: PathBuf,
+    trunk: Arc<Trunk>,
+    subscriber: Arc<Subscriber>,
+}
+
+impl Subscription {
+    /// What is watched, without links.
+    #[must_use]
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Takes what has been gathered long enough; if there is nothing, `waker` is woken when there
+    /// is.
+    pub fn take(&self, waker: &Waker) -> Option<Batch> {
+        let mut state = lock(&self.subscriber.state);
+        if !state.ready {
+            state.waker = Some(waker.clone());
+            return None;
+        }
+        let (told, overflow) = state.pending.take(MAX_CHANGES, MAX_BATCH_BYTES);
+        state.ready = !state.pending.is_empty();
+        if told.is_empty() && !overflow {
+            // What was gathered cancelled itself out.
+            state.waker = Some(waker.clone());
+            return None;
+        }
+        state.seq += 1;
+        let seq = state.seq;
+        drop(state);
+        let uri = |path: &Path| PathUri::from_native(path).ok();
+        let changes = told.into_iter().filter_map(|change| {
+            Some(Change {
+                path: uri(&change.path)?,
+                kind: change.kind,
+                from: change.from.as_deref().and_then(uri),
+            })
+        });
+        Some(Batch {
+            seq,
+            changes: changes.collect(),
+            overflow,
+        })
+    }
+}
+
+impl Drop for Subscription {
+    fn drop(&mut self) {
+        self.trunk
+            .shared
+            .subscribers()
+            .retain(|one| !Arc::ptr_eq(one, &self.subscriber));
+    }
+}
+
+impl Hub {
+    /// Subscribes to what happens at a path, and below it if that is wanted.
+    ///
+    /// Blocks until everything is registered; what happens after that is told. Gives up shortly
+    /// after `cancelled` is set.
+    ///
+    /// # Errors
+    ///
+    /// When there is nothing at the path, a pattern makes no sense, or a limit is reached.
+    pub fn watch(
+        &self,
+        path: &Path,
+        recursive: bool,
+        ignore: &WatchIgnore,
+        debounce: Duration,
+        cancelled: &Arc<AtomicBool>,
+    ) -> Result<Subscription, WatchError> {
+        let root = fs::canonicalize(path).map_err(super::at(path))?;
+        let key = Key {
+            root: root.clone(),
+            recursive,
+            gitignore: ignore.gitignore,
+            patterns: ignore.patterns.clone(),
+        };
+        let slot = self.slot(key)?;
+        let mut tree = lock(&slot);
+        let trunk = match tree.upgrade() {
+            Some(trunk) => trunk,
+            None => {
+                let trunk = start(Target::new(root.clone(), recursive)?, ignore, cancelled)?;
+                *tree = Arc::downgrade(&trunk);
+                trunk
+            }
+        };
+        drop(tree);
+        let subscriber = Arc::new(Subscriber {
+            debounce,
+            state: Mutex::default(),
+        });
+        trunk.shared.subscribers().push(Arc::clone(&subscriber));
+        Ok(Subscription {
+            root,
+            trunk,
+            subscriber,
+        })
+    }
+
+    /// The place of a tree, within the limit.
+    fn slot(&self, key: Key) -> Result<Arc<Mutex<Weak<Trunk>>>, WatchError> {
+        let mut trees = lock(&self.trees);
+        trees.retain(|_, slot| match slot.try_lock() {
+            Ok(tree) => tree.strong_count() > 0 || Arc::strong_count(slot) > 1,
+            Err(TryLockError::WouldBlock) => true,
+            Err(TryLockError::Poisoned(_)) => false,
+        });
+        if trees.len() >= MAX_TREES && !trees.contains_key(&key) {
+            return Err(WatchError::TooMany);
+        }
+        Ok(Arc::clone(trees.entry(key).or_default()))
+    }
+}
+
+/// Registers a tree and starts its thread.
+fn start(
+    target: Target,
+    ignore: &WatchIgnore,
+    cancelled: &Arc<AtomicBool>,
+) -> Result<Arc<Trunk>, WatchError> {
+    let filter = Filter::new(target.base(), ignore)?;
+    let system = |error: io::Error| super::at(&target.root)(error);
+    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|error| system(error.into()))?;
+    let shared = Arc::new(Shared {
+        subscribers: Mutex::default(),
+        stop: Arc::default(),
+        wake,
+    });
+    let root = target.root.clone();
+    let mut tree = Tree::start(target, filter, Arc::clone(&shared), Arc::clone(cancelled))?;
+    if cancelled.load(Ordering::Relaxed) {
+        return Err(WatchError::Cancelled);
+    }
+    tree.stop_with(Arc::clone(&shared.stop));
+    // Ends when the last subscriber drops its trunk.
+    thread::Builder::new()
+        .name("watch".to_owned())
+        .stack_size(256 << 10)
+        .spawn({
+            let shared = Arc::clone(&shared);
+            move || run(tree, &shared)
+        })
+        .map_err(super::at(&root))?;
+    Ok(Arc::new(Trunk { shared }))
+}
+
+/// The thread of a tree.
+fn run(mut tree: Tree<Arc<Shared>>, shared: &Arc<Shared>) {
+    let mut buffer = Buffer::new();
+    while !shared.stop.load(Ordering::Relaxed) {
+        let more = tree.turn(&mut buffer);
+        let now = Instant::now();
+        // Without the lock, as whoever is woken may want it.
+        let subscribers = shared.subscribers().clone();
+        let ripe = subscribers.iter().filter_map(|one| one.ripen(now)).min();
+        drop(subscribers);
+        if more {
+            continue;
+        }
+        let until = ripe.into_iter().chain(tree.wakeup()).min();
+        let timeout = until.and_then(|until| {
+            Timespec::try_from(until.saturating_duration_since(Instant::now())).ok()
+        });
+        let mut descriptors = [
+            PollFd::new(tree.inotify(), PollFlags::IN),
+            PollFd::new(&shared.wake, PollFlags::IN),
+        ];
+        match poll(&mut descriptors, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => {
+                tracing::warn!(%error, "cannot wait for events");
+                return;
+            }
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

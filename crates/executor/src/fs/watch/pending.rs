@@ -1,0 +1,620 @@
+//! Changes that one subscriber has not taken yet.
+//!
+//! Owns their order and what becomes of several changes of one path. Knows no clock and no kernel.
+//!
+//! Whoever applies what is taken, in order, to the paths it knew ends up with the paths that are
+//! there: nothing is left out that would lead elsewhere, and nothing that the next change of the
+//! same path makes moot is told.
+
+use std::collections::{HashMap, VecDeque};
+use std::path::Path;
+use std::sync::Arc;
+
+use exec_server_protocol::fs::ChangeKind;
+
+/// Something that happened, as the kernel or a scan tells it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Happening<'a> {
+    /// It is new; with `replaced`, it may have taken the place of something else.
+    Created {
+        /// Where.
+        path: &'a Path,
+        /// Something may have been there before.
+        replaced: bool,
+    },
+    /// Its content or metadata changed.
+    Modified(&'a Path),
+    /// It is gone.
+    Removed {
+        /// Where it was.
+        path: &'a Path,
+        /// Everything below is gone as well, without having been told.
+        tree: bool,
+    },
+    /// It moved within the tree.
+    Renamed {
+        /// Where it was.
+        from: &'a Path,
+        /// Where it is, instead of what was there.
+        to: &'a Path,
+        /// Everything below moved with it.
+        tree: bool,
+    },
+    /// Nobody knows what happened.
+    Overflow,
+}
+
+/// A change as it is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Told {
+    pub(super) path: Arc<Path>,
+    pub(super) kind: ChangeKind,
+    pub(super) from: Option<Arc<Path>>,
+}
+
+/// Changes that wait to be taken.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    /// In order; those that became moot are holes.
+    entries: VecDeque<Option<Entry>>,
+    /// The number of the first of `entries`.
+    first: usize,
+    /// The number of the entry that a further change of a path is merged into.
+    latest: HashMap<Arc<Path>, usize>,
+    live: usize,
+    bytes: usize,
+    /// What was pending was given up; nothing more is recorded until that has been told.
+    overflow: bool,
+}
+
+#[derive(Debug)]
+struct Entry {
+    path: Arc<Path>,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone)]
+enum Kind {
+    Created { replaced: bool },
+    Modified,
+    Removed,
+    Renamed { from: Arc<Path>, modified: bool },
+}
+
+/// Changes that may wait for one subscriber.
+const MAX_LIVE: usize = 1 << 16;
+
+/// Bytes that they may hold.
+const MAX_BYTES: usize = 12 << 20;
+
+/// What an entry holds besides its paths, the index included.
+const ENTRY_BYTES: usize = 96;
+
+/// Holes that are not worth closing.
+const MIN_HOLES: usize = 1024;
+
+impl Pending {
+    /// Records what happened.
+    pub(super) fn record(&mut self, happening: Happening<'_>) {
+        if self.overflow {
+            return;
+        }
+        match happening {
+            Happening::Created { path, replaced } => self.created(path, replaced),
+            Happening::Modified(path) => self.modified(path),
+            Happening::Removed { path, tree: false } => self.removed(path),
+            Happening::Removed { path, tree: true } => {
+                self.freeze();
+                self.push(path, Kind::Removed);
+                self.freeze();
+            }
+            Happening::Renamed { from, to, tree } => {
+                if tree {
+                    // What waits below either path keeps its place before this.
+                    self.freeze();
+                }
+                self.renamed(from, to);
+                if tree {
+                    self.freeze();
+                }
+            }
+            Happening::Overflow => self.give_up(),
+        }
+        if self.live > MAX_LIVE || self.bytes > MAX_BYTES {
+            self.give_up();
+        }
+    }
+
+    /// Whether there is nothing to tell.
+    pub(super) fn is_empty(&self) -> bool {
+        self.live == 0 && !self.overflow
+    }
+
+    /// Takes the oldest changes, and whether everything before them was lost.
+    pub(super) fn take(&mut self, max: usize, max_bytes: usize) -> (Vec<Told>, bool) {
+        if std::mem::take(&mut self.overflow) {
+            return (Vec::new(), true);
+        }
+        let mut told: Vec<Told> = Vec::new();
+        let mut bytes = 0;
+        while told.len() < max && bytes < max_bytes {
+            let Some(entry) = self.entries.pop_front() else {
+                break;
+            };
+            let number = self.first;
+            self.first += 1;
+            let Some(Entry { path, kind }) = entry else {
+                continue;
+            };
+            self.live -= 1;
+            self.bytes -= cost(&path, &kind);
+            bytes += path.as_os_str().len();
+            let mut tell = |kind, from| {
+                told.push(Told {
+                    path: Arc::clone(&path),
+                    kind,
+                    from,
+                });
+            };
+            let mut rest = false;
+            match kind {
+                Kind::Created { .. } => tell(ChangeKind::Created, None),
+                Kind::Modified => tell(ChangeKind::Modified, None),
+                Kind::Removed => tell(ChangeKind::Removed, None),
+                Kind::Renamed { from, modified } => {
+                    bytes += from.as_os_str().len();
+                    tell(ChangeKind::Renamed, Some(from));
+                    rest = modified;
+                }
+            }
+            if rest && told.len() < max {
+                told.push(Told {
+                    path: Arc::clone(&path),
+                    kind: ChangeKind::Modified,
+                    from: None,
+                });
+                rest = false;
+            }
+            if !rest && self.latest.get(&path) == Some(&number) {
+                self.latest.remove(&path);
+            }
+            if rest {
+                self.first -= 1;
+                self.live += 1;
+                self.bytes += cost(&path, &Kind::Modified);
+                self.entries.push_front(Some(Entry {
+                    path,
+                    kind: Kind::Modified,
+                }));
+            }
+        }
+        (told, false)
+    }
+
+    fn created(&mut self, path: &Path, replaced: bool) {
+        match self.latest_kind(path) {
+            None => self.push(path, Kind::Created { replaced }),
+            Some(kind @ Kind::Removed) => *kind = Kind::Modified,
+            Some(Kind::Renamed { modified, .. }) => *modified = true,
+            Some(Kind::Created { .. } | Kind::Modified) => {}
+        }
+    }
+
+    fn modified(&mut self, path: &Path) {
+        match self.latest_kind(path) {
+            None => self.push(path, Kind::Modified),
+            Some(kind @ Kind::Removed) => *kind = Kind::Modified,
+            Some(Kind::Renamed { modified, .. }) => *modified = true,
+            Some(Kind::Created { .. } | Kind::Modified) => {}
+        }
+    }
+
+    fn removed(&mut self, path: &Path) {
+        match self.latest_kind(path) {
+            Some(Kind::Created { replaced: false }) => {
+                self.drop_latest(path);
+            }
+            Some(kind @ (Kind::Created { .. } | Kind::Modified)) => *kind = Kind::Removed,
+            Some(Kind::Removed) => {}
+            None | Some(Kind::Renamed { .. }) => self.push(path, Kind::Removed),
+        }
+    }
+
+    fn renamed(&mut self, from: &Path, to: &Path) {
+        // What was at the target is replaced, whatever was to be told of it; but if it had been
+        // moved there, that move must be told or its source would seem to be still there.
+        match self.latest_kind(to) {
+            Some(Kind::Renamed { .. }) => {
+                self.latest.remove(to);
+            }
+            Some(_) => {
+                self.drop_latest(to);
+            }
+            None => {}
+        }
+        let mut modified = false;
+        match self.latest_kind(from) {
+            // A file that was written aside and put in place: its first name is of no interest.
+            Some(Kind::Created { replaced: false }) => {
+                self.drop_latest(from);
+                return self.push(to, Kind::Created { replaced: true });
+            }
+            Some(kind @ Kind::Created { .. }) => {
+                *kind = Kind::Removed;
+                return self.push(to, Kind::Created { replaced: true });
+            }
+            Some(Kind::Modified) => {
+                self.drop_latest(from);
+                modified = true;
+            }
+            Some(Kind::Renamed {
+                modified: earlier, ..
+            }) => {
+                modified = std::mem::take(earlier);
+                self.latest.remove(from);
+            }
+            Some(Kind::Removed) | None => {
+                self.latest.remove(from);
+            }
+        }
+        let from = Arc::from(from);
+        self.push(to, Kind::Renamed { from, modified });
+    }
+
+    fn latest_kind(&mut self, path: &Path) -> Option<&mut Kind> {
+        let number = *self.latest.get(path)?;
+        let entry = self.entries.get_mut(number - self.first)?.as_mut()?;
+        Some(&mut entry.kind)
+    }
+
+    /// Lets nothing that waits be changed any more.
+    fn freeze(&mut self) {
+        self.latest.clear();
+    }
+
+    fn push(&mut self, path: &Path, kind: Kind) {
+        let path: Arc<Path> = Arc::from(path);
+        self.live += 1;
+        self.bytes += cost(&path, &kind);
+        self.latest
+            .insert(Arc::clone(&path), self.first + self.entries.len());
+        self.entries.push_back(Some(Entry { path, kind }));
+    }
+
+    fn drop_latest(&mut self, path: &Path) {
+        let Some(number) = self.latest.remove(path) else {
+            return;
+        };
+        let slot = self.entries.get_mut(number - self.first);
+        if let Some(Entry { path, kind }) = slot.and_then(Option::take) {
+            self.live -= 1;
+            self.bytes -= cost(&path, &kind);
+        }
+        if self.entries.len() > 2 * self.live + MIN_HOLES {
+            self.close_holes();
+        }
+    }
+
+    fn close_holes(&mut self) {
+        let entries = std::mem::take(&mut self.entries);
+        let mut moved = HashMap::new();
+        for (at, entry) in entries.into_iter().enumerate() {
+            if entry.is_some() {
+                moved.insert(self.first + at, self.first + self.entries.len());
+                self.entries.push_back(entry);
+            }
+        }
+        self.latest.retain(|_, number| match moved.get(number) {
+            Some(new) => {
+                *number = *new;
+                true
+            }
+            None => false,
+        });
+    }
+
+    fn give_up(&mut self) {
+        *self = Self {
+            overflow: true,
+            ..Self::default()
+        };
+    }
+}
+
+fn cost(path: &Path, kind: &Kind) -> usize {
+    let from = match kind {
+        Kind::Renamed { from, .. } => from.as_os_str().len(),
+        _ => 0,
+    };
+    path.as_os_str().len() + from + ENTRY_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn told(pending: &mut Pending) -> Vec<String> {
+        let (changes, overflow) = pending.take(usize::MAX, usize::MAX);
+        let mut told: Vec<_> = changes
+            .iter()
+            .map(|change| {
+                let path = change.path.display();
+                match (&change.from, change.kind) {
+                    (Some(from), _) => format!("{}>{path}", from.display()),
+                    (None, ChangeKind::Created) => format!("+{path}"),
+                    (None, ChangeKind::Modified) => format!("~{path}"),
+                    (None, _) => format!("-{path}"),
+                }
+            })
+            .collect();
+        if overflow {
+            told.push("lost".to_owned());
+        }
+        told
+    }
+
+    fn after(happenings: &[Happening<'_>]) -> Vec<String> {
+        let mut pending = Pending::default();
+        for happening in happenings {
+            pending.record(*happening);
+        }
+        let told = told(&mut pending);
+        assert!(pending.is_empty() && pending.bytes == 0 && pending.latest.is_empty());
+        told
+    }
+
+    fn created(path: &str) -> Happening<'_> {
+        let replaced = false;
+        let path = Path::new(path);
+        Happening::Created { path, replaced }
+    }
+
+    fn modified(path: &str) -> Happening<'_> {
+        Happening::Modified(Path::new(path))
+    }
+
+    fn removed(path: &str) -> Happening<'_> {
+        let path = Path::new(path);
+        Happening::Removed { path, tree: false }
+    }
+
+    fn renamed<'a>(from: &'a str, to: &'a str) -> Happening<'a> {
+        Happening::Renamed {
+            from: Path::new(from),
+            to: Path::new(to),
+            tree: false,
+        }
+    }
+
+    #[test]
+    fn changes_of_one_path_become_one() {
+        assert_eq!(after(&[created("a"), modified("a"), modified("a")]), ["+a"]);
+        assert_eq!(after(&[created("a"), modified("a"), removed("a")]), [""; 0]);
+        assert_eq!(after(&[modified("a"), removed("a")]), ["-a"]);
+        assert_eq!(after(&[removed("a"), created("a")]), ["~a"]);
+        assert_eq!(
+            after(&[modified("a"), created("b"), modified("a")]),
+            ["~a", "+b"]
+        );
+        // A file that is written aside and put in place.
+        assert_eq!(
+            after(&[created("t"), modified("t"), renamed("t", "a")]),
+            ["+a"]
+        );
+        assert_eq!(
+            after(&[created("t"), renamed("t", "a"), removed("a")]),
+            ["-a"],
+            "it may have been there before"
+        );
+        assert_eq!(after(&[modified("a"), renamed("a", "b")]), ["a>b", "~b"]);
+        assert_eq!(
+            after(&[
+                renamed("a", "b"),
+                renamed("b", "c"),
+                modified("c"),
+                created("a")
+            ]),
+            ["a>b", "b>c", "~c", "+a"]
+        );
+        assert_eq!(after(&[renamed("a", "b"), removed("b")]), ["a>b", "-b"]);
+    }
+
+    #[test]
+    fn a_directory_that_moves_is_told_in_its_place() {
+        let moves = Happening::Renamed {
+            from: Path::new("d"),
+            to: Path::new("e"),
+            tree: true,
+        };
+        let told = after(&[
+            created("d"),
+            created("d/x"),
+            moves,
+            created("e/y"),
+            removed("e/x"),
+        ]);
+        assert_eq!(told, ["+d", "+d/x", "d>e", "+e/y", "-e/x"]);
+    }
+
+    #[test]
+    fn too_much_is_given_up_until_it_has_been_told() {
+        let mut pending = Pending::default();
+        for number in 0..=MAX_LIVE {
+            pending.record(modified(&number.to_string()));
+        }
+        pending.record(created("late"));
+        assert_eq!(told(&mut pending), ["lost"]);
+        pending.record(created("a"));
+        assert_eq!(told(&mut pending), ["+a"]);
+        let long = "x".repeat(4000);
+        for number in 0..MAX_BYTES / 4000 + 1 {
+            pending.record(modified(&format!("{long}{number}")));
+        }
+        assert_eq!(told(&mut pending), ["lost"]);
+    }
+
+    #[test]
+    fn what_comes_and_goes_takes_no_room() {
+        let mut pending = Pending::default();
+        pending.record(created("first"));
+        for number in 0..100_000 {
+            let name = format!("t{number}");
+            pending.record(created(&name));
+            pending.record(removed(&name));
+        }
+        assert!(pending.entries.len() < 4 * MIN_HOLES && !pending.overflow);
+        pending.record(modified("first"));
+        assert_eq!(told(&mut pending), ["+first"]);
+    }
+
+    /// What happens to a small tree, or that somebody takes some changes.
+    #[derive(Debug, Clone)]
+    enum Step {
+        Write(u8, u8),
+        Remove(u8, u8),
+        Rename((u8, u8), (u8, u8)),
+        MoveIn(u8, u8),
+        RenameTree(u8, u8),
+        MoveOut(u8),
+        Take(usize),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let file = || (0u8..3, 0u8..3);
+        prop_oneof![
+            6 => file().prop_map(|(d, f)| Step::Write(d, f)),
+            3 => file().prop_map(|(d, f)| Step::Remove(d, f)),
+            5 => (file(), file()).prop_map(|(a, b)| Step::Rename(a, b)),
+            1 => file().prop_map(|(d, f)| Step::MoveIn(d, f)),
+            1 => (0u8..3, 0u8..3).prop_map(|(a, b)| Step::RenameTree(a, b)),
+            1 => (0u8..3).prop_map(Step::MoveOut),
+            2 => (1usize..4).prop_map(Step::Take),
+        ]
+    }
+
+    fn name(dir: u8, file: u8) -> String {
+        format!("d{dir}/f{file}")
+    }
+
+    type Files = BTreeMap<String, u32>;
+
+    /// Moves everything of one directory to another.
+    fn move_tree(files: &mut Files, from: &str, to: Option<&str>) {
+        let moved: Vec<_> = files
+            .keys()
+            .filter(|path| path.starts_with(&format!("{from}/")))
+            .cloned()
+            .collect();
+        for path in moved {
+            let version = files.remove(&path).unwrap();
+            if let Some(to) = to {
+                files.insert(path.replacen(from, to, 1), version);
+            }
+        }
+    }
+
+    /// What the consumer has to read again.
+    const STALE: u32 = 0;
+
+    /// A consumer who believes what it is told.
+    fn apply(known: &mut Files, change: &Told) {
+        let path = change.path.to_str().unwrap().to_owned();
+        match change.kind {
+            ChangeKind::Created | ChangeKind::Modified => {
+                known.insert(path, STALE);
+            }
+            ChangeKind::Removed => {
+                known.remove(&path);
+                move_tree(known, &path, None);
+            }
+            ChangeKind::Renamed => {
+                let from = change.from.as_ref().unwrap().to_str().unwrap();
+                match known.remove(from) {
+                    Some(version) => {
+                        known.insert(path, version);
+                    }
+                    None => move_tree(known, from, Some(&path)),
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn who_believes_it_all_knows_what_is_there(steps in prop::collection::vec(step(), 0..60)) {
+            let mut real: Files = BTreeMap::new();
+            real.insert(name(0, 0), 1);
+            real.insert(name(1, 1), 2);
+            let mut known = real.clone();
+            let mut pending = Pending::default();
+            let mut version = 10;
+            for step in steps {
+                version += 1;
+                match step {
+                    Step::Write(d, f) => {
+                        let path = name(d, f);
+                        let happening = match real.insert(path.clone(), version) {
+                            None => created(&path),
+                            Some(_) => modified(&path),
+                        };
+                        pending.record(happening);
+                    }
+                    Step::MoveIn(d, f) => {
+                        let path = name(d, f);
+                        real.insert(path.clone(), version);
+                        let path = Path::new(&path);
+                        pending.record(Happening::Created { path, replaced: true });
+                    }
+                    Step::Remove(d, f) => {
+                        if real.remove(&name(d, f)).is_some() {
+                            pending.record(removed(&name(d, f)));
+                        }
+                    }
+                    Step::Rename(a, b) => {
+                        let (from, to) = (name(a.0, a.1), name(b.0, b.1));
+                        if from != to && let Some(moved) = real.remove(&from) {
+                            real.insert(to.clone(), moved);
+                            pending.record(renamed(&from, &to));
+                        }
+                    }
+                    Step::RenameTree(a, b) => {
+                        let (from, to) = (format!("d{a}"), format!("d{b}"));
+                        let taken = real.keys().any(|path| path.starts_with(&to));
+                        if a != b && !taken {
+                            move_tree(&mut real, &from, Some(&to));
+                            let (from, to) = (Path::new(&from), Path::new(&to));
+                            pending.record(Happening::Renamed { from, to, tree: true });
+                        }
+                    }
+                    Step::MoveOut(d) => {
+                        let path = format!("d{d}");
+                        move_tree(&mut real, &path, None);
+                        let path = Path::new(&path);
+                        pending.record(Happening::Removed { path, tree: true });
+                    }
+                    Step::Take(max) => {
+                        let (changes, overflow) = pending.take(max, usize::MAX);
+                        prop_assert!(!overflow && changes.len() <= max);
+                        for change in &changes {
+                            apply(&mut known, change);
+                        }
+                    }
+                }
+            }
+            let (changes, _) = pending.take(usize::MAX, usize::MAX);
+            for change in &changes {
+                apply(&mut known, change);
+            }
+            prop_assert!(pending.is_empty() && pending.bytes == 0);
+            let seen: Vec<_> = known.keys().collect();
+            prop_assert_eq!(seen, real.keys().collect::<Vec<_>>());
+            for (path, version) in &known {
+                prop_assert!(*version == STALE || *version == real[path], "{} is stale", path);
+            }
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! What a watch does not look at: git's rules, and patterns of the subscriber.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use exec_server_protocol::fs::WatchIgnore;
+use ignore::Match;
+use ignore::gitignore::{Gitignore, GitignoreBuilder};
+use rustix::fs::{Mode, OFlags};
+
+use super::WatchError;
+
+/// The rules of one directory and of those around it; directories without rules share them.
+#[derive(Debug)]
+pub(super) struct Rules {
+    matcher: Gitignore,
+    outer: Option<Arc<Self>>,
+}
+
+/// What one tree does not look at.
+#[derive(Debug)]
+pub(super) struct Filter {
+    gitignore: bool,
+    patterns: Gitignore,
+    /// Rules above the tree, up to the top of its repository.
+    above: Option<Arc<Rules>>,
+}
+
+/// The file that holds rules.
+pub(super) const GITIGNORE: &str = ".gitignore";
+
+/// Bytes of such a file that are read.
+const MAX_RULES_BYTES: u64 = 1 << 20;
+
+impl Filter {
+    /// Compiles the patterns and reads the rules above `base`.
+    pub(super) fn new(base: &Path, ignore: &WatchIgnore) -> Result<Self, WatchError> {
+        let mut builder = GitignoreBuilder::new(base);
+        let bad = |pattern: &str, source| WatchError::Pattern {
+            pattern: pattern.to_owned(),
+            source,
+        };
+        for pattern in &ignore.patterns {
+            builder
+                .add_line(None, pattern)
+                .map_err(|source| bad(pattern, source))?;
+        }
+        let patterns = builder
+            .build()
+            .map_err(|source| bad(&ignore.patterns.join(", "), source))?;
+        Ok(Self {
+            gitignore: ignore.gitignore,
+            patterns,
+            above: if ignore.gitignore { above(base) } else { None },
+        })
+    }
+
+    /// Whether a change of this file changes the rules.
+    pub(super) fn is_rules(&self, name: &[u8]) -> bool {
+        self.gitignore && name == GITIGNORE.as_bytes()
+    }
+
+    /// Whether anything is ignored at all.
+    pub(super) fn is_active(&self) -> bool {
+        self.gitignore || !self.patterns.is_empty()
+    }
+
+    /// Whether directories may have rules of their own.
+    pub(super) fn reads_rules(&self) -> bool {
+        self.gitignore
+    }
+
+    /// The rules above the tree.
+    pub(super) fn above(&self) -> Option<Arc<Rules>> {
+        self.above.clone()
+    }
+
+    /// Whether `path`, in a directory with these rules, is not looked at.
+    pub(super) fn ignores(&self, rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool {
+        match self.patterns.matched(path, is_dir) {
+            Match::Ignore(_) => return true,
+            Match::Whitelist(_) => return false,
+            Match::None => {}
+        }
+        if !self.gitignore {
+            return false;
+        }
+        if path.file_name().is_some_and(|name| name == ".git") {
+            return true;
+        }
+        let mut rules = rules;
+        while let Some(Rules { matcher, outer }) = rules {
+            match matcher.matched(path, is_dir) {
+                Match::Ignore(_) => return true,
+                Match::Whitelist(_) => return false,
+                Match::None => rules = outer.as_deref(),
+            }
+        }
+        false
+    }
+}
+
+/// The rules of a directory that has some, within those around it.
+pub(super) fn enter(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+    read(directory, &directory.join(GITIGNORE), outer)
+}
+
+fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+    let Some(text) = content(file) else {
+        return outer;
+    };
+    let mut builder = GitignoreBuilder::new(directory);
+    for line in text.lines() {
+        // As git does: a line that makes no sense is passed over.
+        let _ = builder.add_line(None, line);
+    }
+    match builder.build() {
+        Ok(matcher) if !matcher.is_empty() => Some(Arc::new(Rules { matcher, outer })),
+        _ => outer,
+    }
+}
+
+/// Not through a link, as git; and never waiting for a pipe.
+fn content(path: &Path) -> Option<String> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_RULES_BYTES).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn above(base: &Path) -> Option<Arc<Rules>> {
+    let top = base.ancestors().find(|dir| dir.join(".git").exists())?;
+    let mut rules = read(top, &top.join(".git/info/exclude"), None);
+    let mut between: Vec<&Path> = base
+        .ancestors()
+        .skip(1)
+        .take_while(|dir| dir.starts_with(top))
+        .collect();
+    between.reverse();
+    for directory in between {
+        rules = enter(directory, rules);
+    }
+    rules
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn filter(base: &Path, gitignore: bool, patterns: &[&str]) -> Filter {
+        let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
+        Filter::new(
+            base,
+            &WatchIgnore {
+                gitignore,
+                patterns,
+            },
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn inner_rules_win_and_outer_ones_end_at_the_repository() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("repo");
+        let base = top.join("sub");
+        fs::create_dir_all(top.join(".git/info")).unwrap();
+        fs::create_dir_all(base.join("inner")).unwrap();
+        fs::write(dir.path().join(GITIGNORE), "*.c\n").unwrap();
+        fs::write(top.join(GITIGNORE), "*.log\nsub\n/sub/own\n[\n").unwrap();
+        fs::write(top.join(".git/info/exclude"), "mine\n").unwrap();
+        fs::write(base.join(GITIGNORE), "!keep.log\ndeep/\n").unwrap();
+        let filter = filter(&base, true, &[]);
+        let rules = enter(&base, filter.above());
+        let ignores =
+            |name: &str, is_dir| filter.ignores(rules.as_deref(), &base.join(name), is_dir);
+        for (name, is_dir, expected) in [
+            ("a.log", false, true),
+            ("keep.log", false, false),
+            ("inner/a.log", false, true),
+            ("own", false, true),
+            ("inner/own", false, false),
+            ("mine", false, true),
+            ("deep", true, true),
+            ("deep", false, false),
+            ("a.c", false, false),
+            (".git", true, true),
+            (".github", true, false),
+        ] {
+            assert_eq!(ignores(name, is_dir), expected, "{name}");
+        }
+        let inner = enter(&base.join("inner"), rules.clone());
+        assert!(Arc::ptr_eq(&inner.unwrap(), rules.as_ref().unwrap()));
+    }
+
+    #[test]
+    fn patterns_are_relative_to_the_root() {
+        let base = Path::new("/base");
+        let filter = filter(base, false, &["/out", "*.tmp", "!x.tmp", "a/**/b", "only/"]);
+        for (name, is_dir, expected) in [
+            ("out", true, true),
+            ("a/out", true, false),
+            ("q/z.tmp", false, true),
+            ("q/x.tmp", false, false),
+            ("a/b", false, true),
+            ("a/q/r/b", true, true),
+            ("q/only", true, true),
+            ("q/only", false, false),
+            (".git", true, false),
+        ] {
+            let ignored = filter.ignores(None, &base.join(name), is_dir);
+            assert_eq!(ignored, expected, "{name}");
+        }
+        let patterns = vec!["ok".to_owned(), "{a".to_owned()];
+        let bad = Filter::new(
+            base,
+            &WatchIgnore {
+                gitignore: false,
+                patterns,
+            },
+        )
+        .unwrap_err();
+        assert!(bad.to_string().contains("`{a`"), "{bad}");
+    }
+
+    #[test]
+    fn a_pipe_holds_no_rules() {
+        let dir = tempfile::tempdir().unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            dir.path().join(GITIGNORE),
+            rustix::fs::FileType::Fifo,
+            Mode::RUSR | Mode::WUSR,
+            0,
+        )
+        .unwrap();
+        assert!(enter(dir.path(), None).is_none());
+    }
+}

@@ -1,0 +1,577 @@
+//! Trees against the kernel, through a hub.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc;
+use std::task::Wake;
+
+use exec_server_protocol::fs::ChangeKind;
+use tempfile::TempDir;
+
+use super::*;
+
+/// Longer than any machine needs; only a failure takes as long.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+struct Bell(mpsc::SyncSender<()>);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.try_send(());
+    }
+}
+
+/// A subscription and what it told.
+struct Observer {
+    dir: PathBuf,
+    subscription: Subscription,
+    waker: Waker,
+    rung: mpsc::Receiver<()>,
+    seq: u64,
+    told: Vec<String>,
+}
+
+fn ignoring(gitignore: bool, patterns: &[&str]) -> WatchIgnore {
+    WatchIgnore {
+        gitignore,
+        patterns: patterns.iter().map(|&pattern| pattern.to_owned()).collect(),
+    }
+}
+
+fn no_one_cancels() -> Arc<AtomicBool> {
+    Arc::default()
+}
+
+impl Observer {
+    fn new(hub: &Hub, dir: &Path, path: &Path, ignore: &WatchIgnore) -> Self {
+        let debounce = Duration::from_millis(1);
+        let subscription = hub
+            .watch(path, true, ignore, debounce, &no_one_cancels())
+            .unwrap();
+        let (ring, rung) = mpsc::sync_channel(1);
+        Self {
+            dir: fs::canonicalize(dir).unwrap(),
+            subscription,
+            waker: Waker::from(Arc::new(Bell(ring))),
+            rung,
+            seq: 0,
+            told: Vec::new(),
+        }
+    }
+
+    fn of(dir: &TempDir) -> Self {
+        Self::new(
+            &Hub::default(),
+            dir.path(),
+            dir.path(),
+            &ignoring(false, &[]),
+        )
+    }
+
+    /// Waits for the next batch.
+    fn step(&mut self) {
+        let batch = loop {
+            match self.subscription.take(&self.waker) {
+                Some(batch) => break batch,
+                None => self.rung.recv_timeout(PATIENCE).unwrap_or_else(|_| {
+                    let told = &self.told[self.told.len().saturating_sub(20)..];
+                    panic!("nothing more was told; at last {told:?}");
+                }),
+            }
+        };
+        self.seq += 1;
+        assert_eq!(batch.seq, self.seq);
+        assert!(batch.changes.len() <= MAX_CHANGES);
+        for change in batch.changes {
+            let path = self.name(&change.path);
+            self.told.push(match (change.kind, &change.from) {
+                (ChangeKind::Renamed, Some(from)) => format!("{}>{path}", self.name(from)),
+                (ChangeKind::Created, None) => format!("+{path}"),
+                (ChangeKind::Modified, None) => format!("~{path}"),
+                (ChangeKind::Removed, None) => format!("-{path}"),
+                odd => panic!("{odd:?}"),
+            });
+        }
+        if batch.overflow {
+            self.told.push("lost".to_owned());
+        }
+    }
+
+    fn name(&self, uri: &PathUri) -> String {
+        let path = uri.to_native().unwrap();
+        path.strip_prefix(&self.dir).unwrap().display().to_string()
+    }
+
+    /// Waits until something has been told.
+    fn until(&mut self, what: &str) {
+        while !self.told.iter().any(|told| told == what) {
+            self.step();
+        }
+    }
+
+    /// Makes files until one is told of: after a loss there may be another, which covers them.
+    fn goes_on(&mut self) {
+        for number in 0.. {
+            self.told.clear();
+            let name = format!("after{number}");
+            fs::write(self.subscription.root().join(&name), "").unwrap();
+            let (told, lost) = (format!("+{name}"), "lost".to_owned());
+            while !self.told.contains(&lost) {
+                if self.told.contains(&told) {
+                    return;
+                }
+                self.step();
+            }
+        }
+    }
+
+    /// Makes a file that nothing else is told after, and returns what was told before it.
+    fn so_far(&mut self) -> Vec<String> {
+        let root = self.subscription.root().to_owned();
+        let mark = format!("mark{}", self.seq);
+        fs::write(root.join(&mark), "").unwrap();
+        let name = root.join(&mark);
+        let name = name.strip_prefix(&self.dir).unwrap().display().to_string();
+        self.until(&format!("+{name}"));
+        let told = std::mem::take(&mut self.told);
+        told.into_iter()
+            .filter(|told| !told.contains("mark"))
+            .collect()
+    }
+}
+
+#[test]
+fn changes_are_told_in_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::create_dir(at("d")).unwrap();
+    fs::write(at("old"), "").unwrap();
+    fs::write(at("d/gone"), "").unwrap();
+    let mut seen = Observer::of(&dir);
+    fs::write(at("d/new"), "x").unwrap();
+    seen.until("+d/new");
+    fs::write(at("old"), "x").unwrap();
+    seen.until("~old");
+    fs::remove_file(at("d/gone")).unwrap();
+    seen.until("-d/gone");
+    fs::rename(at("old"), at("d/moved")).unwrap();
+    seen.until("old>d/moved");
+    fs::create_dir(at("e")).unwrap();
+    seen.until("+e");
+    fs::rename(at("d"), at("e/d")).unwrap();
+    seen.until("d>e/d");
+    fs::write(at("e/d/after"), "").unwrap();
+    seen.until("+e/d/after");
+    // In from elsewhere and out again.
+    let other = tempfile::tempdir().unwrap();
+    fs::create_dir(other.path().join("in")).unwrap();
+    fs::write(other.path().join("in/file"), "").unwrap();
+    fs::rename(other.path().join("in"), at("in")).unwrap();
+    seen.until("+in/file");
+    fs::rename(at("e"), other.path().join("e")).unwrap();
+    seen.until("-e");
+    fs::write(other.path().join("e/d/unseen"), "").unwrap();
+    fs::write(at("in/more"), "").unwrap();
+    seen.until("+in/more");
+    let told = seen.so_far();
+    assert!(!told.iter().any(|told| told.contains("unseen")), "{told:?}");
+}
+
+#[test]
+fn files_in_new_directories_are_not_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut seen = Observer::of(&dir);
+    let mut expected = BTreeSet::new();
+    for number in 0..200 {
+        let path = dir.path().join(format!("{number}/a/b"));
+        fs::create_dir_all(&path).unwrap();
+        fs::write(path.join("file"), "").unwrap();
+        for name in ["", "/a", "/a/b", "/a/b/file"] {
+            expected.insert(format!("+{number}{name}"));
+        }
+    }
+    let told = seen.so_far();
+    let mut known: BTreeSet<String> = told.into_iter().collect();
+    // Those directories may still be on their way when the mark is told.
+    while !expected.is_subset(&known) {
+        seen.step();
+        known.extend(seen.told.drain(..));
+    }
+}
+
+#[test]
+fn a_directory_that_is_replaced_is_watched_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::create_dir_all(at("d/deep")).unwrap();
+    let mut seen = Observer::of(&dir);
+    for _ in 0..10 {
+        // Somebody inside keeps the old one from going at once.
+        let _inside = fs::File::open(at("d")).unwrap();
+        fs::remove_dir_all(at("d")).unwrap();
+        fs::create_dir_all(at("d/deep")).unwrap();
+        fs::write(at("d/deep/x"), "").unwrap();
+        seen.until("+d/deep/x");
+        seen.told.clear();
+        fs::rename(at("d"), at("d.old")).unwrap();
+        fs::create_dir_all(at("d/deep")).unwrap();
+        fs::write(at("d/deep/y"), "").unwrap();
+        seen.until("+d/deep/y");
+        fs::write(at("d.old/deep/z"), "").unwrap();
+        seen.until("+d.old/deep/z");
+        fs::remove_dir_all(at("d.old")).unwrap();
+        seen.until("-d.old");
+        seen.told.clear();
+    }
+}
+
+#[test]
+fn a_root_that_is_replaced_is_watched_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::create_dir_all(at("way/to/root/d")).unwrap();
+    let hub = Hub::default();
+    let mut seen = Observer::new(&hub, dir.path(), &at("way/to/root"), &ignoring(false, &[]));
+    for round in 0..5 {
+        let _inside = (round % 2 == 0).then(|| fs::File::open(at("way/to/root")).unwrap());
+        fs::remove_dir_all(at("way/to/root")).unwrap();
+        seen.until("-way/to/root");
+        fs::create_dir_all(at("way/to/root/d")).unwrap();
+        fs::write(at("way/to/root/d/x"), "").unwrap();
+        seen.until("+way/to/root/d/x");
+        seen.told.clear();
+        // Renamed away, and another one in its place.
+        fs::rename(at("way/to/root"), at("away")).unwrap();
+        fs::create_dir_all(at("way/to/root/d")).unwrap();
+        fs::write(at("way/to/root/d/y"), "").unwrap();
+        seen.until("+way/to/root/d/y");
+        seen.told.clear();
+        fs::remove_dir_all(at("away")).unwrap();
+        // With all that leads to it.
+        fs::rename(at("way"), at("away")).unwrap();
+        seen.until("-way/to/root");
+        fs::write(at("away/to/root/d/unseen"), "").unwrap();
+        fs::create_dir(at("way")).unwrap();
+        fs::create_dir(at("way/to")).unwrap();
+        fs::rename(at("away/to/root"), at("way/to/root")).unwrap();
+        seen.until("+way/to/root/d/unseen");
+        fs::remove_dir_all(at("away")).unwrap();
+        seen.told.clear();
+        fs::write(at("way/to/root/d/unseen"), "x").unwrap();
+        seen.until("~way/to/root/d/unseen");
+        seen.told.clear();
+    }
+}
+
+#[test]
+fn a_plain_file_is_watched_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::write(at("file"), "").unwrap();
+    fs::write(at("other"), "").unwrap();
+    let hub = Hub::default();
+    let mut seen = Observer::new(&hub, dir.path(), &at("file"), &ignoring(false, &[]));
+    fs::write(at("other"), "x").unwrap();
+    fs::write(at("file"), "x").unwrap();
+    seen.until("~file");
+    fs::write(at("aside"), "x").unwrap();
+    fs::rename(at("aside"), at("file")).unwrap();
+    seen.until("+file");
+    fs::remove_file(at("file")).unwrap();
+    seen.until("-file");
+    seen.told.clear();
+    fs::write(at("file"), "").unwrap();
+    seen.until("+file");
+    assert!(
+        seen.told.iter().all(|told| told.ends_with("file")),
+        "{:?}",
+        seen.told
+    );
+}
+
+struct Nobody;
+
+impl Tell for Nobody {
+    fn tell(&self, _: Happening<'_>) {}
+}
+
+fn registered(dir: &Path, ignore: &WatchIgnore) -> Tree<Nobody> {
+    let target = Target::new(fs::canonicalize(dir).unwrap(), true).unwrap();
+    let filter = Filter::new(target.base(), ignore).unwrap();
+    Tree::start(target, filter, Nobody, no_one_cancels()).unwrap()
+}
+
+fn below(tree: &Tree<Nobody>, dir: &Path) -> Vec<String> {
+    let dir = fs::canonicalize(dir).unwrap();
+    let directories = tree.directories();
+    let name = |path: &PathBuf| path.strip_prefix(&dir).unwrap().display().to_string();
+    directories.iter().map(name).collect()
+}
+
+/// Lets a tree handle events until it has these directories.
+fn settles(tree: &mut Tree<Nobody>, dir: &Path, expected: &[&str]) {
+    let mut buffer = Buffer::new();
+    let deadline = Instant::now() + PATIENCE;
+    while below(tree, dir) != expected {
+        let seen = below(tree, dir);
+        assert!(Instant::now() < deadline, "{seen:?}, not {expected:?}");
+        let timeout = Timespec::try_from(Duration::from_millis(20)).unwrap();
+        let mut descriptors = [PollFd::new(tree.inotify(), PollFlags::IN)];
+        poll(&mut descriptors, Some(&timeout)).unwrap();
+        tree.turn(&mut buffer);
+    }
+}
+
+#[test]
+fn ignored_directories_are_not_registered() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in [
+        ".git/objects",
+        "src/deep",
+        "target/debug",
+        "src/gen",
+        "node_modules/x",
+    ] {
+        fs::create_dir_all(dir.path().join(name)).unwrap();
+    }
+    fs::write(dir.path().join(".gitignore"), "/target\n").unwrap();
+    fs::write(dir.path().join("src/.gitignore"), "gen/\n").unwrap();
+    let mut tree = registered(dir.path(), &ignoring(true, &["node_modules"]));
+    assert_eq!(below(&tree, dir.path()), ["", "src", "src/deep"]);
+    // Rules that change are followed, in both directions.
+    fs::write(dir.path().join("src/.gitignore"), "deep\n").unwrap();
+    settles(&mut tree, dir.path(), &["", "src", "src/gen"]);
+    fs::remove_file(dir.path().join("src/.gitignore")).unwrap();
+    settles(&mut tree, dir.path(), &["", "src", "src/deep", "src/gen"]);
+    fs::create_dir_all(dir.path().join("target/release")).unwrap();
+    fs::rename(
+        dir.path().join("src/gen"),
+        dir.path().join("src/node_modules"),
+    )
+    .unwrap();
+    settles(&mut tree, dir.path(), &["", "src", "src/deep"]);
+    fs::rename(dir.path().join("target"), dir.path().join("tar")).unwrap();
+    settles(
+        &mut tree,
+        dir.path(),
+        &["", "src", "src/deep", "tar", "tar/debug", "tar/release"],
+    );
+    fs::remove_dir_all(dir.path().join("tar")).unwrap();
+    settles(&mut tree, dir.path(), &["", "src", "src/deep"]);
+    let everything = registered(dir.path(), &ignoring(false, &[]));
+    assert!(below(&everything, dir.path()).contains(&".git/objects".to_owned()));
+}
+
+#[test]
+fn what_is_ignored_is_not_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    fs::write(at(".gitignore"), "*.log\nout/\n").unwrap();
+    fs::create_dir(at("out")).unwrap();
+    let hub = Hub::default();
+    let ignore = ignoring(true, &["*.tmp"]);
+    let mut seen = Observer::new(&hub, dir.path(), dir.path(), &ignore);
+    fs::write(at("a.log"), "").unwrap();
+    fs::write(at("a.tmp"), "").unwrap();
+    fs::write(at("out/x"), "").unwrap();
+    fs::write(at("kept"), "").unwrap();
+    // Into sight and out of it.
+    fs::rename(at("a.tmp"), at("shown")).unwrap();
+    fs::rename(at("kept"), at("kept.log")).unwrap();
+    fs::remove_file(at("a.log")).unwrap();
+    let told = seen.so_far();
+    let odd: Vec<_> = told
+        .iter()
+        .filter(|told| !["+kept", "~kept", "-kept", "+shown", "~shown"].contains(&told.as_str()))
+        .collect();
+    assert!(
+        odd.is_empty() && told.contains(&"+shown".to_owned()),
+        "{told:?}"
+    );
+}
+
+#[test]
+fn subscribers_share_a_tree_and_the_last_one_ends_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = Hub::default();
+    let plain = ignoring(false, &[]);
+    let mut one = Observer::new(&hub, dir.path(), dir.path(), &plain);
+    let mut two = Observer::new(&hub, dir.path(), dir.path(), &plain);
+    let other = Observer::new(&hub, dir.path(), dir.path(), &ignoring(true, &[]));
+    assert!(Arc::ptr_eq(
+        &one.subscription.trunk,
+        &two.subscription.trunk
+    ));
+    assert!(!Arc::ptr_eq(
+        &one.subscription.trunk,
+        &other.subscription.trunk
+    ));
+    fs::write(dir.path().join("x"), "").unwrap();
+    one.until("+x");
+    two.until("+x");
+    let shared = Arc::downgrade(&one.subscription.trunk.shared);
+    drop(one);
+    fs::write(dir.path().join("y"), "").unwrap();
+    two.until("+y");
+    drop(two);
+    let deadline = Instant::now() + PATIENCE;
+    while shared.strong_count() > 0 {
+        assert!(Instant::now() < deadline, "the thread goes on");
+        thread::yield_now();
+    }
+}
+
+/// In memory where that can be had: some disks make fifty thousand files in a minute only.
+fn quick_dir() -> TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
+}
+
+#[test]
+fn a_burst_is_told_completely_or_said_to_be_lost() {
+    let dir = quick_dir();
+    let mut seen = Observer::of(&dir);
+    let mut expected = BTreeSet::new();
+    for number in 0..50_000 {
+        fs::write(dir.path().join(format!("f{number}")), "").unwrap();
+        expected.insert(format!("+f{number}"));
+    }
+    fs::write(dir.path().join("last"), "").unwrap();
+    while !seen
+        .told
+        .iter()
+        .any(|told| told == "+last" || told == "lost")
+    {
+        seen.step();
+    }
+    let told: BTreeSet<String> = seen.told.drain(..).collect();
+    assert!(told.contains("lost") || told.is_superset(&expected));
+    seen.goes_on();
+}
+
+#[test]
+fn a_subscriber_that_takes_nothing_hears_of_it() {
+    let dir = quick_dir();
+    let (one, two) = (dir.path().join("one"), dir.path().join("two"));
+    fs::write(&one, "").unwrap();
+    let mut seen = Observer::of(&dir);
+    for _ in 0..40_000 {
+        fs::rename(&one, &two).unwrap();
+        fs::rename(&two, &one).unwrap();
+    }
+    seen.until("lost");
+    seen.goes_on();
+}
+
+#[test]
+fn what_cannot_be_watched_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = Hub::default();
+    let watch = |path: &Path, ignore: &WatchIgnore| {
+        hub.watch(path, true, ignore, Duration::ZERO, &no_one_cancels())
+    };
+    let missing = watch(&dir.path().join("no"), &ignoring(false, &[])).unwrap_err();
+    assert!(
+        matches!(missing, WatchError::Fs(FsError::Io { .. })),
+        "{missing}"
+    );
+    let pattern = watch(dir.path(), &ignoring(false, &["{a"])).unwrap_err();
+    assert!(matches!(pattern, WatchError::Pattern { .. }), "{pattern}");
+    let full = WatchError::register(Path::new("/x"), Errno::NOSPC).to_string();
+    let limit = limit("max_user_watches", "max_inotify_watches");
+    assert!(limit > 0);
+    for part in [
+        "`/x`",
+        "fs.inotify.max_user_watches is",
+        &limit.to_string(),
+        "sysctl",
+    ] {
+        assert!(full.contains(part), "{full}");
+    }
+    let mut trees = Vec::new();
+    for number in 0..=MAX_TREES {
+        let path = dir.path().join(number.to_string());
+        fs::create_dir(&path).unwrap();
+        match watch(&path, &ignoring(false, &[])) {
+            Ok(tree) => trees.push(tree),
+            // Others on this machine use instances too.
+            Err(WatchError::TooMany | WatchError::Instances { .. }) => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(trees.len() <= MAX_TREES);
+    trees.clear();
+    watch(dir.path(), &ignoring(false, &[])).unwrap();
+    let cancelled = Arc::new(AtomicBool::new(true));
+    let given_up = hub.watch(
+        dir.path(),
+        true,
+        &ignoring(true, &[]),
+        Duration::ZERO,
+        &cancelled,
+    );
+    assert!(matches!(given_up, Err(WatchError::Cancelled)));
+}
+
+mod missing {
+    use super::*;
+
+    async fn fires(watch: Missing, act: impl FnOnce()) {
+        let changed = tokio::spawn(watch.changed());
+        act();
+        tokio::time::timeout(PATIENCE, changed)
+            .await
+            .expect("it to fire")
+            .unwrap()
+            .unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_appears_is_noticed_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let watch = |missing: &[&str], present: Option<&str>| {
+            let missing = missing.iter().map(|name| at(name)).collect();
+            Missing::start(missing, present.map(at)).unwrap()
+        };
+        fs::write(at("there"), "").unwrap();
+        assert!(watch(&["a", "there"], None).is_none());
+        assert!(watch(&["a"], Some("b")).is_none());
+        let mut waits = Box::pin(watch(&["a/b/c"], Some("there")).unwrap().changed());
+        fs::write(at("sibling"), "").unwrap();
+        fs::remove_file(at("sibling")).unwrap();
+        let patience = Duration::from_millis(100);
+        assert!(tokio::time::timeout(patience, &mut waits).await.is_err());
+        drop(waits);
+        fires(watch(&["a/b/c"], None).unwrap(), || {
+            fs::create_dir(at("a")).unwrap()
+        })
+        .await;
+        fires(watch(&["x", "a/b/c"], None).unwrap(), || {
+            fs::create_dir_all(at("a/b/c")).unwrap();
+        })
+        .await;
+        fires(watch(&["m"], None).unwrap(), || {
+            fs::rename(at("a"), at("m")).unwrap()
+        })
+        .await;
+        fires(watch(&["x"], Some("there")).unwrap(), || {
+            fs::write(at("there"), "x").unwrap()
+        })
+        .await;
+        fs::write(at("new"), "").unwrap();
+        fires(watch(&["x"], Some("there")).unwrap(), || {
+            fs::rename(at("new"), at("there")).unwrap();
+        })
+        .await;
+        fires(watch(&["x"], Some("there")).unwrap(), || {
+            fs::remove_file(at("there")).unwrap()
+        })
+        .await;
+        // The directory that is watched goes, and comes again with what is awaited.
+        fires(watch(&["m/b/x"], None).unwrap(), || {
+            fs::remove_dir_all(at("m")).unwrap();
+            fs::create_dir_all(at("m/b")).unwrap();
+            fs::write(at("m/b/x"), "").unwrap();
+        })
+        .await;
+    }
+}

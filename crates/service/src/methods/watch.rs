@@ -1,0 +1,350 @@
+//! `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and the notifications they lead to.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Wake, Waker};
+use std::time::Duration;
+
+use exec_server_executor::fs::watch::{Missing, Subscription};
+use exec_server_protocol::fs::{
+    Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
+    WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
+};
+use exec_server_protocol::limits::{
+    MAX_MISSING_PATHS, MAX_WATCH_DEBOUNCE_MS, MAX_WATCH_ID_BYTES, MAX_WATCHES,
+};
+use exec_server_protocol::method::Empty;
+use exec_server_protocol::{Notification as _, PathUri, envelope};
+use exec_server_transport::Outgoing;
+use tokio_util::sync::CancellationToken;
+
+use super::fs::{FAMILY, admit, blocking};
+use super::search::check_globs;
+use crate::connection::{Connection, Responder};
+use crate::dispatch::Call;
+use crate::error::RpcError;
+use crate::follow;
+use crate::outbox::{Feed, Outbox, Reply};
+
+/// What one connection watches.
+#[derive(Debug, Default)]
+pub(crate) struct Watches {
+    /// By the id that the client chose.
+    active: Mutex<HashMap<String, Watch>>,
+    missing: Mutex<MissingWatch>,
+}
+
+#[derive(Debug)]
+enum Watch {
+    /// Being registered, until this is set.
+    Starting(Arc<AtomicBool>),
+    Told(Arc<Watcher>),
+}
+
+/// The one watch for something missing.
+#[derive(Debug, Default)]
+struct MissingWatch {
+    /// The largest id that was used.
+    last: Option<u64>,
+    /// Cancelled when another takes its place.
+    current: CancellationToken,
+}
+
+impl Watches {
+    fn active(&self) -> MutexGuard<'_, HashMap<String, Watch>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn missing(&self) -> MutexGuard<'_, MissingWatch> {
+        self.missing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends all of them.
+    pub(crate) fn end(&self) {
+        let active = std::mem::take(&mut *self.active());
+        active.into_values().for_each(Watch::end);
+        self.missing().current.cancel();
+    }
+
+    /// Takes an id for a watch that is about to be registered.
+    fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), RpcError> {
+        let mut active = self.active();
+        if active.contains_key(watch_id) {
+            let message = format!("watch `{watch_id}` already exists");
+            return Err(RpcError::invalid_request(message));
+        }
+        if active.len() >= MAX_WATCHES {
+            let message = format!("at most {MAX_WATCHES} watches may be active per connection");
+            return Err(RpcError::invalid_request(message));
+        }
+        let watch = Watch::Starting(Arc::clone(cancelled));
+        active.insert(watch_id.to_owned(), watch);
+        Ok(())
+    }
+
+    /// Whether the id still belongs to the watch that reserved it.
+    fn holds(active: &HashMap<String, Watch>, watch_id: &str, cancelled: &Arc<AtomicBool>) -> bool {
+        matches!(active.get(watch_id),
+            Some(Watch::Starting(holder)) if Arc::ptr_eq(holder, cancelled))
+    }
+}
+
+impl Watch {
+    fn end(self) {
+        match self {
+            Self::Starting(cancelled) => cancelled.store(true, Ordering::Relaxed),
+            Self::Told(watcher) => watcher.end(),
+        }
+    }
+}
+
+/// Feeds one connection with what happens under one watch.
+#[derive(Debug)]
+struct Watcher {
+    watch_id: String,
+    /// Nothing once the watch has ended.
+    subscription: Mutex<Option<Subscription>>,
+    /// It is on the ready list, or about to be pulled.
+    queued: AtomicBool,
+    outbox: Weak<Outbox>,
+}
+
+/// Wakes a watcher without keeping it: the subscription, which has this, is the watcher's own.
+struct Bell(Weak<Watcher>);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        if let Some(watcher) = self.0.upgrade() {
+            watcher.ready();
+        }
+    }
+}
+
+impl Watcher {
+    fn ready(self: Arc<Self>) {
+        if !self.queued.swap(true, Ordering::AcqRel)
+            && let Some(outbox) = self.outbox.upgrade()
+        {
+            outbox.ready(self);
+        }
+    }
+
+    fn end(&self) {
+        let mut subscription = self
+            .subscription
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *subscription = None;
+    }
+}
+
+impl Feed for Watcher {
+    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+        self.queued.store(false, Ordering::Release);
+        let waker = Waker::from(Arc::new(Bell(Arc::downgrade(&self))));
+        let batch = {
+            let subscription = self
+                .subscription
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            subscription.as_ref().and_then(|one| one.take(&waker))
+        };
+        let Some(batch) = batch else { return false };
+        let params = ChangedParams {
+            watch_id: self.watch_id.clone(),
+            seq: batch.seq,
+            changes: batch.changes,
+            overflow: batch.overflow,
+        };
+        follow::push(outgoing, Changed::NAME, &params);
+        // Nobody else puts it on the list meanwhile: what came first was taken.
+        !self.queued.swap(true, Ordering::AcqRel)
+    }
+}
+
+pub(crate) fn watch(call: Call<'_>, params: WatchParams) {
+    let cancelled: Arc<AtomicBool> = Arc::default();
+    let admitted = admit(&call, &params.path, params.sandbox.as_ref()).and_then(|path| {
+        check(&params)?;
+        let watches = &call.connection.watches;
+        watches.reserve(&params.watch_id, &cancelled)?;
+        Ok(path)
+    });
+    let path = match admitted {
+        Ok(path) => path,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let (connection, responder) = (Arc::clone(call.connection), call.responder);
+    call.connection.spawn(async move {
+        let WatchParams {
+            watch_id,
+            recursive,
+            ignore,
+            debounce_ms,
+            ..
+        } = params;
+        let (server, flag) = (connection.server.clone(), Arc::clone(&cancelled));
+        // The connection ends all its watches: that sets the flag of one that is being registered.
+        let started = blocking(move || {
+            let debounce = Duration::from_millis(debounce_ms);
+            let watched = server
+                .hub()
+                .watch(&path, recursive, &ignore, debounce, &flag);
+            Ok(watched?)
+        });
+        match started.await {
+            Ok(subscription) => begin(&connection, watch_id, subscription, &cancelled, responder),
+            Err(error) => {
+                let mut active = connection.watches.active();
+                if Watches::holds(&active, &watch_id, &cancelled) {
+                    active.remove(&watch_id);
+                }
+                drop(active);
+                responder.send_error(error);
+            }
+        }
+    });
+}
+
+/// Answers, and lets changes follow the answer.
+fn begin(
+    connection: &Arc<Connection>,
+    watch_id: String,
+    subscription: Subscription,
+    cancelled: &Arc<AtomicBool>,
+    responder: Responder,
+) {
+    let path = match PathUri::from_native(subscription.root()) {
+        Ok(path) => path,
+        Err(error) => return responder.send_error(RpcError::internal(error.to_string())),
+    };
+    let watcher = Arc::new(Watcher {
+        watch_id: watch_id.clone(),
+        subscription: Mutex::new(Some(subscription)),
+        queued: AtomicBool::new(false),
+        outbox: Arc::downgrade(&connection.outbox),
+    });
+    let mut active = connection.watches.active();
+    if Watches::holds(&active, &watch_id, cancelled) {
+        active.insert(watch_id, Watch::Told(Arc::clone(&watcher)));
+        drop(active);
+        responder.send(Ok(WatchResult { path }));
+        watcher.ready();
+    } else {
+        drop(active);
+        let message = format!("watch `{watch_id}` was ended while it began");
+        responder.send_error(RpcError::invalid_request(message));
+    }
+}
+
+fn check(params: &WatchParams) -> Result<(), RpcError> {
+    check_globs("patterns", &params.ignore.patterns)?;
+    if params.watch_id.len() > MAX_WATCH_ID_BYTES {
+        let message = format!("watch ID must not exceed {MAX_WATCH_ID_BYTES} bytes");
+        return Err(RpcError::invalid_request(message));
+    }
+    let debounce = params.debounce_ms;
+    if debounce > MAX_WATCH_DEBOUNCE_MS {
+        return Err(RpcError::invalid_params(format!(
+            "debounceMs {debounce} exceeds the limit of {MAX_WATCH_DEBOUNCE_MS}"
+        )));
+    }
+    Ok(())
+}
+
+pub(crate) fn unwatch(call: Call<'_>, params: UnwatchParams) {
+    let answer = call.phase.ready(FAMILY).map(|_| {
+        let watch = call.connection.watches.active().remove(&params.watch_id);
+        if let Some(watch) = watch {
+            watch.end();
+        }
+        Empty {}
+    });
+    call.responder.send(answer);
+}
+
+pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
+    if let Err(error) = call.phase.ready(FAMILY) {
+        return call.responder.send_error(error);
+    }
+    let WatchMissingParams {
+        watch_id,
+        missing,
+        present,
+    } = params;
+    let connection = Arc::clone(call.connection);
+    let replaced = {
+        let mut state = connection.watches.missing();
+        if state.last.is_some_and(|last| watch_id <= last) {
+            None
+        } else {
+            state.last = Some(watch_id);
+            let current = CancellationToken::new();
+            std::mem::replace(&mut state.current, current.clone()).cancel();
+            Some(current)
+        }
+    };
+    let paths = usable(&missing, present.as_ref());
+    let (Some(current), Some((missing, present))) = (replaced, paths) else {
+        return call
+            .responder
+            .send(Ok(WatchMissingResult { watching: false }));
+    };
+    let responder = call.responder;
+    call.connection.spawn(async move {
+        let started = tokio::select! {
+            started = blocking(move || Ok(Missing::start(missing, present)?)) => started,
+            // Another took its place; this one will tell nothing.
+            () = current.cancelled() => Ok(None),
+        };
+        let watch = started.unwrap_or_else(|error| {
+            tracing::warn!(message = error.message, "cannot watch for what is missing");
+            None
+        });
+        let watching = watch.is_some();
+        responder.send(Ok(WatchMissingResult { watching }));
+        let Some(watch) = watch else { return };
+        let changed = tokio::select! {
+            changed = watch.changed() => changed,
+            () = current.cancelled() => return,
+        };
+        if let Err(error) = changed {
+            // Told as a change: whoever waits will look, and see.
+            tracing::warn!(%error, "cannot watch any longer for what is missing");
+        }
+        let _state = connection.watches.missing();
+        if !current.is_cancelled() {
+            tell_missing(&connection.outbox, watch_id);
+        }
+    });
+}
+
+/// The paths on this machine, if they make sense.
+fn usable(
+    missing: &[PathUri],
+    present: Option<&PathUri>,
+) -> Option<(Vec<PathBuf>, Option<PathBuf>)> {
+    if missing.is_empty() || missing.len() > MAX_MISSING_PATHS {
+        return None;
+    }
+    let native = |path: &PathUri| path.to_native().ok();
+    let missing = missing.iter().map(native).collect::<Option<_>>()?;
+    match present {
+        Some(present) => Some((missing, Some(native(present)?))),
+        None => Some((missing, None)),
+    }
+}
+
+/// One small message for each request that was answered.
+fn tell_missing(outbox: &Outbox, watch_id: u64) {
+    let mut message = Vec::new();
+    let params = MissingChangedParams { watch_id };
+    let encoded = envelope::encode_notification(&mut message, MissingChanged::NAME, &params);
+    debug_assert!(encoded.is_ok(), "a number always serialises");
+    outbox.push(Reply {
+        message,
+        _reserved: None,
+    });
+}
