@@ -432,7 +432,7 @@ pub struct RemoveParams {
     pub sandbox: Option<Value>,
 }
 
-/// Params of [`Copy`].
+/// Params of [`enum@Copy`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CopyParams {
@@ -522,7 +522,7 @@ pub struct CreateSymlinkParams {
     pub sandbox: Option<Value>,
 }
 
-/// Params of [`Hash`].
+/// Params of [`enum@Hash`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HashParams {
     /// Which file.
@@ -535,7 +535,7 @@ pub struct HashParams {
     pub sandbox: Option<Value>,
 }
 
-/// Result of [`Hash`].
+/// Result of [`enum@Hash`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashResult {
     /// SHA-256 of the bytes, in lower-case hex.

@@ -348,14 +348,14 @@ pub(crate) async fn serve(
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
     let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
     let lane = Lane::new(server.files());
-    let with_files = server.with_files();
+    let handles = Handles::new(server.with_files());
     let connection = Arc::new(Connection {
         slots: Arc::new(Semaphore::new(server.config().concurrent_requests.max(1))),
         server,
         outbox: Arc::clone(&outbox),
         closed: CancellationToken::new(),
         heard: Arc::new(Heard::new()),
-        handles: Handles::default(),
+        handles,
         lane,
         searches: Searches::default(),
         watches: Watches::default(),
@@ -388,7 +388,7 @@ pub(crate) async fn serve(
             .max(1);
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
-    let closed = Handles::close_all(&connection);
+    Handles::close_all(&connection);
     if !matches!(end, End::Lost) {
         connection.outbox.finish(GOING_AWAY);
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
@@ -396,8 +396,6 @@ pub(crate) async fn serve(
     connection.closed.cancel();
     connection.watches.end();
     writer.abort();
-    let _ = tokio::time::timeout(FAREWELL, closed).await;
-    drop(with_files);
     if let Some(session) = phase.session() {
         connection
             .server

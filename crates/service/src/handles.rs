@@ -14,14 +14,14 @@ use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{OpenMode, OpenResult};
 use exec_server_protocol::limits::MAX_FILE_HANDLES;
 use exec_server_protocol::method::Empty;
-use tokio::sync::oneshot;
 
 use crate::connection::{Connection, Responder};
 use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
+use crate::server::WithFiles;
 
 /// Open files of one connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Handles {
     table: Mutex<Table>,
 }
@@ -31,6 +31,8 @@ struct Table {
     handles: HashMap<String, Arc<Handle>>,
     /// The connection is over: nothing is done any more, and nothing stays open.
     ended: bool,
+    /// Tells the server that there may be open files; whoever works on one has a share in it.
+    open: Option<Arc<WithFiles>>,
 }
 
 #[derive(Debug)]
@@ -64,6 +66,16 @@ pub(crate) enum Action {
 }
 
 impl Handles {
+    pub(crate) fn new(open: WithFiles) -> Self {
+        let open = Some(Arc::new(open));
+        Self {
+            table: Mutex::new(Table {
+                open,
+                ..Table::default()
+            }),
+        }
+    }
+
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -110,17 +122,15 @@ impl Handles {
         }
     }
 
-    /// Closes everything, now and in the future; told when it is done.
-    pub(crate) fn close_all(connection: &Arc<Connection>) -> oneshot::Receiver<()> {
-        let (done, closed) = oneshot::channel();
-        let handles = {
+    /// Closes everything, now and in the future.
+    pub(crate) fn close_all(connection: &Arc<Connection>) {
+        let (handles, open) = {
             let mut table = connection.handles.table();
             table.ended = true;
-            std::mem::take(&mut table.handles)
+            (std::mem::take(&mut table.handles), table.open.take())
         };
         if handles.is_empty() {
-            let _ = done.send(());
-            return closed;
+            return;
         }
         connection.lane.run_apart(move || {
             for handle in handles.into_values() {
@@ -128,9 +138,8 @@ impl Handles {
                 let file = handle.state().file.take();
                 drop(file);
             }
-            let _ = done.send(());
+            drop(open);
         });
-        closed
     }
 
     fn ended(&self) -> bool {
@@ -156,6 +165,7 @@ impl Handle {
 
     /// Does what was asked, in order.
     fn work(self: Arc<Self>, connection: &Arc<Connection>) {
+        let _open = connection.handles.table().open.clone();
         let mut file = self.state().file.take();
         loop {
             let mut call = {
@@ -243,7 +253,7 @@ impl Handle {
                 }
                 Some(file)
             }
-            (Action::Write { offset, chunk }, Some(file)) => {
+            (Action::Write { offset, chunk }, Some(mut file)) => {
                 let written = attempt(|| Ok(file.write_at(offset, chunk.as_slice())?));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)

@@ -586,6 +586,43 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn encoded_messages_keep_their_place() {
+        let (here, there) = tokio::io::duplex(1 << 16);
+        let framed = |end, role| {
+            let (read, write) = tokio::io::split(end);
+            Link::websocket(role, read, write, Vec::new())
+        };
+        let down = (framed(here, Role::Server), framed(there, Role::Client));
+        let (here, there) = tokio::io::duplex(1 << 16);
+        let up = (framed(here, Role::Client), framed(there, Role::Server));
+        for (mut from, mut to) in [down, up, Link::pair()] {
+            let sizes = [0, 3, 200_000, 5, 9 << 20, 4 << 20, 7, (8 << 20) + 1];
+            let mut ends = 0;
+            for (n, &size) in sizes.iter().enumerate() {
+                let message = vec![b'a' + n as u8; size.max(1)];
+                ends += message.len();
+                from.outgoing.push_encoded(message);
+            }
+            assert!(from.outgoing.buffered() >= ends);
+            let sending = tokio::spawn(async move {
+                from.outgoing.flush().await.unwrap();
+                assert_eq!(from.outgoing.buffered(), 0);
+                from
+            });
+            for (n, &size) in sizes.iter().enumerate() {
+                match to.incoming.recv().await.unwrap() {
+                    Some(Event::Message(text)) => {
+                        assert_eq!(text.len(), size.max(1));
+                        assert!(text.bytes().all(|byte| byte == b'a' + n as u8));
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            sending.await.unwrap();
+        }
+    }
+
+    #[tokio::test]
     async fn websocket_halves_understand_each_other() {
         let (client, server) = tokio::io::duplex(1 << 20);
         let (client_read, client_write) = tokio::io::split(client);

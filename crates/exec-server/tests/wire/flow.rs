@@ -111,7 +111,7 @@ async fn unread_answers_cost_little_and_all_come(on: Transport) {
 }
 
 /// Looks whether a process has stopped using the processor.
-fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
+pub(crate) fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
     let mut last = (String::new(), 0);
     move || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();

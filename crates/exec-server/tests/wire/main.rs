@@ -13,6 +13,7 @@ mod death;
 mod extensions;
 mod faults;
 mod flow;
+mod fs;
 mod input;
 mod listen;
 mod order;

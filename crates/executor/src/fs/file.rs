@@ -140,6 +140,8 @@ fn write_in_place(
 pub struct OpenFile {
     access: Access,
     path: PathBuf,
+    /// A write failed.
+    incomplete: bool,
 }
 
 #[derive(Debug)]
@@ -178,6 +180,7 @@ impl OpenFile {
         Ok(Self {
             access,
             path: path.to_owned(),
+            incomplete: false,
         })
     }
 
@@ -202,20 +205,23 @@ impl OpenFile {
     /// # Errors
     ///
     /// Whatever the system says; that the file is open for reading only, for example.
-    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), FsError> {
-        self.file()
-            .write_all_at(data, offset)
-            .map_err(at(&self.path))
+    pub fn write_at(&mut self, offset: u64, data: &[u8]) -> Result<(), FsError> {
+        let written = self.file().write_all_at(data, offset);
+        self.incomplete |= written.is_err();
+        written.map_err(at(&self.path))
     }
 
     /// Puts what was written aside in place. What was written in place is there already.
     ///
     /// # Errors
     ///
-    /// Whatever the system says; then the target is as it was.
+    /// [`FsError::Incomplete`] when a write failed, or whatever the system says; then the target is as
+    /// it was.
     pub fn commit(self) -> Result<(), FsError> {
         match self.access {
             Access::Direct(_) => Ok(()),
+            // Whoever does not wait for the answers to its writes asks for this before it knows.
+            Access::Aside(_) if self.incomplete => Err(FsError::Incomplete(self.path)),
             Access::Aside(replacement) => replacement.commit().map_err(at(&self.path)),
         }
     }
@@ -386,12 +392,12 @@ mod tests {
         fs::write(&path, "old").unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
         symlink("f", dir.path().join("link")).unwrap();
-        let dropped = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+        let mut dropped = OpenFile::open(&path, OpenMode::Atomic).unwrap();
         dropped.write_at(0, b"never").unwrap();
         assert_eq!(names(dir.path()).len(), 3);
         drop(dropped);
         assert_eq!(names(dir.path()), ["f", "link"]);
-        let open = OpenFile::open(&dir.path().join("link"), OpenMode::Atomic).unwrap();
+        let mut open = OpenFile::open(&dir.path().join("link"), OpenMode::Atomic).unwrap();
         open.write_at(3, b"new").unwrap();
         open.write_at(0, b"all").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"old");
@@ -405,14 +411,14 @@ mod tests {
     fn blocks_in_place() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("f");
-        let update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        let mut update = OpenFile::open(&path, OpenMode::Update).unwrap();
         update.write_at(4, b"tail").unwrap();
         drop(update);
-        let update = OpenFile::open(&path, OpenMode::Update).unwrap();
+        let mut update = OpenFile::open(&path, OpenMode::Update).unwrap();
         update.write_at(0, b"he").unwrap();
         update.commit().unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"he\0\0tail");
-        let read = OpenFile::open(&path, OpenMode::Read).unwrap();
+        let mut read = OpenFile::open(&path, OpenMode::Read).unwrap();
         let mut buffer = [0; 6];
         assert_eq!(read.read_at(4, &mut buffer).unwrap(), 4);
         assert_eq!(&buffer[..4], b"tail");

@@ -1,9 +1,11 @@
 //! Files of this machine: reading, writing, listing, copying and what else a disk can do.
 //!
-//! Everything here may block on a disk and belongs on a thread that may. Paths are native and
+//! Everything here may block on a disk and belongs on a thread that may, except what is named
+//! `…_at_once`. Paths are native and
 //! absolute; errors keep what the system said together with the path. Knows nothing of URIs,
 //! JSON or who asks.
 
+mod cached;
 mod directory;
 mod file;
 mod metadata;
@@ -19,6 +21,7 @@ use std::path::{Path, PathBuf};
 
 use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
 
+pub use cached::{learn, metadata_at_once, read_at_once};
 pub use directory::{
     Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
 };
@@ -89,6 +92,9 @@ pub enum FsError {
     /// Something is there already, and shall not be replaced.
     #[error("path `{0}` already exists")]
     Exists(PathBuf),
+    /// What was written aside has a hole where a write failed.
+    #[error("a write to `{0}` failed, so it is left as it was")]
+    Incomplete(PathBuf),
     /// Whoever asked is gone.
     #[error("cancelled")]
     Cancelled,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
 use exec_server_protocol::PathUri;
-use exec_server_protocol::chunk::encoded_len;
+use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{
     CanonicalizeParams, CanonicalizeResult, CopyParams, CreateDirectoryParams, CreateSymlinkParams,
     GetMetadataParams, HashParams, HashResult, Metadata, ReadDirectoryParams, ReadFileParams,
@@ -25,6 +25,10 @@ pub(super) const FAMILY: &str = "filesystem";
 
 /// Room for everything in an answer but the data.
 const ENVELOPE_BYTES: usize = 4096;
+
+/// Files up to this size are read where the request is, if nothing has to be waited for: beyond it,
+/// going to another thread costs less than holding up what comes next.
+const AT_ONCE_BYTES: usize = 32 * 1024;
 
 /// About how large the answer to a listing may get.
 const LISTING_BYTES: usize = 8 << 20;
@@ -102,10 +106,20 @@ pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
         Err(error) => return call.responder.send_error(error),
     };
     let links = links(params.follow_symlinks);
+    if let Some(data) = fs::read_at_once(&path, links, AT_ONCE_BYTES) {
+        return call
+            .responder
+            .send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
+                out.extend_from_slice(b"{\"dataBase64\":\"");
+                encode_into(&data, out);
+                out.extend_from_slice(b"\"}");
+            });
+    }
     let (connection, responder) = (Arc::clone(call.connection), call.responder);
     call.connection.file_work(move || {
         let opened = attempt(|| {
             let file = fs::open_file(&path, links)?;
+            fs::learn(&path);
             let size = fs::readable_size(&file, &path)?;
             fits(usize::try_from(size).unwrap_or(usize::MAX / 2))?;
             Ok((file, size))
@@ -180,28 +194,39 @@ pub(crate) fn write_file(mut call: Call<'_>, params: WriteFileParams) {
 }
 
 pub(crate) fn get_metadata(call: Call<'_>, params: GetMetadataParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run(call, move || {
-            let found =
-                fs::metadata(&path, links(params.follow_symlinks)).map_err(RpcError::of_entry)?;
-            Ok(Metadata {
-                is_directory: found.is_directory,
-                is_file: found.is_file,
-                is_symlink: found.is_symlink,
-                size: found.size,
-                created_at_ms: found.created_at_ms,
-                modified_at_ms: found.modified_at_ms,
-                mode: Some(found.mode),
-                uid: Some(found.uid),
-                gid: Some(found.gid),
-                inode: Some(found.inode),
-                symlink_target: found
-                    .symlink_target
-                    .map(|target| target.to_string_lossy().into_owned()),
-            })
-        }),
-        Err(error) => call.responder.send_error(error),
+    let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
+        Ok(path) => path,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let links = links(params.follow_symlinks);
+    if let Some(found) = fs::metadata_at_once(&path, links) {
+        return call.responder.send(told(found));
     }
+    run(call, move || {
+        let found = fs::metadata(&path, links);
+        fs::learn(&path);
+        told(found)
+    });
+}
+
+/// Metadata, as the wire has it.
+fn told(found: Result<fs::Metadata, FsError>) -> Result<Metadata, RpcError> {
+    let found = found.map_err(RpcError::of_entry)?;
+    Ok(Metadata {
+        is_directory: found.is_directory,
+        is_file: found.is_file,
+        is_symlink: found.is_symlink,
+        size: found.size,
+        created_at_ms: found.created_at_ms,
+        modified_at_ms: found.modified_at_ms,
+        mode: Some(found.mode),
+        uid: Some(found.uid),
+        gid: Some(found.gid),
+        inode: Some(found.inode),
+        symlink_target: found
+            .symlink_target
+            .map(|target| target.to_string_lossy().into_owned()),
+    })
 }
 
 pub(crate) fn create_directory(call: Call<'_>, params: CreateDirectoryParams) {

@@ -1,0 +1,305 @@
+//! Whole files, what is known of them, and links.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use exec_server_testkit::wire::{Transport, bytes, chunk, fields};
+use serde_json::json;
+
+use super::{MIB, Scene, fifo, names, uri};
+use crate::over_all;
+
+over_all! {
+    whole_files_come_and_go,
+    an_answer_longer_than_a_frame_may_be,
+}
+
+async fn whole_files_come_and_go(on: Transport) {
+    let mut scene = Scene::new(on).await;
+    let data: Vec<u8> = (0..200_000u32).map(|n| (n * 7) as u8).collect();
+    for data in [&data[..], b"", b"short"] {
+        scene.write("f", data).await;
+        assert_eq!(fs::read(scene.path("f")).unwrap(), data);
+        assert_eq!(scene.read("f").await, data);
+    }
+    let path = scene.root.join(OsStr::from_bytes(b"n\xff #%"));
+    let params = json!({"path": uri(&path), "dataBase64": "aGk="});
+    scene.client.ok("fs/writeFile", params).await;
+    assert_eq!(fs::read(&path).unwrap(), b"hi");
+    let read = scene
+        .client
+        .ok("fs/readFile", json!({"path": uri(&path)}))
+        .await;
+    assert_eq!(read, json!({"dataBase64": "aGk="}));
+    assert_eq!(scene.names().len(), 2, "nothing temporary is left");
+}
+
+async fn an_answer_longer_than_a_frame_may_be(on: Transport) {
+    let mut scene = Scene::new(on).await;
+    let data = vec![b'x'; 20 * MIB];
+    fs::write(scene.path("f"), &data).unwrap();
+    // Our own end takes frames of 16 MiB, as compatible clients do.
+    assert!(scene.read("f").await == data);
+}
+
+#[tokio::test]
+async fn beyond_a_message_the_error_says_what_to_do() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    for (megabytes, expected) in [
+        (50, "67108864"),
+        (50, "fs/open and fs/readBlock"),
+        (513, "536870912"),
+    ] {
+        let file = fs::File::create(scene.path("f")).unwrap();
+        file.set_len(megabytes << 20).unwrap();
+        let message = scene.fails("fs/readFile", "f", json!({}), -32600).await;
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_changes_while_it_is_read() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let path = scene.path("f");
+    fs::write(&path, vec![b'a'; MIB]).unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&done);
+    let changing = path.clone();
+    let changer = std::thread::spawn(move || {
+        let file = fs::OpenOptions::new().append(true).open(changing).unwrap();
+        let more = vec![b'a'; 300_000];
+        while !stop.load(Ordering::Relaxed) {
+            for _ in 0..5 {
+                std::io::Write::write_all(&mut &file, &more).unwrap();
+            }
+            file.set_len(10).unwrap();
+        }
+    });
+    let open = json!({"handleId": "h"});
+    scene.ok("fs/open", "f", open).await;
+    for _ in 0..100 {
+        let read = scene.read("f").await;
+        assert!(read.len() >= 10 && read.iter().all(|&byte| byte == b'a'));
+        let params = json!({"handleId": "h", "offset": 0, "len": MIB});
+        let block = scene.client.ok("fs/readBlock", params).await;
+        let read = bytes(&block["chunk"]);
+        assert_eq!(block["eof"], read.len() < MIB);
+        assert!(read.iter().all(|&byte| byte == b'a'));
+    }
+    done.store(true, Ordering::Relaxed);
+    changer.join().unwrap();
+}
+
+#[tokio::test]
+async fn writing_with_attributes() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let params =
+        json!({"dataBase64": "eA==", "mode": 0o4711, "modifiedAtMs": 1_600_000_000_123_i64});
+    scene.ok("fs/writeFile", "f", params).await;
+    let found = fs::metadata(scene.path("f")).unwrap();
+    assert_eq!(found.mode() & 0o7777, 0o4711);
+    assert_eq!(
+        (found.mtime(), found.mtime_nsec()),
+        (1_600_000_000, 123_000_000)
+    );
+    // Unasked, the mode stays and the time does not.
+    scene.write("f", b"y").await;
+    let found = fs::metadata(scene.path("f")).unwrap();
+    assert_eq!(found.mode() & 0o7777, 0o4711);
+    assert!(found.mtime() > 1_600_000_000);
+    for params in [
+        json!({"dataBase64": "eA==", "mode": 0o10000}),
+        json!({"dataBase64": "***"}),
+        json!({"dataBase64": "YQ"}),
+        json!({"dataBase64": null}),
+        json!({}),
+    ] {
+        scene.fails("fs/writeFile", "f", params, -32602).await;
+    }
+    assert_eq!(scene.read("f").await, b"y");
+    assert_eq!(scene.names(), ["f"]);
+}
+
+#[tokio::test]
+async fn writing_keeps_owner_mode_and_links() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::write(scene.path("f"), "old").unwrap();
+    fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o640)).unwrap();
+    // Only root can give a file away.
+    let owner = std::os::unix::fs::chown(scene.path("f"), Some(1234), Some(2345)).is_ok();
+    symlink("f", scene.path("link")).unwrap();
+    scene.write("link", b"new").await;
+    let found = fs::symlink_metadata(scene.path("f")).unwrap();
+    assert_eq!(found.mode() & 0o7777, 0o640);
+    assert!(!owner || (found.uid(), found.gid()) == (1234, 2345));
+    assert!(
+        fs::symlink_metadata(scene.path("link"))
+            .unwrap()
+            .is_symlink()
+    );
+    let message = scene
+        .fails(
+            "fs/writeFile",
+            "link",
+            json!({"dataBase64": "", "followSymlinks": false}),
+            -32603,
+        )
+        .await;
+    let expected = format!(
+        "path `{}` contains a symbolic link",
+        scene.path("link").display()
+    );
+    assert_eq!(message, expected);
+}
+
+#[tokio::test]
+async fn metadata_says_all_there_is() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::write(scene.path("f"), "hello").unwrap();
+    fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o1640)).unwrap();
+    symlink("./f", scene.path("link")).unwrap();
+    fifo(&scene.path("fifo"));
+    let found = scene.ok("fs/getMetadata", "f", json!({})).await;
+    let real = fs::metadata(scene.path("f")).unwrap();
+    let compatible = [
+        "createdAtMs",
+        "isDirectory",
+        "isFile",
+        "isSymlink",
+        "modifiedAtMs",
+        "size",
+    ];
+    for field in compatible {
+        assert!(fields(&found).contains(&field), "{found}");
+    }
+    assert_eq!(found["mode"], 0o1640);
+    assert_eq!(found["uid"], real.uid());
+    assert_eq!(found["gid"], real.gid());
+    assert_eq!(found["inode"], real.ino());
+    assert_eq!(found["size"], 5);
+    assert!(found.get("symlinkTarget").is_none());
+    let link = scene.ok("fs/getMetadata", "link", json!({})).await;
+    assert_eq!(link["symlinkTarget"], "./f");
+    assert_eq!(
+        (&link["isSymlink"], &link["isFile"]),
+        (&true.into(), &true.into())
+    );
+    let pipe = scene
+        .ok("fs/getMetadata", "fifo", json!({"followSymlinks": false}))
+        .await;
+    assert_eq!(
+        (&pipe["isDirectory"], &pipe["isFile"]),
+        (&false.into(), &false.into())
+    );
+}
+
+#[tokio::test]
+async fn metadata_can_be_set() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::write(scene.path("f"), "").unwrap();
+    symlink("f", scene.path("link")).unwrap();
+    for (name, follow, mode, time) in [
+        ("f", false, 0o000, 5_i64),
+        ("link", true, 0o755, -86_400_001),
+        ("f", true, 0o600, 1_700_000_000_999),
+    ] {
+        let params = json!({"mode": mode, "modifiedAtMs": time, "followSymlinks": follow});
+        assert_eq!(scene.ok("fs/setMetadata", name, params).await, json!({}));
+        let found = scene.ok("fs/getMetadata", "f", json!({})).await;
+        assert_eq!(
+            (&found["mode"], &found["modifiedAtMs"]),
+            (&mode.into(), &time.into())
+        );
+    }
+    // Each alone.
+    scene
+        .ok("fs/setMetadata", "f", json!({"mode": 0o640}))
+        .await;
+    scene
+        .ok("fs/setMetadata", "f", json!({"modifiedAtMs": 1000}))
+        .await;
+    let found = scene.ok("fs/getMetadata", "f", json!({})).await;
+    assert_eq!(
+        (&found["mode"], &found["modifiedAtMs"]),
+        (&0o640.into(), &1000.into())
+    );
+    scene
+        .fails("fs/setMetadata", "no", json!({"mode": 0o600}), -32004)
+        .await;
+    scene
+        .fails("fs/setMetadata", "f", json!({"mode": 0o10000}), -32602)
+        .await;
+    let refused = json!({"mode": 0, "followSymlinks": false});
+    scene.fails("fs/setMetadata", "link", refused, -32603).await;
+}
+
+#[tokio::test]
+async fn links_are_made_as_told() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    scene
+        .ok(
+            "fs/createSymlink",
+            "link",
+            json!({"target": "../any where"}),
+        )
+        .await;
+    assert_eq!(
+        fs::read_link(scene.path("link")).unwrap().to_str(),
+        Some("../any where")
+    );
+    scene
+        .fails("fs/createSymlink", "link", json!({"target": "x"}), -32603)
+        .await;
+    scene
+        .fails(
+            "fs/createSymlink",
+            "no/link",
+            json!({"target": "x"}),
+            -32004,
+        )
+        .await;
+    scene
+        .fails("fs/createSymlink", "l2", json!({"target": "a\0b"}), -32600)
+        .await;
+}
+
+#[tokio::test]
+async fn hashes_of_files_and_their_beginnings() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::write(scene.path("f"), "hello world").unwrap();
+    let hello = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
+    let world = "b94d27b9934d3e08a52e52d7da7dabfac484efe37a5380ee9088f7ace2efcde9";
+    for (params, sha256, length) in [
+        (json!({}), world, 11),
+        (json!({"length": 5}), hello, 5),
+        (json!({"length": 1000}), world, 11),
+    ] {
+        let answer = scene.ok("fs/hash", "f", params).await;
+        assert_eq!(answer, json!({"sha256": sha256, "length": length}));
+    }
+    fifo(&scene.path("fifo"));
+    for (name, code) in [("fifo", -32600), (".", -32600), ("no", -32004)] {
+        scene.fails("fs/hash", name, json!({}), code).await;
+    }
+}
+
+#[tokio::test]
+async fn special_files_are_written_in_place() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    symlink("/dev/null", scene.path("null")).unwrap();
+    scene.write("null", b"gone").await;
+    assert!(
+        fs::symlink_metadata(scene.path("null"))
+            .unwrap()
+            .is_symlink()
+    );
+    fifo(&scene.path("fifo"));
+    let params = json!({"dataBase64": chunk("x")});
+    // Nobody reads it.
+    scene.fails("fs/writeFile", "fifo", params, -32603).await;
+    assert_eq!(names(&scene.root), ["fifo", "null"]);
+}

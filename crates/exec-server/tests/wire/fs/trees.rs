@@ -1,0 +1,253 @@
+//! Directories and trees: listing, walking, making, copying, moving, removing.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+
+use exec_server_testkit::wire::Transport;
+use serde_json::{Value, json};
+
+use super::{Scene, fifo, names, uri, walk_options};
+use crate::over_all;
+
+over_all! {
+    a_tree_is_made_listed_walked_copied_moved_and_removed,
+}
+
+/// What a walk found, relative to the scene.
+fn walked(scene: &Scene, answer: &Value) -> Vec<String> {
+    let root = format!("{}/", uri(&scene.root));
+    answer["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| {
+            let path = entry["path"].as_str().unwrap().strip_prefix(&root).unwrap();
+            let mark = if entry["kind"] == "directory" {
+                "/"
+            } else {
+                ""
+            };
+            format!("{path}{mark}")
+        })
+        .collect()
+}
+
+async fn a_tree_is_made_listed_walked_copied_moved_and_removed(on: Transport) {
+    let mut scene = Scene::new(on).await;
+    scene.ok("fs/createDirectory", "a/b/c", json!({})).await;
+    scene.write("a/f", b"1").await;
+    scene.write("a/b/g", b"2").await;
+    fs::set_permissions(scene.path("a/f"), fs::Permissions::from_mode(0o700)).unwrap();
+    symlink("f", scene.path("a/link")).unwrap();
+    let found = scene
+        .ok("fs/walk", ".", json!({"options": walk_options()}))
+        .await;
+    assert_eq!(
+        walked(&scene, &found),
+        ["a/", "a/b/", "a/f", "a/b/c/", "a/b/g"]
+    );
+    assert_eq!(
+        (&found["errors"], &found["truncated"]),
+        (&json!([]), &json!(false))
+    );
+
+    let params = json!({"sourcePath": scene.uri("a"), "destinationPath": scene.uri("x/y"), "recursive": true});
+    scene.client.ok("fs/copy", params).await;
+    assert_eq!(names(&scene.path("x/y")), ["b", "f", "link"]);
+    assert_eq!(
+        fs::metadata(scene.path("x/y/f")).unwrap().mode() & 0o777,
+        0o700
+    );
+
+    let params = json!({"from": scene.uri("x/y"), "to": scene.uri("moved")});
+    scene.client.ok("fs/rename", params.clone()).await;
+    let gone = scene.client.refused("fs/rename", params).await;
+    assert_eq!(gone.code, -32004, "{gone}");
+    let params = json!({"from": scene.uri("moved"), "to": scene.uri("a")});
+    let taken = scene.client.refused("fs/rename", params).await;
+    assert_eq!(taken.code, -32600, "{taken}");
+    assert!(taken.message.contains("already exists"), "{taken}");
+
+    let listed = scene.ok("fs/readDirectory", "moved", json!({})).await;
+    let mut entries = listed["entries"].as_array().unwrap().clone();
+    entries.sort_by_key(|entry| entry["fileName"].as_str().unwrap().to_owned());
+    let expected = json!([
+        {"fileName": "b", "isDirectory": true, "isFile": false},
+        {"fileName": "f", "isDirectory": false, "isFile": true},
+        {"fileName": "link", "isDirectory": false, "isFile": true},
+    ]);
+    assert_eq!(Value::from(entries), expected);
+    for name in ["a", "moved", "x", "not there"] {
+        assert_eq!(scene.ok("fs/remove", name, json!({})).await, json!({}));
+    }
+    assert_eq!(scene.names(), [""; 0]);
+}
+
+#[tokio::test]
+async fn names_that_are_no_text_can_be_reached() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let name = OsStr::from_bytes(b"bad\xff\"");
+    fs::create_dir(scene.root.join(name)).unwrap();
+    fs::write(scene.root.join(name).join("in"), "x").unwrap();
+    fs::write(scene.path("plain"), "x").unwrap();
+    let listed = scene.ok("fs/readDirectory", ".", json!({})).await;
+    let entries = listed["entries"].as_array().unwrap();
+    let odd = entries
+        .iter()
+        .find(|one| one["fileName"] == "bad\u{fffd}\"")
+        .unwrap();
+    let path = uri(&scene.root.join(name));
+    assert_eq!(odd["path"], path);
+    let plain = entries
+        .iter()
+        .find(|one| one["fileName"] == "plain")
+        .unwrap();
+    assert!(plain.get("path").is_none());
+    let inside = scene
+        .client
+        .ok("fs/readDirectory", json!({"path": path}))
+        .await;
+    assert_eq!(inside["entries"][0]["fileName"], "in");
+    let found = scene
+        .ok("fs/walk", ".", json!({"options": walk_options()}))
+        .await;
+    assert_eq!(
+        walked(&scene, &found),
+        ["bad%FF%22/", "plain", "bad%FF%22/in"]
+    );
+    let canonical = scene
+        .client
+        .ok("fs/canonicalize", json!({"path": path}))
+        .await;
+    assert_eq!(canonical["path"], path);
+}
+
+#[tokio::test]
+async fn a_hundred_thousand_entries() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::create_dir(scene.path("many")).unwrap();
+    for n in 0..100_000 {
+        fs::File::create(scene.path("many").join(format!("{n:06}"))).unwrap();
+    }
+    let message = scene
+        .fails("fs/readDirectory", "many", json!({}), -32603)
+        .await;
+    assert_eq!(
+        message,
+        "fs/readDirectory returned 100000 entries; limit is 50000"
+    );
+    let found = scene
+        .ok("fs/walk", "many", json!({"options": walk_options()}))
+        .await;
+    assert_eq!(found["truncated"], true);
+    // The first in order, though the directory has none.
+    let expected: Vec<_> = (0..50_000).map(|n| format!("many/{n:06}")).collect();
+    let found = walked(&scene, &found);
+    assert_eq!(found[..], expected[..found.len()]);
+    assert!(found.len() > 20_000, "{}", found.len());
+    let mut options = walk_options();
+    options["maxEntries"] = 100.into();
+    let found = scene
+        .ok("fs/walk", "many", json!({"options": options}))
+        .await;
+    assert_eq!(walked(&scene, &found), expected[..100]);
+    scene.ok("fs/remove", "many", json!({})).await;
+    assert_eq!(scene.names(), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_loop_of_directories_is_walked_once() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::create_dir_all(scene.path("a/b")).unwrap();
+    symlink("..", scene.path("a/b/up")).unwrap();
+    symlink(".", scene.path("self")).unwrap();
+    symlink("self", scene.path("loop1")).unwrap();
+    symlink("loop", scene.path("loop")).unwrap();
+    let mut options = walk_options();
+    options["followDirectorySymlinks"] = true.into();
+    let found = scene.ok("fs/walk", ".", json!({"options": options})).await;
+    let expected = ["a/", "loop1/", "self/", "a/b/", "a/b/up/"];
+    assert_eq!(walked(&scene, &found), expected);
+    assert_eq!(
+        (&found["errors"], &found["truncated"]),
+        (&json!([]), &json!(false))
+    );
+}
+
+#[tokio::test]
+async fn copies_neither_follow_nor_go_round() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::create_dir_all(scene.path("d/sub")).unwrap();
+    fs::write(scene.path("d/f"), "x").unwrap();
+    symlink("sub", scene.path("d/link")).unwrap();
+    symlink("d", scene.path("same")).unwrap();
+    fifo(&scene.path("d/fifo"));
+    fifo(&scene.path("fifo"));
+    let copy = |scene: &Scene, from: &str, to: &str, recursive: bool| json!({"sourcePath": scene.uri(from), "destinationPath": scene.uri(to), "recursive": recursive});
+    for (from, to, recursive, code, message) in [
+        ("no", "q", true, -32004, "os error 2"),
+        ("d", "q", false, -32600, "requires recursive: true"),
+        ("d", "d", true, -32600, "itself or one of its descendants"),
+        (
+            "d",
+            "d/sub/q",
+            true,
+            -32600,
+            "itself or one of its descendants",
+        ),
+        (
+            "d",
+            "same/q",
+            true,
+            -32600,
+            "itself or one of its descendants",
+        ),
+        ("fifo", "q", false, -32600, "only supports regular files"),
+        ("d/f", "d/sub", false, -32603, "os error 21"),
+        ("d/link", "d/sub", false, -32603, "os error 17"),
+        ("d/f", "no/q", false, -32004, "os error 2"),
+    ] {
+        let params = copy(&scene, from, to, recursive);
+        let failure = scene.client.refused("fs/copy", params).await;
+        assert_eq!(failure.code, code, "{from} {to}: {failure}");
+        assert!(failure.message.contains(message), "{from} {to}: {failure}");
+    }
+    assert_eq!(scene.names(), ["d", "fifo", "same"]);
+    let params = copy(&scene, "d", "new", true);
+    scene.client.ok("fs/copy", params).await;
+    assert_eq!(names(&scene.path("new")), ["f", "link", "sub"]);
+    assert!(
+        fs::symlink_metadata(scene.path("new/link"))
+            .unwrap()
+            .is_symlink()
+    );
+}
+
+/// Shared memory is a filesystem of its own nearly everywhere; elsewhere this is a plain rename.
+#[tokio::test]
+async fn moving_to_another_filesystem() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let other = tempfile::tempdir_in("/dev/shm").unwrap();
+    fs::create_dir_all(scene.path("d/sub")).unwrap();
+    fs::write(scene.path("d/sub/f"), "x").unwrap();
+    fs::set_permissions(scene.path("d/sub"), fs::Permissions::from_mode(0o711)).unwrap();
+    let to = other.path().join("there");
+    let params = json!({"from": scene.uri("d"), "to": uri(&to)});
+    scene.client.ok("fs/rename", params).await;
+    assert_eq!(fs::read(to.join("sub/f")).unwrap(), b"x");
+    assert_eq!(fs::metadata(to.join("sub")).unwrap().mode() & 0o777, 0o711);
+    assert_eq!(scene.names(), [""; 0]);
+    assert_eq!(names(other.path()), ["there"]);
+    fs::write(scene.path("f"), "new").unwrap();
+    fs::write(other.path().join("f"), "old").unwrap();
+    let mut params = json!({"from": scene.uri("f"), "to": uri(&other.path().join("f"))});
+    let taken = scene.client.refused("fs/rename", params.clone()).await;
+    assert_eq!(taken.code, -32600, "{taken}");
+    params["overwrite"] = true.into();
+    scene.client.ok("fs/rename", params).await;
+    assert_eq!(fs::read(other.path().join("f")).unwrap(), b"new");
+    assert_eq!(names(other.path()), ["f", "there"]);
+    assert_eq!(scene.names(), [""; 0]);
+}

@@ -1,0 +1,197 @@
+//! What can be told without waiting for a disk.
+//!
+//! The kernel can be asked to fail rather than wait: to find a path among the names that it has in
+//! memory only (`RESOLVE_CACHED`, Linux 5.12), to read pages that it has in memory only
+//! (`RWF_NOWAIT`), to ask nobody for attributes (`AT_STATX_DONT_SYNC`). Most calls are about what was
+//! just used, and going to another thread for them costs several times what they do. Everything here
+//! may be called where nothing may block; `None` means that it has to be asked for properly.
+//!
+//! Only for filesystems of this machine: what the kernel remembers of others may be out of date.
+
+use std::io::IoSliceMut;
+use std::path::Path;
+use std::sync::{PoisonError, RwLock};
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags};
+use rustix::io::{Errno, ReadWriteFlags};
+
+use super::{FsError, Links, Metadata, at};
+
+/// Filesystems that keep what is in use of them in memory: bcachefs, btrfs, erofs, ext2 to 4, f2fs,
+/// overlayfs, ramfs, squashfs, tmpfs, xfs, zfs.
+const LOCAL: [u64; 11] = [
+    0xca45_1a4e,
+    0x9123_683e,
+    0xe0f5_e1e2,
+    0xef53,
+    0xf2f5_2010,
+    0x794c_7630,
+    0x8584_58f6,
+    0x7371_7368,
+    0x0102_1994,
+    0x5846_5342,
+    0x2fc1_2fc1,
+];
+
+/// Devices that hold such filesystems, as far as they came up.
+static DEVICES: RwLock<Vec<(u32, u32)>> = RwLock::new(Vec::new());
+
+/// More than a machine has in use; beyond it, the rest is asked for properly.
+const MAX_DEVICES: usize = 64;
+
+/// Finds out about the filesystem of a path, so that it may be asked at once from now on. May block.
+pub fn learn(path: &Path) {
+    let Ok(found) = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS) else {
+        return;
+    };
+    if is_known(&found) {
+        return;
+    }
+    let Ok(system) = rustix::fs::statfs(path) else {
+        return;
+    };
+    // Sign extension is of no interest: the numbers have 32 bits.
+    if LOCAL.contains(&(system.f_type as u64 & 0xffff_ffff)) {
+        let mut devices = DEVICES.write().unwrap_or_else(PoisonError::into_inner);
+        if devices.len() < MAX_DEVICES {
+            devices.push((found.stx_dev_major, found.stx_dev_minor));
+        }
+    }
+}
+
+fn is_known(found: &Statx) -> bool {
+    DEVICES
+        .read()
+        .unwrap_or_else(PoisonError::into_inner)
+        .contains(&(found.stx_dev_major, found.stx_dev_minor))
+}
+
+fn resolve(links: Links) -> ResolveFlags {
+    match links {
+        Links::Follow => ResolveFlags::CACHED,
+        Links::Refuse => ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS,
+    }
+}
+
+fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
+    let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+    let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+    let found = rustix::fs::statx(fd, c"", flags, wanted).ok()?;
+    is_known(&found).then_some(found)
+}
+
+/// As [`metadata`](fn@super::metadata), if that is possible without waiting.
+pub fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)) {
+        Ok(fd) => fd,
+        Err(Errno::NOENT) => return Some(Err(at(path)(Errno::NOENT))),
+        Err(_) => return None,
+    };
+    let found = stat_at_once(&fd)?;
+    let kind = FileType::from_raw_mode(found.stx_mode.into());
+    if kind == FileType::Symlink {
+        return None;
+    }
+    let millis = |time: rustix::fs::StatxTimestamp| {
+        time.tv_sec
+            .saturating_mul(1000)
+            .saturating_add(i64::from(time.tv_nsec / 1_000_000))
+    };
+    let born = StatxFlags::from_bits_retain(found.stx_mask).contains(StatxFlags::BTIME);
+    Some(Ok(Metadata {
+        is_directory: kind == FileType::Directory,
+        is_file: kind == FileType::RegularFile,
+        is_symlink: false,
+        size: found.stx_size,
+        created_at_ms: if born { millis(found.stx_btime) } else { 0 },
+        modified_at_ms: millis(found.stx_mtime),
+        mode: u32::from(found.stx_mode) & 0o7777,
+        uid: found.stx_uid,
+        gid: found.stx_gid,
+        inode: found.stx_ino,
+        symlink_target: None,
+    }))
+}
+
+/// The content of a regular file of at most `max` bytes, if it can be had without waiting.
+pub fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<u8>> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)).ok()?;
+    let found = stat_at_once(&fd)?;
+    let size = usize::try_from(found.stx_size).ok()?;
+    if FileType::from_raw_mode(found.stx_mode.into()) != FileType::RegularFile || size > max {
+        return None;
+    }
+    // One more shows whether it has grown meanwhile.
+    let mut data = vec![0; size + 1];
+    let mut buffers = [IoSliceMut::new(&mut data)];
+    let read = rustix::io::preadv2(&fd, &mut buffers, 0, ReadWriteFlags::NOWAIT).ok()?;
+    if read != size {
+        return None;
+    }
+    data.truncate(size);
+    Some(data)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use super::super::metadata;
+    use super::*;
+
+    /// The kernel may refuse for reasons of its own, but not for ever.
+    fn soon<T>(mut ask: impl FnMut() -> Option<T>) -> Option<T> {
+        (0..1000).find_map(|_| ask())
+    }
+
+    #[test]
+    fn what_is_known_at_once_is_what_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().canonicalize().unwrap();
+        let file = dir.join("f");
+        fs::write(&file, "hello").unwrap();
+        symlink("f", dir.join("link")).unwrap();
+        symlink(".", dir.join("via")).unwrap();
+        learn(&dir);
+        let local = LOCAL.contains(&(rustix::fs::statfs(&dir).unwrap().f_type as u64));
+        let cached = |path: &Path, links| soon(|| metadata_at_once(path, links));
+        if local && cached(&file, Links::Follow).is_some() {
+            // Following a link may have to be noted on the disk, and so may have to wait.
+            for (path, links, surely) in [
+                (&dir, Links::Follow, true),
+                (&file, Links::Follow, true),
+                (&file, Links::Refuse, true),
+                (&dir.join("via/f"), Links::Follow, false),
+            ] {
+                match cached(path, links) {
+                    Some(at_once) => {
+                        assert_eq!(at_once.unwrap(), metadata(path, links).unwrap());
+                    }
+                    None => assert!(!surely, "{path:?}"),
+                }
+            }
+            let read = |path: &Path, max| soon(|| read_at_once(path, Links::Follow, max));
+            assert_eq!(read(&file, 5).unwrap(), b"hello");
+            assert!(read(&dir.join("link"), 5).is_none_or(|data| data == b"hello"));
+        }
+        // Whatever the system, these have to be asked for properly.
+        for path in [
+            dir.join("link"),
+            "/proc/self/status".into(),
+            "/dev/null".into(),
+        ] {
+            assert!(
+                !matches!(cached(&path, Links::Refuse), Some(Ok(_))),
+                "{path:?}"
+            );
+        }
+        assert!(soon(|| read_at_once(&file, Links::Follow, 4)).is_none());
+        assert!(soon(|| read_at_once(&dir, Links::Follow, 1 << 20)).is_none());
+        assert!(cached(&dir.join("via/f"), Links::Refuse).is_none());
+        let missing = cached(&dir.join("missing"), Links::Follow);
+        assert!(!matches!(missing, Some(Ok(_))));
+    }
+}
