@@ -9,14 +9,30 @@ FUZZ_SECONDS ?= 60
 # More options for the benchmark, such as --quick.
 BENCH_ARGS ?=
 
+# What this machine is called by the compiler; +crt-static needs a target by name.
+HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
+
 .DEFAULT_GOAL := help
-.PHONY: help build start check test interop conformance bench fuzz demo clean
+.PHONY: help build static man deb start check test interop conformance bench fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 build: ## Build the server as it is released
 	cargo build --release --bin exec-server
+
+static: ## Build the server as one file that needs no library of the machine
+	RUSTFLAGS="-C target-feature=+crt-static" cargo build --release --bin exec-server --target $(HOST_TARGET)
+	scripts/static $(CARGO_TARGET_DIR)/$(HOST_TARGET)/release/exec-server
+
+man: build ## Write the manual pages and completions to target/man
+	mkdir -p target/man
+	$(CARGO_TARGET_DIR)/release/exec-server man --out target/man
+	for shell in bash zsh fish; do \
+	    $(CARGO_TARGET_DIR)/release/exec-server completions $$shell > target/man/exec-server.$$shell; done
+
+deb: man ## Build the Debian package; needs cargo-deb
+	cargo deb -p exec-server --no-build
 
 start: ## Start a server and show how to use it
 	scripts/start

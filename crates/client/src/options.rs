@@ -1,10 +1,10 @@
 //! What can be chosen about a connection.
 
-use std::fmt;
 use std::time::Duration;
 
-use exec_server_transport::ConnectOptions;
 use exec_server_transport::keepalive::KeepaliveConfig;
+use exec_server_transport::tls::TlsClientOptions;
+use exec_server_transport::{ConnectOptions, Secret};
 
 /// What can be chosen about a session with a server, however it is reached.
 ///
@@ -62,18 +62,20 @@ impl Default for ExecServerClientConnectOptions {
 /// use exec_server_client::RemoteExecServerConnectArgs;
 ///
 /// let mut args = RemoteExecServerConnectArgs::new("unix:///run/exec-server.sock", "editor");
-/// args.bearer_token = Some("secret".to_owned());
+/// args.bearer_token = Some("secret".into());
 /// assert!(!format!("{args:?}").contains("secret"));
 /// ```
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RemoteExecServerConnectArgs {
-    /// `ws://HOST:PORT[/PATH]` or `unix:///PATH`.
+    /// `ws://HOST:PORT[/PATH]`, `wss://HOST:PORT[/PATH]` or `unix:///PATH`.
     pub url: String,
     /// For the whole of name lookup, connection and upgrade.
     pub connect_timeout: Duration,
     /// Sent as `Authorization: Bearer`.
-    pub bearer_token: Option<String>,
+    pub bearer_token: Option<Secret>,
+    /// Whom to believe behind a `wss://` URL.
+    pub tls: TlsClientOptions,
     /// What to ask for once connected.
     pub options: ExecServerClientConnectOptions,
 }
@@ -85,6 +87,7 @@ impl RemoteExecServerConnectArgs {
             url: url.into(),
             connect_timeout: Duration::from_secs(10),
             bearer_token: None,
+            tls: TlsClientOptions::default(),
             options: ExecServerClientConnectOptions::new(client_name),
         }
     }
@@ -93,20 +96,7 @@ impl RemoteExecServerConnectArgs {
         let mut dial = ConnectOptions::default();
         dial.timeout = self.connect_timeout;
         dial.bearer_token.clone_from(&self.bearer_token);
+        dial.tls.clone_from(&self.tls);
         dial
-    }
-}
-
-impl fmt::Debug for RemoteExecServerConnectArgs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RemoteExecServerConnectArgs")
-            .field("url", &self.url)
-            .field("connect_timeout", &self.connect_timeout)
-            .field(
-                "bearer_token",
-                &self.bearer_token.as_ref().map(|_| "[redacted]"),
-            )
-            .field("options", &self.options)
-            .finish()
     }
 }

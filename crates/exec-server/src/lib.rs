@@ -35,10 +35,11 @@ pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 pub use exec_server_service::{
-    DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, Lifetime, ListenUrl,
-    Listener, Server,
+    DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, Guard, Lifetime,
+    ListenUrl, Listener, Rules, Server, audit, auth, metrics,
 };
 pub use exec_server_transport as transport;
+pub use exec_server_transport::Secret;
 
 /// A client of a server in this same program.
 ///

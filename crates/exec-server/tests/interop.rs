@@ -31,6 +31,58 @@ async fn ours() -> ((), Server) {
     ((), Server::start(command).await)
 }
 
+/// Both kinds of tokens, brought by the real CLI.
+#[tokio::test]
+async fn the_real_client_brings_tokens() {
+    let directory = tempfile::tempdir().unwrap();
+    let write = |name: &str, text: &str| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let binary = env!("CARGO_BIN_EXE_exec-server");
+    let mut command = Command::new(binary);
+    command
+        .args(["--ws-auth", "capability-token", "--ws-token-file"])
+        .arg(write("token", "tok123\n"));
+    let server = Server::start(command).await;
+    interop::command_runs_with_a_token(server.url(), "tok123").await;
+
+    let secret = write("secret", &"s".repeat(32));
+    let mut command = Command::new(binary);
+    command
+        .args(["--ws-auth", "signed-bearer-token"])
+        .args(["--ws-audience", "here", "--ws-shared-secret-file"])
+        .arg(&secret);
+    let server = Server::start(command).await;
+    let mut sign = Command::new(binary);
+    sign.args(["token", "sign", "--audience", "here", "--secret-file"])
+        .arg(&secret);
+    let token = String::from_utf8(sign.output().await.unwrap().stdout).unwrap();
+    interop::command_runs_with_a_token(server.url(), token.trim()).await;
+}
+
+/// Our client brings the token that the real server asks for.
+#[tokio::test]
+async fn the_real_server_takes_our_tokens() {
+    let home = codex::Home::new();
+    let file = home.path().join("token");
+    std::fs::write(&file, "tok123\n").unwrap();
+    let file = file.to_str().unwrap();
+    let flags = ["--ws-auth", "capability-token", "--ws-token-file", file];
+    let server = codex::exec_server_with(&home, &flags).await;
+    let mut args = RemoteExecServerConnectArgs::new(server.url(), "interop");
+    let refused = ExecServerClient::connect(args.clone()).await.unwrap_err();
+    assert!(
+        refused
+            .to_string()
+            .contains("missing websocket bearer token"),
+        "{refused}"
+    );
+    args.bearer_token = Some("tok123".into());
+    ExecServerClient::connect(args).await.unwrap();
+}
+
 /// The real server, a client of ours on it, and the home that it needs.
 struct Theirs {
     client: ExecServerClient,

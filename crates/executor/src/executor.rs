@@ -15,7 +15,7 @@ use rustix::process::Pid;
 use tokio::sync::Notify;
 
 use crate::limits;
-use crate::log::Retention;
+use crate::log::{Meter, Retention};
 use crate::process::{self, Process};
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
@@ -57,6 +57,8 @@ struct Inner {
     /// `/dev/null`, the input of processes without one.
     null: File,
     live: Arc<Live>,
+    /// What all logs retain.
+    retained: Meter,
     /// Children that a supervisor looks after. Reaping happens under this lock, so that a number
     /// that is reused right away is not mistaken for its former owner.
     managed: Mutex<HashSet<Pid>>,
@@ -69,6 +71,8 @@ struct Inner {
 struct Live {
     count: AtomicUsize,
     started: Notify,
+    /// The last one has ended.
+    idle: Notify,
 }
 
 /// The place of one live process.
@@ -77,7 +81,9 @@ pub(crate) struct Slot(Arc<Live>);
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.0.count.fetch_sub(1, Ordering::Relaxed);
+        if self.0.count.fetch_sub(1, Ordering::Relaxed) == 1 {
+            self.0.idle.notify_waiters();
+        }
     }
 }
 
@@ -94,6 +100,7 @@ impl Executor {
                 config,
                 null,
                 live: Arc::default(),
+                retained: Meter::default(),
                 managed: Mutex::default(),
                 starting: RwLock::default(),
             }),
@@ -108,6 +115,31 @@ impl Executor {
     /// Live processes right now.
     pub fn live(&self) -> usize {
         self.inner.live.count.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of output that all processes retain together.
+    pub fn retained_bytes(&self) -> u64 {
+        self.inner.retained.bytes()
+    }
+
+    /// Bytes of output that were ever evicted.
+    pub fn evicted_bytes(&self) -> u64 {
+        self.inner.retained.evicted()
+    }
+
+    pub(crate) fn meter(&self) -> Meter {
+        self.inner.retained.clone()
+    }
+
+    /// Waits until no process is live.
+    pub async fn idle(&self) {
+        loop {
+            let idle = self.inner.live.idle.notified();
+            if self.live() == 0 {
+                return;
+            }
+            idle.await;
+        }
     }
 
     /// Starts a process.

@@ -11,6 +11,8 @@
 //! Beside that, each stream keeps its own head and tail for snapshots; the bytes are shared.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 pub use exec_server_protocol::process::Stream;
@@ -127,13 +129,66 @@ pub struct Cut {
     pub omitted: u64,
 }
 
+/// Counts what many logs retain and evict; clones count together.
+#[derive(Debug, Clone, Default)]
+pub struct Meter(Arc<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    retained: AtomicU64,
+    evicted: AtomicU64,
+}
+
+impl Meter {
+    /// Bytes that can be read right now.
+    pub fn bytes(&self) -> u64 {
+        self.0.retained.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that were ever evicted.
+    pub fn evicted(&self) -> u64 {
+        self.0.evicted.load(Ordering::Relaxed)
+    }
+}
+
+/// The bytes that one log retains, as part of what is counted together.
+#[derive(Debug)]
+struct Retained {
+    bytes: usize,
+    meter: Meter,
+}
+
+impl Retained {
+    fn add(&mut self, bytes: usize) {
+        self.bytes += bytes;
+        let counts = &self.meter.0;
+        counts.retained.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn evict(&mut self, bytes: usize) {
+        self.bytes -= bytes;
+        let counts = &self.meter.0;
+        counts.retained.fetch_sub(bytes as u64, Ordering::Relaxed);
+        counts.evicted.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Retained {
+    fn drop(&mut self) {
+        let counts = &self.meter.0;
+        counts
+            .retained
+            .fetch_sub(self.bytes as u64, Ordering::Relaxed);
+    }
+}
+
 /// The log of one process.
 #[derive(Debug)]
 pub struct Log {
     retention: Retention,
     entries: VecDeque<Entry>,
     /// Bytes in `entries`.
-    retained: usize,
+    retained: Retained,
     next_seq: u64,
     /// Bytes ever appended.
     total: u64,
@@ -149,10 +204,15 @@ pub struct Log {
 impl Log {
     /// An empty log.
     pub fn new(retention: Retention) -> Self {
+        Self::metered(retention, Meter::default())
+    }
+
+    /// An empty log that counts what it retains and evicts together with others.
+    pub fn metered(retention: Retention, meter: Meter) -> Self {
         Self {
             retention,
             entries: VecDeque::new(),
-            retained: 0,
+            retained: Retained { bytes: 0, meter },
             next_seq: 1,
             total: 0,
             evicted: VecDeque::new(),
@@ -180,12 +240,12 @@ impl Log {
 
     /// Bytes that can still be read.
     pub fn retained_bytes(&self) -> u64 {
-        self.retained as u64
+        self.retained.bytes as u64
     }
 
     /// Bytes that can no longer be read.
     pub fn evicted_bytes(&self) -> u64 {
-        self.total - self.retained as u64
+        self.total - self.retained.bytes as u64
     }
 
     /// Appends output.
@@ -198,7 +258,8 @@ impl Log {
 
     /// Evicts what exceeds the budget, but nothing that the holding consumer lacks.
     fn trim(&mut self) {
-        while (self.retained > self.retention.bytes || self.entries.len() > self.retention.chunks)
+        while (self.retained.bytes > self.retention.bytes
+            || self.entries.len() > self.retention.chunks)
             && let Some(front) = self.entries.front()
             && self
                 .held
@@ -230,7 +291,7 @@ impl Log {
         };
         self.next_seq += 1;
         self.total += entry.len() as u64;
-        self.retained += entry.len();
+        self.retained.add(entry.len());
         self.entries.push_back(entry);
     }
 
@@ -238,7 +299,7 @@ impl Log {
         let Some(entry) = self.entries.pop_front() else {
             return;
         };
-        self.retained -= entry.len();
+        self.retained.evict(entry.len());
         if self.evicted.len() == EVICTED_INDEX {
             self.evicted.pop_front();
         }
@@ -619,6 +680,24 @@ mod tests {
         log.output(Stream::Pty, vec![0; 50].into());
         log.release();
         assert!(log.has_room());
+    }
+
+    #[test]
+    fn logs_count_together() {
+        let retention = Retention {
+            bytes: 10,
+            chunks: 10,
+        };
+        let meter = Meter::default();
+        let mut logs = [(); 2].map(|()| Log::metered(retention, meter.clone()));
+        for log in &mut logs {
+            for _ in 0..3 {
+                log.output(Stream::Stdout, Bytes::from_static(b"12345"));
+            }
+        }
+        assert_eq!((meter.bytes(), meter.evicted()), (20, 10));
+        drop(logs);
+        assert_eq!((meter.bytes(), meter.evicted()), (0, 10));
     }
 
     #[test]

@@ -7,11 +7,16 @@ use std::time::Duration;
 use exec_server_executor::log::Retention;
 use exec_server_transport::keepalive::KeepaliveConfig;
 
+use crate::audit::Audit;
+use crate::trace::Tracer;
+
 /// Limits and defaults of a server.
 ///
 /// Every bound that a client can run into is here, and the error that it causes names it.
 #[derive(Debug, Clone)]
 pub struct ExecServerConfig {
+    /// How long processes may go on once the server is told to stop, before they are ended.
+    pub drain_timeout: Duration,
     /// From SIGTERM to SIGKILL for the processes of a server that shuts down.
     pub shutdown_grace: Duration,
     /// Processes that one session may keep, ended ones that are still readable included.
@@ -20,6 +25,8 @@ pub struct ExecServerConfig {
     pub max_processes: usize,
     /// Output that each process retains.
     pub retention: Retention,
+    /// Output that all processes together may retain before no more are started.
+    pub max_retained_bytes: usize,
     /// How long a closed process stays readable.
     pub closed_retention: Duration,
     /// How long an ended process's output may be silent while a descendant holds it open.
@@ -33,12 +40,22 @@ pub struct ExecServerConfig {
     /// Requests of one connection that may wait for something to happen (`process/wait`, long
     /// polls), beside those that are worked on.
     pub max_waiting_requests: usize,
+    /// Connections at one time, those in their handshake included.
+    pub max_connections: usize,
+    /// Connections from one address at one time.
+    pub max_connections_per_address: usize,
+    /// How long a connection may take for its handshakes: TLS, and the HTTP request.
+    pub handshake_timeout: Duration,
     /// Sessions at one time.
     pub max_sessions: usize,
     /// Pings and how long to wait for a sign of life.
     pub keepalive: KeepaliveConfig,
     /// The environment that policies of children start from: usually the server's own.
     pub environment: BTreeMap<String, String>,
+    /// Where it is written down who ran what.
+    pub audit: Option<Audit>,
+    /// Where traces of requests are sent.
+    pub tracer: Option<Tracer>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
 }
@@ -46,19 +63,26 @@ pub struct ExecServerConfig {
 impl Default for ExecServerConfig {
     fn default() -> Self {
         Self {
+            drain_timeout: Duration::ZERO,
             shutdown_grace: Duration::from_secs(2),
             max_processes_per_session: 4096,
             max_processes: 4096,
             retention: Retention::default(),
+            max_retained_bytes: 1 << 30,
             closed_retention: Duration::from_secs(30),
             inherited_output_grace: Duration::from_secs(2),
             detach_grace: Duration::from_secs(30),
             max_detach_grace: Duration::from_secs(24 * 60 * 60),
             concurrent_requests: 256,
             max_waiting_requests: 16_384,
+            max_connections: 16_384,
+            max_connections_per_address: 8192,
+            handshake_timeout: Duration::from_secs(10),
             max_sessions: 4096,
             keepalive: KeepaliveConfig::default(),
             environment: BTreeMap::new(),
+            audit: None,
+            tracer: None,
             cwd: None,
         }
     }

@@ -14,6 +14,7 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch;
 use crate::error::RpcError;
@@ -21,9 +22,11 @@ use crate::files::Lane;
 use crate::handles::Handles;
 use crate::methods::search::Searches;
 use crate::methods::watch::Watches;
+use crate::metrics::MethodIndex;
 use crate::outbox::{self, Outbox, Reply};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
+use crate::trace::{Context, Tracer};
 
 /// How long a connection that ended may take to hear the answers to what it asked before.
 const FAREWELL: Duration = Duration::from_secs(2);
@@ -55,6 +58,8 @@ pub(crate) struct Connection {
     /// Bounds the writes that wait for a child to read.
     backlog: Arc<Backlog>,
     lifetime: Lifetime,
+    /// On whose behalf it speaks.
+    pub(crate) identity: Identity,
 }
 
 /// ```text
@@ -101,6 +106,7 @@ impl Connection {
             outbox: Arc::clone(&self.outbox),
             closed: self.closed.clone(),
             heard: Arc::clone(&self.heard),
+            identity: self.identity.clone(),
         }
     }
 
@@ -197,6 +203,13 @@ pub(crate) struct Responder {
     reserved: Option<OwnedSemaphorePermit>,
     /// A share of the input that waits.
     unwritten: Option<Share>,
+    /// What was asked, and when.
+    method: MethodIndex,
+    since: Instant,
+    /// Where the request belongs in a trace, and who is told of it.
+    trace: Option<Box<(Tracer, Context)>>,
+    /// The answer is an error.
+    failed: bool,
 }
 
 impl Responder {
@@ -211,7 +224,8 @@ impl Responder {
     }
 
     /// Answers with an error.
-    pub(crate) fn send_error(self, error: RpcError) {
+    pub(crate) fn send_error(mut self, error: RpcError) {
+        self.failed = true;
         let error = ErrorObject::from(error);
         self.send_with(|out, id| envelope::encode_error(out, id, &error));
     }
@@ -230,10 +244,18 @@ impl Responder {
 
     fn send_message(mut self, mut message: Vec<u8>) {
         if message.len() > MAX_MESSAGE_BYTES {
+            self.failed = true;
             let error = too_large(message.len()).into();
             message = Vec::new();
             let encoded = envelope::encode_error(&mut message, &self.id, &error);
             debug_assert!(encoded.is_ok(), "an error with a text always serialises");
+        }
+        let metrics = &self.outbox.metrics;
+        let took = self.since.elapsed();
+        metrics.answered(self.method, took, self.failed);
+        if let Some(trace) = self.trace.take() {
+            let (tracer, context) = *trace;
+            tracer.record(context, self.method.name(), took, self.failed);
         }
         let mut reserved = self.reserved.take();
         if let Some(reserved) = &mut reserved {
@@ -314,10 +336,17 @@ fn too_large(bytes: usize) -> RpcError {
 }
 
 /// Serves one connection until it ends.
-pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Lifetime) {
+pub(crate) async fn serve(
+    server: Server,
+    link: Link,
+    name: String,
+    lifetime: Lifetime,
+    identity: Identity,
+) {
+    let _counted = server.count_connection();
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
-    let outbox = Arc::new(Outbox::new());
+    let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
     let lane = Lane::new(server.files());
     let handles = Handles::new(server.with_files());
     let connection = Arc::new(Connection {
@@ -333,6 +362,7 @@ pub(crate) async fn serve(server: Server, link: Link, name: String, lifetime: Li
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
+        identity,
     });
     let Link { incoming, outgoing } = link;
     let closed = connection.closed.clone();
@@ -397,10 +427,14 @@ struct Reader {
 
 impl Reader {
     async fn run(&mut self, phase: &mut Phase) -> End {
-        let draining = self.connection.server.draining().clone();
+        let closing = self.connection.server.closing().clone();
         let closed = self.connection.closed.clone();
-        let mut received = 0;
+        let metrics = Arc::clone(self.connection.server.metrics());
+        let (mut received, mut counted) = (0, 0);
         loop {
+            let total = self.incoming.received();
+            metrics.received_bytes.add(total - counted);
+            counted = total;
             if let Some(keepalive) = &mut self.keepalive {
                 // Parts of long messages are signs of life as well, in either direction; and a
                 // peer that is not listened to cannot be blamed for its silence.
@@ -423,13 +457,13 @@ impl Reader {
             let slot = tokio::select! {
                 slot = next_slot(&self.connection) => slot,
                 () = closed.cancelled() => return End::Lost,
-                () = draining.cancelled() => return End::Told,
+                () = closing.cancelled() => return End::Told,
                 () = sleep_until(wake) => continue,
             };
             let event = tokio::select! {
                 event = self.incoming.recv() => event,
                 () = closed.cancelled() => return End::Lost,
-                () = draining.cancelled() => return End::Told,
+                () = closing.cancelled() => return End::Told,
                 () = sleep_until(wake) => continue,
             };
             if let Some(keepalive) = &mut self.keepalive {
@@ -503,8 +537,17 @@ fn receive(
     match envelope::decode(text) {
         Err(error) => refuse(connection, &malformed(name, &error.to_string())),
         Ok(Message::Request {
-            id, method, params, ..
+            id,
+            method,
+            params,
+            trace,
         }) => {
+            let tracer = connection.server.config().tracer.as_ref();
+            let trace = tracer.and_then(|tracer| {
+                let context = Context::of(trace.as_ref())?;
+                Some(Box::new((tracer.clone(), context)))
+            });
+            tracing::debug!(peer = name, request = %id, method = &*method, "request");
             let responder = Responder {
                 id,
                 outbox: Arc::clone(&connection.outbox),
@@ -513,6 +556,10 @@ fn receive(
                 slot,
                 reserved: None,
                 unwritten: None,
+                method: MethodIndex::of(&method),
+                since: Instant::now(),
+                trace,
+                failed: false,
             };
             dispatch::request(connection, phase, &method, params, responder);
         }

@@ -7,7 +7,7 @@ use exec_server_protocol::{Method, Notification as _, command, environment, fs, 
 
 use crate::connection::{Connection, Phase, Responder};
 use crate::error::RpcError;
-use crate::methods;
+use crate::{methods, scope};
 
 /// What this server adds to the compatible wire, as told by `environment/info`.
 pub(crate) const EXTENSIONS: &[&str] = &[
@@ -84,6 +84,14 @@ pub(crate) fn request(
     params: Option<&str>,
     responder: Responder,
 ) {
+    if let Err(error) = scope::check(&connection.identity, method, params) {
+        return responder.send_error(error);
+    }
+    if let Some(audit) = connection.server.audit()
+        && scope::changes_files(method, params)
+    {
+        audit.changed(&connection.identity, method, params);
+    }
     let call = Call {
         connection,
         phase,

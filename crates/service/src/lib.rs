@@ -3,21 +3,30 @@
 //! Owns who may talk to whom and in which order; translates between the wire and the executor.
 //! Knows no client.
 
+pub mod audit;
+pub mod auth;
 mod backlog;
 pub mod config;
 mod connection;
+mod crowd;
 mod dispatch;
 mod error;
 mod files;
 mod follow;
+pub mod guard;
 mod handles;
 pub mod listen;
 mod methods;
+pub mod metrics;
 mod outbox;
+mod record;
+mod scope;
 mod server;
 mod session;
+pub mod trace;
 
 pub use config::ExecServerConfig;
 pub use error::RpcError;
+pub use guard::{Guard, Rules};
 pub use listen::{DEFAULT_LISTEN_URL, ExecServerListenUrlParseError, ListenUrl, Listener};
 pub use server::{Lifetime, Server};

@@ -3,32 +3,38 @@
 use std::fmt;
 use std::fs;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_executor::sys::socket;
 use exec_server_transport::Link;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
+use exec_server_transport::tls::{Pin, TlsServer};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::{TcpListener, UnixListener};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
 
+use crate::auth::Identity;
+use crate::crowd::Place;
+use crate::guard::{Guard, Refusal};
+use crate::metrics::RefusalCause;
 use crate::server::{Lifetime, Server};
 
 /// Where a server listens unless told otherwise.
 pub const DEFAULT_LISTEN_URL: &str = "ws://127.0.0.1:0";
-
-/// How long a peer may take for its HTTP request.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Where a server can be reached.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ListenUrl {
     /// A websocket on a TCP port.
     Websocket(SocketAddr),
+    /// A websocket on a TCP port, over TLS.
+    Tls(SocketAddr),
     /// A websocket on a unix socket.
     Unix(PathBuf),
     /// Standard input and output.
@@ -43,12 +49,16 @@ pub enum ListenUrl {
 pub enum ExecServerListenUrlParseError {
     /// An unknown kind of URL.
     #[error(
-        "unsupported --listen URL `{0}`; expected `ws://IP:PORT`, `unix:///PATH`, `stdio` or `off`"
+        "unsupported --listen URL `{0}`; expected `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, \
+         `stdio` or `off`"
     )]
     Unsupported(String),
     /// Not an address and a port.
     #[error("invalid websocket --listen URL `{0}`; expected `ws://IP:PORT`")]
     InvalidWebsocket(String),
+    /// Not an address and a port.
+    #[error("invalid TLS websocket --listen URL `{0}`; expected `wss://IP:PORT`")]
+    InvalidTls(String),
     /// Not an absolute path.
     #[error("invalid unix --listen URL `{0}`; expected `unix:///PATH`")]
     InvalidUnix(String),
@@ -61,6 +71,10 @@ impl FromStr for ListenUrl {
         if let Some(address) = text.strip_prefix("ws://") {
             let invalid = |_| ExecServerListenUrlParseError::InvalidWebsocket(text.to_owned());
             return address.parse().map(Self::Websocket).map_err(invalid);
+        }
+        if let Some(address) = text.strip_prefix("wss://") {
+            let invalid = |_| ExecServerListenUrlParseError::InvalidTls(text.to_owned());
+            return address.parse().map(Self::Tls).map_err(invalid);
         }
         if let Some(path) = text.strip_prefix("unix://") {
             let path = PathBuf::from(path);
@@ -81,6 +95,7 @@ impl fmt::Display for ListenUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Websocket(address) => write!(f, "ws://{address}"),
+            Self::Tls(address) => write!(f, "wss://{address}"),
             Self::Unix(path) => write!(f, "unix://{}", path.display()),
             Self::Stdio => f.write_str("stdio"),
             Self::Off => f.write_str("off"),
@@ -95,9 +110,16 @@ pub enum ListenError {
     /// Anybody on the network could run commands.
     #[error(
         "refusing to listen on {0} without authentication: anyone who can reach it could run \
-         commands; listen on a loopback address, or pass --danger-no-auth"
+         commands; listen on a loopback address, ask for tokens with --ws-auth, or pass \
+         --danger-no-auth"
     )]
     Exposed(SocketAddr),
+    /// What was handed over is no listening socket.
+    #[error("cannot use a socket that was handed over: {source}")]
+    Inherited {
+        /// What the system said.
+        source: io::Error,
+    },
     /// The address cannot be had.
     #[error("cannot listen on {url}: {source}")]
     Bind {
@@ -113,6 +135,8 @@ pub enum ListenError {
 pub struct Listener {
     socket: Socket,
     url: ListenUrl,
+    guard: Arc<Guard>,
+    tls: Option<Arc<TlsServer>>,
     /// The file of a unix socket, which goes with it.
     _file: Option<RemoveOnDrop>,
 }
@@ -134,7 +158,8 @@ impl Drop for RemoveOnDrop {
 }
 
 impl Listener {
-    /// Binds a TCP port; without authentication only a loopback address, unless `danger_exposed`.
+    /// Binds a TCP port. Only a loopback address, unless `danger_exposed`: with a guard that asks
+    /// for tokens, with client certificates, or where everybody may do everything.
     ///
     /// # Errors
     ///
@@ -150,11 +175,67 @@ impl Listener {
         let listener = TcpListener::bind(address).await.map_err(failed)?;
         tune(&listener).map_err(failed)?;
         let url = ListenUrl::Websocket(listener.local_addr().map_err(failed)?);
-        Ok(Self {
-            socket: Socket::Tcp(listener),
+        Ok(Self::new(Socket::Tcp(listener), url, None))
+    }
+
+    /// Takes a listening socket that somebody else has bound, under the rules of
+    /// [`Listener::tcp`].
+    ///
+    /// # Errors
+    ///
+    /// When it is no listening socket, or its address is not loopback.
+    pub fn inherited(socket: OwnedFd, danger_exposed: bool) -> Result<Self, ListenError> {
+        let failed = |source: io::Error| ListenError::Inherited { source };
+        let domain = rustix::net::sockopt::socket_domain(&socket).map_err(|e| failed(e.into()))?;
+        if domain == rustix::net::AddressFamily::UNIX {
+            let listener = std::os::unix::net::UnixListener::from(socket);
+            listener.set_nonblocking(true).map_err(failed)?;
+            let address = listener.local_addr().map_err(failed)?;
+            let path = address.as_pathname().unwrap_or(Path::new("")).to_owned();
+            let listener = UnixListener::from_std(listener).map_err(failed)?;
+            // The file belongs to whoever made it.
+            return Ok(Self::new(
+                Socket::Unix(listener),
+                ListenUrl::Unix(path),
+                None,
+            ));
+        }
+        let listener = std::net::TcpListener::from(socket);
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        if !address.ip().is_loopback() && !danger_exposed {
+            return Err(ListenError::Exposed(address));
+        }
+        let listener = TcpListener::from_std(listener).map_err(failed)?;
+        tune(&listener).map_err(failed)?;
+        let url = ListenUrl::Websocket(address);
+        Ok(Self::new(Socket::Tcp(listener), url, None))
+    }
+
+    fn new(socket: Socket, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
+        Self {
+            socket,
             url,
-            _file: None,
-        })
+            guard: Arc::default(),
+            tls: None,
+            _file: file,
+        }
+    }
+
+    /// Lets in only whom this guard lets in.
+    #[must_use]
+    pub fn guarded(self, guard: Arc<Guard>) -> Self {
+        Self { guard, ..self }
+    }
+
+    /// Speaks TLS; a unix socket needs none and stays as it is.
+    #[must_use]
+    pub fn with_tls(mut self, tls: Arc<TlsServer>) -> Self {
+        if let ListenUrl::Websocket(address) = self.url {
+            self.url = ListenUrl::Tls(address);
+            self.tls = Some(tls);
+        }
+        self
     }
 
     /// Binds a unix socket that only this user can connect to.
@@ -179,11 +260,7 @@ impl Listener {
             return Err(failed(error));
         }
         let file = Some(RemoveOnDrop(path.to_owned()));
-        Ok(Self {
-            socket: Socket::Unix(listener),
-            url,
-            _file: file,
-        })
+        Ok(Self::new(Socket::Unix(listener), url, file))
     }
 
     /// Where it can be reached; the port is the real one.
@@ -208,19 +285,48 @@ impl Listener {
     }
 
     async fn accept(&self, server: &Server) -> io::Result<()> {
-        let server = server.clone();
+        let (server, guard) = (server.clone(), Arc::clone(&self.guard));
         match &self.socket {
             Socket::Tcp(listener) => {
                 let (stream, peer) = listener.accept().await?;
-                let (reader, writer) = stream.into_split();
+                let address = Some(peer.ip());
+                let Some(place) = server.crowd().enter(address) else {
+                    return Ok(());
+                };
                 let name = format!("exec-server websocket {peer}");
-                tokio::spawn(handle(server, reader, writer, name));
+                let visitor = Visitor {
+                    server,
+                    guard,
+                    name,
+                    address,
+                    certificate: None,
+                    place,
+                };
+                match &self.tls {
+                    None => {
+                        let (reader, writer) = stream.into_split();
+                        tokio::spawn(visitor.handle(reader, writer));
+                    }
+                    Some(tls) => {
+                        tokio::spawn(visitor.handle_tls(Arc::clone(tls), stream));
+                    }
+                }
             }
             Socket::Unix(listener) => {
                 let (stream, _) = listener.accept().await?;
+                let Some(place) = server.crowd().enter(None) else {
+                    return Ok(());
+                };
                 let (reader, writer) = stream.into_split();
-                let name = "exec-server websocket on a unix socket".to_owned();
-                tokio::spawn(handle(server, reader, writer, name));
+                let visitor = Visitor {
+                    server,
+                    guard,
+                    name: "exec-server websocket on a unix socket".to_owned(),
+                    address: None,
+                    certificate: None,
+                    place,
+                };
+                tokio::spawn(visitor.handle(reader, writer));
             }
         }
         Ok(())
@@ -234,10 +340,9 @@ fn tune(listener: &TcpListener) -> io::Result<()> {
     const UNSENT_BYTES: u32 = 128 * 1024;
     rustix::net::sockopt::set_tcp_nodelay(listener, true)?;
     socket::limit_unsent(listener, UNSENT_BYTES)?;
-    socket::defer_accept(
-        listener,
-        HEAD_TIMEOUT.as_secs().try_into().unwrap_or(u16::MAX),
-    )
+    /// Seconds after which a silent connection is reported nevertheless, and then given up.
+    const SILENCE: u16 = 10;
+    socket::defer_accept(listener, SILENCE)
 }
 
 /// Removes a socket file that nobody listens on any more.
@@ -254,41 +359,149 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Reads the HTTP request of a new connection and does what it asks for.
-async fn handle<R, W>(server: Server, mut reader: R, mut writer: W, name: String)
-where
-    R: AsyncRead + Send + Unpin + 'static,
-    W: AsyncWrite + Send + Unpin + 'static,
-{
-    let head = http::read_head(&mut reader, Kind::Request);
-    let head = match tokio::time::timeout(HEAD_TIMEOUT, head).await {
-        Ok(Ok(head)) => head,
-        Ok(Err(error)) => {
-            tracing::debug!(peer = name, %error, "no HTTP request");
-            if error.kind() == io::ErrorKind::InvalidData {
-                let _ = writer.write_all(&response(400, &error.to_string())).await;
+/// Somebody at the door.
+struct Visitor {
+    server: Server,
+    guard: Arc<Guard>,
+    /// Who is there, for messages.
+    name: String,
+    address: Option<IpAddr>,
+    /// The key of the certificate that it has shown.
+    certificate: Option<Pin>,
+    place: Place,
+}
+
+impl Visitor {
+    /// The TLS handshake, then as [`Visitor::handle`].
+    async fn handle_tls(mut self, tls: Arc<TlsServer>, mut stream: TcpStream) {
+        let limit = self.server.config().handshake_timeout;
+        let handshake = async {
+            let mut first = [0];
+            // Whoever forgot the `s` of `wss` is told so in words that it understands.
+            if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
+                let _ = stream
+                    .write_all(&response(400, "this port speaks TLS: use wss://", None))
+                    .await;
+                return Err(io::Error::other("plain HTTP"));
             }
-            return;
+            tls.acceptor().accept(stream).await
+        };
+        match tokio::time::timeout(limit, handshake).await {
+            Ok(Ok(stream)) => {
+                let chain = stream.get_ref().1.peer_certificates();
+                self.certificate = chain
+                    .and_then(|chain| chain.first())
+                    .and_then(|certificate| Pin::of(certificate).ok());
+                let (reader, writer) = tokio::io::split(stream);
+                Box::pin(self.handle(reader, writer)).await;
+            }
+            Ok(Err(error)) => tracing::debug!(peer = self.name, %error, "no TLS handshake"),
+            Err(_) => tracing::debug!(peer = self.name, "no TLS handshake in time"),
         }
-        Err(_) => return,
-    };
-    let draining = server.draining().is_cancelled();
-    match route(&head, draining) {
-        Route::Upgrade(key) => {
-            let accept = http::accept_key(&key);
-            let answer = format!(
-                "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
-                 Sec-WebSocket-Accept: {accept}\r\n\r\n"
-            );
-            if writer.write_all(answer.as_bytes()).await.is_ok() {
-                let link = Link::websocket(Role::Server, reader, writer, head.rest);
-                // Boxed, so that a connection in its handshake is not as large as a served one.
-                Box::pin(server.serve(link, name, Lifetime::Resumable)).await;
+    }
+
+    /// Reads the HTTP request of a new connection and does what it asks for.
+    async fn handle<R, W>(self, mut reader: R, mut writer: W)
+    where
+        R: AsyncRead + Send + Unpin + 'static,
+        W: AsyncWrite + Send + Unpin + 'static,
+    {
+        let limit = self.server.config().handshake_timeout;
+        let head = http::read_head(&mut reader, Kind::Request);
+        let head = match tokio::time::timeout(limit, head).await {
+            Ok(Ok(head)) => head,
+            Ok(Err(error)) => {
+                tracing::debug!(peer = self.name, %error, "no HTTP request");
+                if error.kind() == io::ErrorKind::InvalidData {
+                    let answer = response(400, &error.to_string(), None);
+                    let _ = writer.write_all(&answer).await;
+                }
+                return;
+            }
+            Err(_) => return,
+        };
+        let answer = match self.decide(&head) {
+            Ok((key, identity)) => {
+                let accept = http::accept_key(&key);
+                let answer = format!(
+                    "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
+                     Upgrade: websocket\r\nSec-WebSocket-Accept: {accept}\r\n\r\n"
+                );
+                // Encryption has a buffer of its own, hence the flush.
+                if writer.write_all(answer.as_bytes()).await.is_ok() && writer.flush().await.is_ok()
+                {
+                    let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                    let Self {
+                        server,
+                        name,
+                        place,
+                        ..
+                    } = self;
+                    // Boxed, so that a connection in its handshake is not as large as a served one.
+                    Box::pin(server.serve_as(link, name, Lifetime::Resumable, identity)).await;
+                    drop(place);
+                }
+                return;
+            }
+            Err(answer) => answer,
+        };
+        let _ = writer.write_all(&answer).await;
+        let _ = writer.shutdown().await;
+    }
+
+    /// The key of a websocket and on whose behalf it is, or the answer to anything else.
+    fn decide(&self, head: &Head) -> Result<(String, Identity), Vec<u8>> {
+        if !self.guard.allows_origin(head) {
+            // A web page: any could otherwise reach a server on this machine.
+            self.refuse(RefusalCause::Origin, "its origin is not listed");
+            return Err(response(403, "", None));
+        }
+        let key = match route(head, self.server.draining().is_cancelled()) {
+            Route::Upgrade(key) => key,
+            Route::Answer(status, body) => return Err(response(status, body, None)),
+        };
+        let admitted = self.guard.admit(head, self.address);
+        let identity = admitted.map_err(|refusal| match refusal {
+            Refusal::Unauthorized(error) => {
+                let text = error.to_string();
+                self.refuse(error.into(), &text);
+                response(401, &text, None)
+            }
+            Refusal::Throttled(wait) => {
+                let seconds = wait.as_secs() + 1;
+                let text = format!("too many failures; try again in {seconds} s");
+                self.refuse(RefusalCause::Throttled, &text);
+                response(429, &text, Some(seconds))
+            }
+        })?;
+        // Who shows no token is known by its certificate.
+        let identity = match self.certificate {
+            Some(pin) if identity == Identity::anyone() => Identity {
+                name: format!("certificate {pin}").into(),
+                ..identity
+            },
+            _ => identity,
+        };
+        match self.place.refusal() {
+            Some(limit) => {
+                self.refuse(RefusalCause::Limit, limit);
+                Err(response(503, limit, None))
+            }
+            None => {
+                if let Some(audit) = self.server.audit() {
+                    audit.connected(&self.name, Ok(&identity));
+                }
+                Ok((key, identity))
             }
         }
-        Route::Answer(status, body) => {
-            let _ = writer.write_all(&response(status, body)).await;
-            let _ = writer.shutdown().await;
+    }
+
+    /// Writes down that somebody was not let in.
+    fn refuse(&self, cause: RefusalCause, reason: &str) {
+        tracing::warn!(peer = self.name, reason, "not let in");
+        self.server.metrics().refused(cause);
+        if let Some(audit) = self.server.audit() {
+            audit.connected(&self.name, Err(reason));
         }
     }
 }
@@ -302,10 +515,6 @@ enum Route {
 }
 
 fn route(head: &Head, draining: bool) -> Route {
-    if head.header("origin").is_some() {
-        // A browser: any page could otherwise reach a server on this machine.
-        return Route::Answer(403, "");
-    }
     match head.path() {
         "/" if draining => Route::Answer(503, "the server is shutting down"),
         "/" => upgrade(head),
@@ -334,20 +543,23 @@ fn upgrade(head: &Head) -> Route {
     }
 }
 
-fn response(status: u16, body: &str) -> Vec<u8> {
+pub(crate) fn response(status: u16, body: &str, retry_after: Option<u64>) -> Vec<u8> {
     let reason = match status {
         200 => "OK",
         400 => "Bad Request",
+        401 => "Unauthorized",
         403 => "Forbidden",
         404 => "Not Found",
         405 => "Method Not Allowed",
+        429 => "Too Many Requests",
         503 => "Service Unavailable",
         _ => "",
     };
     let length = body.len();
+    let retry = retry_after.map_or(String::new(), |after| format!("Retry-After: {after}\r\n"));
     format!(
         "HTTP/1.1 {status} {reason}\r\nContent-Type: text/plain; charset=utf-8\r\n\
-         Content-Length: {length}\r\nConnection: close\r\n\r\n{body}"
+         Content-Length: {length}\r\n{retry}Connection: close\r\n\r\n{body}"
     )
     .into_bytes()
 }
@@ -361,6 +573,7 @@ mod tests {
         for text in [
             "ws://127.0.0.1:0",
             "ws://[::1]:80",
+            "wss://0.0.0.0:443",
             "unix:///run/x.sock",
             "stdio",
             "off",
@@ -380,7 +593,7 @@ mod tests {
                 "{error}"
             );
         }
-        for text in ["", "http://127.0.0.1:1", "wss://127.0.0.1:1", "tcp://x"] {
+        for text in ["", "http://127.0.0.1:1", "tcp://x"] {
             let error = text.parse::<ListenUrl>().unwrap_err().to_string();
             assert!(error.starts_with("unsupported --listen URL"), "{error}");
         }
@@ -433,11 +646,6 @@ mod tests {
             route(&head("GET", "/other", &[]), false),
             Route::Answer(404, "")
         );
-        let page = [ws.as_slice(), &[("origin", "null")]].concat();
-        assert_eq!(
-            route(&head("GET", "/", &page), false),
-            Route::Answer(403, "")
-        );
         assert!(matches!(
             route(&head("GET", "/", &ws), true),
             Route::Answer(503, _)
@@ -449,7 +657,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         tune(&listener).unwrap();
         let address = listener.local_addr().unwrap();
-        let mut client = tokio::net::TcpStream::connect(address).await.unwrap();
+        let mut client = TcpStream::connect(address).await.unwrap();
         client.write_all(b"x").await.unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
         assert!(accepted.nodelay().unwrap());

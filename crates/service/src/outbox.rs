@@ -13,6 +13,8 @@ use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
+use crate::metrics::Metrics;
+
 /// Something with news, which the writer pulls.
 pub(crate) trait Feed: fmt::Debug + Send + Sync {
     /// Encodes the next notification; false if there is none, and it will be put on the ready list
@@ -42,6 +44,7 @@ pub(crate) struct Outbox {
     budget: Arc<Semaphore>,
     /// The peer has made room since this was last asked.
     taken: AtomicBool,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
 #[derive(Debug, Default)]
@@ -66,13 +69,14 @@ pub(crate) struct Reply {
 }
 
 impl Outbox {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         Self {
             state: Mutex::default(),
             wake: Notify::new(),
             room: Notify::new(),
             budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
             taken: AtomicBool::new(false),
+            metrics,
         }
     }
 
@@ -171,9 +175,11 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
             wake.await;
             continue;
         }
+        let bytes = outgoing.buffered() as u64;
         outgoing
             .flush_noting(|| outbox.taken.store(true, Ordering::Relaxed))
             .await?;
+        outbox.metrics.sent_bytes.add(bytes);
         if !sent.is_empty() {
             // Shares of the budget were held until their messages had left.
             sent.clear();

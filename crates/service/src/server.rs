@@ -13,11 +13,15 @@ use exec_server_transport::Link;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::audit::Audit;
+use crate::auth::Identity;
 use crate::config::ExecServerConfig;
 use crate::connection;
+use crate::crowd::{Crowd, CrowdLimits};
 use crate::error::RpcError;
 use crate::files::FileThreads;
 use crate::methods::environment;
+use crate::metrics::Metrics;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
 
@@ -39,6 +43,16 @@ pub struct Server {
     inner: Arc<Inner>,
 }
 
+/// A connection that is served, until dropped.
+#[derive(Debug)]
+pub(crate) struct Counted(Server);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.inner.connections.send_modify(|count| *count -= 1);
+    }
+}
+
 #[derive(Debug)]
 struct Inner {
     config: ExecServerConfig,
@@ -50,9 +64,15 @@ struct Inner {
     files: FileThreads,
     /// How many connections may have files open.
     with_files: watch::Sender<usize>,
-    /// Cancelled when the server begins to shut down.
+    crowd: Arc<Crowd>,
+    metrics: Arc<Metrics>,
+    /// Connections that are served.
+    connections: watch::Sender<usize>,
+    /// Cancelled when the server begins to shut down: nobody new is served.
     draining: CancellationToken,
-    /// Cancelled when it has.
+    /// Cancelled when connections are to end.
+    closing: CancellationToken,
+    /// Cancelled when it has shut down.
     ended: CancellationToken,
 }
 
@@ -80,7 +100,13 @@ impl Server {
             environment: config.environment.clone(),
         })?;
         let info = environment::describe(&config);
+        let crowd = Arc::new(Crowd::new(CrowdLimits {
+            connections: config.max_connections,
+            per_address: config.max_connections_per_address,
+        }));
         let inner = Inner {
+            crowd,
+            metrics: Arc::default(),
             config,
             executor,
             info,
@@ -88,7 +114,9 @@ impl Server {
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
+            connections: watch::Sender::new(0),
             draining: CancellationToken::new(),
+            closing: CancellationToken::new(),
             ended: CancellationToken::new(),
         };
         Ok(Self {
@@ -130,9 +158,31 @@ impl Server {
         &self.inner.draining
     }
 
+    /// Cancelled when connections are to end.
+    pub(crate) fn closing(&self) -> &CancellationToken {
+        &self.inner.closing
+    }
+
     /// Cancelled when the server has shut down.
     pub(crate) fn ended(&self) -> &CancellationToken {
         &self.inner.ended
+    }
+
+    pub(crate) fn metrics(&self) -> &Arc<Metrics> {
+        &self.inner.metrics
+    }
+
+    pub(crate) fn audit(&self) -> Option<&Audit> {
+        self.inner.config.audit.as_ref()
+    }
+
+    /// Sessions right now, waiting ones included.
+    pub(crate) fn session_count(&self) -> usize {
+        self.sessions().len()
+    }
+
+    pub(crate) fn crowd(&self) -> &Arc<Crowd> {
+        &self.inner.crowd
     }
 
     /// Serves one connection until it ends. `name` is for messages: who is there.
@@ -142,29 +192,99 @@ impl Server {
         name: String,
         lifetime: Lifetime,
     ) -> impl Future<Output = ()> + Send + 'static {
-        connection::serve(self.clone(), link, name, lifetime)
+        self.serve_as(link, name, lifetime, Identity::anyone())
+    }
+
+    /// As [`Server::serve`], within the scopes of an identity.
+    pub fn serve_as(
+        &self,
+        link: Link,
+        name: String,
+        lifetime: Lifetime,
+        identity: Identity,
+    ) -> impl Future<Output = ()> + Send + 'static {
+        connection::serve(self.clone(), link, name, lifetime, identity)
+    }
+
+    /// Counts a connection as served, until dropped.
+    pub(crate) fn count_connection(&self) -> Counted {
+        self.inner.connections.send_modify(|count| *count += 1);
+        self.inner.metrics.connections.add(1);
+        Counted(self.clone())
+    }
+
+    /// Connections that are served.
+    pub fn connections(&self) -> usize {
+        *self.inner.connections.borrow()
+    }
+
+    /// Opens no more sessions and starts no more processes; waits until those that run have ended,
+    /// at most for the configured time; then shuts down.
+    ///
+    /// Cancel safe: [`Server::shut_down`] may be called instead at any moment.
+    pub async fn drain(&self) {
+        self.inner.draining.cancel();
+        let limit = self.inner.config.drain_timeout;
+        if tokio::time::timeout(limit, self.inner.executor.idle())
+            .await
+            .is_err()
+            && !limit.is_zero()
+        {
+            tracing::warn!(
+                processes = self.inner.executor.live(),
+                ?limit,
+                "processes go on after the time to drain and are ended"
+            );
+        }
+        self.shut_down().await;
     }
 
     /// Opens no more sessions, ends all that there are and their processes.
     ///
-    /// Processes get SIGTERM and, after the configured grace, SIGKILL.
+    /// Processes get SIGTERM and, after the configured grace, SIGKILL. Clients hear what they said
+    /// last, and then that the server goes away.
     pub async fn shut_down(&self) {
-        self.inner.draining.cancel();
-        let sessions: Vec<_> = self
-            .sessions()
-            .drain()
-            .map(|(_, session)| session)
-            .collect();
-        let processes: Vec<_> = sessions
+        /// How long the last words of processes may take on their way to the clients' queues.
+        const LAST_WORDS: Duration = Duration::from_secs(1);
+        /// How long connections may take to end by themselves.
+        const FAREWELL: Duration = Duration::from_secs(3);
+        let Inner {
+            draining,
+            closing,
+            ended,
+            connections,
+            config,
+            ..
+        } = &*self.inner;
+        draining.cancel();
+        let processes: Vec<_> = self
+            .all_sessions()
             .iter()
-            .filter_map(|session| session.end())
+            .flat_map(|session| session.processes())
+            .map(|managed| managed.process.clone())
+            .collect();
+        process::end_all(&processes, config.shutdown_grace).await;
+        let told = async {
+            for process in &processes {
+                process.wait_for(|log| log.close().map(|_| ())).await;
+            }
+        };
+        // One that nobody listens to does not keep the others.
+        let _ = tokio::time::timeout(LAST_WORDS, told).await;
+        closing.cancel();
+        let mut served = connections.subscribe();
+        let _ = tokio::time::timeout(FAREWELL, served.wait_for(|count| *count == 0)).await;
+        let sessions: Vec<_> = self.sessions().drain().collect();
+        let late: Vec<_> = sessions
+            .iter()
+            .filter_map(|(_, session)| session.end())
             .flatten()
             .collect();
-        process::end_all(&processes, self.inner.config.shutdown_grace).await;
+        process::end_all(&late, Duration::ZERO).await;
         // What was written aside and not put in place must not be left on the disk.
         let mut with_files = self.inner.with_files.subscribe();
         let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
-        self.inner.ended.cancel();
+        ended.cancel();
     }
 
     fn sessions(&self) -> MutexGuard<'_, HashMap<String, Arc<Session>>> {
@@ -197,6 +317,7 @@ impl Server {
             driver,
         ));
         sessions.insert(session.id.clone(), Arc::clone(&session));
+        self.inner.metrics.sessions.add(1);
         Ok((session, grace))
     }
 
@@ -211,6 +332,20 @@ impl Server {
         let silence = self.inner.config.keepalive.deadline;
         let granted = session.attach(driver, self.grant(grace), silence)?;
         Ok((session, granted))
+    }
+
+    /// Whether processes may be started right now.
+    pub(crate) fn accepts_processes(&self) -> Result<(), RpcError> {
+        if self.inner.draining.is_cancelled() {
+            return Err(RpcError::invalid_request("the server is shutting down"));
+        }
+        let limit = self.inner.config.max_retained_bytes;
+        if self.inner.executor.retained_bytes() >= limit as u64 {
+            return Err(RpcError::invalid_request(format!(
+                "limit of {limit} bytes of retained output reached"
+            )));
+        }
+        Ok(())
     }
 
     fn grant(&self, asked: Option<u64>) -> Option<Duration> {

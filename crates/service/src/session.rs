@@ -20,6 +20,7 @@ use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
 use tokio_util::sync::CancellationToken;
 
+use crate::auth::Identity;
 use crate::connection::Responder;
 use crate::error::RpcError;
 use crate::follow::{Dialect, Follower};
@@ -32,6 +33,8 @@ const REMEMBERED_WRITES: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Session {
     pub(crate) id: String,
+    /// Who opened it; nobody else can take it up again.
+    owner: Identity,
     state: Mutex<State>,
     table: Mutex<Table>,
 }
@@ -52,6 +55,8 @@ pub(crate) struct Driver {
     /// Ends the connection.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
+    /// On whose behalf.
+    pub(crate) identity: Identity,
 }
 
 /// When a connection was last heard of.
@@ -155,6 +160,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Session {
     pub(crate) fn new(id: String, grace: Duration, driver: Driver) -> Self {
+        let owner = driver.identity.clone();
         let state = State {
             driver: Some(driver),
             attachments: 1,
@@ -163,6 +169,7 @@ impl Session {
         };
         Self {
             id,
+            owner,
             state: Mutex::new(state),
             table: Mutex::default(),
         }
@@ -176,7 +183,10 @@ impl Session {
         silence: Duration,
     ) -> Result<Duration, RpcError> {
         let mut state = lock(&self.state);
-        if state.ended {
+        let identity = &driver.identity;
+        // With less than its owner had, a session could only be disturbed.
+        let owned = identity.name == self.owner.name && identity.scopes.include(self.owner.scopes);
+        if state.ended || !owned {
             return Err(unknown_session(&self.id));
         }
         if let Some(current) = &state.driver {

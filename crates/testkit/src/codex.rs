@@ -122,6 +122,13 @@ pub async fn exec_server(home: &Home, variables: &[(&str, &str)]) -> Server {
     Server::start(command).await
 }
 
+/// Starts `codex exec-server` with these flags.
+pub async fn exec_server_with(home: &Home, flags: &[&str]) -> Server {
+    let mut command = home.command();
+    command.arg("exec-server").args(flags);
+    Server::start(command).await
+}
+
 /// What `codex exec --json` left behind.
 #[derive(Debug)]
 pub struct Run {

@@ -64,6 +64,25 @@ pub async fn command_runs_on_the_server(server: &Server) {
     expect(&answer, &[&place, &format!("ancestor={};\n", server.pid())]);
 }
 
+/// The CLI brings the token that the server asks for.
+///
+/// # Panics
+///
+/// If the command does not run.
+pub async fn command_runs_with_a_token(url: &str, token: &str) {
+    let home = Home::new();
+    let environments = format!(
+        "default = \"guarded\"\ninclude_local = false\n\n[[environments]]\nid = \"guarded\"\n\
+         url = \"{url}\"\nauth_bearer_token = \"{token}\"\n"
+    );
+    std::fs::write(home.path().join("environments.toml"), environments)
+        .expect("the CLI's environments to be written");
+    let call = Call::exec_command("run", "echo let-in; exit 4", LONG);
+    let session = Session::run_in(home, url, [Turn::Calls(vec![call])]).await;
+    let answer = session.answer("run");
+    expect(&answer, &["Process exited with code 4\n", "let-in\n"]);
+}
+
 /// Several commands of one turn run side by side, and each answer belongs to its call.
 pub async fn parallel_commands_keep_apart(url: &str) {
     let ids = ["a", "b", "c", "d"];
@@ -240,9 +259,13 @@ struct Session {
 impl Session {
     /// Lets the CLI follow `script` and a closing message on the server at `url`.
     async fn run(url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
+        Self::run_in(Home::new(), url, script).await
+    }
+
+    /// As [`Session::run`], with a home that is set up already.
+    async fn run_in(home: Home, url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
         let end = Turn::Message("done".to_owned());
         let model = FakeModel::start(script.into_iter().chain([end])).await;
-        let home = Home::new();
         let run = codex::exec(&home, &model, url, RUN_LIMIT).await;
         model.finish();
         Self { model, run, home }

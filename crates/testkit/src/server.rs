@@ -154,10 +154,11 @@ pub(crate) fn end(child: &mut Child, pid: u32) {
     // `kill_on_drop` does the rest.
 }
 
-/// Reads lines until one holds a `ws://` or `unix://` URL.
+/// Reads lines until one holds a `ws://`, `wss://` or `unix://` URL.
 async fn announced_url(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<String> {
     while let Ok(Some(line)) = lines.next_line().await {
-        if let Some(start) = line.find("ws://").or_else(|| line.find("unix://")) {
+        let schemes = ["ws://", "wss://", "unix://"];
+        if let Some(start) = schemes.iter().find_map(|scheme| line.find(scheme)) {
             let url = line[start..].split_whitespace().next()?;
             return Some(url.to_owned());
         }

@@ -1,27 +1,32 @@
 //! Dialling: from a URL to a link.
 
-use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use base64_simd::STANDARD;
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use url::Url;
+use zeroize::Zeroizing;
 
 use crate::frame::Role;
 use crate::http::{self, Kind};
 use crate::link::Link;
+use crate::secret::Secret;
+use crate::tls::{self, TlsClientOptions, TlsError};
 
 /// How to dial.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ConnectOptions {
     /// For the whole of name lookup, connection and handshake.
     pub timeout: Duration,
     /// Sent as `Authorization: Bearer`.
-    pub bearer_token: Option<String>,
+    pub bearer_token: Option<Secret>,
+    /// Whom to believe behind a `wss://` URL.
+    pub tls: TlsClientOptions,
 }
 
 impl Default for ConnectOptions {
@@ -29,19 +34,8 @@ impl Default for ConnectOptions {
         Self {
             timeout: Duration::from_secs(10),
             bearer_token: None,
+            tls: TlsClientOptions::default(),
         }
-    }
-}
-
-impl fmt::Debug for ConnectOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ConnectOptions")
-            .field("timeout", &self.timeout)
-            .field(
-                "bearer_token",
-                &self.bearer_token.as_ref().map(|_| "[redacted]"),
-            )
-            .finish()
     }
 }
 
@@ -74,6 +68,24 @@ pub enum ConnectError {
         #[source]
         source: io::Error,
     },
+    /// The server could not prove who it is, or did not like who we are.
+    #[error("no trusted TLS connection to `{url}`")]
+    Tls {
+        /// As given.
+        url: String,
+        /// What the TLS library said.
+        #[source]
+        source: io::Error,
+    },
+    /// Our own certificates or keys cannot be used.
+    #[error(transparent)]
+    TlsSetup(#[from] TlsError),
+    /// The token cannot be sent in a header.
+    #[error("the token for `{url}` holds characters that no HTTP header can carry")]
+    Token {
+        /// As given.
+        url: String,
+    },
     /// The server answered, but did not open a websocket.
     #[error("`{url}` refused the websocket: HTTP {status} {reason}")]
     Refused {
@@ -86,7 +98,7 @@ pub enum ConnectError {
     },
 }
 
-/// Opens a link to `ws://HOST:PORT[/PATH]` or `unix:///PATH`.
+/// Opens a link to `ws://HOST:PORT[/PATH]`, `wss://HOST:PORT[/PATH]` or `unix:///PATH`.
 ///
 /// # Errors
 ///
@@ -121,28 +133,50 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
         return upgrade(url, "localhost", "/", options, reader, writer).await;
     }
     let parsed = Url::parse(url).map_err(|error| bad(&error.to_string()))?;
-    if parsed.scheme() != "ws" {
-        return Err(bad("expected ws://HOST:PORT or unix:///PATH"));
-    }
+    let secure = match parsed.scheme() {
+        "ws" => false,
+        "wss" => true,
+        _ => {
+            return Err(bad(
+                "expected ws://HOST:PORT, wss://HOST:PORT or unix:///PATH",
+            ));
+        }
+    };
     let host = parsed.host_str().ok_or_else(|| bad("no host"))?;
-    let port = parsed.port_or_known_default().unwrap_or(80);
+    let port = parsed
+        .port_or_known_default()
+        .unwrap_or(if secure { 443 } else { 80 });
     let target = match parsed.query() {
         Some(query) => format!("{}?{query}", parsed.path()),
         None => parsed.path().to_owned(),
     };
-    let address = (host.trim_start_matches('[').trim_end_matches(']'), port);
-    let stream = TcpStream::connect(address).await.map_err(io)?;
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    // Before anything is sent: files that cannot be read are no fault of the server.
+    let tls = match secure {
+        true => {
+            let name = ServerName::try_from(bare.to_owned()).map_err(|_| bad("invalid host"))?;
+            Some((tls::connector(&options.tls)?, name))
+        }
+        false => None,
+    };
+    let stream = TcpStream::connect((bare, port)).await.map_err(io)?;
     stream.set_nodelay(true).map_err(io)?;
-    let (reader, writer) = stream.into_split();
-    upgrade(
-        url,
-        &format!("{host}:{port}"),
-        &target,
-        options,
-        reader,
-        writer,
-    )
-    .await
+    let host = format!("{host}:{port}");
+    match tls {
+        None => {
+            let (reader, writer) = stream.into_split();
+            upgrade(url, &host, &target, options, reader, writer).await
+        }
+        Some((connector, name)) => {
+            let untrusted = |source| ConnectError::Tls {
+                url: url.to_owned(),
+                source,
+            };
+            let stream = connector.connect(name, stream).await.map_err(untrusted)?;
+            let (reader, writer) = tokio::io::split(stream);
+            upgrade(url, &host, &target, options, reader, writer).await
+        }
+    }
 }
 
 /// The client's half of the websocket handshake.
@@ -163,12 +197,21 @@ where
         source,
     };
     let key = STANDARD.encode_to_string(uuid::Uuid::new_v4().as_bytes());
-    let mut request = format!(
+    let mut request = Zeroizing::new(format!(
         "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
-    );
+    ));
     if let Some(token) = &options.bearer_token {
-        request.push_str(&format!("Authorization: Bearer {token}\r\n"));
+        let token = token.expose();
+        if !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+            let url = url.to_owned();
+            return Err(ConnectError::Token { url });
+        }
+        // At its full size at once: growing would leave a copy behind.
+        request.reserve(token.len() + 64);
+        request.push_str("Authorization: Bearer ");
+        request.push_str(token);
+        request.push_str("\r\n");
     }
     request.push_str("\r\n");
     writer.write_all(request.as_bytes()).await.map_err(io)?;

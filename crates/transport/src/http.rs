@@ -2,6 +2,7 @@
 //!
 //! Owns reading a bounded head, its headers and the upgrade's key arithmetic. Knows no route.
 
+use std::fmt;
 use std::io;
 
 use base64_simd::STANDARD;
@@ -14,7 +15,7 @@ pub const MAX_HEAD_BYTES: usize = 16 * 1024;
 const MAX_HEADERS: usize = 64;
 
 /// A parsed head and what was received after it.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Head {
     /// Method of a request, empty in a response.
     pub method: String,
@@ -28,12 +29,34 @@ pub struct Head {
     pub rest: Vec<u8>,
 }
 
+impl fmt::Debug for Head {
+    /// Without the values of headers: one of them may be a token.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
+        f.debug_struct("Head")
+            .field("method", &self.method)
+            .field("target", &self.target)
+            .field("status", &self.status)
+            .field("headers", &names)
+            .field("rest", &self.rest.len())
+            .finish()
+    }
+}
+
 impl Head {
     /// The first header of this (lower case) name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers
             .iter()
             .find(|(key, _)| key == name)
+            .map(|(_, value)| value.as_str())
+    }
+
+    /// All headers of this (lower case) name.
+    pub fn headers_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
+        self.headers
+            .iter()
+            .filter(move |(key, _)| key == name)
             .map(|(_, value)| value.as_str())
     }
 

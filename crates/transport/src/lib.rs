@@ -11,8 +11,11 @@ pub mod http;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
+mod secret;
 pub mod stdio;
+pub mod tls;
 
 pub use connect::{ConnectError, ConnectOptions, connect};
 pub use link::{Event, Incoming, Link, LinkError, Outgoing};
 pub use peer::{CallError, Peer};
+pub use secret::Secret;

@@ -463,7 +463,18 @@ impl Outgoing {
         }
         self.buffer.clear();
         self.sent = 0;
-        self.io.flush().await
+        // Encryption has a buffer of its own.
+        let mut waited = false;
+        poll_fn(|cx| {
+            let poll = Pin::new(&mut self.io).poll_flush(cx);
+            waited |= poll.is_pending();
+            poll
+        })
+        .await?;
+        if waited {
+            taken();
+        }
+        Ok(())
     }
 
     /// Notes that so many bytes have left.

@@ -133,7 +133,7 @@ pub enum TransferError {
         path: PathUri,
         /// Why.
         #[source]
-        source: ExecServerError,
+        source: Box<ExecServerError>,
     },
     /// A directory, where none was asked for or a file should go.
     #[error("`{0}` is a directory")]
@@ -167,7 +167,10 @@ fn shown(path: &PathUri) -> String {
 
 fn remote(path: &PathUri) -> impl FnOnce(ExecServerError) -> TransferError {
     let path = path.clone();
-    move |source| TransferError::Remote { path, source }
+    move |source| TransferError::Remote {
+        path,
+        source: Box::new(source),
+    }
 }
 
 fn local(path: &Path) -> impl FnOnce(io::Error) -> TransferError {

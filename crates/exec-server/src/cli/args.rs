@@ -4,8 +4,10 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand, ValueEnum};
-use exec_server_service::DEFAULT_LISTEN_URL;
+
+use super::settings::{FORMATS, MODES};
 
 use super::fs::args::{CpArgs, FsArgs};
 
@@ -21,6 +23,8 @@ use super::fs::args::{CpArgs, FsArgs};
   exec-server ps --url ws://127.0.0.1:4600          what runs there
   exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
   exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
+  exec-server --listen wss://0.0.0.0:4600 --tls-self-signed \\
+      --ws-auth capability-token --ws-token-file token    serve others, who have the token
 
 Exit codes: 0 success, 1 failure, 2 wrong usage; `run` and `fs search` have their own, see their --help.")]
 pub(super) struct Args {
@@ -33,7 +37,7 @@ pub(super) struct Args {
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
     /// Serve clients (the default)
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Run a command, here or on a server, as if it ran in this terminal
     #[command(after_help = "Examples:
   exec-server run -- make test
@@ -81,21 +85,44 @@ A file of 8 MiB or more that was cut off goes on where it stopped, if what has a
 of it; until it is whole it waits beside its target, as `.NAME.exec-server-part`. What cannot be copied
 is named on standard error, the rest goes on, and the exit code is 1.")]
     Cp(CpArgs),
+    /// Make, sign and read the tokens that a server asks for
+    #[command(subcommand)]
+    Token(TokenCommand),
+    /// Show the settings of a server and where each came from
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Tell how a server is
+    Status(StatusArgs),
     /// Print a completion script for a shell
     Completions {
         /// Which shell
         shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write those of all commands
+    Man {
+        /// Write all of them to this directory
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
     },
 }
 
 /// Options of `serve`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ServeArgs {
-    /// Where to listen: `ws://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
+    /// Where to listen: `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
     ///
-    /// Port 0 takes a free one; the URL that clients can use is printed on standard output.
-    #[arg(long, value_name = "URL", default_value = DEFAULT_LISTEN_URL)]
-    pub(super) listen: String,
+    /// Port 0 takes a free one; the URL that clients can use is printed on standard output. Can be
+    /// given several times. Without it: `ws://127.0.0.1:0`.
+    #[arg(long, value_name = "URL")]
+    pub(super) listen: Vec<String>,
+
+    /// Read settings from this file (TOML); flags and variables win over it
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+
+    /// Set any key of the settings file, as in `limits.sessions=100`
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub(super) set: Vec<String>,
 
     /// Requests of one connection that are worked on at the same time; 1 is strictly serial
     #[arg(long, value_name = "COUNT")]
@@ -108,14 +135,188 @@ pub(super) struct ServeArgs {
     /// Listen where others can reach it, without authentication: anyone there can run commands
     #[arg(long)]
     pub(super) danger_no_auth: bool,
+
+    #[command(flatten)]
+    pub(super) auth: AuthArgs,
+
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
+
+    /// How long processes may go on after SIGTERM before they are ended, as in `30s`
+    #[arg(long, value_name = "TIME")]
+    pub(super) drain: Option<String>,
+
+    /// How log lines look
+    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
+    pub(super) log_format: Option<String>,
+
+    /// What is logged, as in `info` or `exec_server_service=debug`
+    #[arg(long, value_name = "FILTER")]
+    pub(super) log: Option<String>,
+
+    /// Serve Prometheus metrics at `/metrics` on this `IP:PORT`
+    #[arg(long, value_name = "IP:PORT")]
+    pub(super) metrics_listen: Option<String>,
+
+    /// Append who ran what to this file, one JSON object per line
+    #[arg(long, value_name = "FILE")]
+    pub(super) audit_file: Option<PathBuf>,
+}
+
+/// Who may connect.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Authentication")]
+pub(super) struct AuthArgs {
+    /// Ask clients for a bearer token
+    #[arg(long, value_name = "MODE", value_parser = PossibleValuesParser::new(MODES))]
+    pub(super) ws_auth: Option<String>,
+
+    /// A file with a token, or `NAME=FILE:SCOPE,SCOPE` for one that is good for some things only
+    ///
+    /// Scopes are exec, fs:read, fs:write and observe. Can be given several times.
+    #[arg(long, value_name = "FILE")]
+    pub(super) ws_token_file: Vec<String>,
+
+    /// The SHA-256 of a token, instead of the token; `NAME=HEX:SCOPE,SCOPE` works here too
+    #[arg(long, value_name = "HEX")]
+    pub(super) ws_token_sha256: Vec<String>,
+
+    /// A file with the secret that signs tokens (JWT, HS256), at least 32 bytes
+    #[arg(long, value_name = "FILE")]
+    pub(super) ws_shared_secret_file: Option<PathBuf>,
+
+    /// Who must have issued a signed token
+    #[arg(long, value_name = "NAME")]
+    pub(super) ws_issuer: Option<String>,
+
+    /// For whom a signed token must be
+    #[arg(long, value_name = "NAME")]
+    pub(super) ws_audience: Option<String>,
+
+    /// How far the clocks of issuer and server may be apart; 30 if not given
+    #[arg(long, value_name = "SECONDS")]
+    pub(super) ws_max_clock_skew_seconds: Option<u32>,
+
+    /// Let web pages of this origin connect, as in `https://console.example`; others cannot
+    #[arg(long, value_name = "ORIGIN")]
+    pub(super) allow_origin: Vec<String>,
+}
+
+/// How `wss://` is served.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "TLS")]
+pub(super) struct TlsArgs {
+    /// The server's certificate and its chain (PEM); read again when it changes, and on SIGHUP
+    #[arg(long, value_name = "FILE")]
+    pub(super) tls_cert: Option<PathBuf>,
+
+    /// The key of the certificate (PEM)
+    #[arg(long, value_name = "FILE")]
+    pub(super) tls_key: Option<PathBuf>,
+
+    /// Make a certificate and print the pin that clients can check; keep it in the files of
+    /// --tls-cert and --tls-key if they are given
+    #[arg(long)]
+    pub(super) tls_self_signed: bool,
+
+    /// Let in only clients with a certificate that one of these authorities (PEM) has signed
+    #[arg(long, value_name = "FILE")]
+    pub(super) tls_client_ca: Option<PathBuf>,
 }
 
 /// How to reach a server.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub(super) struct ServerArgs {
-    /// The server: `ws://HOST:PORT` or `unix:///PATH`
-    #[arg(long, value_name = "URL", env = "EXEC_SERVER_URL")]
+    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
+    #[arg(long, global = true, value_name = "URL", env = "EXEC_SERVER_URL")]
     pub(super) url: Option<String>,
+
+    /// A file with the token that the server asks for; `EXEC_SERVER_TOKEN` can hold it instead
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        env = "EXEC_SERVER_TOKEN_FILE"
+    )]
+    pub(super) token_file: Option<PathBuf>,
+
+    /// Believe the server with this key (`sha256//…`, as it prints with --tls-self-signed)
+    #[arg(long, global = true, value_name = "PIN", env = "EXEC_SERVER_TLS_PIN")]
+    pub(super) tls_pin: Option<String>,
+
+    /// Believe these certificate authorities (PEM) instead of the system's
+    #[arg(long, global = true, value_name = "FILE", env = "EXEC_SERVER_TLS_CA")]
+    pub(super) tls_ca: Option<PathBuf>,
+
+    /// Our own certificate (PEM), for servers that want one
+    #[arg(long, global = true, value_name = "FILE", requires = "tls_client_key")]
+    pub(super) tls_client_cert: Option<PathBuf>,
+
+    /// The key of our certificate (PEM)
+    #[arg(long, global = true, value_name = "FILE", requires = "tls_client_cert")]
+    pub(super) tls_client_key: Option<PathBuf>,
+}
+
+/// What can be done with tokens.
+#[derive(Debug, Subcommand)]
+pub(super) enum TokenCommand {
+    /// Make a random token
+    ///
+    /// The token goes to standard output or to a file; its SHA-256, which is all that a server
+    /// needs, to standard error.
+    New {
+        /// Write it to this file, which only this user can read; it must not be there yet
+        #[arg(long, value_name = "FILE")]
+        out: Option<PathBuf>,
+    },
+    /// Sign a token with a shared secret
+    #[command(after_help = "Example:
+  exec-server token sign --secret-file secret --subject ci --scope 'fs:read observe' --expires 1h")]
+    Sign {
+        /// The file with the secret, or /dev/stdin or /dev/fd/N
+        #[arg(long, value_name = "FILE")]
+        secret_file: PathBuf,
+        /// How long it is valid
+        #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1h")]
+        expires: Duration,
+        /// From when on it is valid, counted from now
+        #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+        not_before: Option<Duration>,
+        /// For whom; the server's name for its bearer
+        #[arg(long, value_name = "NAME")]
+        subject: Option<String>,
+        /// What it is good for: exec, fs:read, fs:write, observe; everything if not given
+        #[arg(long, value_name = "SCOPES")]
+        scope: Option<String>,
+        /// Who issues it
+        #[arg(long, value_name = "NAME")]
+        issuer: Option<String>,
+        /// For which server
+        #[arg(long, value_name = "NAME")]
+        audience: Option<String>,
+    },
+    /// Show what a token says, and with the secret whether it is genuine
+    Inspect {
+        /// The file with the token; standard input if not given
+        file: Option<PathBuf>,
+        /// The file with the secret that should have signed it
+        #[arg(long, value_name = "FILE")]
+        secret_file: Option<PathBuf>,
+    },
+}
+
+/// What can be asked about settings.
+#[derive(Debug, Subcommand)]
+pub(super) enum ConfigCommand {
+    /// Print every key, its value and where that came from
+    Show {
+        /// As they would be with these options of `serve`
+        #[command(flatten)]
+        serve: Box<ServeArgs>,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// Options of `run`.
@@ -158,6 +359,17 @@ pub(super) struct PsArgs {
     /// Show ended processes that are still readable, too
     #[arg(long, short)]
     pub(super) all: bool,
+
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
+}
+
+/// Options of `status`.
+#[derive(Debug, clap::Args)]
+pub(super) struct StatusArgs {
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 
     /// Print JSON
     #[arg(long)]

@@ -11,12 +11,11 @@ use exec_server_protocol::process::{
 };
 
 use super::args::{KillArgs, SignalArg};
-use super::{connect, print, required_url, runtime};
+use super::{connect, print, runtime};
 
 pub(super) fn run(args: &KillArgs) -> anyhow::Result<ExitCode> {
-    let url = required_url(&args.server)?;
     runtime()?.block_on(async {
-        let client = connect(url).await?;
+        let client = connect(&args.server).await?;
         let process = find(&client, &args.target).await?;
         match args.signal {
             Some(signal) => send(&client, process, signal).await,

@@ -1,20 +1,28 @@
 //! The command line: what was typed, what it means, and what to do.
 
+mod access;
 mod args;
+mod config;
 mod fs;
 mod kill;
+mod log;
 mod ps;
 mod run;
 mod serve;
 mod settings;
+mod status;
+mod systemd;
 mod terminal;
+mod token;
 
 use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use exec_server_client::{ExecServerClient, ExecServerError, RemoteExecServerConnectArgs};
+use exec_server_transport::ConnectError;
 
 use args::{Args, Command, ServerArgs};
 
@@ -23,12 +31,16 @@ pub fn main() -> ExitCode {
     let args = Args::parse();
     let outcome = match args.command {
         None => serve::run(args.serve),
-        Some(Command::Serve(args)) => serve::run(args),
+        Some(Command::Serve(args)) => serve::run(*args),
         Some(Command::Run(args)) => return run::run(args),
         Some(Command::Ps(args)) => ps::run(&args),
         Some(Command::Kill(args)) => kill::run(&args),
         Some(Command::Fs(args)) => fs::run(&args),
         Some(Command::Cp(args)) => fs::run_cp(&args),
+        Some(Command::Token(command)) => token::run(command),
+        Some(Command::Config(command)) => config::run(&command),
+        Some(Command::Status(args)) => status::run(&args),
+        Some(Command::Man { out }) => man(out.as_deref()),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);
@@ -44,13 +56,39 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// Prints the manual page, or writes all of them.
+fn man(out: Option<&Path>) -> anyhow::Result<ExitCode> {
+    match out {
+        None => {
+            let mut page = Vec::new();
+            clap_mangen::Man::new(Args::command()).render(&mut page)?;
+            print(&page)?;
+        }
+        Some(directory) => {
+            clap_mangen::generate_to(Args::command(), directory)
+                .with_context(|| format!("cannot write to {}", directory.display()))?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Tells what went wrong on standard error, and what to do where that is known.
 fn complain(error: &anyhow::Error) {
     eprintln!("Error: {error:#}");
-    if let Some(ExecServerError::Connect(_)) = error.downcast_ref() {
-        eprintln!(
+    match error.downcast_ref() {
+        Some(ExecServerError::Connect(ConnectError::Refused { status: 401, .. })) => {
+            eprintln!("\nhint: pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE");
+        }
+        Some(ExecServerError::Connect(ConnectError::Tls { .. })) => {
+            eprintln!(
+                "\nhint: --tls-pin believes one key, --tls-ca one certificate authority; see \
+                 `exec-server run --help`"
+            );
+        }
+        Some(ExecServerError::Connect(ConnectError::Io { .. })) => eprintln!(
             "\nhint: `exec-server --listen ws://127.0.0.1:4600` starts a server on this machine"
-        );
+        ),
+        _ => {}
     }
 }
 
@@ -74,9 +112,11 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 }
 
 /// Connects to the server that was named.
-async fn connect(url: &str) -> Result<ExecServerClient, ExecServerError> {
+async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
-    ExecServerClient::connect(RemoteExecServerConnectArgs::new(url, name)).await
+    let mut args = RemoteExecServerConnectArgs::new(required_url(server)?, name);
+    access::introduce(server, &mut args)?;
+    Ok(ExecServerClient::connect(args).await?)
 }
 
 /// The URL that was given; commands about a server need one.

@@ -7,13 +7,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use exec_server_protocol::process::{List, ListParams, ListResult, ListedProcess};
 
 use super::args::PsArgs;
-use super::{connect, print, required_url, runtime};
+use super::{connect, print, runtime};
 
 pub(super) fn run(args: &PsArgs) -> anyhow::Result<ExitCode> {
-    let url = required_url(&args.server)?;
     let mut listed = runtime()?.block_on(async {
-        let client = connect(url).await?;
-        client.call::<List>(&ListParams { all: true }).await
+        let client = connect(&args.server).await?;
+        anyhow::Ok(client.call::<List>(&ListParams { all: true }).await?)
     })?;
     if !args.all {
         listed.processes.retain(|process| process.running);

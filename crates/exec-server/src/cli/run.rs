@@ -83,7 +83,7 @@ impl Place {
 
 async fn execute(args: RunArgs) -> anyhow::Result<u8> {
     let place = match &args.server.url {
-        Some(url) => Place::There(connect(url).await?),
+        Some(_) => Place::There(connect(&args.server).await?),
         None => {
             let config = ExecutorConfig {
                 environment: settings::environment(),

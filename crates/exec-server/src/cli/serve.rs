@@ -1,57 +1,62 @@
 //! `exec-server serve`.
 
-use std::future::Future;
-use std::io::{IsTerminal as _, Write as _};
-use std::num::NonZeroUsize;
+use std::io::Write as _;
+use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::Context as _;
-use exec_server_executor::sys::{guardian, memory};
-use exec_server_service::{Lifetime, ListenUrl, Listener, Server};
+use anyhow::{Context as _, bail};
+use exec_server_executor::sys::{guardian, memory, own};
+use exec_server_service::audit::Audit;
+use exec_server_service::trace::Tracer;
+use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
 use exec_server_transport::stdio;
-use tokio::signal::unix::{SignalKind, signal};
-use tracing::level_filters::LevelFilter;
-use tracing_subscriber::EnvFilter;
+use exec_server_transport::tls::TlsServer;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::task::JoinSet;
 
 use super::args::ServeArgs;
-use super::settings;
+use super::log::{self, Log};
+use super::settings::Settings;
+use super::{access, systemd};
+
+/// How often certificates are looked at for changes.
+const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
-    let url: ListenUrl = args.listen.parse()?;
-    // Before any thread: what is forked is what is there.
+    let settings = Settings::resolve(&args)?;
+    settings.listen()?;
+    let handed_over = systemd::announced_sockets();
+    // The guardian is as precious as the server.
+    let protected = own::protect_from_lack_of_memory();
+    // Before any thread: what is forked is what is there. And before any secret is read.
     guardian::split().context("cannot start the guardian")?;
     memory::return_large_allocations();
-    log_to_stderr();
-    let config = settings::server(&args);
-    let runtime = runtime(args.threads).context("cannot start the runtime")?;
-    runtime.block_on(serve(url, config, args.danger_no_auth))?;
+    let log = log::start(&settings)?;
+    let files = own::raise_open_files();
+    tracing::debug!(
+        protected,
+        files,
+        "protected from a lack of memory; files that may be open"
+    );
+    let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
+    runtime.block_on(serve(args, settings, handed_over, log))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
 }
 
-/// Errors go to standard error, and whatever else `RUST_LOG` asks for.
-fn log_to_stderr() {
-    let quiet = LevelFilter::ERROR.into();
-    let filter = EnvFilter::builder()
-        .with_default_directive(quiet)
-        .from_env_lossy();
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
-}
-
 /// A runtime with this many worker threads, or as many as suit the machine.
-fn runtime(threads: Option<NonZeroUsize>) -> std::io::Result<tokio::runtime::Runtime> {
+fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime::Runtime> {
     /// How many task polls may pass before sockets are looked at again. The usual sixty are a few
     /// milliseconds while output floods, which a keystroke would have to wait for.
     const EVENT_INTERVAL: u32 = 2;
-    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     // With few cores the processes and their clients need them more than a second worker would
     // help: waking it costs more than it does.
-    let threads = threads.map_or(if cores <= 2 { 1 } else { cores }, NonZeroUsize::get);
+    let threads = threads.unwrap_or(if cores <= 2 { 1 } else { cores });
     let mut builder = if threads == 1 {
         tokio::runtime::Builder::new_current_thread()
     } else {
@@ -63,69 +68,248 @@ fn runtime(threads: Option<NonZeroUsize>) -> std::io::Result<tokio::runtime::Run
 }
 
 async fn serve(
-    url: ListenUrl,
-    config: exec_server_service::ExecServerConfig,
-    danger_no_auth: bool,
+    args: ServeArgs,
+    settings: Settings,
+    handed_over: usize,
+    log: Log,
 ) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate())?;
-    let mut interrupt = signal(SignalKind::interrupt())?;
+    let stop = Stop {
+        terminate: signal(SignalKind::terminate())?,
+        interrupt: signal(SignalKind::interrupt())?,
+    };
+    let hangup = signal(SignalKind::hangup())?;
+    let mut config = settings.server();
+    config.audit = audit(&settings)?;
+    if let Some(endpoint) = settings.text("traces.endpoint") {
+        let service = settings.text("traces.service").unwrap_or("exec-server");
+        config.tracer = Some(Tracer::start(endpoint, service)?);
+    }
     let server = Server::new(config).context("cannot set up the server")?;
     server
         .executor()
         .adopt_orphans()
         .context("cannot adopt orphans")?;
-    let stopped = async {
-        tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
+    let urls = settings.listen()?;
+    let rules = access::rules(&settings)?;
+    if urls == [ListenUrl::Stdio] {
+        if rules.auth.is_required() {
+            bail!("WebSocket auth requires a WebSocket listener, not stdio");
         }
+        let metrics = metrics_listener(&settings).await?;
+        let _metrics =
+            metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
+        return serve_stdio(&server, stop).await;
+    }
+    let tls = access::tls(&settings, &urls, handed_over > 0)?;
+    let proven = rules.auth.is_required()
+        || tls
+            .as_ref()
+            .is_some_and(|tls| tls.wants_client_certificates());
+    let door = Door {
+        exposed: proven || settings.flag("auth.danger_no_auth"),
+        guard: Arc::new(Guard::new(rules)),
+        tls,
     };
-    match url {
-        ListenUrl::Stdio => {
-            let link = stdio::own().context("cannot use standard input and output")?;
-            let name = "exec-server stdio".to_owned();
-            let connection = server.serve(link, name, Lifetime::Connection);
-            tokio::select! {
-                () = connection => {}
-                () = stopped => {}
-            }
-            server.shut_down().await;
-        }
-        ListenUrl::Websocket(address) => {
-            let listener = Listener::tcp(address, danger_no_auth).await?;
-            listen(listener, &server, stopped).await?;
-        }
-        ListenUrl::Unix(path) => {
-            let listener = Listener::unix(&path)?;
-            listen(listener, &server, stopped).await?;
-        }
-        ListenUrl::Off => {
-            stopped.await;
-            server.shut_down().await;
-        }
+    let listeners = door.open(&settings, &urls, handed_over).await?;
+    let metrics = metrics_listener(&settings).await?;
+    announce(&listeners)?;
+    let mut tasks = JoinSet::new();
+    for listener in listeners {
+        // Each ends when the server has.
+        tasks.spawn(listener.serve(server.clone()));
+    }
+    if let Some(listener) = metrics {
+        tasks.spawn(metrics::serve(listener, server.clone()));
+    }
+    let upkeep = Upkeep { args, log, door };
+    let upkeep = tokio::spawn(upkeep.run(hangup));
+    systemd::notify("READY=1");
+    stop.wait_and_end(&server).await;
+    upkeep.abort();
+    tasks.join_all().await;
+    Ok(())
+}
+
+/// The audit log, if there is to be one.
+fn audit(settings: &Settings) -> anyhow::Result<Option<Audit>> {
+    let Some(path) = settings.path("audit.file") else {
+        return Ok(None);
+    };
+    let redact = settings.list("audit.redact");
+    let redact = redact.into_iter().map(str::to_owned).collect();
+    let audit = Audit::open(&path, redact)
+        .with_context(|| format!("cannot open the audit log {}", path.display()))?;
+    Ok(Some(audit))
+}
+
+/// Where metrics are served, if anywhere. The address is told on standard error: standard output is
+/// for clients.
+async fn metrics_listener(settings: &Settings) -> anyhow::Result<Option<TcpListener>> {
+    let Some(text) = settings.text("metrics.listen") else {
+        return Ok(None);
+    };
+    let address: SocketAddr = text
+        .parse()
+        .with_context(|| format!("`metrics.listen` is `{text}`; expected IP:PORT"))?;
+    let listener = TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot serve metrics on {address}"))?;
+    eprintln!("metrics: http://{}/metrics", listener.local_addr()?);
+    Ok(Some(listener))
+}
+
+/// The one connection over standard input and output.
+async fn serve_stdio(server: &Server, stop: Stop) -> anyhow::Result<()> {
+    let link = stdio::own().context("cannot use standard input and output")?;
+    let name = "exec-server stdio".to_owned();
+    let connection = tokio::spawn(server.serve(link, name, Lifetime::Connection));
+    tokio::select! {
+        _ = connection => server.shut_down().await,
+        () = stop.wait_and_end(server) => {}
     }
     Ok(())
 }
 
-/// Serves whoever connects until told to stop, and shuts down; who connects meanwhile is told so.
-async fn listen(
-    listener: Listener,
-    server: &Server,
-    stopped: impl Future<Output = ()>,
-) -> anyhow::Result<()> {
-    announce(&listener)?;
-    let shut_down = async {
-        stopped.await;
-        server.shut_down().await;
-    };
-    tokio::join!(listener.serve(server.clone()), shut_down);
-    Ok(())
+/// The signals that end a server.
+struct Stop {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Stop {
+    async fn signalled(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+
+    /// Waits to be told, lets processes end and shuts down; told again, it does not let them.
+    async fn wait_and_end(mut self, server: &Server) {
+        self.signalled().await;
+        systemd::notify("STOPPING=1");
+        tracing::info!(processes = server.executor().live(), "told to stop");
+        tokio::select! {
+            () = server.drain() => {}
+            () = self.signalled() => server.shut_down().await,
+        }
+    }
+}
+
+/// Who is let in, and where.
+struct Door {
+    guard: Arc<Guard>,
+    tls: Option<Arc<TlsServer>>,
+    /// Whether others on the network may reach it.
+    exposed: bool,
+}
+
+impl Door {
+    async fn open(
+        &self,
+        settings: &Settings,
+        urls: &[ListenUrl],
+        handed_over: usize,
+    ) -> anyhow::Result<Vec<Listener>> {
+        let mut listeners = Vec::new();
+        for socket in systemd::take_sockets(handed_over)? {
+            let listener = Listener::inherited(socket, self.exposed)?;
+            listeners.push(match &self.tls {
+                Some(tls) => listener.with_tls(Arc::clone(tls)),
+                None => listener,
+            });
+        }
+        // Who was handed sockets listens elsewhere only if told so.
+        let own = handed_over == 0 || settings.is_given("listen");
+        for url in urls.iter().filter(|_| own) {
+            match (url, &self.tls) {
+                (ListenUrl::Websocket(address), _) => {
+                    listeners.push(Listener::tcp(*address, self.exposed).await?);
+                }
+                (ListenUrl::Tls(address), Some(tls)) => {
+                    let listener = Listener::tcp(*address, self.exposed).await?;
+                    listeners.push(listener.with_tls(Arc::clone(tls)));
+                }
+                (ListenUrl::Unix(path), _) => listeners.push(Listener::unix(path)?),
+                (ListenUrl::Tls(_) | ListenUrl::Stdio | ListenUrl::Off, _) => {}
+            }
+        }
+        let guarded = |listener: Listener| listener.guarded(Arc::clone(&self.guard));
+        Ok(listeners.into_iter().map(guarded).collect())
+    }
+}
+
+/// What goes on beside serving.
+struct Upkeep {
+    args: ServeArgs,
+    log: Log,
+    door: Door,
+}
+
+impl Upkeep {
+    /// Takes up changed settings, tokens and certificates; ends when it is aborted.
+    async fn run(self, mut hangup: Signal) {
+        let mut certificates = tokio::time::interval(CERTIFICATE_PERIOD);
+        let mut alive = tokio::time::interval(systemd::watchdog().unwrap_or(Duration::MAX));
+        loop {
+            tokio::select! {
+                _ = hangup.recv() => {
+                    systemd::notify_reloading();
+                    self.reload();
+                    systemd::notify("READY=1");
+                }
+                _ = certificates.tick(), if self.door.tls.is_some() => self.look_at_certificates(),
+                _ = alive.tick() => systemd::notify("WATCHDOG=1"),
+            }
+        }
+    }
+
+    /// Reads everything again; what cannot be used leaves things as they are.
+    fn reload(&self) {
+        let outcome = Settings::resolve(&self.args).and_then(|settings| {
+            let rules = access::rules(&settings)?;
+            if self.door.exposed && !settings.flag("auth.danger_no_auth") {
+                let proven = rules.auth.is_required()
+                    || self
+                        .door
+                        .tls
+                        .as_ref()
+                        .is_some_and(|tls| tls.wants_client_certificates());
+                if !proven {
+                    bail!("a server that others can reach cannot do without authentication");
+                }
+            }
+            self.log.reload(&settings)?;
+            if let Some(tls) = &self.door.tls {
+                tls.reload()?;
+            }
+            self.door.guard.set_rules(rules);
+            Ok(())
+        });
+        match outcome {
+            Ok(()) => tracing::info!("settings, tokens and certificates were read again"),
+            Err(error) => tracing::error!("nothing was changed: {error:#}"),
+        }
+    }
+
+    fn look_at_certificates(&self) {
+        let Some(tls) = &self.door.tls else {
+            return;
+        };
+        match tls.reload_if_changed() {
+            Ok(false) => {}
+            Ok(true) => tracing::info!("the certificate was read again"),
+            Err(error) => tracing::error!("the old certificate stays in use: {error}"),
+        }
+    }
 }
 
 /// Tells on standard output where the server can be reached, and nothing else.
-fn announce(listener: &Listener) -> anyhow::Result<()> {
+fn announce(listeners: &[Listener]) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
-    writeln!(stdout, "{}", listener.url())?;
+    for listener in listeners {
+        writeln!(stdout, "{}", listener.url())?;
+    }
     stdout.flush()?;
     Ok(())
 }

@@ -1,27 +1,740 @@
-//! What the arguments and the environment amount to.
+//! What flags, environment, file and defaults amount to.
+//!
+//! Owns the table of every key, where each value came from, and the one place where this program
+//! reads its environment. Reads no secret: those are read where they are used.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use exec_server_service::ExecServerConfig;
+use anyhow::{Context as _, bail};
+use exec_server_executor::log::Retention;
+use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
+use exec_server_transport::keepalive::KeepaliveConfig;
+use toml::Value;
 
-use super::args::ServeArgs;
+use super::args::{ServeArgs, parse_duration};
 
-/// The settings of a server.
-pub(super) fn server(args: &ServeArgs) -> ExecServerConfig {
-    let mut config = ExecServerConfig {
-        environment: environment(),
-        cwd: std::env::current_dir().ok(),
-        ..ExecServerConfig::default()
-    };
-    if let Some(count) = args.concurrent_requests {
-        config.concurrent_requests = count.get();
-    }
-    config
+/// The variable that names the file.
+pub(super) const FILE_VARIABLE: &str = "EXEC_SERVER_CONFIG";
+/// A client's token, or the file that holds it.
+pub(super) const TOKEN_VARIABLE: &str = "EXEC_SERVER_TOKEN";
+pub(super) const TOKEN_FILE_VARIABLE: &str = "EXEC_SERVER_TOKEN_FILE";
+
+/// Variables that are about this program alone: children do not get them.
+const PRIVATE_VARIABLES: &[&str] = &[
+    TOKEN_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    "LISTEN_FDNAMES",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "NOTIFY_SOCKET",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+];
+
+/// What a value must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Flag,
+    Text,
+    Choice(&'static [&'static str]),
+    List,
+    /// A whole number of at least this much.
+    Count(i64),
+    /// Bytes: a number, or one with KiB, MiB or GiB.
+    Size,
+    /// A time like `10s`, or a number of seconds.
+    Time,
 }
 
-/// This program's environment; variables that are not text cannot be told to anyone.
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag => f.write_str("true or false"),
+            Self::Text => f.write_str("a text"),
+            Self::Choice(names) => write!(f, "one of {}", names.join(", ")),
+            Self::List => f.write_str("a list of texts"),
+            Self::Count(least) => write!(f, "a whole number of at least {least}"),
+            Self::Size => f.write_str("a number of bytes, as in 65536 or \"64KiB\""),
+            Self::Time => f.write_str("a time, as in \"500ms\", \"10s\", \"5m\" or \"1h\""),
+        }
+    }
+}
+
+pub(super) const MODES: &[&str] = &["capability-token", "signed-bearer-token"];
+pub(super) const FORMATS: &[&str] = &["text", "json"];
+
+/// Every key there is, in the order in which they are shown.
+pub(super) const KEYS: &[(&str, Kind)] = &[
+    ("listen", Kind::List),
+    ("threads", Kind::Count(1)),
+    ("auth.mode", Kind::Choice(MODES)),
+    ("auth.token_files", Kind::List),
+    ("auth.token_sha256", Kind::List),
+    ("auth.shared_secret_file", Kind::Text),
+    ("auth.issuer", Kind::Text),
+    ("auth.audience", Kind::Text),
+    ("auth.max_clock_skew", Kind::Time),
+    ("auth.allow_origins", Kind::List),
+    ("auth.danger_no_auth", Kind::Flag),
+    ("tls.cert", Kind::Text),
+    ("tls.key", Kind::Text),
+    ("tls.self_signed", Kind::Flag),
+    ("tls.client_ca", Kind::Text),
+    ("limits.connections", Kind::Count(1)),
+    ("limits.connections_per_address", Kind::Count(1)),
+    ("limits.sessions", Kind::Count(1)),
+    ("limits.processes", Kind::Count(1)),
+    ("limits.processes_per_session", Kind::Count(1)),
+    ("limits.concurrent_requests", Kind::Count(1)),
+    ("limits.waiting_requests", Kind::Count(1)),
+    ("limits.retained_bytes", Kind::Size),
+    ("limits.retained_chunks", Kind::Count(1)),
+    ("limits.total_retained_bytes", Kind::Size),
+    ("times.handshake", Kind::Time),
+    ("times.ping", Kind::Time),
+    ("times.silence", Kind::Time),
+    ("times.detach_grace", Kind::Time),
+    ("times.max_detach_grace", Kind::Time),
+    ("times.closed_retention", Kind::Time),
+    ("times.inherited_output", Kind::Time),
+    ("times.drain", Kind::Time),
+    ("times.shutdown_grace", Kind::Time),
+    ("log.format", Kind::Choice(FORMATS)),
+    ("log.filter", Kind::Text),
+    ("metrics.listen", Kind::Text),
+    ("traces.endpoint", Kind::Text),
+    ("traces.service", Kind::Text),
+    ("audit.file", Kind::Text),
+    ("audit.redact", Kind::List),
+];
+
+/// Where a value came from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Origin {
+    Default,
+    File(PathBuf),
+    Variable(String),
+    Flag(String),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Default => f.write_str("default"),
+            Self::File(path) => write!(f, "{}", path.display()),
+            Self::Variable(name) => f.write_str(name),
+            Self::Flag(name) => f.write_str(name),
+        }
+    }
+}
+
+/// Every key's value and origin.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    values: BTreeMap<&'static str, (Value, Origin)>,
+}
+
+/// A variable of the environment, if it is set to a text.
+pub(super) fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+impl Settings {
+    /// Resolves: a flag wins over the environment, which wins over the file, which wins over the
+    /// default.
+    pub(super) fn resolve(args: &ServeArgs) -> anyhow::Result<Self> {
+        Self::layered(args, variable)
+    }
+
+    fn layered(args: &ServeArgs, env: impl Fn(&str) -> Option<String>) -> anyhow::Result<Self> {
+        let mut settings = Self {
+            values: BTreeMap::new(),
+        };
+        for (name, value) in defaults() {
+            settings.put(name, value, Origin::Default)?;
+        }
+        let file = args.config.clone();
+        if let Some(path) = file.or_else(|| env(FILE_VARIABLE).map(PathBuf::from)) {
+            settings.read(&path)?;
+        }
+        for &(name, kind) in KEYS {
+            let variable = variable_of(name);
+            if let Some(text) = env(&variable).filter(|text| !text.is_empty()) {
+                settings.put(name, typed(kind, &text), Origin::Variable(variable))?;
+            } else if name == "log.filter"
+                && let Some(text) = env("RUST_LOG").filter(|text| !text.is_empty())
+            {
+                settings.put(
+                    name,
+                    Value::String(text),
+                    Origin::Variable("RUST_LOG".into()),
+                )?;
+            }
+        }
+        for setting in &args.set {
+            let (name, text) = setting
+                .split_once('=')
+                .with_context(|| format!("--set {setting}: expected KEY=VALUE"))?;
+            let kind = kind_of(name).with_context(|| unknown(name, "--set"))?;
+            let origin = Origin::Flag("--set".to_owned());
+            settings.put(name, typed(kind, text), origin)?;
+        }
+        for (name, flag, value) in flags(args) {
+            settings.put(name, value, Origin::Flag(flag.to_owned()))?;
+        }
+        Ok(settings)
+    }
+
+    fn read(&mut self, path: &Path) -> anyhow::Result<()> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read the configuration {}", path.display()))?;
+        let table: toml::Table = text
+            .parse()
+            .with_context(|| format!("cannot understand {}", path.display()))?;
+        let sections: HashSet<&str> = KEYS
+            .iter()
+            .filter_map(|(name, _)| Some(name.split_once('.')?.0))
+            .collect();
+        let mut found = Vec::new();
+        for (name, value) in table {
+            match value {
+                Value::Table(section) if sections.contains(name.as_str()) => {
+                    let key = |(key, value)| (format!("{name}.{key}"), value);
+                    found.extend(section.into_iter().map(key));
+                }
+                value => found.push((name, value)),
+            }
+        }
+        for (name, value) in found {
+            self.put(&name, value, Origin::File(path.to_owned()))?;
+        }
+        Ok(())
+    }
+
+    /// Takes a value if it is of the key's kind.
+    fn put(&mut self, name: &str, value: Value, origin: Origin) -> anyhow::Result<()> {
+        let Some(&(name, kind)) = KEYS.iter().find(|(key, _)| *key == name) else {
+            bail!(unknown(name, &origin.to_string()));
+        };
+        let fits = match (kind, &value) {
+            (Kind::Flag, Value::Boolean(_)) | (Kind::Text, Value::String(_)) => true,
+            (Kind::Choice(names), Value::String(text)) => names.contains(&text.as_str()),
+            (Kind::List, Value::Array(items)) => items.iter().all(Value::is_str),
+            (Kind::Count(least), Value::Integer(number)) => *number >= least,
+            (Kind::Size, value) => size(value).is_some(),
+            (Kind::Time, value) => time(value).is_some(),
+            _ => false,
+        };
+        if !fits {
+            bail!("{origin}: `{name}` must be {kind}, not {value}");
+        }
+        self.values.insert(name, (value, origin));
+        Ok(())
+    }
+
+    /// Every key that there is, with its value if it has one and where that came from.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&'static str, Option<&(Value, Origin)>)> {
+        KEYS.iter().map(|&(name, _)| (name, self.values.get(name)))
+    }
+
+    fn value(&self, name: &str) -> Option<&Value> {
+        debug_assert!(kind_of(name).is_some(), "{name} is in the table");
+        self.values.get(name).map(|(value, _)| value)
+    }
+
+    /// A text, unless it is empty.
+    pub(super) fn text(&self, name: &str) -> Option<&str> {
+        self.value(name)?.as_str().filter(|text| !text.is_empty())
+    }
+
+    pub(super) fn path(&self, name: &str) -> Option<PathBuf> {
+        self.text(name).map(PathBuf::from)
+    }
+
+    pub(super) fn list(&self, name: &str) -> Vec<&str> {
+        let items = self.value(name).and_then(Value::as_array);
+        let items = items.into_iter().flatten();
+        items.filter_map(Value::as_str).collect()
+    }
+
+    pub(super) fn flag(&self, name: &str) -> bool {
+        self.value(name).and_then(Value::as_bool).unwrap_or(false)
+    }
+
+    pub(super) fn count(&self, name: &str) -> Option<usize> {
+        usize::try_from(self.value(name)?.as_integer()?).ok()
+    }
+
+    fn size(&self, name: &str) -> Option<usize> {
+        size(self.value(name)?)
+    }
+
+    pub(super) fn time(&self, name: &str) -> Option<Duration> {
+        time(self.value(name)?)
+    }
+
+    /// Whether anybody has given this key a value.
+    pub(super) fn is_given(&self, name: &str) -> bool {
+        let given = |origin: &Origin| !matches!(origin, Origin::Default);
+        self.values
+            .get(name)
+            .is_some_and(|(_, origin)| given(origin))
+    }
+
+    /// Where to listen.
+    pub(super) fn listen(&self) -> anyhow::Result<Vec<ListenUrl>> {
+        let urls: Result<Vec<ListenUrl>, _> =
+            self.list("listen").into_iter().map(str::parse).collect();
+        let urls = urls?;
+        let alone = |url: &ListenUrl| matches!(url, ListenUrl::Stdio | ListenUrl::Off);
+        match &urls[..] {
+            [] => bail!("`listen` is an empty list; `off` listens nowhere"),
+            [_] => {}
+            several => {
+                if let Some(url) = several.iter().find(|url| alone(url)) {
+                    bail!("--listen {url} cannot be combined with others");
+                }
+            }
+        }
+        Ok(urls)
+    }
+
+    /// The settings of the server itself.
+    pub(super) fn server(&self) -> ExecServerConfig {
+        let defaults = ExecServerConfig::default();
+        let count = |name, default| self.count(name).unwrap_or(default);
+        let time = |name, default| self.time(name).unwrap_or(default);
+        ExecServerConfig {
+            max_connections: count("limits.connections", defaults.max_connections),
+            max_connections_per_address: count(
+                "limits.connections_per_address",
+                defaults.max_connections_per_address,
+            ),
+            max_sessions: count("limits.sessions", defaults.max_sessions),
+            max_processes: count("limits.processes", defaults.max_processes),
+            max_processes_per_session: count(
+                "limits.processes_per_session",
+                defaults.max_processes_per_session,
+            ),
+            concurrent_requests: count("limits.concurrent_requests", defaults.concurrent_requests),
+            max_waiting_requests: count("limits.waiting_requests", defaults.max_waiting_requests),
+            retention: Retention {
+                bytes: self
+                    .size("limits.retained_bytes")
+                    .unwrap_or(defaults.retention.bytes),
+                chunks: count("limits.retained_chunks", defaults.retention.chunks),
+            },
+            max_retained_bytes: self
+                .size("limits.total_retained_bytes")
+                .unwrap_or(defaults.max_retained_bytes),
+            handshake_timeout: time("times.handshake", defaults.handshake_timeout),
+            keepalive: KeepaliveConfig {
+                interval: time("times.ping", defaults.keepalive.interval),
+                deadline: time("times.silence", defaults.keepalive.deadline),
+            },
+            detach_grace: time("times.detach_grace", defaults.detach_grace),
+            max_detach_grace: time("times.max_detach_grace", defaults.max_detach_grace),
+            closed_retention: time("times.closed_retention", defaults.closed_retention),
+            inherited_output_grace: time("times.inherited_output", defaults.inherited_output_grace),
+            drain_timeout: time("times.drain", defaults.drain_timeout),
+            shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
+            environment: environment(),
+            audit: None,
+            tracer: None,
+            cwd: std::env::current_dir().ok(),
+        }
+    }
+}
+
+fn kind_of(name: &str) -> Option<Kind> {
+    KEYS.iter()
+        .find(|(key, _)| *key == name)
+        .map(|&(_, kind)| kind)
+}
+
+/// The variable that sets a key.
+pub(super) fn variable_of(name: &str) -> String {
+    format!("EXEC_SERVER_{}", name.replace('.', "_").to_uppercase())
+}
+
+fn unknown(name: &str, origin: &str) -> String {
+    format!("{origin}: unknown key `{name}`; `exec-server config show` lists all of them")
+}
+
+/// What a text means where a value of this kind is expected; it need not be one.
+fn typed(kind: Kind, text: &str) -> Value {
+    let plain = || Value::String(text.to_owned());
+    match kind {
+        Kind::Text | Kind::Choice(_) => plain(),
+        Kind::Flag => text.parse().map_or_else(|_| plain(), Value::Boolean),
+        Kind::Count(_) | Kind::Size | Kind::Time => {
+            text.parse().map_or_else(|_| plain(), Value::Integer)
+        }
+        // Several are written as in the file; a single one needs no ceremony.
+        Kind::List => match format!("list = {text}").parse::<toml::Table>() {
+            Ok(mut table) if text.starts_with('[') => table.remove("list").unwrap_or_else(plain),
+            _ => Value::Array(vec![plain()]),
+        },
+    }
+}
+
+fn size(value: &Value) -> Option<usize> {
+    match value {
+        Value::Integer(bytes) => usize::try_from(*bytes).ok(),
+        Value::String(text) => {
+            let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+            let unit = match &text[digits.len()..] {
+                "" | "B" => 1,
+                "KiB" => 1 << 10,
+                "MiB" => 1 << 20,
+                "GiB" => 1 << 30,
+                _ => return None,
+            };
+            digits.trim_end().parse::<usize>().ok()?.checked_mul(unit)
+        }
+        _ => None,
+    }
+}
+
+fn time(value: &Value) -> Option<Duration> {
+    match value {
+        Value::Integer(seconds) => u64::try_from(*seconds).ok().map(Duration::from_secs),
+        Value::String(text) => parse_duration(text).ok(),
+        _ => None,
+    }
+}
+
+/// What holds unless somebody says otherwise; keys that are not here have no value then.
+fn defaults() -> Vec<(&'static str, Value)> {
+    let config = ExecServerConfig::default();
+    let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
+    let time = |time: Duration| {
+        Value::String(if time.subsec_millis() == 0 {
+            format!("{}s", time.as_secs())
+        } else {
+            format!("{}ms", time.as_millis())
+        })
+    };
+    let text = |text: &str| Value::String(text.to_owned());
+    let none = || Value::Array(Vec::new());
+    vec![
+        ("listen", Value::Array(vec![text(DEFAULT_LISTEN_URL)])),
+        ("auth.token_files", none()),
+        ("auth.token_sha256", none()),
+        ("auth.max_clock_skew", time(auth::DEFAULT_CLOCK_SKEW)),
+        ("auth.allow_origins", none()),
+        ("auth.danger_no_auth", Value::Boolean(false)),
+        ("tls.self_signed", Value::Boolean(false)),
+        ("limits.connections", count(config.max_connections)),
+        (
+            "limits.connections_per_address",
+            count(config.max_connections_per_address),
+        ),
+        ("limits.sessions", count(config.max_sessions)),
+        ("limits.processes", count(config.max_processes)),
+        (
+            "limits.processes_per_session",
+            count(config.max_processes_per_session),
+        ),
+        (
+            "limits.concurrent_requests",
+            count(config.concurrent_requests),
+        ),
+        (
+            "limits.waiting_requests",
+            count(config.max_waiting_requests),
+        ),
+        ("limits.retained_bytes", count(config.retention.bytes)),
+        ("limits.retained_chunks", count(config.retention.chunks)),
+        (
+            "limits.total_retained_bytes",
+            count(config.max_retained_bytes),
+        ),
+        ("times.handshake", time(config.handshake_timeout)),
+        ("times.ping", time(config.keepalive.interval)),
+        ("times.silence", time(config.keepalive.deadline)),
+        ("times.detach_grace", time(config.detach_grace)),
+        ("times.max_detach_grace", time(config.max_detach_grace)),
+        ("times.closed_retention", time(config.closed_retention)),
+        (
+            "times.inherited_output",
+            time(config.inherited_output_grace),
+        ),
+        ("times.drain", time(config.drain_timeout)),
+        ("times.shutdown_grace", time(config.shutdown_grace)),
+        ("log.format", text("text")),
+        ("log.filter", text("error")),
+        ("traces.service", text("exec-server")),
+        ("audit.redact", none()),
+    ]
+}
+
+/// What was typed, as keys, flags and values.
+fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
+    let mut given = Vec::new();
+    let text = |text: &str| Value::String(text.to_owned());
+    let path = |path: &PathBuf| Value::String(path.to_string_lossy().into_owned());
+    let list = |items: &[String]| Value::Array(items.iter().map(|item| text(item)).collect());
+    let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
+    let mut put = |name, flag, value: Option<Value>| {
+        if let Some(value) = value {
+            given.push((name, flag, value));
+        }
+    };
+    let several = |items: &[String]| (!items.is_empty()).then(|| list(items));
+    let switch = |on: bool| on.then_some(Value::Boolean(true));
+    let auth = &args.auth;
+    let tls = &args.tls;
+    put("listen", "--listen", several(&args.listen));
+    put("threads", "--threads", args.threads.map(|n| count(n.get())));
+    put(
+        "limits.concurrent_requests",
+        "--concurrent-requests",
+        args.concurrent_requests.map(|n| count(n.get())),
+    );
+    put("auth.mode", "--ws-auth", auth.ws_auth.as_deref().map(text));
+    put(
+        "auth.token_files",
+        "--ws-token-file",
+        several(&auth.ws_token_file),
+    );
+    put(
+        "auth.token_sha256",
+        "--ws-token-sha256",
+        several(&auth.ws_token_sha256),
+    );
+    put(
+        "auth.shared_secret_file",
+        "--ws-shared-secret-file",
+        auth.ws_shared_secret_file.as_ref().map(path),
+    );
+    put(
+        "auth.issuer",
+        "--ws-issuer",
+        auth.ws_issuer.as_deref().map(text),
+    );
+    put(
+        "auth.audience",
+        "--ws-audience",
+        auth.ws_audience.as_deref().map(text),
+    );
+    put(
+        "auth.max_clock_skew",
+        "--ws-max-clock-skew-seconds",
+        auth.ws_max_clock_skew_seconds
+            .map(|seconds| Value::Integer(seconds.into())),
+    );
+    put(
+        "auth.allow_origins",
+        "--allow-origin",
+        several(&auth.allow_origin),
+    );
+    put(
+        "auth.danger_no_auth",
+        "--danger-no-auth",
+        switch(args.danger_no_auth),
+    );
+    put("tls.cert", "--tls-cert", tls.tls_cert.as_ref().map(path));
+    put("tls.key", "--tls-key", tls.tls_key.as_ref().map(path));
+    put(
+        "tls.self_signed",
+        "--tls-self-signed",
+        switch(tls.tls_self_signed),
+    );
+    put(
+        "tls.client_ca",
+        "--tls-client-ca",
+        tls.tls_client_ca.as_ref().map(path),
+    );
+    put("times.drain", "--drain", args.drain.as_deref().map(text));
+    put(
+        "log.format",
+        "--log-format",
+        args.log_format.as_deref().map(text),
+    );
+    put("log.filter", "--log", args.log.as_deref().map(text));
+    put(
+        "metrics.listen",
+        "--metrics-listen",
+        args.metrics_listen.as_deref().map(text),
+    );
+    put(
+        "audit.file",
+        "--audit-file",
+        args.audit_file.as_ref().map(path),
+    );
+    given
+}
+
+/// This program's environment, without what concerns it alone; variables that are not text cannot
+/// be told to anyone.
 pub(super) fn environment() -> BTreeMap<String, String> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .filter(|(name, _)| !PRIVATE_VARIABLES.contains(&name.as_str()))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::super::args::Args;
+    use super::*;
+
+    fn resolve(args: &[&str], env: &[(&str, &str)]) -> anyhow::Result<Settings> {
+        let args = Args::parse_from(["exec-server"].iter().chain(args));
+        Settings::layered(&args.serve, |name| {
+            let found = env.iter().find(|(key, _)| *key == name)?;
+            Some(found.1.to_owned())
+        })
+    }
+
+    fn file(text: &str) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        file
+    }
+
+    #[test]
+    fn flags_beat_variables_beat_files_beat_defaults() {
+        let file = file("[limits]\nsessions = 1\nprocesses = 2\nconcurrent_requests = 3\n");
+        let path = file.path().to_str().unwrap();
+        let settings = resolve(
+            &["--config", path, "--concurrent-requests", "5"],
+            &[
+                ("EXEC_SERVER_LIMITS_PROCESSES", "4"),
+                ("EXEC_SERVER_LIMITS_CONCURRENT_REQUESTS", "4"),
+            ],
+        )
+        .unwrap();
+        let config = settings.server();
+        assert_eq!(
+            (
+                config.max_sessions,
+                config.max_processes,
+                config.concurrent_requests
+            ),
+            (1, 4, 5)
+        );
+        assert_eq!(config.max_waiting_requests, 16_384);
+        let origin = |name: &str| settings.values[name].1.to_string();
+        assert_eq!(origin("limits.sessions"), path);
+        assert_eq!(origin("limits.processes"), "EXEC_SERVER_LIMITS_PROCESSES");
+        assert_eq!(
+            origin("limits.concurrent_requests"),
+            "--concurrent-requests"
+        );
+        assert_eq!(origin("limits.waiting_requests"), "default");
+    }
+
+    #[test]
+    fn every_kind_is_read_from_texts() {
+        let settings = resolve(
+            &[
+                "--set",
+                "limits.retained_bytes=64KiB",
+                "--set",
+                "auth.danger_no_auth=true",
+            ],
+            &[
+                ("EXEC_SERVER_TIMES_DRAIN", "90"),
+                ("EXEC_SERVER_TIMES_PING", "500ms"),
+                ("EXEC_SERVER_LISTEN", r#"["unix:///x", "ws://127.0.0.1:1"]"#),
+                ("EXEC_SERVER_AUTH_TOKEN_FILES", "ci=/x:exec,fs:read"),
+                ("RUST_LOG", "debug"),
+            ],
+        )
+        .unwrap();
+        let config = settings.server();
+        assert_eq!(config.retention.bytes, 65_536);
+        assert_eq!(config.drain_timeout, Duration::from_secs(90));
+        assert_eq!(config.keepalive.interval, Duration::from_millis(500));
+        assert!(settings.flag("auth.danger_no_auth"));
+        assert_eq!(settings.listen().unwrap().len(), 2);
+        assert_eq!(settings.list("auth.token_files"), ["ci=/x:exec,fs:read"]);
+        assert_eq!(settings.text("log.filter"), Some("debug"));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_place() {
+        for (text, expected) in [
+            ("limits.sesions = 1", "unknown key `limits.sesions`"),
+            ("[limit]\nsessions = 1", "unknown key `limit`"),
+            ("limits = 3", "unknown key `limits`"),
+            (
+                "[limits]\nsessions = \"many\"",
+                "`limits.sessions` must be a whole number of at least 1",
+            ),
+            ("limits.sessions = 0", "at least 1"),
+            ("times.drain = \"1d\"", "`times.drain` must be a time"),
+            ("listen = \"ws://127.0.0.1:0\"", "a list of texts"),
+            ("listen = [1]", "a list of texts"),
+            ("auth.mode = \"none\"", "one of capability-token"),
+            ("limits.retained_bytes = \"1 furlong\"", "bytes"),
+            ("a = ", "cannot understand"),
+        ] {
+            let file = file(text);
+            let path = file.path().to_str().unwrap();
+            let error = resolve(&["--config", path], &[]).unwrap_err();
+            let error = format!("{error:#}");
+            assert!(
+                error.contains(expected) && error.contains(path),
+                "{text}: {error}"
+            );
+        }
+        let error = resolve(&[], &[(FILE_VARIABLE, "/no/such/file")]).unwrap_err();
+        assert!(format!("{error:#}").contains("/no/such/file"), "{error:#}");
+        let error = resolve(&[], &[("EXEC_SERVER_THREADS", "0")]).unwrap_err();
+        assert!(error.to_string().contains("EXEC_SERVER_THREADS"), "{error}");
+        assert!(resolve(&["--set", "nonsense=1"], &[]).is_err());
+        assert!(resolve(&["--set", "threads"], &[]).is_err());
+    }
+
+    #[test]
+    fn standard_streams_are_served_alone() {
+        let settings = resolve(&["--listen", "stdio", "--listen", "unix:///x"], &[]).unwrap();
+        assert!(settings.listen().is_err());
+    }
+
+    #[test]
+    fn the_example_names_every_key_with_its_default() {
+        let example = include_str!("../../../../docs/exec-server.toml");
+        let uncommented: String = example
+            .lines()
+            .map(|line| line.strip_prefix("#").filter(|rest| !rest.starts_with(' ')))
+            .zip(example.lines())
+            .map(|(setting, line)| format!("{}\n", setting.unwrap_or(line)))
+            .collect();
+        let file = file(&uncommented);
+        let path = file.path().to_str().unwrap();
+        let settings = resolve(&["--config", path], &[]).unwrap();
+        let defaults: BTreeMap<_, _> = defaults().into_iter().collect();
+        for (name, value) in settings.iter() {
+            let (value, origin) = value.unwrap_or_else(|| panic!("{name} is not in the example"));
+            assert_eq!(origin.to_string(), path, "{name} is not in the example");
+            let same = |default: &Value| {
+                size(value).zip(size(default)).map_or_else(
+                    || {
+                        time(value)
+                            .zip(time(default))
+                            .map_or(value == default, |(a, b)| a == b)
+                    },
+                    |(a, b)| a == b,
+                )
+            };
+            if let Some(default) = defaults.get(name) {
+                // Lists that are empty by default show what could be in them.
+                let shown = default.as_array().is_some_and(Vec::is_empty) || same(default);
+                assert!(shown, "{name} is {default} by default, not {value}");
+            }
+        }
+        // As it is, it changes nothing.
+        let file = self::file(example);
+        let as_is = resolve(&["--config", file.path().to_str().unwrap()], &[]).unwrap();
+        assert!(KEYS.iter().all(|(name, _)| !as_is.is_given(name)));
+    }
 }

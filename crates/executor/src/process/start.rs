@@ -260,7 +260,7 @@ fn adopt(
         tag,
         started_at: SystemTime::now(),
         output: Mutex::new(Output {
-            log: Log::new(retention),
+            log: Log::metered(retention, executor.meter()),
             follower: None,
         }),
         changed: Notify::new(),

@@ -156,6 +156,7 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), 0, 8);
         }
         libc::setsid();
+        super::own::restore();
         let stdin = launch.stdin.as_raw_fd();
         if launch.controlling_terminal && libc::ioctl(stdin, libc::TIOCSCTTY, 0) < 0 {
             return (Step::Terminal, errno());

@@ -20,6 +20,7 @@ use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::follow::Dialect;
+use crate::record::Record;
 use crate::session::{Managed, ManagedParts, Session, unknown_session};
 
 /// The family's name in messages of the handshake.
@@ -37,7 +38,12 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
     let own = &call.connection.server.executor().config().environment;
     let spec = match request::spec(&params, own) {
         Ok(spec) => spec,
-        Err(error) => return call.responder.send_error(error.into()),
+        Err(error) => {
+            if params.sandbox.is_some() {
+                call.connection.server.metrics().sandbox_refusals.add(1);
+            }
+            return call.responder.send_error(error.into());
+        }
     };
     let StartParams {
         process_id,
@@ -83,10 +89,15 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     result: R,
 ) {
     let server = connection.server.clone();
+    if let Err(error) = server.accepts_processes() {
+        return responder.send_error(error);
+    }
     let limit = server.config().max_processes_per_session;
     if let Err(error) = session.reserve(&description.process_id, limit) {
         return responder.send_error(error);
     }
+    let identity = &connection.identity;
+    let record = Record::new(&server, identity, &session.id, &description.process_id);
     tokio::spawn(async move {
         let Description {
             process_id,
@@ -94,7 +105,9 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             cwd,
             dialect,
         } = description;
-        let orphan = match server.executor().start(spec).await {
+        let outcome = server.executor().start(spec).await;
+        record.started(&argv, &cwd, outcome.as_ref());
+        let orphan = match outcome {
             Ok(process) => {
                 tracing::debug!(
                     session = session.id,
@@ -119,6 +132,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
         // Keeps the id until the log has been closed for a while.
         if let Some(managed) = session.process(&process_id) {
             let retention = server.config().closed_retention;
+            record.exited(&managed.process).await;
             managed
                 .process
                 .wait_for(|log| log.close().map(|_| ()))

@@ -11,9 +11,8 @@ use crate::cli::args::{ServerArgs, parse_duration};
 /// Options of `fs`.
 #[derive(Debug, clap::Args)]
 pub(in crate::cli) struct FsArgs {
-    /// The server: `ws://HOST:PORT` or `unix:///PATH`; this machine if none is given
-    #[arg(long, value_name = "URL", env = "EXEC_SERVER_URL", global = true)]
-    pub(super) url: Option<String>,
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 
     #[command(subcommand)]
     pub(super) command: FsCommand,

@@ -15,6 +15,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
 use super::progress::Bar;
 use super::{Place, sources_and_target};
+use crate::cli::args::ServerArgs;
 use crate::cli::complain;
 
 /// What stands for standard input or output.
@@ -217,6 +218,10 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
         bail!("the paths are on different servers; copy from one at a time");
     }
     let url = url.context("no server given: pass --url URL or set EXEC_SERVER_URL")?;
+    let server = ServerArgs {
+        url: Some(url.to_owned()),
+        ..args.server.clone()
+    };
     let here = |side: &Side| match side {
         Side::Here(path) => Some(path.clone()),
         Side::There(..) => None,
@@ -229,10 +234,10 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     let from_there: Option<Vec<PathBuf>> = sources.iter().map(there).collect();
     match (from_here, from_there, target) {
         (Some(sources), _, Side::There(_, target)) => {
-            send(&Place::new(Some(url)).await?, &sources, target, args.flags).await
+            send(&Place::new(&server).await?, &sources, target, args.flags).await
         }
         (_, Some(sources), Side::Here(target)) => {
-            fetch(&Place::new(Some(url)).await?, &sources, target, args.flags).await
+            fetch(&Place::new(&server).await?, &sources, target, args.flags).await
         }
         _ => bail!(
             "one side must be here and the other on the server; within a server use \

@@ -17,6 +17,7 @@ use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
 use rustix::termios::isatty;
 
+use super::args::ServerArgs;
 use super::{connect, runtime};
 use args::{CpArgs, FsArgs, FsCommand};
 
@@ -26,7 +27,7 @@ const SEARCH_FAILED: u8 = 2;
 pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
     let runtime = runtime()?;
     let work = async {
-        let place = Place::new(args.url.as_deref()).await?;
+        let place = Place::new(&args.server).await?;
         match &args.command {
             FsCommand::Ls(args) => list::ls(&place, args).await,
             FsCommand::Cat(args) => copy::cat(&place, args).await,
@@ -68,14 +69,15 @@ struct Place {
 }
 
 impl Place {
-    async fn new(url: Option<&str>) -> anyhow::Result<Self> {
-        let Some(url) = url else {
+    /// On the server that was named, or else here.
+    async fn new(server: &ServerArgs) -> anyhow::Result<Self> {
+        if server.url.is_none() {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
                 directory: Some(std::env::current_dir().context("no working directory")?),
             });
-        };
-        let client = connect(url).await?;
+        }
+        let client = connect(server).await?;
         let info = client.environment_info().await.ok();
         Ok(Self {
             directory: info.and_then(|info| info.cwd.as_ref()?.to_native().ok()),

@@ -1,0 +1,321 @@
+//! Tokens and certificates: from settings and files to what serves and what dials.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::RemoteExecServerConnectArgs;
+use exec_server_service::auth::{
+    Auth, CapabilityToken, DEFAULT_CLOCK_SKEW, MIN_SECRET_BYTES, Scopes, SignedTokens,
+};
+use exec_server_service::{ListenUrl, Rules};
+use exec_server_transport::Secret;
+use exec_server_transport::tls::{TlsServer, TlsServerFiles};
+
+use super::args::ServerArgs;
+use super::settings::{Settings, TOKEN_VARIABLE, variable};
+
+/// The name of a token that was given none.
+const UNNAMED: &str = "token";
+
+/// What clients are asked for. Reads the files that hold secrets.
+pub(super) fn rules(settings: &Settings) -> anyhow::Result<Rules> {
+    let allowed_origins = settings.list("auth.allow_origins");
+    Ok(Rules {
+        auth: auth(settings)?,
+        allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
+    })
+}
+
+fn auth(settings: &Settings) -> anyhow::Result<Auth> {
+    let given = |names: &[&str]| names.iter().any(|name| settings.is_given(name));
+    let capability = given(&["auth.token_files", "auth.token_sha256"]);
+    let signed = given(&[
+        "auth.shared_secret_file",
+        "auth.issuer",
+        "auth.audience",
+        "auth.max_clock_skew",
+    ]);
+    match settings.text("auth.mode") {
+        None if capability || signed => bail!(
+            "websocket auth flags require `--ws-auth capability-token` or \
+             `--ws-auth signed-bearer-token`"
+        ),
+        None => Ok(Auth::Open),
+        Some("capability-token") => {
+            if signed {
+                bail!(
+                    "`--ws-shared-secret-file`, `--ws-issuer`, `--ws-audience`, and \
+                     `--ws-max-clock-skew-seconds` require `--ws-auth signed-bearer-token`"
+                );
+            }
+            tokens(settings).map(Auth::Capability)
+        }
+        Some(_) => {
+            if capability {
+                bail!(
+                    "`--ws-token-file` and `--ws-token-sha256` require `--ws-auth \
+                     capability-token`, not `signed-bearer-token`"
+                );
+            }
+            let path = settings.path("auth.shared_secret_file").context(
+                "`--ws-shared-secret-file` is required when `--ws-auth signed-bearer-token` is set",
+            )?;
+            let secret = secret(&path)?;
+            if secret.expose().len() < MIN_SECRET_BYTES {
+                bail!(
+                    "signed websocket bearer secret {} must be at least {MIN_SECRET_BYTES} bytes",
+                    path.display()
+                );
+            }
+            let text = |name| settings.text(name).map(str::to_owned);
+            Ok(Auth::Signed(SignedTokens {
+                secret,
+                issuer: text("auth.issuer"),
+                audience: text("auth.audience"),
+                max_clock_skew: settings
+                    .time("auth.max_clock_skew")
+                    .unwrap_or(DEFAULT_CLOCK_SKEW),
+            }))
+        }
+    }
+}
+
+fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
+    let files = settings.list("auth.token_files");
+    let hashes = settings.list("auth.token_sha256");
+    if files.is_empty() && hashes.is_empty() {
+        bail!(
+            "`--ws-token-file` or `--ws-token-sha256` is required when `--ws-auth \
+             capability-token` is set"
+        );
+    }
+    let named = |list: &[&str]| list.iter().all(|given| split(given).0.is_some());
+    let both = !files.is_empty() && !hashes.is_empty();
+    let all_named = named(&files) && named(&hashes);
+    if both && !all_named {
+        bail!("`--ws-token-file` and `--ws-token-sha256` are mutually exclusive");
+    }
+    let mut tokens = Vec::new();
+    for given in files {
+        let (name, path, scopes) = split(given);
+        let token = secret(Path::new(path))?;
+        let scopes = scopes_of(given, scopes)?;
+        tokens.push(CapabilityToken::new(
+            name.unwrap_or(UNNAMED),
+            &token,
+            scopes,
+        ));
+    }
+    for given in hashes {
+        let (name, hex, scopes) = split(given);
+        let hash =
+            digest(hex).context("--ws-token-sha256 must be a 64-character hex SHA-256 digest")?;
+        let scopes = scopes_of(given, scopes)?;
+        tokens.push(CapabilityToken::hashed(
+            name.unwrap_or(UNNAMED),
+            hash,
+            scopes,
+        ));
+    }
+    Ok(tokens)
+}
+
+/// `NAME=VALUE:SCOPES`, `NAME=VALUE`, or a value alone; a `=` in a path is no name's end.
+fn split(given: &str) -> (Option<&str>, &str, Option<&str>) {
+    match given.split_once('=') {
+        Some((name, rest)) if !name.is_empty() && !name.contains('/') => {
+            match rest.split_once(':') {
+                Some((value, scopes)) => (Some(name), value, Some(scopes)),
+                None => (Some(name), rest, None),
+            }
+        }
+        _ => (None, given, None),
+    }
+}
+
+fn scopes_of(given: &str, scopes: Option<&str>) -> anyhow::Result<Scopes> {
+    match scopes {
+        None => Ok(Scopes::ALL),
+        Some(scopes) => scopes.parse().with_context(|| format!("`{given}`")),
+    }
+}
+
+fn digest(hex: &str) -> Option<[u8; 32]> {
+    let hex = hex.as_bytes();
+    if hex.len() != 64 {
+        return None;
+    }
+    let mut bytes = [0; 32];
+    for (byte, pair) in bytes.iter_mut().zip(hex.chunks(2)) {
+        let digit = |c: u8| char::from(c).to_digit(16);
+        *byte = u8::try_from(digit(pair[0])? * 16 + digit(pair[1])?).ok()?;
+    }
+    Some(bytes)
+}
+
+/// A secret from a file that must hold one.
+pub(super) fn secret(path: &Path) -> anyhow::Result<Secret> {
+    let secret = Secret::read(path)
+        .with_context(|| format!("failed to read websocket auth secret {}", path.display()))?;
+    if secret.expose().is_empty() {
+        bail!("websocket auth secret {} must not be empty", path.display());
+    }
+    Ok(secret)
+}
+
+/// The identity for `wss://` listeners, if there are any; sockets that were handed over are such if
+/// there is an identity.
+pub(super) fn tls(
+    settings: &Settings,
+    urls: &[ListenUrl],
+    inherited: bool,
+) -> anyhow::Result<Option<Arc<TlsServer>>> {
+    let addresses: Vec<SocketAddr> = urls
+        .iter()
+        .filter_map(|url| match url {
+            ListenUrl::Tls(address) => Some(*address),
+            _ => None,
+        })
+        .collect();
+    let (cert, key) = (settings.path("tls.cert"), settings.path("tls.key"));
+    let client_ca = settings.path("tls.client_ca");
+    let self_signed = settings.flag("tls.self_signed");
+    let wanted = cert.is_some() || self_signed;
+    if addresses.is_empty() && !(inherited && wanted) {
+        if cert.is_some() || key.is_some() || client_ca.is_some() || self_signed {
+            bail!("TLS options need a `wss://IP:PORT` listener");
+        }
+        return Ok(None);
+    }
+    let server = match (cert, key) {
+        (Some(cert), Some(key)) => {
+            if self_signed && !cert.exists() && !key.exists() {
+                let (made, secret) = make_certificate(&addresses)?;
+                write_new(&key, secret.expose(), 0o600)?;
+                write_new(&cert, &made, 0o644)?;
+            }
+            TlsServer::load(TlsServerFiles {
+                cert,
+                key,
+                client_ca,
+            })?
+        }
+        (None, None) if self_signed => {
+            let (cert, key) = make_certificate(&addresses)?;
+            TlsServer::in_memory(&cert, &key, client_ca.as_deref())?
+        }
+        (None, None) => {
+            bail!("a `wss://` listener needs `--tls-cert` and `--tls-key`, or `--tls-self-signed`")
+        }
+        _ => bail!("`--tls-cert` and `--tls-key` belong together"),
+    };
+    if self_signed {
+        eprintln!("tls pin: {}", server.pin());
+    }
+    Ok(Some(Arc::new(server)))
+}
+
+/// A certificate for this machine that nobody else has signed, and its key.
+fn make_certificate(addresses: &[SocketAddr]) -> anyhow::Result<(String, Secret)> {
+    let mut names = vec!["localhost".to_owned()];
+    let host = rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned();
+    if host.is_ascii() && !host.is_empty() && host != "localhost" {
+        names.push(host);
+    }
+    let loopback = ["127.0.0.1", "::1"].map(|text| text.parse::<IpAddr>().ok());
+    let given = addresses.iter().map(|address| Some(address.ip()));
+    for address in loopback.into_iter().chain(given).flatten() {
+        let address = address.to_string();
+        if !names.contains(&address) {
+            names.push(address);
+        }
+    }
+    let failed = "cannot make a certificate";
+    let key = rcgen::KeyPair::generate().context(failed)?;
+    let mut params = rcgen::CertificateParams::new(names).context(failed)?;
+    params
+        .distinguished_name
+        .push(rcgen::DnType::CommonName, "exec-server");
+    let certificate = params.self_signed(&key).context(failed)?;
+    Ok((certificate.pem(), Secret::from(key.serialize_pem())))
+}
+
+/// Writes a file that is not there yet.
+pub(super) fn write_new(path: &Path, text: &str, mode: u32) -> anyhow::Result<()> {
+    OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(mode)
+        .open(path)
+        .and_then(|mut file| file.write_all(text.as_bytes()))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Adds to a client's arguments what proves who it is, and whom it believes.
+pub(super) fn introduce(
+    server: &ServerArgs,
+    args: &mut RemoteExecServerConnectArgs,
+) -> anyhow::Result<()> {
+    args.bearer_token = match (&server.token_file, variable(TOKEN_VARIABLE)) {
+        (Some(path), _) => {
+            let token = Secret::read(path)
+                .with_context(|| format!("cannot read the token in {}", path.display()))?;
+            if token.expose().is_empty() {
+                bail!("the token in {} is empty", path.display());
+            }
+            Some(token)
+        }
+        (None, Some(token)) if !token.trim().is_empty() => Some(Secret::from(token.trim())),
+        _ => None,
+    };
+    args.tls.pin = match &server.tls_pin {
+        Some(pin) => Some(pin.parse()?),
+        None => None,
+    };
+    args.tls.ca_file.clone_from(&server.tls_ca);
+    args.tls.identity = server
+        .tls_client_cert
+        .clone()
+        .zip(server.tls_client_key.clone());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_have_names_and_scopes() {
+        assert_eq!(split("/run/token"), (None, "/run/token", None));
+        assert_eq!(split("./a=b"), (None, "./a=b", None));
+        assert_eq!(split("ci=/run/ci"), (Some("ci"), "/run/ci", None));
+        assert_eq!(
+            split("ci=/run/ci:exec,fs:read"),
+            (Some("ci"), "/run/ci", Some("exec,fs:read"))
+        );
+        assert!(scopes_of("x", Some("exec,root")).is_err());
+    }
+
+    #[test]
+    fn digests_are_hex_in_any_case() {
+        let text = "Ab".repeat(32);
+        assert_eq!(digest(&text), Some([0xab; 32]));
+        for bad in [
+            "",
+            "ab",
+            &"zz".repeat(32),
+            &"ab".repeat(33),
+            &"é".repeat(32),
+        ] {
+            assert_eq!(digest(bad), None, "{bad}");
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Log lines on standard error, as text or as JSON.
+
+use std::io::IsTerminal as _;
+
+use anyhow::Context as _;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::Subscriber;
+
+use super::settings::Settings;
+
+/// Changes what is logged.
+pub(super) struct Log(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
+
+fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
+    let text = settings.text("log.filter").unwrap_or("error");
+    EnvFilter::builder()
+        .parse(text)
+        .with_context(|| format!("`log.filter` is `{text}`"))
+}
+
+/// Starts logging.
+pub(super) fn start(settings: &Settings) -> anyhow::Result<Log> {
+    let builder = Subscriber::builder()
+        .with_env_filter(filter(settings)?)
+        .with_writer(std::io::stderr);
+    if settings.text("log.format") == Some("json") {
+        let builder = builder.json().with_filter_reloading();
+        let handle = builder.reload_handle();
+        builder.init();
+        Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
+    } else {
+        let builder = builder
+            .with_ansi(std::io::stderr().is_terminal())
+            .with_filter_reloading();
+        let handle = builder.reload_handle();
+        builder.init();
+        Ok(Log(Box::new(move |filter| Ok(handle.reload(filter)?))))
+    }
+}
+
+impl Log {
+    /// Logs what the settings say from now on; the format stays.
+    pub(super) fn reload(&self, settings: &Settings) -> anyhow::Result<()> {
+        (self.0)(filter(settings)?)
+    }
+}

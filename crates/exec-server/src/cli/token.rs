@@ -1,0 +1,149 @@
+//! `exec-server token`: make, sign and read the tokens that a server asks for.
+
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, bail};
+use exec_server_service::auth::{
+    self, Auth, AuthError, MIN_SECRET_BYTES, Scopes, SignedTokens, TokenClaims,
+};
+use exec_server_transport::Secret;
+use exec_server_transport::http::Head;
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
+
+use super::args::TokenCommand;
+use super::{access, print};
+
+pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        TokenCommand::New { out } => {
+            let token = random()?;
+            match out {
+                Some(path) => access::write_new(&path, &format!("{}\n", token.expose()), 0o600)?,
+                None => print(format!("{}\n", token.expose()).as_bytes())?,
+            }
+            eprintln!("sha256: {}", hex(&Sha256::digest(token.expose())));
+            Ok(ExitCode::SUCCESS)
+        }
+        TokenCommand::Sign {
+            secret_file,
+            expires,
+            not_before,
+            subject,
+            scope,
+            issuer,
+            audience,
+        } => {
+            let secret = access::secret(&secret_file)?;
+            if secret.expose().len() < MIN_SECRET_BYTES {
+                bail!(
+                    "the secret in {} must be at least {MIN_SECRET_BYTES} bytes",
+                    secret_file.display()
+                );
+            }
+            let scope = match scope {
+                None => None,
+                // Misspelt, it would be worth nothing and nobody would know why.
+                Some(text) => Some(text.parse::<Scopes>()?.to_string()),
+            };
+            let now = now();
+            let after = |span: Duration| {
+                now.saturating_add(i64::try_from(span.as_secs()).unwrap_or(i64::MAX))
+            };
+            let claims = TokenClaims {
+                exp: after(expires),
+                nbf: not_before.map(after),
+                iat: Some(now),
+                iss: issuer,
+                aud: audience,
+                sub: subject,
+                scope,
+            };
+            let token = auth::sign(&claims, &secret)?;
+            print(format!("{}\n", token.expose()).as_bytes())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        TokenCommand::Inspect { file, secret_file } => {
+            let token = match &file {
+                Some(path) => Secret::read(path)
+                    .with_context(|| format!("cannot read the token in {}", path.display()))?,
+                None => Secret::read_from(std::io::stdin()).context("cannot read the token")?,
+            };
+            let secret = match secret_file {
+                Some(path) => Some(access::secret(&path)?),
+                None => None,
+            };
+            let (report, good) = inspect(&token, secret);
+            print(format!("{}\n", serde_json::to_string_pretty(&report)?).as_bytes())?;
+            Ok(if good {
+                ExitCode::SUCCESS
+            } else {
+                ExitCode::FAILURE
+            })
+        }
+    }
+}
+
+/// 32 bytes of the system's randomness, as text.
+fn random() -> anyhow::Result<Secret> {
+    let mut bytes = [0; 32];
+    let got = getrandom(&mut bytes, GetRandomFlags::empty()).context("no randomness")?;
+    if got != bytes.len() {
+        bail!("no randomness: {got} bytes only");
+    }
+    Ok(Secret::from(hex(&bytes)))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    i64::try_from(since.unwrap_or_default().as_secs()).unwrap_or(i64::MAX)
+}
+
+/// What can be said of a token, and whether anything is wrong with it.
+fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
+    let Ok((header, claims)) = auth::inspect(token) else {
+        // A capability token: nothing can be seen in it, and it is not shown.
+        let report = json!({
+            "kind": "capability-token",
+            "sha256": hex(&Sha256::digest(token.expose())),
+        });
+        return (report, secret.is_none());
+    };
+    let mut report = json!({
+        "kind": "signed-bearer-token",
+        "header": header,
+        "claims": claims,
+    });
+    let seconds = claims["exp"].as_i64();
+    if let Some(exp) = seconds {
+        report["expiresInSeconds"] = json!(exp.saturating_sub(now()));
+    }
+    let Some(secret) = secret else {
+        return (report, true);
+    };
+    let check = Auth::Signed(SignedTokens {
+        secret,
+        issuer: None,
+        audience: None,
+        max_clock_skew: Duration::ZERO,
+    });
+    let head = Head {
+        headers: vec![(
+            "authorization".to_owned(),
+            format!("Bearer {}", token.expose()),
+        )],
+        ..Head::default()
+    };
+    let verdict = check.check(&head, SystemTime::now());
+    let error: Option<AuthError> = verdict.as_ref().err().copied();
+    report["valid"] = json!(error.is_none());
+    report["problem"] = json!(error.map(|error| error.to_string()));
+    report["scopes"] = json!(verdict.ok().map(|identity| identity.scopes.to_string()));
+    (report, error.is_none())
+}

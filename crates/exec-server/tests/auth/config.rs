@@ -1,0 +1,144 @@
+//! The settings file, and what is said of it.
+
+use exec_server_testkit::server::Server;
+use exec_server_testkit::wire::Client;
+use exec_server_transport::{ConnectOptions, connect};
+use serde_json::{Value, json};
+
+use crate::{Files, output, program, refuses, text_of};
+
+#[tokio::test]
+async fn a_file_sets_what_flags_do_not() {
+    let files = Files::new();
+    let token = files.write("token", "tok123");
+    let socket = text_of(&files.path("socket"));
+    let config = files.write(
+        "exec-server.toml",
+        &format!(
+            "listen = [\"ws://127.0.0.1:0\", \"unix://{socket}\"]\n\
+             [auth]\nmode = \"capability-token\"\ntoken_files = [\"{token}\"]\n\
+             [limits]\nprocesses_per_session = 1\nsessions = 7\n"
+        ),
+    );
+    let mut command = program();
+    command
+        .args(["--config", &config, "--set", "limits.sessions=1"])
+        .env("EXEC_SERVER_LIMITS_SESSIONS", "5");
+    let shown = program()
+        .args(["config", "show", "--config", &config, "--json"])
+        .env("EXEC_SERVER_LIMITS_SESSIONS", "5")
+        .output()
+        .await
+        .unwrap();
+    let shown: Vec<Value> = serde_json::from_slice(&shown.stdout).unwrap();
+    let entry = |key: &str| {
+        let found = shown.iter().find(|entry| entry["key"] == key).unwrap();
+        (
+            found["value"].clone(),
+            found["origin"].as_str().unwrap().to_owned(),
+        )
+    };
+    assert_eq!(
+        entry("limits.sessions"),
+        (json!(5), "EXEC_SERVER_LIMITS_SESSIONS".to_owned())
+    );
+    assert_eq!(
+        entry("limits.processes_per_session"),
+        (json!(1), config.clone())
+    );
+    assert_eq!(entry("times.drain"), (json!("0s"), "default".to_owned()));
+    assert_eq!(entry("tls.cert"), (Value::Null, "default".to_owned()));
+
+    // Both listeners ask for the token; the flag's limit is in force.
+    let server = Server::listening(command, "ws://127.0.0.1:0").await;
+    let mut options = ConnectOptions::default();
+    options.bearer_token = Some("tok123".into());
+    let link = connect(server.url(), &options).await.unwrap();
+    let mut client = Client::new(link);
+    client.initialize(json!({"clientName": "test"})).await;
+    let link = connect(server.url(), &options).await.unwrap();
+    let mut second = Client::new(link);
+    let failure = second
+        .call("initialize", json!({"clientName": "test"}))
+        .await
+        .unwrap_err();
+    assert_eq!(failure.message, "limit of 1 sessions reached");
+}
+
+#[tokio::test]
+async fn several_listeners_serve_one_server() {
+    let files = Files::new();
+    let socket = format!("unix://{}", files.path("socket").display());
+    let mut command = program();
+    command.args(["--listen", &socket]);
+    // The first line that it prints is the first listener.
+    let server = Server::listening(command, "ws://127.0.0.1:0").await;
+    assert_eq!(server.url(), socket);
+    let link = connect(&socket, &ConnectOptions::default()).await.unwrap();
+    Client::new(link)
+        .initialize(json!({"clientName": "test"}))
+        .await;
+}
+
+#[tokio::test]
+async fn what_is_wrong_is_said_with_its_place() {
+    let files = Files::new();
+    for (text, expected) in [
+        ("[limits]\nsesions = 1\n", "unknown key `limits.sesions`"),
+        (
+            "[limits]\nsessions = \"many\"\n",
+            "`limits.sessions` must be",
+        ),
+        (
+            "listen = [\"tcp://x\"]\n",
+            "unsupported --listen URL `tcp://x`",
+        ),
+        ("listen = []\n", "`listen` is an empty list"),
+        (
+            "[tls]\nself_signed = true\n",
+            "TLS options need a `wss://IP:PORT` listener",
+        ),
+        ("nonsense", "cannot understand"),
+        ("[log]\nfilter = \"a=b=c\"\n", "`log.filter` is `a=b=c`"),
+    ] {
+        let config = files.write("exec-server.toml", text);
+        refuses(&["--config", &config], expected).await;
+    }
+    refuses(
+        &["--config", "/no/such/file.toml"],
+        "cannot read the configuration /no/such/file.toml",
+    )
+    .await;
+    refuses(&["--set", "nonsense=1"], "unknown key `nonsense`").await;
+    refuses(
+        &["--listen", "stdio", "--listen", "ws://127.0.0.1:0"],
+        "cannot be combined",
+    )
+    .await;
+    refuses(&["--listen", "wss://127.0.0.1:0"], "needs `--tls-cert`").await;
+    let shown = output(&["config", "show", "--set", "limits.sessions=0"]).await;
+    assert_eq!(shown.status.code(), Some(1));
+}
+
+#[tokio::test]
+async fn logs_can_be_json() {
+    let mut command = program();
+    command.args(["--log-format", "json", "--log", "debug"]);
+    let server = Server::start(command).await;
+    let link = connect(server.url(), &ConnectOptions::default())
+        .await
+        .unwrap();
+    let mut client = Client::new(link);
+    client.initialize(json!({"clientName": "test"})).await;
+    client.call("process/list", json!({})).await.unwrap();
+    let stderr = server.stderr();
+    let lines: Vec<Value> = stderr
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}")))
+        .collect();
+    let request = lines
+        .iter()
+        .find(|line| line["fields"]["method"] == "process/list")
+        .unwrap_or_else(|| panic!("{stderr}"));
+    assert!(request["fields"]["request"].is_string(), "{request}");
+}

@@ -1,0 +1,110 @@
+//! The end of a server: what it lets finish, and what its clients hear.
+
+use exec_server_testkit::proc;
+use exec_server_transport::{ConnectOptions, connect};
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::{session_with, start, upgrade};
+
+/// Starts a shell script as process `p`.
+async fn run(client: &mut exec_server_testkit::wire::Client, script: &str) {
+    let params = json!({"processId": "p", "argv": ["sh", "-c", script], "cwd": "file:///",
+        "env": {"PATH": "/usr/bin:/bin"}, "tty": false, "pipeStdin": true});
+    client.call("process/start", params).await.unwrap();
+}
+
+#[tokio::test]
+async fn processes_may_finish_before_a_draining_server_goes() {
+    let mut server = start(&["--drain", "60s"]).await;
+    let mut client = session_with(server.url(), "x").await;
+    run(
+        &mut client,
+        "echo begun; read line; echo \"got $line\"; exit 3",
+    )
+    .await;
+    proc::signal(server.pid(), Signal::TERM);
+    let ready = "readyz to be 503";
+    let url = server.url().to_owned();
+    loop {
+        let answer = ready_status(&url).await;
+        if answer.starts_with("HTTP/1.1 503") {
+            break;
+        }
+        assert!(answer.starts_with("HTTP/1.1 200"), "{ready}: {answer}");
+    }
+    // Nobody new is served, and nothing new begins.
+    let refused = upgrade(&url, b"").await;
+    assert_eq!(refused, (503, "the server is shutting down".to_owned()));
+    let another = json!({"processId": "q", "argv": ["true"], "cwd": "file:///", "env": {},
+        "tty": false});
+    let failure = client.call("process/start", another).await.unwrap_err();
+    assert_eq!(failure.message, "the server is shutting down");
+    // What runs goes on, can be written to, and is heard to its end.
+    assert!(server.is_running());
+    let write = json!({"processId": "p", "chunk": "bGF0ZQo=", "writeId": "1"});
+    client.call("process/write", write).await.unwrap();
+    client.end().await;
+    let observed = &client.processes["p"];
+    assert_eq!(observed.text("stdout"), "begun\ngot late\n");
+    assert_eq!(observed.exit_code(), 3);
+    assert!(observed.closed.is_some());
+    assert!(server.ended().await.success());
+}
+
+async fn ready_status(url: &str) -> String {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let address = url.strip_prefix("ws://").unwrap();
+    let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    stream
+        .write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    answer
+}
+
+#[tokio::test]
+async fn a_second_signal_does_not_wait() {
+    let mut server = start(&["--drain", "1h"]).await;
+    let mut client = session_with(server.url(), "x").await;
+    run(&mut client, "sleep 3600").await;
+    proc::signal(server.pid(), Signal::TERM);
+    while !ready_status(server.url()).await.starts_with("HTTP/1.1 503") {}
+    proc::signal(server.pid(), Signal::TERM);
+    assert!(server.ended().await.success());
+}
+
+#[tokio::test]
+async fn the_last_words_of_ended_processes_are_heard() {
+    let mut server = start(&[]).await;
+    let mut client = session_with(server.url(), "x").await;
+    let script = "trap 'echo last words; exit 9' TERM; echo up; while :; do sleep 0.05; done";
+    run(&mut client, script).await;
+    client.wrote("p", "stdout", "up\n").await;
+    proc::signal(server.pid(), Signal::TERM);
+    client.end().await;
+    let observed = &client.processes["p"];
+    assert_eq!(observed.text("stdout"), "up\nlast words\n");
+    assert_eq!(observed.exit_code(), 9);
+    assert!(server.ended().await.success());
+}
+
+#[tokio::test]
+async fn a_client_that_does_not_listen_does_not_keep_the_server() {
+    let mut server = start(&[]).await;
+    let mut client = session_with(server.url(), "x").await;
+    run(
+        &mut client,
+        "while :; do echo yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy; done",
+    )
+    .await;
+    proc::signal(server.pid(), Signal::TERM);
+    assert!(server.ended().await.success());
+    drop(
+        connect(server.url(), &ConnectOptions::default())
+            .await
+            .unwrap_err(),
+    );
+}

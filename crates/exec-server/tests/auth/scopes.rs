@@ -1,0 +1,110 @@
+//! What a token is good for.
+
+use exec_server_testkit::wire::Client;
+use serde_json::{Value, json};
+
+use crate::{Files, session_with, start};
+
+/// The method must be refused for want of this scope.
+async fn lacks(client: &mut Client, method: &str, params: Value, scope: &str) {
+    let failure = client.call(method, params).await.unwrap_err();
+    assert_eq!(failure.code, -32600, "{method}: {failure}");
+    let text = format!("`{method}` needs the scope `{scope}`, which this token does not have");
+    assert_eq!(failure.message, text);
+}
+
+#[tokio::test]
+async fn each_token_opens_what_it_is_for() {
+    let files = Files::new();
+    let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
+    for (name, scopes) in [
+        ("all", ""),
+        ("exec", ":exec"),
+        ("reader", ":fs:read"),
+        ("writer", ":fs:write"),
+        ("observer", ":observe"),
+    ] {
+        let file = files.write(name, &format!("{name}-token"));
+        args.push("--ws-token-file".to_owned());
+        args.push(format!("{name}={file}{scopes}"));
+    }
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let server = start(&args).await;
+    let url = server.url();
+
+    let path = format!("file://{}", files.path("file").display());
+    let list = json!({"all": true});
+    let start = json!({"processId": "p", "argv": ["sleep", "60"], "cwd": "file:///",
+        "env": {}, "tty": false});
+    let write = json!({"path": path, "dataBase64": "aGk="});
+    let read = json!({"path": path});
+
+    let mut all = session_with(url, "all-token").await;
+    all.call("fs/writeFile", write.clone()).await.unwrap();
+    all.call("process/start", start.clone()).await.unwrap();
+
+    let mut exec = session_with(url, "exec-token").await;
+    exec.call("process/start", start.clone()).await.unwrap();
+    exec.call("process/list", list.clone()).await.unwrap();
+    lacks(&mut exec, "fs/readFile", read.clone(), "fs:read").await;
+    lacks(&mut exec, "fs/writeFile", write.clone(), "fs:write").await;
+
+    let mut reader = session_with(url, "reader-token").await;
+    reader.call("fs/readFile", read.clone()).await.unwrap();
+    reader.call("environment/info", Value::Null).await.unwrap();
+    lacks(&mut reader, "fs/writeFile", write.clone(), "fs:write").await;
+    lacks(&mut reader, "process/start", start.clone(), "exec").await;
+    lacks(&mut reader, "process/list", list.clone(), "observe").await;
+    let replace = json!({"handleId": "h", "path": path, "mode": "replace"});
+    lacks(&mut reader, "fs/open", replace, "fs:write").await;
+
+    let mut writer = session_with(url, "writer-token").await;
+    writer.call("fs/writeFile", write.clone()).await.unwrap();
+    lacks(&mut writer, "fs/readFile", read.clone(), "fs:read").await;
+
+    let mut observer = session_with(url, "observer-token").await;
+    let listed = observer.call("process/list", list).await.unwrap();
+    assert_eq!(listed["processes"].as_array().unwrap().len(), 2);
+    let session = listed["processes"][0]["sessionId"].clone();
+    let kill = json!({"processId": "p", "sessionId": session});
+    lacks(&mut observer, "process/terminate", kill, "exec").await;
+    let exec_params =
+        json!({"processId": "q", "argv": ["true"], "cwd": "/", "env": {}, "tty": false});
+    lacks(&mut observer, "command/exec", exec_params, "exec").await;
+    lacks(&mut observer, "fs/readFile", read, "fs:read").await;
+    lacks(&mut observer, "no/suchMethod", json!({}), "exec").await;
+}
+
+#[tokio::test]
+async fn a_session_is_resumed_by_its_owner_only() {
+    let files = Files::new();
+    let one = files.write("one", "one-token");
+    let two = files.write("two", "two-token");
+    let server = start(&[
+        "--ws-auth",
+        "capability-token",
+        "--ws-token-file",
+        &format!("one={one}"),
+        "--ws-token-file",
+        &format!("two={two}"),
+    ])
+    .await;
+    let first = session_with(server.url(), "one-token").await;
+    let id = first.session["sessionId"].clone();
+    drop(first);
+    let resume = json!({"clientName": "test", "resumeSessionId": id});
+    let mut thief = crate::connect_with(server.url(), "two-token")
+        .await
+        .unwrap();
+    let failure = thief.call("initialize", resume.clone()).await.unwrap_err();
+    assert_eq!(failure.code, -32600, "{failure}");
+    assert!(
+        failure.message.starts_with("unknown session id"),
+        "{failure}"
+    );
+    let mut owner = crate::connect_with(server.url(), "one-token")
+        .await
+        .unwrap();
+    let answer = owner.initialize(resume).await;
+    assert_eq!(answer["sessionId"], id);
+}

@@ -1,0 +1,381 @@
+//! The table of tokens: which upgrades are let through, and what the others hear.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use base64_simd::URL_SAFE_NO_PAD;
+use exec_server_testkit::proc;
+use hmac::{Hmac, KeyInit as _, Mac as _};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256, Sha512};
+
+use crate::{Files, connect_with, output, refuses, session_with, start, upgrade};
+
+const MISSING: &str = "missing websocket bearer token";
+const HEADER: &str = "invalid authorization header";
+const TOKEN: &str = "invalid websocket bearer token";
+const JWT: &str = "invalid websocket jwt";
+
+#[tokio::test]
+async fn capability_tokens() {
+    let files = Files::new();
+    // A newline at the end of the file is no part of the token.
+    let file = files.write("token", "tok123\n");
+    let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
+    for (headers, status, body) in [
+        (&b""[..], 401, MISSING),
+        (b"Authorization: Bearer tok123\r\n", 101, ""),
+        (b"authorization: bEARER   tok123  \r\n", 101, ""),
+        (b"Authorization: Basic tok123\r\n", 401, HEADER),
+        (b"Authorization: Bearer\r\n", 401, HEADER),
+        (b"Authorization: Bearer \r\n", 401, HEADER),
+        (b"Authorization:\r\n", 401, HEADER),
+        (b"Authorization: tok123\r\n", 401, HEADER),
+        (b"Authorization: Bearer\ttok123\r\n", 401, HEADER),
+        (b"Authorization: Bearer \xff\r\n", 401, HEADER),
+        // A page is refused whatever it knows.
+        (
+            b"Origin: http://evil.example\r\nAuthorization: Bearer tok123\r\n",
+            403,
+            "",
+        ),
+    ] {
+        let seen = upgrade(server.url(), headers).await;
+        let shown = String::from_utf8_lossy(headers);
+        assert_eq!(seen, (status, body.to_owned()), "{shown}");
+    }
+    // From here on the address has failed often enough to be slowed, so a server of its own.
+    let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
+    for (headers, body) in [
+        (&b"Authorization: Bearer tok123 x\r\n"[..], TOKEN),
+        (b"Authorization: Bearer TOK123\r\n", TOKEN),
+        (b"Authorization: Bearer tok12\r\n", TOKEN),
+        // Which of two counts is not guessed, even if both are right.
+        (
+            b"Authorization: Bearer tok123\r\nAuthorization: Bearer tok123\r\n",
+            HEADER,
+        ),
+        (
+            b"Authorization: Bearer bad\r\nauthorization: Bearer tok123\r\n",
+            HEADER,
+        ),
+    ] {
+        let seen = upgrade(server.url(), headers).await;
+        let shown = String::from_utf8_lossy(headers);
+        assert_eq!(seen, (401, body.to_owned()), "{shown}");
+    }
+    // Neither a query nor a subprotocol is a way in, and health needs no token.
+    let query = upgrade(server.url(), b"Sec-WebSocket-Protocol: tok123\r\n").await;
+    assert_eq!(query, (401, MISSING.to_owned()));
+    let mut client = session_with(server.url(), "tok123").await;
+    assert!(client.call("process/list", json!({})).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_hash_is_all_that_a_server_needs() {
+    let hash: String = Sha256::digest("tok123")
+        .iter()
+        .map(|byte| format!("{byte:02X}"))
+        .collect();
+    let server = start(&["--ws-auth", "capability-token", "--ws-token-sha256", &hash]).await;
+    session_with(server.url(), "tok123").await;
+    let error = connect_with(server.url(), &hash).await.unwrap_err();
+    assert!(error.to_string().contains(TOKEN), "{error}");
+}
+
+/// Signs any header and claims with any secret.
+fn jwt(header: &Value, claims: &str, secret: &str) -> String {
+    let input = format!(
+        "{}.{}",
+        URL_SAFE_NO_PAD.encode_to_string(header.to_string()),
+        URL_SAFE_NO_PAD.encode_to_string(claims)
+    );
+    let signature = if header["alg"] == "HS512" {
+        let mut mac = Hmac::<Sha512>::new_from_slice(secret.as_bytes()).unwrap();
+        mac.update(input.as_bytes());
+        mac.finalize().into_bytes().to_vec()
+    } else {
+        let mut mac = Hmac::<Sha256>::new_from_slice(secret.as_bytes()).unwrap();
+        mac.update(input.as_bytes());
+        mac.finalize().into_bytes().to_vec()
+    };
+    format!("{input}.{}", URL_SAFE_NO_PAD.encode_to_string(signature))
+}
+
+fn now() -> i64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    i64::try_from(since.as_secs()).unwrap()
+}
+
+#[tokio::test]
+async fn signed_tokens() {
+    let secret = "s".repeat(32);
+    let files = Files::new();
+    let file = files.write("secret", &format!("{secret}\n"));
+    let args = [
+        "--ws-auth",
+        "signed-bearer-token",
+        "--ws-shared-secret-file",
+        &file,
+        "--ws-issuer",
+        "me",
+        "--ws-audience",
+        "you",
+        "--ws-max-clock-skew-seconds",
+        "100",
+    ];
+    let hs256 = json!({"alg": "HS256", "typ": "JWT"});
+    let claims = |change: Value| {
+        let mut claims = json!({"exp": now() + 600, "iss": "me", "aud": "you"});
+        for (key, value) in change.as_object().unwrap() {
+            claims[key] = value.clone();
+        }
+        claims.to_string()
+    };
+    let good = claims(json!({}));
+    let signed = |text: &str| jwt(&hs256, text, &secret);
+    let right = signed(&good);
+    let (unsigned, signature) = right.rsplit_once('.').unwrap();
+    let none = jwt(&json!({"alg": "none"}), &good, &secret);
+    let cases = [
+        (right.clone(), ""),
+        // Edges of the skew, with a margin for the time that this test takes.
+        (signed(&claims(json!({"exp": now() - 70}))), ""),
+        (
+            signed(&claims(json!({"exp": now() - 101}))),
+            "expired websocket jwt",
+        ),
+        (signed(&claims(json!({"nbf": now() + 99}))), ""),
+        (
+            signed(&claims(json!({"nbf": now() + 160}))),
+            "websocket jwt is not valid yet",
+        ),
+        (signed(&claims(json!({"aud": ["them", "you"]}))), ""),
+        (
+            signed(&claims(json!({"aud": ["them"]}))),
+            "websocket jwt audience mismatch",
+        ),
+        (
+            signed(&claims(json!({"aud": []}))),
+            "websocket jwt audience mismatch",
+        ),
+        (
+            signed(&claims(json!({"iss": "them"}))),
+            "websocket jwt issuer mismatch",
+        ),
+        (signed(&claims(json!({"iat": "nonsense"}))), ""),
+        (signed(&claims(json!({"exp": now() as f64 + 600.5}))), JWT),
+        (signed(&claims(json!({"exp": "tomorrow"}))), JWT),
+        (signed(r#"{"iss":"me","aud":"you"}"#), JWT),
+        (jwt(&json!({"alg": "HS512"}), &good, &secret), JWT),
+        (jwt(&json!({"alg": "HS384"}), &good, &secret), JWT),
+        (none.clone(), JWT),
+        (none.rsplit_once('.').unwrap().0.to_owned() + ".", JWT),
+        (jwt(&hs256, &good, &"t".repeat(32)), JWT),
+        (format!("{unsigned}.{}", &signature[1..]), JWT),
+        (unsigned.to_owned(), JWT),
+        ("tok123".to_owned(), JWT),
+    ];
+    for chunk in cases.chunks(9) {
+        // Ten failures are free; then an address is slowed.
+        let server = start(&args).await;
+        for (token, error) in chunk {
+            let header = format!("Authorization: Bearer {token}\r\n");
+            let seen = upgrade(server.url(), header.as_bytes()).await;
+            let status = if error.is_empty() { 101 } else { 401 };
+            assert_eq!(seen, (status, (*error).to_owned()), "{token}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn flags_that_do_not_fit_are_refused() {
+    let files = Files::new();
+    let token = files.write("token", "tok123");
+    let short = files.write("short", &"s".repeat(31));
+    let secret = files.write("secret", &"s".repeat(32));
+    let empty = files.write("empty", " \n");
+    let missing = crate::text_of(&files.path("missing"));
+    let capability = ["--ws-auth", "capability-token"];
+    let signed = ["--ws-auth", "signed-bearer-token"];
+    let with = |mode: [&'static str; 2], rest: &[&str]| -> Vec<String> {
+        mode.iter().chain(rest).map(ToString::to_string).collect()
+    };
+    for (args, text) in [
+        (
+            vec!["--ws-token-file".to_owned(), token.clone()],
+            "websocket auth flags require `--ws-auth capability-token` or",
+        ),
+        (
+            vec!["--ws-issuer".to_owned(), "me".to_owned()],
+            "websocket auth flags require",
+        ),
+        (
+            with(capability, &[]),
+            "`--ws-token-file` or `--ws-token-sha256` is required",
+        ),
+        (
+            with(
+                capability,
+                &["--ws-token-file", &token, "--ws-token-sha256", "ab"],
+            ),
+            "are mutually exclusive",
+        ),
+        (
+            with(capability, &["--ws-token-sha256", "abc"]),
+            "--ws-token-sha256 must be a 64-character hex SHA-256 digest",
+        ),
+        (
+            with(capability, &["--ws-token-file", &empty]),
+            "must not be empty",
+        ),
+        (
+            with(capability, &["--ws-token-file", &missing]),
+            "failed to read websocket auth secret",
+        ),
+        (
+            with(
+                capability,
+                &["--ws-token-file", &token, "--ws-issuer", "me"],
+            ),
+            "require `--ws-auth signed-bearer-token`",
+        ),
+        (
+            with(
+                capability,
+                &["--ws-token-file", &format!("ci={token}:root")],
+            ),
+            "unknown scope `root`",
+        ),
+        (with(signed, &[]), "`--ws-shared-secret-file` is required"),
+        (
+            with(signed, &["--ws-shared-secret-file", &short]),
+            "must be at least 32 bytes",
+        ),
+        (
+            with(
+                signed,
+                &[
+                    "--ws-shared-secret-file",
+                    &secret,
+                    "--ws-token-file",
+                    &token,
+                ],
+            ),
+            "require `--ws-auth capability-token`, not",
+        ),
+        (
+            with(
+                capability,
+                &["--ws-token-file", &token, "--listen", "stdio"],
+            ),
+            "WebSocket auth requires a WebSocket listener, not stdio",
+        ),
+    ] {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        refuses(&args, text).await;
+    }
+    let output = output(&["--ws-auth", "bogus"]).await;
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[tokio::test]
+async fn guessing_is_slowed() {
+    let files = Files::new();
+    let file = files.write("token", "tok123");
+    let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
+    let mut seen = Vec::new();
+    for guess in 0..12 {
+        let header = format!("Authorization: Bearer guess{guess}\r\n");
+        seen.push(upgrade(server.url(), header.as_bytes()).await);
+    }
+    assert!(
+        seen[..10].iter().all(|(status, _)| *status == 401),
+        "{seen:?}"
+    );
+    let (status, text) = &seen[11];
+    assert_eq!(*status, 429, "{seen:?}");
+    assert!(
+        text.starts_with("too many failures; try again in"),
+        "{text}"
+    );
+    // Whoever waits is listened to again; nobody announces when.
+    let again = async {
+        while connect_with(server.url(), "tok123").await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(proc::PATIENCE, again)
+        .await
+        .expect("the server to listen again");
+}
+
+#[tokio::test]
+async fn listed_origins_are_let_in() {
+    let server = start(&["--allow-origin", "https://console.example"]).await;
+    let good = b"Origin: https://console.example\r\n";
+    assert_eq!(upgrade(server.url(), good).await.0, 101);
+    let bad = b"Origin: https://console.example.evil\r\n";
+    assert_eq!(upgrade(server.url(), bad).await.0, 403);
+    assert_eq!(upgrade(server.url(), b"Origin: null\r\n").await.0, 403);
+}
+
+#[tokio::test]
+async fn others_on_the_network_may_come_with_a_token() {
+    let files = Files::new();
+    let file = files.write("token", "tok123");
+    let mut command = crate::program();
+    command.args(["--ws-auth", "capability-token", "--ws-token-file", &file]);
+    let server = exec_server_testkit::server::Server::listening(command, "ws://0.0.0.0:0").await;
+    let url = server.url().replace("0.0.0.0", "127.0.0.1");
+    session_with(&url, "tok123").await;
+}
+
+#[tokio::test]
+async fn tokens_are_exchanged_on_sighup() {
+    let files = Files::new();
+    let file = files.write("token", "old-one");
+    let mut server = start(&[
+        "--ws-auth",
+        "capability-token",
+        "--ws-token-file",
+        &file,
+        "--log",
+        "info",
+    ])
+    .await;
+    let mut client = session_with(server.url(), "old-one").await;
+    files.write("token", "new-one");
+    proc::signal(server.pid(), Signal::HUP);
+    proc::eventually("the settings to be read again", || {
+        let stderr = server.stderr();
+        stderr
+            .contains("were read again")
+            .then_some(())
+            .ok_or(stderr)
+    })
+    .await;
+    session_with(server.url(), "new-one").await;
+    assert!(connect_with(server.url(), "old-one").await.is_err());
+    // Who is in stays in.
+    assert!(client.call("process/list", json!({})).await.is_ok());
+
+    // A file that is gone changes nothing, and is complained about.
+    std::fs::remove_file(&file).unwrap();
+    proc::signal(server.pid(), Signal::HUP);
+    proc::eventually("the complaint", || {
+        let stderr = server.stderr();
+        stderr
+            .contains("nothing was changed: failed to read websocket auth secret")
+            .then_some(())
+            .ok_or(stderr)
+    })
+    .await;
+    session_with(server.url(), "new-one").await;
+    assert!(server.is_running());
+    let shown = server.stderr();
+    assert!(
+        !shown.contains("old-one") && !shown.contains("new-one"),
+        "{shown}"
+    );
+}

@@ -1,0 +1,389 @@
+//! TLS: whom clients believe, whom servers let in, and certificates that change.
+
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::path::PathBuf;
+use std::process::Stdio;
+
+use exec_server_testkit::proc;
+use exec_server_testkit::server::Server;
+use exec_server_testkit::wire::{Client, Start};
+use exec_server_transport::tls::{Pin, TlsClientOptions};
+use exec_server_transport::{ConnectError, ConnectOptions, Link, connect};
+use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair, date_time_ymd};
+use rustix::process::Signal;
+use serde_json::json;
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::process::Command;
+
+/// The server's program with nothing in its environment but a `PATH`.
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command
+        .env_clear()
+        .env("PATH", "/usr/local/bin:/usr/bin:/bin");
+    command
+}
+
+/// A certificate authority and the files that it makes.
+struct Authority {
+    issuer: Issuer<'static, KeyPair>,
+    directory: TempDir,
+}
+
+impl Authority {
+    fn new() -> Self {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let certificate = params.self_signed(&key).unwrap();
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("ca.pem"), certificate.pem()).unwrap();
+        Self {
+            issuer: Issuer::new(params, key),
+            directory,
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Makes `NAME.pem` and `NAME.key` for a host of this name or address.
+    fn issue(&self, name: &str, host: &str, expired: bool) -> (PathBuf, PathBuf) {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
+        if expired {
+            params.not_before = date_time_ymd(2020, 1, 1);
+            params.not_after = date_time_ymd(2020, 1, 2);
+        }
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        let (cert, secret) = (
+            self.path(&format!("{name}.pem")),
+            self.path(&format!("{name}.key")),
+        );
+        std::fs::write(&cert, certificate.pem()).unwrap();
+        std::fs::write(&secret, key.serialize_pem()).unwrap();
+        (cert, secret)
+    }
+
+    /// Options of a client that believes this authority.
+    fn trusted(&self) -> TlsClientOptions {
+        let mut tls = TlsClientOptions::default();
+        tls.ca_file = Some(self.path("ca.pem"));
+        tls
+    }
+}
+
+async fn serve(args: &[&str]) -> Server {
+    let mut command = program();
+    command.args(args);
+    Server::listening(command, "wss://127.0.0.1:0").await
+}
+
+/// A server with this certificate and key.
+async fn serve_with((cert, key): &(PathBuf, PathBuf), more: &[&str]) -> Server {
+    let mut args = vec!["--tls-cert", cert.to_str().unwrap()];
+    args.extend(["--tls-key", key.to_str().unwrap()]);
+    args.extend(more);
+    serve(&args).await
+}
+
+async fn dial(url: &str, tls: TlsClientOptions) -> Result<Link, ConnectError> {
+    let mut options = ConnectOptions::default();
+    options.tls = tls;
+    connect(url, &options).await
+}
+
+/// Dials, opens a session and runs something with a lot of output.
+async fn works(url: &str, tls: TlsClientOptions) -> Client {
+    let mut client = Client::new(dial(url, tls).await.unwrap());
+    client.initialize(json!({"clientName": "test"})).await;
+    client
+        .run(Start::sh("p", "head -c 3000000 /dev/zero; exit 4"))
+        .await;
+    let observed = client.observed("p");
+    assert_eq!(observed.bytes("stdout").len(), 3_000_000);
+    assert_eq!(observed.exit_code(), 4);
+    client
+}
+
+/// Dialling must fail, with this somewhere in the reasons.
+async fn fails(url: &str, tls: TlsClientOptions, expected: &str) {
+    let Err(error) = dial(url, tls).await else {
+        panic!("{url} was believed; expected {expected}");
+    };
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(&error);
+    while let Some(error) = source {
+        text.push_str(&format!(": {error}"));
+        source = error.source();
+    }
+    assert!(text.contains(expected), "{text}");
+}
+
+fn pinned(pin: &str) -> TlsClientOptions {
+    let mut tls = TlsClientOptions::default();
+    tls.pin = Some(pin.parse().unwrap());
+    tls
+}
+
+/// The pin that a server has printed.
+fn printed_pin(server: &Server) -> String {
+    let stderr = server.stderr();
+    let pin = stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("tls pin: "));
+    pin.unwrap_or_else(|| panic!("{stderr}")).to_owned()
+}
+
+#[tokio::test]
+async fn an_authority_is_believed_for_the_names_it_signed() {
+    let authority = Authority::new();
+    let server = serve_with(&authority.issue("server", "127.0.0.1", false), &[]).await;
+    assert!(
+        server.url().starts_with("wss://127.0.0.1:"),
+        "{}",
+        server.url()
+    );
+    works(server.url(), authority.trusted()).await;
+    // Another authority, the wrong name, a time that is over.
+    fails(server.url(), Authority::new().trusted(), "certificate").await;
+    let other = serve_with(&authority.issue("other", "example.org", false), &[]).await;
+    fails(other.url(), authority.trusted(), "not valid for name").await;
+    let expired = serve_with(&authority.issue("expired", "127.0.0.1", true), &[]).await;
+    fails(expired.url(), authority.trusted(), "expired").await;
+}
+
+#[tokio::test]
+async fn a_pin_is_believed_and_no_other() {
+    let server = serve(&["--tls-self-signed"]).await;
+    let pin = printed_pin(&server);
+    works(server.url(), pinned(&pin)).await;
+    let wrong = "sha256//47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=";
+    fails(server.url(), pinned(wrong), "the server's key has the pin").await;
+    // Nobody has signed it, so nobody else vouches for it.
+    let authority = Authority::new();
+    fails(server.url(), authority.trusted(), "certificate").await;
+    let mut both = authority.trusted();
+    both.pin = Some(pin.parse().unwrap());
+    fails(server.url(), both, "certificate").await;
+
+    // The command line takes it too.
+    let run = |pin: &str| {
+        let mut command = program();
+        command
+            .args(["run", "--url", server.url(), "--tls-pin", pin])
+            .args(["--", "echo", "hello"])
+            .stdin(Stdio::null())
+            .kill_on_drop(true);
+        async move { command.output().await.unwrap() }
+    };
+    assert_eq!(run(&pin).await.stdout, b"hello\n");
+    let refused = run(wrong).await;
+    assert_eq!(refused.status.code(), Some(125));
+    let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        stderr.contains("hint:") && stderr.contains("not sha256//47DE"),
+        "{stderr}"
+    );
+}
+
+#[tokio::test]
+async fn a_kept_identity_survives_restarts() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let (cert, key) = (path("cert.pem"), path("key.pem"));
+    let args = ["--tls-self-signed", "--tls-cert", &cert, "--tls-key", &key];
+    let first = printed_pin(&serve(&args).await);
+    let server = serve(&args).await;
+    assert_eq!(printed_pin(&server), first);
+    works(server.url(), pinned(&first)).await;
+    use std::os::unix::fs::PermissionsExt as _;
+    let mode = std::fs::metadata(&key).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+}
+
+#[tokio::test]
+async fn clients_may_need_a_certificate() {
+    let authority = Authority::new();
+    let clients = Authority::new();
+    let ca = clients.path("ca.pem");
+    let identity = authority.issue("server", "127.0.0.1", false);
+    let server = serve_with(&identity, &["--tls-client-ca", ca.to_str().unwrap()]).await;
+    let mut known = authority.trusted();
+    known.identity = Some(clients.issue("client", "somebody", false));
+    let session = works(server.url(), known.clone()).await.session["sessionId"].clone();
+    assert!(dial(server.url(), authority.trusted()).await.is_err());
+    let mut stranger = authority.trusted();
+    stranger.identity = Some(authority.issue("stranger", "somebody", false));
+    assert!(dial(server.url(), stranger).await.is_err());
+    // Each is somebody of its own: a session is resumed by the key that opened it.
+    let mut other = authority.trusted();
+    other.identity = Some(clients.issue("other", "somebody", false));
+    let resume = json!({"clientName": "test", "resumeSessionId": session});
+    let mut thief = Client::new(dial(server.url(), other).await.unwrap());
+    thief.refused("initialize", resume.clone()).await;
+    let mut owner = Client::new(dial(server.url(), known).await.unwrap());
+    assert_eq!(owner.initialize(resume).await["sessionId"], session);
+    // With them, others on the network may come.
+    let mut command = program();
+    command.args(["--tls-cert", identity.0.to_str().unwrap()]);
+    command.args(["--tls-key", identity.1.to_str().unwrap()]);
+    command.args(["--tls-client-ca", ca.to_str().unwrap()]);
+    Server::listening(command, "wss://0.0.0.0:0").await;
+}
+
+#[tokio::test]
+async fn who_forgets_tls_is_told_so() {
+    let server = serve(&["--tls-self-signed"]).await;
+    let address = server.url().strip_prefix("wss://").unwrap();
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream
+        .write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        .await
+        .unwrap();
+    let mut answer = Vec::new();
+    // The end may be abrupt: the request was not read.
+    let _ = stream.read_to_end(&mut answer).await;
+    let answer = String::from_utf8(answer).unwrap();
+    assert!(
+        answer.contains("400") && answer.contains("use wss://"),
+        "{answer}"
+    );
+
+    // Neither is anything older than TLS 1.2 understood: a hello of TLS 1.1 gets an alert.
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(&tls11_hello()).await.unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    assert_eq!(answer.first(), Some(&21), "{answer:?}");
+    // Fatal: handshake_failure or protocol_version.
+    assert!(matches!(answer[5..], [2, 40 | 70]), "{answer:?}");
+
+    // Nor is nonsense.
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream
+        .write_all(&[0x16, 3, 1, 0, 5, 1, 2, 3, 4, 5])
+        .await
+        .unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    assert_ne!(answer.first(), Some(&0x16), "{answer:?}");
+    works(server.url(), pinned(&printed_pin(&server))).await;
+}
+
+/// A client hello that offers TLS 1.1 and nothing newer.
+fn tls11_hello() -> Vec<u8> {
+    let mut hello = vec![3, 2];
+    hello.extend([7; 32]);
+    // No session, two cipher suites, no compression; no extensions in those days.
+    hello.extend([0, 0, 4, 0xc0, 0x14, 0, 0x35, 1, 0]);
+    let length = u8::try_from(hello.len()).unwrap();
+    let mut record = vec![22, 3, 1, 0, length + 4, 1, 0, 0, length];
+    record.extend(hello);
+    record
+}
+
+#[tokio::test]
+async fn certificates_are_exchanged_without_dropping_anybody() {
+    let authority = Authority::new();
+    let identity = authority.issue("server", "127.0.0.1", false);
+    let server = serve_with(&identity, &["--log", "info"]).await;
+    let pin = |name: &str| {
+        let pem = std::fs::read(authority.path(name)).unwrap();
+        Pin::of_pem(&pem).unwrap().to_string()
+    };
+    let first = pin("server.pem");
+    let mut client = works(server.url(), pinned(&first)).await;
+
+    // A new one is noticed by itself.
+    authority.issue("server", "127.0.0.1", false);
+    let second = pin("server.pem");
+    assert_ne!(first, second);
+    said(&server, "the certificate was read again").await;
+    works(server.url(), pinned(&second)).await;
+    fails(server.url(), pinned(&first), "the server's key has the pin").await;
+    client.ok("process/list", json!({})).await;
+
+    // A broken one is complained about and changes nothing.
+    std::fs::write(&identity.0, "broken").unwrap();
+    proc::signal(server.pid(), Signal::HUP);
+    said(&server, "nothing was changed: cannot read certificates").await;
+    works(server.url(), pinned(&second)).await;
+    // So is one that does not fit its key.
+    let third = authority.issue("third", "127.0.0.1", false);
+    std::fs::copy(&third.0, &identity.0).unwrap();
+    said(&server, "the old certificate stays in use").await;
+    works(server.url(), pinned(&second)).await;
+
+    // And on request.
+    std::fs::copy(&third.1, &identity.1).unwrap();
+    proc::signal(server.pid(), Signal::HUP);
+    said(&server, "settings, tokens and certificates were read again").await;
+    works(server.url(), pinned(&pin("third.pem"))).await;
+    client.ok("process/list", json!({})).await;
+}
+
+/// Waits until the server has logged this.
+async fn said(server: &Server, text: &str) {
+    proc::eventually(text, || {
+        let stderr = server.stderr();
+        stderr.contains(text).then_some(()).ok_or(stderr)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn files_that_cannot_be_used_are_named() {
+    let authority = Authority::new();
+    let (cert, key) = authority.issue("server", "127.0.0.1", false);
+    let (_, other) = authority.issue("other", "127.0.0.1", false);
+    let empty = authority.path("empty");
+    std::fs::write(&empty, "").unwrap();
+    let missing = authority.path("missing");
+    for (cert, key, expected) in [
+        (&missing, &key, "cannot read certificates from"),
+        (&empty, &key, "there is none in it"),
+        (&cert, &missing, "cannot read a private key from"),
+        (&cert, &empty, "there is none in it"),
+        (&cert, &other, "cannot use the certificate"),
+    ] {
+        let output = program()
+            .args(["--listen", "wss://127.0.0.1:0", "--tls-cert"])
+            .arg(cert)
+            .arg("--tls-key")
+            .arg(key)
+            .kill_on_drop(true)
+            .output()
+            .await
+            .unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(expected), "{stderr}");
+    }
+}
+
+#[tokio::test]
+async fn tokens_are_asked_for_inside_tls() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
+    std::fs::write(&file, "tok123").unwrap();
+    let mut command = program();
+    command
+        .args(["--tls-self-signed", "--ws-auth", "capability-token"])
+        .arg("--ws-token-file")
+        .arg(&file);
+    let server = Server::listening(command, "wss://127.0.0.1:0").await;
+    let mut options = ConnectOptions::default();
+    options.tls = pinned(&printed_pin(&server));
+    let error = connect(server.url(), &options).await.unwrap_err();
+    assert!(
+        error.to_string().contains("missing websocket bearer token"),
+        "{error}"
+    );
+    options.bearer_token = Some("tok123".into());
+    connect(server.url(), &options).await.unwrap();
+}

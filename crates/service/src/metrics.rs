@@ -1,0 +1,452 @@
+//! What a server counts, and how it tells.
+//!
+//! Owns counters that cost an atomic addition each, and their text in the exposition format of
+//! Prometheus. What can be asked when it is told (sessions, processes, bytes) is not counted here.
+
+use std::fmt::Write as _;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use exec_server_executor::log::Exit;
+use exec_server_transport::http::{self, Kind};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
+
+use crate::auth::AuthError;
+use crate::listen::response;
+use crate::server::Server;
+
+/// A number that only grows.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(crate) fn add(&self, amount: u64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn value(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Names of methods, sorted; the last stands for all others, so that a peer cannot make more.
+const METHODS: &[&str] = &[
+    "capabilities/discoverV2",
+    "capabilityRoots/discoverV1",
+    "command/exec",
+    "command/exec/terminate",
+    "command/exec/write",
+    "environment/info",
+    "environment/status",
+    "environmentConfig/read",
+    "fs/canonicalize",
+    "fs/close",
+    "fs/copy",
+    "fs/createDirectory",
+    "fs/createSymlink",
+    "fs/getMetadata",
+    "fs/hash",
+    "fs/open",
+    "fs/readBlock",
+    "fs/readDirectory",
+    "fs/readFile",
+    "fs/remove",
+    "fs/rename",
+    "fs/search",
+    "fs/setMetadata",
+    "fs/unwatch",
+    "fs/walk",
+    "fs/watch",
+    "fs/watchMissing",
+    "fs/writeBlock",
+    "fs/writeFile",
+    "http/request",
+    "initialize",
+    "process/closeStdin",
+    "process/list",
+    "process/read",
+    "process/resize",
+    "process/signal",
+    "process/snapshot",
+    "process/start",
+    "process/terminate",
+    "process/wait",
+    "process/write",
+    "session/end",
+    "~other",
+];
+
+/// Upper bounds of the buckets for answers, in microseconds, and as they are written.
+const BUCKETS: [(u64, &str); 7] = [
+    (100, "0.0001"),
+    (500, "0.0005"),
+    (2_000, "0.002"),
+    (10_000, "0.01"),
+    (100_000, "0.1"),
+    (1_000_000, "1"),
+    (10_000_000, "10"),
+];
+
+/// How long answers of one method took.
+#[derive(Debug, Default)]
+struct Latency {
+    /// By bucket; the last is for what exceeds them all.
+    counts: [Counter; BUCKETS.len() + 1],
+    micros: Counter,
+    errors: Counter,
+}
+
+/// A method, as an index of the table.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct MethodIndex(usize);
+
+impl MethodIndex {
+    pub(crate) fn of(method: &str) -> Self {
+        Self(METHODS.binary_search(&method).unwrap_or(METHODS.len() - 1))
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        METHODS[self.0]
+    }
+}
+
+/// Why a process is gone.
+const EXIT_CAUSES: [&str; 4] = ["success", "failure", "signal", "timeout"];
+
+/// Why somebody was not let in, for whoever looks at numbers.
+const REFUSALS: [&str; 5] = ["token", "header", "throttled", "origin", "limit"];
+
+/// What was refused at the door.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum RefusalCause {
+    Token,
+    Header,
+    Throttled,
+    Origin,
+    Limit,
+}
+
+impl From<AuthError> for RefusalCause {
+    fn from(error: AuthError) -> Self {
+        match error {
+            AuthError::Missing | AuthError::Header => Self::Header,
+            _ => Self::Token,
+        }
+    }
+}
+
+/// The counters of one server.
+#[derive(Debug)]
+pub(crate) struct Metrics {
+    pub(crate) connections: Counter,
+    pub(crate) sessions: Counter,
+    pub(crate) received_bytes: Counter,
+    pub(crate) sent_bytes: Counter,
+    pub(crate) started: Counter,
+    pub(crate) start_failures: Counter,
+    pub(crate) sandbox_refusals: Counter,
+    exits: [Counter; EXIT_CAUSES.len()],
+    refusals: [Counter; REFUSALS.len()],
+    latencies: Vec<Latency>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self {
+            connections: Counter::default(),
+            sessions: Counter::default(),
+            received_bytes: Counter::default(),
+            sent_bytes: Counter::default(),
+            started: Counter::default(),
+            start_failures: Counter::default(),
+            sandbox_refusals: Counter::default(),
+            exits: Default::default(),
+            refusals: Default::default(),
+            latencies: METHODS.iter().map(|_| Latency::default()).collect(),
+        }
+    }
+}
+
+impl Metrics {
+    pub(crate) fn refused(&self, cause: RefusalCause) {
+        self.refusals[cause as usize].add(1);
+    }
+
+    pub(crate) fn exited(&self, exit: &Exit) {
+        let cause = if exit.timed_out {
+            3
+        } else if exit.signal.is_some() {
+            2
+        } else {
+            usize::from(exit.code != 0)
+        };
+        self.exits[cause].add(1);
+    }
+
+    pub(crate) fn answered(&self, method: MethodIndex, took: Duration, failed: bool) {
+        let latency = &self.latencies[method.0];
+        let micros = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
+        let bucket = BUCKETS
+            .iter()
+            .position(|(bound, _)| micros <= *bound)
+            .unwrap_or(BUCKETS.len());
+        latency.counts[bucket].add(1);
+        latency.micros.add(micros);
+        if failed {
+            latency.errors.add(1);
+        }
+    }
+}
+
+/// Writes the text that Prometheus reads.
+struct Page(String);
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP exec_server_{name} {help}");
+        let _ = writeln!(self.0, "# TYPE exec_server_{name} {kind}");
+    }
+
+    fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
+        let _ = writeln!(self.0, "exec_server_{name}{labels} {value}");
+    }
+
+    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl std::fmt::Display) {
+        self.family(name, kind, help);
+        self.sample(name, "", value);
+    }
+}
+
+/// Everything that is known of a server right now.
+pub(crate) fn render(server: &Server) -> String {
+    let metrics = server.metrics();
+    let executor = server.executor();
+    let mut page = Page(String::with_capacity(16 * 1024));
+    let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
+    page.family("build_info", "gauge", "The version that runs.");
+    page.sample("build_info", version, 1);
+    let gauges: [(&str, &str, u64); 5] = [
+        (
+            "connections",
+            "Connections that are served.",
+            server.connections() as u64,
+        ),
+        (
+            "sessions",
+            "Sessions, waiting ones included.",
+            server.session_count() as u64,
+        ),
+        ("processes", "Live processes.", executor.live() as u64),
+        (
+            "retained_bytes",
+            "Output that can be read.",
+            executor.retained_bytes(),
+        ),
+        (
+            "draining",
+            "1 while the server shuts down.",
+            server.draining().is_cancelled().into(),
+        ),
+    ];
+    for (name, help, value) in gauges {
+        page.single(name, "gauge", help, value);
+    }
+    let counters = [
+        (
+            "connections_total",
+            "Connections that were ever served.",
+            metrics.connections.value(),
+        ),
+        (
+            "sessions_total",
+            "Sessions that were ever opened.",
+            metrics.sessions.value(),
+        ),
+        (
+            "processes_started_total",
+            "Processes that were started.",
+            metrics.started.value(),
+        ),
+        (
+            "process_start_failures_total",
+            "Processes that could not be started.",
+            metrics.start_failures.value(),
+        ),
+        (
+            "sandbox_refusals_total",
+            "Requests whose sandbox could not be enforced.",
+            metrics.sandbox_refusals.value(),
+        ),
+        (
+            "received_bytes_total",
+            "Bytes that clients sent.",
+            metrics.received_bytes.value(),
+        ),
+        (
+            "sent_bytes_total",
+            "Bytes that clients were sent.",
+            metrics.sent_bytes.value(),
+        ),
+        (
+            "evicted_bytes_total",
+            "Output that can no longer be read.",
+            executor.evicted_bytes(),
+        ),
+    ];
+    for (name, help, value) in counters {
+        page.single(name, "counter", help, value);
+    }
+    page.family(
+        "processes_exited_total",
+        "counter",
+        "Processes that ended, by cause.",
+    );
+    for (cause, counter) in EXIT_CAUSES.iter().zip(&metrics.exits) {
+        let labels = format!("{{cause=\"{cause}\"}}");
+        page.sample("processes_exited_total", &labels, counter.value());
+    }
+    page.family(
+        "refusals_total",
+        "counter",
+        "Connections that were not let in, by cause.",
+    );
+    for (cause, counter) in REFUSALS.iter().zip(&metrics.refusals) {
+        let labels = format!("{{cause=\"{cause}\"}}");
+        page.sample("refusals_total", &labels, counter.value());
+    }
+    latencies(&mut page, metrics);
+    page.0
+}
+
+fn latencies(page: &mut Page, metrics: &Metrics) {
+    const NAME: &str = "request_duration_seconds";
+    let used = || {
+        METHODS
+            .iter()
+            .zip(&metrics.latencies)
+            .filter(|(_, latency)| latency.counts.iter().any(|count| count.value() > 0))
+    };
+    page.family(
+        NAME,
+        "histogram",
+        "From a request to its answer, by method; some wait by nature.",
+    );
+    for (method, latency) in used() {
+        let mut total = 0;
+        let bounds = BUCKETS.iter().map(|(_, text)| *text).chain(["+Inf"]);
+        for (bound, count) in bounds.zip(&latency.counts) {
+            total += count.value();
+            let labels = format!("{{method=\"{method}\",le=\"{bound}\"}}");
+            page.sample(&format!("{NAME}_bucket"), &labels, total);
+        }
+        let labels = format!("{{method=\"{method}\"}}");
+        let seconds = Duration::from_micros(latency.micros.value()).as_secs_f64();
+        page.sample(&format!("{NAME}_sum"), &labels, seconds);
+        page.sample(&format!("{NAME}_count"), &labels, total);
+    }
+    page.family(
+        "request_errors_total",
+        "counter",
+        "Requests that were answered with an error, by method.",
+    );
+    for (method, latency) in used() {
+        let labels = format!("{{method=\"{method}\"}}");
+        page.sample("request_errors_total", &labels, latency.errors.value());
+    }
+}
+
+/// Serves `/metrics`, `/healthz` and `/readyz` until the server has shut down.
+pub async fn serve(listener: TcpListener, server: Server) {
+    /// Scrapers at one time; a few are usual.
+    const SCRAPERS: usize = 32;
+    let slots = std::sync::Arc::new(tokio::sync::Semaphore::new(SCRAPERS));
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = server.ended().cancelled() => return,
+        };
+        let (Ok((stream, _)), Ok(slot)) = (accepted, slots.clone().try_acquire_owned()) else {
+            // Out of descriptors, or of patience.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            continue;
+        };
+        let server = server.clone();
+        // Ends within the handshake's time.
+        tokio::spawn(async move {
+            let limit = server.config().handshake_timeout;
+            let _ = tokio::time::timeout(limit, answer(stream, &server)).await;
+            drop(slot);
+        });
+    }
+}
+
+async fn answer(mut stream: TcpStream, server: &Server) -> io::Result<()> {
+    let head = http::read_head(&mut stream, Kind::Request).await?;
+    let readable = head.method == "GET" || head.method == "HEAD";
+    let (status, body) = match head.path() {
+        // Web pages have no business here either.
+        _ if head.header("origin").is_some() => (403, String::new()),
+        "/metrics" | "/healthz" | "/readyz" if !readable => (405, String::new()),
+        "/metrics" => (200, render(server)),
+        "/healthz" => (200, String::new()),
+        "/readyz" if server.draining().is_cancelled() => (503, String::new()),
+        "/readyz" => (200, String::new()),
+        _ => (404, String::new()),
+    };
+    stream.write_all(&response(status, &body, None)).await?;
+    stream.shutdown().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::ExecServerConfig;
+
+    #[test]
+    fn methods_are_sorted_and_others_are_one() {
+        assert!(METHODS.is_sorted());
+        assert_eq!(METHODS[MethodIndex::of("process/start").0], "process/start");
+        assert_eq!(METHODS[MethodIndex::of("made/up").0], "~other");
+    }
+
+    #[tokio::test]
+    async fn the_page_is_what_prometheus_reads() {
+        let server = Server::new(ExecServerConfig::default()).unwrap();
+        let method = MethodIndex::of("process/list");
+        let metrics = server.metrics();
+        metrics.answered(method, Duration::from_micros(50), false);
+        metrics.answered(method, Duration::from_secs(60), true);
+        metrics.refused(AuthError::Expired.into());
+        let page = render(&server);
+        for line in [
+            "exec_server_connections 0",
+            "exec_server_refusals_total{cause=\"token\"} 1",
+            "exec_server_request_duration_seconds_bucket{method=\"process/list\",le=\"0.0001\"} 1",
+            "exec_server_request_duration_seconds_bucket{method=\"process/list\",le=\"10\"} 1",
+            "exec_server_request_duration_seconds_bucket{method=\"process/list\",le=\"+Inf\"} 2",
+            "exec_server_request_duration_seconds_sum{method=\"process/list\"} 60.00005",
+            "exec_server_request_duration_seconds_count{method=\"process/list\"} 2",
+            "exec_server_request_errors_total{method=\"process/list\"} 1",
+        ] {
+            assert!(page.lines().any(|other| other == line), "{line}\n{page}");
+        }
+        assert!(!page.contains("process/start"), "{page}");
+        // Each family is announced once, before its samples.
+        let mut announced = std::collections::HashSet::new();
+        for line in page.lines() {
+            if let Some(rest) = line.strip_prefix("# TYPE ") {
+                assert!(announced.insert(rest.split(' ').next().unwrap().to_owned()));
+            } else if !line.starts_with('#') {
+                let name = line.split(['{', ' ']).next().unwrap();
+                let family = ["_bucket", "_sum", "_count"]
+                    .iter()
+                    .find_map(|end| name.strip_suffix(end))
+                    .filter(|family| announced.contains(*family))
+                    .unwrap_or(name);
+                assert!(announced.contains(family), "{line}");
+            }
+        }
+    }
+}

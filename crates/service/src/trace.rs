@@ -1,0 +1,289 @@
+//! Traces of requests, sent to a collector of OpenTelemetry (OTLP over HTTP, as JSON).
+//!
+//! Owns which requests are traced, the bounded queue of their spans and the task that sends them.
+//! Only requests whose client traces them, and says so in `trace`, have a span: what is worth a
+//! trace is the client's to decide, and nobody else's requests cost anything.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use exec_server_protocol::envelope::Trace;
+use exec_server_transport::http::{self, Kind};
+use serde_json::{Value, json};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+
+/// Spans that wait to be sent, about 200 bytes each.
+const QUEUE: usize = 8192;
+/// Spans in one message.
+const BATCH: usize = 512;
+/// How long spans are collected before they are sent.
+const PERIOD: Duration = Duration::from_secs(1);
+/// For one message to the collector.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Sends spans to a collector; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Tracer {
+    spans: mpsc::Sender<Span>,
+    lost: Arc<AtomicU64>,
+}
+
+/// Where a request belongs in a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Context {
+    trace_id: u128,
+    parent: u64,
+}
+
+#[derive(Debug)]
+struct Span {
+    context: Context,
+    name: &'static str,
+    end: SystemTime,
+    took: Duration,
+    failed: bool,
+}
+
+/// Not a place where traces can be sent.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "cannot send traces to `{0}`; expected http://HOST:PORT, as of a collector on this machine"
+)]
+pub struct EndpointError(String);
+
+impl Tracer {
+    /// Sends to the collector at `http://HOST:PORT[/PATH]` under this service name. Needs a tokio
+    /// runtime; the task that sends ends with the last clone.
+    ///
+    /// # Errors
+    ///
+    /// When the endpoint is something else.
+    pub fn start(endpoint: &str, service: &str) -> Result<Self, EndpointError> {
+        let invalid = || EndpointError(endpoint.to_owned());
+        let rest = endpoint.strip_prefix("http://").ok_or_else(invalid)?;
+        let (address, path) = match rest.split_once('/') {
+            Some((address, path)) if !path.is_empty() => (address, format!("/{path}")),
+            Some((address, _)) => (address, "/v1/traces".to_owned()),
+            None => (rest, "/v1/traces".to_owned()),
+        };
+        let port = address
+            .rsplit_once(':')
+            .and_then(|(_, port)| port.parse::<u16>().ok());
+        if port.is_none() || !endpoint.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(invalid());
+        }
+        let (spans, queue) = mpsc::channel(QUEUE);
+        let lost = Arc::new(AtomicU64::new(0));
+        let sender = Sender {
+            address: address.to_owned(),
+            path,
+            service: service.to_owned(),
+            lost: Arc::clone(&lost),
+        };
+        tokio::spawn(sender.run(queue));
+        Ok(Self { spans, lost })
+    }
+
+    /// A request was answered.
+    pub(crate) fn record(
+        &self,
+        context: Context,
+        name: &'static str,
+        took: Duration,
+        failed: bool,
+    ) {
+        let end = SystemTime::now();
+        let span = Span {
+            context,
+            name,
+            end,
+            took,
+            failed,
+        };
+        if self.spans.try_send(span).is_err() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Context {
+    /// The context of a request that its client records; anything odd is no context.
+    pub(crate) fn of(trace: Option<&Trace>) -> Option<Self> {
+        let header = trace?.traceparent.as_deref()?;
+        let parts: Vec<&str> = header.split('-').collect();
+        // Later versions may have more parts, but begin like this.
+        let [version, trace_id, parent, flags, ref more @ ..] = parts[..] else {
+            return None;
+        };
+        let hex = |text: &str, digits: usize| {
+            let lower = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+            let fits = text.len() == digits && text.bytes().all(lower);
+            fits.then(|| u128::from_str_radix(text, 16).ok()).flatten()
+        };
+        let version = hex(version, 2)?;
+        if version == 0xff || (version == 0 && !more.is_empty()) {
+            return None;
+        }
+        let trace_id = hex(trace_id, 32).filter(|id| *id != 0)?;
+        let parent = hex(parent, 16).filter(|id| *id != 0)?;
+        let sampled = hex(flags, 2)? & 1 == 1;
+        sampled.then_some(Self {
+            trace_id,
+            parent: u64::try_from(parent).ok()?,
+        })
+    }
+}
+
+/// The task that sends.
+struct Sender {
+    address: String,
+    path: String,
+    service: String,
+    lost: Arc<AtomicU64>,
+}
+
+impl Sender {
+    async fn run(self, mut queue: mpsc::Receiver<Span>) {
+        let mut batch = Vec::new();
+        let mut complained = false;
+        while queue.recv_many(&mut batch, BATCH).await > 0 {
+            if batch.len() < BATCH {
+                tokio::time::sleep(PERIOD).await;
+                while batch.len() < BATCH
+                    && let Ok(span) = queue.try_recv()
+                {
+                    batch.push(span);
+                }
+            }
+            let count = batch.len() as u64;
+            let body = self.encode(&batch);
+            batch.clear();
+            let sent = match tokio::time::timeout(TIMEOUT, self.send(body.as_bytes())).await {
+                Ok(sent) => sent,
+                Err(_) => Err(io::ErrorKind::TimedOut.into()),
+            };
+            match sent {
+                Ok(()) => complained = false,
+                Err(error) => {
+                    let lost = self.lost.fetch_add(count, Ordering::Relaxed) + count;
+                    if !complained {
+                        let collector = &self.address;
+                        tracing::warn!(%error, collector, lost, "cannot send traces");
+                    }
+                    complained = true;
+                }
+            }
+        }
+    }
+
+    async fn send(&self, body: &[u8]) -> io::Result<()> {
+        let mut stream = TcpStream::connect(&self.address).await?;
+        let head = format!(
+            "POST {} HTTP/1.1\r\nHost: {}\r\nContent-Type: application/json\r\n\
+             Content-Length: {}\r\nConnection: close\r\n\r\n",
+            self.path,
+            self.address,
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await?;
+        stream.write_all(body).await?;
+        let answer = http::read_head(&mut stream, Kind::Response).await?;
+        match answer.status {
+            200..300 => Ok(()),
+            status => Err(io::Error::other(format!("the collector answered {status}"))),
+        }
+    }
+
+    fn encode(&self, batch: &[Span]) -> String {
+        let text = |key: &str, value: &str| json!({"key": key, "value": {"stringValue": value}});
+        let spans: Vec<Value> = batch
+            .iter()
+            .map(|span| {
+                let end = span.end.duration_since(UNIX_EPOCH).unwrap_or_default();
+                let start = end.saturating_sub(span.took);
+                let (_, id) = uuid::Uuid::new_v4().as_u64_pair();
+                json!({
+                    "traceId": format!("{:032x}", span.context.trace_id),
+                    "spanId": format!("{:016x}", id | 1),
+                    "parentSpanId": format!("{:016x}", span.context.parent),
+                    "name": span.name,
+                    // A server's.
+                    "kind": 2,
+                    "startTimeUnixNano": start.as_nanos().to_string(),
+                    "endTimeUnixNano": end.as_nanos().to_string(),
+                    "attributes": [text("rpc.system", "jsonrpc"), text("rpc.method", span.name)],
+                    "status": {"code": if span.failed { 2 } else { 0 }},
+                })
+            })
+            .collect();
+        json!({"resourceSpans": [{
+            "resource": {"attributes": [text("service.name", &self.service)]},
+            "scopeSpans": [{
+                "scope": {"name": "exec-server", "version": env!("CARGO_PKG_VERSION")},
+                "spans": spans,
+            }],
+        }]})
+        .to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn context(header: &str) -> Option<Context> {
+        Context::of(Some(&Trace {
+            traceparent: Some(header.to_owned()),
+            tracestate: None,
+        }))
+    }
+
+    #[test]
+    fn contexts_are_those_of_the_standard() {
+        let id = "0af7651916cd43dd8448eb211c80319c";
+        let good = format!("00-{id}-b7ad6b7169203331-01");
+        let found = context(&good).unwrap();
+        assert_eq!(format!("{:032x}", found.trace_id), id);
+        assert_eq!(found.parent, 0xb7ad_6b71_6920_3331);
+        assert!(context(&format!("cc-{id}-b7ad6b7169203331-01-what-the-future-has")).is_some());
+        for bad in [
+            String::new(),
+            format!("00-{id}-b7ad6b7169203331-00"),
+            format!("00-{id}-b7ad6b7169203331"),
+            format!("00-{id}-b7ad6b7169203331-01-more"),
+            format!("ff-{id}-b7ad6b7169203331-01"),
+            format!("00-{}-b7ad6b7169203331-01", "0".repeat(32)),
+            format!("00-{id}-0000000000000000-01"),
+            good.to_uppercase(),
+            format!("00-{id}-+7ad6b7169203331-01"),
+            "é-é-é-é".to_owned(),
+        ] {
+            assert_eq!(context(&bad), None, "{bad}");
+        }
+        assert_eq!(Context::of(None), None);
+    }
+
+    #[tokio::test]
+    async fn endpoints_are_checked() {
+        for good in [
+            "http://127.0.0.1:4318",
+            "http://c:1/",
+            "http://[::1]:4318/v1/traces",
+        ] {
+            assert!(Tracer::start(good, "x").is_ok(), "{good}");
+        }
+        for bad in [
+            "",
+            "https://c:4318",
+            "http://c",
+            "http://c:x",
+            "http://c:1/\r\nX: y",
+        ] {
+            assert!(Tracer::start(bad, "x").is_err(), "{bad}");
+        }
+    }
+}

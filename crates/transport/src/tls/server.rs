@@ -1,0 +1,192 @@
+//! The serving side: who we are, exchangeable while connections live on.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, ServerConfig};
+use tokio_rustls::TlsAcceptor;
+
+use crate::secret::Secret;
+
+use super::{Pin, Stamp, TlsError, certificates, private_key, provider, unreadable};
+
+/// Where a server's identity comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsServerFiles {
+    /// The certificate and its chain, PEM.
+    pub cert: PathBuf,
+    /// Its key, PEM.
+    pub key: PathBuf,
+    /// Authorities (PEM) one of which must have signed the certificate of every client; without
+    /// it clients need none.
+    pub client_ca: Option<PathBuf>,
+}
+
+impl TlsServerFiles {
+    fn paths(&self) -> impl Iterator<Item = &Path> {
+        let client_ca = self.client_ca.as_deref();
+        [self.cert.as_path(), &self.key]
+            .into_iter()
+            .chain(client_ca)
+    }
+}
+
+/// The identity of a TLS server. It can be replaced at any time: a connection keeps the one that
+/// it began with.
+#[derive(Debug)]
+pub struct TlsServer {
+    /// `None` if the certificate was never in a file.
+    files: Option<TlsServerFiles>,
+    client_certificates: bool,
+    current: RwLock<(Arc<ServerConfig>, Pin)>,
+    /// The files as they were when they were last looked at, good or bad.
+    seen: Mutex<Stamp>,
+}
+
+impl TlsServer {
+    /// Reads the files.
+    ///
+    /// # Errors
+    ///
+    /// When one cannot be read, or they do not fit each other.
+    pub fn load(files: TlsServerFiles) -> Result<Self, TlsError> {
+        let seen = Stamp::of(files.paths());
+        let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
+        let identity = identity_error(&files);
+        let current = RwLock::new(build(chain, key, files.client_ca.as_deref(), identity)?);
+        Ok(Self {
+            client_certificates: files.client_ca.is_some(),
+            files: Some(files),
+            current,
+            seen: Mutex::new(seen),
+        })
+    }
+
+    /// An identity that lives in memory only, from texts in PEM form.
+    ///
+    /// # Errors
+    ///
+    /// When they are none, or do not fit each other, or the authorities cannot be read.
+    pub fn in_memory(cert: &str, key: &Secret, client_ca: Option<&Path>) -> Result<Self, TlsError> {
+        let memory = || PathBuf::from("memory");
+        let none = |what| unreadable(what, &memory(), "there is none in it");
+        let certificate =
+            CertificateDer::from_pem_slice(cert.as_bytes()).map_err(|_| none("certificates"))?;
+        let key = PrivateKeyDer::from_pem_slice(key.expose().as_bytes())
+            .map_err(|_| none("a private key"))?;
+        let identity = |source| TlsError::Identity {
+            cert: memory(),
+            key: memory(),
+            source,
+        };
+        let current = build(vec![certificate], key, client_ca, identity)?;
+        Ok(Self {
+            client_certificates: client_ca.is_some(),
+            files: None,
+            current: RwLock::new(current),
+            seen: Mutex::new(Stamp::of([])),
+        })
+    }
+
+    /// Reads the files again. What fails to load changes nothing.
+    ///
+    /// # Errors
+    ///
+    /// As [`TlsServer::load`].
+    pub fn reload(&self) -> Result<(), TlsError> {
+        let Some(files) = &self.files else {
+            return Ok(());
+        };
+        *self.seen() = Stamp::of(files.paths());
+        let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
+        let fresh = build(
+            chain,
+            key,
+            files.client_ca.as_deref(),
+            identity_error(files),
+        )?;
+        *self.current.write().unwrap_or_else(PoisonError::into_inner) = fresh;
+        Ok(())
+    }
+
+    /// Reads the files again if one of them has changed since they were last looked at.
+    ///
+    /// # Errors
+    ///
+    /// As [`TlsServer::load`]; once for each change.
+    pub fn reload_if_changed(&self) -> Result<bool, TlsError> {
+        let Some(files) = &self.files else {
+            return Ok(false);
+        };
+        if *self.seen() == Stamp::of(files.paths()) {
+            return Ok(false);
+        }
+        self.reload().map(|()| true)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Stamp> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The pin of the present key.
+    pub fn pin(&self) -> Pin {
+        self.current
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .1
+    }
+
+    /// Whether clients need a certificate of their own.
+    pub fn wants_client_certificates(&self) -> bool {
+        self.client_certificates
+    }
+
+    /// What accepts a connection with the present identity.
+    pub fn acceptor(&self) -> TlsAcceptor {
+        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
+        TlsAcceptor::from(Arc::clone(&current.0))
+    }
+}
+
+fn identity_error(files: &TlsServerFiles) -> impl Fn(rustls::Error) -> TlsError {
+    let (cert, key) = (files.cert.clone(), files.key.clone());
+    move |source| TlsError::Identity {
+        cert: cert.clone(),
+        key: key.clone(),
+        source,
+    }
+}
+
+fn build(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    client_ca: Option<&Path>,
+    identity: impl Fn(rustls::Error) -> TlsError,
+) -> Result<(Arc<ServerConfig>, Pin), TlsError> {
+    let provider = provider();
+    let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_safe_default_protocol_versions()?;
+    let builder = match client_ca {
+        None => builder.with_no_client_auth(),
+        Some(path) => {
+            let mut roots = RootCertStore::empty();
+            for certificate in certificates(path)? {
+                roots.add(certificate)?;
+            }
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                .build()
+                .map_err(|error| unreadable("client authorities", path, error))?;
+            builder.with_client_cert_verifier(verifier)
+        }
+    };
+    let pin = match chain.first() {
+        Some(certificate) => Pin::of(certificate),
+        None => Err(rustls::Error::NoCertificatesPresented),
+    };
+    let pin = pin.map_err(&identity)?;
+    let config = builder.with_single_cert(chain, key).map_err(&identity)?;
+    Ok((Arc::new(config), pin))
+}
