@@ -92,7 +92,7 @@ fn a_socket_may_die_at_every_frame() {
                 let weather = Weather { notices, ..FAIR };
                 let mut world = World::new(frame, weather, [small(), small()]);
                 world.cut_at = Some((frame, at));
-                exactly_once(frame, &mut world, 12, 100_000);
+                exactly_once(frame, &mut world, 16, 300_000);
                 if world.cut_at.is_some() {
                     break;
                 }
@@ -104,6 +104,21 @@ fn a_socket_may_die_at_every_frame() {
 }
 
 #[test]
+fn a_socket_that_dies_before_the_sign_ends_the_stream_before_anything_was_said() {
+    for at in [HARNESS, EXECUTOR] {
+        for frame in [1, 2] {
+            let mut world = World::new(frame, FAIR, [small(), small()]);
+            world.ends[HARNESS].to_send.push_back(Bytes::from_static(b"hello"));
+            world.cut_at = Some((frame, at));
+            assert!(world.run(MINUTES, |world| world.ends[HARNESS].closed.is_some()));
+            let (reason, _) = world.ends[HARNESS].closed.clone().unwrap();
+            assert!(reason.is_retryable(), "{reason}");
+            assert_eq!(world.ends[EXECUTOR].received.len(), 0);
+        }
+    }
+}
+
+#[test]
 fn sockets_may_die_all_the_time_in_a_storm() {
     for seed in 0..30 {
         let mut weather = storm();
@@ -111,7 +126,7 @@ fn sockets_may_die_all_the_time_in_a_storm() {
         let mut world = World::new(seed, weather, [small(), small()]);
         assert!(world.run(MINUTES, World::is_open), "seed {seed}");
         let mut random = Random::new(seed);
-        let sent = [HARNESS, EXECUTOR].map(|_| messages(&mut random, 60, 100_000));
+        let sent = [HARNESS, EXECUTOR].map(|_| messages(&mut random, 60, 150_000));
         for (end, sent) in world.ends.iter_mut().zip(&sent) {
             end.to_send = sent.clone();
         }
@@ -188,6 +203,7 @@ fn a_message_longer_than_every_buffer_arrives() {
 fn an_idle_stream_stays_and_a_vanished_peer_is_noticed() {
     let mut world = World::new(4, FAIR, [small(), small()]);
     assert!(world.run(MINUTES, World::is_open));
+    world.ends[HARNESS].to_send.push_back(Bytes::from_static(b"hello"));
     world.run(Duration::from_secs(600), |_| false);
     assert!(world.ends.iter().all(|end| end.closed.is_none()));
     let quiet = world.ends[HARNESS].transmitted;

@@ -13,16 +13,16 @@ use exec_server_relay::{
     Endpoint, Event, ExecutorConfig, HarnessConfig, Limits, Mode, Reason, SendError, StreamKey,
 };
 
-pub const ENVIRONMENT: &str = "env-1";
-pub const REGISTRATION: &str = "registration-1";
-pub const STREAM: &str = "0b2f3c6e-0000-4000-8000-000000000001";
+pub(crate) const ENVIRONMENT: &str = "env-1";
+pub(crate) const REGISTRATION: &str = "registration-1";
+pub(crate) const STREAM: &str = "0b2f3c6e-0000-4000-8000-000000000001";
 
 /// Xorshift: enough for stories, and the same on every machine.
 #[derive(Clone)]
-pub struct Random(u64);
+pub(crate) struct Random(u64);
 
 impl Random {
-    pub fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         let mut random = Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03 | 1);
         for _ in 0..8 {
             random.next();
@@ -30,39 +30,39 @@ impl Random {
         random
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
     }
 
-    pub fn below(&mut self, bound: u64) -> u64 {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
-    pub fn percent(&mut self, percent: u64) -> bool {
+    pub(crate) fn percent(&mut self, percent: u64) -> bool {
         self.below(100) < percent
     }
 
-    pub fn fill(&mut self, out: &mut [u8]) {
+    pub(crate) fn fill(&mut self, out: &mut [u8]) {
         for byte in out {
             *byte = self.next() as u8;
         }
     }
 }
 
-pub fn entropy(seed: u64) -> impl FnMut(&mut [u8]) + Send {
+pub(crate) fn entropy(seed: u64) -> impl FnMut(&mut [u8]) + Send {
     let mut random = Random::new(seed);
     move |out: &mut [u8]| random.fill(out)
 }
 
 #[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
-pub fn epoch() -> Instant {
+pub(crate) fn epoch() -> Instant {
     Instant::now()
 }
 
-pub fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
+pub(crate) fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
     let identity = Identity::generate(&mut entropy(seed));
     let config = ExecutorConfig {
         environment_id: ENVIRONMENT.into(),
@@ -73,7 +73,7 @@ pub fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
     (Endpoint::executor(config, Box::new(entropy(seed + 1))), identity)
 }
 
-pub fn harness_with(
+pub(crate) fn harness_with(
     limits: Limits,
     executor: &Identity,
     stream_id: &str,
@@ -95,18 +95,18 @@ pub fn harness_with(
 
 /// How bad the network is.
 #[derive(Debug, Clone, Copy)]
-pub struct Weather {
-    pub loss: u64,
-    pub duplication: u64,
+pub(crate) struct Weather {
+    pub(crate) loss: u64,
+    pub(crate) duplication: u64,
     /// Frames that are held up, and for how long at most.
-    pub late: u64,
-    pub lateness: Duration,
-    pub delay: Duration,
+    pub(crate) late: u64,
+    pub(crate) lateness: Duration,
+    pub(crate) delay: Duration,
     /// Whether the meeting point tells the other side when a socket ends.
-    pub notices: bool,
+    pub(crate) notices: bool,
 }
 
-pub const FAIR: Weather = Weather {
+pub(crate) const FAIR: Weather = Weather {
     loss: 0,
     duplication: 0,
     late: 0,
@@ -116,23 +116,23 @@ pub const FAIR: Weather = Weather {
 };
 
 /// One end and what its application does.
-pub struct End {
-    pub endpoint: Endpoint,
-    pub stream: Option<StreamKey>,
-    pub mode: Option<Mode>,
-    pub to_send: VecDeque<Bytes>,
-    pub received: Vec<Bytes>,
-    pub closed: Option<(Reason, bool)>,
+pub(crate) struct End {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) stream: Option<StreamKey>,
+    pub(crate) mode: Option<Mode>,
+    pub(crate) to_send: VecDeque<Bytes>,
+    pub(crate) received: Vec<Bytes>,
+    pub(crate) closed: Option<(Reason, bool)>,
     /// Counts sockets; frames of an old one are lost.
     socket: u64,
-    pub up: bool,
+    pub(crate) up: bool,
     up_at: Option<Instant>,
     full: bool,
     /// The most that was ever buffered.
-    pub peak: usize,
+    pub(crate) peak: usize,
     /// Reads at most so many messages each time something happens.
-    pub reads: usize,
-    pub transmitted: u64,
+    pub(crate) reads: usize,
+    pub(crate) transmitted: u64,
 }
 
 impl End {
@@ -162,30 +162,30 @@ struct Flight {
     sockets: [u64; 2],
 }
 
-pub const HARNESS: usize = 0;
-pub const EXECUTOR: usize = 1;
+pub(crate) const HARNESS: usize = 0;
+pub(crate) const EXECUTOR: usize = 1;
 
-pub struct World {
-    pub now: Instant,
-    pub start: Instant,
-    pub random: Random,
-    pub weather: Weather,
-    pub ends: [End; 2],
+pub(crate) struct World {
+    pub(crate) now: Instant,
+    pub(crate) start: Instant,
+    pub(crate) random: Random,
+    pub(crate) weather: Weather,
+    pub(crate) ends: [End; 2],
     flights: BTreeMap<(Instant, u64), Flight>,
     next_flight: u64,
-    pub delivered: u64,
+    pub(crate) delivered: u64,
     /// Cuts the socket of an end when so many frames were delivered.
-    pub cut_at: Option<(u64, usize)>,
+    pub(crate) cut_at: Option<(u64, usize)>,
     /// Changes frames on their way.
-    pub tamper: Option<Box<dyn FnMut(u64, usize, &mut Vec<u8>)>>,
+    pub(crate) tamper: Option<Box<dyn FnMut(u64, usize, &mut Vec<u8>)>>,
     /// How long an executor takes to decide.
-    pub admission: Duration,
+    pub(crate) admission: Duration,
     admit_at: Option<(Instant, StreamKey)>,
-    pub outage: Duration,
+    pub(crate) outage: Duration,
 }
 
 impl World {
-    pub fn new(seed: u64, weather: Weather, limits: [Limits; 2]) -> Self {
+    pub(crate) fn new(seed: u64, weather: Weather, limits: [Limits; 2]) -> Self {
         let now = epoch();
         let [harness_limits, executor_limits] = limits;
         let (executor, identity) = executor_with(executor_limits, seed * 10 + 1);
@@ -213,7 +213,7 @@ impl World {
         world
     }
 
-    pub fn cut(&mut self, at: usize) {
+    pub(crate) fn cut(&mut self, at: usize) {
         if !self.ends[at].up {
             return;
         }
@@ -320,9 +320,16 @@ impl World {
     }
 
     /// Lets one thing happen; `false` if nothing ever will.
-    pub fn step(&mut self) -> bool {
+    pub(crate) fn step(&mut self) -> bool {
         self.pump(HARNESS);
         self.pump(EXECUTOR);
+        let happened = self.happen();
+        self.pump(HARNESS);
+        self.pump(EXECUTOR);
+        happened
+    }
+
+    fn happen(&mut self) -> bool {
         let flight = self.flights.first_key_value().map(|(&(at, _), _)| at);
         let next = [
             flight,
@@ -370,7 +377,7 @@ impl World {
     }
 
     /// Lets things happen until `done`, for at most `patience` of its own time.
-    pub fn run(&mut self, patience: Duration, done: impl Fn(&Self) -> bool) -> bool {
+    pub(crate) fn run(&mut self, patience: Duration, done: impl Fn(&Self) -> bool) -> bool {
         let end = self.now + patience;
         while self.now < end {
             if done(self) {
@@ -383,17 +390,17 @@ impl World {
         done(self)
     }
 
-    pub fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.ends.iter().all(|end| end.mode.is_some())
     }
 
-    pub fn elapsed(&self) -> Duration {
+    pub(crate) fn elapsed(&self) -> Duration {
         self.now - self.start
     }
 }
 
 /// Messages that say which they are; sizes from a few bytes to several records.
-pub fn messages(random: &mut Random, count: usize, max: u64) -> VecDeque<Bytes> {
+pub(crate) fn messages(random: &mut Random, count: usize, max: u64) -> VecDeque<Bytes> {
     (0..count)
         .map(|n| {
             let length = match random.below(4) {
