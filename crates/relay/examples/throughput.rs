@@ -19,7 +19,9 @@ fn entropy() -> impl FnMut(&mut [u8]) + Send {
     let mut state = 1_u64;
     move |out: &mut [u8]| {
         for byte in out {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1);
             *byte = (state >> 56) as u8;
         }
     }
@@ -120,7 +122,11 @@ fn run(acknowledge: bool, size: usize) {
     let mib = (count * size) as f64 / f64::from(1 << 20);
     println!(
         "{} messages of {size} bytes: {:.0} MiB/s, {:.2} us each",
-        if acknowledge { "reliable  " } else { "compatible" },
+        if acknowledge {
+            "reliable  "
+        } else {
+            "compatible"
+        },
         mib / seconds,
         seconds * 1e6 / count as f64
     );

@@ -512,7 +512,11 @@ impl Endpoint {
             Body::Data { .. } | Body::Resume { .. } | Body::Heartbeat => {
                 let tombstones = self.door.iter().flat_map(|door| &door.tombstones);
                 let mut known = tombstones.filter(|(id, _)| **id == *frame.stream_id);
-                Some(known.next().map_or(Reason::UnknownStream, |(_, r)| r.clone()))
+                Some(
+                    known
+                        .next()
+                        .map_or(Reason::UnknownStream, |(_, r)| r.clone()),
+                )
             }
         };
         if let Some(reason) = refused {
@@ -539,7 +543,11 @@ impl Endpoint {
         if door.failures(now, &self.limits) >= u64::from(self.limits.failures) * 1000 {
             return Err(Reason::HandshakeCooldown);
         }
-        let prologue = prologue(&door.environment_id, &door.registration_id, &frame.stream_id);
+        let prologue = prologue(
+            &door.environment_id,
+            &door.registration_id,
+            &frame.stream_id,
+        );
         let read = Responder::read(&door.identity, &prologue, payload, &mut *door.entropy);
         let Ok((responder, greeting)) = read else {
             self.note_failure(now);
@@ -557,11 +565,14 @@ impl Endpoint {
         if frame.acks.credit != 0 {
             // The sign. Answered with a sign of ours at once, so that the harness knows while the
             // registry thinks.
-            stream.handle(now, &Frame {
-                stream_id: frame.stream_id.clone(),
-                acks: frame.acks,
-                body: Body::Heartbeat,
-            })?;
+            stream.handle(
+                now,
+                &Frame {
+                    stream_id: frame.stream_id.clone(),
+                    acks: frame.acks,
+                    body: Body::Heartbeat,
+                },
+            )?;
         }
         let key = self.insert(stream);
         self.events.push_back(Event::Asked {
@@ -701,7 +712,8 @@ impl Endpoint {
             if door.tombstones.len() == MAX_TOMBSTONES {
                 door.tombstones.pop_front();
             }
-            door.tombstones.push_back((Arc::clone(&stream.id), reason.clone()));
+            door.tombstones
+                .push_back((Arc::clone(&stream.id), reason.clone()));
         }
         self.events.push_back(Event::Closed {
             stream: key,

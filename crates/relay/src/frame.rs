@@ -269,8 +269,7 @@ impl<'a> Raw<'a> {
 
     /// The same by the schema, with a copy.
     fn general(bytes: &[u8]) -> Result<Self, FrameError> {
-        let frame =
-            proto::RelayMessageFrame::decode(bytes).map_err(|_| FrameError::Undecodable)?;
+        let frame = proto::RelayMessageFrame::decode(bytes).map_err(|_| FrameError::Undecodable)?;
         Ok(Self {
             version: frame.version,
             stream_id: Cow::Owned(frame.stream_id),
@@ -398,7 +397,6 @@ impl<'a> Fields<'a> {
     }
 
     /// The next field; the outer `None` is anything unusual.
-    #[expect(clippy::type_complexity, reason = "two questions, two options")]
     fn next(&mut self) -> Option<Option<(u32, Value<'a>)>> {
         if self.bytes.is_empty() {
             return Some(None);
@@ -550,8 +548,18 @@ fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
+/// The reader without copies and the schema must agree on everything the former accepts.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) fn readers_agree(bytes: &[u8]) {
+    let Some(quick) = Raw::read(bytes) else {
+        return;
+    };
+    let general = Raw::general(bytes).expect("the schema reads what the quick reader reads");
+    assert_eq!(quick.check(), general.check());
+}
+
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use proptest::prelude::*;
 
     use super::*;
@@ -617,8 +625,14 @@ pub(crate) mod tests {
         };
         assert!(decode(&valid.encode_to_vec()).is_ok());
         assert_eq!(refused(|f| f.version = 2), FrameError::Version(2));
-        assert_eq!(refused(|f| f.stream_id = " \t".into()), FrameError::StreamId);
-        assert_eq!(refused(|f| f.stream_id = "x".repeat(257)), FrameError::StreamId);
+        assert_eq!(
+            refused(|f| f.stream_id = " \t".into()),
+            FrameError::StreamId
+        );
+        assert_eq!(
+            refused(|f| f.stream_id = "x".repeat(257)),
+            FrameError::StreamId
+        );
         assert_eq!(refused(|f| f.body = None), FrameError::NoBody);
         for (index, count) in [(0, 2), (1, 1), (0, 0)] {
             let mut frame = valid.clone();
@@ -648,25 +662,18 @@ pub(crate) mod tests {
         );
     }
 
-    /// The reader without copies and the schema must agree on everything the former accepts.
-    pub(crate) fn readers_agree(bytes: &[u8]) {
-        let Some(quick) = Raw::read(bytes) else {
-            return;
-        };
-        let general = Raw::general(bytes).expect("the schema reads what the quick reader reads");
-        assert_eq!(quick.check(), general.check());
-    }
-
     fn body() -> impl Strategy<Value = proto::Body> {
         prop_oneof![
-            (any::<u32>(), 0..3_u32, 0..3_u32, any::<Vec<u8>>()).prop_map(|(seq, i, n, payload)| {
-                proto::Body::Data(proto::RelayData {
-                    seq,
-                    segment_index: i,
-                    segment_count: n,
-                    payload,
-                })
-            }),
+            (any::<u32>(), 0..3_u32, 0..3_u32, any::<Vec<u8>>()).prop_map(
+                |(seq, i, n, payload)| {
+                    proto::Body::Data(proto::RelayData {
+                        seq,
+                        segment_index: i,
+                        segment_count: n,
+                        payload,
+                    })
+                }
+            ),
             Just(proto::Body::AckFrame(proto::RelayAck {})),
             any::<u32>().prop_map(|next_seq| proto::Body::Resume(proto::RelayResume { next_seq })),
             any::<String>().prop_map(|reason| proto::Body::Reset(proto::RelayReset { reason })),

@@ -47,7 +47,11 @@ impl PublicKey {
 
 impl fmt::Debug for PublicKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PublicKey({}…)", STANDARD.encode_to_string(&self.x25519[..6]))
+        write!(
+            f,
+            "PublicKey({}…)",
+            STANDARD.encode_to_string(&self.x25519[..6])
+        )
     }
 }
 
@@ -81,10 +85,16 @@ impl<'de> Deserialize<'de> for PublicKey {
                 .decode_to_vec(text)
                 .ok()
                 .filter(|bytes| bytes.len() == length)
-                .ok_or_else(|| D::Error::custom(format!("`{name}` must be base64 of {length} bytes")))
+                .ok_or_else(|| {
+                    D::Error::custom(format!("`{name}` must be base64 of {length} bytes"))
+                })
         };
         let x25519 = decode("x25519_public_key", &wire.x25519_public_key, X25519_BYTES)?;
-        let mlkem = decode("mlkem768_public_key", &wire.mlkem768_public_key, MLKEM768_BYTES)?;
+        let mlkem = decode(
+            "mlkem768_public_key",
+            &wire.mlkem768_public_key,
+            MLKEM768_BYTES,
+        )?;
         x25519
             .try_into()
             .ok()
@@ -146,14 +156,25 @@ mod tests {
         assert_eq!(value["suite"], SUITE);
         assert_eq!(value["x25519_public_key"].as_str().unwrap().len(), 44);
         assert_eq!(value["mlkem768_public_key"].as_str().unwrap().len(), 1580);
-        assert_eq!(serde_json::from_value::<PublicKey>(value.clone()).unwrap(), key);
+        assert_eq!(
+            serde_json::from_value::<PublicKey>(value.clone()).unwrap(),
+            key
+        );
 
         let refused = |name: &str, with: serde_json::Value| {
             let mut value = value.clone();
             value[name] = with;
-            serde_json::from_value::<PublicKey>(value).unwrap_err().to_string()
+            serde_json::from_value::<PublicKey>(value)
+                .unwrap_err()
+                .to_string()
         };
-        assert!(refused("suite", json!("Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256")).contains("suite"));
+        assert!(
+            refused(
+                "suite",
+                json!("Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256")
+            )
+            .contains("suite")
+        );
         assert!(refused("x25519_public_key", json!("AAAA")).contains("32 bytes"));
         assert!(refused("mlkem768_public_key", json!("AAAA")).contains("1184 bytes"));
         // Without padding, and in the other alphabet.

@@ -60,7 +60,7 @@
 #[cfg(feature = "noise")]
 mod endpoint;
 pub mod frame;
-#[cfg(any(test, feature = "fuzzing"))]
+#[cfg(all(feature = "noise", any(test, feature = "fuzzing")))]
 pub mod fuzz;
 pub mod keys;
 pub mod limits;

@@ -7,9 +7,7 @@ use std::collections::VecDeque;
 
 use bytes::{Buf as _, Bytes, BytesMut};
 
-use crate::limits::{
-    MAX_MESSAGE_BYTES, MAX_RECORD_BYTES, MESSAGE_OVERHEAD_BYTES, TAG_BYTES,
-};
+use crate::limits::{MAX_MESSAGE_BYTES, MAX_RECORD_BYTES, MESSAGE_OVERHEAD_BYTES, TAG_BYTES};
 use crate::noise::Opener;
 use crate::reason::Reason;
 
@@ -236,8 +234,14 @@ mod tests {
     fn lengths_are_checked_as_soon_as_they_are_there() {
         assert_eq!(join(vec![vec![0; 4]]).1, Some(Reason::MessageLength));
         assert_eq!(join(vec![vec![4, 0, 0, 0]]), (vec![], None));
-        assert_eq!(join(vec![vec![4, 0, 0], vec![1]]).1, Some(Reason::MessageLength));
+        assert_eq!(
+            join(vec![vec![4, 0, 0], vec![1]]).1,
+            Some(Reason::MessageLength)
+        );
         assert_eq!(join(vec![vec![], vec![0; 3]]), (vec![], None));
-        assert_eq!(join(vec![vec![0; MAX_RECORD_BYTES + 1]]).1, Some(Reason::RecordTooLong));
+        assert_eq!(
+            join(vec![vec![0; MAX_RECORD_BYTES + 1]]).1,
+            Some(Reason::RecordTooLong)
+        );
     }
 }

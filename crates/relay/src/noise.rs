@@ -612,13 +612,23 @@ mod tests {
             changed[bit / 8] ^= 1 << (bit % 8);
             assert_eq!(there.opener.open(0, &mut changed), Err(DecryptError));
         }
-        assert!(there.opener.open(1, &mut record.clone()).is_err(), "another number");
-        assert!(here.opener.open(0, &mut record.clone()).is_err(), "another direction");
+        assert!(
+            there.opener.open(1, &mut record.clone()).is_err(),
+            "another number"
+        );
+        assert!(
+            here.opener.open(0, &mut record.clone()).is_err(),
+            "another direction"
+        );
         assert!(there.opener.open(0, &mut [0; 15]).is_err());
         assert_eq!(there.opener.open(0, &mut record), Ok(4));
         let mut empty = Vec::new();
         assert_eq!(here.sealer.seal(&mut empty), Ok(1));
-        assert_eq!(there.opener.open(1, &mut empty), Ok(0), "empty records are legal");
+        assert_eq!(
+            there.opener.open(1, &mut empty),
+            Ok(0),
+            "empty records are legal"
+        );
     }
 
     #[test]

@@ -31,7 +31,10 @@ macro_rules! reasons {
                 match text {
                     $($text => Self::$name,)+
                     other => {
-                        let end = other.floor_char_boundary(MAX_REASON_BYTES);
+                        let mut end = other.len().min(MAX_REASON_BYTES);
+                        while !other.is_char_boundary(end) {
+                            end -= 1;
+                        }
                         Self::Other(other[..end].into())
                     }
                 }

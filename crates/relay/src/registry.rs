@@ -105,7 +105,10 @@ mod tests {
         };
         let json = serde_json::to_string(&request).unwrap();
         assert_eq!(json.len(), 1792, "the size that was observed");
-        assert_eq!(serde_json::from_str::<RegisterRequest>(&json).unwrap(), request);
+        assert_eq!(
+            serde_json::from_str::<RegisterRequest>(&json).unwrap(),
+            request
+        );
     }
 
     #[test]

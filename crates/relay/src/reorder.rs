@@ -107,7 +107,11 @@ mod tests {
         assert_eq!(reorder.arrival(0, 1, 10), Arrival::Next);
         assert_eq!(reorder.arrival(2, 1, 10), Arrival::Early);
         reorder.hold(2, b"c");
-        assert_eq!(reorder.acks(), Acks::default(), "nothing can be said before the first");
+        assert_eq!(
+            reorder.acks(),
+            Acks::default(),
+            "nothing can be said before the first"
+        );
         assert_eq!(reorder.advance(), None);
         assert_eq!(reorder.arrival(0, 1, 10), Arrival::Duplicate);
         assert_eq!(reorder.arrival(2, 1, 10), Arrival::Duplicate);

@@ -49,8 +49,8 @@ enum Phase {
     },
     /// Messages flow.
     Open {
-        sealer: Sealer,
-        opener: Opener,
+        sealer: Box<Sealer>,
+        opener: Box<Opener>,
         /// An executor's part of the handshake, until a record shows that it has arrived, and
         /// until when that must be.
         unconfirmed: Option<(Bytes, Instant)>,
@@ -323,8 +323,8 @@ impl Stream {
         let (channel, message) = responder.reply().map_err(|_| Reason::HandshakeFailed)?;
         let Channel { sealer, opener, .. } = channel;
         self.phase = Phase::Open {
-            sealer,
-            opener,
+            sealer: Box::new(sealer),
+            opener: Box::new(opener),
             unconfirmed: Some((message.into(), now + self.limits.confirmation)),
         };
         self.control.handshake = true;
@@ -399,8 +399,8 @@ impl Stream {
                     .finish(message)
                     .map_err(|_| Reason::HandshakeFailed)?;
                 self.phase = Phase::Open {
-                    sealer,
-                    opener,
+                    sealer: Box::new(sealer),
+                    opener: Box::new(opener),
                     unconfirmed: None,
                 };
                 self.mode = if signed && self.limits.acknowledge {
@@ -463,8 +463,7 @@ impl Stream {
     fn handle_acks(&mut self, now: Instant, frame: &Frame<'_>) {
         let acks = frame.acks;
         // Zeros on another frame may mean record 0, or nothing at all.
-        let says_something =
-            acks.ack != 0 || acks.bits != 0 || matches!(frame.body, Body::Ack);
+        let says_something = acks.ack != 0 || acks.bits != 0 || matches!(frame.body, Body::Ack);
         if says_something {
             self.window.acknowledge(now, acks);
         }
@@ -565,8 +564,8 @@ impl Stream {
     /// What the peer may send: what was read, and a buffer more. A message that is not whole counts
     /// as read, or one longer than the buffer would never come.
     fn grant(&mut self) {
-        let limit = (self.received + self.limits.receive_bytes as u64)
-            .saturating_sub(self.unread as u64);
+        let limit =
+            (self.received + self.limits.receive_bytes as u64).saturating_sub(self.unread as u64);
         self.granted = self.granted.max(limit);
     }
 
@@ -585,7 +584,9 @@ impl Stream {
             self.closing,
             self.retry.map(|retry| retry.at),
             (open && up).then(|| self.window.deadline()).flatten(),
-            (open && up).then(|| self.starving.map(|retry| retry.at)).flatten(),
+            (open && up)
+                .then(|| self.starving.map(|retry| retry.at))
+                .flatten(),
             (open && up).then_some(self.ack_at).flatten(),
             (open && up && self.role == Role::Harness && !self.control.heartbeat)
                 .then(|| self.last_sent + self.limits.heartbeat),
@@ -647,7 +648,11 @@ impl Stream {
             self.ack_at = None;
             self.control.ack = true;
         }
-        if self.starving.as_mut().is_some_and(|retry| retry.is_due(now)) {
+        if self
+            .starving
+            .as_mut()
+            .is_some_and(|retry| retry.is_due(now))
+        {
             self.control.heartbeat = true;
         }
         if self.role == Role::Harness && now >= self.last_sent + self.limits.heartbeat {
@@ -738,9 +743,7 @@ impl Stream {
         if !self.window.has_room() {
             return 0;
         }
-        let credit = self
-            .credit
-            .saturating_sub(self.sent + TAG_BYTES as u64);
+        let credit = self.credit.saturating_sub(self.sent + TAG_BYTES as u64);
         let length = (available as u64).min(credit);
         if length < (available as u64).min(MIN_CREDIT_RECORD) {
             return 0;

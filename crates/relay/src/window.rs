@@ -129,7 +129,10 @@ impl Window {
             return None;
         }
         let order = self.order();
-        let at = self.sent.iter().position(|sent| sent.state == State::Lost)?;
+        let at = self
+            .sent
+            .iter()
+            .position(|sent| sent.state == State::Lost)?;
         let sent = &mut self.sent[at];
         (sent.order, sent.at, sent.again, sent.state) = (order, now, true, State::UnderWay);
         let payload = sent.payload.clone();
@@ -309,7 +312,10 @@ mod tests {
         let (mut window, now) = window(2);
         assert!(!window.acknowledge(now, acks(2, 0)));
         assert!(!window.acknowledge(now, acks(u32::MAX, u32::MAX)));
-        assert!(window.acknowledge(now, acks(0, u32::MAX)), "bits beyond the last are ignored");
+        assert!(
+            window.acknowledge(now, acks(0, u32::MAX)),
+            "bits beyond the last are ignored"
+        );
         assert_eq!(window.bytes(), 1);
     }
 

@@ -1,5 +1,7 @@
 //! What both modes promise, told as stories with seeds: a failure names its seed.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests")]
+
 mod support;
 
 use std::time::Duration;
@@ -35,7 +37,10 @@ fn exactly_once(seed: u64, world: &mut World, count: usize, max: u64) {
         end.to_send = sent.clone();
     }
     let done = world.run(MINUTES, |world| {
-        world.ends.iter().all(|end| end.received.len() >= count || end.closed.is_some())
+        world
+            .ends
+            .iter()
+            .all(|end| end.received.len() >= count || end.closed.is_some())
     });
     for at in [HARNESS, EXECUTOR] {
         assert_eq!(world.ends[at].closed, None, "seed {seed}: end {at} closed");
@@ -43,10 +48,17 @@ fn exactly_once(seed: u64, world: &mut World, count: usize, max: u64) {
     assert!(done, "seed {seed}: not all arrived");
     for at in [HARNESS, EXECUTOR] {
         let (received, sent) = (&world.ends[at].received, &sent[1 - at]);
-        assert!(received.iter().eq(sent), "seed {seed}: end {at} got something else");
+        assert!(
+            received.iter().eq(sent),
+            "seed {seed}: end {at} got something else"
+        );
         // Queue, one window, what waits for a gap, and what is being put together.
         let bound = (256 << 10) + max as usize + 2 * 64 * 61_456 + (512 << 10) + max as usize;
-        assert!(world.ends[at].peak < bound, "seed {seed}: {} bytes", world.ends[at].peak);
+        assert!(
+            world.ends[at].peak < bound,
+            "seed {seed}: {} bytes",
+            world.ends[at].peak
+        );
     }
 }
 
@@ -108,7 +120,9 @@ fn a_socket_that_dies_before_the_sign_ends_the_stream_before_anything_was_said()
     for at in [HARNESS, EXECUTOR] {
         for frame in [1, 2] {
             let mut world = World::new(frame, FAIR, [small(), small()]);
-            world.ends[HARNESS].to_send.push_back(Bytes::from_static(b"hello"));
+            world.ends[HARNESS]
+                .to_send
+                .push_back(Bytes::from_static(b"hello"));
             world.cut_at = Some((frame, at));
             assert!(world.run(MINUTES, |world| world.ends[HARNESS].closed.is_some()));
             let (reason, _) = world.ends[HARNESS].closed.clone().unwrap();
@@ -131,7 +145,11 @@ fn sockets_may_die_all_the_time_in_a_storm() {
             end.to_send = sent.clone();
         }
         let mut cuts = 0;
-        while world.ends.iter().any(|end| end.received.len() < 60 && end.closed.is_none()) {
+        while world
+            .ends
+            .iter()
+            .any(|end| end.received.len() < 60 && end.closed.is_none())
+        {
             assert!(world.elapsed() < MINUTES, "seed {seed}: not all arrived");
             if random.below(12) == 0 && cuts < 40 {
                 cuts += 1;
@@ -141,7 +159,10 @@ fn sockets_may_die_all_the_time_in_a_storm() {
         }
         for at in [HARNESS, EXECUTOR] {
             assert_eq!(world.ends[at].closed, None, "seed {seed}");
-            assert!(world.ends[at].received.iter().eq(&sent[1 - at]), "seed {seed}");
+            assert!(
+                world.ends[at].received.iter().eq(&sent[1 - at]),
+                "seed {seed}"
+            );
         }
         assert!(cuts > 5, "seed {seed}: {cuts} cuts");
     }
@@ -153,11 +174,16 @@ fn a_cut_socket_costs_a_round_trip_and_no_handshake() {
     assert!(world.run(MINUTES, World::is_open));
     world.outage = Duration::ZERO;
     world.cut(HARNESS);
-    world.ends[HARNESS].to_send.push_back(Bytes::from_static(b"still there?"));
+    world.ends[HARNESS]
+        .to_send
+        .push_back(Bytes::from_static(b"still there?"));
     let before = world.now;
     assert!(world.run(MINUTES, |world| !world.ends[EXECUTOR].received.is_empty()));
     let outage = world.now - before;
-    assert!(outage < Duration::from_millis(250), "{outage:?}, of which up to 200 without a socket");
+    assert!(
+        outage < Duration::from_millis(250),
+        "{outage:?}, of which up to 200 without a socket"
+    );
 }
 
 #[test]
@@ -168,12 +194,22 @@ fn a_slow_reader_holds_back_its_sender() {
     let message = Bytes::from(vec![7; 10_000]);
     world.ends[HARNESS].to_send = std::iter::repeat_n(message, 1000).collect();
     world.run(Duration::from_secs(30), |_| false);
-    assert!(world.ends[EXECUTOR].peak < (512 << 10) + 100_000, "{}", world.ends[EXECUTOR].peak);
-    assert!(world.ends[HARNESS].to_send.len() > 800, "the rest waits with the application");
+    assert!(
+        world.ends[EXECUTOR].peak < (512 << 10) + 100_000,
+        "{}",
+        world.ends[EXECUTOR].peak
+    );
+    assert!(
+        world.ends[HARNESS].to_send.len() > 800,
+        "the rest waits with the application"
+    );
     assert_eq!(world.ends[EXECUTOR].closed, None);
     let idle = world.ends[HARNESS].transmitted;
     world.run(Duration::from_secs(20), |_| false);
-    assert!(world.ends[HARNESS].transmitted - idle < 30, "waiting is quiet");
+    assert!(
+        world.ends[HARNESS].transmitted - idle < 30,
+        "waiting is quiet"
+    );
     world.ends[EXECUTOR].reads = usize::MAX;
     assert!(world.run(MINUTES, |world| world.ends[EXECUTOR].received.len() == 1000));
 }
@@ -203,15 +239,22 @@ fn a_message_longer_than_every_buffer_arrives() {
 fn an_idle_stream_stays_and_a_vanished_peer_is_noticed() {
     let mut world = World::new(4, FAIR, [small(), small()]);
     assert!(world.run(MINUTES, World::is_open));
-    world.ends[HARNESS].to_send.push_back(Bytes::from_static(b"hello"));
+    world.ends[HARNESS]
+        .to_send
+        .push_back(Bytes::from_static(b"hello"));
     world.run(Duration::from_secs(600), |_| false);
     assert!(world.ends.iter().all(|end| end.closed.is_none()));
     let quiet = world.ends[HARNESS].transmitted;
     world.run(Duration::from_secs(100), |_| false);
-    assert!((9..12).contains(&(world.ends[HARNESS].transmitted - quiet)), "one heartbeat in ten seconds");
+    assert!(
+        (9..12).contains(&(world.ends[HARNESS].transmitted - quiet)),
+        "one heartbeat in ten seconds"
+    );
     world.weather.loss = 100;
     let before = world.now;
-    assert!(world.run(MINUTES, |world| world.ends.iter().all(|end| end.closed.is_some())));
+    assert!(world.run(MINUTES, |world| {
+        world.ends.iter().all(|end| end.closed.is_some())
+    }));
     assert!(world.now - before <= Duration::from_secs(121));
     for end in &world.ends {
         assert_eq!(end.closed, Some((Reason::PeerTimeout, false)));
@@ -230,7 +273,9 @@ fn closing_delivers_everything_first() {
         world.step();
         let (now, stream) = (world.now, world.ends[HARNESS].stream.unwrap());
         world.ends[HARNESS].endpoint.close(now, stream);
-        let refused = world.ends[HARNESS].endpoint.send_message(now, stream, sent[0].clone());
+        let refused = world.ends[HARNESS]
+            .endpoint
+            .send_message(now, stream, sent[0].clone());
         assert!(refused.is_err());
         assert!(world.run(MINUTES, |world| world.ends[HARNESS].closed.is_some()));
         assert_eq!(world.ends[HARNESS].closed, Some((Reason::Closed, false)));
@@ -261,13 +306,22 @@ fn without_the_sign_the_wire_is_that_of_compatible_peers() {
             assert!(silent || (signs && from == HARNESS && is_first));
         }));
         exactly_once(7, &mut world, 50, 100_000);
-        assert_eq!(world.ends.each_ref().map(|end| end.mode), [Some(Mode::Compatible); 2]);
-        assert!(world.elapsed() < Duration::from_secs(2), "nothing waits for an answer");
+        assert_eq!(
+            world.ends.each_ref().map(|end| end.mode),
+            [Some(Mode::Compatible); 2]
+        );
+        assert!(
+            world.elapsed() < Duration::from_secs(2),
+            "nothing waits for an answer"
+        );
         // Nothing is kept, and nobody sends a heartbeat.
         assert_eq!(world.ends[HARNESS].endpoint.buffered_bytes(), 0);
         let before = world.ends[HARNESS].transmitted + world.ends[EXECUTOR].transmitted;
         world.run(Duration::from_secs(600), |_| false);
-        assert_eq!(world.ends[HARNESS].transmitted + world.ends[EXECUTOR].transmitted, before);
+        assert_eq!(
+            world.ends[HARNESS].transmitted + world.ends[EXECUTOR].transmitted,
+            before
+        );
     }
 }
 
@@ -284,12 +338,17 @@ fn compatible_streams_endure_duplicates_and_reordering_within_the_window() {
         assert!(world.run(MINUTES, World::is_open));
         world.weather = weather;
         // Paced by short messages: at most as many records as the window under way.
-        let sent: Vec<_> = (0..200_u32).map(|n| Bytes::from(n.to_be_bytes().to_vec())).collect();
+        let sent: Vec<_> = (0..200_u32)
+            .map(|n| Bytes::from(n.to_be_bytes().to_vec()))
+            .collect();
         for message in &sent {
             world.ends[HARNESS].to_send.push_back(message.clone());
             world.step();
         }
-        assert!(world.run(MINUTES, |world| world.ends[EXECUTOR].received.len() == 200), "seed {seed}");
+        assert!(
+            world.run(MINUTES, |world| world.ends[EXECUTOR].received.len() == 200),
+            "seed {seed}"
+        );
         assert_eq!(world.ends[EXECUTOR].received, sent, "seed {seed}");
     }
 }
@@ -312,15 +371,27 @@ fn a_compatible_stream_that_lost_a_frame_ends_and_never_lies() {
         }
         world.run(MINUTES, |world| world.ends[EXECUTOR].closed.is_some());
         let end = &world.ends[EXECUTOR];
-        assert!(end.received.iter().eq(sent.iter().take(end.received.len())), "seed {seed}");
+        assert!(
+            end.received.iter().eq(sent.iter().take(end.received.len())),
+            "seed {seed}"
+        );
         if end.received.len() < 300 {
-            let (reason, _) = end.closed.clone().expect("a gap is not waited for without end");
+            let (reason, _) = end
+                .closed
+                .clone()
+                .expect("a gap is not waited for without end");
             reasons.insert(reason.to_string());
         }
-        assert!(world.ends[HARNESS].to_send.is_empty(), "seed {seed}: the sender never stalls");
+        assert!(
+            world.ends[HARNESS].to_send.is_empty(),
+            "seed {seed}: the sender never stalls"
+        );
         assert!(end.peak < 2 << 20, "seed {seed}: {} bytes", end.peak);
     }
-    assert!(reasons.contains("gap_timeout") && reasons.contains("reorder_window"), "{reasons:?}");
+    assert!(
+        reasons.contains("gap_timeout") && reasons.contains("reorder_window"),
+        "{reasons:?}"
+    );
 }
 
 #[test]
@@ -329,7 +400,9 @@ fn a_compatible_stream_ends_with_its_socket() {
         let mut world = World::new(8, FAIR, [compatible(), small()]);
         assert!(world.run(MINUTES, World::is_open));
         world.cut(at);
-        assert!(world.run(MINUTES, |world| world.ends.iter().all(|end| end.closed.is_some())));
+        assert!(world.run(MINUTES, |world| {
+            world.ends.iter().all(|end| end.closed.is_some())
+        }));
         assert_eq!(world.ends[at].closed, Some((Reason::SocketLost, true)));
         let (reason, by_peer) = world.ends[1 - at].closed.clone().unwrap();
         assert!(reason.is_detachment() && by_peer);

@@ -70,7 +70,10 @@ pub(crate) fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
         identity: identity.clone(),
         limits,
     };
-    (Endpoint::executor(config, Box::new(entropy(seed + 1))), identity)
+    (
+        Endpoint::executor(config, Box::new(entropy(seed + 1))),
+        identity,
+    )
 }
 
 pub(crate) fn harness_with(
@@ -155,6 +158,9 @@ impl End {
     }
 }
 
+/// Gets the number of a frame, which end sent it, and the frame.
+pub(crate) type Tamper = Box<dyn FnMut(u64, usize, &mut Vec<u8>)>;
+
 struct Flight {
     to: usize,
     frame: Vec<u8>,
@@ -177,7 +183,7 @@ pub(crate) struct World {
     /// Cuts the socket of an end when so many frames were delivered.
     pub(crate) cut_at: Option<(u64, usize)>,
     /// Changes frames on their way.
-    pub(crate) tamper: Option<Box<dyn FnMut(u64, usize, &mut Vec<u8>)>>,
+    pub(crate) tamper: Option<Tamper>,
     /// How long an executor takes to decide.
     pub(crate) admission: Duration,
     admit_at: Option<(Instant, StreamKey)>,
@@ -189,8 +195,7 @@ impl World {
         let now = epoch();
         let [harness_limits, executor_limits] = limits;
         let (executor, identity) = executor_with(executor_limits, seed * 10 + 1);
-        let (harness, stream) =
-            harness_with(harness_limits, &identity, STREAM, now, seed * 10 + 5);
+        let (harness, stream) = harness_with(harness_limits, &identity, STREAM, now, seed * 10 + 5);
         let mut world = Self {
             now,
             start: now,
@@ -223,7 +228,11 @@ impl World {
         let outage = self.outage + Duration::from_millis(self.random.below(200));
         self.ends[at].up_at = Some(self.now + outage);
         if self.weather.notices {
-            let reason = if at == HARNESS { Reason::HarnessDetached } else { Reason::ExecutorDetached };
+            let reason = if at == HARNESS {
+                Reason::HarnessDetached
+            } else {
+                Reason::ExecutorDetached
+            };
             let reset = Transmit::reset(STREAM, reason.as_str()).to_vec();
             self.launch(1 - at, reset, Duration::from_millis(1));
         }
@@ -231,11 +240,14 @@ impl World {
 
     fn launch(&mut self, to: usize, frame: Vec<u8>, delay: Duration) {
         self.next_flight += 1;
-        self.flights.insert((self.now + delay, self.next_flight), Flight {
-            to,
-            frame,
-            sockets: [self.ends[0].socket, self.ends[1].socket],
-        });
+        self.flights.insert(
+            (self.now + delay, self.next_flight),
+            Flight {
+                to,
+                frame,
+                sockets: [self.ends[0].socket, self.ends[1].socket],
+            },
+        );
     }
 
     fn pump(&mut self, at: usize) {
@@ -300,7 +312,11 @@ impl World {
     fn note(&mut self, at: usize, event: Event) {
         let end = &mut self.ends[at];
         match event {
-            Event::Asked { stream, authorization, .. } => {
+            Event::Asked {
+                stream,
+                authorization,
+                ..
+            } => {
                 assert_eq!(authorization.reveal(), "let me in");
                 self.admit_at = Some((self.now + self.admission, stream));
             }
@@ -311,7 +327,12 @@ impl World {
             }
             Event::Readable(_) => {}
             Event::Writable(_) => end.full = false,
-            Event::Closed { reason, by_peer, unread, .. } => {
+            Event::Closed {
+                reason,
+                by_peer,
+                unread,
+                ..
+            } => {
                 end.received.extend(unread);
                 end.closed = Some((reason, by_peer));
             }
