@@ -11,8 +11,10 @@ pub mod http;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
+#[cfg(feature = "relay")]
+pub mod relay;
 pub mod stdio;
 
 pub use connect::{ConnectError, ConnectOptions, connect};
-pub use link::{Event, Incoming, Link, LinkError, Outgoing};
+pub use link::{Event, Incoming, Link, LinkError, Outgoing, RawEvent};
 pub use peer::{CallError, Peer};
