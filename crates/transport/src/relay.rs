@@ -439,7 +439,7 @@ struct Backoff {
 }
 
 impl Backoff {
-    const FIRST: Duration = Duration::from_millis(250);
+    const FIRST: Duration = Duration::from_millis(50);
     const MAX: Duration = Duration::from_secs(15);
     /// A socket that lived this long was a good one.
     const GOOD: Duration = Duration::from_secs(10);
@@ -457,19 +457,16 @@ impl Backoff {
     }
 
     fn failed(&mut self) {
-        self.failures += 1;
+        self.failures = self.failures.saturating_add(1);
     }
 
+    /// A socket was there for so long. One that dies young counts as a failure, or a meeting point
+    /// that hangs up at once would be dialled without a pause.
     fn lived(&mut self, time: Duration) {
         if time >= Self::GOOD {
             self.failures = 0;
         } else {
-            // The first loss costs nothing; only sockets that die again and again do.
-            self.failures = if self.failures == 0 && time > Duration::ZERO {
-                0
-            } else {
-                self.failures + 1
-            };
+            self.failed();
         }
     }
 }
