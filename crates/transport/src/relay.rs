@@ -39,6 +39,9 @@ const PIPE_BYTES: usize = 256 << 10;
 /// How long one write may take.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long the last frames of a harness may take, and the meeting point's goodbye after them.
+const FAREWELL: Duration = Duration::from_secs(2);
+
 /// One stream, as an ordinary link.
 #[derive(Debug)]
 pub struct RelayStream {
@@ -192,14 +195,19 @@ where
         let mut supervisor = pin!(supervise_until_idle(
             &shared, &port, happened, admit, accepted
         ));
+        let mut socket = pin!(keep_socket(&shared, dial, || shared.is_idle()));
         tokio::select! {
-            () = &mut supervisor => return,
-            _ = keep_socket(&shared, dial, || shared.is_idle()) => {}
+            () = &mut supervisor => {
+                // The executor is to hear that this was the end, and not wait for our return.
+                let _ = tokio::time::timeout(FAREWELL, socket).await;
+            }
+            _ = &mut socket => {
+                // The last messages may still be on their way to the application.
+                drop(end_all);
+                supervisor.await;
+            }
             never = run_timers(&shared) => match never {},
         }
-        // The last messages may still be on their way to the application.
-        drop(end_all);
-        supervisor.await;
     });
     let reason = async {
         let mut ended = ended.clone();
@@ -558,6 +566,11 @@ async fn write_frames(
             continue;
         }
         if done() {
+            outgoing.push_close(1000);
+            outgoing.shutdown().await?;
+            // Hanging up on what is still coming could take our last frames with it; the reader
+            // ends when the other side has.
+            tokio::time::sleep(FAREWELL).await;
             return Ok(());
         }
         outgoing.relax();
