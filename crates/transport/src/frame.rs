@@ -310,9 +310,16 @@ impl Decoder {
 
 /// Appends one frame; a client gives the mask it drew.
 pub fn push_frame(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, payload: &[u8]) {
-    push_header(out, opcode, true, mask, payload.len());
+    push_parts(out, opcode, mask, [payload, &[]]);
+}
+
+/// As [`push_frame`], for a payload in two parts.
+pub fn push_parts(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, parts: [&[u8]; 2]) {
+    let [first, second] = parts;
+    push_header(out, opcode, true, mask, first.len() + second.len());
     let start = out.len();
-    out.extend_from_slice(payload);
+    out.extend_from_slice(first);
+    out.extend_from_slice(second);
     if let Some(key) = mask {
         apply_mask(key, &mut out[start..]);
     }

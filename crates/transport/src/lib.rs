@@ -11,11 +11,13 @@ pub mod http;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
+#[cfg(feature = "relay")]
+pub mod relay;
 mod secret;
 pub mod stdio;
 pub mod tls;
 
 pub use connect::{ConnectError, ConnectOptions, connect};
-pub use link::{Event, Incoming, Link, LinkError, Outgoing};
+pub use link::{Event, Incoming, Link, LinkError, Outgoing, RawEvent};
 pub use peer::{CallError, Peer};
 pub use secret::Secret;

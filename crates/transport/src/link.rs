@@ -72,9 +72,23 @@ impl Link {
         (here, there)
     }
 
+    /// One message after another, each after its length; any bytes may be in them.
+    pub fn prefixed(
+        reader: impl AsyncRead + Send + Unpin + 'static,
+        writer: impl AsyncWrite + Send + Unpin + 'static,
+    ) -> Self {
+        Self {
+            incoming: Incoming::new(Box::new(reader), InFraming::Prefixed, Vec::new()),
+            outgoing: Outgoing::new(Box::new(writer), OutFraming::Prefixed),
+        }
+    }
+
     /// Whether the link has pings of its own.
     pub fn has_pings(&self) -> bool {
-        !matches!(self.outgoing.framing, OutFraming::Lines)
+        !matches!(
+            self.outgoing.framing,
+            OutFraming::Lines | OutFraming::Prefixed
+        )
     }
 }
 
@@ -109,7 +123,25 @@ pub enum Event<'a> {
     Pong,
 }
 
+/// Something that arrived, before anyone has asked whether it is text.
+#[derive(Debug, PartialEq, Eq)]
+pub enum RawEvent<'a> {
+    /// A message, and whether it was sent as text.
+    Message {
+        /// Its bytes.
+        bytes: &'a [u8],
+        /// It was sent as text.
+        text: bool,
+    },
+    /// A ping, to be answered with [`Outgoing::push_pong`] and this payload.
+    Ping(&'a [u8]),
+    /// The answer to a ping.
+    Pong,
+}
+
 enum InFraming {
+    /// Four bytes of length, then the message.
+    Prefixed,
     /// `scanned` bytes after the start are known to hold no newline.
     Lines {
         scanned: usize,
@@ -200,6 +232,26 @@ impl Incoming {
     ///
     /// When the connection fails or the peer breaks its protocol; the link is then unusable.
     pub async fn recv(&mut self) -> Result<Option<Event<'_>>, LinkError> {
+        let Some((kind, event)) = self.receive().await? else {
+            return Ok(None);
+        };
+        Ok(Some(match event {
+            RawEvent::Message { bytes, .. } => kind.message(bytes)?,
+            RawEvent::Ping(payload) => Event::Ping(payload),
+            RawEvent::Pong => Event::Pong,
+        }))
+    }
+
+    /// As [`Incoming::recv`], for messages that are not text.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    pub async fn recv_raw(&mut self) -> Result<Option<RawEvent<'_>>, LinkError> {
+        Ok(self.receive().await?.map(|(_, event)| event))
+    }
+
+    async fn receive(&mut self) -> Result<Option<(MessageKind, RawEvent<'_>)>, LinkError> {
         let found = loop {
             match self.find()? {
                 Ok(found) => break found,
@@ -207,14 +259,19 @@ impl Incoming {
                 Err(missing) => self.fill(missing).await?,
             }
         };
+        let message = |kind, bytes| {
+            let text = !matches!(kind, MessageKind::Binary);
+            Some((kind, RawEvent::Message { bytes, text }))
+        };
+        let control = |event| Some((MessageKind::Binary, event));
         Ok(match found {
-            Found::Buffer(kind, range) => Some(kind.message(&self.buffer[range])?),
+            Found::Buffer(kind, range) => message(kind, &self.buffer[range]),
             Found::Assembled(kind) => match &self.framing {
-                InFraming::Websocket(decoder) => Some(kind.message(decoder.assembled())?),
-                InFraming::Lines { .. } => None,
+                InFraming::Websocket(decoder) => message(kind, decoder.assembled()),
+                InFraming::Lines { .. } | InFraming::Prefixed => None,
             },
-            Found::Ping(range) => Some(Event::Ping(&self.buffer[range])),
-            Found::Pong => Some(Event::Pong),
+            Found::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
+            Found::Pong => control(RawEvent::Pong),
             Found::Closed => {
                 self.ended = true;
                 None
@@ -232,6 +289,23 @@ impl Incoming {
             ..
         } = self;
         match framing {
+            InFraming::Prefixed => {
+                let rest = &buffer[*start..];
+                let Some(prefix) = rest.first_chunk() else {
+                    return Ok(Err(4 - rest.len()));
+                };
+                let length = u32::from_be_bytes(*prefix) as usize;
+                if length > MAX_MESSAGE_BYTES {
+                    return Err(FrameError::MessageTooLarge(length).into());
+                }
+                let end = 4 + length;
+                if rest.len() < end {
+                    return Ok(Err(end - rest.len()));
+                }
+                let range = *start + 4..*start + end;
+                *start = range.end;
+                Ok(Ok(Found::Buffer(MessageKind::Binary, range)))
+            }
             InFraming::Lines { scanned } => loop {
                 let rest = &buffer[*start..];
                 let end = match memchr::memchr(b'\n', &rest[*scanned..]) {
@@ -300,6 +374,7 @@ impl Incoming {
 
 enum OutFraming {
     Lines,
+    Prefixed,
     ServerFrames,
     ClientFrames(Masks),
 }
@@ -346,7 +421,7 @@ impl Outgoing {
     pub fn push_encoded(&mut self, mut message: Vec<u8>) {
         /// A copy of less is cheaper than another part.
         const LONG_BYTES: usize = 128 * 1024;
-        if message.len() < LONG_BYTES {
+        if message.len() < LONG_BYTES || matches!(self.framing, OutFraming::Prefixed) {
             self.push_message(message.len(), |out| out.extend_from_slice(&message));
             return;
         }
@@ -357,7 +432,7 @@ impl Outgoing {
                 self.parts.push_back(message.into());
                 return;
             }
-            OutFraming::ServerFrames => None,
+            OutFraming::ServerFrames | OutFraming::Prefixed => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
         for (header, part) in frame::long_message(message, mask) {
@@ -383,11 +458,28 @@ impl Outgoing {
                 write(&mut self.buffer);
                 self.buffer.push(b'\n');
             }
+            OutFraming::Prefixed => {
+                let start = self.buffer.len();
+                self.buffer.extend_from_slice(&[0; 4]);
+                write(&mut self.buffer);
+                let length = self.buffer.len() - start - 4;
+                self.buffer[start..start + 4].copy_from_slice(&(length as u32).to_be_bytes());
+            }
             OutFraming::ServerFrames => frame::push_message(&mut self.buffer, None, hint, write),
             OutFraming::ClientFrames(masks) => {
                 frame::push_message(&mut self.buffer, Some(masks.draw()), hint, write);
             }
         }
+    }
+
+    /// Appends one message that is not text, given in two parts, where the link has such a thing.
+    pub fn push_binary(&mut self, parts: [&[u8]; 2]) {
+        let mask = match &mut self.framing {
+            OutFraming::Lines | OutFraming::Prefixed => return,
+            OutFraming::ServerFrames => None,
+            OutFraming::ClientFrames(masks) => Some(masks.draw()),
+        };
+        frame::push_parts(&mut self.buffer, Opcode::Binary, mask, parts);
     }
 
     /// Appends a ping, where the link has such a thing.
@@ -407,7 +499,7 @@ impl Outgoing {
 
     fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {
         let mask = match &mut self.framing {
-            OutFraming::Lines => return,
+            OutFraming::Lines | OutFraming::Prefixed => return,
             OutFraming::ServerFrames => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
@@ -623,6 +715,40 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn prefixed_messages_may_hold_anything() {
+        let (here, there) = tokio::io::duplex(64);
+        let (reader, writer) = tokio::io::split(here);
+        let mut here = Link::prefixed(reader, writer);
+        let (reader, writer) = tokio::io::split(there);
+        let mut there = Link::prefixed(reader, writer);
+        let sent = [&b"a\nb"[..], b"", &[0xff; 300]];
+        let send = async {
+            for message in sent {
+                here.outgoing
+                    .push_message(0, |out| out.extend_from_slice(message));
+                here.outgoing.flush().await.unwrap();
+            }
+            here.outgoing.shutdown().await.unwrap();
+        };
+        let receive = async {
+            for message in sent {
+                let text = false;
+                assert_eq!(
+                    there.incoming.recv_raw().await.unwrap(),
+                    Some(RawEvent::Message {
+                        bytes: message,
+                        text
+                    })
+                );
+            }
+            assert_eq!(there.incoming.recv_raw().await.unwrap(), None);
+        };
+        tokio::join!(send, receive);
+        let mut too_long = Link::prefixed(&[4, 0, 0, 1][..], tokio::io::sink());
+        assert!(too_long.incoming.recv().await.is_err());
+    }
+
+    #[tokio::test]
     async fn websocket_halves_understand_each_other() {
         let (client, server) = tokio::io::duplex(1 << 20);
         let (client_read, client_write) = tokio::io::split(client);
@@ -653,6 +779,15 @@ mod tests {
                 Some(Event::Message(&sent))
             );
         }
+        client.outgoing.push_binary([b"\xff", b"\xfe"]);
+        client.outgoing.flush().await.unwrap();
+        assert_eq!(
+            server.incoming.recv_raw().await.unwrap(),
+            Some(RawEvent::Message {
+                bytes: b"\xff\xfe",
+                text: false
+            })
+        );
         server.outgoing.push_close(1001);
         server.outgoing.flush().await.unwrap();
         assert_eq!(client.incoming.recv().await.unwrap(), None);

@@ -1,0 +1,322 @@
+//! The body of the fuzz target: two ends, and a script of what happens between them.
+//!
+//! Takes arbitrary bytes and panics when a promise is broken; `fuzz/` runs it under a fuzzer, and an
+//! ordinary test over the committed seeds.
+
+use std::collections::VecDeque;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use crate::endpoint::{Endpoint, Event, ExecutorConfig, HarnessConfig, StreamKey};
+use crate::frame::{self, Acks, Transmit};
+use crate::keys::Authorization;
+use crate::limits::Limits;
+use crate::noise::{Identity, SEED_BYTES};
+
+const STREAM: &str = "s";
+
+/// What two ends may keep, whatever happens: queues, windows and what waits for a gap.
+const BOUND: usize = 16 << 20;
+
+/// Plays a script: each step is a byte that says what happens, and bytes that say how.
+///
+/// # Panics
+///
+/// When an end panics, keeps more than it may, gives a message that was not sent or not in order, or
+/// when the two readers of frames disagree.
+pub fn relay(data: &[u8]) {
+    let mut script = Script(data);
+    let mut play = Play::new(script.byte());
+    while let Some(step) = script.next() {
+        play.step(step, &mut script);
+        play.settle();
+    }
+}
+
+struct Script<'a>(&'a [u8]);
+
+impl<'a> Script<'a> {
+    fn next(&mut self) -> Option<u8> {
+        let (&first, rest) = self.0.split_first()?;
+        self.0 = rest;
+        Some(first)
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.next().unwrap_or(0)
+    }
+
+    fn bytes(&mut self) -> &'a [u8] {
+        let length = usize::from(self.byte()).min(self.0.len());
+        let (bytes, rest) = self.0.split_at(length);
+        self.0 = rest;
+        bytes
+    }
+}
+
+struct Side {
+    endpoint: Endpoint,
+    stream: Option<StreamKey>,
+    /// What the other side may still read of ours.
+    sent: VecDeque<Bytes>,
+    /// Frames on their way to the other side.
+    wire: VecDeque<Vec<u8>>,
+    up: bool,
+}
+
+struct Play {
+    now: Instant,
+    /// The harness and the executor.
+    sides: [Side; 2],
+    asked: Option<StreamKey>,
+    messages: u8,
+}
+
+impl Play {
+    fn new(choice: u8) -> Self {
+        #[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
+        let now = Instant::now();
+        let mut limits = Limits {
+            send_bytes: 64 << 10,
+            receive_bytes: 64 << 10,
+            ..Limits::default()
+        };
+        // Making keys is most of what a short script costs.
+        static IDENTITIES: OnceLock<[Identity; 2]> = OnceLock::new();
+        let [identity, harness_identity] = IDENTITIES
+            .get_or_init(|| [1, 2].map(|n| Identity::from_seed(&[n; SEED_BYTES])))
+            .clone();
+        let mut counter = 0_u8;
+        let mut entropy = move |out: &mut [u8]| {
+            counter = counter.wrapping_add(1);
+            out.fill(counter);
+        };
+        let executor_key = identity.public_key().clone();
+        let executor = Endpoint::executor(
+            ExecutorConfig {
+                environment_id: "e".into(),
+                registration_id: "r".into(),
+                identity,
+                limits: limits.clone(),
+            },
+            Box::new(entropy),
+        );
+        limits.acknowledge = choice & 1 == 0;
+        let (harness, stream) = Endpoint::harness(
+            HarnessConfig {
+                environment_id: "e".into(),
+                registration_id: "r".into(),
+                stream_id: STREAM.into(),
+                identity: harness_identity,
+                executor: executor_key,
+                authorization: Authorization::new("a").expect("it is short"),
+                limits,
+            },
+            now,
+            &mut entropy,
+        )
+        .expect("the key is a key");
+        let side = |endpoint, stream| Side {
+            endpoint,
+            stream,
+            sent: VecDeque::new(),
+            wire: VecDeque::new(),
+            up: false,
+        };
+        let mut play = Self {
+            now,
+            sides: [side(harness, Some(stream)), side(executor, None)],
+            asked: None,
+            messages: 0,
+        };
+        for at in [0, 1] {
+            play.socket(at);
+        }
+        // Most scripts begin with an open stream; the others find out what happens without.
+        if choice & 2 == 0 {
+            play.settle();
+            for _ in 0..4 {
+                play.deliver(0, None);
+                play.admit();
+                play.deliver(1, None);
+            }
+        }
+        play
+    }
+
+    fn socket(&mut self, at: usize) {
+        let side = &mut self.sides[at];
+        side.up = !side.up;
+        if side.up {
+            side.endpoint.socket_up(self.now);
+        } else {
+            side.endpoint.socket_lost();
+            for side in &mut self.sides {
+                side.wire.clear();
+            }
+        }
+    }
+
+    fn admit(&mut self) {
+        self.settle();
+        if let Some(stream) = self.asked.take() {
+            self.sides[1].endpoint.admit(self.now, stream);
+        }
+        self.settle();
+    }
+
+    /// Delivers the oldest frame of a side, perhaps with a bit changed.
+    fn deliver(&mut self, from: usize, flip: Option<u16>) {
+        let Some(mut frame) = self.sides[from].wire.pop_front() else {
+            return;
+        };
+        if let Some(flip) = flip {
+            let bit = usize::from(flip) % (frame.len() * 8);
+            frame[bit / 8] ^= 1 << (bit % 8);
+        }
+        self.receive(1 - from, &frame);
+    }
+
+    fn receive(&mut self, at: usize, bytes: &[u8]) {
+        frame::readers_agree(bytes);
+        if self.sides[at].up {
+            let valid = frame::decode(bytes).is_ok();
+            let taken = self.sides[at].endpoint.handle_frame(self.now, bytes);
+            assert_eq!(taken.is_ok(), valid);
+        }
+        self.settle();
+    }
+
+    fn step(&mut self, step: u8, script: &mut Script<'_>) {
+        let at = usize::from(step & 1);
+        match step >> 1 & 15 {
+            0 => self.receive(at, script.bytes()),
+            1 => {
+                let acks = Acks {
+                    ack: script.byte().into(),
+                    bits: u32::from_be_bytes([script.byte(), 0, 0, script.byte()]),
+                    credit: u64::from(script.byte()) << (script.byte() & 31),
+                };
+                let id = ["s", "t"][usize::from(script.byte() & 1)];
+                let number = u32::from(script.byte());
+                let frame = match script.byte() % 6 {
+                    0 => Transmit::data(id, acks, number, script.bytes().to_vec().into()),
+                    1 => Transmit::ack(id, acks),
+                    2 => Transmit::resume(id, acks, number),
+                    3 => Transmit::heartbeat(id, acks),
+                    4 => Transmit::handshake(id, acks, script.bytes().to_vec().into()),
+                    _ => Transmit::reset(id, &String::from_utf8_lossy(script.bytes())),
+                };
+                self.receive(at, &frame.to_vec());
+            }
+            2 => {
+                self.now += Duration::from_millis(1 << (script.byte() & 15));
+                for side in &mut self.sides {
+                    side.endpoint.handle_timeout(self.now);
+                }
+            }
+            3 => self.socket(at),
+            4 | 5 => self.send(at, usize::from(script.byte()) << (script.byte() & 7)),
+            6 => self.admit(),
+            7 => drop(self.sides[at].wire.pop_front()),
+            8 => {
+                let flip = u16::from_be_bytes([script.byte(), script.byte()]);
+                self.deliver(at, Some(flip));
+            }
+            9 => {
+                // Doubled.
+                if let Some(frame) = self.sides[at].wire.front().cloned() {
+                    self.sides[at].wire.push_back(frame);
+                }
+            }
+            10 => {
+                // Out of order.
+                if let Some(frame) = self.sides[at].wire.pop_front() {
+                    self.sides[at].wire.push_back(frame);
+                }
+            }
+            11 => {
+                if let Some(stream) = self.sides[at].stream {
+                    self.sides[at].endpoint.close(self.now, stream);
+                }
+            }
+            _ => {
+                for _ in 0..=script.byte() & 7 {
+                    self.deliver(at, None);
+                }
+            }
+        }
+    }
+
+    fn send(&mut self, at: usize, length: usize) {
+        let side = &mut self.sides[at];
+        let Some(stream) = side.stream else {
+            return;
+        };
+        self.messages = self.messages.wrapping_add(1);
+        let message = Bytes::from(vec![self.messages; length]);
+        let sent = side
+            .endpoint
+            .send_message(self.now, stream, message.clone());
+        if sent.is_ok() {
+            side.sent.push_back(message);
+        }
+    }
+
+    /// Takes everything out of both ends that there is to take.
+    fn settle(&mut self) {
+        for at in [0, 1] {
+            let mut received = Vec::new();
+            let side = &mut self.sides[at];
+            while let Some(event) = side.endpoint.poll_event() {
+                match event {
+                    Event::Asked { stream, .. } => self.asked = Some(stream),
+                    Event::Opened { stream, .. } => side.stream = Some(stream),
+                    Event::Closed { stream, unread, .. } if side.stream == Some(stream) => {
+                        received.extend(unread);
+                        side.stream = None;
+                    }
+                    _ => {}
+                }
+            }
+            if let Some(stream) = side.stream {
+                while let Some(message) = side.endpoint.read_message(self.now, stream) {
+                    received.push(message);
+                }
+            }
+            while let Some(transmit) = side.endpoint.poll_transmit(self.now) {
+                assert!(transmit.len() <= crate::limits::MAX_FRAME_BYTES);
+                // What nobody fetches is lost.
+                if side.wire.len() < 256 {
+                    side.wire.push_back(transmit.to_vec());
+                }
+            }
+            assert!(side.endpoint.buffered_bytes() < BOUND);
+            assert!(side.endpoint.stream_count() <= 2);
+            for message in received {
+                let expected = self.sides[1 - at].sent.pop_front();
+                assert_eq!(Some(message), expected, "not what was sent");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::fuzz::replay;
+
+    use super::relay;
+
+    #[test]
+    fn ends_keep_their_promises() {
+        replay("relay", relay);
+    }
+
+    #[test]
+    fn a_plain_script_gets_its_messages_across() {
+        // Both ways: send, deliver.
+        relay(&[0, 8, 9, 0, 9, 200, 3, 24, 7, 25, 7, 24, 7, 25, 7]);
+    }
+}

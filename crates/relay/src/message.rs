@@ -1,0 +1,247 @@
+//! Messages to records and back: a byte stream of u32 big-endian length and message, cut anywhere.
+//!
+//! Owns the queue of what is to be sent and the buffer of what has come in part. Knows nothing of
+//! frames and numbers.
+
+use std::collections::VecDeque;
+
+use bytes::{Buf as _, Bytes, BytesMut};
+
+use crate::limits::{MAX_MESSAGE_BYTES, MAX_RECORD_BYTES, MESSAGE_OVERHEAD_BYTES, TAG_BYTES};
+use crate::noise::Opener;
+use crate::reason::Reason;
+
+const PREFIX_BYTES: usize = 4;
+
+/// What a message costs while it is kept.
+pub(crate) fn cost(message: &Bytes) -> usize {
+    message.len() + MESSAGE_OVERHEAD_BYTES
+}
+
+/// Messages that wait to be cut into records.
+#[derive(Debug, Default)]
+pub(crate) struct Cutter {
+    queue: VecDeque<Bytes>,
+    /// What of the first message and its prefix has been taken.
+    taken: usize,
+    /// The cost of the queue.
+    cost: usize,
+}
+
+impl Cutter {
+    /// Appends a message of allowed length.
+    pub(crate) fn push(&mut self, message: Bytes) {
+        self.cost += cost(&message);
+        self.queue.push_back(message);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// What the queue costs, the whole of its first message included.
+    pub(crate) fn cost(&self) -> usize {
+        self.cost
+    }
+
+    /// Bytes that are left to send, up to what fits in one record.
+    pub(crate) fn available(&self) -> usize {
+        let mut sum = 0_usize;
+        for message in &self.queue {
+            sum += PREFIX_BYTES + message.len();
+            if sum - self.taken >= MAX_RECORD_BYTES {
+                return MAX_RECORD_BYTES;
+            }
+        }
+        sum - self.taken
+    }
+
+    /// Takes the next record of at most `limit` bytes, with room for its tag.
+    ///
+    /// Several short messages share one: a record costs a frame, an acknowledgement and a seal.
+    pub(crate) fn cut(&mut self, limit: usize) -> Vec<u8> {
+        let length = self.available().min(limit);
+        let mut record = Vec::with_capacity(length + TAG_BYTES);
+        while record.len() < length {
+            let Some(message) = self.queue.front() else {
+                break;
+            };
+            let mut room = length - record.len();
+            if self.taken < PREFIX_BYTES {
+                let prefix = (message.len() as u32).to_be_bytes();
+                let part = &prefix[self.taken..];
+                let part = &part[..part.len().min(room)];
+                record.extend_from_slice(part);
+                self.taken += part.len();
+                room -= part.len();
+            }
+            if let Some(at) = self.taken.checked_sub(PREFIX_BYTES) {
+                let part = &message[at..];
+                let part = &part[..part.len().min(room)];
+                record.extend_from_slice(part);
+                self.taken += part.len();
+                if self.taken == PREFIX_BYTES + message.len() {
+                    self.cost -= cost(message);
+                    self.queue.pop_front();
+                    self.taken = 0;
+                }
+            }
+        }
+        record
+    }
+}
+
+/// Records that are joined to messages.
+#[derive(Debug, Default)]
+pub(crate) struct Joiner {
+    buffer: BytesMut,
+}
+
+impl Joiner {
+    /// Messages shorter than this leave in a buffer of their own, so that one that is kept does not
+    /// keep its neighbours' memory.
+    const COPY_BYTES: usize = 16 << 10;
+
+    /// What an idle joiner may keep allocated.
+    const IDLE_BYTES: usize = 256 << 10;
+
+    /// Bytes of a message that is not whole yet.
+    pub(crate) fn partial(&self) -> usize {
+        self.buffer.len()
+    }
+
+    /// Opens a record and appends the messages that it completes.
+    pub(crate) fn record(
+        &mut self,
+        opener: &Opener,
+        seq: u32,
+        ciphertext: &[u8],
+        messages: &mut VecDeque<Bytes>,
+    ) -> Result<(), Reason> {
+        if ciphertext.len() > MAX_RECORD_BYTES + TAG_BYTES {
+            return Err(Reason::RecordTooLong);
+        }
+        // Straight into the message: the one copy between the socket and the reader.
+        let start = self.buffer.len();
+        self.buffer.extend_from_slice(ciphertext);
+        let opened = opener.open(seq, &mut self.buffer[start..]);
+        let length = opened.map_err(|_| Reason::DecryptFailed)?;
+        self.buffer.truncate(start + length);
+        while let Some(prefix) = self.buffer.first_chunk::<PREFIX_BYTES>() {
+            let length = u32::from_be_bytes(*prefix) as usize;
+            if length == 0 || length > MAX_MESSAGE_BYTES {
+                return Err(Reason::MessageLength);
+            }
+            let end = PREFIX_BYTES + length;
+            if self.buffer.len() < end {
+                break;
+            }
+            messages.push_back(if length < Self::COPY_BYTES {
+                let message = Bytes::copy_from_slice(&self.buffer[PREFIX_BYTES..end]);
+                self.buffer.advance(end);
+                message
+            } else {
+                let mut message = self.buffer.split_to(end);
+                message.advance(PREFIX_BYTES);
+                message.freeze()
+            });
+        }
+        if self.buffer.is_empty() {
+            if self.buffer.capacity() > Self::IDLE_BYTES {
+                self.buffer = BytesMut::new();
+            } else {
+                // Back to the start of the allocation, if nobody else uses it.
+                self.buffer.clear();
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::noise::{Channel, Identity, Initiator, Responder};
+
+    pub(crate) fn channels() -> (Channel, Channel) {
+        let mut next = 0_u8;
+        let mut random = move |out: &mut [u8]| {
+            next += 1;
+            out.fill(next);
+        };
+        let [here, there] = [(); 2].map(|()| Identity::generate(&mut random));
+        let (mut initiator, message) =
+            Initiator::start(&here, there.public_key(), b"", b"a", &mut random).unwrap();
+        let (responder, _) = Responder::read(&there, b"", &message, &mut random).unwrap();
+        let (channel, reply) = responder.reply().unwrap();
+        (initiator.finish(&reply).unwrap(), channel)
+    }
+
+    fn join(records: Vec<Vec<u8>>) -> (Vec<Bytes>, Option<Reason>) {
+        let (mut here, there) = channels();
+        let (mut joiner, mut messages) = (Joiner::default(), VecDeque::new());
+        for mut record in records {
+            let seq = here.sealer.seal(&mut record).unwrap();
+            if let Err(reason) = joiner.record(&there.opener, seq, &record, &mut messages) {
+                return (messages.into(), Some(reason));
+            }
+        }
+        (messages.into(), None)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn messages_survive_any_cut(
+            lengths in proptest::collection::vec(
+                prop_oneof![1..20_usize, 100..70_000_usize, Just(MAX_RECORD_BYTES)], 0..8),
+            limits in proptest::collection::vec(
+                prop_oneof![1..10_usize, 1..=MAX_RECORD_BYTES, Just(MAX_RECORD_BYTES)], 1..8),
+        ) {
+            let sent: Vec<Bytes> = lengths.iter().enumerate()
+                .map(|(at, &length)| vec![at as u8; length].into()).collect();
+            let mut cutter = Cutter::default();
+            for message in &sent {
+                cutter.push(message.clone());
+            }
+            let (mut records, mut left) = (Vec::new(), limits.iter().cycle());
+            while !cutter.is_empty() {
+                let available = cutter.available();
+                prop_assert!(available > 0 && available <= MAX_RECORD_BYTES);
+                // A few silly cuts, then ordinary ones.
+                let limit = if records.len() < 100 { *left.next().unwrap() } else { MAX_RECORD_BYTES };
+                let record = cutter.cut(limit);
+                prop_assert_eq!(record.len(), available.min(limit));
+                records.push(record);
+            }
+            prop_assert_eq!(cutter.cost(), 0);
+            prop_assert_eq!(cutter.available(), 0);
+            prop_assert_eq!(join(records), (sent, None));
+        }
+    }
+
+    #[test]
+    fn short_messages_share_a_record() {
+        let mut cutter = Cutter::default();
+        cutter.push(Bytes::from_static(b"a"));
+        cutter.push(Bytes::from_static(b"bc"));
+        assert_eq!(cutter.cut(MAX_RECORD_BYTES), b"\0\0\0\x01a\0\0\0\x02bc");
+    }
+
+    #[test]
+    fn lengths_are_checked_as_soon_as_they_are_there() {
+        assert_eq!(join(vec![vec![0; 4]]).1, Some(Reason::MessageLength));
+        assert_eq!(join(vec![vec![4, 0, 0, 0]]), (vec![], None));
+        assert_eq!(
+            join(vec![vec![4, 0, 0], vec![1]]).1,
+            Some(Reason::MessageLength)
+        );
+        assert_eq!(join(vec![vec![], vec![0; 3]]), (vec![], None));
+        assert_eq!(
+            join(vec![vec![0; MAX_RECORD_BYTES + 1]]).1,
+            Some(Reason::RecordTooLong)
+        );
+    }
+}

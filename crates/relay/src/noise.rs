@@ -1,0 +1,641 @@
+//! The Noise channel: `Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256`.
+//!
+//! Owns key pairs, the two messages of the handshake and the sealing of records. Knows no frames
+//! and no streams, and draws no randomness but what it is given.
+//!
+//! The handshake is `clatter`'s. Records are sealed with `ring`, which is several times as fast as
+//! the portable implementation that comes with the handshake; the test vector covers both.
+
+use std::cell::Cell;
+use std::fmt;
+
+use clatter::bytearray::ByteArray as _;
+use clatter::crypto::cipher::AesGcm;
+use clatter::crypto::dh::X25519;
+use clatter::crypto::hash::Sha256;
+use clatter::crypto::kem::rust_crypto_ml_kem::MlKem768;
+use clatter::handshakepattern::noise_hybrid_ik;
+use clatter::rand_core::{self, CryptoRng, RngCore};
+use clatter::traits::{Dh, Handshaker as _, Kem};
+use clatter::{HybridHandshakeCore, HybridHandshakeParams, KeyPair};
+use ring::aead;
+use zeroize::{Zeroize as _, Zeroizing};
+
+use crate::keys::PublicKey;
+use crate::limits::{MAX_HANDSHAKE_BYTES, TAG_BYTES};
+
+type DhPair = KeyPair<<X25519 as Dh>::PubKey, <X25519 as Dh>::PrivateKey>;
+type KemPair = KeyPair<<MlKem768 as Kem>::PubKey, <MlKem768 as Kem>::SecretKey>;
+type Handshake = HybridHandshakeCore<X25519, MlKem768, MlKem768, AesGcm, Sha256, Drawn>;
+
+/// Bytes that make an identity: an X25519 secret and an ML-KEM seed.
+pub const SEED_BYTES: usize = 32 + 64;
+
+/// The first part of every prologue.
+const PROLOGUE: &str = "codex-exec-server-relay-noise/v1";
+
+/// Where randomness comes from: the system's, or a seeded one in a simulation.
+///
+/// Keys are made of what it gives; an implementation that cannot give must not return.
+pub trait Entropy {
+    /// Fills `out` with bytes that nobody else can know.
+    fn fill(&mut self, out: &mut [u8]);
+}
+
+impl<F: FnMut(&mut [u8])> Entropy for F {
+    fn fill(&mut self, out: &mut [u8]) {
+        self(out);
+    }
+}
+
+/// The handshake failed: other keys, other ids, or not a handshake at all.
+///
+/// Says no more on purpose; who made it fail must not learn how far it came.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("noise handshake failed")]
+pub struct HandshakeError;
+
+/// A record was changed, or sealed with another key or number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("record cannot be decrypted")]
+pub struct DecryptError;
+
+/// The long-term keys of one party.
+#[derive(Clone)]
+pub struct Identity {
+    seed: Zeroizing<[u8; SEED_BYTES]>,
+    dh: DhPair,
+    kem: KemPair,
+    public: PublicKey,
+}
+
+impl Identity {
+    /// A new one.
+    pub fn generate(entropy: &mut dyn Entropy) -> Self {
+        let mut seed = Zeroizing::new([0; SEED_BYTES]);
+        entropy.fill(&mut *seed);
+        Self::from_seed(&seed)
+    }
+
+    /// The one that has this [`Identity::seed`].
+    pub fn from_seed(seed: &[u8; SEED_BYTES]) -> Self {
+        let (dh, kem) = key_pairs(seed);
+        let public = PublicKey::new(dh.public, kem.public.as_slice())
+            .expect("an ML-KEM-768 key has the length of one");
+        Self {
+            seed: Zeroizing::new(*seed),
+            dh,
+            kem,
+            public,
+        }
+    }
+
+    /// All there is to keep; as secret as the keys.
+    pub fn seed(&self) -> &[u8; SEED_BYTES] {
+        &self.seed
+    }
+
+    /// What others may know.
+    pub fn public_key(&self) -> &PublicKey {
+        &self.public
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Identity").field(&self.public).finish()
+    }
+}
+
+fn key_pairs(seed: &[u8; SEED_BYTES]) -> (DhPair, KemPair) {
+    let (dh, kem) = seed.split_at(32);
+    let dh = X25519::genkey_rng(&mut Drawn::new(dh)).expect("any 32 bytes are a secret");
+    let kem = MlKem768::genkey_rng(&mut Drawn::new(kem)).expect("any 64 bytes are a seed");
+    (dh, kem)
+}
+
+/// What both ends must agree on before they can understand each other.
+pub fn prologue(environment_id: &str, registration_id: &str, stream_id: &str) -> Vec<u8> {
+    let mut out = Vec::new();
+    for part in [PROLOGUE, environment_id, registration_id, stream_id] {
+        out.extend_from_slice(&(part.len() as u64).to_be_bytes());
+        out.extend_from_slice(part.as_bytes());
+    }
+    out
+}
+
+/// The harness, waiting for the executor's message.
+pub struct Initiator(Box<Handshake>);
+
+impl Initiator {
+    /// Makes the first message.
+    ///
+    /// # Errors
+    ///
+    /// When `executor` is not a key that anything can be sent to.
+    pub fn start(
+        identity: &Identity,
+        executor: &PublicKey,
+        prologue: &[u8],
+        payload: &[u8],
+        entropy: &mut dyn Entropy,
+    ) -> Result<(Self, Vec<u8>), HandshakeError> {
+        let mut state = handshake(identity, Some(executor), prologue, entropy)?;
+        let message = write(&mut state, payload)?;
+        Ok((Self(Box::new(state)), message))
+    }
+
+    /// Reads the executor's message, which proves that it has the expected key.
+    ///
+    /// # Errors
+    ///
+    /// When it does not.
+    pub fn finish(&mut self, message: &[u8]) -> Result<Channel, HandshakeError> {
+        // A copy: a forged message must not spoil the wait for the true one.
+        let mut state = (*self.0).clone();
+        if !read(&mut state, message)?.is_empty() {
+            return Err(HandshakeError);
+        }
+        Channel::new(state, true)
+    }
+}
+
+/// The executor, knowing who asks and not yet whether to answer.
+pub struct Responder(Box<Handshake>);
+
+/// What the first message says.
+pub struct Greeting {
+    /// Who sent it; nobody else can use the channel.
+    pub harness: PublicKey,
+    /// The authorization, as it came.
+    pub payload: Vec<u8>,
+}
+
+impl Responder {
+    /// Reads the first message.
+    ///
+    /// # Errors
+    ///
+    /// When it was not made for this identity and prologue.
+    pub fn read(
+        identity: &Identity,
+        prologue: &[u8],
+        message: &[u8],
+        entropy: &mut dyn Entropy,
+    ) -> Result<(Self, Greeting), HandshakeError> {
+        let mut state = handshake(identity, None, prologue, entropy)?;
+        let payload = read(&mut state, message)?;
+        let harness = state.get_remote_static().ok_or(HandshakeError)?;
+        let harness =
+            PublicKey::new(*harness.dh(), harness.kem().as_slice()).ok_or(HandshakeError)?;
+        Ok((Self(Box::new(state)), Greeting { harness, payload }))
+    }
+
+    /// Makes the second message.
+    ///
+    /// # Errors
+    ///
+    /// When the harness's keys are not keys that anything can be sent to.
+    pub fn reply(mut self) -> Result<(Channel, Vec<u8>), HandshakeError> {
+        let message = write(&mut self.0, &[])?;
+        Ok((Channel::new(*self.0, false)?, message))
+    }
+}
+
+fn handshake(
+    identity: &Identity,
+    peer: Option<&PublicKey>,
+    prologue: &[u8],
+    entropy: &mut dyn Entropy,
+) -> Result<Handshake, HandshakeError> {
+    let mut drawn = Zeroizing::new([0; SEED_BYTES + Drawn::CAPACITY]);
+    entropy.fill(&mut *drawn);
+    let (ephemeral, encapsulation) = drawn.split_at(SEED_BYTES);
+    let ephemeral = ephemeral.try_into().map_err(|_| HandshakeError)?;
+    handshake_with(identity, peer, prologue, ephemeral, encapsulation)
+}
+
+fn handshake_with(
+    identity: &Identity,
+    peer: Option<&PublicKey>,
+    prologue: &[u8],
+    ephemeral: &[u8; SEED_BYTES],
+    encapsulation: &[u8],
+) -> Result<Handshake, HandshakeError> {
+    let (e, e_kem) = key_pairs(ephemeral);
+    let mut params = HybridHandshakeParams::new(noise_hybrid_ik(), peer.is_none() ^ true)
+        .with_prologue(prologue)
+        .with_s(identity.dh.clone())
+        .with_s_kem(identity.kem.clone())
+        .with_e(e)
+        .with_e_kem(e_kem);
+    if let Some(peer) = peer {
+        params = params
+            .with_rs(peer.x25519)
+            .with_rs_kem(<MlKem768 as Kem>::PubKey::from_slice(peer.mlkem768()));
+    }
+    Drawn::hand_over(encapsulation, || Handshake::new(params)).map_err(|_| HandshakeError)
+}
+
+fn write(state: &mut Handshake, payload: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+    let length = state
+        .get_next_message_overhead()
+        .map_err(|_| HandshakeError)?
+        + payload.len();
+    if length > MAX_HANDSHAKE_BYTES {
+        return Err(HandshakeError);
+    }
+    let mut message = vec![0; length];
+    let written = state.write_message(payload, &mut message);
+    message.truncate(written.map_err(|_| HandshakeError)?);
+    Ok(message)
+}
+
+fn read(state: &mut Handshake, message: &[u8]) -> Result<Vec<u8>, HandshakeError> {
+    if message.len() > MAX_HANDSHAKE_BYTES {
+        return Err(HandshakeError);
+    }
+    let mut payload = vec![0; message.len()];
+    let length = state.read_message(message, &mut payload);
+    payload.truncate(length.map_err(|_| HandshakeError)?);
+    Ok(payload)
+}
+
+/// A finished handshake: one key for each direction.
+#[derive(Debug)]
+pub struct Channel {
+    /// For what we send.
+    pub sealer: Sealer,
+    /// For what we receive.
+    pub opener: Opener,
+    /// The same at both ends, and nowhere else.
+    pub hash: [u8; 32],
+}
+
+impl Channel {
+    fn new(state: Handshake, initiator: bool) -> Result<Self, HandshakeError> {
+        let transport = state.finalize().map_err(|_| HandshakeError)?;
+        let hash = transport.get_handshake_hash();
+        let keys = transport.take();
+        let key = |state: clatter::cipherstate::CipherState<AesGcm>| {
+            let (mut key, _) = state.take();
+            let unbound = aead::UnboundKey::new(&aead::AES_256_GCM, key.as_slice());
+            key.zeroize();
+            unbound
+                .map(aead::LessSafeKey::new)
+                .map_err(|_| HandshakeError)
+        };
+        let from_initiator = key(keys.initiator_to_responder)?;
+        let from_responder = key(keys.responder_to_initiator)?;
+        let (sealer, opener) = if initiator {
+            (from_initiator, from_responder)
+        } else {
+            (from_responder, from_initiator)
+        };
+        let mut copy = [0; 32];
+        copy.copy_from_slice(hash.as_slice());
+        Ok(Self {
+            sealer: Sealer {
+                key: sealer,
+                next: 0,
+            },
+            opener: Opener(opener),
+            hash: copy,
+        })
+    }
+}
+
+fn nonce(seq: u32) -> aead::Nonce {
+    let mut nonce = [0; aead::NONCE_LEN];
+    nonce[8..].copy_from_slice(&seq.to_be_bytes());
+    aead::Nonce::assume_unique_for_key(nonce)
+}
+
+/// Seals records, each under a number of its own.
+#[derive(Debug)]
+pub struct Sealer {
+    key: aead::LessSafeKey,
+    /// Beyond `u32` when the numbers are used up.
+    next: u64,
+}
+
+impl Sealer {
+    /// The number of the next record, if there is one left.
+    pub fn next_seq(&self) -> Option<u32> {
+        u32::try_from(self.next).ok()
+    }
+
+    /// Encrypts `record` where it is and appends the tag; gives its number.
+    ///
+    /// Each number seals one record only: what must be sent again is kept as ciphertext.
+    ///
+    /// # Errors
+    ///
+    /// When the numbers are used up.
+    pub fn seal(&mut self, record: &mut Vec<u8>) -> Result<u32, SequenceExhausted> {
+        let seq = self.next_seq().ok_or(SequenceExhausted)?;
+        self.next += 1;
+        self.key
+            .seal_in_place_append_tag(nonce(seq), aead::Aad::empty(), record)
+            .map_err(|_| SequenceExhausted)?;
+        Ok(seq)
+    }
+}
+
+/// The numbers for records are used up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("all 2^32 numbers for records are used up")]
+pub struct SequenceExhausted;
+
+/// Opens records.
+#[derive(Debug)]
+pub struct Opener(aead::LessSafeKey);
+
+impl Opener {
+    /// Decrypts `record` where it is; gives the length of the plaintext, at the front of it.
+    ///
+    /// # Errors
+    ///
+    /// When the record is not exactly what the peer sealed under `seq`.
+    pub fn open(&self, seq: u32, record: &mut [u8]) -> Result<usize, DecryptError> {
+        if record.len() < TAG_BYTES {
+            return Err(DecryptError);
+        }
+        self.0
+            .open_in_place(nonce(seq), aead::Aad::empty(), record)
+            .map(|plaintext| plaintext.len())
+            .map_err(|_| DecryptError)
+    }
+}
+
+/// Randomness drawn in advance.
+///
+/// The handshake makes its own source with `Default`, so one that was filled from an argument has
+/// to be handed over at the side: [`Drawn::hand_over`] leaves the bytes where `default` finds them.
+#[derive(Clone)]
+struct Drawn {
+    bytes: Zeroizing<[u8; Self::CAPACITY]>,
+    /// What is left of `bytes`.
+    left: std::ops::Range<usize>,
+}
+
+thread_local! {
+    static HANDED_OVER: Cell<Option<Drawn>> = const { Cell::new(None) };
+}
+
+impl Drawn {
+    /// Two encapsulations, or one ML-KEM key pair.
+    const CAPACITY: usize = 64;
+
+    fn new(bytes: &[u8]) -> Self {
+        let mut copy = Zeroizing::new([0; Self::CAPACITY]);
+        copy[..bytes.len()].copy_from_slice(bytes);
+        Self {
+            bytes: copy,
+            left: 0..bytes.len(),
+        }
+    }
+
+    fn hand_over<T>(bytes: &[u8], make: impl FnOnce() -> T) -> T {
+        HANDED_OVER.set(Some(Self::new(bytes)));
+        let made = make();
+        HANDED_OVER.set(None);
+        made
+    }
+}
+
+impl Default for Drawn {
+    fn default() -> Self {
+        // Empty when nobody handed anything over: it can give nothing, rather than something weak.
+        HANDED_OVER.take().unwrap_or_else(|| Self::new(&[]))
+    }
+}
+
+impl RngCore for Drawn {
+    fn next_u32(&mut self) -> u32 {
+        let mut bytes = [0; 4];
+        self.fill_bytes(&mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+
+    fn next_u64(&mut self) -> u64 {
+        let mut bytes = [0; 8];
+        self.fill_bytes(&mut bytes);
+        u64::from_le_bytes(bytes)
+    }
+
+    fn fill_bytes(&mut self, out: &mut [u8]) {
+        // How much is drawn is fixed by the algorithms; no peer can ask for more.
+        assert!(
+            out.len() <= self.left.len(),
+            "more randomness is asked for than the algorithm needs"
+        );
+        let end = self.left.start + out.len();
+        out.copy_from_slice(&self.bytes[self.left.start..end]);
+        self.left.start = end;
+    }
+
+    fn try_fill_bytes(&mut self, out: &mut [u8]) -> Result<(), rand_core::Error> {
+        self.fill_bytes(out);
+        Ok(())
+    }
+}
+
+impl CryptoRng for Drawn {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    fn sha256(bytes: &[u8]) -> String {
+        hex(ring::digest::digest(&ring::digest::SHA256, bytes).as_ref())
+    }
+
+    fn seed(dh: u8, kem: u8) -> [u8; SEED_BYTES] {
+        let mut seed = [kem; SEED_BYTES];
+        seed[..32].fill(dh);
+        seed
+    }
+
+    /// A source that is different for each `start`, and the same every time.
+    pub(crate) fn entropy(start: u64) -> impl FnMut(&mut [u8]) {
+        let mut state = start.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        move |out: &mut [u8]| {
+            for byte in out {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                *byte = (state >> 32) as u8;
+            }
+        }
+    }
+
+    #[test]
+    fn prologue_is_golden() {
+        assert_eq!(
+            hex(&prologue("env-1", "registration-1", "stream-1")),
+            "0000000000000020636f6465782d657865632d7365727665722d72656c61792d6e6f6973652f7631\
+             0000000000000005656e762d31\
+             000000000000000e726567697374726174696f6e2d31\
+             000000000000000873747265616d2d31"
+        );
+    }
+
+    #[test]
+    fn the_test_vector_holds() {
+        let harness = Identity::from_seed(&seed(1, 2));
+        let executor = Identity::from_seed(&seed(3, 4));
+        assert_eq!(
+            hex(&harness.public.x25519),
+            "a4e09292b651c278b9772c569f5fa9bb13d906b46ab68c9df9dc2b4409f8a209"
+        );
+        assert_eq!(
+            sha256(harness.public.mlkem768()),
+            "718469495294b6b0b9875f0cd62f2b8fda0ac3852711a87d5c461d7d0d9df7a3"
+        );
+        assert_eq!(
+            hex(&executor.public.x25519),
+            "5dfedd3b6bd47f6fa28ee15d969d5bb0ea53774d488bdaf9df1c6e0124b3ef22"
+        );
+        assert_eq!(
+            sha256(executor.public.mlkem768()),
+            "1bb4f444343d1ca7ccb629670dd2c37e2040fdc6723d2d0f674936b047262d9c"
+        );
+
+        let prologue = prologue("env-1", "registration-1", "stream-1");
+        let mut initiator = handshake_with(
+            &harness,
+            Some(&executor.public),
+            &prologue,
+            &seed(5, 6),
+            &[0x11; 32],
+        )
+        .unwrap();
+        assert_eq!(
+            initiator.get_name().as_str(),
+            "Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256"
+        );
+        let message = write(&mut initiator, b"auth-token").unwrap();
+        assert_eq!(message.len(), 3578);
+        assert_eq!(
+            sha256(&message),
+            "82a18f466667d01ea493d7f9147461df8637c753400376a790c5a972973cde81"
+        );
+
+        let mut encapsulation = [0x12; 64];
+        encapsulation[32..].fill(0x13);
+        let mut responder =
+            handshake_with(&executor, None, &prologue, &seed(7, 8), &encapsulation).unwrap();
+        assert_eq!(read(&mut responder, &message).unwrap(), b"auth-token");
+        let reply = write(&mut responder, &[]).unwrap();
+        assert_eq!(reply.len(), 3424);
+        assert_eq!(
+            sha256(&reply),
+            "53d8e05de33e099b1238a3ea038f8556305b17c052592ca5783489d87e693914"
+        );
+        assert_eq!(read(&mut initiator, &reply).unwrap(), b"");
+
+        let mut here = Channel::new(initiator, true).unwrap();
+        let mut there = Channel::new(responder, false).unwrap();
+        let hash = "390b899384de06828f589e69f0443c585c8a2a55ff5dac769c1519c81484269f";
+        assert_eq!(hex(&here.hash), hash);
+        assert_eq!(hex(&there.hash), hash);
+        for (from, to, text, sealed) in [
+            (
+                &mut here.sealer,
+                &there.opener,
+                "hello",
+                "76fa52a67eed13db843cb3f348afed2e115aa358f1",
+            ),
+            (
+                &mut there.sealer,
+                &here.opener,
+                "world",
+                "388612ae673ba97e9cc63b7f50b9c17c5cdb7129ab",
+            ),
+        ] {
+            let mut record = text.as_bytes().to_vec();
+            assert_eq!(from.seal(&mut record), Ok(0));
+            assert_eq!(hex(&record), sealed);
+            assert_eq!(to.open(0, &mut record), Ok(5));
+            assert_eq!(&record[..5], text.as_bytes());
+        }
+    }
+
+    #[test]
+    fn a_handshake_only_fits_its_keys_and_ids() {
+        let mut random = entropy(1);
+        let [harness, executor, other] = [(); 3].map(|()| Identity::generate(&mut random));
+        let (mut initiator, message) =
+            Initiator::start(&harness, executor.public_key(), b"p", b"a", &mut random).unwrap();
+        for (identity, prologue, message) in [
+            (&other, &b"p"[..], message.clone()),
+            (&executor, b"q", message.clone()),
+            (&executor, b"p", message[..message.len() - 1].to_vec()),
+            (&executor, b"p", [&message[..], b"x"].concat()),
+            (&executor, b"p", Vec::new()),
+            (&executor, b"p", vec![0; 65_536]),
+        ] {
+            assert!(Responder::read(identity, prologue, &message, &mut random).is_err());
+        }
+        let (responder, greeting) =
+            Responder::read(&executor, b"p", &message, &mut random).unwrap();
+        assert_eq!(&greeting.harness, harness.public_key());
+        assert_eq!(greeting.payload, b"a");
+        let (there, reply) = responder.reply().unwrap();
+        // A forgery does not spoil the wait for the true one.
+        let mut forged = reply.clone();
+        forged[3000] ^= 1;
+        assert!(initiator.finish(&forged).is_err());
+        let here = initiator.finish(&reply).unwrap();
+        assert_eq!(here.hash, there.hash);
+    }
+
+    #[test]
+    fn every_bit_of_a_record_counts() {
+        let mut random = entropy(2);
+        let harness = Identity::generate(&mut random);
+        let executor = Identity::generate(&mut random);
+        let (mut initiator, message) =
+            Initiator::start(&harness, executor.public_key(), b"", b"a", &mut random).unwrap();
+        let (responder, _) = Responder::read(&executor, b"", &message, &mut random).unwrap();
+        let (there, reply) = responder.reply().unwrap();
+        let mut here = initiator.finish(&reply).unwrap();
+        let mut record = b"text".to_vec();
+        here.sealer.seal(&mut record).unwrap();
+        for bit in 0..record.len() * 8 {
+            let mut changed = record.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(there.opener.open(0, &mut changed), Err(DecryptError));
+        }
+        assert!(
+            there.opener.open(1, &mut record.clone()).is_err(),
+            "another number"
+        );
+        assert!(
+            here.opener.open(0, &mut record.clone()).is_err(),
+            "another direction"
+        );
+        assert!(there.opener.open(0, &mut [0; 15]).is_err());
+        assert_eq!(there.opener.open(0, &mut record), Ok(4));
+        let mut empty = Vec::new();
+        assert_eq!(here.sealer.seal(&mut empty), Ok(1));
+        assert_eq!(
+            there.opener.open(1, &mut empty),
+            Ok(0),
+            "empty records are legal"
+        );
+    }
+
+    #[test]
+    fn an_identity_is_its_seed_and_keeps_it_to_itself() {
+        let identity = Identity::generate(&mut entropy(3));
+        let again = Identity::from_seed(identity.seed());
+        assert_eq!(identity.public_key(), again.public_key());
+        assert!(format!("{identity:?}").len() < 60);
+    }
+}

@@ -1,0 +1,153 @@
+//! Records in their order: what has come, what waits for a missing one, and how to say so.
+
+use std::collections::BTreeMap;
+
+use crate::frame::Acks;
+use crate::limits::WINDOW_RECORDS;
+
+/// What to do with a record that has just come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Arrival {
+    /// It is the next one: use it and call [`Reorder::advance`].
+    Next,
+    /// It is early; it can wait here.
+    Early,
+    /// It has come before. The first copy counts.
+    Duplicate,
+    /// It is so early that it may not wait.
+    Beyond,
+}
+
+/// The receiving side of one stream's numbers.
+#[derive(Debug, Default)]
+pub(crate) struct Reorder {
+    /// The number of the next record; beyond `u32` when there is none.
+    next: u64,
+    held: BTreeMap<u32, Vec<u8>>,
+    held_bytes: usize,
+}
+
+impl Reorder {
+    /// Classifies a record of `length` bytes if at most `held_limit` bytes may wait.
+    pub(crate) fn arrival(&self, seq: u32, length: usize, held_limit: usize) -> Arrival {
+        match u64::from(seq).checked_sub(self.next) {
+            None => Arrival::Duplicate,
+            Some(0) => Arrival::Next,
+            Some(_) if self.held.contains_key(&seq) => Arrival::Duplicate,
+            Some(ahead)
+                if ahead > u64::from(WINDOW_RECORDS) || self.held_bytes + length > held_limit =>
+            {
+                Arrival::Beyond
+            }
+            Some(_) => Arrival::Early,
+        }
+    }
+
+    /// Keeps an early record.
+    pub(crate) fn hold(&mut self, seq: u32, payload: &[u8]) {
+        self.held_bytes += payload.len();
+        if let Some(replaced) = self.held.insert(seq, payload.to_vec()) {
+            self.held_bytes -= replaced.len();
+        }
+    }
+
+    /// The next record was used; gives the one after it if that has come.
+    pub(crate) fn advance(&mut self) -> Option<(u32, Vec<u8>)> {
+        self.next += 1;
+        let seq = u32::try_from(self.next).ok()?;
+        let payload = self.held.remove(&seq)?;
+        self.held_bytes -= payload.len();
+        Some((seq, payload))
+    }
+
+    /// Whether any record has been used.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.next > 0
+    }
+
+    /// Whether records wait for a missing one.
+    pub(crate) fn has_gap(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Bytes that wait.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.held_bytes
+    }
+
+    /// What to tell the sender. All zero before the first record, when nothing can be said.
+    pub(crate) fn acks(&self) -> Acks {
+        let Some(ack) = self.next.checked_sub(1) else {
+            return Acks::default();
+        };
+        let mut bits = 0;
+        for &seq in self.held.keys() {
+            if let Some(bit) = u64::from(seq)
+                .checked_sub(self.next)
+                .filter(|&bit| bit < 32)
+            {
+                bits |= 1 << bit;
+            }
+        }
+        Acks {
+            ack: ack as u32,
+            bits,
+            credit: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_come_in_order_whatever_the_network_does() {
+        let mut reorder = Reorder::default();
+        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Next);
+        assert_eq!(reorder.arrival(2, 1, 10), Arrival::Early);
+        reorder.hold(2, b"c");
+        assert_eq!(
+            reorder.acks(),
+            Acks::default(),
+            "nothing can be said before the first"
+        );
+        assert_eq!(reorder.advance(), None);
+        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Duplicate);
+        assert_eq!(reorder.arrival(2, 1, 10), Arrival::Duplicate);
+        assert!(reorder.has_gap());
+        // After record 0, bit 1 stands for record 2.
+        let acks = reorder.acks();
+        assert_eq!((acks.ack, acks.bits), (0, 0b10));
+        assert_eq!(reorder.arrival(1, 1, 10), Arrival::Next);
+        assert_eq!(reorder.advance(), Some((2, b"c".to_vec())));
+        assert_eq!(reorder.advance(), None);
+        assert_eq!(reorder.held_bytes(), 0);
+        assert_eq!((reorder.acks().ack, reorder.acks().bits), (2, 0));
+    }
+
+    #[test]
+    fn the_window_is_bounded_in_distance_and_bytes() {
+        let mut reorder = Reorder::default();
+        assert_eq!(reorder.arrival(64, 1, 100), Arrival::Early);
+        assert_eq!(reorder.arrival(65, 1, 100), Arrival::Beyond);
+        assert_eq!(reorder.arrival(1, 101, 100), Arrival::Beyond);
+        reorder.hold(1, &[0; 60]);
+        assert_eq!(reorder.arrival(2, 40, 100), Arrival::Early);
+        assert_eq!(reorder.arrival(2, 41, 100), Arrival::Beyond);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 100), Arrival::Beyond);
+    }
+
+    #[test]
+    fn the_last_number_does_not_wrap() {
+        let mut reorder = Reorder {
+            next: u64::from(u32::MAX),
+            ..Default::default()
+        };
+        assert_eq!(reorder.arrival(0, 1, 10), Arrival::Duplicate);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 10), Arrival::Next);
+        assert_eq!(reorder.advance(), None);
+        assert_eq!(reorder.arrival(u32::MAX, 1, 10), Arrival::Duplicate);
+        assert_eq!(reorder.acks().ack, u32::MAX);
+    }
+}

@@ -1,0 +1,378 @@
+//! Records that the peer has not acknowledged: kept as ciphertext, sent again when lost.
+//!
+//! Owns what is under way, when it counts as lost, and the estimate of the round trip. A record
+//! counts as lost when three that were sent after it have arrived, or when nothing has been heard
+//! for too long; the peer's word after a change of sockets makes all of them lost at once.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use crate::frame::Acks;
+use crate::limits::WINDOW_RECORDS;
+
+/// Later arrivals that make a record lost; fewer may be mere reordering.
+const REORDER_THRESHOLD: u64 = 3;
+
+/// Records that are sent again when nothing was heard for too long: probes, not a flood.
+const PROBES: usize = 2;
+
+const INITIAL_TIMEOUT: Duration = Duration::from_secs(1);
+const MIN_TIMEOUT: Duration = Duration::from_millis(250);
+const MAX_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+struct Sent {
+    payload: Bytes,
+    /// Counts transmissions of this stream; a retransmission gets a new number.
+    order: u64,
+    at: Instant,
+    again: bool,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    UnderWay,
+    Lost,
+    Arrived,
+}
+
+/// The sending side of one stream's numbers, if the peer acknowledges.
+#[derive(Debug)]
+pub(crate) struct Window {
+    /// The number of the first of `sent`.
+    base: u64,
+    sent: VecDeque<Sent>,
+    bytes: usize,
+    /// How many of `sent` are [`State::Lost`].
+    lost: usize,
+    next_order: u64,
+    /// The latest transmission that is known to have arrived.
+    arrived_order: Option<u64>,
+    /// Since when we wait for a sign of progress.
+    waiting_since: Option<Instant>,
+    /// How often in a row the wait was in vain.
+    backoff: u32,
+    round_trip: Option<RoundTrip>,
+    retransmitted: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct RoundTrip {
+    smooth: Duration,
+    variation: Duration,
+}
+
+impl Window {
+    pub(crate) fn new() -> Self {
+        Self {
+            base: 0,
+            sent: VecDeque::new(),
+            bytes: 0,
+            lost: 0,
+            next_order: 0,
+            arrived_order: None,
+            waiting_since: None,
+            backoff: 0,
+            round_trip: None,
+            retransmitted: 0,
+        }
+    }
+
+    /// Whether another new record may be sent.
+    pub(crate) fn has_room(&self) -> bool {
+        self.sent.len() < WINDOW_RECORDS as usize
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.sent.is_empty()
+    }
+
+    pub(crate) fn has_lost(&self) -> bool {
+        self.lost > 0
+    }
+
+    /// Bytes that are kept.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Transmissions that were not the first of their record.
+    pub(crate) fn retransmitted(&self) -> u64 {
+        self.retransmitted
+    }
+
+    /// The estimated round trip.
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        self.round_trip.map(|estimate| estimate.smooth)
+    }
+
+    /// Notes a new record, whose number must follow the last one's.
+    pub(crate) fn push(&mut self, now: Instant, payload: Bytes) {
+        self.bytes += payload.len();
+        self.waiting_since.get_or_insert(now);
+        let order = self.order();
+        self.sent.push_back(Sent {
+            payload,
+            order,
+            at: now,
+            again: false,
+            state: State::UnderWay,
+        });
+    }
+
+    /// The first lost record, to be sent now.
+    pub(crate) fn take_lost(&mut self, now: Instant) -> Option<(u32, Bytes)> {
+        if self.lost == 0 {
+            return None;
+        }
+        let order = self.order();
+        let at = self
+            .sent
+            .iter()
+            .position(|sent| sent.state == State::Lost)?;
+        let sent = &mut self.sent[at];
+        (sent.order, sent.at, sent.again, sent.state) = (order, now, true, State::UnderWay);
+        let payload = sent.payload.clone();
+        self.lost -= 1;
+        self.retransmitted += 1;
+        self.waiting_since.get_or_insert(now);
+        Some((u32::try_from(self.base + at as u64).ok()?, payload))
+    }
+
+    fn order(&mut self) -> u64 {
+        self.next_order += 1;
+        self.next_order
+    }
+
+    /// Takes in what the peer says has arrived; whether that is anything new.
+    ///
+    /// A number that was never sent is a lie and changes nothing.
+    pub(crate) fn acknowledge(&mut self, now: Instant, acks: Acks) -> bool {
+        let end = self.base + self.sent.len() as u64;
+        let ack = u64::from(acks.ack);
+        if ack >= end {
+            return false;
+        }
+        let mut progress = false;
+        // The newest of what is new, which tells the round trip.
+        let mut newest: Option<(u64, Instant, bool)> = None;
+        let mut arrived = |sent: &mut Sent, lost: &mut usize| {
+            if sent.state == State::Arrived {
+                return;
+            }
+            *lost -= usize::from(sent.state == State::Lost);
+            sent.state = State::Arrived;
+            progress = true;
+            if newest.is_none_or(|(order, ..)| order < sent.order) {
+                newest = Some((sent.order, sent.at, sent.again));
+            }
+        };
+        while self.base <= ack {
+            let Some(mut sent) = self.sent.pop_front() else {
+                break;
+            };
+            arrived(&mut sent, &mut self.lost);
+            self.bytes -= sent.payload.len();
+            self.base += 1;
+        }
+        for bit in 0..32 {
+            let Some(at) = (ack + 1 + bit).checked_sub(self.base) else {
+                continue;
+            };
+            if acks.bits & (1 << bit) != 0
+                && let Some(sent) = self.sent.get_mut(at as usize)
+            {
+                arrived(sent, &mut self.lost);
+            }
+        }
+        if let Some((order, at, again)) = newest {
+            self.arrived_order = self.arrived_order.max(Some(order));
+            if !again {
+                self.measure(now.saturating_duration_since(at));
+            }
+            self.backoff = 0;
+            self.waiting_since = (!self.sent.is_empty()).then_some(now);
+            self.find_lost();
+        }
+        progress
+    }
+
+    fn find_lost(&mut self) {
+        let Some(arrived) = self.arrived_order else {
+            return;
+        };
+        for sent in &mut self.sent {
+            if sent.state == State::UnderWay && sent.order + REORDER_THRESHOLD <= arrived {
+                sent.state = State::Lost;
+                self.lost += 1;
+            }
+        }
+    }
+
+    /// Nothing that was sent and not acknowledged will arrive: the socket is another.
+    pub(crate) fn lose_all(&mut self) {
+        for sent in &mut self.sent {
+            if sent.state == State::UnderWay {
+                sent.state = State::Lost;
+                self.lost += 1;
+            }
+        }
+        self.backoff = 0;
+        self.waiting_since = None;
+    }
+
+    fn measure(&mut self, sample: Duration) {
+        self.round_trip = Some(match self.round_trip {
+            None => RoundTrip {
+                smooth: sample,
+                variation: sample / 2,
+            },
+            Some(RoundTrip { smooth, variation }) => RoundTrip {
+                smooth: (smooth * 7 + sample) / 8,
+                variation: (variation * 3 + smooth.abs_diff(sample)) / 4,
+            },
+        });
+    }
+
+    /// How long to wait for a sign of the peer.
+    pub(crate) fn timeout(&self) -> Duration {
+        let base = match self.round_trip {
+            None => INITIAL_TIMEOUT,
+            Some(estimate) => (estimate.smooth + estimate.variation * 4).max(MIN_TIMEOUT),
+        };
+        base.saturating_mul(1 << self.backoff.min(10))
+            .min(MAX_TIMEOUT)
+    }
+
+    /// When [`Window::handle_timeout`] has something to do.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        Some(self.waiting_since? + self.timeout())
+    }
+
+    /// Nothing was heard for too long: the first records are sent again.
+    pub(crate) fn handle_timeout(&mut self, now: Instant) {
+        if self.deadline().is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        self.backoff += 1;
+        self.waiting_since = Some(now);
+        let waiting = self.sent.iter_mut();
+        for sent in waiting
+            .filter(|sent| sent.state != State::Arrived)
+            .take(PROBES)
+        {
+            if sent.state == State::UnderWay {
+                sent.state = State::Lost;
+                self.lost += 1;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
+mod tests {
+    use super::*;
+
+    fn window(count: u8) -> (Window, Instant) {
+        let now = Instant::now();
+        let mut window = Window::new();
+        for n in 0..count {
+            window.push(now, Bytes::from(vec![n]));
+        }
+        (window, now)
+    }
+
+    fn acks(ack: u32, bits: u32) -> Acks {
+        Acks {
+            ack,
+            bits,
+            credit: 0,
+        }
+    }
+
+    #[test]
+    fn acknowledged_records_are_forgotten_and_bits_are_remembered() {
+        let (mut window, now) = window(5);
+        assert_eq!(window.bytes(), 5);
+        assert!(window.acknowledge(now, acks(1, 0b10)));
+        assert_eq!(window.bytes(), 3);
+        assert!(!window.acknowledge(now, acks(1, 0b10)), "nothing new");
+        assert!(!window.acknowledge(now, acks(0, 0)), "an old one");
+        assert!(window.acknowledge(now, acks(4, 0)));
+        assert!(window.is_empty());
+        assert_eq!(window.deadline(), None);
+    }
+
+    #[test]
+    fn what_was_never_sent_cannot_be_acknowledged() {
+        let (mut window, now) = window(2);
+        assert!(!window.acknowledge(now, acks(2, 0)));
+        assert!(!window.acknowledge(now, acks(u32::MAX, u32::MAX)));
+        assert!(
+            window.acknowledge(now, acks(0, u32::MAX)),
+            "bits beyond the last are ignored"
+        );
+        assert_eq!(window.bytes(), 1);
+    }
+
+    #[test]
+    fn three_later_arrivals_make_a_record_lost_and_the_same_bytes_go_again() {
+        let (mut window, now) = window(5);
+        window.acknowledge(now, acks(0, 0b110));
+        assert!(!window.has_lost(), "two may be reordering");
+        window.acknowledge(now, acks(0, 0b1110));
+        assert_eq!(window.take_lost(now), Some((1, Bytes::from_static(&[1]))));
+        assert_eq!(window.take_lost(now), None, "once");
+        assert_eq!(window.retransmitted(), 1);
+        assert!(window.acknowledge(now, acks(4, 0)));
+        assert!(window.is_empty() && !window.has_lost());
+    }
+
+    #[test]
+    fn silence_is_probed_with_growing_patience() {
+        let (mut window, mut now) = window(5);
+        let mut waits = Vec::new();
+        for _ in 0..5 {
+            let deadline = window.deadline().unwrap();
+            window.handle_timeout(deadline - Duration::from_nanos(1));
+            assert!(!window.has_lost());
+            waits.push((deadline - now).as_millis());
+            now = deadline;
+            window.handle_timeout(now);
+            assert_eq!(window.take_lost(now).unwrap().0, 0);
+            assert_eq!(window.take_lost(now).unwrap().0, 1);
+            assert_eq!(window.take_lost(now), None);
+        }
+        assert_eq!(waits, [1000, 2000, 4000, 5000, 5000]);
+        window.acknowledge(now, acks(0, 0));
+        assert_eq!(window.deadline(), Some(now + Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn another_socket_loses_everything_that_was_not_acknowledged() {
+        let (mut window, now) = window(4);
+        window.acknowledge(now, acks(0, 0b10));
+        window.lose_all();
+        let again: Vec<_> = std::iter::from_fn(|| window.take_lost(now)).collect();
+        assert_eq!(
+            again,
+            [(1, Bytes::from_static(&[1])), (3, Bytes::from_static(&[3]))]
+        );
+    }
+
+    #[test]
+    fn the_round_trip_is_measured_on_first_transmissions_only() {
+        let (mut window, now) = window(2);
+        window.acknowledge(now + Duration::from_millis(80), acks(0, 0));
+        assert_eq!(window.round_trip(), Some(Duration::from_millis(80)));
+        assert_eq!(window.timeout(), MIN_TIMEOUT);
+        window.lose_all();
+        window.take_lost(now + Duration::from_secs(3));
+        window.acknowledge(now + Duration::from_secs(9), acks(1, 0));
+        assert_eq!(window.round_trip(), Some(Duration::from_millis(80)));
+    }
+}

@@ -1,0 +1,438 @@
+//! A network that loses, doubles, delays and reorders frames and cuts sockets, with a clock that
+//! only it moves. The same seed is the same story.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use exec_server_relay::frame::Transmit;
+use exec_server_relay::keys::Authorization;
+use exec_server_relay::noise::Identity;
+use exec_server_relay::{
+    Endpoint, Event, ExecutorConfig, HarnessConfig, Limits, Mode, Reason, SendError, StreamKey,
+};
+
+pub(crate) const ENVIRONMENT: &str = "env-1";
+pub(crate) const REGISTRATION: &str = "registration-1";
+pub(crate) const STREAM: &str = "0b2f3c6e-0000-4000-8000-000000000001";
+
+/// Xorshift: enough for stories, and the same on every machine.
+#[derive(Clone)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        let mut random = Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03 | 1);
+        for _ in 0..8 {
+            random.next();
+        }
+        random
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16
+    }
+
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    pub(crate) fn percent(&mut self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    pub(crate) fn fill(&mut self, out: &mut [u8]) {
+        for byte in out {
+            *byte = self.next() as u8;
+        }
+    }
+}
+
+pub(crate) fn entropy(seed: u64) -> impl FnMut(&mut [u8]) + Send {
+    let mut random = Random::new(seed);
+    move |out: &mut [u8]| random.fill(out)
+}
+
+#[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
+pub(crate) fn epoch() -> Instant {
+    Instant::now()
+}
+
+pub(crate) fn executor_with(limits: Limits, seed: u64) -> (Endpoint, Identity) {
+    let identity = Identity::generate(&mut entropy(seed));
+    let config = ExecutorConfig {
+        environment_id: ENVIRONMENT.into(),
+        registration_id: REGISTRATION.into(),
+        identity: identity.clone(),
+        limits,
+    };
+    (
+        Endpoint::executor(config, Box::new(entropy(seed + 1))),
+        identity,
+    )
+}
+
+pub(crate) fn harness_with(
+    limits: Limits,
+    executor: &Identity,
+    stream_id: &str,
+    now: Instant,
+    seed: u64,
+) -> (Endpoint, StreamKey) {
+    let mut random = entropy(seed);
+    let config = HarnessConfig {
+        environment_id: ENVIRONMENT.into(),
+        registration_id: REGISTRATION.into(),
+        stream_id: stream_id.into(),
+        identity: Identity::generate(&mut random),
+        executor: executor.public_key().clone(),
+        authorization: Authorization::new("let me in").unwrap(),
+        limits,
+    };
+    Endpoint::harness(config, now, &mut random).unwrap()
+}
+
+/// How bad the network is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Weather {
+    pub(crate) loss: u64,
+    pub(crate) duplication: u64,
+    /// Frames that are held up, and for how long at most.
+    pub(crate) late: u64,
+    pub(crate) lateness: Duration,
+    pub(crate) delay: Duration,
+    /// Whether the meeting point tells the other side when a socket ends.
+    pub(crate) notices: bool,
+}
+
+pub(crate) const FAIR: Weather = Weather {
+    loss: 0,
+    duplication: 0,
+    late: 0,
+    lateness: Duration::ZERO,
+    delay: Duration::from_millis(2),
+    notices: true,
+};
+
+/// One end and what its application does.
+pub(crate) struct End {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) stream: Option<StreamKey>,
+    pub(crate) mode: Option<Mode>,
+    pub(crate) to_send: VecDeque<Bytes>,
+    pub(crate) received: Vec<Bytes>,
+    pub(crate) closed: Option<(Reason, bool)>,
+    /// Counts sockets; frames of an old one are lost.
+    socket: u64,
+    pub(crate) up: bool,
+    up_at: Option<Instant>,
+    full: bool,
+    /// The most that was ever buffered.
+    pub(crate) peak: usize,
+    /// Reads at most so many messages each time something happens.
+    pub(crate) reads: usize,
+    pub(crate) transmitted: u64,
+}
+
+impl End {
+    fn new(endpoint: Endpoint, stream: Option<StreamKey>) -> Self {
+        Self {
+            endpoint,
+            stream,
+            mode: None,
+            to_send: VecDeque::new(),
+            received: Vec::new(),
+            closed: None,
+            socket: 0,
+            up: false,
+            up_at: None,
+            full: false,
+            peak: 0,
+            reads: usize::MAX,
+            transmitted: 0,
+        }
+    }
+}
+
+/// Gets the number of a frame, which end sent it, and the frame.
+pub(crate) type Tamper = Box<dyn FnMut(u64, usize, &mut Vec<u8>)>;
+
+struct Flight {
+    to: usize,
+    frame: Vec<u8>,
+    /// The sockets it travels over.
+    sockets: [u64; 2],
+}
+
+pub(crate) const HARNESS: usize = 0;
+pub(crate) const EXECUTOR: usize = 1;
+
+pub(crate) struct World {
+    pub(crate) now: Instant,
+    pub(crate) start: Instant,
+    pub(crate) random: Random,
+    pub(crate) weather: Weather,
+    pub(crate) ends: [End; 2],
+    flights: BTreeMap<(Instant, u64), Flight>,
+    next_flight: u64,
+    pub(crate) delivered: u64,
+    /// Cuts the socket of an end when so many frames were delivered.
+    pub(crate) cut_at: Option<(u64, usize)>,
+    /// Changes frames on their way.
+    pub(crate) tamper: Option<Tamper>,
+    /// How long an executor takes to decide.
+    pub(crate) admission: Duration,
+    admit_at: Option<(Instant, StreamKey)>,
+    pub(crate) outage: Duration,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, weather: Weather, limits: [Limits; 2]) -> Self {
+        let now = epoch();
+        let [harness_limits, executor_limits] = limits;
+        let (executor, identity) = executor_with(executor_limits, seed * 10 + 1);
+        let (harness, stream) = harness_with(harness_limits, &identity, STREAM, now, seed * 10 + 5);
+        let mut world = Self {
+            now,
+            start: now,
+            random: Random::new(seed),
+            weather,
+            ends: [End::new(harness, Some(stream)), End::new(executor, None)],
+            flights: BTreeMap::new(),
+            next_flight: 0,
+            delivered: 0,
+            cut_at: None,
+            tamper: None,
+            admission: Duration::from_millis(5),
+            admit_at: None,
+            outage: Duration::from_millis(300),
+        };
+        for end in &mut world.ends {
+            end.up = true;
+            end.endpoint.socket_up(now);
+        }
+        world
+    }
+
+    pub(crate) fn cut(&mut self, at: usize) {
+        if !self.ends[at].up {
+            return;
+        }
+        self.ends[at].up = false;
+        self.ends[at].socket += 1;
+        self.ends[at].endpoint.socket_lost();
+        let outage = self.outage + Duration::from_millis(self.random.below(200));
+        self.ends[at].up_at = Some(self.now + outage);
+        if self.weather.notices {
+            let reason = if at == HARNESS {
+                Reason::HarnessDetached
+            } else {
+                Reason::ExecutorDetached
+            };
+            let reset = Transmit::reset(STREAM, reason.as_str()).to_vec();
+            self.launch(1 - at, reset, Duration::from_millis(1));
+        }
+    }
+
+    fn launch(&mut self, to: usize, frame: Vec<u8>, delay: Duration) {
+        self.next_flight += 1;
+        self.flights.insert(
+            (self.now + delay, self.next_flight),
+            Flight {
+                to,
+                frame,
+                sockets: [self.ends[0].socket, self.ends[1].socket],
+            },
+        );
+    }
+
+    fn pump(&mut self, at: usize) {
+        loop {
+            let mut idle = true;
+            while let Some(event) = self.ends[at].endpoint.poll_event() {
+                idle = false;
+                self.note(at, event);
+            }
+            let end = &mut self.ends[at];
+            if let (Some(stream), None) = (end.stream, &end.closed) {
+                while !end.full
+                    && let Some(message) = end.to_send.pop_front()
+                {
+                    idle = false;
+                    match end.endpoint.send_message(self.now, stream, message) {
+                        Ok(()) => {}
+                        Err(SendError::Full(message)) => {
+                            end.to_send.push_front(message);
+                            end.full = true;
+                        }
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+                for _ in 0..end.reads {
+                    let Some(message) = end.endpoint.read_message(self.now, stream) else {
+                        break;
+                    };
+                    idle = false;
+                    end.received.push(message);
+                }
+            }
+            while let Some(transmit) = self.ends[at].endpoint.poll_transmit(self.now) {
+                idle = false;
+                self.ends[at].transmitted += 1;
+                let mut frame = transmit.to_vec();
+                if let Some(tamper) = &mut self.tamper {
+                    tamper(self.next_flight, at, &mut frame);
+                }
+                let weather = self.weather;
+                let copies = 1 + u64::from(self.random.percent(weather.duplication));
+                for _ in 0..copies {
+                    if self.random.percent(weather.loss) || !self.ends[1 - at].up {
+                        continue;
+                    }
+                    let mut delay = weather.delay;
+                    if self.random.percent(weather.late) {
+                        let most = weather.lateness.as_micros() as u64 + 1;
+                        delay += Duration::from_micros(self.random.below(most));
+                    }
+                    self.launch(1 - at, frame.clone(), delay);
+                }
+            }
+            let end = &mut self.ends[at];
+            end.peak = end.peak.max(end.endpoint.buffered_bytes());
+            if idle {
+                break;
+            }
+        }
+    }
+
+    fn note(&mut self, at: usize, event: Event) {
+        let end = &mut self.ends[at];
+        match event {
+            Event::Asked {
+                stream,
+                authorization,
+                ..
+            } => {
+                assert_eq!(authorization.reveal(), "let me in");
+                self.admit_at = Some((self.now + self.admission, stream));
+            }
+            Event::Opened { stream, mode } => {
+                assert!(end.mode.is_none(), "opened twice");
+                end.stream = Some(stream);
+                end.mode = Some(mode);
+            }
+            Event::Readable(_) => {}
+            Event::Writable(_) => end.full = false,
+            Event::Closed {
+                reason,
+                by_peer,
+                unread,
+                ..
+            } => {
+                end.received.extend(unread);
+                end.closed = Some((reason, by_peer));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Lets one thing happen; `false` if nothing ever will.
+    pub(crate) fn step(&mut self) -> bool {
+        self.pump(HARNESS);
+        self.pump(EXECUTOR);
+        let happened = self.happen();
+        self.pump(HARNESS);
+        self.pump(EXECUTOR);
+        happened
+    }
+
+    fn happen(&mut self) -> bool {
+        let flight = self.flights.first_key_value().map(|(&(at, _), _)| at);
+        let next = [
+            flight,
+            self.admit_at.map(|(at, _)| at),
+            self.ends[0].up_at,
+            self.ends[1].up_at,
+            self.ends[0].endpoint.next_deadline(),
+            self.ends[1].endpoint.next_deadline(),
+        ];
+        let Some(next) = next.into_iter().flatten().min() else {
+            return false;
+        };
+        self.now = self.now.max(next);
+        if let Some((_, stream)) = self.admit_at.take_if(|(at, _)| *at <= self.now) {
+            self.ends[EXECUTOR].endpoint.admit(self.now, stream);
+        }
+        for at in [HARNESS, EXECUTOR] {
+            let now = self.now;
+            let end = &mut self.ends[at];
+            if end.up_at.take_if(|at| *at <= now).is_some() {
+                end.up = true;
+                end.endpoint.socket_up(now);
+            }
+            if end.endpoint.next_deadline().is_some_and(|at| at <= now) {
+                end.endpoint.handle_timeout(now);
+                let next = end.endpoint.next_deadline();
+                assert!(next.is_none_or(|at| at > now), "a timer that does not stop");
+            }
+        }
+        if let Some(first) = self.flights.first_entry()
+            && first.key().0 <= self.now
+        {
+            let flight = first.remove();
+            let sockets = [self.ends[0].socket, self.ends[1].socket];
+            if flight.sockets == sockets && self.ends[flight.to].up {
+                let end = &mut self.ends[flight.to];
+                let _ = end.endpoint.handle_frame(self.now, &flight.frame);
+                self.delivered += 1;
+                if let Some((_, at)) = self.cut_at.take_if(|(count, _)| *count == self.delivered) {
+                    self.cut(at);
+                }
+            }
+        }
+        true
+    }
+
+    /// Lets things happen until `done`, for at most `patience` of its own time.
+    pub(crate) fn run(&mut self, patience: Duration, done: impl Fn(&Self) -> bool) -> bool {
+        let end = self.now + patience;
+        while self.now < end {
+            if done(self) {
+                return true;
+            }
+            if !self.step() {
+                break;
+            }
+        }
+        done(self)
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.ends.iter().all(|end| end.mode.is_some())
+    }
+
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.now - self.start
+    }
+}
+
+/// Messages that say which they are; sizes from a few bytes to several records.
+pub(crate) fn messages(random: &mut Random, count: usize, max: u64) -> VecDeque<Bytes> {
+    (0..count)
+        .map(|n| {
+            let length = match random.below(4) {
+                0 => 8 + random.below(20),
+                1 => 8 + random.below(2_000),
+                _ => 8 + random.below(max),
+            };
+            let mut message = vec![0; length as usize];
+            random.fill(&mut message);
+            message[..8].copy_from_slice(&(n as u64).to_be_bytes());
+            message.into()
+        })
+        .collect()
+}

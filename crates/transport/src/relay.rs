@@ -1,0 +1,792 @@
+//! Remote mode over websockets: drives an [`Endpoint`], and gives an ordinary link for each stream.
+//!
+//! Owns the tasks, the timers and the dialling again. Everything about frames, keys and what may be
+//! lost is the endpoint's; who may come in, and where to dial, is the caller's.
+//!
+//! ```text
+//!  application ══ Link ══ (pipe) ══ pump ──► Endpoint ──► writer ──► websocket
+//!                                   pump ◄──    │     ◄── reader ◄──
+//!                                            timers
+//! ```
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::io;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use exec_server_relay::keys::{Authorization, PublicKey};
+use exec_server_relay::{
+    Endpoint, Event, ExecutorConfig, HarnessConfig, Mode, Reason, SendError, StreamKey,
+};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::JoinSet;
+
+use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
+use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent};
+
+/// Frames are taken from the endpoint up to this many bytes at a time: enough for one write, and
+/// little enough that what comes up meanwhile does not wait long.
+const BATCH_BYTES: usize = 128 << 10;
+
+/// Bytes between a link and the endpoint, each way.
+const PIPE_BYTES: usize = 256 << 10;
+
+/// How long one write may take.
+const WRITE_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long the last frames of a harness may take, and the meeting point's goodbye after them.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// One stream, as an ordinary link.
+#[derive(Debug)]
+pub struct RelayStream {
+    /// Carries the messages. Dropping it, or ending its outgoing half, ends the stream once all that
+    /// was sent has left.
+    pub link: Link,
+    /// Its id on the wire.
+    pub stream_id: Arc<str>,
+    /// Who is at the other end, for an executor.
+    pub harness: Option<PublicKey>,
+    /// What the peer is good for.
+    pub mode: Mode,
+    ended: watch::Receiver<Option<Reason>>,
+}
+
+impl RelayStream {
+    /// Why the stream ended; waits until it has.
+    pub fn ended(&self) -> impl Future<Output = Reason> + Send + use<> {
+        let mut ended = self.ended.clone();
+        async move {
+            match ended.wait_for(Option::is_some).await {
+                Ok(reason) => reason.clone().unwrap_or(Reason::SocketLost),
+                Err(_) => Reason::ShuttingDown,
+            }
+        }
+    }
+}
+
+/// A harness that wants to come in.
+#[derive(Debug, Clone)]
+pub struct Ask {
+    /// The stream it wants.
+    pub stream_id: Arc<str>,
+    /// Who it is.
+    pub harness: PublicKey,
+    /// What it shows.
+    pub authorization: Authorization,
+}
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+#[error("{source}")]
+pub struct DialError {
+    /// Whether trying again is pointless.
+    pub fatal: bool,
+    /// What went wrong.
+    #[source]
+    pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl DialError {
+    /// Something that may be better the next time.
+    pub fn passing(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self {
+            fatal: false,
+            source: source.into(),
+        }
+    }
+
+    /// Something that will not change by trying again.
+    pub fn fatal(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self {
+            fatal: true,
+            source: source.into(),
+        }
+    }
+}
+
+/// Why a harness has no stream.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The executor's key is none.
+    #[error(transparent)]
+    Handshake(#[from] exec_server_relay::noise::HandshakeError),
+    /// There is no socket.
+    #[error("cannot reach the meeting point")]
+    Dial(#[source] DialError),
+    /// The executor, or the meeting point, did not open the stream.
+    #[error("the stream was refused: {0}")]
+    Refused(Reason),
+}
+
+/// Serves as an executor until dialling fails for good; gives that error.
+///
+/// `dial` is called for every socket, with growing pauses while it fails; `admit` for every harness,
+/// and is given up after the endpoint's limit. Streams come out of `accepted`; one that finds no
+/// room there is refused.
+///
+/// Cancelling it ends every stream.
+pub async fn serve<D, DF, A, AF>(
+    config: ExecutorConfig,
+    dial: D,
+    admit: A,
+    accepted: mpsc::Sender<RelayStream>,
+) -> DialError
+where
+    D: FnMut() -> DF + Send,
+    DF: Future<Output = Result<Link, DialError>> + Send,
+    A: Fn(Ask) -> AF + Send + Sync,
+    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+{
+    let (shared, happened) = Shared::new(Endpoint::executor(config, Box::new(system_entropy)));
+    let _ended = EndAll(Arc::clone(&shared));
+    tokio::select! {
+        error = keep_socket(&shared, dial, || false) => {
+            error.unwrap_or_else(|| DialError::fatal("an executor has no last stream"))
+        }
+        never = supervise(&shared, happened, admit, accepted) => match never {},
+        never = run_timers(&shared) => match never {},
+    }
+}
+
+/// Opens one stream as a harness.
+///
+/// `dial` is called for the first socket and, if the executor can go on with another, for every
+/// further one, with growing pauses while it fails.
+///
+/// # Errors
+///
+/// When there is no first socket, or the executor does not open the stream.
+pub async fn open<D, DF>(config: HarnessConfig, mut dial: D) -> Result<RelayStream, OpenError>
+where
+    D: FnMut() -> DF + Send + 'static,
+    DF: Future<Output = Result<Link, DialError>> + Send + 'static,
+{
+    let link = dial().await.map_err(OpenError::Dial)?;
+    let stream_id: Arc<str> = config.stream_id.as_str().into();
+    let (endpoint, key) = Endpoint::harness(config, now(), &mut system_entropy)?;
+    let (shared, happened) = Shared::new(endpoint);
+    let (accepted, mut opened) = mpsc::channel(1);
+    let port = shared.port(key, &stream_id);
+    let ended = port.ended.subscribe();
+    // Ends with its stream: when that is over and the application has got all of it.
+    let driver = tokio::spawn(async move {
+        let end_all = EndAll(Arc::clone(&shared));
+        let mut first = Some(link);
+        let dial = || {
+            let dialled = match first.take() {
+                Some(link) => Ok(link),
+                None => Err(dial()),
+            };
+            async move {
+                match dialled {
+                    Ok(link) => Ok(link),
+                    Err(dialling) => dialling.await,
+                }
+            }
+        };
+        let admit = |_: Ask| std::future::ready(Err(Reason::UnexpectedFrame));
+        let mut supervisor = pin!(supervise_until_idle(
+            &shared, &port, happened, admit, accepted
+        ));
+        let mut socket = pin!(keep_socket(&shared, dial, || shared.is_idle()));
+        tokio::select! {
+            () = &mut supervisor => {
+                // The executor is to hear that this was the end, and not wait for our return.
+                let _ = tokio::time::timeout(FAREWELL, socket).await;
+            }
+            _ = &mut socket => {
+                // The last messages may still be on their way to the application.
+                drop(end_all);
+                supervisor.await;
+            }
+            never = run_timers(&shared) => match never {},
+        }
+    });
+    let reason = async {
+        let mut ended = ended.clone();
+        match ended.wait_for(Option::is_some).await {
+            Ok(reason) => reason.clone(),
+            Err(_) => None,
+        }
+    };
+    tokio::select! {
+        biased;
+        Some(stream) = opened.recv() => Ok(stream),
+        reason = reason => {
+            driver.abort();
+            Err(OpenError::Refused(reason.unwrap_or(Reason::SocketLost)))
+        }
+    }
+}
+
+fn now() -> Instant {
+    // Tokio's clock, which tests can stop.
+    tokio::time::Instant::now().into_std()
+}
+
+fn system_entropy(out: &mut [u8]) {
+    getrandom::fill(out).expect("the system has randomness");
+}
+
+/// What the tasks of one endpoint share.
+struct Shared {
+    core: Mutex<Core>,
+    /// There may be something to send.
+    transmit: Notify,
+    /// The next deadline is earlier than the timers know.
+    timers: Notify,
+    happened: mpsc::UnboundedSender<Event>,
+}
+
+/// Under the lock; nobody waits while holding it.
+struct Core {
+    endpoint: Endpoint,
+    ports: HashMap<StreamKey, Arc<Port>>,
+    /// What the timers wait for.
+    armed: Option<Instant>,
+}
+
+/// Where the tasks of one stream wait.
+struct Port {
+    stream_id: Arc<str>,
+    readable: Notify,
+    writable: Notify,
+    ended: watch::Sender<Option<Reason>>,
+    /// What came and was not read before the end.
+    unread: Mutex<Vec<Bytes>>,
+    harness: Option<PublicKey>,
+}
+
+impl Shared {
+    /// The queue of events is bounded by what endpoints admit: each stream asks and opens once.
+    fn new(endpoint: Endpoint) -> (Arc<Self>, mpsc::UnboundedReceiver<Event>) {
+        let (happened, receiver) = mpsc::unbounded_channel();
+        let core = Core {
+            endpoint,
+            ports: HashMap::new(),
+            armed: None,
+        };
+        let shared = Self {
+            core: Mutex::new(core),
+            transmit: Notify::new(),
+            timers: Notify::new(),
+            happened,
+        };
+        (Arc::new(shared), receiver)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.lock().endpoint.stream_count() == 0
+    }
+
+    /// The waiting place of a harness's stream, which nobody asks for.
+    fn port(&self, key: StreamKey, stream_id: &Arc<str>) -> Arc<Port> {
+        let port = Arc::new(Port::new(Arc::clone(stream_id), None));
+        self.lock().ports.insert(key, Arc::clone(&port));
+        port
+    }
+
+    /// Does something with the endpoint and tells everyone concerned.
+    fn update<T>(&self, change: impl FnOnce(&mut Endpoint, Instant) -> T) -> T {
+        let mut core = self.lock();
+        let result = change(&mut core.endpoint, now());
+        self.settle(&mut core);
+        self.transmit.notify_one();
+        result
+    }
+
+    /// Takes frames to send; the one change after which the writer need not look.
+    fn transmit(&self, outgoing: &mut Outgoing) {
+        let mut core = self.lock();
+        let now = now();
+        while outgoing.buffered() < BATCH_BYTES
+            && let Some(frame) = core.endpoint.poll_transmit(now)
+        {
+            outgoing.push_binary(frame.parts());
+        }
+        self.settle(&mut core);
+    }
+
+    fn settle(&self, core: &mut Core) {
+        while let Some(event) = core.endpoint.poll_event() {
+            match event {
+                Event::Readable(key) => {
+                    if let Some(port) = core.ports.get(&key) {
+                        port.readable.notify_one();
+                    }
+                }
+                Event::Writable(key) => {
+                    if let Some(port) = core.ports.get(&key) {
+                        port.writable.notify_one();
+                    }
+                }
+                Event::Closed {
+                    stream,
+                    reason,
+                    unread,
+                    ..
+                } => {
+                    if let Some(port) = core.ports.remove(&stream) {
+                        port.close(reason, unread);
+                    }
+                }
+                event => {
+                    if let Event::Asked {
+                        stream,
+                        stream_id,
+                        harness,
+                        ..
+                    } = &event
+                    {
+                        let port = Port::new(Arc::clone(stream_id), Some(harness.clone()));
+                        core.ports.insert(*stream, Arc::new(port));
+                    }
+                    // Nobody is there only when everything ends.
+                    let _ = self.happened.send(event);
+                }
+            }
+        }
+        let deadline = core.endpoint.next_deadline();
+        if deadline.is_some() && (core.armed.is_none() || deadline < core.armed) {
+            self.timers.notify_one();
+        }
+    }
+}
+
+impl Port {
+    fn new(stream_id: Arc<str>, harness: Option<PublicKey>) -> Self {
+        Self {
+            stream_id,
+            readable: Notify::new(),
+            writable: Notify::new(),
+            ended: watch::Sender::new(None),
+            unread: Mutex::new(Vec::new()),
+            harness,
+        }
+    }
+
+    fn close(&self, reason: Reason, unread: Vec<Bytes>) {
+        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = unread;
+        self.ended.send_replace(Some(reason));
+        self.readable.notify_one();
+        self.writable.notify_one();
+    }
+
+    fn is_closed(&self) -> bool {
+        self.ended.borrow().is_some()
+    }
+}
+
+/// Ends what is left when the driver goes, so that nobody waits for it.
+struct EndAll(Arc<Shared>);
+
+impl Drop for EndAll {
+    fn drop(&mut self) {
+        let ports = std::mem::take(&mut self.0.lock().ports);
+        for port in ports.into_values() {
+            port.close(Reason::ShuttingDown, Vec::new());
+        }
+    }
+}
+
+/// Dials, uses the socket until it is gone, and dials again, until `done` or dialling fails for good.
+async fn keep_socket<D, DF>(
+    shared: &Shared,
+    mut dial: D,
+    done: impl Fn() -> bool,
+) -> Option<DialError>
+where
+    D: FnMut() -> DF,
+    DF: Future<Output = Result<Link, DialError>>,
+{
+    let mut backoff = Backoff::default();
+    while !done() {
+        tokio::time::sleep(backoff.pause(random())).await;
+        match dial().await {
+            Ok(link) => {
+                let up = now();
+                shared.update(|endpoint, now| endpoint.socket_up(now));
+                let error = use_socket(shared, link, &done).await;
+                shared.update(|endpoint, _| endpoint.socket_lost());
+                backoff.lived(now() - up);
+                if let Some(error) = error {
+                    tracing::debug!(%error, "the relay socket is gone");
+                }
+            }
+            Err(error) if error.fatal => return Some(error),
+            Err(error) => {
+                backoff.failed();
+                tracing::debug!(%error, "cannot reach the meeting point; trying again");
+            }
+        }
+    }
+    None
+}
+
+fn random() -> u32 {
+    let mut bytes = [0; 4];
+    system_entropy(&mut bytes);
+    u32::from_ne_bytes(bytes)
+}
+
+/// How long to wait before dialling again.
+#[derive(Debug, Default)]
+struct Backoff {
+    failures: u32,
+}
+
+impl Backoff {
+    const FIRST: Duration = Duration::from_millis(50);
+    const MAX: Duration = Duration::from_secs(15);
+    /// A socket that lived this long was a good one.
+    const GOOD: Duration = Duration::from_secs(10);
+
+    /// At once after a good socket; else twice as long as before, less up to half by chance, so that
+    /// many who lost the same meeting point do not return together.
+    fn pause(&self, random: u32) -> Duration {
+        let Some(doublings) = self.failures.checked_sub(1) else {
+            return Duration::ZERO;
+        };
+        let longest = Self::FIRST
+            .saturating_mul(1 << doublings.min(16))
+            .min(Self::MAX);
+        longest.mul_f64(0.5 + f64::from(random) / f64::from(u32::MAX) / 2.0)
+    }
+
+    fn failed(&mut self) {
+        self.failures = self.failures.saturating_add(1);
+    }
+
+    /// A socket was there for so long. One that dies young counts as a failure, or a meeting point
+    /// that hangs up at once would be dialled without a pause.
+    fn lived(&mut self, time: Duration) {
+        if time >= Self::GOOD {
+            self.failures = 0;
+        } else {
+            self.failed();
+        }
+    }
+}
+
+/// Moves frames until the socket is gone or `done`; gives the error, if it was one.
+async fn use_socket(shared: &Shared, link: Link, done: &impl Fn() -> bool) -> Option<LinkError> {
+    let Link { incoming, outgoing } = link;
+    let socket = Socket {
+        heard: AtomicBool::new(false),
+        ping: Mutex::new(None),
+    };
+    let result = tokio::select! {
+        result = read_frames(shared, &socket, incoming) => result,
+        result = write_frames(shared, &socket, outgoing, done) => result,
+    };
+    result.err()
+}
+
+/// What the two halves of one socket tell each other.
+struct Socket {
+    /// Something came since this was last asked.
+    heard: AtomicBool,
+    /// A ping to be answered; a second one replaces it, as the protocol allows.
+    ping: Mutex<Option<Vec<u8>>>,
+}
+
+impl Socket {
+    fn take_ping(&self) -> Option<Vec<u8>> {
+        let mut ping = self.ping.lock().unwrap_or_else(PoisonError::into_inner);
+        ping.take()
+    }
+}
+
+async fn read_frames(
+    shared: &Shared,
+    socket: &Socket,
+    mut incoming: Incoming,
+) -> Result<(), LinkError> {
+    while let Some(event) = incoming.recv_raw().await? {
+        socket.heard.store(true, Ordering::Relaxed);
+        match event {
+            RawEvent::Message { bytes, text: false } => {
+                let result = shared.update(|endpoint, now| endpoint.handle_frame(now, bytes));
+                if let Err(error) = result {
+                    tracing::debug!(%error, "a relay frame is ignored");
+                }
+            }
+            RawEvent::Message { .. } => {
+                tracing::debug!("a text message on the relay socket is ignored");
+            }
+            RawEvent::Ping(payload) => {
+                let ping = Some(payload.to_vec());
+                *socket.ping.lock().unwrap_or_else(PoisonError::into_inner) = ping;
+                shared.transmit.notify_one();
+            }
+            RawEvent::Pong => {}
+        }
+    }
+    Ok(())
+}
+
+async fn write_frames(
+    shared: &Shared,
+    socket: &Socket,
+    mut outgoing: Outgoing,
+    done: &impl Fn() -> bool,
+) -> Result<(), LinkError> {
+    let mut keepalive = Keepalive::new(KeepaliveConfig::default(), now());
+    loop {
+        if let Some(payload) = socket.take_ping() {
+            outgoing.push_pong(&payload);
+        }
+        if socket.heard.swap(false, Ordering::Relaxed) {
+            keepalive.heard(now());
+        }
+        let wait = match keepalive.poll(now()) {
+            Action::Wait(until) => until,
+            Action::Ping => {
+                outgoing.push_ping();
+                continue;
+            }
+            Action::GiveUp => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+        };
+        shared.transmit(&mut outgoing);
+        if outgoing.buffered() > 0 {
+            tokio::time::timeout(WRITE_LIMIT, outgoing.flush())
+                .await
+                .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+            continue;
+        }
+        if done() {
+            outgoing.push_close(1000);
+            outgoing.shutdown().await?;
+            // Hanging up on what is still coming could take our last frames with it; the reader
+            // ends when the other side has.
+            tokio::time::sleep(FAREWELL).await;
+            return Ok(());
+        }
+        outgoing.relax();
+        tokio::select! {
+            () = shared.transmit.notified() => {}
+            () = tokio::time::sleep_until(wait.into()) => {}
+        }
+    }
+}
+
+/// Lets time pass for the endpoint, with or without a socket.
+async fn run_timers(shared: &Shared) -> std::convert::Infallible {
+    loop {
+        let deadline = {
+            let mut core = shared.lock();
+            core.armed = core.endpoint.next_deadline();
+            core.armed
+        };
+        match deadline {
+            Some(deadline) => {
+                tokio::select! {
+                    () = tokio::time::sleep_until(deadline.into()) => {
+                        shared.update(|endpoint, now| endpoint.handle_timeout(now));
+                    }
+                    () = shared.timers.notified() => {}
+                }
+            }
+            None => shared.timers.notified().await,
+        }
+    }
+}
+
+/// Runs what belongs to single streams: admission, and the two pumps of each.
+async fn supervise<A, AF>(
+    shared: &Arc<Shared>,
+    mut happened: mpsc::UnboundedReceiver<Event>,
+    admit: A,
+    accepted: mpsc::Sender<RelayStream>,
+) -> std::convert::Infallible
+where
+    A: Fn(Ask) -> AF,
+    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+{
+    // Dropped, and so aborted, with this future.
+    let mut tasks = JoinSet::new();
+    loop {
+        tokio::select! {
+            Some(event) = happened.recv() => handle(shared, event, &admit, &accepted, &mut tasks),
+            Some(_) = tasks.join_next() => {}
+            else => std::future::pending().await,
+        }
+    }
+}
+
+/// As [`supervise`], for one stream and until it is over.
+async fn supervise_until_idle<A, AF>(
+    shared: &Arc<Shared>,
+    port: &Port,
+    mut happened: mpsc::UnboundedReceiver<Event>,
+    admit: A,
+    accepted: mpsc::Sender<RelayStream>,
+) where
+    A: Fn(Ask) -> AF,
+    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+{
+    let mut tasks = JoinSet::new();
+    let mut ended = port.ended.subscribe();
+    tokio::select! {
+        biased;
+        Some(event) = happened.recv() => handle(shared, event, &admit, &accepted, &mut tasks),
+        _ = ended.wait_for(Option::is_some) => return,
+    }
+    while tasks.join_next().await.is_some() {}
+    // Closing may still take a round trip.
+    let _ = ended.wait_for(Option::is_some).await;
+}
+
+fn handle<A, AF>(
+    shared: &Arc<Shared>,
+    event: Event,
+    admit: &A,
+    accepted: &mpsc::Sender<RelayStream>,
+    tasks: &mut JoinSet<()>,
+) where
+    A: Fn(Ask) -> AF,
+    AF: Future<Output = Result<(), Reason>> + Send + 'static,
+{
+    match event {
+        Event::Asked {
+            stream,
+            stream_id,
+            harness,
+            authorization,
+        } => {
+            let decision = admit(Ask {
+                stream_id,
+                harness,
+                authorization,
+            });
+            let shared = Arc::clone(shared);
+            // Ends when the decision is made; a late one finds no stream.
+            tasks.spawn(async move {
+                let decision = decision.await;
+                shared.update(|endpoint, now| match decision {
+                    Ok(()) => endpoint.admit(now, stream),
+                    Err(reason) => endpoint.refuse(now, stream, reason),
+                });
+            });
+        }
+        Event::Opened { stream, mode } => {
+            let Some(port) = shared.lock().ports.get(&stream).cloned() else {
+                return;
+            };
+            let (here, there) = pipe();
+            let opened = RelayStream {
+                link: there,
+                stream_id: Arc::clone(&port.stream_id),
+                harness: port.harness.clone(),
+                mode,
+                ended: port.ended.subscribe(),
+            };
+            if accepted.try_send(opened).is_err() {
+                shared.update(|endpoint, _| endpoint.reset(stream, Reason::TooManyStreams));
+                return;
+            }
+            let Link { incoming, outgoing } = here;
+            // Both end with the stream or when the application drops its link.
+            tasks.spawn(pump_out(
+                Arc::clone(shared),
+                Arc::clone(&port),
+                stream,
+                incoming,
+            ));
+            tasks.spawn(pump_in(Arc::clone(shared), port, stream, outgoing));
+        }
+        _ => {}
+    }
+}
+
+fn pipe() -> (Link, Link) {
+    let (here, there) = tokio::io::duplex(PIPE_BYTES);
+    let [here, there] = [here, there].map(|end| {
+        let (reader, writer) = tokio::io::split(end);
+        Link::prefixed(reader, writer)
+    });
+    (here, there)
+}
+
+/// From the application to the endpoint.
+async fn pump_out(shared: Arc<Shared>, port: Arc<Port>, stream: StreamKey, mut incoming: Incoming) {
+    let mut ended = port.ended.subscribe();
+    loop {
+        let event = tokio::select! {
+            event = incoming.recv_raw() => event,
+            _ = ended.wait_for(Option::is_some) => return,
+        };
+        let mut message = match event {
+            Ok(Some(RawEvent::Message { bytes, .. })) => Bytes::copy_from_slice(bytes),
+            Ok(Some(_)) => continue,
+            Ok(None) | Err(_) => break,
+        };
+        loop {
+            let sent = shared.update(|endpoint, now| endpoint.send_message(now, stream, message));
+            match sent {
+                Ok(()) => break,
+                Err(SendError::Full(back)) => message = back,
+                Err(SendError::Closed) => return,
+                Err(error) => {
+                    tracing::debug!(%error, "a message cannot be sent");
+                    break;
+                }
+            }
+            port.writable.notified().await;
+        }
+    }
+    shared.update(|endpoint, now| endpoint.close(now, stream));
+}
+
+/// From the endpoint to the application.
+async fn pump_in(shared: Arc<Shared>, port: Arc<Port>, stream: StreamKey, mut outgoing: Outgoing) {
+    loop {
+        // Before reading: what comes between the two is found by the next turn.
+        let closed = port.is_closed();
+        let mut bytes = 0;
+        while bytes < PIPE_BYTES
+            && let Some(message) = shared.update(|endpoint, now| endpoint.read_message(now, stream))
+        {
+            bytes += message.len();
+            outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+        }
+        if closed {
+            let mut unread = port.unread.lock().unwrap_or_else(PoisonError::into_inner);
+            for message in unread.drain(..) {
+                outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+            }
+        }
+        if outgoing.buffered() > 0 && outgoing.flush().await.is_err() {
+            // The application is gone; the other pump sees that too and closes the stream.
+            return;
+        }
+        if closed {
+            let _ = outgoing.shutdown().await;
+            return;
+        }
+        if bytes == 0 {
+            outgoing.relax();
+            port.readable.notified().await;
+        }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

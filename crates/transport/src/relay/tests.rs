@@ -1,0 +1,374 @@
+use std::sync::atomic::AtomicU32;
+
+use exec_server_relay::Limits;
+use exec_server_relay::frame::{self, Body, Transmit};
+use exec_server_relay::noise::Identity;
+
+use super::*;
+use crate::frame::Role;
+
+/// A meeting point of a few lines: one executor, any number of harnesses, sockets that can be cut.
+#[derive(Default)]
+struct Meeting {
+    routes: Mutex<Routes>,
+    dialled: AtomicU32,
+}
+
+#[derive(Default)]
+struct Routes {
+    executor: Option<mpsc::Sender<Vec<u8>>>,
+    harnesses: HashMap<String, mpsc::Sender<Vec<u8>>>,
+    /// One for each socket: cuts it.
+    cuts: Vec<(bool, Arc<Notify>)>,
+}
+
+impl Meeting {
+    fn dial(self: &Arc<Self>, executor: bool) -> Link {
+        self.dialled.fetch_add(1, Ordering::Relaxed);
+        let (client, server) = tokio::io::duplex(256 << 10);
+        let (reader, writer) = tokio::io::split(server);
+        let link = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let cut = Arc::new(Notify::new());
+        let (sender, receiver) = mpsc::channel(8);
+        let mut routes = self.routes.lock().unwrap();
+        routes.cuts.push((executor, Arc::clone(&cut)));
+        if executor {
+            routes.executor = Some(sender.clone());
+        }
+        drop(routes);
+        let meeting = Arc::clone(self);
+        tokio::spawn(async move {
+            let Link { incoming, outgoing } = link;
+            tokio::select! {
+                () = meeting.forward(executor, sender.clone(), incoming) => {}
+                () = deliver(receiver, outgoing) => {}
+                () = cut.notified() => {}
+            }
+            meeting.leave(executor, &sender).await;
+        });
+        let (reader, writer) = tokio::io::split(client);
+        Link::websocket(Role::Client, reader, writer, Vec::new())
+    }
+
+    async fn forward(&self, executor: bool, own: mpsc::Sender<Vec<u8>>, mut incoming: Incoming) {
+        while let Ok(Some(event)) = incoming.recv_raw().await {
+            let RawEvent::Message { bytes, text: false } = event else {
+                continue;
+            };
+            let frame = frame::decode(bytes).unwrap();
+            let to = {
+                let mut routes = self.routes.lock().unwrap();
+                if executor {
+                    routes.harnesses.get(frame.stream_id.as_ref()).cloned()
+                } else {
+                    if matches!(frame.body, Body::Resume { .. }) {
+                        let id = frame.stream_id.clone().into_owned();
+                        routes.harnesses.insert(id, own.clone());
+                    }
+                    routes.executor.clone()
+                }
+            };
+            if let Some(to) = to {
+                let _ = to.send(bytes.to_vec()).await;
+            }
+        }
+    }
+
+    async fn leave(&self, executor: bool, own: &mpsc::Sender<Vec<u8>>) {
+        let notices = {
+            let mut routes = self.routes.lock().unwrap();
+            if executor {
+                if !routes
+                    .executor
+                    .as_ref()
+                    .is_some_and(|e| e.same_channel(own))
+                {
+                    return;
+                }
+                routes.executor = None;
+                let all = routes.harnesses.iter();
+                all.map(|(id, to)| (id.clone(), to.clone(), Reason::ExecutorDetached))
+                    .collect::<Vec<_>>()
+            } else {
+                let gone = routes.harnesses.extract_if(|_, to| to.same_channel(own));
+                let gone: Vec<_> = gone.map(|(id, _)| id).collect();
+                let executor = routes.executor.clone();
+                gone.into_iter()
+                    .filter_map(|id| Some((id, executor.clone()?, Reason::HarnessDetached)))
+                    .collect()
+            }
+        };
+        for (id, to, reason) in notices {
+            let _ = to
+                .send(Transmit::reset(&id, reason.as_str()).to_vec())
+                .await;
+        }
+    }
+
+    /// Cuts all sockets of one side; how many there were.
+    fn cut(&self, executor: bool) -> usize {
+        let mut routes = self.routes.lock().unwrap();
+        let cut: Vec<_> = routes
+            .cuts
+            .extract_if(.., |(side, _)| *side == executor)
+            .collect();
+        for (_, socket) in &cut {
+            socket.notify_one();
+        }
+        cut.len()
+    }
+
+    fn dialler(
+        self: &Arc<Self>,
+        executor: bool,
+    ) -> impl FnMut() -> std::future::Ready<Result<Link, DialError>> + Send + use<> {
+        let meeting = Arc::clone(self);
+        move || std::future::ready(Ok(meeting.dial(executor)))
+    }
+}
+
+async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: Outgoing) {
+    while let Some(frame) = receiver.recv().await {
+        outgoing.push_binary([&frame, &[]]);
+        if outgoing.flush().await.is_err() {
+            return;
+        }
+    }
+}
+
+struct Stage {
+    meeting: Arc<Meeting>,
+    identity: Identity,
+    accepted: mpsc::Receiver<RelayStream>,
+    /// Aborted when the stage is dropped.
+    _executor: JoinSet<()>,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let meeting = Arc::new(Meeting::default());
+        let identity = Identity::generate(&mut system_entropy);
+        let config = ExecutorConfig {
+            environment_id: "env".into(),
+            registration_id: "reg".into(),
+            identity: identity.clone(),
+            limits: Limits::default(),
+        };
+        let (sender, accepted) = mpsc::channel(16);
+        let admit = |ask: Ask| async move {
+            match ask.authorization.reveal() {
+                "good" => Ok(()),
+                _ => Err(Reason::AuthorizationRefused),
+            }
+        };
+        let mut executor = JoinSet::new();
+        let dial = meeting.dialler(true);
+        executor.spawn(async move {
+            let error = serve(config, dial, admit, sender).await;
+            panic!("{error}");
+        });
+        Self {
+            meeting,
+            identity,
+            accepted,
+            _executor: executor,
+        }
+    }
+
+    async fn open_with(
+        &self,
+        authorization: &str,
+        limits: Limits,
+    ) -> Result<RelayStream, OpenError> {
+        // The executor may not have dialled yet; a harness would hear that from the registry.
+        while self.meeting.routes.lock().unwrap().executor.is_none() {
+            tokio::task::yield_now().await;
+        }
+        let config = HarnessConfig {
+            environment_id: "env".into(),
+            registration_id: "reg".into(),
+            stream_id: uuid::Uuid::new_v4().to_string(),
+            identity: Identity::generate(&mut system_entropy),
+            executor: self.identity.public_key().clone(),
+            authorization: Authorization::new(authorization).unwrap(),
+            limits,
+        };
+        open(config, self.meeting.dialler(false)).await
+    }
+
+    async fn open(&mut self) -> (RelayStream, RelayStream) {
+        let here = self.open_with("good", Limits::default()).await.unwrap();
+        let there = self.accepted.recv().await.unwrap();
+        assert_eq!(here.stream_id, there.stream_id);
+        (here, there)
+    }
+}
+
+async fn send(link: &mut Outgoing, message: &[u8]) {
+    link.push_message(message.len(), |out| out.extend_from_slice(message));
+    link.flush().await.unwrap();
+}
+
+async fn receive(link: &mut Incoming) -> Option<Vec<u8>> {
+    match link.recv_raw().await.unwrap()? {
+        RawEvent::Message { bytes, .. } => Some(bytes.to_vec()),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn many_streams_share_the_executors_socket() {
+    let mut stage = Stage::new();
+    let mut pairs = Vec::new();
+    for _ in 0..5 {
+        pairs.push(stage.open().await);
+    }
+    for (n, (here, there)) in pairs.iter_mut().enumerate() {
+        assert_eq!(here.mode, Mode::Reliable);
+        assert!(there.harness.is_some());
+        send(&mut here.link.outgoing, format!("ping {n}\n").as_bytes()).await;
+        let got = receive(&mut there.link.incoming).await.unwrap();
+        assert_eq!(got, format!("ping {n}\n").as_bytes());
+        send(&mut there.link.outgoing, b"pong").await;
+        assert_eq!(receive(&mut here.link.incoming).await.unwrap(), b"pong");
+    }
+    assert_eq!(stage.meeting.dialled.load(Ordering::Relaxed), 6);
+}
+
+#[tokio::test]
+async fn a_harness_that_may_not_is_told_why() {
+    let stage = Stage::new();
+    let refused = stage.open_with("bad", Limits::default()).await;
+    assert!(matches!(
+        refused,
+        Err(OpenError::Refused(Reason::AuthorizationRefused))
+    ));
+}
+
+#[tokio::test]
+async fn both_ends_hear_of_the_end_after_everything_was_delivered() {
+    let mut stage = Stage::new();
+    let (mut here, mut there) = stage.open().await;
+    for n in 0..100_u8 {
+        send(&mut here.link.outgoing, &[n; 5000]).await;
+    }
+    let ended = here.ended();
+    drop(here);
+    for n in 0..100_u8 {
+        assert_eq!(receive(&mut there.link.incoming).await.unwrap(), [n; 5000]);
+    }
+    assert_eq!(receive(&mut there.link.incoming).await, None);
+    assert_eq!(there.ended().await, Reason::Closed);
+    assert_eq!(ended.await, Reason::Closed);
+}
+
+/// Sends numbered messages while sockets are cut, and checks each one.
+async fn survive(cut_executor: bool) {
+    const COUNT: u32 = 400;
+    let mut stage = Stage::new();
+    let (mut here, mut there) = stage.open().await;
+    let mut cuts = 0;
+    let sender = async {
+        for n in 0..COUNT {
+            let mut message = vec![n as u8; 40_000];
+            message[..4].copy_from_slice(&n.to_be_bytes());
+            send(&mut there.link.outgoing, &message).await;
+        }
+    };
+    let receiver = async {
+        for n in 0..COUNT {
+            let message = receive(&mut here.link.incoming).await.unwrap();
+            assert_eq!(message[..4], n.to_be_bytes());
+            assert_eq!(message.len(), 40_000);
+            if n % 100 == 50 {
+                cuts += stage.meeting.cut(cut_executor);
+            }
+        }
+    };
+    tokio::join!(sender, receiver);
+    assert_eq!(cuts, 4, "each cut was of a socket in use");
+    send(&mut here.link.outgoing, b"done").await;
+    assert_eq!(receive(&mut there.link.incoming).await.unwrap(), b"done");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_survives_the_sockets_of_its_harness() {
+    survive(false).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stream_survives_the_sockets_of_its_executor() {
+    survive(true).await;
+}
+
+#[tokio::test]
+async fn a_compatible_stream_ends_with_its_socket() {
+    let mut stage = Stage::new();
+    let mut limits = Limits::default();
+    limits.acknowledge = false;
+    let mut here = stage.open_with("good", limits).await.unwrap();
+    let there = stage.accepted.recv().await.unwrap();
+    assert_eq!(here.mode, Mode::Compatible);
+    stage.meeting.cut(false);
+    assert_eq!(receive(&mut here.link.incoming).await, None);
+    assert_eq!(here.ended().await, Reason::SocketLost);
+    assert_eq!(there.ended().await, Reason::HarnessDetached);
+}
+
+#[tokio::test]
+async fn a_reader_that_does_not_read_stops_its_sender_and_nobody_else() {
+    let mut stage = Stage::new();
+    let (mut slow, mut slow_there) = stage.open().await;
+    let (mut quick, mut quick_there) = stage.open().await;
+    let flood = async {
+        for _ in 0..1000 {
+            send(&mut slow_there.link.outgoing, &[1; 100_000]).await;
+        }
+    };
+    let mut flood = pin!(flood);
+    for _ in 0..200 {
+        let echo = async {
+            send(&mut quick.link.outgoing, b"ping").await;
+            assert_eq!(
+                receive(&mut quick_there.link.incoming).await.unwrap(),
+                b"ping"
+            );
+        };
+        tokio::select! {
+            () = &mut flood => panic!("a hundred megabytes fit nowhere"),
+            () = echo => {}
+        }
+    }
+    let drain = async {
+        for _ in 0..1000 {
+            assert_eq!(
+                receive(&mut slow.link.incoming).await.unwrap().len(),
+                100_000
+            );
+        }
+    };
+    tokio::join!(flood, drain);
+}
+
+#[test]
+fn pauses_grow_and_a_good_socket_is_forgotten_at_once() {
+    let mut backoff = Backoff::default();
+    assert_eq!(backoff.pause(0), Duration::ZERO);
+    let mut pauses = Vec::new();
+    for _ in 0..10 {
+        backoff.failed();
+        assert_eq!(backoff.pause(0) * 2, backoff.pause(u32::MAX));
+        pauses.push(backoff.pause(u32::MAX).as_millis());
+    }
+    assert_eq!(
+        pauses,
+        [50, 100, 200, 400, 800, 1600, 3200, 6400, 12_800, 15_000]
+    );
+    backoff.lived(Duration::from_secs(10));
+    assert_eq!(backoff.pause(0), Duration::ZERO);
+    backoff.lived(Duration::ZERO);
+    assert!(
+        backoff.pause(0) > Duration::ZERO,
+        "one that hangs up at once is not dialled at once"
+    );
+}
