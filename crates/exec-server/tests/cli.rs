@@ -261,7 +261,7 @@ async fn run_in_a_terminal_passes_size_keys_and_interrupts_on() {
         until(&process, "40 120\r\nresized").await;
         assert!(process.try_write(Bytes::from_static(b"\x03")).is_ok());
         until(&process, "interrupted").await;
-        let exit = process.wait_for(|log| log.exit().copied()).await;
+        let exit = process.wait_for(|log| log.exit().cloned()).await;
         assert_eq!(exit.code, 6, "{url:?}");
     }
 }

@@ -39,6 +39,10 @@ pub struct ExecServerConfig {
     pub keepalive: KeepaliveConfig,
     /// The environment that policies of children start from: usually the server's own.
     pub environment: BTreeMap<String, String>,
+    /// An `exec-server` executable that launches sandboxes; the program's own if it can be one.
+    pub sandbox_launcher: Option<PathBuf>,
+    /// What no sandbox with a restricted view of files may see.
+    pub sandbox_hidden: Vec<PathBuf>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
 }
@@ -59,6 +63,8 @@ impl Default for ExecServerConfig {
             max_sessions: 4096,
             keepalive: KeepaliveConfig::default(),
             environment: BTreeMap::new(),
+            sandbox_launcher: None,
+            sandbox_hidden: Vec::new(),
             cwd: None,
         }
     }

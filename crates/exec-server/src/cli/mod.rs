@@ -19,6 +19,10 @@ use args::{Args, Command, ServerArgs};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
+    // First: a launcher has no use for anything else of this program.
+    if let Some(code) = exec_server_executor::sandbox::launcher::dispatch() {
+        return code;
+    }
     let args = Args::parse();
     let outcome = match args.command {
         None => serve::run(args.serve),

@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+pub(crate) mod confine;
 pub mod guardian;
 pub(crate) mod launch;
 pub mod memory;
