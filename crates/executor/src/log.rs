@@ -475,6 +475,7 @@ mod tests {
         user_micros: 0,
         system_micros: 0,
         max_rss_bytes: 0,
+        denials: None,
     };
 
     fn stream(n: u8) -> Stream {

@@ -1,9 +1,11 @@
 //! The command line: what was typed, what it means, and what to do.
 
 mod args;
+mod doctor;
 mod kill;
 mod ps;
 mod run;
+mod sandbox;
 mod serve;
 mod settings;
 mod terminal;
@@ -30,6 +32,7 @@ pub fn main() -> ExitCode {
         Some(Command::Run(args)) => return run::run(args),
         Some(Command::Ps(args)) => ps::run(&args),
         Some(Command::Kill(args)) => kill::run(&args),
+        Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);

@@ -223,6 +223,9 @@ fn watch(token: OneThread, plan: &Plan, namespaces: &Namespaces, report: OwnedFd
     if namespaces.network {
         flags |= libc::CLONE_NEWNET;
     }
+    // What is sent to the whole tree is for the command, which begins with none ignored; we only
+    // pass its end on.
+    confine::signals(token, Signals::Ignored);
     let first = match confine::fork(token, flags) {
         Ok(Fork::Child) => {
             drop(end);
@@ -233,8 +236,6 @@ fn watch(token: OneThread, plan: &Plan, namespaces: &Namespaces, report: OwnedFd
     };
     drop((report, first_end));
     confine::close_streams(token);
-    // What is sent to the whole tree is for the command; we only pass its end on.
-    confine::signals(token, Signals::Ignored);
     let own_status = wait_for(first);
     let mut status = [0; 4];
     let told = File::from(end).read_exact(&mut status).is_ok();

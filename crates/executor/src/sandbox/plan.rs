@@ -237,7 +237,7 @@ fn namespaces(
     let mut paths: BTreeSet<&Path> = view.rules.keys().map(PathBuf::as_path).collect();
     paths.extend(view.pins.iter().map(PathBuf::as_path));
     paths.remove(Path::new("/"));
-    let laid: Vec<&Path> = paths
+    let mut laid: BTreeSet<&Path> = paths
         .into_iter()
         .filter(|path| {
             let access = view.access(path);
@@ -248,6 +248,15 @@ fn namespaces(
             !covered && (differs || pinned || view.missing.contains(*path))
         })
         .collect();
+    // Nor may a directory above be renamed, and another put in its place with what is protected
+    // in it: what lies on something cannot be.
+    for path in laid.clone() {
+        let above = path.ancestors().skip(1);
+        laid.extend(
+            above.take_while(|path| path.parent().is_some() && view.access(path) == Access::Write),
+        );
+    }
+    let laid: Vec<&Path> = laid.into_iter().collect();
     let points_below = |above: &Path| -> Vec<(Text, bool)> {
         let below = laid.iter().filter(|path| {
             // Only what lies on this very layer: the rest lies on something that is there.

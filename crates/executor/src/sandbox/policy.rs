@@ -491,8 +491,12 @@ fn view(
             view.rules.insert(target.path, Access::Deny);
         }
     }
+    // A link that is held in place cannot be replaced any more, but it may have been planted
+    // before: where not everything may be read, it would open what it leads to.
+    let reads_all = view.access(Path::new("/")) != Access::Deny;
     for (path, link) in crossed {
-        if !view.pins.contains(&link) && view.access(&link) == Access::Write {
+        let held = reads_all && view.pins.contains(&link);
+        if !held && view.access(&link) == Access::Write {
             return Err(PolicyError::WritableLink { path, link });
         }
     }
@@ -524,10 +528,14 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
         }
         for name in PROTECTED {
             let path = root.join(name);
-            if granted(&path) || view.rules.contains_key(&path) {
+            if granted(&path) {
                 continue;
             }
-            match kind(&path)? {
+            let found = kind(&path)?;
+            if view.rules.contains_key(&path) && found != Some(Kind::File) {
+                continue;
+            }
+            match found {
                 None => {
                     view.rules.insert(path.clone(), Access::Read);
                     view.missing.insert(path);
@@ -544,7 +552,7 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
                     read_only(view, &path, disk)?;
                 }
                 Some(Kind::File) => {
-                    view.rules.insert(path.clone(), Access::Read);
+                    view.rules.entry(path.clone()).or_insert(Access::Read);
                     if name == ".git"
                         && let Some(target) = git_directory(&path, disk)
                     {

@@ -109,6 +109,13 @@ fn carve_outs_lie_over_what_they_take_from() {
 }
 
 #[test]
+fn directories_above_a_carve_out_cannot_be_renamed() {
+    let policy = policy(&[("/", Read), ("/w", Write), ("/w/a/b/no", Deny)]);
+    let paths: Vec<String> = mounts(&policy).into_iter().map(|(path, _)| path).collect();
+    assert_eq!(paths, ["/w", "/w/a", "/w/a/b", "/w/a/b/no"]);
+}
+
+#[test]
 fn what_is_open_below_a_mask_has_a_place_in_it() {
     let policy = policy(&[
         ("/", Read),

@@ -270,13 +270,16 @@ fn an_entry_may_grant_what_is_protected() {
 
 #[test]
 fn a_git_file_protects_what_it_points_to() {
-    let view = view_of(
-        &["/w/.git = gitdir: ../w/real/git\n", "/w/real/git/config"],
-        workspace(),
-    );
-    assert_eq!(access(&view, "/w/.git"), Read);
-    assert_eq!(access(&view, "/w/real/git/config"), Read);
-    assert_eq!(access(&view, "/w/real"), Write);
+    // With an entry for `.git`, as clients send it, and without.
+    for entries in [workspace(), workspace_without_git()] {
+        let view = view_of(
+            &["/w/.git = gitdir: ../w/real/git\n", "/w/real/git/config"],
+            entries,
+        );
+        assert_eq!(access(&view, "/w/.git"), Read);
+        assert_eq!(access(&view, "/w/real/git/config"), Read);
+        assert_eq!(access(&view, "/w/real"), Write);
+    }
 }
 
 #[test]
@@ -287,6 +290,18 @@ fn a_protected_link_is_pinned_with_its_target() {
     );
     assert!(view.pins.contains(Path::new("/w/.git")));
     assert_eq!(access(&view, "/w/real/config"), Read);
+}
+
+#[test]
+fn a_planted_link_does_not_open_what_is_hidden() {
+    let entries = vec![
+        entry("minimal", Read),
+        entry("roots:", Write),
+        entry("roots:.codex", Read),
+    ];
+    let items = ["/usr/x", "/w/.codex -> /root/keys", "/root/keys/key"];
+    let refused = try_view(&items, entries).unwrap_err();
+    assert!(matches!(refused, PolicyError::WritableLink { .. }));
 }
 
 fn workspace_without_git() -> Vec<Entry> {
