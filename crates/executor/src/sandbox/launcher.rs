@@ -51,7 +51,7 @@ static DISPATCHES: AtomicBool = AtomicBool::new(false);
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Run a command.
-    Run(Plan),
+    Run(Box<Plan>),
     /// Find out what can be enforced.
     Probe,
 }

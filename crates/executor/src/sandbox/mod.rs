@@ -217,7 +217,7 @@ impl Errand {
         if prison.confinement.drop_capabilities {
             limits.push((libc::RLIMIT_CORE, 0));
         }
-        Self::new(&Order::Run(Plan {
+        Self::new(&Order::Run(Box::new(Plan {
             command: Command {
                 candidates: texts(&prepared.candidates),
                 argv: texts(&prepared.argv),
@@ -227,7 +227,7 @@ impl Errand {
                 terminal: terminal && prison.has_namespaces(),
             },
             confinement: prison.confinement.clone(),
-        }))
+        })))
     }
 
     /// The descriptors that the launcher expects, in order.

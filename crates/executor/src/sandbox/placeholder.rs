@@ -92,9 +92,8 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
     let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(Hold::Exists);
     };
-    let parent = match open_directory(rustix::fs::CWD, above) {
-        Ok(parent) => parent,
-        Err(_) => return Ok(Hold::Impossible),
+    let Ok(parent) = open_directory(rustix::fs::CWD, above) else {
+        return Ok(Hold::Impossible);
     };
     for _ in 0..ATTEMPTS {
         let made = match rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(MODE)) {
