@@ -56,19 +56,9 @@ struct Outcome {
 
 impl Cell {
     async fn new(user: User) -> Self {
-        Self::with(user, |_| {}).await
-    }
-
-    async fn with(user: User, configure: impl FnOnce(&mut Command)) -> Self {
-        // Not in /tmp, which many policies make writable.
-        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
-        let open = |path: &Path, mode| {
-            std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
-        };
-        open(directory.path(), 0o755);
+        let directory = Self::place();
         let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
-        let lower = user == User::Ordinary && is_root();
-        let mut command = if lower {
+        let command = if user == User::Ordinary && is_root() {
             // Builds may lie where the other user cannot go.
             let program = directory.path().join("exec-server");
             std::fs::hard_link(built, &program)
@@ -84,11 +74,27 @@ impl Cell {
         } else {
             Command::new(built)
         };
+        Self::at(user, directory, command).await
+    }
+
+    /// With a server that is started in its own way.
+    async fn on(user: User, command: Command) -> Self {
+        Self::at(user, Self::place(), command).await
+    }
+
+    fn place() -> TempDir {
+        // Not in /tmp, which many policies make writable.
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let open = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(directory.path(), open).unwrap();
+        directory
+    }
+
+    async fn at(user: User, directory: TempDir, mut command: Command) -> Self {
         command
             .env_clear()
-            .env("PATH", "/usr/local/bin:/usr/bin:/bin");
-        command.env("SERVER_SECRET", "only for the server");
-        configure(&mut command);
+            .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+            .env("SERVER_SECRET", "only for the server");
         let mut server = Subject::start(Transport::Websocket, command).await;
         let client = server.session().await;
         let cell = Self {

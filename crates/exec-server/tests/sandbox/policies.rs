@@ -1,6 +1,7 @@
 //! What each kind of policy amounts to, and what is said of it.
 
 use serde_json::{Value, json};
+use tokio::process::Command;
 
 use crate::{Cell, User, entry, for_both, policy, read_only, special};
 
@@ -299,4 +300,104 @@ async fn managed_networks_fail_closed(user: User) {
         assert_eq!(failure.code, -32602);
         assert!(failure.message.contains(text), "{failure}");
     }
+}
+
+/// A server in a user namespace that allows no others inside; with or without the right to mount.
+fn without_namespaces(privileged: bool) -> Command {
+    let mut command = Command::new("unshare");
+    command.arg("--user");
+    let program = env!("CARGO_BIN_EXE_exec-server");
+    let forbid = "echo 0 > /proc/sys/user/max_user_namespaces";
+    let script = if privileged {
+        command.arg("--map-root-user");
+        format!("{forbid} && exec {program} \"$@\"")
+    } else {
+        command.args(["--map-user=1000", "--map-group=1000", "--keep-caps"]);
+        let drop = "setpriv --inh-caps=-all --ambient-caps=-all --bounding-set=-all";
+        format!("{forbid} && exec {drop} {program} \"$@\"")
+    };
+    command.args(["sh", "-c", &script, "sh"]);
+    command
+}
+
+#[tokio::test]
+async fn without_namespaces_landlock_does_what_it_can() {
+    let mut cell = Cell::on(User::Own, without_namespaces(false)).await;
+    let result = started(&mut cell, &read_only()).await;
+    let enforcement = &result["enforcement"];
+    assert_eq!(enforcement["level"], "full", "{enforcement}");
+    let mechanisms = json!(["capabilities", "landlock", "seccomp", "no_new_privs"]);
+    assert_eq!(enforcement["mechanisms"], mechanisms);
+    cell.write("work/file", "text");
+    let script = "cat file; echo x > file; echo x > new; mkdir d; rm file; echo y > /dev/null && echo null; \
+                  cat < /proc/self/comm; kill -0 1 && echo signalled; : > file";
+    let outcome = cell.sh(&read_only(), script).await;
+    assert_eq!(outcome.stdout, "textnull\nsh\n", "{outcome:?}");
+    assert!(outcome.denied, "{outcome:?}");
+    assert_eq!(
+        std::fs::read_to_string(cell.path("work/file")).unwrap(),
+        "text"
+    );
+    assert_eq!(std::fs::read_dir(cell.path("work")).unwrap().count(), 1);
+    let outcome = cell
+        .python(&read_only(), "refused('inet', lambda: socket.socket())")
+        .await;
+    assert_eq!(outcome.stdout, "inet EPERM\n");
+
+    // What it cannot express is refused, or left out by name.
+    let mut sandbox = cell.workspace();
+    let failure = cell.refused(&sandbox, &["true"]).await;
+    assert_eq!(failure.code, -32602);
+    let text = "sandbox intent cannot be enforced on this executor: ";
+    assert!(failure.message.starts_with(text), "{failure}");
+    assert!(failure.message.contains("work/.git"), "{failure}");
+    sandbox["allowPartialEnforcement"] = json!(true);
+    let result = started(&mut cell, &sandbox).await;
+    assert_eq!(result["enforcement"]["level"], "partial");
+    let missing = result["enforcement"]["missing"].as_array().unwrap();
+    assert!(
+        missing
+            .iter()
+            .any(|what| what.as_str().unwrap().contains("work/.git")),
+        "{missing:?}"
+    );
+    let outcome = cell
+        .sh(&sandbox, "echo x > new && echo x > ../other/no")
+        .await;
+    assert!(
+        outcome.denied && cell.path("work/new").exists(),
+        "{outcome:?}"
+    );
+    assert!(!cell.path("other/no").exists());
+    assert!(!cell.path("work/.git").exists());
+}
+
+#[tokio::test]
+async fn without_user_namespaces_root_mounts_by_privilege() {
+    let mut cell = Cell::on(User::Own, without_namespaces(true)).await;
+    let sandbox = cell.workspace();
+    let result = started(&mut cell, &sandbox).await;
+    let enforcement = &result["enforcement"];
+    assert_eq!(enforcement["level"], "full", "{enforcement}");
+    let mechanisms = enforcement["mechanisms"].as_array().unwrap();
+    assert!(
+        mechanisms.contains(&json!("mount_namespace")),
+        "{mechanisms:?}"
+    );
+    assert!(
+        !mechanisms.contains(&json!("user_namespace")),
+        "{mechanisms:?}"
+    );
+    let outcome = cell
+        .sh(
+            &sandbox,
+            "echo x > new; mkdir .git; echo x > ../other/no; grep CapBnd /proc/self/status",
+        )
+        .await;
+    assert_eq!(outcome.stdout, "CapBnd:\t0000000000000000\n", "{outcome:?}");
+    assert!(
+        cell.path("work/new").exists() && !cell.path("other/no").exists(),
+        "{outcome:?}"
+    );
+    assert!(!cell.path("work/.git").exists());
 }

@@ -115,7 +115,9 @@ fn path_in(line: &str) -> Option<String> {
         .filter(|text| text.starts_with('/'));
     // Otherwise as in `sh: 1: cannot create /x: Read-only file system`.
     let plain = || {
+        // The first part is who complains.
         line.split(": ")
+            .skip(1)
             .filter_map(|part| part.split_whitespace().last())
             .find(|word| word.starts_with('/') && word.len() > 1)
     };
@@ -149,6 +151,8 @@ mod tests {
         assert_eq!(denials[0].path.as_deref(), Some("/etc/x"));
         let denials = told(ALL, 2, "sh: 1: cannot create /y/z: Read-only file system").unwrap();
         assert_eq!(denials[0].path.as_deref(), Some("/y/z"));
+        let denials = told(ALL, 2, "/bin/sh: 1: cannot create y: Read-only file system").unwrap();
+        assert_eq!(denials[0].path, None);
         let denials = told(ALL, 1, "cat: secret: Permission denied").unwrap();
         assert_eq!(denials[0].path, None);
         let denials = told(ALL, 6, "curl: (6) Could not resolve host: example.com").unwrap();
