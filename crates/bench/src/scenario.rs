@@ -7,6 +7,7 @@
 mod echo;
 mod handshake;
 mod memory;
+mod sandbox;
 mod spawn;
 mod stdin;
 mod stream;
@@ -30,6 +31,8 @@ pub(crate) enum Name {
     Handshake,
     /// Start to closed, one by one and sixteen at a time
     Spawn,
+    /// Start to closed under a policy, one by one
+    Sandbox,
     /// Keystrokes through a terminal, calm and beside a flood
     Echo,
     /// Output of one process and of eight
@@ -92,6 +95,7 @@ impl Bench {
                 Name::Startup => handshake::startup(self),
                 Name::Handshake => handshake::run(self),
                 Name::Spawn => spawn::run(self),
+                Name::Sandbox => sandbox::run(self),
                 Name::Echo => echo::run(self),
                 Name::Stream => stream::run(self),
                 Name::Sleeper => stream::sleeper(self),

@@ -20,6 +20,7 @@ use crate::log::Retention;
 use crate::process::{self, Process};
 use crate::sandbox::Launcher;
 use crate::sandbox::host::Host;
+use crate::sandbox::placeholder::Keeper;
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
 
@@ -68,6 +69,8 @@ struct Inner {
     null: OwnedFd,
     /// What launches sandboxes, and what it can do here.
     launcher: Launcher,
+    /// Goes last: what sandboxes have left on the disk goes with it.
+    _keeper: Keeper,
     live: Arc<Live>,
     /// Children that a supervisor looks after. Reaping happens under this lock, so that a number
     /// that is reused right away is not mistaken for its former owner.
@@ -107,6 +110,7 @@ impl Executor {
                 config,
                 null: null.into(),
                 launcher,
+                _keeper: Keeper::new(),
                 live: Arc::default(),
                 managed: Mutex::default(),
                 starting: RwLock::default(),

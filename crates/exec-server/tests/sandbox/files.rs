@@ -115,8 +115,15 @@ async fn missing_paths_cannot_be_made(user: User) {
         "mkdir absent; echo x > absent; mkdir -p deep/er; echo y > deep/x; echo z > skipped";
     let outcome = cell.sh(&sandbox, script).await;
     assert_eq!(outcome.code, 0, "{outcome:?}");
-    let names: Vec<_> = std::fs::read_dir(cell.path("work")).unwrap().collect();
-    assert_eq!(names.len(), 1, "{names:?}");
+    exec_server_testkit::proc::eventually("an unchanged workspace", || {
+        let names: Vec<_> = std::fs::read_dir(cell.path("work")).unwrap().collect();
+        if names.len() == 1 {
+            Ok(())
+        } else {
+            Err(format!("{names:?}"))
+        }
+    })
+    .await;
     assert!(cell.path("work/skipped").exists());
 }
 

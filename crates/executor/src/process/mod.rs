@@ -476,6 +476,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     blocking(move || tree::kill(&kill)).await;
     wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
     limits::sweep();
+    blocking(crate::sandbox::placeholder::clear).await;
 }
 
 /// Runs what may block away from the async workers.

@@ -4,6 +4,9 @@
 //! from making it where it may write. The directory is empty, cannot be written to and bears a
 //! mode that nothing else has, so that one that was left behind is known as ours. Everyone who
 //! needs it holds a shared lock on it; the last to go removes it. Never follows a link.
+//!
+//! Making and removing directories costs more than all the rest of a sandbox, so one that is no
+//! longer needed stays for a moment: commands mostly come one after the other.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -11,7 +14,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
@@ -25,6 +30,8 @@ const ATTEMPTS: usize = 16;
 /// A directory that this program needs.
 struct Held {
     users: usize,
+    /// Since when nobody needs it.
+    idle_since: Option<Instant>,
     parent: OwnedFd,
     name: OsString,
     /// Bears the shared lock.
@@ -47,12 +54,90 @@ impl Drop for Placeholder {
             return;
         };
         held.users -= 1;
-        if held.users == 0
-            && let Some(held) = table.remove(&self.0)
-        {
+        if held.users > 0 {
+            return;
+        }
+        held.idle_since = Some(Instant::now());
+        drop(table);
+        if KEEPERS.load(Ordering::SeqCst) == 0 || !watch() {
+            clear();
+        }
+    }
+}
+
+/// How long a directory that nobody needs stays.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Those who will call [`clear`] before the program ends.
+static KEEPERS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a thread looks after idle directories.
+static WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// Lets idle directories stay for a moment as long as this is around.
+#[derive(Debug)]
+pub(crate) struct Keeper(());
+
+impl Keeper {
+    pub(crate) fn new() -> Self {
+        KEEPERS.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if KEEPERS.fetch_sub(1, Ordering::SeqCst) == 1 {
+            clear();
+        }
+    }
+}
+
+/// Removes every directory that nobody needs, now.
+pub(crate) fn clear() {
+    sweep(Duration::ZERO);
+}
+
+/// Removes those that have been idle for so long; whether others are idle still.
+fn sweep(age: Duration) -> bool {
+    let mut table = table();
+    let is_old = |held: &Held| held.idle_since.is_some_and(|since| since.elapsed() >= age);
+    let old: Vec<PathBuf> = table
+        .iter()
+        .filter(|(_, held)| is_old(held))
+        .map(|(path, _)| path.clone())
+        .collect();
+    for path in old {
+        // Under the lock: whoever wants it meanwhile must find it gone or held.
+        if let Some(held) = table.remove(&path) {
             remove(&held);
         }
     }
+    table.values().any(|held| held.idle_since.is_some())
+}
+
+/// Makes sure that a thread removes idle directories; it ends when there are none.
+fn watch() -> bool {
+    if WATCHED.swap(true, Ordering::SeqCst) {
+        return true;
+    }
+    let watcher = std::thread::Builder::new().name("placeholders".to_owned());
+    let spawned = watcher.spawn(|| {
+        loop {
+            std::thread::sleep(LINGER / 2);
+            if !sweep(LINGER) {
+                WATCHED.store(false, Ordering::SeqCst);
+                // One may have become idle between the look and the word.
+                if !sweep(LINGER) || WATCHED.swap(true, Ordering::SeqCst) {
+                    return;
+                }
+            }
+        }
+    });
+    if spawned.is_err() {
+        WATCHED.store(false, Ordering::SeqCst);
+    }
+    spawned.is_ok()
 }
 
 /// What became of an attempt to hold a place.
@@ -85,6 +170,7 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
         // Someone may have removed it behind our back.
         if rustix::fs::fstat(&held.directory)?.st_nlink > 0 {
             held.users += 1;
+            held.idle_since = None;
             return Ok(Hold::Held(Placeholder(path.to_owned())));
         }
         table.remove(path);
@@ -130,6 +216,7 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
         }
         let held = Held {
             users: 1,
+            idle_since: None,
             parent,
             name: name.to_owned(),
             directory,
@@ -183,6 +270,24 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_idle_one_is_used_again_and_then_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(".codex");
+        let keeper = Keeper::new();
+        drop(hold(&path).unwrap());
+        assert!(path.is_dir());
+        let held = hold(&path).unwrap();
+        assert!(matches!(held, Hold::Held(_)));
+        clear();
+        assert!(path.is_dir());
+        drop(held);
+        drop(keeper);
+        // Another test may have a keeper too.
+        clear();
+        assert!(!path.exists());
+    }
+
+    #[test]
     fn the_last_user_removes_it() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".codex");
@@ -196,6 +301,7 @@ mod tests {
         drop(first);
         assert!(path.is_dir());
         drop(second);
+        clear();
         assert!(!path.exists());
     }
 
@@ -210,6 +316,7 @@ mod tests {
         let held = hold(&path).unwrap();
         assert!(matches!(held, Hold::Held(_)));
         drop(held);
+        clear();
         assert!(!path.exists());
     }
 
@@ -233,6 +340,7 @@ mod tests {
         if rustix::process::geteuid().is_root() {
             std::fs::write(path.join("x"), "x").unwrap();
             drop(held);
+            clear();
             assert!(path.join("x").exists());
         }
         let link = directory.path().join("link");
