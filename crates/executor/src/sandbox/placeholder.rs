@@ -151,12 +151,11 @@ pub(crate) enum Hold {
     Impossible,
 }
 
-/// Whether this directory is one of ours.
+/// Whether this directory is one of these, of whichever server or user.
 pub(crate) fn is_one(path: &Path) -> bool {
-    let ours = rustix::process::geteuid().as_raw();
-    std::fs::symlink_metadata(path).is_ok_and(|metadata| {
-        metadata.is_dir() && metadata.mode() & 0o7777 == MODE && metadata.uid() == ours
-    }) && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
+    std::fs::symlink_metadata(path)
+        .is_ok_and(|metadata| metadata.is_dir() && metadata.mode() & 0o7777 == MODE)
+        && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
 }
 
 /// Holds the place of a name.
@@ -197,9 +196,9 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
             Err(_) => return Ok(Hold::Exists),
         };
         let stat = rustix::fs::fstat(&directory)?;
-        let ours = stat.st_uid == rustix::process::geteuid().as_raw();
         let marked = stat.st_mode & 0o7777 == MODE;
-        if !made && (!ours || !marked || !is_empty(&directory)?) {
+        // One of another user is as good: it stays as long as we hold our lock on it.
+        if !made && (!marked || !is_empty(&directory)?) {
             return Ok(Hold::Exists);
         }
         match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared) {
@@ -224,10 +223,8 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
         table.insert(path.to_owned(), held);
         return Ok(Hold::Held(Placeholder(path.to_owned())));
     }
-    Err(io::Error::other(format!(
-        "`{}` comes and goes too fast to be protected",
-        path.display()
-    )))
+    // Someone keeps the lock to himself: then it is there, and not ours to remove.
+    Ok(Hold::Exists)
 }
 
 fn open_directory(at: impl std::os::fd::AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
