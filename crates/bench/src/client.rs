@@ -13,6 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 use exec_server_protocol::envelope;
 use exec_server_protocol::method::{Empty, Method, Notification as _};
 use exec_server_protocol::process::{Start, StartParams, Terminate, TerminateParams};
+use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::session::{Initialize, InitializeParams, Initialized};
 use exec_server_protocol::{ByteChunk, PathUri, RequestId};
 use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
@@ -156,6 +157,16 @@ impl Client {
 
     /// Sends `process/start` and returns the request and the process.
     pub(crate) fn start(&mut self, argv: &[&str], stdio: Stdio) -> anyhow::Result<(i64, u64)> {
+        self.start_in(None, argv, stdio)
+    }
+
+    /// As [`Client::start`], under a policy.
+    pub(crate) fn start_in(
+        &mut self,
+        sandbox: Option<&Sandbox>,
+        argv: &[&str],
+        stdio: Stdio,
+    ) -> anyhow::Result<(i64, u64)> {
         let process = self.next_process;
         self.next_process += 1;
         let params = StartParams {
@@ -165,6 +176,7 @@ impl Client {
             env: [("PATH".to_owned(), "/usr/local/bin:/usr/bin:/bin".to_owned())].into(),
             tty: stdio == Stdio::Tty,
             pipe_stdin: stdio == Stdio::PipeWithInput,
+            sandbox: sandbox.cloned(),
             ..Default::default()
         };
         Ok((self.request::<Start>(&params)?, process))

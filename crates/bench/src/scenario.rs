@@ -13,6 +13,7 @@ mod echo;
 mod files;
 mod handshake;
 mod memory;
+mod sandbox;
 mod spawn;
 mod stdin;
 mod stream;
@@ -37,6 +38,8 @@ pub(crate) enum Name {
     Handshake,
     /// Start to closed, one by one and sixteen at a time
     Spawn,
+    /// Start to closed under a policy, one by one
+    Sandbox,
     /// Keystrokes through a terminal, calm and beside a flood
     Echo,
     /// Output of one process and of eight
@@ -101,6 +104,7 @@ impl Bench {
                 Name::Startup => handshake::startup(self),
                 Name::Handshake => handshake::run(self),
                 Name::Spawn => spawn::run(self),
+                Name::Sandbox => sandbox::run(self),
                 Name::Echo => echo::run(self),
                 Name::Stream => stream::run(self),
                 Name::Sleeper => stream::sleeper(self),

@@ -13,6 +13,7 @@ use exec_server_protocol::process::{
     ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult, StartParams,
     TerminalSize, TerminateMode, TerminateResult, WaitResult, WaitUntil, WriteStatus,
 };
+use exec_server_protocol::sandbox::Enforcement;
 
 use crate::error::ExecServerError;
 use crate::event::ExecProcessEvents;
@@ -52,6 +53,8 @@ pub struct StartedProcess {
     pub process: Arc<dyn ExecProcess>,
     /// What kind of sandbox holds it; absent if the server is too old to say.
     pub sandbox_type: Option<SandboxType>,
+    /// How much of its policy is enforced; absent without a sandbox, or if the server does not say.
+    pub enforcement: Option<Enforcement>,
 }
 
 /// What to read of a process's retained output.

@@ -105,6 +105,7 @@ impl LocalBackend {
         let reservation = Reservation(&self.table, Some(params.process_id.clone()));
         let spec = request::spec(&params, &self.executor.config().environment)?;
         let process = self.executor.start(spec).await?;
+        let enforcement = process.enforcement().cloned();
         let delivery = params.delivery.unwrap_or_default();
         if delivery == Delivery::Pull {
             process.hold(0);
@@ -122,7 +123,11 @@ impl LocalBackend {
         reservation.keep(&local);
         Ok(StartedProcess {
             process: local,
-            sandbox_type: Some(SandboxType::None),
+            sandbox_type: Some(match enforcement {
+                Some(_) => SandboxType::LinuxSeccomp,
+                None => SandboxType::None,
+            }),
+            enforcement,
         })
     }
 }

@@ -15,6 +15,7 @@ use exec_server_protocol::process::{
     TerminateMode, TerminateParams, TerminateResult, Wait, WaitParams, WaitResult, WaitUntil,
     Write, WriteParams, WriteStatus,
 };
+use exec_server_protocol::sandbox::Enforcement;
 use tokio::sync::oneshot;
 
 use crate::backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
@@ -69,6 +70,7 @@ impl ExecBackend for ExecServerClient {
                 let unclaimed = Unclaimed {
                     process: Some(process),
                     sandbox_type: started.sandbox_type,
+                    enforcement: started.enforcement,
                 };
                 let _ = sender.send(Ok(unclaimed));
             });
@@ -151,15 +153,18 @@ async fn terminate(client: &ExecServerClient, process_id: String) {
 struct Unclaimed {
     process: Option<RemoteProcess>,
     sandbox_type: Option<SandboxType>,
+    enforcement: Option<Enforcement>,
 }
 
 impl Unclaimed {
     fn claim(mut self) -> Result<StartedProcess, ExecServerError> {
         let sandbox_type = self.sandbox_type;
+        let enforcement = self.enforcement.take();
         match self.process.take() {
             Some(process) => Ok(StartedProcess {
                 process: Arc::new(process),
                 sandbox_type,
+                enforcement,
             }),
             None => Err(ExecServerError::Closed("the process was abandoned".into())),
         }

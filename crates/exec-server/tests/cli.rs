@@ -57,6 +57,76 @@ async fn places() -> (Server, [Option<String>; 2]) {
 }
 
 #[tokio::test]
+async fn run_confines_a_command() {
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let at = directory.path().to_str().unwrap();
+    std::fs::write(directory.path().join("secret"), "s").unwrap();
+    let (_server, places) = places().await;
+    for place in &places {
+        let run = |options: &[&str], script: &str| {
+            let mut args = vec!["run", "--no-tty", "--cwd", at];
+            args.extend_from_slice(options);
+            args.extend_from_slice(&["--", "sh", "-c", script]);
+            seen(&run_with(place.as_deref(), &args, b""))
+        };
+        let (_, errors, code) = run(&["--sandbox", "read-only"], "echo x > new");
+        assert!(
+            code != 0 && errors.contains("Read-only file system"),
+            "{errors}"
+        );
+        let (_, errors, code) = run(
+            &["--sandbox", "workspace-write"],
+            "echo x > new && echo x > /var/tmp/no",
+        );
+        assert!(code != 0 && errors.contains("/var/tmp/no"), "{errors}");
+        std::fs::remove_file(directory.path().join("new")).unwrap();
+        let more = [
+            "--sandbox",
+            "read-only",
+            "--writable",
+            ".",
+            "--deny",
+            "secret",
+        ];
+        let (_, errors, code) = run(&more, "echo x > new && cat secret");
+        assert!(
+            code != 0 && errors.contains("Permission denied"),
+            "{errors}"
+        );
+        std::fs::remove_file(directory.path().join("new")).unwrap();
+        let (_, errors, code) = run(&["--sandbox", "read-only"], "exit 7");
+        assert_eq!((errors.as_str(), code), ("", 7));
+        let args = ["run", "--sandbox", "read-only", "--", "no-such-command"];
+        assert_eq!(seen(&run_with(place.as_deref(), &args, b"")).2, 127);
+    }
+    let args = ["run", "--deny", "x", "--", "true"];
+    assert_eq!(seen(&run_with(None, &args, b"")).2, 2);
+}
+
+#[test]
+fn doctor_tells_what_can_be_enforced() {
+    let (output, errors, code) = seen(&run_with(None, &["doctor"], b""));
+    assert!(code <= 1, "{errors}");
+    assert!(
+        output.contains("Landlock") && output.contains("user namespaces"),
+        "{output}"
+    );
+    let (output, _, json_code) = seen(&run_with(None, &["doctor", "--json"], b""));
+    let report: serde_json::Value = serde_json::from_str(&output).unwrap();
+    assert_eq!(code, json_code);
+    assert_eq!(report["enforcement"] == "full", code == 0);
+    let findings = report["findings"].as_array().unwrap();
+    assert!(findings.len() >= 5 && findings.iter().all(|finding| finding["ok"].is_boolean()));
+    // What is in the way comes with a way out.
+    for finding in findings.iter().filter(|finding| finding["ok"] == false) {
+        assert!(
+            !finding["fixes"].as_array().unwrap().is_empty(),
+            "{finding}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn run_keeps_streams_apart_and_passes_the_exit_code_on() {
     let (_server, places) = places().await;
     for url in &places {
@@ -261,7 +331,7 @@ async fn run_in_a_terminal_passes_size_keys_and_interrupts_on() {
         until(&process, "40 120\r\nresized").await;
         assert!(process.try_write(Bytes::from_static(b"\x03")).is_ok());
         until(&process, "interrupted").await;
-        let exit = process.wait_for(|log| log.exit().copied()).await;
+        let exit = process.wait_for(|log| log.exit().cloned()).await;
         assert_eq!(exit.code, 6, "{url:?}");
     }
 }

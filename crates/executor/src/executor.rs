@@ -6,7 +6,8 @@
 use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
@@ -17,6 +18,9 @@ use tokio::sync::Notify;
 use crate::limits;
 use crate::log::{Meter, Retention};
 use crate::process::{self, Process};
+use crate::sandbox::Launcher;
+use crate::sandbox::host::Host;
+use crate::sandbox::placeholder::Keeper;
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
 
@@ -32,6 +36,11 @@ pub struct ExecutorConfig {
     pub inherited_output_grace: Duration,
     /// The environment that policies start from: usually this program's own.
     pub environment: BTreeMap<String, String>,
+    /// An `exec-server` executable that launches sandboxes; this program's own if it begins its
+    /// `main` with [`crate::sandbox::launcher::dispatch`].
+    pub launcher: Option<PathBuf>,
+    /// Files and directories that no sandbox with a restricted view may see: keys, tokens.
+    pub hidden: Vec<PathBuf>,
 }
 
 impl Default for ExecutorConfig {
@@ -41,6 +50,8 @@ impl Default for ExecutorConfig {
             max_processes: 4096,
             inherited_output_grace: Duration::from_secs(2),
             environment: BTreeMap::new(),
+            launcher: None,
+            hidden: Vec::new(),
         }
     }
 }
@@ -55,7 +66,11 @@ pub struct Executor {
 struct Inner {
     config: ExecutorConfig,
     /// `/dev/null`, the input of processes without one.
-    null: File,
+    null: OwnedFd,
+    /// What launches sandboxes, and what it can do here.
+    launcher: Launcher,
+    /// Goes last: what sandboxes have left on the disk goes with it.
+    _keeper: Keeper,
     live: Arc<Live>,
     /// What all logs retain.
     retained: Meter,
@@ -95,10 +110,13 @@ impl Executor {
     /// When `/dev/null` cannot be opened.
     pub fn new(config: ExecutorConfig) -> io::Result<Self> {
         let null = File::options().read(true).write(true).open("/dev/null")?;
+        let launcher = Launcher::new(config.launcher.as_deref());
         Ok(Self {
             inner: Arc::new(Inner {
                 config,
-                null,
+                null: null.into(),
+                launcher,
+                _keeper: Keeper::new(),
                 live: Arc::default(),
                 retained: Meter::default(),
                 managed: Mutex::default(),
@@ -214,6 +232,26 @@ impl Executor {
 
     pub(crate) fn null(&self) -> BorrowedFd<'_> {
         self.inner.null.as_fd()
+    }
+
+    pub(crate) fn launcher(&self) -> &Launcher {
+        &self.inner.launcher
+    }
+
+    /// What this machine can enforce on sandboxed processes.
+    ///
+    /// Blocks the first time, while it is found out.
+    ///
+    /// # Errors
+    ///
+    /// When there is no launcher, or it cannot be run.
+    pub fn sandbox_host(&self) -> Result<&Host, StartError> {
+        let _shared = self
+            .inner
+            .starting
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        self.inner.launcher.host(&self.inner.null)
     }
 
     /// Runs `launch` such that its child is never taken for an orphan.

@@ -17,6 +17,7 @@ pub mod log;
 pub mod process;
 pub mod report;
 pub mod request;
+pub mod sandbox;
 pub mod signal;
 pub mod spec;
 pub mod sys;

@@ -94,7 +94,9 @@ fn sweep_strangers(base: &Path) {
 }
 
 /// Turns limits into steps, creating control groups where needed.
-pub(crate) fn prepare(limits: &Limits) -> Result<Applied, LimitError> {
+///
+/// `beside` are processes of ours that will be counted with the limited ones.
+pub(crate) fn prepare(limits: &Limits, beside: u64) -> Result<Applied, LimitError> {
     let mut applied = Applied::default();
     let each = [
         ("cpuSeconds", limits.cpu_seconds, libc::RLIMIT_CPU),
@@ -115,11 +117,8 @@ pub(crate) fn prepare(limits: &Limits) -> Result<Applied, LimitError> {
         }
     }
     if let Some(count) = limits.processes {
-        match group(
-            "pids",
-            ["pids.max", "pids.max"],
-            positive("processes", count)?,
-        ) {
+        let count = positive("processes", count)?.saturating_add(beside);
+        match group("pids", ["pids.max", "pids.max"], count) {
             Ok(group) => applied.groups.push(group),
             Err(error) if rustix::process::geteuid().is_root() => {
                 let reason = format!("no control group for `pids`: {error}");
@@ -256,7 +255,7 @@ mod tests {
             ..Limits::default()
         };
         assert!(
-            prepare(&limits)
+            prepare(&limits, 0)
                 .unwrap_err()
                 .to_string()
                 .contains("`processes`")

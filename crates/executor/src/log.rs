@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
 pub use exec_server_protocol::process::Stream;
+use exec_server_protocol::sandbox::Denial;
 
 /// How much one process may retain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +42,7 @@ impl Default for Retention {
 const EVICTED_INDEX: usize = 65_536;
 
 /// How a process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exit {
     /// Exit status, or 128 + N for a death by signal N; -1 if nobody knows.
     pub code: i32,
@@ -55,6 +56,8 @@ pub struct Exit {
     pub system_micros: u64,
     /// Peak resident memory of its largest process.
     pub max_rss_bytes: u64,
+    /// What its sandbox refused, if that was in its way.
+    pub denials: Option<Vec<Denial>>,
 }
 
 /// How a log ended.
@@ -238,6 +241,14 @@ impl Log {
         self.close.as_ref()
     }
 
+    /// Output that can still be read, oldest first.
+    pub fn retained(&self) -> impl Iterator<Item = &[u8]> {
+        self.entries.iter().filter_map(|entry| match &entry.kind {
+            EntryKind::Output(_, bytes) => Some(&bytes[..]),
+            _ => None,
+        })
+    }
+
     /// Bytes that can still be read.
     pub fn retained_bytes(&self) -> u64 {
         self.retained.bytes as u64
@@ -272,7 +283,7 @@ impl Log {
     /// Appends the end of the process.
     pub fn exited(&mut self, exit: Exit) {
         debug_assert!(self.exit.is_none(), "exited twice");
-        self.exit = Some(exit);
+        self.exit = Some(exit.clone());
         self.append(EntryKind::Exited(exit));
     }
 
@@ -525,6 +536,7 @@ mod tests {
         user_micros: 0,
         system_micros: 0,
         max_rss_bytes: 0,
+        denials: None,
     };
 
     fn stream(n: u8) -> Stream {

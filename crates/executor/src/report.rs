@@ -34,7 +34,7 @@ pub fn read(log: &Log, after: u64, max_bytes: Option<usize>) -> ReadResult {
         exit_code: exit.map(|exit| exit.code),
         closed: log.close().is_some(),
         failure: None,
-        sandbox_denied: false,
+        sandbox_denied: exit.is_some_and(|exit| exit.denials.is_some()),
         evicted: slice.lost.map(|lost| Evicted {
             through_seq: lost.through_seq,
             bytes: lost.bytes,
@@ -53,7 +53,7 @@ pub fn wait(log: &Log, wait_timed_out: bool) -> WaitResult {
         signal: exit.and_then(|exit| exit.signal).map(signal::name),
         closed: log.close().is_some(),
         timed_out: exit.is_some_and(|exit| exit.timed_out),
-        sandbox_denied: false,
+        sandbox_denied: exit.is_some_and(|exit| exit.denials.is_some()),
         wait_timed_out,
     }
 }
@@ -89,7 +89,8 @@ pub fn exited(process_id: &str, seq: u64, exit: &Exit) -> ExitedParams {
         process_id: process_id.to_owned(),
         seq,
         exit_code: exit.code,
-        sandbox_denied: Some(false),
+        sandbox_denied: Some(exit.denials.is_some()),
+        denials: exit.denials.clone().filter(|denials| !denials.is_empty()),
         signal: exit.signal.map(signal::name),
         timed_out: exit.timed_out,
         usage: Some(Usage {

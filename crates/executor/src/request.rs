@@ -31,15 +31,14 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
             "cwd URI `{cwd}` is not valid on this exec-server host: {error}"
         ))
     })?;
-    if !asks_for_nothing(params) {
-        let message = "sandbox intent cannot be enforced on this executor";
-        return Err(StartError::Refused(message.to_owned()));
-    }
-    if params.enforce_managed_network || params.network_proxy.is_some() {
+    if params.network_proxy.is_some() {
         let message = "managed network cannot be enforced on this executor";
         return Err(StartError::Refused(message.to_owned()));
     }
     let mut env = env::build(own, params.env_policy.as_ref(), &params.env);
+    if params.enforce_managed_network {
+        return Err(StartError::Refused(unmanageable(&env).to_owned()));
+    }
     if let Some(metadata) = &params.metadata {
         let ids = [
             ("CODEX_THREAD_ID", &metadata.thread_id),
@@ -71,15 +70,22 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
         }),
         limits: params.limits.clone().unwrap_or_default(),
         retention: None,
+        sandbox: params.sandbox.clone(),
     })
 }
 
-/// Whether the request has no sandbox, or one that allows everything.
-fn asks_for_nothing(params: &StartParams) -> bool {
-    params.sandbox.as_ref().is_none_or(|sandbox| {
-        let kind = sandbox.pointer("/permissions/type");
-        kind.and_then(|kind| kind.as_str()) == Some("disabled")
-    })
+/// Why nothing but a managed proxy cannot be had: without one there is nothing to allow, and with
+/// one there is no way to it yet.
+fn unmanageable(env: &BTreeMap<String, String>) -> &'static str {
+    const PROXIES: [&str; 3] = ["http_proxy", "https_proxy", "all_proxy"];
+    let has_proxy = env
+        .iter()
+        .any(|(name, value)| PROXIES.contains(&&*name.to_lowercase()) && !value.is_empty());
+    if has_proxy {
+        "managed network cannot be enforced on this executor"
+    } else {
+        "managed proxy mode requires proxy environment variables"
+    }
 }
 
 /// Programs on a terminal expect to know the user's shell.
@@ -145,7 +151,12 @@ mod tests {
             enforce_managed_network: true,
             ..params()
         };
-        assert!(refusal(&network).contains("managed network"));
+        assert!(refusal(&network).contains("requires proxy environment variables"));
+        let proxy = StartParams {
+            env: [("HTTPS_PROXY".to_owned(), "http://127.0.0.1:1".to_owned())].into(),
+            ..network
+        };
+        assert!(refusal(&proxy).contains("managed network cannot be enforced"));
     }
 
     #[test]

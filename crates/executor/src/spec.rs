@@ -7,6 +7,8 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use exec_server_protocol::sandbox::Sandbox;
+
 use crate::limits::{LimitError, Limits};
 use crate::log::Retention;
 
@@ -29,6 +31,8 @@ pub struct Spec {
     pub limits: Limits,
     /// How much output to retain; the executor's default if absent.
     pub retention: Option<Retention>,
+    /// The policy to run under.
+    pub sandbox: Option<Sandbox>,
 }
 
 /// What a child's standard streams are.

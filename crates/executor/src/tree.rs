@@ -78,6 +78,11 @@ fn bears(pid: i32, tags: &HashSet<Tag>) -> bool {
         .is_some_and(|limit| tags.contains(&Tag(limit)))
 }
 
+/// Whether this process bears the tag.
+pub(crate) fn is_member(pid: Pid, tag: Tag) -> bool {
+    rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)
+}
+
 /// The living children of a process.
 pub(crate) fn children_of(parent: Pid) -> Vec<Pid> {
     let parent = parent.as_raw_nonzero().get();

@@ -52,7 +52,7 @@ fn piped(spec: Spec) -> Spec {
 }
 
 async fn closed(process: &Process) -> Exit {
-    let done = process.wait_for(|log| log.close().and(log.exit().copied()));
+    let done = process.wait_for(|log| log.close().and(log.exit().cloned()));
     tokio::time::timeout(Duration::from_secs(20), done)
         .await
         .expect("the process should close")
@@ -344,7 +344,7 @@ async fn a_daemon_that_holds_the_pipe_does_not_hold_up_the_end() {
         .start(sh("(sleep 1; echo late; sleep 100) & echo early"))
         .await
         .unwrap();
-    let exit = process.wait_for(|log| log.exit().copied()).await;
+    let exit = process.wait_for(|log| log.exit().cloned()).await;
     assert_eq!(exit.code, 0);
     closed(&process).await;
     let close = process.with_log(|log| *log.close().unwrap());

@@ -15,6 +15,7 @@ pub mod limits;
 pub mod method;
 pub mod path;
 pub mod process;
+pub mod sandbox;
 mod scan;
 pub mod session;
 

@@ -8,6 +8,7 @@ use serde_json::Value;
 use crate::chunk::{self, ByteChunk};
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
+use crate::sandbox::{Denial, Enforcement, Sandbox};
 
 methods! {
     /// `process/start`: launch a child and begin retaining its output.
@@ -66,7 +67,7 @@ pub struct StartParams {
     pub env_policy: Option<EnvPolicy>,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
     /// Allow no network but a managed proxy.
     #[serde(default, skip_serializing_if = "is_false")]
     pub enforce_managed_network: bool,
@@ -193,6 +194,9 @@ pub struct StartResult {
     /// What kind of sandbox holds it; absent from old servers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox_type: Option<SandboxType>,
+    /// How much of the sandbox's policy is enforced, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub enforcement: Option<Enforcement>,
 }
 
 /// The kinds of sandbox that the wire knows.
@@ -642,6 +646,9 @@ pub struct ExitedParams {
     /// The sandbox refused something; absent from old servers.
     #[serde(default)]
     pub sandbox_denied: Option<bool>,
+    /// What the sandbox refused, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub denials: Option<Vec<Denial>>,
     /// The signal that ended it.
     #[serde(default)]
     pub signal: Option<String>,

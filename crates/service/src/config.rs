@@ -56,6 +56,10 @@ pub struct ExecServerConfig {
     pub audit: Option<Audit>,
     /// Where traces of requests are sent.
     pub tracer: Option<Tracer>,
+    /// An `exec-server` executable that launches sandboxes; the program's own if it can be one.
+    pub sandbox_launcher: Option<PathBuf>,
+    /// What no sandbox with a restricted view of files may see.
+    pub sandbox_hidden: Vec<PathBuf>,
     /// The server's working directory, as reported to clients.
     pub cwd: Option<PathBuf>,
 }
@@ -83,6 +87,8 @@ impl Default for ExecServerConfig {
             environment: BTreeMap::new(),
             audit: None,
             tracer: None,
+            sandbox_launcher: None,
+            sandbox_hidden: Vec::new(),
             cwd: None,
         }
     }

@@ -63,7 +63,7 @@ impl Record {
 
     /// Waits for its end and writes that down.
     pub(crate) async fn exited(&self, process: &Process) {
-        let exit = process.wait_for(|log| log.exit().copied()).await;
+        let exit = process.wait_for(|log| log.exit().cloned()).await;
         self.server.metrics().exited(&exit);
         tracing::debug!(
             session = self.session,

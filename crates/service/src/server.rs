@@ -98,6 +98,8 @@ impl Server {
             max_processes: config.max_processes,
             inherited_output_grace: config.inherited_output_grace,
             environment: config.environment.clone(),
+            launcher: config.sandbox_launcher.clone(),
+            hidden: config.sandbox_hidden.clone(),
         })?;
         let info = environment::describe(&config);
         let crowd = Arc::new(Crowd::new(CrowdLimits {

@@ -157,7 +157,22 @@ impl Run {
 ///
 /// If it takes longer than `limit`, prints something other than JSON, or fails.
 pub async fn exec(home: &Home, model: &FakeModel, server_url: &str, limit: Duration) -> Run {
-    home.configure(&config(model));
+    exec_in(home, model, server_url, "danger-full-access", limit).await
+}
+
+/// As [`exec`], under a `sandbox_mode` of the CLI.
+///
+/// # Panics
+///
+/// As [`exec`].
+pub async fn exec_in(
+    home: &Home,
+    model: &FakeModel,
+    server_url: &str,
+    sandbox_mode: &str,
+    limit: Duration,
+) -> Run {
+    home.configure(&config(model, sandbox_mode));
     let mut command = home.command();
     command
         .env("CODEX_EXEC_SERVER_URL", server_url)
@@ -195,12 +210,12 @@ pub async fn exec(home: &Home, model: &FakeModel, server_url: &str, limit: Durat
 }
 
 /// Enough for the CLI to run with `model` and without asking anyone.
-fn config(model: &FakeModel) -> String {
+fn config(model: &FakeModel, sandbox_mode: &str) -> String {
     format!(
         r#"model = "scripted"
 model_provider = "fake"
 approval_policy = "never"
-sandbox_mode = "danger-full-access"
+sandbox_mode = "{sandbox_mode}"
 check_for_update_on_startup = false
 
 [analytics]

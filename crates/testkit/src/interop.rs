@@ -78,9 +78,25 @@ pub async fn command_runs_with_a_token(url: &str, token: &str) {
     std::fs::write(home.path().join("environments.toml"), environments)
         .expect("the CLI's environments to be written");
     let call = Call::exec_command("run", "echo let-in; exit 4", LONG);
-    let session = Session::run_in(home, url, [Turn::Calls(vec![call])]).await;
+    let session = Session::run_in(home, url, "danger-full-access", [Turn::Calls(vec![call])]).await;
     let answer = session.answer("run");
     expect(&answer, &["Process exited with code 4\n", "let-in\n"]);
+}
+
+/// Under the CLI's sandbox a command writes to the project, and not beside it.
+pub async fn a_workspace_is_all_that_is_writable(url: &str) {
+    let command = "echo inside > made; cat made; echo outside > ../beside; mkdir .codex/x; \
+                   echo \"codes=$? $(ls -d ../beside 2>/dev/null)\"";
+    let script = [Turn::Calls(vec![Call::exec_command("run", command, LONG)])];
+    let session = Session::run_in(Home::new(), url, "workspace-write", script).await;
+
+    let answer = session.answer("run");
+    expect(
+        &answer,
+        &["inside\n", "Read-only file system", "codes=1 \n"],
+    );
+    assert!(session.home.work().join("made").exists(), "{answer}");
+    assert!(!session.home.work().join("../beside").exists(), "{answer}");
 }
 
 /// Several commands of one turn run side by side, and each answer belongs to its call.
@@ -234,6 +250,7 @@ macro_rules! interop_tests {
             large_output_is_complete(server => server.url());
             interrupt_reaches_a_pipe_process(server => server.url());
             running_process_ends_with_the_run(server => server.url());
+            a_workspace_is_all_that_is_writable(server => server.url());
         }
     };
     ($start:path => $($name:ident($server:ident => $subject:expr);)*) => {$(
@@ -259,14 +276,19 @@ struct Session {
 impl Session {
     /// Lets the CLI follow `script` and a closing message on the server at `url`.
     async fn run(url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
-        Self::run_in(Home::new(), url, script).await
+        Self::run_in(Home::new(), url, "danger-full-access", script).await
     }
 
-    /// As [`Session::run`], with a home that is set up already.
-    async fn run_in(home: Home, url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
+    /// As [`Session::run`], with a home that is set up already and under a `sandbox_mode` of the CLI.
+    async fn run_in(
+        home: Home,
+        url: &str,
+        mode: &str,
+        script: impl IntoIterator<Item = Turn>,
+    ) -> Self {
         let end = Turn::Message("done".to_owned());
         let model = FakeModel::start(script.into_iter().chain([end])).await;
-        let run = codex::exec(&home, &model, url, RUN_LIMIT).await;
+        let run = codex::exec_in(&home, &model, url, mode, RUN_LIMIT).await;
         model.finish();
         Self { model, run, home }
     }

@@ -42,6 +42,7 @@ pub(super) enum Command {
     #[command(after_help = "Examples:
   exec-server run -- make test
   exec-server run --url unix:///run/exec.sock --cwd /srv/app --env CI=1 -- ./build.sh
+  exec-server run --sandbox workspace-write -- make test
   tar c src | exec-server run --url ws://127.0.0.1:4600 --no-tty -- tar x -C /tmp
 
 Exit codes:
@@ -93,6 +94,9 @@ is named on standard error, the rest goes on, and the exit code is 1.")]
     Config(ConfigCommand),
     /// Tell how a server is
     Status(StatusArgs),
+    /// Tell what this machine can enforce on sandboxed commands, and what is in the way
+    #[command(after_help = "Exit codes: 0 everything can be enforced, 1 something cannot.")]
+    Doctor(DoctorArgs),
     /// Print a completion script for a shell
     Completions {
         /// Which shell
@@ -345,9 +349,60 @@ pub(super) struct RunArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub(super) timeout: Option<Duration>,
 
+    #[command(flatten)]
+    pub(super) sandbox: SandboxArgs,
+
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     pub(super) command: Vec<String>,
+}
+
+/// What a command may do.
+#[derive(Debug, clap::Args)]
+pub(super) struct SandboxArgs {
+    /// Confine the command: to reading, or to writing in its working directory and /tmp
+    #[arg(long, value_enum, value_name = "POLICY")]
+    pub(super) sandbox: Option<SandboxArg>,
+
+    /// A file or directory that it may write to as well
+    #[arg(long, value_name = "PATH", requires = "sandbox")]
+    pub(super) writable: Vec<PathBuf>,
+
+    /// A file or directory that it may not even read
+    #[arg(long, value_name = "PATH", requires = "sandbox")]
+    pub(super) deny: Vec<PathBuf>,
+
+    /// Whether it may use the network
+    #[arg(
+        long,
+        value_enum,
+        value_name = "SWITCH",
+        requires = "sandbox",
+        default_value = "off"
+    )]
+    pub(super) network: SwitchArg,
+}
+
+/// Policies by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum SandboxArg {
+    ReadOnly,
+    WorkspaceWrite,
+}
+
+/// On or off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum SwitchArg {
+    On,
+    Off,
+}
+
+/// Options of `doctor`.
+#[derive(Debug, clap::Args)]
+pub(super) struct DoctorArgs {
+    /// Print JSON
+    #[arg(long)]
+    pub(super) json: bool,
 }
 
 /// Options of `ps`.

@@ -3,11 +3,13 @@
 mod access;
 mod args;
 mod config;
+mod doctor;
 mod fs;
 mod kill;
 mod log;
 mod ps;
 mod run;
+mod sandbox;
 mod serve;
 mod settings;
 mod status;
@@ -28,6 +30,10 @@ use args::{Args, Command, ServerArgs};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
+    // First: a launcher has no use for anything else of this program.
+    if let Some(code) = exec_server_executor::sandbox::launcher::dispatch() {
+        return code;
+    }
     let args = Args::parse();
     let outcome = match args.command {
         None => serve::run(args.serve),
@@ -41,6 +47,7 @@ pub fn main() -> ExitCode {
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Status(args)) => status::run(&args),
         Some(Command::Man { out }) => man(out.as_deref()),
+        Some(Command::Doctor(args)) => doctor::run(&args),
         Some(Command::Completions { shell }) => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);

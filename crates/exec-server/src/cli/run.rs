@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::RunArgs;
-use super::{complain, connect, runtime, settings, terminal};
+use super::{complain, connect, runtime, sandbox, settings, terminal};
 
 /// Exit codes of our own, as `timeout`, `docker run` and shells have them.
 const TIMED_OUT: u8 = 124;
@@ -143,7 +143,9 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
         }
         env.insert(name.to_owned(), value);
     }
+    let sandbox = sandbox::of(&args.sandbox, &cwd)?;
     Ok(StartParams {
+        sandbox,
         process_id: format!("run-{}", std::process::id()),
         argv: args.command.clone(),
         cwd: PathUri::from_native(&cwd)?,

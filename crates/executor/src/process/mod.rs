@@ -10,20 +10,23 @@ pub(crate) mod terminal;
 
 use std::collections::HashSet;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
-use rustix::process::{Pid, Signal};
+use exec_server_protocol::sandbox::Enforcement;
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, kill_process, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
 use crate::limits::{self, Group};
 use crate::log::{Exit, Log};
 use crate::process::stdin::{Push, Stdin};
+use crate::sandbox::Inside;
 use crate::spec::Size;
 use crate::tree::{self, Tag};
 
@@ -43,6 +46,10 @@ pub struct Process {
 #[derive(Debug)]
 struct Shared {
     pid: Pid,
+    /// The command itself, where `pid` only watches over it.
+    inside: Option<Inside>,
+    /// How much of a sandbox's policy is enforced.
+    enforcement: Option<Enforcement>,
     tag: Tag,
     started_at: SystemTime,
     /// The log and who follows it.
@@ -144,6 +151,11 @@ impl Process {
         self.shared.pid.as_raw_nonzero().get()
     }
 
+    /// How much of its sandbox's policy is enforced, if it has one.
+    pub fn enforcement(&self) -> Option<&Enforcement> {
+        self.shared.enforcement.as_ref()
+    }
+
     /// When it was started.
     pub fn started_at(&self) -> SystemTime {
         self.shared.started_at
@@ -156,7 +168,7 @@ impl Process {
 
     /// How it ended, once it has.
     pub fn exit(&self) -> Option<Exit> {
-        self.with_log(|log| log.exit().copied())
+        self.with_log(|log| log.exit().cloned())
     }
 
     /// Bytes that descendants wrote after the log was closed.
@@ -303,8 +315,16 @@ impl Process {
         match scope {
             Scope::Group => self.shared.signal_group(signal),
             Scope::Leader => {
-                if *lock(&self.shared.life) == Life::Running {
-                    rustix::process::kill_process(self.shared.pid, signal)?;
+                let life = lock(&self.shared.life);
+                if *life == Life::Running {
+                    match &self.shared.inside {
+                        Some(inside) => match pidfd_send_signal(&inside.pidfd, signal) {
+                            // It has ended, and what watches over it is about to.
+                            Err(Errno::SRCH) => {}
+                            sent => sent?,
+                        },
+                        None => kill_process(self.shared.pid, signal)?,
+                    }
                 }
             }
             Scope::Tree => {
@@ -361,7 +381,7 @@ impl Process {
         let tags = HashSet::from([self.shared.tag]);
         if let End::Within(grace) = end {
             let others = tags.clone();
-            let group = self.shared.pid;
+            let group = self.shared.group();
             blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
             wait_gone(tags.clone(), Instant::now() + grace).await;
         }
@@ -373,10 +393,30 @@ impl Shared {
     /// Signals the process group, unless its leader was reaped and the number may mean another.
     fn signal_group(&self, signal: Signal) {
         let life = lock(&self.life);
-        if *life == Life::Running {
-            // Fails only if the group is gone already, which is fine.
-            let _ = rustix::process::kill_process_group(self.pid, signal);
+        if *life != Life::Running {
+            return;
         }
+        // Fails only if the group is gone already, which is fine.
+        match &self.inside {
+            // Its end is the end of everything inside.
+            Some(_) if signal == Signal::KILL => {
+                let _ = rustix::process::kill_process_group(self.pid, signal);
+            }
+            // Its number is its own until it is reaped inside.
+            Some(inside) => {
+                if is_there(inside) {
+                    let _ = rustix::process::kill_process_group(inside.pid, signal);
+                }
+            }
+            None => {
+                let _ = rustix::process::kill_process_group(self.pid, signal);
+            }
+        }
+    }
+
+    /// The process group that the command was started in.
+    fn group(&self) -> Pid {
+        self.inside.as_ref().map_or(self.pid, |inside| inside.pid)
     }
 
     fn is_closed(&self) -> bool {
@@ -394,6 +434,14 @@ impl Shared {
         }
         self.changed.notify_waiters();
     }
+}
+
+/// Whether a process has not been reaped yet.
+fn is_there(inside: &Inside) -> bool {
+    // A descriptor of a process that was reaped has no number any more.
+    let number = inside.pidfd.as_raw_fd();
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
+    info.is_ok_and(|info| !info.contains("Pid:\t-1"))
 }
 
 /// Waits until nothing bears the tags, looking ever less often; what is left at the deadline.
@@ -428,6 +476,7 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     blocking(move || tree::kill(&kill)).await;
     wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
     limits::sweep();
+    blocking(crate::sandbox::placeholder::clear).await;
 }
 
 /// Runs what may block away from the async workers.

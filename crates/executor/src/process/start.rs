@@ -1,11 +1,13 @@
 //! From a spec to a running process.
 
+use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use exec_server_protocol::sandbox::Permissions;
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal};
 use tokio::io::Interest;
@@ -13,15 +15,16 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 
 use super::stdin::Stdin;
-use super::supervise::{Source, Supervisor};
+use super::supervise::{Guard, Source, Supervisor};
 use super::{Life, Orders, Output, Owner, Process, Shared, terminal};
 use crate::executor::{Executor, Slot};
 use crate::limits::{self, Applied};
 use crate::log::{Log, Retention, Stream};
+use crate::sandbox::{self, Errand, Inside, Prison, launcher};
 use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
 use crate::sys::launch::{Launch, LaunchError, Step, launch};
 use crate::sys::poll;
-use crate::tree::{TAG_RESOURCE, Tag};
+use crate::tree::{self, TAG_RESOURCE, Tag};
 
 /// Everything known of a child that runs: what it takes to look after it.
 ///
@@ -31,6 +34,13 @@ struct Running {
     tag: Tag,
     ends: Ends,
     applied: Applied,
+    sandbox: Option<Sandboxed>,
+}
+
+/// What is known of a sandboxed process.
+struct Sandboxed {
+    prison: Prison,
+    inside: Option<Inside>,
 }
 
 /// A child that is killed and reaped unless someone takes charge of it.
@@ -82,10 +92,23 @@ pub(crate) async fn start(
 fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError> {
     let system = |action| move |source| StartError::System { action, source };
     let prepared = Prepared::new(spec)?;
-    let applied = limits::prepare(&spec.limits)?;
+    let prison = match &spec.sandbox {
+        Some(sandbox) if sandbox.permissions != Permissions::Disabled => {
+            let host = executor.sandbox_host()?;
+            let hidden = &executor.config().hidden;
+            Some(sandbox::prepare(sandbox, spec, host, hidden)?)
+        }
+        Some(_) => Some(Prison::open()),
+        None => None,
+    };
+    let is_confined = prison.as_ref().is_some_and(|prison| !prison.is_open());
+    let own_processes = prison.as_ref().map_or(0, Prison::own_processes);
+    let applied = limits::prepare(&spec.limits, own_processes)?;
     let tag = Tag::fresh();
     let mut rlimits = vec![(TAG_RESOURCE, tag.0)];
-    rlimits.extend(&applied.rlimits);
+    if !is_confined {
+        rlimits.extend(&applied.rlimits);
+    }
 
     // The child's ends close when they go out of scope, after the launch.
     let (ends, stdin, stdout, stderr);
@@ -122,49 +145,83 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         .iter()
         .map(|group| group.procs.as_fd())
         .collect();
+    let terminal = matches!(ends, Ends::Terminal(_));
+    let strings = |texts: &'_ [CString]| -> Vec<_> { texts.to_vec() };
+    // With a sandbox the command is told to the launcher, which gets nothing else of it.
+    let errand = match &prison {
+        Some(prison) if is_confined => {
+            let errand = Errand::run(prison, &prepared, &applied.rlimits, terminal);
+            Some(errand.map_err(system("prepare the sandbox launcher"))?)
+        }
+        _ => None,
+    };
+    let (candidates, argv, env, cwd) = match &errand {
+        Some(_) => (
+            vec![executor.launcher().path()?.to_owned()],
+            strings(&[c"exec-server".to_owned(), launcher::ARGUMENT.to_owned()]),
+            Vec::new(),
+            c"/",
+        ),
+        None => (
+            strings(&prepared.candidates),
+            strings(&prepared.argv),
+            strings(&prepared.env),
+            prepared.cwd.as_c_str(),
+        ),
+    };
+    let own_session = prison.as_ref().is_some_and(Prison::has_namespaces);
+    let extra = errand.as_ref().map(Errand::descriptors);
     let (pid, pidfd) = executor
         .register(|| {
             launch(&Launch {
-                candidates: &prepared
-                    .candidates
-                    .iter()
-                    .map(|c| c.as_c_str())
-                    .collect::<Vec<_>>(),
-                argv: &prepared
-                    .argv
-                    .iter()
-                    .map(|c| c.as_c_str())
-                    .collect::<Vec<_>>(),
-                env: &prepared
-                    .env
-                    .iter()
-                    .map(|c| c.as_c_str())
-                    .collect::<Vec<_>>(),
-                cwd: &prepared.cwd,
+                candidates: &pointers(&candidates),
+                argv: &pointers(&argv),
+                env: &pointers(&env),
+                cwd,
                 stdin: input,
                 stdout: stdout.as_ref().map_or(input, |fd| fd.as_fd()),
                 stderr: stderr.as_ref().map_or(input, |fd| fd.as_fd()),
-                controlling_terminal: matches!(ends, Ends::Terminal(_)),
+                controlling_terminal: terminal && !own_session,
                 limits: &rlimits,
                 groups: &groups,
+                extra: extra.as_ref().map_or(&[], |extra| extra.as_slice()),
             })
         })
-        .map_err(|error| explain(error, spec))?;
+        .map_err(|error| explain(error, spec, errand.is_some()))?;
     let child = Child {
         executor: executor.clone(),
         pid,
         pidfd: Some(pidfd),
     };
+    let leader = match errand {
+        Some(errand) => errand.wait(spec)?,
+        None => None,
+    };
+    let sandbox = prison.map(|prison| Sandboxed {
+        inside: leader
+            .filter(|_| own_session)
+            .and_then(|pid| sandbox::inside(pid, |pid| tree::is_member(pid, tag))),
+        prison,
+    });
     Ok(Running {
         child,
         tag,
         ends,
         applied,
+        sandbox,
     })
 }
 
-fn explain(LaunchError { step, source }: LaunchError, spec: &Spec) -> StartError {
+fn pointers(texts: &[CString]) -> Vec<&CStr> {
+    texts.iter().map(CString::as_c_str).collect()
+}
+
+fn explain(LaunchError { step, source }: LaunchError, spec: &Spec, launcher: bool) -> StartError {
     match step {
+        Step::Execute | Step::Directory if launcher => StartError::System {
+            action: "execute the sandbox launcher",
+            source,
+        },
         Step::Directory => StartError::WorkingDirectory {
             path: spec.cwd.clone(),
             source,
@@ -226,6 +283,7 @@ fn adopt(
         tag,
         ends,
         applied,
+        sandbox,
     } = running;
     let pid = child.pid;
     let readable = |fd: OwnedFd, interest| -> io::Result<Arc<AsyncFd<OwnedFd>>> {
@@ -255,8 +313,22 @@ fn adopt(
             Stdin::new(Some(fd), true)
         }
     };
+    let (inside, enforcement, facts, placeholders) = match sandbox {
+        Some(Sandboxed { prison, inside }) => {
+            let Prison {
+                enforcement,
+                facts,
+                placeholders,
+                ..
+            } = prison;
+            (inside, Some(enforcement), facts, placeholders)
+        }
+        None => Default::default(),
+    };
     let shared = Arc::new(Shared {
         pid,
+        inside,
+        enforcement,
         tag,
         started_at: SystemTime::now(),
         output: Mutex::new(Output {
@@ -283,6 +355,10 @@ fn adopt(
         pidfd,
         sources,
         timeout,
+        Guard {
+            facts,
+            _placeholders: placeholders,
+        },
     );
     // Owned by the process: it ends when the process has, or when the last handle is dropped.
     tokio::spawn(supervisor.run());

@@ -22,6 +22,8 @@ use tokio::io::unix::AsyncFd;
 use super::{Life, Shared, blocking, lock};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
+use crate::sandbox::denial::{self, Facts};
+use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
 use crate::tree;
 
@@ -132,6 +134,16 @@ pub(super) struct Supervisor {
     timed_out: bool,
     /// Since when nothing came, once the child has ended.
     quiet_since: Option<Instant>,
+    /// Goes with the child.
+    guard: Option<Guard>,
+}
+
+/// What a sandboxed child's end concerns.
+pub(super) struct Guard {
+    /// What refusals would look like.
+    pub(super) facts: Facts,
+    /// Held until the child has ended.
+    pub(super) _placeholders: Vec<Placeholder>,
 }
 
 /// What woke the supervisor.
@@ -151,6 +163,7 @@ impl Supervisor {
         pidfd: AsyncFd<OwnedFd>,
         sources: Vec<Source>,
         timeout: Option<Timeout>,
+        guard: Guard,
     ) -> Self {
         let alarm = timeout.map(|timeout| Instant::now() + timeout.after);
         Self {
@@ -164,6 +177,7 @@ impl Supervisor {
             alarm,
             timed_out: false,
             quiet_since: None,
+            guard: Some(guard),
         }
     }
 
@@ -264,7 +278,12 @@ impl Supervisor {
         *life = Life::Ended;
         drop(life);
         self.drain();
-        let exit = match reaped {
+        let facts = self
+            .guard
+            .take()
+            .map(|guard| guard.facts)
+            .unwrap_or_default();
+        let mut exit = match reaped {
             Some(reaped) => Exit {
                 code: reaped
                     .code
@@ -274,6 +293,7 @@ impl Supervisor {
                 user_micros: reaped.user_micros,
                 system_micros: reaped.system_micros,
                 max_rss_bytes: reaped.max_rss_bytes,
+                denials: None,
             },
             None => Exit {
                 code: -1,
@@ -282,8 +302,14 @@ impl Supervisor {
                 user_micros: 0,
                 system_micros: 0,
                 max_rss_bytes: 0,
+                denials: None,
             },
         };
+        if facts.confined && exit.code != 0 {
+            let output = lock(&self.shared.output);
+            let retained = output.log.retained();
+            exit.denials = denial::classify(facts, exit.code, exit.signal, retained);
+        }
         if self.sources.is_empty() {
             // Both entries at once: whoever follows gets them in one go.
             self.release_files();
@@ -331,7 +357,7 @@ impl Supervisor {
         // Ends by itself, after the grace and the kill.
         tokio::spawn(async move {
             let tags = HashSet::from([shared.tag]);
-            let group = shared.pid;
+            let group = shared.group();
             let others = tags.clone();
             blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
             super::wait_gone(tags.clone(), Instant::now() + grace).await;

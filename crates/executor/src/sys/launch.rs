@@ -28,6 +28,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) limits: &'a [(u32, u64)],
     /// Open `cgroup.procs` files of the groups to join.
     pub(crate) groups: &'a [BorrowedFd<'a>],
+    /// More descriptors for the program, from 3 on; none of them may have such a number here.
+    pub(crate) extra: &'a [BorrowedFd<'a>],
 }
 
 /// The step at which a child could not become the program.
@@ -172,7 +174,14 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
                 return (Step::Descriptors, errno());
             }
         }
-        if libc::syscall(libc::SYS_close_range, 3, c_int::MAX, 0) < 0 {
+        let mut next = 3;
+        for file in launch.extra {
+            if libc::dup2(file.as_raw_fd(), next) < 0 {
+                return (Step::Descriptors, errno());
+            }
+            next += 1;
+        }
+        if libc::syscall(libc::SYS_close_range, next, c_int::MAX, 0) < 0 {
             return (Step::Descriptors, errno());
         }
         if libc::chdir(launch.cwd.as_ptr()) < 0 {

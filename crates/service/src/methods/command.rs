@@ -73,7 +73,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         spec,
         description,
         call.responder,
-        result,
+        |_| result,
     );
 }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
-use exec_server_executor::{Spec, report, request, signal as signals};
+use exec_server_executor::{Process, Spec, report, request, signal as signals};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
@@ -51,9 +51,15 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         cwd,
         ..
     } = params;
-    let started = StartResult {
-        process_id: process_id.clone(),
-        sandbox_type: Some(SandboxType::None),
+    let id = process_id.clone();
+    let started = |process: &Process| StartResult {
+        process_id: id,
+        // As the reference has it: whoever names a policy, be it one that allows everything.
+        sandbox_type: Some(match process.enforcement() {
+            Some(_) => SandboxType::LinuxSeccomp,
+            None => SandboxType::None,
+        }),
+        enforcement: process.enforcement().cloned(),
     };
     let description = Description {
         process_id,
@@ -86,7 +92,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     spec: Spec,
     description: Description,
     responder: Responder,
-    result: R,
+    result: impl FnOnce(&Process) -> R + Send + 'static,
 ) {
     let server = connection.server.clone();
     if let Err(error) = server.accepts_processes() {
@@ -115,6 +121,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                     pid = process.pid(),
                     "started"
                 );
+                let result = result(&process);
                 let parts = ManagedParts {
                     process,
                     argv,

@@ -1,0 +1,190 @@
+//! `exec-server doctor`: what this machine can enforce, what is in the way, and the way out.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_executor::sandbox::host::{self, Host};
+use serde_json::json;
+
+use super::args::DoctorArgs;
+use super::print;
+
+/// One thing that was looked at.
+struct Finding {
+    name: &'static str,
+    /// What it is for.
+    purpose: &'static str,
+    /// What was found; an error is in the way of something.
+    state: Result<String, String>,
+    /// Whether policies can do without it.
+    optional: bool,
+    fixes: Vec<String>,
+}
+
+pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
+    let host =
+        exec_server_executor::sandbox::examine(None).context("cannot examine this machine")?;
+    let findings = findings(&host);
+    let summary = summary(&host);
+    let text = if args.json {
+        let list: Vec<_> = findings.iter().map(Finding::json).collect();
+        let report = json!({
+            "kernel": host.kernel, "enforcement": summary.0, "summary": summary.1, "findings": list,
+        });
+        format!("{}\n", serde_json::to_string_pretty(&report)?)
+    } else {
+        let mut text = format!("Linux {}\n\n", host.kernel);
+        for finding in &findings {
+            text += &finding.text();
+        }
+        text + "\n" + summary.1 + "\n"
+    };
+    print(text.as_bytes())?;
+    Ok(if summary.0 == "full" {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// What policies can be enforced, in a word and in a sentence.
+fn summary(host: &Host) -> (&'static str, &'static str) {
+    match (host.mounts().is_ok(), host.landlock > 0, host.seccomp) {
+        (true, _, true) => ("full", "Every policy can be enforced."),
+        (false, true, true) => (
+            "partial",
+            "Only policies without exceptions inside what they allow can be enforced: reading, but \
+             not a workspace with protected names.",
+        ),
+        _ => ("none", "No policy that restricts files can be enforced."),
+    }
+}
+
+fn findings(host: &Host) -> Vec<Finding> {
+    let yes = |result: &Result<(), String>| result.clone().map(|()| "yes".to_owned());
+    let obstacles = || {
+        let found = host::namespace_obstacles();
+        found
+            .into_iter()
+            .map(|(what, fix)| format!("{what}: {fix}"))
+            .collect()
+    };
+    let newer = |version: &str| vec![format!("a kernel of version {version} or later has it")];
+    let landlock = match host.landlock {
+        0 => Err("not there".to_owned()),
+        version => Ok(format!("version {version}")),
+    };
+    let landlock_fixes = match host.landlock {
+        0 => vec![
+            "a kernel of version 5.13 or later has it, if `landlock` is among its lsm= list"
+                .to_owned(),
+        ],
+        1..=5 => vec![
+            "version 6, of Linux 6.12, also keeps signals and abstract sockets inside".to_owned(),
+        ],
+        _ => Vec::new(),
+    };
+    vec![
+        Finding {
+            name: "user namespaces",
+            purpose: "views of files without root",
+            state: match (&host.user_namespaces, &host.privileged_mounts) {
+                (Ok(()), _) => Ok("yes".to_owned()),
+                (Err(_), Ok(())) => Ok("no, but this user may mount".to_owned()),
+                (Err(why), Err(_)) => Err(why.clone()),
+            },
+            optional: false,
+            fixes: if host.user_namespaces.is_err() {
+                obstacles()
+            } else {
+                Vec::new()
+            },
+        },
+        Finding {
+            name: "mounts as a whole",
+            purpose: "building a view at once",
+            state: yes(&host.mount_api),
+            optional: false,
+            fixes: if host.mount_api.is_err() {
+                newer("5.12")
+            } else {
+                Vec::new()
+            },
+        },
+        Finding {
+            name: "network namespaces",
+            purpose: "a network of its own",
+            state: yes(&host.network_namespaces),
+            optional: false,
+            fixes: if host.network_namespaces.is_err() {
+                obstacles()
+            } else {
+                Vec::new()
+            },
+        },
+        Finding {
+            name: "fresh /proc",
+            purpose: "hiding the host's processes by name",
+            state: if host.proc_mountable {
+                Ok("yes".to_owned())
+            } else {
+                Err("a part of /proc is covered, as in containers".to_owned())
+            },
+            optional: true,
+            fixes: if host.proc_mountable {
+                Vec::new()
+            } else {
+                vec!["docker: --security-opt systempaths=unconfined".to_owned()]
+            },
+        },
+        Finding {
+            name: "Landlock",
+            purpose: "a second wall around files, or the only one",
+            state: landlock,
+            optional: true,
+            fixes: landlock_fixes,
+        },
+        Finding {
+            name: "seccomp filters",
+            purpose: "the network, and what reaches beyond",
+            state: if host.seccomp {
+                Ok("yes".to_owned())
+            } else {
+                Err("not there".to_owned())
+            },
+            optional: false,
+            fixes: if host.seccomp {
+                Vec::new()
+            } else {
+                vec!["a kernel with CONFIG_SECCOMP_FILTER has them".to_owned()]
+            },
+        },
+    ]
+}
+
+impl Finding {
+    fn text(&self) -> String {
+        let Self { name, purpose, .. } = self;
+        let (mark, state) = match &self.state {
+            Ok(state) => ("ok", state),
+            Err(why) if self.optional => ("--", why),
+            Err(why) => ("NO", why),
+        };
+        let mut text = format!("{mark}  {name:<20} {state}  ({purpose})\n");
+        for fix in &self.fixes {
+            text += &format!("    fix: {fix}\n");
+        }
+        text
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let (ok, detail) = match &self.state {
+            Ok(state) => (true, state),
+            Err(why) => (false, why),
+        };
+        json!({
+            "name": self.name, "purpose": self.purpose, "ok": ok, "optional": self.optional,
+            "detail": detail, "fixes": self.fixes,
+        })
+    }
+}

@@ -1,0 +1,397 @@
+//! What someone inside would try. Each asserts the refusal, and that nothing outside has changed.
+
+use std::process::{Child, Command, Stdio};
+
+use serde_json::json;
+
+use crate::{Cell, User, entry, for_both, read_only};
+
+for_both! {
+    writing_outside,
+    reading_what_is_denied,
+    other_processes,
+    mounts_and_namespaces,
+    the_kernels_back_doors,
+    typing_into_a_terminal,
+    the_servers_secrets,
+    planted_links_widen_nothing,
+    exhausting_what_is_limited,
+    the_first_process_is_no_way_out,
+}
+
+/// A process outside, of the same user as the server, ended with this value.
+struct Victim(Child);
+
+impl Victim {
+    fn new(cell: &Cell) -> Self {
+        let mut command = if cell.user == User::Ordinary && crate::is_root() {
+            let mut command = Command::new("setpriv");
+            let id = crate::NOBODY;
+            command
+                .arg(format!("--reuid={id}"))
+                .arg(format!("--regid={id}"))
+                .arg("--clear-groups");
+            command.arg("sleep");
+            command
+        } else {
+            Command::new("sleep")
+        };
+        let child = command
+            .arg("600")
+            .env("VICTIM", "secret")
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self(child)
+    }
+
+    fn lives(&mut self) -> bool {
+        matches!(self.0.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Victim {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+async fn writing_outside(user: User) {
+    let mut cell = Cell::new(user).await;
+    let file = cell.write("other/file", "o");
+    let (other, work) = (cell.path("other"), cell.path("work"));
+    let script = format!(
+        r"
+other, work = '{}', '{}'
+W = os.O_WRONLY | os.O_CREAT
+for name, path in [('plain', other + '/file'), ('new', other + '/new'), ('dots', work + '/../other/file'),
+    ('root', '/proc/self/root' + other + '/file'), ('cwd', '/proc/self/cwd/../other/file'),
+    ('thread', '/proc/thread-self/root' + other + '/file'), ('first', '/proc/1/root' + other + '/file'),
+    ('first cwd', '/proc/1/cwd' + other + '/file'), ('etc', '/etc/exec-server-test'), ('dev', '/dev/exec-server-test'),
+    ('sysctl', '/proc/sys/kernel/core_pattern'), ('sysrq', '/proc/sysrq-trigger'),
+    ('uevent', '/sys/kernel/uevent_helper'), ('cgroup', '/sys/fs/cgroup/cgroup.procs')]:
+    refused(name, lambda: os.open(path, W))
+os.symlink(other + '/file', work + '/link')
+refused('link', lambda: os.open(work + '/link', os.O_WRONLY))
+refused('hard link', lambda: (os.link(other + '/file', work + '/hard'), os.open(work + '/hard', os.O_WRONLY))[1])
+refused('rename in', lambda: os.rename(other + '/file', work + '/stolen'))
+refused('rename out', lambda: (open(work + '/x', 'w').close(), os.rename(work + '/x', other + '/x'))[1])
+refused('unlink', lambda: os.unlink(other + '/file'))
+refused('chmod', lambda: os.chmod(other + '/file', 0o777))
+refused('times', lambda: os.utime(other + '/file'))
+refused('truncate', lambda: os.truncate(other + '/file', 0))
+fd = os.open(other + '/file', os.O_RDONLY)
+refused('again', lambda: os.open('/proc/self/fd/%d' % fd, os.O_RDWR))
+refused('fchmod', lambda: os.fchmod(fd, 0o777))
+refused('device', lambda: os.mknod(work + '/disk', 0o060600, os.makedev(8, 0)))
+",
+        other.display(),
+        work.display()
+    );
+    let before = std::fs::metadata(&file).unwrap();
+    let outcome = cell.python(&cell.workspace(), &script).await;
+    assert_eq!(outcome.stdout.lines().count(), 25, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        let refusal = ["EROFS", "EACCES", "EPERM", "EXDEV", "ENOENT"]
+            .iter()
+            .any(|errno| line.ends_with(errno));
+        assert!(refusal, "{line}");
+    }
+    let after = std::fs::metadata(&file).unwrap();
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "o");
+    assert_eq!(
+        (before.permissions(), before.modified().unwrap()),
+        (after.permissions(), after.modified().unwrap())
+    );
+    assert_eq!(std::fs::read_dir(&other).unwrap().count(), 1);
+    assert!(!std::path::Path::new("/etc/exec-server-test").exists());
+}
+
+async fn reading_what_is_denied(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.make("work/vault");
+    let secret = cell.write("work/vault/secret", "SECRET");
+    let sandbox = cell.workspace_and(&[entry(&cell.path("work/vault"), "deny")]);
+    let script = format!(
+        r"
+secret = '{}'
+work = os.path.dirname(os.path.dirname(secret))
+os.symlink(secret, work + '/link')
+for name, path in [('path', secret), ('link', work + '/link'), ('root', '/proc/self/root' + secret),
+    ('cwd', '/proc/self/cwd/vault/secret'), ('first', '/proc/1/root' + secret)]:
+    refused(name, lambda: open(path).read())
+refused('list', lambda: os.listdir(work + '/vault'))
+refused('hard link', lambda: os.link(secret, work + '/hard'))
+refused('move', lambda: os.rename(work + '/vault', work + '/open'))
+refused('chmod', lambda: os.chmod(work + '/vault', 0o777))
+class H(ctypes.Structure): _fields_ = [('n', ctypes.c_uint), ('t', ctypes.c_int), ('d', ctypes.c_ubyte * 128)]
+h = H(128); m = ctypes.c_int()
+call(libc.name_to_handle_at, -100, b'/', ctypes.byref(h), ctypes.byref(m), 0)
+refused('handle', lambda: call(libc.open_by_handle_at, os.open('/', os.O_RDONLY), ctypes.byref(h), 0))
+import glob, stat
+for fd in glob.glob('/proc/[0-9]*/fd/*') + glob.glob('/proc/[0-9]*/map_files/*'):
+    try:
+        if stat.S_ISREG(os.stat(fd).st_mode) and 'SECRET' in open(fd, errors='replace').read(64): print('found in', fd)
+    except OSError: pass
+disks = [d for d in os.listdir('/dev') if d.startswith(('sd', 'vd', 'nvme', 'mem', 'kmsg', 'dm-', 'loop'))]
+print('disks', 'EPERM' if not disks else disks)
+",
+        secret.display()
+    );
+    let outcome = cell.python(&sandbox, &script).await;
+    assert_eq!(outcome.stdout.lines().count(), 11, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(!line.contains("SECRET") && !line.contains("OK"), "{line}");
+        assert!(
+            ["EACCES", "EPERM", "ENOENT", "EBUSY", "EROFS", "EXDEV"]
+                .iter()
+                .any(|e| line.ends_with(e)),
+            "{line}"
+        );
+    }
+    assert_eq!(std::fs::read_to_string(&secret).unwrap(), "SECRET");
+}
+
+async fn other_processes(user: User) {
+    let mut cell = Cell::new(user).await;
+    let mut victim = Victim::new(&cell);
+    let pid = victim.0.id();
+    let server = cell.server.server_pid().await;
+    let script = format!(
+        r"
+import signal
+for pid in [{pid}, {server}, {}]:
+    refused('signal', lambda: os.kill(pid, signal.SIGKILL))
+    refused('group', lambda: os.killpg(pid, signal.SIGKILL))
+    refused('ptrace', lambda: call(libc.ptrace, 16, pid, 0, 0))
+    for name in ['mem', 'environ', 'fd', 'root', 'cwd', 'maps', 'status']:
+        refused(name, lambda: os.open('/proc/%d/%s' % (pid, name), os.O_RDONLY))
+    refused('pidfd', lambda: os.pidfd_open(pid))
+refused('all', lambda: os.kill(-1, 0))
+refused('vm', lambda: call(libc.process_vm_readv, {pid}, 0, 0, 0, 0, 0))
+# A sibling in the same sandbox cannot be traced either.
+child = os.fork()
+if child == 0:
+    import time; time.sleep(60); os._exit(0)
+refused('sibling', lambda: call(libc.ptrace, 16, child, 0, 0))
+os.kill(child, 9)
+print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 6 and 'few ESRCH')
+",
+        cell.server.guardian_pid()
+    );
+    let outcome = cell.python(&read_only(), &script).await;
+    assert_eq!(outcome.stdout.lines().count(), 37, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(
+            ["ESRCH", "ENOENT", "EPERM", "EACCES"]
+                .iter()
+                .any(|e| line.ends_with(e)),
+            "{line}"
+        );
+    }
+    assert!(victim.lives());
+    assert_eq!(cell.sh(&read_only(), "exit 4").await.code, 4);
+}
+
+async fn mounts_and_namespaces(user: User) {
+    let mut cell = Cell::new(user).await;
+    let work = cell.path("work");
+    let script = format!(
+        r"
+work = b'{}'
+refused('bind', lambda: call(libc.mount, b'/', work, None, 4096, None))
+refused('remount', lambda: call(libc.mount, None, b'/', None, 32 | 4096, None))
+refused('tmpfs', lambda: call(libc.mount, b'none', work, b'tmpfs', 0, None))
+refused('umount', lambda: call(libc.umount2, work, 2))
+refused('umount root', lambda: call(libc.umount2, b'/', 2))
+refused('pivot', lambda: call(libc.syscall, {{'x86_64': 155}}.get(os.uname().machine, 41), work, work))
+refused('chroot', lambda: os.chroot('/'))
+for name, number in [('open_tree', 428), ('move_mount', 429), ('fsopen', 430), ('fsconfig', 431),
+    ('fsmount', 432), ('fspick', 433), ('mount_setattr', 442)]:
+    refused(name, lambda: call(libc.syscall, number, -100, b'/', 0, 0, 0))
+for name, flag in [('user', 0x10000000), ('mount', 0x20000), ('pid', 0x20000000), ('net', 0x40000000),
+    ('user+mount', 0x10020000)]:
+    refused(name, lambda: call(libc.unshare, flag))
+refused('setns', lambda: call(libc.setns, os.open('/proc/self/ns/user', os.O_RDONLY), 0))
+refused('clone', lambda: call(libc.syscall, {{'x86_64': 56}}.get(os.uname().machine, 220), 0x10000000 | 17, 0, 0, 0, 0))
+refused('clone3', lambda: call(libc.syscall, 435, (ctypes.c_uint64 * 11)(0x10000000), 88))
+for name in ['setuid', 'setgid']:
+    refused(name, lambda: getattr(os, name)(1))
+",
+        work.display()
+    );
+    let outcome = cell.python(&cell.workspace(), &script).await;
+    assert_eq!(outcome.stdout.lines().count(), 24, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(
+            ["EPERM", "ENOSYS", "EINVAL"]
+                .iter()
+                .any(|e| line.ends_with(e)),
+            "{line}"
+        );
+        assert!(
+            !line.ends_with("EINVAL") || line.starts_with("set"),
+            "{line}"
+        );
+    }
+}
+
+async fn the_kernels_back_doors(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = r"
+for name, number in [('io_uring_setup', 425), ('io_uring_enter', 426), ('io_uring_register', 427), ('pidfd_getfd', 438)]:
+    refused(name, lambda: call(libc.syscall, number, 8, 0, 0, 0, 0, 0))
+x86 = os.uname().machine == 'x86_64'
+for name, number in [('bpf', 321 if x86 else 280), ('perf', 298 if x86 else 241), ('userfaultfd', 323 if x86 else 282),
+    ('keyctl', 250 if x86 else 219), ('add_key', 248 if x86 else 217), ('init_module', 175 if x86 else 105),
+    ('kexec', 246 if x86 else 104), ('reboot', 169 if x86 else 142), ('syslog', 103 if x86 else 116)]:
+    refused(name, lambda: call(libc.syscall, number, 0, 0, 0, 0, 0))
+if x86: refused('x32', lambda: call(libc.syscall, 0x40000000 + 41, 2, 1, 0))
+else: print('x32 ENOSYS')
+";
+    let outcome = cell.python(&read_only(), script).await;
+    assert_eq!(outcome.stdout.lines().count(), 14, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(line.ends_with("EPERM") || line == "x32 ENOSYS", "{line}");
+    }
+}
+
+async fn typing_into_a_terminal(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = format!(
+        "{}\n{}",
+        crate::PRELUDE,
+        r"
+for n in (0x5412, 0x5412 | 1 << 32, 0x541c):
+    refused('ioctl', lambda: call(libc.ioctl, 0, ctypes.c_ulong(n), b'x'))
+refused('others', lambda: [os.open('/dev/pts/' + n, os.O_RDWR) for n in os.listdir('/dev/pts') if n.isdigit() and '/dev/pts/' + n != os.ttyname(0)] or (0, 'EPERM'))
+"
+    );
+    let start = cell
+        .start_of(&read_only(), &["python3", "-c", &script])
+        .tty();
+    let seen = cell.client.run(start).await;
+    assert_eq!(
+        seen.text("pty"),
+        "ioctl EPERM\r\nioctl EPERM\r\nioctl EPERM\r\nothers EPERM\r\n"
+    );
+}
+
+async fn the_servers_secrets(user: User) {
+    let mut cell = Cell::new(user).await;
+    let outcome = cell
+        .sh(&read_only(), "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; echo; cat /proc/1/status | grep -c Name")
+        .await;
+    assert!(
+        !outcome.stdout.contains("only for the server"),
+        "{outcome:?}"
+    );
+    assert!(!outcome.stdout.contains("--listen"), "{outcome:?}");
+    // The policy itself is nobody's business either.
+    let secret = cell.write("other/hidden-name", "x");
+    let sandbox = cell.workspace_and(&[entry(&secret, "deny")]);
+    let outcome = cell
+        .sh(
+            &sandbox,
+            "cat /proc/1/cmdline; cat /proc/1/environ /proc/1/maps /proc/1/mem",
+        )
+        .await;
+    assert!(!outcome.stdout.contains("hidden-name"), "{outcome:?}");
+    assert_eq!(
+        outcome.stderr.matches("ermission denied").count(),
+        3,
+        "{outcome:?}"
+    );
+}
+
+async fn planted_links_widen_nothing(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.make("work/sub");
+    cell.make("work/out");
+    let out = cell.path("work/out");
+    let sandbox = cell.workspace_and(&[entry(&cell.path("work/sub"), "write")]);
+    // A first run replaces a directory, which the next policy names, by a link.
+    let plain = cell.workspace();
+    let other = cell.path("other");
+    let outcome = cell
+        .sh(
+            &plain,
+            &format!("rmdir sub && ln -s {} sub", other.display()),
+        )
+        .await;
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    let failure = cell.refused(&sandbox, &["touch", "sub/x"]).await;
+    assert!(
+        failure.message.contains("crosses writable symlink"),
+        "{failure}"
+    );
+    // The workspace itself becomes a link: whoever could do that may write there anyway.
+    let outcome = cell
+        .sh(
+            &plain,
+            "ln -s /etc/x out/x; echo y > out/x; cd ..; mv work w2",
+        )
+        .await;
+    assert!(outcome.denied, "{outcome:?}");
+    assert!(!std::path::Path::new("/etc/x").exists());
+    assert_eq!(std::fs::read_dir(&other).unwrap().count(), 0);
+    assert!(out.exists());
+}
+
+async fn exhausting_what_is_limited(user: User) {
+    let mut cell = Cell::new(user).await;
+    let limits = json!({"memoryBytes": 64 << 20, "cpuSeconds": 20, "fileBytes": 4096});
+    let script = "x = bytearray(1 << 30); print('had it')";
+    let script = format!("{}\n{script}", crate::PRELUDE);
+    let start = cell
+        .start_of(&read_only(), &["python3", "-c", &script])
+        .with("limits", limits.clone());
+    let outcome = cell.run(start).await;
+    assert_ne!(outcome.code, 0, "{outcome:?}");
+    assert!(!outcome.stdout.contains("had it"));
+    let sandbox = cell.workspace();
+    let start = cell
+        .start_of(
+            &sandbox,
+            &["/bin/sh", "-c", "head -c 100000 /dev/zero > big"],
+        )
+        .with("limits", json!({"fileBytes": 4096}));
+    cell.run(start).await;
+    assert_eq!(
+        std::fs::metadata(cell.path("work/big")).unwrap().len(),
+        4096
+    );
+    if user == User::Own && crate::is_root() {
+        let bomb = "f() { f | f & }; f; sleep 1; echo $(ls -d /proc/[0-9]* | wc -l)";
+        let start = cell
+            .start_of(&read_only(), &["/bin/sh", "-c", bomb])
+            .with("limits", json!({"processes": 20}))
+            .with("timeoutMs", 10_000);
+        cell.run(start).await;
+    }
+    assert_eq!(cell.sh(&read_only(), "exit 4").await.code, 4);
+}
+
+async fn the_first_process_is_no_way_out(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = r"
+import signal
+for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP):
+    os.kill(1, s)
+refused('mem', lambda: os.open('/proc/1/mem', os.O_RDWR))
+refused('fd', lambda: [os.open('/proc/1/fd/' + fd, os.O_RDONLY) for fd in os.listdir('/proc/1/fd')])
+refused('exe', lambda: os.readlink('/proc/1/exe'))
+refused('ns', lambda: os.readlink('/proc/1/ns/mnt'))
+print('alive', os.getppid(), 'EPERM')
+";
+    let outcome = cell.python(&read_only(), script).await;
+    assert_eq!(outcome.code, 0, "{outcome:?}");
+    for line in outcome.stdout.lines() {
+        assert!(
+            line.ends_with("EACCES") || line.ends_with("EPERM"),
+            "{line}"
+        );
+    }
+    assert_eq!(outcome.stdout.lines().count(), 5, "{outcome:?}");
+}

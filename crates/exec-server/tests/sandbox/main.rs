@@ -1,0 +1,274 @@
+//! Sandboxed processes of the built server, from outside: what they may do, what they may not, and
+//! that the machine is as it was.
+//!
+//! Everything runs twice: as the user of the tests, who is often root, and as an ordinary one.
+
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::os::unix::fs::{PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+
+use exec_server_testkit::wire::{Client, Failure, Start, Subject, Transport};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::process::Command;
+
+mod attacks;
+mod files;
+mod network;
+mod policies;
+mod processes;
+mod protected;
+
+/// Whose server it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum User {
+    /// Whoever runs the tests.
+    Own,
+    /// `nobody`, if the tests are root's.
+    Ordinary,
+}
+
+const NOBODY: u32 = 65_534;
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+/// A server, a client of it and a place on the disk.
+struct Cell {
+    client: Client,
+    started: u32,
+    server: Subject,
+    user: User,
+    directory: TempDir,
+}
+
+/// What became of a command.
+#[derive(Debug)]
+struct Outcome {
+    code: i64,
+    stdout: String,
+    stderr: String,
+    denied: bool,
+    exited: Value,
+}
+
+impl Cell {
+    async fn new(user: User) -> Self {
+        let directory = Self::place();
+        let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
+        let command = if user == User::Ordinary && is_root() {
+            // Builds may lie where the other user cannot go.
+            let program = directory.path().join("exec-server");
+            std::fs::hard_link(built, &program)
+                .or_else(|_| std::fs::copy(built, &program).map(drop))
+                .unwrap();
+            let mut command = Command::new("setpriv");
+            let id = NOBODY;
+            command
+                .arg(format!("--reuid={id}"))
+                .arg(format!("--regid={id}"));
+            command.arg("--clear-groups").arg(program);
+            command
+        } else {
+            Command::new(built)
+        };
+        Self::at(user, directory, command).await
+    }
+
+    /// With a server that is started in its own way.
+    async fn on(user: User, command: Command) -> Self {
+        Self::at(user, Self::place(), command).await
+    }
+
+    fn place() -> TempDir {
+        // Not in /tmp, which many policies make writable.
+        let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+        let open = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(directory.path(), open).unwrap();
+        directory
+    }
+
+    async fn at(user: User, directory: TempDir, mut command: Command) -> Self {
+        command
+            .env_clear()
+            .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+            .env("SERVER_SECRET", "only for the server");
+        let mut server = Subject::start(Transport::Websocket, command).await;
+        let client = server.session().await;
+        let cell = Self {
+            client,
+            started: 0,
+            server,
+            user,
+            directory,
+        };
+        cell.make("work");
+        cell.make("other");
+        cell
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn own(&self, path: &Path) {
+        if self.user == User::Ordinary && is_root() {
+            chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+    }
+
+    /// Makes a directory of the server's user.
+    fn make(&self, name: &str) -> PathBuf {
+        let path = self.path(name);
+        std::fs::create_dir(&path).unwrap();
+        self.own(&path);
+        path
+    }
+
+    /// Makes a file of the server's user.
+    fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        std::fs::write(&path, text).unwrap();
+        self.own(&path);
+        path
+    }
+
+    fn start_of(&mut self, sandbox: &Value, argv: &[&str]) -> Start {
+        self.started += 1;
+        let cwd = format!("file://{}", self.path("work").display());
+        Start::new(&format!("p{}", self.started), argv)
+            .with("sandbox", sandbox.clone())
+            .with("cwd", cwd)
+    }
+
+    /// Runs a shell script under a policy.
+    async fn sh(&mut self, sandbox: &Value, script: &str) -> Outcome {
+        let start = self.start_of(sandbox, &["/bin/sh", "-c", script]);
+        self.run(start).await
+    }
+
+    /// Runs a Python script under a policy.
+    async fn python(&mut self, sandbox: &Value, script: &str) -> Outcome {
+        let script = format!("{PRELUDE}\n{script}");
+        let start = self.start_of(sandbox, &["python3", "-c", &script]);
+        self.run(start).await
+    }
+
+    async fn run(&mut self, start: Start) -> Outcome {
+        let seen = self.client.run(start).await;
+        let exited = seen.exited.clone().unwrap();
+        Outcome {
+            code: seen.exit_code(),
+            stdout: seen.text("stdout"),
+            stderr: seen.text("stderr"),
+            denied: exited["sandboxDenied"] == true,
+            exited,
+        }
+    }
+
+    async fn refused(&mut self, sandbox: &Value, argv: &[&str]) -> Failure {
+        let start = self.start_of(sandbox, argv);
+        self.client.refused("process/start", start.0).await
+    }
+
+    /// What the real client sends for its workspace.
+    fn workspace(&self) -> Value {
+        self.workspace_and(&[])
+    }
+
+    fn workspace_and(&self, more: &[Value]) -> Value {
+        let mut entries = vec![
+            special("root", "read"),
+            special("project_roots", "write"),
+            special("slash_tmp", "write"),
+            special("tmpdir", "write"),
+        ];
+        for name in [".git", ".agents", ".codex", ".aws"] {
+            entries.push(json!({
+                "path": {"type": "special", "value": {"kind": "project_roots", "subpath": name}},
+                "access": "read", "missing_path_behavior": "skip",
+            }));
+        }
+        entries.extend_from_slice(more);
+        let mut sandbox = policy(entries, "restricted");
+        let root = format!("file://{}", self.path("work").display());
+        sandbox["workspaceRoots"] = json!([root]);
+        sandbox
+    }
+}
+
+/// What Python attackers need: system calls by name or number, and a word for being refused.
+const PRELUDE: &str = r"
+import ctypes, errno, os, sys, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(f, *args):
+    ctypes.set_errno(0)
+    r = f(*args)
+    return (r, errno.errorcode.get(ctypes.get_errno(), '-')) if r < 0 else (r, 'OK')
+def refused(name, f):
+    try:
+        r = f()
+        if isinstance(r, tuple): print(name, r[1])
+        else: print(name, 'OK', r)
+    except OSError as e:
+        print(name, errno.errorcode.get(e.errno, e))
+";
+
+fn policy(entries: Vec<Value>, network: &str) -> Value {
+    json!({
+        "windowsSandboxLevel": "disabled",
+        "permissions": {
+            "type": "managed",
+            "file_system": {"type": "restricted", "entries": entries},
+            "network": network,
+        },
+    })
+}
+
+fn read_only() -> Value {
+    policy(vec![special("root", "read")], "restricted")
+}
+
+fn special(kind: &str, access: &str) -> Value {
+    json!({"path": {"type": "special", "value": {"kind": kind}}, "access": access})
+}
+
+fn entry(path: &Path, access: &str) -> Value {
+    let uri = format!("file://{}", path.display());
+    json!({"path": {"type": "path", "path": uri}, "access": access})
+}
+
+/// Runs behaviours for both users: each is an async function of the [`User`].
+macro_rules! for_both {
+    ($($behaviour:ident,)*) => {
+        mod own {
+            $(#[tokio::test] async fn $behaviour() { super::$behaviour($crate::User::Own).await; })*
+        }
+        mod ordinary {
+            $(#[tokio::test] async fn $behaviour() {
+                super::$behaviour($crate::User::Ordinary).await;
+            })*
+        }
+    };
+}
+use for_both;
+
+/// A file that is not declared here would silently not be tested.
+#[test]
+fn every_file_is_a_module() {
+    let declared = include_str!("main.rs");
+    let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sandbox")).unwrap();
+    let mut seen = 0;
+    for file in files {
+        let path = file.unwrap().path();
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        seen += 1;
+        assert!(
+            name == "main" || declared.contains(&format!("\nmod {name};\n")),
+            "{name} is not declared"
+        );
+    }
+    assert!(seen > 1);
+}

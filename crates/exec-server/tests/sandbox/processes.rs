@@ -1,0 +1,366 @@
+//! A sandboxed process behaves as any other: its end, its signals, its terminal, its tree.
+
+use exec_server_testkit::proc;
+use exec_server_testkit::wire::chunk;
+use serde_json::{Value, json};
+
+use crate::{Cell, User, for_both, read_only};
+
+for_both! {
+    ends_pass_through,
+    what_cannot_be_run_is_a_start_error,
+    arguments_and_environment_arrive,
+    signals_reach_the_command,
+    stopping_and_continuing,
+    a_terminal_has_job_control,
+    interrupts_and_sizes_reach_a_terminal,
+    the_whole_tree_is_ended,
+    time_limits_and_graceful_ends,
+    background_processes_end_with_the_command,
+    streams_end_when_the_command_closes_them,
+    limits_bind,
+    no_descriptor_is_inherited,
+}
+
+async fn ends_pass_through(user: User) {
+    let mut cell = Cell::new(user).await;
+    for tty in [false, true] {
+        for (script, code, signal) in [
+            ("exit 0", 0, Value::Null),
+            ("exit 200", 200, Value::Null),
+            ("kill -TERM $$", 143, json!("SIGTERM")),
+            ("kill -KILL $$", 137, json!("SIGKILL")),
+            ("kill -USR1 $$", 138, json!("SIGUSR1")),
+            ("kill -SEGV $$", 139, json!("SIGSEGV")),
+        ] {
+            let start = cell
+                .start_of(&read_only(), &["/bin/sh", "-c", script])
+                .with("tty", tty);
+            let outcome = cell.run(start).await;
+            assert_eq!(
+                (outcome.code, &outcome.exited["signal"]),
+                (code, &signal),
+                "{script} {tty}"
+            );
+            assert!(!outcome.denied, "{script}");
+        }
+    }
+    let outcome = cell
+        .sh(
+            &read_only(),
+            "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done",
+        )
+        .await;
+    let used = &outcome.exited["usage"];
+    assert!(used["userMs"].as_u64().unwrap() > 0, "{used}");
+}
+
+async fn what_cannot_be_run_is_a_start_error(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.write("work/text", "no program");
+    for tty in [false, true] {
+        for (program, text) in [
+            ("no-such-program", "(os error 2)"),
+            ("/no/such/program", "(os error 2)"),
+            ("./text", "(os error 13)"),
+        ] {
+            let start = cell.start_of(&read_only(), &[program]).with("tty", tty);
+            let failure = cell.client.refused("process/start", start.0).await;
+            assert_eq!(failure.code, -32603);
+            assert!(failure.message.starts_with("cannot execute"), "{failure}");
+            assert!(failure.message.ends_with(text), "{failure}");
+        }
+        let start = cell
+            .start_of(&read_only(), &["true"])
+            .with("cwd", "file:///no/such")
+            .with("tty", tty);
+        let failure = cell.client.refused("process/start", start.0).await;
+        assert_eq!(failure.code, -32603);
+        assert!(failure.message.contains("`/no/such`"), "{failure}");
+    }
+}
+
+async fn arguments_and_environment_arrive(user: User) {
+    let mut cell = Cell::new(user).await;
+    let odd = "a b\t\"'$x\n\u{e4}";
+    let start = cell
+        .start_of(
+            &read_only(),
+            &[
+                "/bin/sh",
+                "-c",
+                "printf '%s|' \"$0\" \"$1\" \"$LD_PRELOAD\" \"$V\"; pwd; env | wc -l",
+                "n",
+                odd,
+            ],
+        )
+        .env("V", odd)
+        .env("LD_PRELOAD", "");
+    let outcome = cell.run(start).await;
+    let work = cell.path("work");
+    // PATH, V, LD_PRELOAD and what the shell itself adds; V has two lines.
+    assert!(
+        outcome
+            .stdout
+            .starts_with(&format!("n|{odd}||{odd}|{}\n", work.display())),
+        "{outcome:?}"
+    );
+    assert!(!outcome.stdout.contains("SERVER_SECRET"));
+    let start = cell
+        .start_of(&read_only(), &["/bin/sh", "-c", "echo $0"])
+        .with("arg0", "renamed");
+    assert_eq!(cell.run(start).await.stdout, "renamed\n");
+    let start = cell.start_of(&read_only(), &["cat"]).piped();
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    let write = json!({"processId": id, "chunk": chunk("through"), "writeId": "1"});
+    cell.client.ok("process/write", write).await;
+    cell.client
+        .ok("process/closeStdin", json!({"processId": id}))
+        .await;
+    assert_eq!(cell.client.closed(&id).await.text("stdout"), "through");
+}
+
+async fn signals_reach_the_command(user: User) {
+    let mut cell = Cell::new(user).await;
+    for (signal, name, scope) in [
+        ("interrupt", "INT", "group"),
+        ("terminate", "TERM", "group"),
+        ("hangup", "HUP", "leader"),
+        ("user1", "USR1", "leader"),
+        ("user2", "USR2", "tree"),
+        ("quit", "QUIT", "tree"),
+    ] {
+        let script =
+            format!("trap 'echo got {name}; exit 3' {name}; echo up; while :; do sleep 0.05; done");
+        let start = cell.start_of(&read_only(), &["/bin/sh", "-c", &script]);
+        let id = start.0["processId"].as_str().unwrap().to_owned();
+        cell.client.start(start).await;
+        cell.client.wrote(&id, "stdout", "up\n").await;
+        let params = json!({"processId": id, "signal": signal, "scope": scope});
+        cell.client.ok("process/signal", params).await;
+        let seen = cell.client.closed(&id).await;
+        assert_eq!(
+            seen.text("stdout"),
+            format!("up\ngot {name}\n"),
+            "{signal} {scope}"
+        );
+        assert_eq!(seen.exit_code(), 3);
+    }
+    // One that is not caught ends it, and it shows. Not in a shell, which may just be forking.
+    let start = cell.start_of(&read_only(), &["cat"]).piped();
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    let write = json!({"processId": id, "chunk": chunk("up\n"), "writeId": "1"});
+    cell.client.ok("process/write", write).await;
+    cell.client.wrote(&id, "stdout", "up\n").await;
+    let params = json!({"processId": id, "signal": "interrupt"});
+    cell.client.ok("process/signal", params).await;
+    assert_eq!(cell.client.closed(&id).await.exit_code(), 130);
+}
+
+async fn stopping_and_continuing(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = "trap 'echo on; exit 0' CONT; echo up; while :; do sleep 0.02; done";
+    let start = cell.start_of(&read_only(), &["/bin/sh", "-c", script]);
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    cell.client.wrote(&id, "stdout", "up\n").await;
+    cell.client
+        .ok("process/signal", json!({"processId": id, "signal": "stop"}))
+        .await;
+    let wait = json!({"processId": id, "timeoutMs": 200});
+    let waited = cell.client.ok("process/wait", wait).await;
+    assert_eq!(waited["exited"], false);
+    cell.client
+        .ok(
+            "process/signal",
+            json!({"processId": id, "signal": "continue"}),
+        )
+        .await;
+    assert_eq!(cell.client.closed(&id).await.text("stdout"), "up\non\n");
+}
+
+/// Types at a terminal.
+async fn key(cell: &mut Cell, id: &str, number: u32, keys: &str) {
+    let write = json!({"processId": id, "chunk": chunk(keys), "writeId": number.to_string()});
+    cell.client.ok("process/write", write).await;
+}
+
+async fn a_terminal_has_job_control(user: User) {
+    let mut cell = Cell::new(user).await;
+    let start = cell
+        .start_of(&read_only(), &["bash", "--norc", "-i"])
+        .tty()
+        .env("PS1", "ready> ")
+        .env("TERM", "dumb");
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    cell.client.wrote(&id, "pty", "ready> ").await;
+    key(&mut cell, &id, 1, "t=$(tty); echo \"<$t $(ps -o pgid= -p $$ | tr -d ' ') $(ps -o sid= -p $$ | tr -d ' ')>\"\n").await;
+    cell.client.wrote(&id, "pty", " 2 2>\r\n").await;
+    let text = cell.client.observed(&id).text("pty");
+    assert!(text.contains("</dev/pts/"), "{text}");
+    key(&mut cell, &id, 2, "sleep 612; echo \"sl\"ept $?\n").await;
+    cell.client.wrote(&id, "pty", "?\r\n").await;
+    // The sleeper must be in the foreground first; then it is stopped, and the shell is back.
+    proc::eventually("a sleeping job", || {
+        let found = std::fs::read_dir("/proc").unwrap().flatten().any(|entry| {
+            std::fs::read(entry.path().join("cmdline"))
+                .is_ok_and(|line| line == b"sleep\x00612\x00")
+        });
+        found.then_some(()).ok_or("none")
+    })
+    .await;
+    key(&mut cell, &id, 3, "\u{1a}").await;
+    cell.client.wrote(&id, "pty", "Stopped").await;
+    key(
+        &mut cell,
+        &id,
+        4,
+        "kill %1; echo x > /dev/stderr; exit 5\nexit 5\n",
+    )
+    .await;
+    cell.client.wrote(&id, "pty", "\r\nx\r\n").await;
+    assert_eq!(cell.client.closed(&id).await.exit_code(), 5);
+}
+
+async fn interrupts_and_sizes_reach_a_terminal(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script =
+        "trap 'echo caught' INT; trap 'stty size' WINCH; echo up; while :; do sleep 0.05; done";
+    let start = cell
+        .start_of(&read_only(), &["/bin/sh", "-c", script])
+        .tty();
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    cell.client.wrote(&id, "pty", "up\r\n").await;
+    key(&mut cell, &id, 1, "\u{3}").await;
+    cell.client.wrote(&id, "pty", "caught\r\n").await;
+    cell.client
+        .ok(
+            "process/resize",
+            json!({"processId": id, "rows": 40, "cols": 123}),
+        )
+        .await;
+    cell.client.wrote(&id, "pty", "40 123\r\n").await;
+    cell.client
+        .ok("process/terminate", json!({"processId": id}))
+        .await;
+    assert_eq!(cell.client.closed(&id).await.exit_code(), 137);
+}
+
+async fn the_whole_tree_is_ended(user: User) {
+    let mut cell = Cell::new(user).await;
+    for tty in [false, true] {
+        let marker = proc::marker();
+        let script = "trap '' TERM HUP INT; (setsid sh -c 'trap \"\" TERM HUP; sleep 600' &) ; echo up; sleep 600";
+        let start = cell
+            .start_of(&read_only(), &["/bin/sh", "-c", script])
+            .marked(&marker)
+            .with("tty", tty);
+        let id = start.0["processId"].as_str().unwrap().to_owned();
+        cell.client.start(start).await;
+        cell.client
+            .wrote(&id, if tty { "pty" } else { "stdout" }, "up")
+            .await;
+        let ended = cell
+            .client
+            .ok("process/terminate", json!({"processId": id, "wait": true}))
+            .await;
+        assert_eq!(
+            (&ended["running"], &ended["gone"]),
+            (&json!(true), &json!(true)),
+            "{ended}"
+        );
+        proc::all_gone(&marker).await;
+        cell.client.closed(&id).await;
+    }
+}
+
+async fn time_limits_and_graceful_ends(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = "trap 'echo bye; exit 9' TERM; echo up; while :; do sleep 0.05; done";
+    let start = cell
+        .start_of(&read_only(), &["/bin/sh", "-c", script])
+        .with("timeoutMs", 300);
+    let outcome = cell.run(start).await;
+    assert_eq!(
+        (outcome.code, &outcome.exited["timedOut"]),
+        (9, &json!(true)),
+        "{outcome:?}"
+    );
+    assert_eq!(outcome.stdout, "up\nbye\n");
+    let start = cell.start_of(&read_only(), &["/bin/sh", "-c", script]);
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    cell.client.wrote(&id, "stdout", "up\n").await;
+    let mode = json!({"type": "graceful", "timeoutMs": 20_000});
+    cell.client
+        .ok("process/terminate", json!({"processId": id, "mode": mode}))
+        .await;
+    assert_eq!(cell.client.closed(&id).await.exit_code(), 9);
+}
+
+async fn background_processes_end_with_the_command(user: User) {
+    let mut cell = Cell::new(user).await;
+    let marker = proc::marker();
+    let start = cell
+        .start_of(
+            &read_only(),
+            &["/bin/sh", "-c", "setsid sleep 600 & echo done"],
+        )
+        .marked(&marker);
+    let outcome = cell.run(start).await;
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (0, "done\n"));
+    proc::all_gone(&marker).await;
+}
+
+async fn streams_end_when_the_command_closes_them(user: User) {
+    let mut cell = Cell::new(user).await;
+    let script = "exec <&-; echo up; sleep 600";
+    let start = cell
+        .start_of(&read_only(), &["/bin/sh", "-c", script])
+        .piped();
+    let id = start.0["processId"].as_str().unwrap().to_owned();
+    cell.client.start(start).await;
+    cell.client.wrote(&id, "stdout", "up\n").await;
+    let write = json!({"processId": id, "chunk": chunk("x"), "writeId": "1"});
+    cell.client.ok("process/write", write).await;
+    let write = json!({"processId": id, "chunk": chunk("x"), "writeId": "2"});
+    let answer = cell.client.ok("process/write", write).await;
+    assert_eq!(answer["status"], "stdinClosed");
+}
+
+async fn limits_bind(user: User) {
+    let mut cell = Cell::new(user).await;
+    let start = cell
+        .start_of(&read_only(), &["/bin/sh", "-c", "ulimit -n; ulimit -f"])
+        .with("limits", json!({"openFiles": 77, "fileBytes": 1024}));
+    let outcome = cell.run(start).await;
+    assert_eq!(outcome.stdout, "77\n2\n", "{outcome:?}");
+    // The launcher's own processes do not count: three are enough for a shell and its child.
+    if user == User::Own && crate::is_root() {
+        let script = "(:; :) && echo one; for i in 1 2 3 4 5 6 7 8; do sleep 600 & done; echo none";
+        let start = cell
+            .start_of(&read_only(), &["/bin/sh", "-c", script])
+            .with("limits", json!({"processes": 3}));
+        let outcome = cell.run(start).await;
+        assert!(outcome.stdout.starts_with("one\n"), "{outcome:?}");
+        assert!(!outcome.stdout.contains("none"), "{outcome:?}");
+    }
+}
+
+async fn no_descriptor_is_inherited(user: User) {
+    let mut cell = Cell::new(user).await;
+    for tty in [false, true] {
+        let start = cell
+            .start_of(&read_only(), &["ls", "/proc/self/fd"])
+            .with("tty", tty);
+        let seen = cell.client.run(start).await;
+        let text = seen.text(if tty { "pty" } else { "stdout" });
+        // The fourth is the directory that `ls` reads.
+        let names: Vec<&str> = text.split_whitespace().collect();
+        assert_eq!(names, ["0", "1", "2", "3"], "{tty}");
+    }
+}

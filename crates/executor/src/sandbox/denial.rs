@@ -1,0 +1,185 @@
+//! Whether a sandbox was in the way of a command that failed.
+//!
+//! The kernel tells nobody about what it refused, but for a death by SIGSYS. For the rest there is
+//! what the command printed: its errors are looked for in the words of the C library, and only
+//! those that this very sandbox can cause.
+
+use exec_server_protocol::sandbox::{Denial, DenialKind};
+
+/// What refusals of a sandbox look like.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Facts {
+    /// Something is enforced at all.
+    pub(crate) confined: bool,
+    /// There is something that cannot be written to.
+    pub(crate) read_only: bool,
+    /// There is something that cannot even be looked at.
+    pub(crate) refuses_access: bool,
+    /// There is no network.
+    pub(crate) network: bool,
+}
+
+/// Texts of errors, in lower case.
+const READ_ONLY: &[&str] = &["read-only file system"];
+const ACCESS: &[&str] = &["permission denied"];
+const PERMITTED: &[&str] = &["operation not permitted"];
+const NETWORK: &[&str] = &[
+    "network is unreachable",
+    "could not resolve host",
+    "temporary failure in name resolution",
+    "name or service not known",
+];
+
+/// More than anyone wants to read.
+const MAX_DENIALS: usize = 16;
+
+/// The longest line that is looked at: an error is short.
+const MAX_LINE: usize = 4096;
+
+/// What a sandbox refused, as far as a failed command shows; `None` if it was not in the way.
+pub(crate) fn classify<'a>(
+    facts: Facts,
+    code: i32,
+    signal: Option<i32>,
+    output: impl Iterator<Item = &'a [u8]>,
+) -> Option<Vec<Denial>> {
+    if !facts.confined || code == 0 {
+        return None;
+    }
+    // Shells pass a child's death on as a code.
+    if signal == Some(libc::SIGSYS) || code == 128 + libc::SIGSYS {
+        return Some(vec![denial(DenialKind::Syscall)]);
+    }
+    let mut found = Vec::new();
+    let mut denied = false;
+    // Chunks may end inside a line; lines of one stream are mostly whole.
+    let mut line = Vec::new();
+    for chunk in output {
+        for part in chunk.split_inclusive(|&byte| byte == b'\n') {
+            if line.len() < MAX_LINE {
+                line.extend_from_slice(&part[..part.len().min(MAX_LINE)]);
+            }
+            if part.ends_with(b"\n") {
+                denied |= look(facts, &line, &mut found);
+                line.clear();
+            }
+        }
+    }
+    denied |= look(facts, &line, &mut found);
+    denied.then_some(found)
+}
+
+/// Whether a line tells of a refusal.
+fn look(facts: Facts, line: &[u8], found: &mut Vec<Denial>) -> bool {
+    let lower = String::from_utf8_lossy(line).to_lowercase();
+    let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
+    let kind = if (facts.read_only && has(READ_ONLY)) || (facts.refuses_access && has(ACCESS)) {
+        DenialKind::FileSystem
+    } else if facts.network && has(NETWORK) {
+        DenialKind::Network
+    } else if has(PERMITTED) {
+        // Files refuse otherwise; this is what filters answer.
+        if facts.network {
+            DenialKind::Network
+        } else {
+            DenialKind::Syscall
+        }
+    } else {
+        return false;
+    };
+    let mut denial = denial(kind);
+    if kind == DenialKind::FileSystem {
+        denial.path = path_in(&String::from_utf8_lossy(line));
+    }
+    if found.len() < MAX_DENIALS && !found.contains(&denial) {
+        found.push(denial);
+    }
+    true
+}
+
+fn denial(kind: DenialKind) -> Denial {
+    Denial {
+        kind,
+        path: None,
+        address: None,
+        syscall: None,
+    }
+}
+
+/// The absolute path that an error message names, if it names one.
+fn path_in(line: &str) -> Option<String> {
+    let quotes = ['\'', '"', '`', '‘', '’'];
+    let quoted = line
+        .split(quotes)
+        .nth(1)
+        .filter(|text| text.starts_with('/'));
+    // Otherwise as in `sh: 1: cannot create /x: Read-only file system`.
+    let plain = || {
+        // The first part is who complains.
+        line.split(": ")
+            .skip(1)
+            .filter_map(|part| part.split_whitespace().last())
+            .find(|word| word.starts_with('/') && word.len() > 1)
+    };
+    quoted.or_else(plain).map(|path| path.trim_end().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: Facts = Facts {
+        confined: true,
+        read_only: true,
+        refuses_access: true,
+        network: true,
+    };
+
+    fn told(facts: Facts, code: i32, output: &str) -> Option<Vec<Denial>> {
+        classify(facts, code, None, std::iter::once(output.as_bytes()))
+    }
+
+    #[test]
+    fn failures_that_a_sandbox_causes_are_told() {
+        let denials = told(
+            ALL,
+            1,
+            "touch: cannot touch '/etc/x': Read-only file system\n",
+        )
+        .unwrap();
+        assert_eq!(denials[0].kind, DenialKind::FileSystem);
+        assert_eq!(denials[0].path.as_deref(), Some("/etc/x"));
+        let denials = told(ALL, 2, "sh: 1: cannot create /y/z: Read-only file system").unwrap();
+        assert_eq!(denials[0].path.as_deref(), Some("/y/z"));
+        let denials = told(ALL, 2, "/bin/sh: 1: cannot create y: Read-only file system").unwrap();
+        assert_eq!(denials[0].path, None);
+        let denials = told(ALL, 1, "cat: secret: Permission denied").unwrap();
+        assert_eq!(denials[0].path, None);
+        let denials = told(ALL, 6, "curl: (6) Could not resolve host: example.com").unwrap();
+        assert_eq!(denials[0].kind, DenialKind::Network);
+        assert!(told(ALL, 159, "").is_some());
+        assert!(classify(ALL, 159, Some(libc::SIGSYS), std::iter::empty()).is_some());
+        // Across chunks.
+        let parts = [&b"x: Read-only"[..], &b" file system"[..]];
+        assert!(classify(ALL, 1, None, parts.into_iter()).is_some());
+    }
+
+    #[test]
+    fn what_it_cannot_cause_is_not() {
+        let nothing = Facts::default();
+        assert_eq!(told(nothing, 1, "Permission denied"), None);
+        assert_eq!(told(ALL, 0, "Permission denied"), None);
+        assert_eq!(
+            told(ALL, 1, "the sandbox is green, seccomp and landlock too"),
+            None
+        );
+        assert_eq!(told(ALL, 127, "sh: nothing: not found"), None);
+        let open = Facts {
+            refuses_access: false,
+            network: false,
+            ..ALL
+        };
+        assert_eq!(told(open, 1, "cat: x: Permission denied"), None);
+        assert_eq!(told(open, 1, "Network is unreachable"), None);
+    }
+}

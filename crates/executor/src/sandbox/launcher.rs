@@ -1,0 +1,595 @@
+//! What runs between the server and a sandboxed command.
+//!
+//! This same executable, started with one hidden argument, an order in a file without a name and a
+//! socket to report to. It takes the steps of a plan and becomes the command, or watches over it:
+//!
+//! ```text
+//! server ──► launcher                     ends as the command ends; its death is the end of all
+//!               └──► first process         of namespaces of their own; reaps
+//!                       └──► command       leads a session, a group and its terminal
+//! ```
+//!
+//! Everything here runs in a process with one thread and no secrets. The first process has given up
+//! whatever the command must not have before the command is forked.
+
+use std::ffi::{CStr, CString, OsStr, c_int};
+use std::fs::File;
+use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::SendFlags;
+use rustix::pipe::PipeFlags;
+use rustix::process::{DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus};
+use rustix::thread::CapabilitySet;
+use serde::{Deserialize, Serialize};
+
+use super::host::{self, Host};
+use super::plan::{Command, Confinement, Landlock, Namespaces, Plan, Text};
+use super::view;
+use crate::sys::confine::{self, Fork, OneThread, Signals};
+
+/// The first argument of an executable that is to be a launcher.
+pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
+
+/// Where the order and the socket for reports are.
+const ORDER_FD: i32 = 3;
+const REPORT_FD: i32 = 4;
+
+/// What a launcher that fails exits with; whoever started it has been told more.
+const FAILED: c_int = 125;
+
+/// Whether this program would be a launcher if it were asked to.
+static DISPATCHES: AtomicBool = AtomicBool::new(false);
+
+/// What a launcher is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Run a command.
+    Run(Box<Plan>),
+    /// Find out what can be enforced.
+    Probe,
+}
+
+/// What a launcher tells.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Report {
+    /// The sender is about to become the command.
+    Started,
+    /// It failed.
+    Failed(Failure),
+    /// What can be enforced.
+    Host(Host),
+}
+
+/// What failed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Failure {
+    pub(crate) step: Step,
+    pub(crate) path: Text,
+    pub(crate) errno: i32,
+}
+
+/// The step that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Step {
+    /// Understand the order.
+    Order,
+    /// Enter new namespaces.
+    Namespaces,
+    /// Map the user.
+    Map,
+    /// Find what is to be mounted.
+    Find,
+    /// Mount it.
+    Mount,
+    /// Give up capabilities.
+    Capabilities,
+    /// Restrict by Landlock.
+    Landlock,
+    /// Install filters.
+    Filter,
+    /// Start a session.
+    Session,
+    /// Fork.
+    Fork,
+    /// Set a limit.
+    Limit,
+    /// Enter the working directory.
+    Directory,
+    /// Execute the command.
+    Execute,
+}
+
+impl Step {
+    /// In words, after "cannot".
+    pub(crate) fn words(self) -> &'static str {
+        match self {
+            Self::Order => "understand its order",
+            Self::Namespaces => "enter new namespaces",
+            Self::Map => "map the user",
+            Self::Find => "find, without following links,",
+            Self::Mount => "mount",
+            Self::Capabilities => "give up capabilities",
+            Self::Landlock => "apply Landlock rules",
+            Self::Filter => "install system call filters",
+            Self::Session => "start a session",
+            Self::Fork => "fork",
+            Self::Limit => "set a resource limit",
+            Self::Directory => "enter the working directory",
+            Self::Execute => "execute",
+        }
+    }
+}
+
+/// A step's failure, from an error of the system.
+pub(crate) fn failed(step: Step, path: impl AsRef<[u8]>, error: impl Into<io::Error>) -> Failure {
+    Failure {
+        step,
+        path: path.as_ref().to_vec(),
+        errno: error.into().raw_os_error().unwrap_or(libc::EIO),
+    }
+}
+
+/// Becomes a launcher if this program was started as one; returns `None` if not.
+///
+/// To be called at the very beginning of `main`, before any thread is started. A program that calls
+/// it can start sandboxed processes with its own executable.
+pub fn dispatch() -> Option<ExitCode> {
+    DISPATCHES.store(true, Ordering::Relaxed);
+    let asked = std::env::args_os()
+        .nth(1)
+        .is_some_and(|argument| argument.as_bytes() == ARGUMENT.to_bytes());
+    asked.then(|| {
+        let Some(token) = OneThread::check() else {
+            eprintln!("exec-server: the sandbox launcher needs /proc and a single thread");
+            return ExitCode::from(125);
+        };
+        run(token)
+    })
+}
+
+/// Whether [`dispatch`] was called in this program.
+pub(crate) fn is_dispatched() -> bool {
+    DISPATCHES.load(Ordering::Relaxed)
+}
+
+fn run(token: OneThread) -> ! {
+    let (Ok(order), Ok(report)) = (
+        confine::inherited(token, ORDER_FD),
+        confine::inherited(token, REPORT_FD),
+    ) else {
+        eprintln!("exec-server: this argument is not for people");
+        confine::exit(FAILED)
+    };
+    match read_order(order) {
+        Ok(Order::Run(plan)) => match &plan.confinement.namespaces {
+            Some(namespaces) => watch(token, &plan, namespaces, report),
+            None => become_command(token, &plan, &report),
+        },
+        Ok(Order::Probe) => {
+            tell(&report, &Report::Host(probe(token)));
+            confine::exit(0)
+        }
+        Err(error) => give_up(&report, failed(Step::Order, b"", error)),
+    }
+}
+
+fn read_order(order: OwnedFd) -> io::Result<Order> {
+    use std::os::unix::fs::FileExt as _;
+    let file = File::from(order);
+    let length = usize::try_from(file.metadata()?.len()).unwrap_or(0);
+    let mut bytes = vec![0; length];
+    file.read_exact_at(&mut bytes, 0)?;
+    postcard::from_bytes(&bytes).map_err(|_| io::Error::from_raw_os_error(libc::EBADMSG))
+}
+
+/// Nothing is left to do if nobody listens.
+fn tell(report: &OwnedFd, what: &Report) {
+    if let Ok(bytes) = postcard::to_allocvec(what) {
+        let _ = rustix::net::send(report, &bytes, SendFlags::NOSIGNAL);
+    }
+}
+
+fn give_up(report: &OwnedFd, failure: Failure) -> ! {
+    tell(report, &Report::Failed(failure));
+    confine::exit(FAILED)
+}
+
+/// Confines this process and becomes the command.
+fn become_command(token: OneThread, plan: &Plan, report: &OwnedFd) -> ! {
+    if let Err(failure) = confine_self(&plan.confinement) {
+        give_up(report, failure)
+    }
+    execute(token, &plan.command, report)
+}
+
+/// Starts the first process of new namespaces, waits for its end and ends as the command did.
+fn watch(token: OneThread, plan: &Plan, namespaces: &Namespaces, report: OwnedFd) -> ! {
+    let (end, first_end) = match rustix::pipe::pipe_with(PipeFlags::CLOEXEC) {
+        Ok(pipe) => pipe,
+        Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
+    };
+    let ids = Ids::own();
+    let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC;
+    if namespaces.user {
+        flags |= libc::CLONE_NEWUSER;
+    }
+    if namespaces.network {
+        flags |= libc::CLONE_NEWNET;
+    }
+    // What is sent to the whole tree is for the command, which begins with none ignored; we only
+    // pass its end on.
+    confine::signals(token, Signals::Ignored);
+    let first = match confine::fork(token, flags) {
+        Ok(Fork::Child) => {
+            drop(end);
+            first(token, plan, namespaces, ids, report, first_end)
+        }
+        Ok(Fork::Parent(pid)) => pid,
+        Err(error) => give_up(&report, failed(Step::Namespaces, b"", error)),
+    };
+    drop((report, first_end));
+    confine::close_streams(token);
+    let own_status = wait_for(first);
+    let mut status = [0; 4];
+    let told = File::from(end).read_exact(&mut status).is_ok();
+    let status = if told {
+        i32::from_ne_bytes(status)
+    } else {
+        own_status
+    };
+    if libc::WIFSIGNALED(status) {
+        // No core file of this one: the command has left its own, or none.
+        let _ = confine::limit(libc::RLIMIT_CORE, 0);
+        confine::die_by(token, libc::WTERMSIG(status))
+    }
+    confine::exit(libc::WEXITSTATUS(status))
+}
+
+fn wait_for(pid: Pid) -> i32 {
+    loop {
+        match rustix::process::waitpid(Some(pid), WaitOptions::empty()) {
+            Ok(Some((_, status))) => return raw(status),
+            Ok(None) | Err(Errno::INTR) => {}
+            Err(_) => confine::exit(FAILED),
+        }
+    }
+}
+
+fn raw(status: WaitStatus) -> i32 {
+    status.as_raw()
+}
+
+/// Who this process is, outside.
+#[derive(Clone, Copy)]
+struct Ids {
+    user: u32,
+    group: u32,
+}
+
+impl Ids {
+    fn own() -> Self {
+        Self {
+            user: rustix::process::geteuid().as_raw(),
+            group: rustix::process::getegid().as_raw(),
+        }
+    }
+
+    /// Makes this process the same user inside a new user namespace.
+    fn map(self) -> Result<(), Failure> {
+        let Self { user, group } = self;
+        for (path, text) in [
+            ("/proc/self/setgroups", "deny".to_owned()),
+            ("/proc/self/uid_map", format!("{user} {user} 1")),
+            ("/proc/self/gid_map", format!("{group} {group} 1")),
+        ] {
+            let written = File::options()
+                .write(true)
+                .open(path)
+                .and_then(|mut file| file.write_all(text.as_bytes()));
+            written.map_err(|error| failed(Step::Map, path, error))?;
+        }
+        Ok(())
+    }
+}
+
+/// The first process of new namespaces: builds the view, confines itself, forks the command.
+fn first(
+    token: OneThread,
+    plan: &Plan,
+    namespaces: &Namespaces,
+    ids: Ids,
+    report: OwnedFd,
+    end: OwnedFd,
+) -> ! {
+    // If the launcher dies, so does this process, and with it everything in its namespace.
+    let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    if launcher_is_gone(&end) {
+        confine::exit(FAILED)
+    }
+    let built = || -> Result<view::Kept, Failure> {
+        if namespaces.user {
+            ids.map()?;
+        }
+        let kept = view::build(namespaces, plan.command.terminal)?;
+        confine_self(&plan.confinement)?;
+        Ok(kept)
+    };
+    let kept = match built() {
+        Ok(kept) => kept,
+        Err(failure) => give_up(&report, failure),
+    };
+    let command = match confine::fork(token, 0) {
+        Ok(Fork::Child) => lead_session(token, &plan.command, &report),
+        Ok(Fork::Parent(pid)) => pid,
+        Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
+    };
+    // Whoever listens waits for the command to let go of it.
+    drop(report);
+    confine::close_streams(token);
+    // Our memory is nobody's business.
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    loop {
+        match rustix::process::wait(WaitOptions::empty()) {
+            Ok(Some((pid, status))) if pid == command => {
+                let _ = rustix::io::write(&end, &raw(status).to_ne_bytes());
+                drop(kept);
+                // The kernel ends whatever is left in the namespace.
+                confine::exit(0)
+            }
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(_) => confine::exit(FAILED),
+        }
+    }
+}
+
+/// Whether nobody will read what we write at the end.
+fn launcher_is_gone(end: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(end, PollFlags::empty())];
+    let now = rustix::event::Timespec::default();
+    let _ = rustix::event::poll(&mut fds, Some(&now));
+    fds[0].revents().contains(PollFlags::ERR)
+}
+
+fn lead_session(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
+    let session = || -> io::Result<()> {
+        rustix::process::setsid()?;
+        if command.terminal {
+            rustix::process::ioctl_tiocsctty(rustix::stdio::stdin())?;
+        }
+        Ok(())
+    };
+    if let Err(error) = session() {
+        give_up(report, failed(Step::Session, b"", error))
+    }
+    execute(token, command, report)
+}
+
+/// Gives up, for this process and all that come from it, what the command must not have.
+fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
+    if confinement.drop_capabilities {
+        let dropped = || -> io::Result<()> {
+            // Without the right to do so there are none to give up.
+            if let Err(error) = confine::empty_bounding_set()
+                && error.raw_os_error() != Some(libc::EPERM)
+            {
+                return Err(error);
+            }
+            rustix::thread::clear_ambient_capability_set()?;
+            let none = rustix::thread::CapabilitySets {
+                effective: CapabilitySet::empty(),
+                permitted: CapabilitySet::empty(),
+                inheritable: CapabilitySet::empty(),
+            };
+            rustix::thread::set_capabilities(None, none)?;
+            Ok(())
+        };
+        dropped().map_err(|error| failed(Step::Capabilities, b"", error))?;
+    }
+    rustix::thread::set_no_new_privs(true)
+        .map_err(|error| failed(Step::Capabilities, b"", error))?;
+    if let Some(landlock) = &confinement.landlock {
+        restrict(landlock).map_err(|error| failed(Step::Landlock, b"", error))?;
+    }
+    for program in &confinement.seccomp {
+        let program: Vec<_> = program
+            .iter()
+            .map(|line| seccompiler::sock_filter {
+                code: line.0,
+                jt: line.1,
+                jf: line.2,
+                k: line.3,
+            })
+            .collect();
+        seccompiler::apply_filter(&program).map_err(|error| {
+            let errno = match error {
+                seccompiler::Error::Prctl(error) | seccompiler::Error::Seccomp(error) => error,
+                _ => io::Error::from_raw_os_error(libc::EINVAL),
+            };
+            failed(Step::Filter, b"", errno)
+        })?;
+    }
+    Ok(())
+}
+
+/// Applies rules of Landlock, as far as this kernel knows them: the plan has seen to the rest.
+fn restrict(plan: &Landlock) -> io::Result<()> {
+    use landlock::{
+        ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible as _, PathBeneath, Ruleset,
+        RulesetAttr as _, RulesetCreatedAttr as _, Scope,
+    };
+    let other = |error: landlock::RulesetError| io::Error::other(error.to_string());
+    let abi = ABI::V6;
+    let write = AccessFs::from_write(abi);
+    let read = AccessFs::from_read(abi);
+    let handled = if plan.handle_read {
+        write | read
+    } else {
+        write
+    };
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(handled)
+        .map_err(other)?;
+    if plan.scoped {
+        ruleset = ruleset.scope(Scope::from_all(abi)).map_err(other)?;
+    }
+    let mut ruleset = ruleset.create().map_err(other)?.no_new_privs(false);
+    let on_files = AccessFs::from_file(abi);
+    let grants = |is_directory: bool, writable: bool| -> BitFlags<AccessFs> {
+        let all = if writable { write | read } else { read } & handled;
+        if is_directory { all } else { all & on_files }
+    };
+    for (path, writable) in &plan.rules {
+        let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
+        let path = Path::new(OsStr::from_bytes(path));
+        // What is not there needs no rule.
+        let Ok(fd) = rustix::fs::open(path, flags, rustix::fs::Mode::empty()) else {
+            continue;
+        };
+        ruleset = add(ruleset, fd, |is_directory| grants(is_directory, *writable))?;
+    }
+    // The terminal was opened outside; programs open it again by `/dev/stderr`.
+    if rustix::termios::isatty(rustix::stdio::stdin()) {
+        let terminal = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
+        ruleset = add(ruleset, terminal, |is_directory| grants(is_directory, true))?;
+    }
+    ruleset.restrict_self().map_err(other)?;
+    return Ok(());
+
+    fn add(
+        ruleset: landlock::RulesetCreated,
+        fd: OwnedFd,
+        grants: impl Fn(bool) -> BitFlags<AccessFs>,
+    ) -> io::Result<landlock::RulesetCreated> {
+        let stat = rustix::fs::fstat(&fd)?;
+        let kind = rustix::fs::FileType::from_raw_mode(stat.st_mode);
+        let access = grants(kind == rustix::fs::FileType::Directory);
+        if access.is_empty() {
+            return Ok(ruleset);
+        }
+        ruleset
+            .add_rule(PathBeneath::new(fd, access))
+            .map_err(|error| io::Error::other(error.to_string()))
+    }
+}
+
+/// Becomes the command.
+fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
+    for &(resource, value) in &command.limits {
+        if let Err(error) = confine::limit(resource, value) {
+            give_up(report, failed(Step::Limit, resource.to_string(), error))
+        }
+    }
+    if let Err(error) = rustix::process::chdir(command.cwd.as_slice()) {
+        give_up(report, failed(Step::Directory, &command.cwd, error))
+    }
+    let strings = |texts: &[Text]| -> Vec<CString> {
+        let each = texts.iter().cloned().map(CString::new);
+        each.collect::<Result<_, _>>().unwrap_or_default()
+    };
+    let candidates = strings(&command.candidates);
+    let (argv, env) = (strings(&command.argv), strings(&command.env));
+    confine::signals(token, Signals::Default);
+    confine::close_on_exec();
+    tell(report, &Report::Started);
+    let error = confine::execute(&candidates, &argv, &env);
+    give_up(report, failed(Step::Execute, b"", error))
+}
+
+/// Finds out what can be enforced, by trying.
+fn probe(token: OneThread) -> Host {
+    let mut found = Host {
+        kernel: host::kernel_release(),
+        landlock: confine::landlock_version(),
+        seccomp: confine::has_seccomp(),
+        ..Host::nothing("not tried")
+    };
+    let (user, tried) = try_namespaces(token, true);
+    found.user_namespaces = user;
+    let tried = match found.user_namespaces {
+        Ok(()) => tried,
+        Err(_) => {
+            let (privileged, tried) = try_namespaces(token, false);
+            found.privileged_mounts = privileged;
+            tried
+        }
+    };
+    let [api, proc, network] = tried;
+    let told = |errno: i32| match errno {
+        0 => Ok(()),
+        libc::ENOSYS => Err("the kernel is older than 5.12".to_owned()),
+        errno => Err(io::Error::from_raw_os_error(errno).to_string()),
+    };
+    found.mount_api = told(api);
+    found.proc_mountable = proc == 0;
+    found.network_namespaces = told(network);
+    found
+}
+
+/// Whether namespaces can be entered, and what can be done in them, by error number.
+fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 3]) {
+    let nothing = [libc::EPERM; 3];
+    let Ok((read, write)) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC) else {
+        return (Err("out of descriptors".to_owned()), nothing);
+    };
+    let ids = Ids::own();
+    let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC;
+    if user {
+        flags |= libc::CLONE_NEWUSER;
+    }
+    let child = match confine::fork(token, flags) {
+        Ok(Fork::Child) => {
+            let errno =
+                |result: Result<(), Failure>| result.err().map_or(0, |failure| failure.errno);
+            let mapped = errno(if user { ids.map() } else { Ok(()) });
+            let api = errno(view::try_attributes());
+            let proc = errno(view::try_proc());
+            let network = rustix::thread::UnshareFlags::NEWNET;
+            let network = try_unshare(network);
+            let all = [mapped, api, proc, network];
+            let bytes: Vec<u8> = all.iter().flat_map(|errno| errno.to_ne_bytes()).collect();
+            let _ = File::from(write).write_all(&bytes);
+            confine::exit(0)
+        }
+        Ok(Fork::Parent(pid)) => pid,
+        Err(error) => return (Err(error.to_string()), nothing),
+    };
+    drop(write);
+    let mut bytes = [0; 16];
+    let told = File::from(read).read_exact(&mut bytes);
+    wait_for(child);
+    if told.is_err() {
+        return (Err("the attempt was cut short".to_owned()), nothing);
+    }
+    let mut numbers = bytes
+        .chunks_exact(4)
+        .map(|chunk| i32::from_ne_bytes([chunk[0], chunk[1], chunk[2], chunk[3]]));
+    let mut next = || numbers.next().unwrap_or(libc::EPERM);
+    let mapped = match next() {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno).to_string()),
+    };
+    (mapped, [next(), next(), next()])
+}
+
+#[allow(
+    deprecated,
+    reason = "its replacement is for programs that share descriptors"
+)]
+fn try_unshare(flags: rustix::thread::UnshareFlags) -> i32 {
+    rustix::thread::unshare(flags)
+        .err()
+        .map_or(0, Errno::raw_os_error)
+}
+
+/// A borrowed descriptor of the current directory, for calls that want one.
+pub(crate) fn here() -> BorrowedFd<'static> {
+    rustix::fs::CWD.as_fd()
+}

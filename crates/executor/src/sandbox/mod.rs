@@ -1,0 +1,425 @@
+//! Running under a policy: resolved, planned, enforced by the kernel, and reported as it is.
+//!
+//! ```text
+//! wire ──► policy ──► plan ──► launcher ──► command
+//!            │          │         └ mounts (view), Landlock, seccomp, capabilities
+//!            disk       host: what this kernel can enforce
+//! ```
+//! What cannot be enforced does not run, unless the request allows less and is told what is missing.
+
+pub(crate) mod denial;
+mod glob;
+pub mod host;
+pub mod launcher;
+pub(crate) mod placeholder;
+pub mod plan;
+pub mod policy;
+pub mod seatbelt;
+pub mod seccomp;
+mod view;
+
+use std::ffi::{CStr, CString, OsStr};
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use exec_server_protocol::sandbox::{Access, Enforcement, EnforcementLevel, Network, Sandbox};
+use rustix::fs::MemfdFlags;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags,
+    SocketType,
+};
+use rustix::process::{Pid, PidfdFlags};
+
+use self::denial::Facts;
+use self::host::Host;
+use self::launcher::{Failure, Order, Report, Step};
+use self::placeholder::{Hold, Placeholder};
+use self::plan::{Command, Confinement, Plan};
+use self::policy::{Context, Disk as _, Kind, RealDisk};
+use crate::spec::{Prepared, Spec, StartError};
+use crate::sys::launch::{Launch, launch};
+
+/// Processes of a sandbox that are not the command's: the launcher and the first in its namespace.
+const OWN_PROCESSES: u64 = 2;
+
+/// How a command will be confined.
+#[derive(Debug)]
+pub(crate) struct Prison {
+    confinement: Confinement,
+    /// What can be said of it.
+    pub(crate) enforcement: Enforcement,
+    /// What its refusals look like.
+    pub(crate) facts: Facts,
+    /// Held until the command has ended.
+    pub(crate) placeholders: Vec<Placeholder>,
+}
+
+impl Prison {
+    /// One without walls.
+    pub(crate) fn open() -> Self {
+        Self {
+            confinement: Confinement::default(),
+            enforcement: Enforcement {
+                level: EnforcementLevel::None,
+                mechanisms: Vec::new(),
+                missing: Vec::new(),
+            },
+            facts: Facts::default(),
+            placeholders: Vec::new(),
+        }
+    }
+
+    /// Whether anything has to be done.
+    pub(crate) fn is_open(&self) -> bool {
+        self.confinement == Confinement::default()
+    }
+
+    /// Whether the command gets a session and a group of its own inside.
+    pub(crate) fn has_namespaces(&self) -> bool {
+        self.confinement.namespaces.is_some()
+    }
+
+    /// Processes that count against limits and are not the command's.
+    pub(crate) fn own_processes(&self) -> u64 {
+        if self.has_namespaces() {
+            OWN_PROCESSES
+        } else {
+            0
+        }
+    }
+}
+
+/// Decides how to enforce a policy on this machine, and holds the places that this takes.
+///
+/// Looks at the disk: not for an async worker.
+pub(crate) fn prepare(
+    sandbox: &Sandbox,
+    spec: &Spec,
+    host: &Host,
+    hidden: &[PathBuf],
+) -> Result<Prison, StartError> {
+    let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
+    let disk = RealDisk;
+    let context = Context {
+        env: &spec.env,
+        disk: &disk,
+        hidden,
+    };
+    let mut policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
+    let mut placeholders = Vec::new();
+    let root = rustix::process::geteuid().is_root();
+    if let Some(view) = &mut policy.view
+        && host.mounts().is_ok()
+    {
+        for path in std::mem::take(&mut view.missing) {
+            match placeholder::hold(&path) {
+                Ok(Hold::Held(held)) => {
+                    placeholders.push(held);
+                    view.missing.insert(path);
+                }
+                Ok(Hold::Exists) => {}
+                Ok(Hold::Impossible) => {
+                    view.rules.remove(&path);
+                }
+                Err(error) => {
+                    let path = path.display();
+                    let message = format!(
+                        "failed to prepare process sandbox: cannot protect `{path}`: {error}"
+                    );
+                    return Err(StartError::Refused(message));
+                }
+            }
+        }
+    }
+    let is_directory = |path: &Path| matches!(disk.kind(path), Ok(Some(Kind::Directory)));
+    let options = plan::Options {
+        root,
+        allow_partial: sandbox.allow_partial_enforcement,
+        is_directory: &is_directory,
+    };
+    let (confinement, enforcement) =
+        plan::build(&policy, host, options).map_err(|error| refused(&error))?;
+    let facts = Facts {
+        confined: confinement != Confinement::default(),
+        read_only: policy
+            .view
+            .as_ref()
+            .is_some_and(|view| view.access(Path::new("/")) != Access::Write),
+        // Without capabilities even root meets closed doors.
+        refuses_access: policy
+            .view
+            .as_ref()
+            .is_some_and(|view| view.hides() || root)
+            || confinement.namespaces.is_none() && confinement.landlock.is_some(),
+        network: policy.network == Network::Restricted,
+    };
+    Ok(Prison {
+        confinement,
+        enforcement,
+        facts,
+        placeholders,
+    })
+}
+
+/// An order on its way to a launcher, and our ear for its reports.
+pub(crate) struct Errand {
+    order: OwnedFd,
+    theirs: OwnedFd,
+    ours: OwnedFd,
+}
+
+/// The command inside, as seen from here.
+#[derive(Debug)]
+pub(crate) struct Inside {
+    /// Leads a session and a group of its own.
+    pub(crate) pid: Pid,
+    /// Refers to it even if its number is used again.
+    pub(crate) pidfd: OwnedFd,
+}
+
+impl Errand {
+    fn new(order: &Order) -> io::Result<Self> {
+        let bytes = postcard::to_allocvec(order).map_err(io::Error::other)?;
+        let file = rustix::fs::memfd_create(c"exec-server-order", MemfdFlags::CLOEXEC)?;
+        let mut file = File::from(file);
+        file.write_all(&bytes)?;
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        rustix::net::sockopt::set_socket_passcred(&ours, true)?;
+        // Out of the way of the numbers that they will have there.
+        let high = |fd: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&fd, 16);
+        Ok(Self {
+            order: high(file.into())?,
+            theirs: high(theirs)?,
+            ours,
+        })
+    }
+
+    /// An order to run a command.
+    pub(crate) fn run(
+        prison: &Prison,
+        prepared: &Prepared,
+        limits: &[(u32, u64)],
+        terminal: bool,
+    ) -> io::Result<Self> {
+        let texts = |list: &[CString]| list.iter().map(|text| text.to_bytes().to_vec()).collect();
+        let mut limits = limits.to_vec();
+        if prison.confinement.drop_capabilities {
+            limits.push((libc::RLIMIT_CORE, 0));
+        }
+        Self::new(&Order::Run(Box::new(Plan {
+            command: Command {
+                candidates: texts(&prepared.candidates),
+                argv: texts(&prepared.argv),
+                env: texts(&prepared.env),
+                cwd: prepared.cwd.to_bytes().to_vec(),
+                limits,
+                terminal: terminal && prison.has_namespaces(),
+            },
+            confinement: prison.confinement.clone(),
+        })))
+    }
+
+    /// The descriptors that the launcher expects, in order.
+    pub(crate) fn descriptors(&self) -> [std::os::fd::BorrowedFd<'_>; 2] {
+        [self.order.as_fd(), self.theirs.as_fd()]
+    }
+
+    /// Waits for the command to run; blocks.
+    ///
+    /// # Errors
+    ///
+    /// What kept it from running. The launcher has ended then, or is about to.
+    pub(crate) fn wait(self, spec: &Spec) -> Result<Option<Pid>, StartError> {
+        let Self {
+            theirs,
+            ours,
+            order,
+            ..
+        } = self;
+        drop((theirs, order));
+        let mut started = None;
+        loop {
+            match receive(&ours) {
+                Ok(Some((Report::Started, pid))) => started = Some(pid),
+                Ok(Some((Report::Failed(failure), _))) => return Err(explain(failure, spec)),
+                Ok(Some((Report::Host(_), _))) => {}
+                Ok(None) => {
+                    let ended = || io::Error::other("the sandbox launcher ended early");
+                    return started.ok_or_else(|| StartError::System {
+                        action: "start a sandboxed process",
+                        source: ended(),
+                    });
+                }
+                Err(source) => {
+                    return Err(StartError::System {
+                        action: "listen to the sandbox launcher",
+                        source,
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// The next report and who sent it, by a number that means something here; `None` at the end.
+fn receive(socket: &OwnedFd) -> io::Result<Option<(Report, Option<Pid>)>> {
+    let mut bytes = vec![0; 64 * 1024];
+    loop {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+        let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        let mut parts = [io::IoSliceMut::new(&mut bytes)];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let received = match rustix::net::recvmsg(socket, &mut parts, &mut ancillary, flags) {
+            Ok(received) => received,
+            Err(Errno::INTR) => continue,
+            // The other end went without a word.
+            Err(Errno::CONNRESET) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        if received.bytes == 0 {
+            return Ok(None);
+        }
+        if received.flags.contains(ReturnFlags::TRUNC) {
+            return Err(io::Error::other("report too long"));
+        }
+        let sender = ancillary.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmCredentials(credentials) => Some(credentials.pid),
+            _ => None,
+        });
+        let report = postcard::from_bytes(&bytes[..received.bytes])
+            .map_err(|error| io::Error::other(format!("odd report: {error}")))?;
+        return Ok(Some((report, sender)));
+    }
+}
+
+fn explain(failure: Failure, spec: &Spec) -> StartError {
+    let source = io::Error::from_raw_os_error(failure.errno);
+    match failure.step {
+        Step::Directory => StartError::WorkingDirectory {
+            path: spec.cwd.clone(),
+            source,
+        },
+        Step::Execute => StartError::Program {
+            program: spec.argv.first().cloned().unwrap_or_default(),
+            source,
+        },
+        step => {
+            let path = Path::new(OsStr::from_bytes(&failure.path)).display();
+            let what = if failure.path.is_empty() {
+                String::new()
+            } else {
+                format!(" `{path}`")
+            };
+            let words = step.words();
+            StartError::Refused(format!(
+                "failed to prepare process sandbox: cannot {words}{what}: {source}"
+            ))
+        }
+    }
+}
+
+/// Makes sure of who is inside: a number may have been used again.
+pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<Inside> {
+    let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    is_ours(pid).then_some(Inside { pid, pidfd })
+}
+
+/// The executable that launches sandboxes.
+#[derive(Debug, Default)]
+pub(crate) struct Launcher {
+    path: Option<CString>,
+    host: OnceLock<Result<Host, String>>,
+}
+
+impl Launcher {
+    /// The one that was given, or this program if it has said that it can be one.
+    pub(crate) fn new(path: Option<&Path>) -> Self {
+        let path = match path {
+            Some(path) => CString::new(path.as_os_str().as_bytes()).ok(),
+            // Not by name: what is there under its name may be another version by now.
+            None => launcher::is_dispatched().then(|| c"/proc/self/exe".to_owned()),
+        };
+        Self {
+            path,
+            host: OnceLock::new(),
+        }
+    }
+
+    /// The executable.
+    pub(crate) fn path(&self) -> Result<&CStr, StartError> {
+        self.path.as_deref().ok_or_else(|| {
+            StartError::Refused(
+                "sandbox intent cannot be enforced on this executor: it was given no launcher \
+                 (the path of an exec-server executable)"
+                    .to_owned(),
+            )
+        })
+    }
+
+    /// What this machine can enforce; asks the first time, and blocks then.
+    pub(crate) fn host(&self, null: &OwnedFd) -> Result<&Host, StartError> {
+        let path = self.path()?;
+        let found = self.host.get_or_init(|| {
+            probe(path, null).map_err(|error| format!("cannot run the sandbox launcher: {error}"))
+        });
+        found.as_ref().map_err(|why| {
+            let message = format!("sandbox intent cannot be enforced on this executor: {why}");
+            StartError::Refused(message)
+        })
+    }
+}
+
+/// Has a launcher find out what can be enforced.
+fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
+    let errand = Errand::new(&Order::Probe)?;
+    let (pid, _pidfd) = launch(&Launch {
+        candidates: &[path],
+        argv: &[c"exec-server", launcher::ARGUMENT],
+        env: &[],
+        cwd: c"/",
+        stdin: null.as_fd(),
+        stdout: null.as_fd(),
+        stderr: null.as_fd(),
+        controlling_terminal: false,
+        limits: &[],
+        groups: &[],
+        extra: &errand.descriptors(),
+    })
+    .map_err(|error| error.source)?;
+    let Errand { ours, theirs, .. } = errand;
+    drop(theirs);
+    let report = receive(&ours);
+    // It has nothing more to do.
+    let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
+    match report? {
+        Some((Report::Host(host), _)) => Ok(host),
+        _ => Err(io::Error::other("it does not answer")),
+    }
+}
+
+/// What this machine can enforce, as a launcher finds out; `None` means this program.
+///
+/// # Errors
+///
+/// When there is no launcher or it cannot be run.
+pub fn examine(path: Option<&Path>) -> io::Result<Host> {
+    let launcher = Launcher::new(path);
+    let null: OwnedFd = File::options()
+        .read(true)
+        .write(true)
+        .open("/dev/null")?
+        .into();
+    let host = launcher.host(&null).map_err(io::Error::other)?;
+    Ok(host.clone())
+}

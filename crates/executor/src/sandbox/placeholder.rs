@@ -1,0 +1,347 @@
+//! Empty directories that hold the place of a protected name while a sandbox runs.
+//!
+//! A name that is not there cannot be mounted over, so nothing but its existence keeps a process
+//! from making it where it may write. The directory is empty, cannot be written to and bears a
+//! mode that nothing else has, so that one that was left behind is known as ours. Everyone who
+//! needs it holds a shared lock on it; the last to go removes it. Never follows a link.
+//!
+//! Making and removing directories costs more than all the rest of a sandbox, so one that is no
+//! longer needed stays for a moment: commands mostly come one after the other.
+
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
+
+/// Readable, not writable, and sticky: who would make such a directory and leave it empty?
+const MODE: u32 = 0o1555;
+
+/// How often to begin again when someone else removes what we are about to use.
+const ATTEMPTS: usize = 16;
+
+/// A directory that this program needs.
+struct Held {
+    users: usize,
+    /// Since when nobody needs it.
+    idle_since: Option<Instant>,
+    parent: OwnedFd,
+    name: OsString,
+    /// Bears the shared lock.
+    directory: OwnedFd,
+}
+
+fn table() -> MutexGuard<'static, HashMap<PathBuf, Held>> {
+    static HELD: LazyLock<Mutex<HashMap<PathBuf, Held>>> = LazyLock::new(Mutex::default);
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A place that is held until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Placeholder(PathBuf);
+
+impl Drop for Placeholder {
+    fn drop(&mut self) {
+        let mut table = table();
+        let Some(held) = table.get_mut(&self.0) else {
+            return;
+        };
+        held.users -= 1;
+        if held.users > 0 {
+            return;
+        }
+        held.idle_since = Some(Instant::now());
+        drop(table);
+        if KEEPERS.load(Ordering::SeqCst) == 0 || !watch() {
+            clear();
+        }
+    }
+}
+
+/// How long a directory that nobody needs stays.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Those who will call [`clear`] before the program ends.
+static KEEPERS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a thread looks after idle directories.
+static WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// Lets idle directories stay for a moment as long as this is around.
+#[derive(Debug)]
+pub(crate) struct Keeper(());
+
+impl Keeper {
+    pub(crate) fn new() -> Self {
+        KEEPERS.fetch_add(1, Ordering::SeqCst);
+        Self(())
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if KEEPERS.fetch_sub(1, Ordering::SeqCst) == 1 {
+            clear();
+        }
+    }
+}
+
+/// Removes every directory that nobody needs, now.
+pub(crate) fn clear() {
+    sweep(Duration::ZERO);
+}
+
+/// Removes those that have been idle for so long; whether others are idle still.
+fn sweep(age: Duration) -> bool {
+    let mut table = table();
+    let is_old = |held: &Held| held.idle_since.is_some_and(|since| since.elapsed() >= age);
+    let old: Vec<PathBuf> = table
+        .iter()
+        .filter(|(_, held)| is_old(held))
+        .map(|(path, _)| path.clone())
+        .collect();
+    for path in old {
+        // Under the lock: whoever wants it meanwhile must find it gone or held.
+        if let Some(held) = table.remove(&path) {
+            remove(&held);
+        }
+    }
+    table.values().any(|held| held.idle_since.is_some())
+}
+
+/// Makes sure that a thread removes idle directories; it ends when there are none.
+fn watch() -> bool {
+    if WATCHED.swap(true, Ordering::SeqCst) {
+        return true;
+    }
+    let watcher = std::thread::Builder::new().name("placeholders".to_owned());
+    let spawned = watcher.spawn(|| {
+        loop {
+            std::thread::sleep(LINGER / 2);
+            if !sweep(LINGER) {
+                WATCHED.store(false, Ordering::SeqCst);
+                // One may have become idle between the look and the word.
+                if !sweep(LINGER) || WATCHED.swap(true, Ordering::SeqCst) {
+                    return;
+                }
+            }
+        }
+    });
+    if spawned.is_err() {
+        WATCHED.store(false, Ordering::SeqCst);
+    }
+    spawned.is_ok()
+}
+
+/// What became of an attempt to hold a place.
+#[derive(Debug)]
+pub(crate) enum Hold {
+    /// It is held.
+    Held(Placeholder),
+    /// Something is there by now.
+    Exists,
+    /// It cannot be made here, so the process cannot make it either.
+    Impossible,
+}
+
+/// Whether this directory is one of these, of whichever server or user.
+pub(crate) fn is_one(path: &Path) -> bool {
+    std::fs::symlink_metadata(path)
+        .is_ok_and(|metadata| metadata.is_dir() && metadata.mode() & 0o7777 == MODE)
+        && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
+}
+
+/// Holds the place of a name.
+///
+/// # Errors
+///
+/// When the disk fails in a way that says nothing about what the process could do.
+pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
+    let mut table = table();
+    if let Some(held) = table.get_mut(path) {
+        // Someone may have removed it behind our back.
+        if rustix::fs::fstat(&held.directory)?.st_nlink > 0 {
+            held.users += 1;
+            held.idle_since = None;
+            return Ok(Hold::Held(Placeholder(path.to_owned())));
+        }
+        table.remove(path);
+    }
+    let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+        return Ok(Hold::Exists);
+    };
+    let Ok(parent) = open_directory(rustix::fs::CWD, above) else {
+        return Ok(Hold::Impossible);
+    };
+    for _ in 0..ATTEMPTS {
+        let made = match rustix::fs::mkdirat(&parent, name, Mode::from_raw_mode(MODE)) {
+            Ok(()) => true,
+            Err(Errno::EXIST) => false,
+            Err(Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::NOENT | Errno::NOTDIR) => {
+                return Ok(Hold::Impossible);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let directory = match open_directory(&parent, Path::new(name)) {
+            Ok(directory) => directory,
+            // Removed by whoever held it, or a file, or a link.
+            Err(Errno::NOENT) => continue,
+            Err(_) => return Ok(Hold::Exists),
+        };
+        let stat = rustix::fs::fstat(&directory)?;
+        let marked = stat.st_mode & 0o7777 == MODE;
+        // One of another user is as good: it stays as long as we hold our lock on it.
+        if !made && (!marked || !is_empty(&directory)?) {
+            return Ok(Hold::Exists);
+        }
+        match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        if rustix::fs::fstat(&directory)?.st_nlink == 0 {
+            continue;
+        }
+        if !marked {
+            // A strict umask has taken bits away.
+            rustix::fs::fchmod(&directory, Mode::from_raw_mode(MODE))?;
+        }
+        let held = Held {
+            users: 1,
+            idle_since: None,
+            parent,
+            name: name.to_owned(),
+            directory,
+        };
+        table.insert(path.to_owned(), held);
+        return Ok(Hold::Held(Placeholder(path.to_owned())));
+    }
+    // Someone keeps the lock to himself: then it is there, and not ours to remove.
+    Ok(Hold::Exists)
+}
+
+fn open_directory(at: impl std::os::fd::AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat2(
+        at,
+        path,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+        ResolveFlags::NO_SYMLINKS,
+    )
+}
+
+fn is_empty(directory: &OwnedFd) -> io::Result<bool> {
+    for entry in rustix::fs::Dir::read_from(directory)? {
+        if !matches!(entry?.file_name().to_bytes(), b"." | b"..") {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Removes a directory unless someone else still needs it or has put something there.
+fn remove(held: &Held) {
+    if rustix::fs::flock(&held.directory, FlockOperation::NonBlockingLockExclusive).is_err() {
+        return;
+    }
+    let same = || -> rustix::io::Result<bool> {
+        let ours = rustix::fs::fstat(&held.directory)?;
+        let there = rustix::fs::statat(&held.parent, &held.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        Ok((ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino))
+    };
+    if same().unwrap_or(false) {
+        // Fails if something is in it, which is then not ours to remove.
+        let _ = rustix::fs::unlinkat(&held.parent, &held.name, AtFlags::REMOVEDIR);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_idle_one_is_used_again_and_then_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(".codex");
+        let keeper = Keeper::new();
+        drop(hold(&path).unwrap());
+        assert!(path.is_dir());
+        let held = hold(&path).unwrap();
+        assert!(matches!(held, Hold::Held(_)));
+        clear();
+        assert!(path.is_dir());
+        drop(held);
+        drop(keeper);
+        // Another test may have a keeper too.
+        clear();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_last_user_removes_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(".codex");
+        let Hold::Held(first) = hold(&path).unwrap() else {
+            panic!("not held");
+        };
+        assert!(is_one(&path));
+        let Hold::Held(second) = hold(&path).unwrap() else {
+            panic!("not held");
+        };
+        drop(first);
+        assert!(path.is_dir());
+        drop(second);
+        clear();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn one_that_was_left_behind_is_used_and_removed() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(".git");
+        std::fs::create_dir(&path).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(MODE)).unwrap();
+        assert!(is_one(&path));
+        let held = hold(&path).unwrap();
+        assert!(matches!(held, Hold::Held(_)));
+        drop(held);
+        clear();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn what_someone_else_made_is_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, is_dir) in [("dir", true), ("file", false)] {
+            let path = directory.path().join(name);
+            if is_dir {
+                std::fs::create_dir(&path).unwrap();
+            } else {
+                std::fs::write(&path, "x").unwrap();
+            }
+            assert!(matches!(hold(&path).unwrap(), Hold::Exists), "{name}");
+            assert!(path.exists());
+        }
+        let path = directory.path().join("filled");
+        let Hold::Held(held) = hold(&path).unwrap() else {
+            panic!("not held");
+        };
+        if rustix::process::geteuid().is_root() {
+            std::fs::write(path.join("x"), "x").unwrap();
+            drop(held);
+            clear();
+            assert!(path.join("x").exists());
+        }
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("/", &link).unwrap();
+        assert!(matches!(hold(&link.join("x")).unwrap(), Hold::Impossible));
+    }
+}

@@ -1,0 +1,249 @@
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn host() -> Host {
+    Host {
+        kernel: "6.12".to_owned(),
+        user_namespaces: Ok(()),
+        privileged_mounts: Err("not root".to_owned()),
+        mount_api: Ok(()),
+        network_namespaces: Ok(()),
+        proc_mountable: true,
+        landlock: 7,
+        seccomp: true,
+    }
+}
+
+fn without_namespaces() -> Host {
+    Host {
+        user_namespaces: Err("the system says no".to_owned()),
+        ..host()
+    }
+}
+
+fn options() -> Options<'static> {
+    Options {
+        root: false,
+        allow_partial: false,
+        is_directory: &|_| true,
+    }
+}
+
+fn policy(rules: &[(&str, Access)]) -> Policy {
+    let rules: BTreeMap<PathBuf, Access> = rules
+        .iter()
+        .map(|&(path, access)| (path.into(), access))
+        .collect();
+    Policy {
+        view: Some(View {
+            rules,
+            ..View::default()
+        }),
+        network: Network::Restricted,
+    }
+}
+
+use Access::{Deny, Read, Write};
+
+fn mounts(policy: &Policy) -> Vec<(String, What)> {
+    let (confinement, _) = build(policy, &host(), options()).unwrap();
+    let mounts = confinement.namespaces.unwrap().mounts;
+    let name = |path: &Text| String::from_utf8(path.clone()).unwrap();
+    mounts
+        .iter()
+        .map(|mount| (name(&mount.path), mount.what.clone()))
+        .collect()
+}
+
+#[test]
+fn nothing_to_enforce_is_nothing_to_do() {
+    let all = Policy {
+        view: None,
+        network: Network::Enabled,
+    };
+    let (confinement, enforcement) = build(&all, &host(), options()).unwrap();
+    assert_eq!(confinement, Confinement::default());
+    assert_eq!(enforcement.level, EnforcementLevel::None);
+}
+
+#[test]
+fn the_network_alone_needs_a_filter_alone() {
+    let policy = Policy {
+        view: None,
+        network: Network::Restricted,
+    };
+    let (confinement, enforcement) = build(&policy, &without_namespaces(), options()).unwrap();
+    assert!(confinement.namespaces.is_none() && !confinement.drop_capabilities);
+    assert_eq!(confinement.seccomp.len(), 1);
+    assert_eq!(enforcement.level, EnforcementLevel::Full);
+    assert_eq!(enforcement.mechanisms, ["seccomp", "no_new_privs"]);
+}
+
+#[test]
+fn carve_outs_lie_over_what_they_take_from() {
+    let policy = policy(&[
+        ("/", Read),
+        ("/w", Write),
+        ("/w/.git", Read),
+        ("/w/no", Deny),
+    ]);
+    let mask = What::Mask { points: Vec::new() };
+    assert_eq!(
+        mounts(&policy),
+        [
+            ("/w".to_owned(), What::Writable),
+            ("/w/.git".to_owned(), What::ReadOnly),
+            ("/w/no".to_owned(), mask),
+        ]
+    );
+    let (confinement, enforcement) = build(&policy, &host(), options()).unwrap();
+    let namespaces = confinement.namespaces.unwrap();
+    assert_eq!(namespaces.root, Root::ReadOnly);
+    assert!(namespaces.user && namespaces.network);
+    let landlock = confinement.landlock.unwrap();
+    assert!(landlock.rules.contains(&(b"/w".to_vec(), true)));
+    assert_eq!(enforcement.level, EnforcementLevel::Full);
+}
+
+#[test]
+fn directories_above_a_carve_out_cannot_be_renamed() {
+    let policy = policy(&[("/", Read), ("/w", Write), ("/w/a/b/no", Deny)]);
+    let paths: Vec<String> = mounts(&policy).into_iter().map(|(path, _)| path).collect();
+    assert_eq!(paths, ["/w", "/w/a", "/w/a/b", "/w/a/b/no"]);
+}
+
+#[test]
+fn what_is_open_below_a_mask_has_a_place_in_it() {
+    let policy = policy(&[
+        ("/", Read),
+        ("/a", Deny),
+        ("/a/b/c", Write),
+        ("/a/b/c/d", Read),
+        ("/a/x", Deny),
+    ]);
+    let points = vec![(b"b/c".to_vec(), true)];
+    assert_eq!(
+        mounts(&policy),
+        [
+            ("/a".to_owned(), What::Mask { points }),
+            ("/a/b/c".to_owned(), What::Writable),
+            ("/a/b/c/d".to_owned(), What::ReadOnly),
+        ]
+    );
+}
+
+#[test]
+fn an_empty_root_has_places_for_what_is_granted() {
+    let mut policy = policy(&[("/usr", Read), ("/w", Write), ("/w/.git", Read)]);
+    let view = policy.view.as_mut().unwrap();
+    view.links.insert("/bin".into(), "usr/bin".into());
+    view.links.insert("/usr/x".into(), "y".into());
+    let (confinement, _) = build(&policy, &host(), options()).unwrap();
+    let Root::Empty { links, points } = confinement.namespaces.unwrap().root else {
+        panic!("not empty");
+    };
+    assert_eq!(links, [(b"/bin".to_vec(), b"usr/bin".to_vec())]);
+    assert_eq!(points, [(b"usr".to_vec(), true), (b"w".to_vec(), true)]);
+}
+
+#[test]
+fn landlock_alone_does_what_it_can_express() {
+    let read_only = policy(&[("/", Read)]);
+    let (confinement, enforcement) = build(&read_only, &without_namespaces(), options()).unwrap();
+    assert!(confinement.namespaces.is_none());
+    assert!(!confinement.landlock.unwrap().handle_read);
+    assert_eq!(enforcement.level, EnforcementLevel::Full);
+
+    let few = policy(&[("/usr", Read), ("/w", Write)]);
+    let (confinement, _) = build(&few, &without_namespaces(), options()).unwrap();
+    let landlock = confinement.landlock.unwrap();
+    assert!(landlock.handle_read);
+    assert!(landlock.rules.contains(&(b"/usr".to_vec(), false)));
+
+    let carved = policy(&[("/", Read), ("/w", Write), ("/w/.git", Read)]);
+    let refused = build(&carved, &without_namespaces(), options()).unwrap_err();
+    assert!(refused.0.contains("`/w/.git`") && refused.0.contains("the system says no"));
+    let partial = Options {
+        allow_partial: true,
+        ..options()
+    };
+    let (_, enforcement) = build(&carved, &without_namespaces(), partial).unwrap();
+    assert_eq!(enforcement.level, EnforcementLevel::Partial);
+    assert_eq!(enforcement.missing.len(), 1);
+}
+
+#[test]
+fn without_anything_it_is_refused_even_partly() {
+    let host = Host::nothing("no");
+    let partial = Options {
+        allow_partial: true,
+        ..options()
+    };
+    assert!(build(&policy(&[("/", Read)]), &host, partial).is_err());
+    let old = Host {
+        landlock: 2,
+        ..without_namespaces()
+    };
+    let refused = build(&policy(&[("/", Read)]), &old, options()).unwrap_err();
+    assert!(refused.0.contains("truncation"), "{refused}");
+}
+
+/// What a path is like after all mounts, by the rule that the last one over it counts.
+fn effective(root: &Root, mounts: &[Mount], path: &Path) -> Access {
+    let base = match root {
+        Root::ReadOnly => Read,
+        Root::Writable => Write,
+        Root::Empty { .. } => Deny,
+    };
+    let over = mounts
+        .iter()
+        .rev()
+        .find(|mount| path.starts_with(std::ffi::OsStr::from_bytes(&mount.path)));
+    over.map_or(base, |mount| match mount.what {
+        What::ReadOnly | What::Pin => Read,
+        What::Writable => Write,
+        What::Mask { .. } => Deny,
+    })
+}
+
+proptest! {
+    #[test]
+    fn mounts_amount_to_the_policy(
+        rules in prop::collection::btree_map("(/[ab]){0,4}", 0..3u8, 1..10),
+        path in "(/[abc]){1,5}",
+    ) {
+        let rules: Vec<(String, Access)> = rules
+            .into_iter()
+            .map(|(path, access)| {
+                let path = if path.is_empty() { "/".to_owned() } else { path };
+                (path, [Read, Write, Deny][usize::from(access)])
+            })
+            .collect();
+        let rules: Vec<(&str, Access)> =
+            rules.iter().map(|(path, access)| (path.as_str(), *access)).collect();
+        let policy = policy(&rules);
+        let view = policy.view.clone().unwrap();
+        let (confinement, enforcement) = build(&policy, &host(), options()).unwrap();
+        let namespaces = confinement.namespaces.unwrap();
+        prop_assert_eq!(enforcement.level, EnforcementLevel::Full);
+        let path = Path::new(&path);
+        prop_assert_eq!(effective(&namespaces.root, &namespaces.mounts, path), view.access(path));
+        // Whatever is laid over something synthetic has a place in it.
+        for mount in &namespaces.mounts {
+            let mounted = Path::new(std::ffi::OsStr::from_bytes(&mount.path));
+            if matches!(mount.what, What::Mask { .. }) {
+                continue;
+            }
+            let above = namespaces.mounts.iter().rev().find(|other| {
+                *other != mount && mounted.starts_with(std::ffi::OsStr::from_bytes(&other.path))
+            });
+            if let Some(Mount { path, what: What::Mask { points } }) = above {
+                let relative = mounted.strip_prefix(std::ffi::OsStr::from_bytes(path)).unwrap();
+                prop_assert!(points.iter().any(|(point, _)| *point == text(relative)));
+            }
+        }
+    }
+}

@@ -1,0 +1,640 @@
+//! From a policy of the wire to rules about paths that exist.
+//!
+//! Owns what entries mean: special paths, precedence, protected names, patterns and links. Knows of
+//! the disk only what [`Disk`] tells, and nothing of how rules are enforced.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::ffi::OsStringExt as _;
+use std::path::{Component, Path, PathBuf};
+
+use exec_server_protocol::sandbox::{
+    Access, Entry, EntryPath, FileSystem, MissingPathBehavior, Network, Permissions, Sandbox,
+    Special,
+};
+
+use super::glob;
+
+/// Names directly under a writable root that steer tools of the host: never writable unless an
+/// entry says so.
+pub const PROTECTED: [&str; 4] = [".git", ".agents", ".codex", ".aws"];
+
+/// What `minimal` makes readable.
+pub const PLATFORM: [&str; 8] = [
+    "/bin",
+    "/sbin",
+    "/usr",
+    "/etc",
+    "/lib",
+    "/lib64",
+    "/nix/store",
+    "/run/current-system/sw",
+];
+
+/// As many links as the kernel follows in one path.
+const MAX_LINKS: usize = 40;
+
+/// Why a policy cannot be resolved.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PolicyError {
+    /// A path that cannot be one here.
+    #[error("invalid sandbox permission path URI: {0}")]
+    Uri(String),
+    /// A path below a root that leaves it.
+    #[error(
+        "invalid sandbox permission path: subpath `{0}` must be relative and stay below its root"
+    )]
+    Subpath(String),
+    /// A path could be moved by the process that it binds.
+    #[error(
+        "cannot enforce sandbox for `{path}` because it crosses writable symlink `{link}`",
+        path = path.display(),
+        link = link.display()
+    )]
+    WritableLink {
+        /// As the entry has it.
+        path: PathBuf,
+        /// The link that the process could replace.
+        link: PathBuf,
+    },
+    /// A pattern that cannot be looked for.
+    #[error(transparent)]
+    Glob(#[from] glob::GlobError),
+    /// The disk does not answer.
+    #[error("cannot look at `{path}`: {source}", path = path.display())]
+    Disk {
+        /// Where.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// What is at a path, the last link not followed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// A directory.
+    Directory,
+    /// A link to this.
+    Link(PathBuf),
+    /// Anything else.
+    File,
+}
+
+/// What policies need to know of the disk.
+pub trait Disk {
+    /// What is there, or nothing.
+    ///
+    /// # Errors
+    ///
+    /// When the system does not tell.
+    fn kind(&self, path: &Path) -> io::Result<Option<Kind>>;
+
+    /// The beginning of a small file.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read.
+    fn head(&self, path: &Path) -> io::Result<Vec<u8>>;
+
+    /// The names in a directory.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read.
+    fn names(&self, path: &Path) -> io::Result<Vec<OsString>>;
+
+    /// Whether this directory only holds the place of a protected name.
+    fn is_placeholder(&self, path: &Path) -> bool;
+}
+
+/// What entries are resolved against.
+pub struct Context<'a> {
+    /// The environment of the command.
+    pub env: &'a BTreeMap<String, String>,
+    /// The disk.
+    pub disk: &'a dyn Disk,
+    /// What no sandbox may see, whatever its policy.
+    pub hidden: &'a [PathBuf],
+}
+
+/// A resolved policy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Policy {
+    /// Which files; `None`: all.
+    pub view: Option<View>,
+    /// Whether the network.
+    pub network: Network,
+}
+
+/// Rules about paths: the longest that holds a path counts, and without one it is denied.
+///
+/// Paths have no links in them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct View {
+    /// What may be done where.
+    pub rules: BTreeMap<PathBuf, Access>,
+    /// Links that lead to granted paths, and what they hold.
+    pub links: BTreeMap<PathBuf, PathBuf>,
+    /// Links that must stay as they are although their directory is writable.
+    pub pins: BTreeSet<PathBuf>,
+    /// Rules whose path is not there: it must not come to be.
+    pub missing: BTreeSet<PathBuf>,
+}
+
+impl View {
+    /// What may be done with a path.
+    pub fn access(&self, path: &Path) -> Access {
+        self.rule_above(path.ancestors())
+    }
+
+    /// What could be done with a path if it had no rule of its own.
+    pub fn inherited(&self, path: &Path) -> Access {
+        self.rule_above(path.ancestors().skip(1))
+    }
+
+    fn rule_above<'a>(&self, mut paths: impl Iterator<Item = &'a Path>) -> Access {
+        paths
+            .find_map(|path| self.rules.get(path).copied())
+            .unwrap_or(Access::Deny)
+    }
+
+    /// Rules that take away what the rule around them gives.
+    pub fn carve_outs(&self) -> impl Iterator<Item = (&Path, Access)> {
+        self.rules.iter().filter_map(|(path, &access)| {
+            // The root has nothing around it.
+            path.parent()?;
+            (grants(access) < grants(self.inherited(path))).then_some((path.as_path(), access))
+        })
+    }
+
+    /// Whether anything is hidden that could otherwise be read.
+    pub fn hides(&self) -> bool {
+        self.rules
+            .get(Path::new("/"))
+            .is_none_or(|&root| root == Access::Deny)
+            || self.rules.values().any(|&access| access == Access::Deny)
+    }
+
+    /// Adds a rule; of two for the same path, a denial counts most and reading least.
+    fn add(&mut self, path: PathBuf, access: Access) {
+        let slot = self.rules.entry(path).or_insert(access);
+        *slot = (*slot).max(access);
+    }
+}
+
+/// How much an access gives; its own order is one of precedence.
+fn grants(access: Access) -> u8 {
+    match access {
+        Access::Deny => 0,
+        Access::Read => 1,
+        Access::Write => 2,
+    }
+}
+
+/// An entry with its path spelled out.
+#[derive(Debug, Clone)]
+struct Spelled {
+    path: PathBuf,
+    access: Access,
+    skip_missing: bool,
+}
+
+/// Resolves a policy.
+///
+/// # Errors
+///
+/// When a path cannot be one on this machine, when the process could move what binds it, or when
+/// the disk does not tell.
+pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, PolicyError> {
+    let (entries, depth, network) = match &sandbox.permissions {
+        Permissions::Disabled => {
+            return Ok(Policy {
+                view: None,
+                network: Network::Enabled,
+            });
+        }
+        Permissions::External { network }
+        | Permissions::Managed {
+            file_system: FileSystem::Unrestricted,
+            network,
+        } => {
+            return Ok(Policy {
+                view: None,
+                network: *network,
+            });
+        }
+        Permissions::Managed {
+            file_system:
+                FileSystem::Restricted {
+                    entries,
+                    glob_scan_max_depth,
+                },
+            network,
+        } => (
+            entries,
+            glob_scan_max_depth.map(|depth| depth.get()),
+            network,
+        ),
+    };
+    let network = *network;
+    let mut minimal = false;
+    let mut spelled = Vec::new();
+    let mut patterns = Vec::new();
+    for entry in entries {
+        match &entry.path {
+            EntryPath::Special {
+                value: Special::Minimal,
+            } => minimal |= entry.access != Access::Deny,
+            EntryPath::GlobPattern { pattern } => {
+                if entry.access == Access::Deny {
+                    patterns.extend(glob::expand_roots(pattern, &roots(sandbox)?));
+                }
+            }
+            _ => spelled.extend(spell(entry, sandbox, context)?),
+        }
+    }
+    if patterns.is_empty() && writes_everywhere(&spelled) {
+        return Ok(Policy {
+            view: None,
+            network,
+        });
+    }
+    let view = view(&spelled, &patterns, depth, minimal, context)?;
+    Ok(Policy {
+        view: Some(view),
+        network,
+    })
+}
+
+/// Whether everything is writable and nothing narrows that.
+fn writes_everywhere(entries: &[Spelled]) -> bool {
+    let writes = |path: &Path| {
+        entries
+            .iter()
+            .any(|entry| entry.path == path && entry.access == Access::Write)
+    };
+    let denied = entries.iter().any(|entry| entry.access == Access::Deny);
+    writes(Path::new("/")) && !denied && entries.iter().all(|entry| writes(&entry.path))
+}
+
+fn native(uri: &exec_server_protocol::PathUri) -> Result<PathBuf, PolicyError> {
+    uri.to_native()
+        .map_err(|error| PolicyError::Uri(format!("`{uri}`: {error}")))
+}
+
+fn roots(sandbox: &Sandbox) -> Result<Vec<PathBuf>, PolicyError> {
+    sandbox.project_roots().iter().map(native).collect()
+}
+
+/// The paths that an entry is about.
+fn spell(
+    entry: &Entry,
+    sandbox: &Sandbox,
+    context: &Context<'_>,
+) -> Result<Vec<Spelled>, PolicyError> {
+    let paths = match &entry.path {
+        EntryPath::Path { path } => vec![native(path)?],
+        EntryPath::GlobPattern { .. } => Vec::new(),
+        EntryPath::Special { value } => match value {
+            Special::Root => vec![PathBuf::from("/")],
+            Special::ProjectRoots { subpath } => {
+                let subpath = subpath.as_deref().unwrap_or("");
+                let below = Path::new(subpath);
+                let stays = below
+                    .components()
+                    .all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
+                if !stays {
+                    return Err(PolicyError::Subpath(subpath.to_owned()));
+                }
+                let roots = roots(sandbox)?;
+                roots
+                    .into_iter()
+                    .map(|root| clean(&root.join(below)))
+                    .collect()
+            }
+            Special::Tmpdir => context
+                .env
+                .get("TMPDIR")
+                .map(|dir| clean(Path::new(dir)))
+                .filter(|dir| dir.is_absolute())
+                .into_iter()
+                .collect(),
+            Special::SlashTmp => {
+                let tmp = PathBuf::from("/tmp");
+                let there = matches!(
+                    context.disk.kind(&tmp),
+                    Ok(Some(Kind::Directory | Kind::Link(_)))
+                );
+                if there { vec![tmp] } else { Vec::new() }
+            }
+            Special::Minimal | Special::Unknown { .. } => Vec::new(),
+        },
+    };
+    let skip_missing = entry.missing_path_behavior == Some(MissingPathBehavior::Skip);
+    Ok(paths
+        .into_iter()
+        .map(|path| Spelled {
+            path,
+            access: entry.access,
+            skip_missing,
+        })
+        .collect())
+}
+
+/// Without `.` and doubled or trailing slashes.
+fn clean(path: &Path) -> PathBuf {
+    path.components()
+        .filter(|part| !matches!(part, Component::CurDir))
+        .collect()
+}
+
+/// What a path leads to.
+#[derive(Debug)]
+struct Target {
+    /// Without links, as far as it exists.
+    path: PathBuf,
+    /// Whether all of it exists; if not, `path` ends with the first name that does not.
+    exists: bool,
+    /// The links on the way and what they hold.
+    links: Vec<(PathBuf, PathBuf)>,
+}
+
+/// Follows a path.
+fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
+    let mut here = PathBuf::from("/");
+    let mut links = Vec::new();
+    let mut ahead: Vec<OsString> = parts(path);
+    while let Some(name) = ahead.pop() {
+        if name == ".." {
+            here.pop();
+            continue;
+        }
+        let next = here.join(&name);
+        let kind = match disk.kind(&next) {
+            Ok(kind) => kind,
+            // Below a file there is nothing.
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => None,
+            Err(source) => return Err(PolicyError::Disk { path: next, source }),
+        };
+        match kind {
+            None => {
+                return Ok(Target {
+                    path: next,
+                    exists: false,
+                    links,
+                });
+            }
+            Some(Kind::Link(to)) => {
+                if links.len() == MAX_LINKS {
+                    let source = io::Error::from_raw_os_error(libc::ELOOP);
+                    let path = path.to_owned();
+                    return Err(PolicyError::Disk { path, source });
+                }
+                if to.is_absolute() {
+                    here = PathBuf::from("/");
+                }
+                ahead.extend(parts(&to));
+                links.push((next, to));
+            }
+            Some(Kind::Directory) if disk.is_placeholder(&next) => {
+                return Ok(Target {
+                    path: next,
+                    exists: false,
+                    links,
+                });
+            }
+            Some(_) => here = next,
+        }
+    }
+    Ok(Target {
+        path: here,
+        exists: true,
+        links,
+    })
+}
+
+/// What a path leads to, if it is there.
+pub(super) fn resolved(path: &Path, disk: &dyn Disk) -> Result<Option<PathBuf>, PolicyError> {
+    let target = follow(path, disk)?;
+    Ok(target.exists.then_some(target.path))
+}
+
+/// The names of a path, the last first.
+fn parts(path: &Path) -> Vec<OsString> {
+    let mut parts: Vec<OsString> = path
+        .components()
+        .filter_map(|part| match part {
+            Component::Normal(name) => Some(name.to_owned()),
+            Component::ParentDir => Some("..".into()),
+            _ => None,
+        })
+        .collect();
+    parts.reverse();
+    parts
+}
+
+fn view(
+    entries: &[Spelled],
+    patterns: &[String],
+    depth: Option<usize>,
+    minimal: bool,
+    context: &Context<'_>,
+) -> Result<View, PolicyError> {
+    let disk = context.disk;
+    let mut view = View::default();
+    // Which links an entry depends on; whether the process could replace one is known at the end.
+    let mut crossed: Vec<(PathBuf, PathBuf)> = Vec::new();
+    let mut absent = Vec::new();
+    for entry in entries {
+        let target = follow(&entry.path, disk)?;
+        let grants_nothing =
+            !target.exists && (entry.skip_missing || entry.access == Access::Write);
+        if grants_nothing {
+            continue;
+        }
+        for (link, to) in target.links {
+            crossed.push((entry.path.clone(), link.clone()));
+            view.links.insert(link, to);
+        }
+        if target.exists {
+            view.add(target.path, entry.access);
+        } else {
+            absent.push((target.path, entry.access));
+        }
+    }
+    if minimal {
+        for path in PLATFORM {
+            let target = follow(Path::new(path), disk)?;
+            view.links.extend(target.links);
+            if target.exists && view.inherited(&target.path) == Access::Deny {
+                view.rules.entry(target.path).or_insert(Access::Read);
+            }
+        }
+    }
+    for path in glob::matches(patterns, depth, disk)? {
+        view.rules.insert(path, Access::Deny);
+    }
+    protect(&mut view, entries, disk)?;
+    for (path, access) in absent {
+        // Where nothing can be made there is nothing to prevent.
+        if view.inherited(&path) == Access::Write {
+            view.add(path.clone(), access);
+            view.missing.insert(path);
+        }
+    }
+    for path in context.hidden {
+        let target = follow(path, disk)?;
+        if target.exists {
+            view.rules.insert(target.path, Access::Deny);
+        }
+    }
+    // A link that is held in place cannot be replaced any more, but it may have been planted
+    // before: where not everything may be read, it would open what it leads to.
+    let reads_all = view.access(Path::new("/")) != Access::Deny;
+    for (path, link) in crossed {
+        let held = reads_all && view.pins.contains(&link);
+        if !held && view.access(&link) == Access::Write {
+            return Err(PolicyError::WritableLink { path, link });
+        }
+    }
+    Ok(view)
+}
+
+/// Makes the protected names under each writable root read-only.
+fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), PolicyError> {
+    let granted = |path: &Path| {
+        entries
+            .iter()
+            .any(|entry| entry.access == Access::Write && entry.path.starts_with(path))
+    };
+    let roots: Vec<PathBuf> = view
+        .rules
+        .iter()
+        .filter(|&(_, &access)| access == Access::Write)
+        .map(|(path, _)| path.clone())
+        .collect();
+    for root in roots {
+        let kind = |path: &Path| {
+            disk.kind(path).map_err(|source| PolicyError::Disk {
+                path: path.to_owned(),
+                source,
+            })
+        };
+        if kind(&root)? != Some(Kind::Directory) {
+            continue;
+        }
+        for name in PROTECTED {
+            let path = root.join(name);
+            if granted(&path) {
+                continue;
+            }
+            let found = kind(&path)?;
+            if view.rules.contains_key(&path) && found != Some(Kind::File) {
+                continue;
+            }
+            match found {
+                None => {
+                    view.rules.insert(path.clone(), Access::Read);
+                    view.missing.insert(path);
+                }
+                Some(Kind::Directory) if disk.is_placeholder(&path) => {
+                    view.rules.insert(path.clone(), Access::Read);
+                    view.missing.insert(path);
+                }
+                Some(Kind::Directory) => {
+                    view.rules.insert(path, Access::Read);
+                }
+                Some(Kind::Link(_)) => {
+                    view.pins.insert(path.clone());
+                    read_only(view, &path, disk)?;
+                }
+                Some(Kind::File) => {
+                    view.rules.entry(path.clone()).or_insert(Access::Read);
+                    if name == ".git"
+                        && let Some(target) = git_directory(&path, disk)
+                    {
+                        read_only(view, &root.join(target), disk)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Takes the right to write from what a path leads to.
+fn read_only(view: &mut View, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
+    let target = follow(path, disk)?;
+    for (link, _) in target.links {
+        if view.access(&link) == Access::Write {
+            view.pins.insert(link);
+        }
+    }
+    if view.access(&target.path) == Access::Write {
+        if !target.exists {
+            view.missing.insert(target.path.clone());
+        }
+        view.rules.insert(target.path, Access::Read);
+    }
+    Ok(())
+}
+
+/// What a `.git` file points to.
+fn git_directory(path: &Path, disk: &dyn Disk) -> Option<PathBuf> {
+    let head = disk.head(path).ok()?;
+    let line = head.split(|&byte| byte == b'\n').next()?;
+    let target = line.strip_prefix(b"gitdir:")?.trim_ascii();
+    (!target.is_empty()).then(|| PathBuf::from(OsString::from_vec(target.to_vec())))
+}
+
+/// The disk of this machine.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RealDisk;
+
+impl Disk for RealDisk {
+    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+        let metadata = match std::fs::symlink_metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Ok(Some(if metadata.is_symlink() {
+            Kind::Link(std::fs::read_link(path)?)
+        } else if metadata.is_dir() {
+            Kind::Directory
+        } else {
+            Kind::File
+        }))
+    }
+
+    fn head(&self, path: &Path) -> io::Result<Vec<u8>> {
+        use std::io::Read as _;
+        use std::os::unix::fs::OpenOptionsExt as _;
+        /// More than any path.
+        const BYTES: u64 = 8192;
+        let mut head = Vec::new();
+        // Whatever has taken the file's place must not make us wait.
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+            .open(path)?;
+        file.take(BYTES).read_to_end(&mut head)?;
+        Ok(head)
+    }
+
+    fn names(&self, path: &Path) -> io::Result<Vec<OsString>> {
+        std::fs::read_dir(path)?
+            .map(|entry| entry.map(|entry| entry.file_name()))
+            .collect()
+    }
+
+    fn is_placeholder(&self, path: &Path) -> bool {
+        super::placeholder::is_one(path)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests;

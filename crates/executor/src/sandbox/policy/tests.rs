@@ -1,0 +1,448 @@
+use std::collections::HashMap;
+
+use exec_server_protocol::PathUri;
+use proptest::prelude::*;
+
+use super::*;
+
+/// A disk that is nothing but a list.
+#[derive(Debug, Default)]
+pub(crate) struct Tree {
+    kinds: BTreeMap<PathBuf, Kind>,
+    texts: HashMap<PathBuf, Vec<u8>>,
+}
+
+impl Tree {
+    /// `/dir/`, `/file`, `/file = text` and `/link -> target`; what is above comes by itself.
+    pub(crate) fn new(items: &[&str]) -> Self {
+        let mut tree = Self::default();
+        for item in items {
+            let (path, kind) = if let Some((path, to)) = item.split_once(" -> ") {
+                (path, Kind::Link(to.into()))
+            } else if let Some((path, text)) = item.split_once(" = ") {
+                tree.texts.insert(path.into(), text.as_bytes().to_vec());
+                (path, Kind::File)
+            } else if let Some(path) = item.strip_suffix('/') {
+                (path, Kind::Directory)
+            } else {
+                (*item, Kind::File)
+            };
+            let path = PathBuf::from(path);
+            for above in path.ancestors().skip(1) {
+                tree.kinds
+                    .entry(above.to_owned())
+                    .or_insert(Kind::Directory);
+            }
+            tree.kinds.insert(path, kind);
+        }
+        tree
+    }
+}
+
+impl Disk for Tree {
+    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+        Ok(self.kinds.get(path).cloned())
+    }
+
+    fn head(&self, path: &Path) -> io::Result<Vec<u8>> {
+        self.texts
+            .get(path)
+            .cloned()
+            .ok_or(io::ErrorKind::NotFound.into())
+    }
+
+    fn names(&self, path: &Path) -> io::Result<Vec<OsString>> {
+        let below = self
+            .kinds
+            .keys()
+            .filter(|other| other.parent() == Some(path));
+        Ok(below
+            .filter_map(|other| other.file_name().map(ToOwned::to_owned))
+            .collect())
+    }
+
+    fn is_placeholder(&self, path: &Path) -> bool {
+        self.texts
+            .get(path)
+            .is_some_and(|text| text == b"placeholder")
+    }
+}
+
+fn entry(path: &str, access: Access) -> Entry {
+    let special = |value| EntryPath::Special { value };
+    let path = match path {
+        "root" => special(Special::Root),
+        "minimal" => special(Special::Minimal),
+        "tmpdir" => special(Special::Tmpdir),
+        "slash_tmp" => special(Special::SlashTmp),
+        "unknown" => special(Special::Unknown {
+            path: "/x".to_owned(),
+            subpath: None,
+        }),
+        path => match path.strip_prefix("roots:") {
+            Some(subpath) => special(Special::ProjectRoots {
+                subpath: (!subpath.is_empty()).then(|| subpath.to_owned()),
+            }),
+            None => match path.strip_prefix("glob:") {
+                Some(pattern) => EntryPath::GlobPattern {
+                    pattern: pattern.to_owned(),
+                },
+                None => EntryPath::Path {
+                    path: PathUri::parse(&format!("file://{path}")).unwrap(),
+                },
+            },
+        },
+    };
+    Entry {
+        path,
+        access,
+        missing_path_behavior: None,
+    }
+}
+
+fn skip(mut entry: Entry) -> Entry {
+    entry.missing_path_behavior = Some(MissingPathBehavior::Skip);
+    entry
+}
+
+fn sandbox(entries: Vec<Entry>, roots: &[&str]) -> Sandbox {
+    let mut sandbox = Sandbox::new(Permissions::Managed {
+        file_system: FileSystem::Restricted {
+            entries,
+            glob_scan_max_depth: None,
+        },
+        network: Network::Restricted,
+    });
+    let uri = |path: &&str| PathUri::parse(&format!("file://{path}")).unwrap();
+    sandbox.workspace_roots = roots.iter().map(uri).collect();
+    sandbox
+}
+
+fn try_view(items: &[&str], entries: Vec<Entry>) -> Result<Option<View>, PolicyError> {
+    let env = BTreeMap::from([("TMPDIR".to_owned(), "/var/t".to_owned())]);
+    let tree = Tree::new(items);
+    let context = Context {
+        env: &env,
+        disk: &tree,
+        hidden: &[],
+    };
+    Ok(resolve(&sandbox(entries, &["/w"]), &context)?.view)
+}
+
+fn view_of(items: &[&str], entries: Vec<Entry>) -> View {
+    try_view(items, entries).unwrap().expect("a restriction")
+}
+
+fn access(view: &View, path: &str) -> Access {
+    view.access(Path::new(path))
+}
+
+use Access::{Deny, Read, Write};
+
+/// What the real client sends for a workspace.
+fn workspace() -> Vec<Entry> {
+    let mut entries = vec![
+        entry("root", Read),
+        entry("roots:", Write),
+        entry("slash_tmp", Write),
+        entry("tmpdir", Write),
+    ];
+    entries.extend(PROTECTED.map(|name| skip(entry(&format!("roots:{name}"), Read))));
+    entries
+}
+
+#[test]
+fn a_workspace_is_writable_but_for_what_steers_tools() {
+    let view = view_of(
+        &["/w/.git/config", "/w/src/x", "/tmp/", "/var/t/"],
+        workspace(),
+    );
+    for (path, expected) in [
+        ("/", Read),
+        ("/etc/passwd", Read),
+        ("/w", Write),
+        ("/w/src/x", Write),
+        ("/w/src/.git", Write),
+        ("/w/.git/config", Read),
+        ("/w/.codex", Read),
+        ("/tmp/x", Write),
+        ("/tmp/.aws", Read),
+        ("/var/t", Write),
+    ] {
+        assert_eq!(access(&view, path), expected, "{path}");
+    }
+    assert!(!view.missing.contains(Path::new("/w/.git")));
+    let missing = [
+        "/w/.agents",
+        "/w/.codex",
+        "/w/.aws",
+        "/tmp/.git",
+        "/var/t/.codex",
+    ];
+    for path in missing {
+        assert!(view.missing.contains(Path::new(path)), "{path}");
+    }
+}
+
+#[test]
+fn special_paths_that_are_not_there_grant_nothing() {
+    let view = view_of(&["/w/"], workspace());
+    assert_eq!(access(&view, "/tmp/x"), Read);
+    assert_eq!(access(&view, "/var/t/x"), Read);
+    let without = sandbox(vec![entry("roots:", Write), entry("unknown", Write)], &[]);
+    let tree = Tree::new(&["/w/"]);
+    let context = Context {
+        env: &BTreeMap::new(),
+        disk: &tree,
+        hidden: &[],
+    };
+    let policy = resolve(&without, &context).unwrap();
+    assert_eq!(policy.view, Some(View::default()));
+}
+
+#[test]
+fn the_longest_entry_wins_and_a_tie_goes_to_denial() {
+    let view = view_of(
+        &["/w/a/b/c/", "/x/"],
+        vec![
+            entry("root", Read),
+            entry("/w", Write),
+            entry("/w/a", Deny),
+            entry("/w/a/b", Read),
+            entry("/w/a/b/c", Write),
+            entry("/x", Read),
+            entry("/x", Write),
+            entry("/x", Deny),
+        ],
+    );
+    let expected = [
+        ("/w/x", Write),
+        ("/w/a/x", Deny),
+        ("/w/a/b/x", Read),
+        ("/w/a/b/c/x", Write),
+        ("/x/y", Deny),
+    ];
+    for (path, expected) in expected {
+        assert_eq!(access(&view, path), expected, "{path}");
+    }
+    let carved: Vec<_> = view.carve_outs().map(|(path, _)| path.to_owned()).collect();
+    assert!(carved.contains(&"/w/a".into()) && carved.contains(&"/x".into()));
+    assert!(!carved.contains(&"/w/a/b".into()), "{carved:?}");
+}
+
+#[test]
+fn writing_everywhere_restricts_nothing_unless_something_narrows_it() {
+    let all = |more: &[Entry]| {
+        let mut entries = vec![entry("root", Write)];
+        entries.extend_from_slice(more);
+        try_view(&["/w/.git/", "/w/x.env"], entries).unwrap()
+    };
+    assert_eq!(all(&[]), None);
+    assert_eq!(all(&[entry("/w", Write), entry("/w", Read)]), None);
+    assert_eq!(all(&[entry("minimal", Read)]), None);
+    for narrow in [
+        entry("/w", Read),
+        entry("/w", Deny),
+        entry("roots:.git", Read),
+        entry("glob:/w/*.env", Deny),
+    ] {
+        assert!(all(std::slice::from_ref(&narrow)).is_some(), "{narrow:?}");
+    }
+    let masked = all(&[entry("glob:/w/*.env", Deny)]).unwrap();
+    assert_eq!(access(&masked, "/w/x.env"), Deny);
+    assert_eq!(access(&masked, "/w/y.env"), Write);
+}
+
+#[test]
+fn an_entry_may_grant_what_is_protected() {
+    let mut entries = workspace();
+    entries.push(entry("roots:.git", Write));
+    let view = view_of(&["/w/.git/x", "/w/.codex/"], entries);
+    assert_eq!(access(&view, "/w/.git/x"), Write);
+    assert_eq!(access(&view, "/w/.codex"), Read);
+    // Also when only something below is granted.
+    let mut entries = workspace();
+    entries.retain(|entry| entry.access == Write || entry.path == self::entry("root", Read).path);
+    entries.push(entry("/w/.git/objects", Write));
+    let view = view_of(&["/w/.git/objects/"], entries);
+    assert_eq!(access(&view, "/w/.git/objects"), Write);
+}
+
+#[test]
+fn a_git_file_protects_what_it_points_to() {
+    // With an entry for `.git`, as clients send it, and without.
+    for entries in [workspace(), workspace_without_git()] {
+        let view = view_of(
+            &["/w/.git = gitdir: ../w/real/git\n", "/w/real/git/config"],
+            entries,
+        );
+        assert_eq!(access(&view, "/w/.git"), Read);
+        assert_eq!(access(&view, "/w/real/git/config"), Read);
+        assert_eq!(access(&view, "/w/real"), Write);
+    }
+}
+
+#[test]
+fn a_protected_link_is_pinned_with_its_target() {
+    let view = view_of(
+        &["/w/.git -> real", "/w/real/config"],
+        workspace_without_git(),
+    );
+    assert!(view.pins.contains(Path::new("/w/.git")));
+    assert_eq!(access(&view, "/w/real/config"), Read);
+}
+
+#[test]
+fn a_planted_link_does_not_open_what_is_hidden() {
+    let entries = vec![
+        entry("minimal", Read),
+        entry("roots:", Write),
+        entry("roots:.codex", Read),
+    ];
+    let items = ["/usr/x", "/w/.codex -> /root/keys", "/root/keys/key"];
+    let refused = try_view(&items, entries).unwrap_err();
+    assert!(matches!(refused, PolicyError::WritableLink { .. }));
+}
+
+fn workspace_without_git() -> Vec<Entry> {
+    vec![entry("root", Read), entry("roots:", Write)]
+}
+
+#[test]
+fn a_link_that_the_process_could_replace_is_refused() {
+    let refused = |entries: Vec<Entry>| {
+        let items = ["/w/link -> /etc", "/etc/x", "/safe -> /w/dir", "/w/dir/"];
+        try_view(&items, entries).unwrap_err().to_string()
+    };
+    for access in [Read, Write, Deny] {
+        let mut entries = workspace();
+        entries.push(entry("/w/link/x", access));
+        let message = refused(entries);
+        assert!(
+            message.contains("crosses writable symlink `/w/link`"),
+            "{message}"
+        );
+    }
+    // A link that nobody in the sandbox can replace is followed.
+    let mut entries = vec![entry("root", Read)];
+    entries.push(entry("/safe", Write));
+    let view = view_of(&["/safe -> /w/dir", "/w/dir/"], entries);
+    assert_eq!(access(&view, "/w/dir/x"), Write);
+    assert_eq!(access(&view, "/w/x"), Read);
+}
+
+#[test]
+fn what_is_missing_must_not_come_to_be_where_it_could() {
+    let mut entries = workspace();
+    entries.push(entry("/w/not/there", Read));
+    entries.push(entry("/etc/not/there", Deny));
+    entries.push(skip(entry("/w/neither", Deny)));
+    entries.push(entry("/w/nor", Write));
+    let view = view_of(&["/w/", "/etc/x"], entries);
+    assert!(view.missing.contains(Path::new("/w/not")));
+    assert_eq!(access(&view, "/w/not/there"), Read);
+    assert!(!view.rules.contains_key(Path::new("/etc/not")));
+    assert_eq!(access(&view, "/w/neither"), Write);
+    assert_eq!(access(&view, "/w/nor"), Write);
+    assert!(!view.missing.contains(Path::new("/w/nor")));
+}
+
+#[test]
+fn what_holds_a_place_counts_as_missing() {
+    let items = ["/w/.codex = placeholder", "/w/.codex/"];
+    let mut tree = Tree::new(&items);
+    tree.kinds.insert("/w/.codex".into(), Kind::Directory);
+    let context = Context {
+        env: &BTreeMap::new(),
+        disk: &tree,
+        hidden: &[],
+    };
+    let view = resolve(&sandbox(workspace(), &["/w"]), &context)
+        .unwrap()
+        .view
+        .unwrap();
+    assert!(view.missing.contains(Path::new("/w/.codex")));
+}
+
+#[test]
+fn minimal_gives_the_platform_and_its_links() {
+    let view = view_of(
+        &["/bin -> usr/bin", "/usr/bin/sh", "/etc/x", "/home/me"],
+        vec![entry("minimal", Read), entry("roots:", Read)],
+    );
+    assert_eq!(access(&view, "/usr/bin/sh"), Read);
+    assert_eq!(access(&view, "/etc/x"), Read);
+    assert_eq!(access(&view, "/home/me"), Deny);
+    assert_eq!(view.links[Path::new("/bin")], Path::new("usr/bin"));
+    assert!(view.hides());
+}
+
+#[test]
+fn paths_that_cannot_be_are_refused() {
+    for subpath in ["../x", "/etc", "a/../../b"] {
+        let error = try_view(&["/w/"], vec![entry(&format!("roots:{subpath}"), Read)]).unwrap_err();
+        assert!(matches!(error, PolicyError::Subpath(_)), "{subpath}");
+    }
+    let foreign = Entry {
+        path: EntryPath::Path {
+            path: PathUri::parse("file:///C:/x").unwrap(),
+        },
+        access: Read,
+        missing_path_behavior: None,
+    };
+    let error = try_view(&[], vec![foreign]).unwrap_err().to_string();
+    assert!(
+        error.starts_with("invalid sandbox permission path URI: "),
+        "{error}"
+    );
+}
+
+#[test]
+fn hidden_files_are_denied_whatever_the_policy() {
+    let tree = Tree::new(&["/w/token", "/etc/x"]);
+    let hidden = ["/w/token".into(), "/not/there".into()];
+    let context = Context {
+        env: &BTreeMap::new(),
+        disk: &tree,
+        hidden: &hidden,
+    };
+    let mut entries = workspace();
+    entries.push(entry("/w/token", Write));
+    let view = resolve(&sandbox(entries, &["/w"]), &context)
+        .unwrap()
+        .view
+        .unwrap();
+    assert_eq!(access(&view, "/w/token"), Deny);
+}
+
+proptest! {
+    /// Against the rule as it is written: longest prefix, then denial before writing before
+    /// reading; protected names may only take away.
+    #[test]
+    fn never_gives_more_than_was_asked(
+        entries in prop::collection::vec(("(/[ab]){0,3}", 0..3u8), 1..8),
+        path in "(/[abc]){1,4}",
+    ) {
+        let access_of = |number: u8| [Read, Write, Deny][usize::from(number)];
+        let items: Vec<String> = entries.iter().map(|(path, _)| format!("{path}/")).collect();
+        let items: Vec<&str> = items.iter().map(String::as_str).collect();
+        let wire: Vec<Entry> = entries
+            .iter()
+            .map(|(path, number)| match path.as_str() {
+                "" => entry("root", access_of(*number)),
+                path => entry(path, access_of(*number)),
+            })
+            .collect();
+        let path = Path::new(&path);
+        let expected = entries
+            .iter()
+            .filter(|(entry, _)| path.starts_with(if entry.is_empty() { "/" } else { entry }))
+            .max_by_key(|(entry, number)| (entry.len(), access_of(*number)))
+            .map_or(Deny, |(_, number)| access_of(*number));
+        let got = match try_view(&items, wire).unwrap() {
+            Some(view) => view.access(path),
+            None => Write,
+        };
+        prop_assert_eq!(got, expected);
+    }
+}

@@ -1,0 +1,359 @@
+//! System calls that a sandboxed process may not make, as programs for the kernel.
+//!
+//! Everything is allowed but what is listed: a filter that forbids what it does not know breaks
+//! with every new library. What reaches beyond the sandbox is refused with `EPERM`, what libraries
+//! have an older way for with `ENOSYS`.
+
+use std::collections::BTreeMap;
+use std::sync::OnceLock;
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition,
+    SeccompFilter, SeccompRule, TargetArch, sock_filter,
+};
+use serde::{Deserialize, Serialize};
+
+/// What a filter is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Filter {
+    /// The network is off.
+    pub network_restricted: bool,
+    /// Files are restricted: whatever could change the view of them is off.
+    pub view_restricted: bool,
+}
+
+/// One instruction, as the kernel has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Instruction(pub u16, pub u8, pub u8, pub u32);
+
+/// Why there is no filter.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("no system call filter for this machine: {0}")]
+pub struct FilterError(String);
+
+/// The programs to install, in order.
+///
+/// # Errors
+///
+/// On an architecture that the compiler of filters does not know.
+pub fn programs(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
+    type Compiled = Result<Vec<Vec<Instruction>>, FilterError>;
+    static PROGRAMS: [OnceLock<Compiled>; 4] = [const { OnceLock::new() }; 4];
+    let index = usize::from(filter.network_restricted) + 2 * usize::from(filter.view_restricted);
+    PROGRAMS[index].get_or_init(|| compile(filter)).clone()
+}
+
+fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
+    let failed = |error: &dyn std::fmt::Display| FilterError(error.to_string());
+    let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(|error| failed(&error))?;
+    let program = |rules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
+        let action = SeccompAction::Errno(errno.unsigned_abs());
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch)
+            .map_err(|error| failed(&error))?;
+        let program = BpfProgram::try_from(filter).map_err(|error| failed(&error))?;
+        Ok(foreign_numbers()
+            .into_iter()
+            .chain(program)
+            .map(|line| Instruction(line.code, line.jt, line.jf, line.k))
+            .collect())
+    };
+    // Its flags are in memory, where a filter cannot look; libraries fall back to `clone`.
+    let unseen = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    let mut programs = vec![program(denied(filter)?, libc::EPERM)?];
+    if filter.view_restricted {
+        programs.push(program(unseen, libc::ENOSYS)?);
+    }
+    Ok(programs)
+}
+
+/// Refuses the calls of x32, which are other numbers on the same architecture: no rule would match
+/// them. Where the kernel has none of them this changes nothing.
+fn foreign_numbers() -> Vec<sock_filter> {
+    if !cfg!(target_arch = "x86_64") {
+        return Vec::new();
+    }
+    const X32_BIT: u32 = 0x4000_0000;
+    let line = |code: u32, jt, jf, k| sock_filter {
+        code: u16::try_from(code).unwrap_or_default(),
+        jt,
+        jf,
+        k,
+    };
+    vec![
+        // The number of the call is the first word.
+        line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        line(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, X32_BIT),
+        line(
+            libc::BPF_RET | libc::BPF_K,
+            0,
+            0,
+            libc::SECCOMP_RET_ERRNO | libc::ENOSYS.unsigned_abs(),
+        ),
+    ]
+}
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+fn denied(filter: Filter) -> Result<Rules, FilterError> {
+    let mut rules = Rules::new();
+    // Another process's memory, and rings that make calls on our behalf.
+    for call in [
+        libc::SYS_ptrace,
+        libc::SYS_process_vm_readv,
+        libc::SYS_process_vm_writev,
+        libc::SYS_pidfd_getfd,
+        libc::SYS_kcmp,
+        libc::SYS_io_uring_setup,
+        libc::SYS_io_uring_enter,
+        libc::SYS_io_uring_register,
+    ] {
+        rules.insert(call, Vec::new());
+    }
+    if filter.view_restricted {
+        for &call in KERNEL {
+            rules.insert(call, Vec::new());
+        }
+        // A user namespace would bring capabilities, and with them mounts.
+        let user_namespace = condition(
+            0,
+            Len::Qword,
+            Op::MaskedEq(libc::CLONE_NEWUSER as u64),
+            libc::CLONE_NEWUSER as u64,
+        )?;
+        for call in [libc::SYS_clone, libc::SYS_unshare] {
+            rules.insert(call, vec![rule(vec![user_namespace.clone()])?]);
+        }
+    }
+    // Typing into the terminal that others will read, and the console's clipboard.
+    let mut typing = Vec::new();
+    for request in [libc::TIOCSTI, libc::TIOCLINUX] {
+        #[allow(
+            clippy::unnecessary_cast,
+            reason = "the type differs between C libraries"
+        )]
+        let request = request as u64;
+        typing.push(rule(vec![condition(1, Len::Dword, Op::Eq, request)?])?);
+    }
+    rules.insert(libc::SYS_ioctl, typing);
+    if filter.network_restricted {
+        for call in [
+            libc::SYS_connect,
+            libc::SYS_bind,
+            libc::SYS_listen,
+            libc::SYS_accept,
+            libc::SYS_accept4,
+        ] {
+            rules.insert(call, Vec::new());
+        }
+        let unix = u64::from(libc::AF_UNIX.unsigned_abs());
+        for call in [libc::SYS_socket, libc::SYS_socketpair] {
+            let mut each = vec![rule(vec![condition(0, Len::Dword, Op::Ne, unix)?])?];
+            // A datagram socket can be told an address with each message, where no filter sees
+            // it: it could reach the sockets of the host. Raw ones are datagrams by another name.
+            for kind in [libc::SOCK_DGRAM, libc::SOCK_RAW] {
+                let kind = u64::from(kind.unsigned_abs());
+                each.push(rule(vec![condition(
+                    1,
+                    Len::Dword,
+                    Op::MaskedEq(0xf),
+                    kind,
+                )?])?);
+            }
+            rules.insert(call, each);
+        }
+        // `send` is `sendto` without an address.
+        let address = condition(4, Len::Qword, Op::Ne, 0)?;
+        rules.insert(libc::SYS_sendto, vec![rule(vec![address])?]);
+    }
+    Ok(rules)
+}
+
+/// What changes the machine or the view of it. Most need a capability that is gone anyway; this is
+/// the second lock on the door, and keeps the kernel's less trodden paths out of reach.
+const KERNEL: &[i64] = &[
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_setns,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_fanotify_init,
+    libc::SYS_quotactl,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_reboot,
+    libc::SYS_kexec_load,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_acct,
+    libc::SYS_syslog,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_adjtimex,
+    libc::SYS_clock_adjtime,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+    libc::SYS_vhangup,
+    libc::SYS_lookup_dcookie,
+];
+
+fn condition(index: u8, length: Len, op: Op, value: u64) -> Result<SeccompCondition, FilterError> {
+    SeccompCondition::new(index, length, op, value).map_err(|error| FilterError(error.to_string()))
+}
+
+fn rule(conditions: Vec<SeccompCondition>) -> Result<SeccompRule, FilterError> {
+    SeccompRule::new(conditions).map_err(|error| FilterError(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALLOW: u32 = libc::SECCOMP_RET_ALLOW;
+    const EPERM: u32 = libc::SECCOMP_RET_ERRNO | 1;
+    const ENOSYS: u32 = libc::SECCOMP_RET_ERRNO | 38;
+    const KILL: u32 = libc::SECCOMP_RET_KILL_PROCESS;
+
+    #[cfg(target_arch = "x86_64")]
+    const ARCH: u32 = 0xc000_003e;
+    #[cfg(target_arch = "aarch64")]
+    const ARCH: u32 = 0xc000_00b7;
+
+    /// What the kernel would answer: runs a program on a call.
+    fn run(program: &[Instruction], arch: u32, call: u32, args: [u64; 6]) -> u32 {
+        let mut data = vec![call, arch, 0, 0];
+        for arg in args {
+            #[allow(clippy::cast_possible_truncation, reason = "the low half is meant")]
+            data.extend([arg as u32, (arg >> 32) as u32]);
+        }
+        let (mut at, mut a) = (0, 0u32);
+        loop {
+            let Instruction(code, jt, jf, k) = program[at];
+            at += 1;
+            let code = u32::from(code);
+            match code & 0x07 {
+                libc::BPF_LD => a = data[k as usize / 4],
+                libc::BPF_ALU => a &= k,
+                libc::BPF_JMP => {
+                    let taken = match code & 0xf0 {
+                        libc::BPF_JA => {
+                            at += k as usize;
+                            continue;
+                        }
+                        libc::BPF_JEQ => a == k,
+                        libc::BPF_JGT => a > k,
+                        libc::BPF_JGE => a >= k,
+                        libc::BPF_JSET => a & k != 0,
+                        other => panic!("jump {other:x}"),
+                    };
+                    at += usize::from(if taken { jt } else { jf });
+                }
+                libc::BPF_RET => return k,
+                other => panic!("class {other:x}"),
+            }
+        }
+    }
+
+    /// The strictest answer of all programs.
+    fn verdict(filter: Filter, arch: u32, call: u32, args: [u64; 6]) -> u32 {
+        let programs = programs(filter).unwrap();
+        let answers = programs
+            .iter()
+            .map(|program| run(program, arch, call, args));
+        let answers: Vec<u32> = answers.collect();
+        let strict = answers.iter().copied().find(|&answer| answer != ALLOW);
+        strict.unwrap_or(ALLOW)
+    }
+
+    const STRICT: Filter = Filter {
+        network_restricted: true,
+        view_restricted: true,
+    };
+    const OPEN: Filter = Filter {
+        network_restricted: false,
+        view_restricted: true,
+    };
+
+    fn strict(call: i64, args: [u64; 6]) -> u32 {
+        verdict(STRICT, ARCH, u32::try_from(call).unwrap(), args)
+    }
+
+    #[test]
+    fn the_network_is_off_but_for_pairs_that_stay_inside() {
+        let unix = 1;
+        for (call, args, expected) in [
+            (libc::SYS_socket, [unix, 1, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_socket, [unix, 1 | 0o2_000_000, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_socket, [unix, 2, 0, 0, 0, 0], EPERM),
+            (libc::SYS_socket, [unix, 3 | 0o4000, 0, 0, 0, 0], EPERM),
+            (libc::SYS_socket, [2, 1, 0, 0, 0, 0], EPERM),
+            (libc::SYS_socket, [10, 2, 0, 0, 0, 0], EPERM),
+            (libc::SYS_socket, [16, 3, 0, 0, 0, 0], EPERM),
+            (libc::SYS_socket, [40, 1, 0, 0, 0, 0], EPERM),
+            // Only the low half counts as the family.
+            (libc::SYS_socket, [unix | 1 << 32, 1, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_socketpair, [unix, 1, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_socketpair, [unix, 5, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_socketpair, [unix, 2, 0, 0, 0, 0], EPERM),
+            (libc::SYS_sendto, [3, 0, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_sendto, [3, 0, 0, 0, 0x7f00_0000_0000, 16], EPERM),
+            (libc::SYS_sendto, [3, 0, 0, 0, 1, 16], EPERM),
+            (libc::SYS_connect, [3, 0, 0, 0, 0, 0], EPERM),
+            (libc::SYS_bind, [3, 0, 0, 0, 0, 0], EPERM),
+            (libc::SYS_recvfrom, [3, 0, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_setsockopt, [3, 0, 0, 0, 0, 0], ALLOW),
+        ] {
+            assert_eq!(strict(call, args), expected, "{call} {args:x?}");
+            let call = u32::try_from(call).unwrap();
+            assert_eq!(verdict(OPEN, ARCH, call, args), ALLOW, "{call} {args:x?}");
+        }
+    }
+
+    #[test]
+    fn what_reaches_beyond_is_refused() {
+        let newuser = libc::CLONE_NEWUSER as u64;
+        for (call, args, expected) in [
+            (libc::SYS_ptrace, [0; 6], EPERM),
+            (libc::SYS_io_uring_setup, [0; 6], EPERM),
+            (libc::SYS_process_vm_readv, [0; 6], EPERM),
+            (libc::SYS_mount, [0; 6], EPERM),
+            (libc::SYS_clone, [newuser | 17, 0, 0, 0, 0, 0], EPERM),
+            (libc::SYS_clone, [17, 0, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_unshare, [newuser, 0, 0, 0, 0, 0], EPERM),
+            (libc::SYS_clone3, [0; 6], ENOSYS),
+            (libc::SYS_ioctl, [0, 0x5412, 0, 0, 0, 0], EPERM),
+            (libc::SYS_ioctl, [0, 0x5412 | 1 << 32, 0, 0, 0, 0], EPERM),
+            (libc::SYS_ioctl, [0, 0x5413, 0, 0, 0, 0], ALLOW),
+            (libc::SYS_read, [0; 6], ALLOW),
+            (libc::SYS_execve, [0; 6], ALLOW),
+        ] {
+            assert_eq!(strict(call, args), expected, "{call} {args:x?}");
+        }
+    }
+
+    #[test]
+    fn other_ways_to_number_a_call_do_not_help() {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let x32 = 0x4000_0000 + u32::try_from(libc::SYS_connect).unwrap();
+            assert_eq!(verdict(STRICT, ARCH, x32, [0; 6]), ENOSYS);
+            assert_eq!(verdict(STRICT, ARCH, u32::MAX, [0; 6]), ENOSYS);
+        }
+        // A 32-bit call is not looked at, its process is ended.
+        assert_eq!(verdict(STRICT, 0x4000_0003, 11, [0; 6]), KILL);
+    }
+}

@@ -1,0 +1,256 @@
+//! What the sandbox launcher asks of the kernel and no safe wrapper offers.
+//!
+//! The launcher is a program with one thread that does nothing else; [`OneThread`] is the proof, and
+//! what would be unsound beside other threads asks for it.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::ptr;
+
+use rustix::process::Pid;
+
+/// Proof that this process has a single thread.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct OneThread(());
+
+impl OneThread {
+    /// Looks, and is `None` if there are others or nobody can tell.
+    pub(crate) fn check() -> Option<Self> {
+        let threads = std::fs::read_dir("/proc/self/task").ok()?.count();
+        (threads == 1).then_some(Self(()))
+    }
+}
+
+/// Where a fork is.
+pub(crate) enum Fork {
+    /// In the new process.
+    Child,
+    /// In the old one, which has this child now.
+    Parent(Pid),
+}
+
+/// Forks; `flags` are the namespaces that the child gets.
+pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
+    let flags = flags | libc::SIGCHLD;
+    // SAFETY: without CLONE_VM and a stack this is fork: the child has a copy of everything. There
+    // is one thread, so no lock is held by a thread that the child does not have.
+    let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
+    match pid {
+        0 => Ok(Fork::Child),
+        pid if pid > 0 => c_int::try_from(pid)
+            .ok()
+            .and_then(Pid::from_raw)
+            .map(Fork::Parent)
+            .ok_or_else(|| io::Error::other("kernel returned an odd pid")),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Takes charge of a descriptor that this program was started with, and keeps it from the next.
+pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: plain system call; a number that is no descriptor gives an error.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it is open, and the caller is the only one who knows of it: the program has just
+    // begun and opened nothing at this number.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Closes the standard streams: they belong to the command, whoever else holds them would keep
+/// their other ends waiting.
+pub(crate) fn close_streams(_: OneThread) {
+    for fd in 0..3 {
+        // SAFETY: nothing in this process uses them from here on.
+        unsafe { libc::close(fd) };
+    }
+}
+
+/// Sets and clears attributes of a mount, and with `AT_RECURSIVE` of all below.
+pub(crate) fn mount_attributes(
+    at: impl AsFd,
+    path: &CStr,
+    flags: u32,
+    set: u64,
+    propagation: u64,
+) -> io::Result<()> {
+    #[repr(C)]
+    struct Attributes {
+        set: u64,
+        clear: u64,
+        propagation: u64,
+        namespace: u64,
+    }
+    let attributes = Attributes {
+        set,
+        clear: 0,
+        propagation,
+        namespace: 0,
+    };
+    // SAFETY: pointers to live values; the size is that of the structure.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            at.as_fd().as_raw_fd(),
+            path.as_ptr(),
+            flags,
+            ptr::from_ref(&attributes),
+            size_of::<Attributes>(),
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
+
+/// The version of Landlock, or 0.
+pub(crate) fn landlock_version() -> u32 {
+    const VERSION: c_int = 1;
+    // SAFETY: with this flag the kernel reads no memory of ours.
+    let version = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            ptr::null::<c_void>(),
+            0,
+            VERSION,
+        )
+    };
+    u32::try_from(version).unwrap_or(0)
+}
+
+/// Whether the kernel filters system calls.
+pub(crate) fn has_seccomp() -> bool {
+    let action = libc::SECCOMP_RET_ERRNO;
+    // SAFETY: the kernel reads one word from a live local.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_GET_ACTION_AVAIL,
+            0,
+            ptr::from_ref(&action),
+        )
+    };
+    result == 0
+}
+
+/// Gives up capabilities for every program that this process will ever execute.
+pub(crate) fn empty_bounding_set() -> io::Result<()> {
+    for capability in 0..64 {
+        // SAFETY: plain system call without pointers.
+        if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } < 0 {
+            let error = io::Error::last_os_error();
+            // Past the last one that this kernel knows.
+            return match error.raw_os_error() {
+                Some(libc::EINVAL) => Ok(()),
+                _ => Err(error),
+            };
+        }
+    }
+    Ok(())
+}
+
+/// Sets a resource limit, soft and hard.
+pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
+    let limit = libc::rlimit64 {
+        rlim_cur: value,
+        rlim_max: value,
+    };
+    // SAFETY: reads a live local; a null old limit is allowed.
+    match unsafe { libc::prlimit64(0, resource, &limit, ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// What signals do.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Signals {
+    /// What they do by themselves.
+    Default,
+    /// Nothing.
+    Ignored,
+}
+
+/// Sets what every signal does.
+pub(crate) fn signals(_: OneThread, what: Signals) {
+    let handler: u64 = match what {
+        Signals::Default => 0,
+        Signals::Ignored => 1,
+    };
+    // By the bare system call: the C library hides the two signals that it uses itself.
+    let action = [handler, 0, 0, 0, 0, 0, 0, 0];
+    for signal in 1..=64 {
+        // The end of children must stay visible.
+        if matches!(what, Signals::Ignored) && signal == libc::SIGCHLD {
+            continue;
+        }
+        // SAFETY: reads a live local that is at least as large as the kernel's structure; neither
+        // handler runs code of ours. The two that cannot be changed give an error.
+        unsafe {
+            libc::syscall(
+                libc::SYS_rt_sigaction,
+                signal,
+                action.as_ptr(),
+                ptr::null::<c_void>(),
+                8,
+            )
+        };
+    }
+}
+
+/// Ends this process without running anything of it.
+pub(crate) fn exit(code: c_int) -> ! {
+    // SAFETY: ends the process.
+    unsafe { libc::_exit(code) }
+}
+
+/// Ends this process by a signal, as another has ended.
+pub(crate) fn die_by(token: OneThread, signal: c_int) -> ! {
+    signals(token, Signals::Default);
+    // SAFETY: plain system calls; the signal is unblocked and has its default effect.
+    unsafe {
+        let mut none: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
+        libc::kill(libc::getpid(), signal);
+    }
+    // It was one that does not end a process by default.
+    exit(128 + signal)
+}
+
+/// Executes the first of the candidates that is there; returns only to tell why none was.
+pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> io::Error {
+    let pointers = |list: &[CString]| -> Vec<*const c_char> {
+        list.iter()
+            .map(|text| text.as_ptr())
+            .chain([ptr::null()])
+            .collect()
+    };
+    let (argv, env) = (pointers(argv), pointers(env));
+    // As execvp: go on past what is not there, but remember that something was forbidden.
+    let mut forbidden = false;
+    let mut last = io::Error::from_raw_os_error(libc::ENOENT);
+    for candidate in candidates {
+        // SAFETY: NUL-terminated strings and NULL-terminated arrays of them, all alive.
+        unsafe { libc::execve(candidate.as_ptr(), argv.as_ptr(), env.as_ptr()) };
+        last = io::Error::last_os_error();
+        match last.raw_os_error() {
+            Some(libc::EACCES) => forbidden = true,
+            Some(libc::ENOENT | libc::ENOTDIR) => {}
+            _ => return last,
+        }
+    }
+    if forbidden {
+        return io::Error::from_raw_os_error(libc::EACCES);
+    }
+    last
+}
+
+/// Has every descriptor but the standard streams closed when a program is executed.
+pub(crate) fn close_on_exec() {
+    const CLOEXEC: c_int = 4;
+    // SAFETY: plain system call without pointers.
+    unsafe { libc::syscall(libc::SYS_close_range, 3, c_int::MAX, CLOEXEC) };
+}
