@@ -342,6 +342,8 @@ impl Settings {
             drain_timeout: time("times.drain", defaults.drain_timeout),
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
             environment: environment(),
+            sandbox_launcher: None,
+            sandbox_hidden: Vec::new(),
             audit: None,
             tracer: None,
             cwd: std::env::current_dir().ok(),
