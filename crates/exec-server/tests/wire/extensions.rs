@@ -125,6 +125,25 @@ async fn probe(client: &mut Client, name: &str) {
             let exited = client.run(here("true")).await.exited.clone().unwrap();
             assert!(exited["usage"]["maxRssBytes"].as_u64().unwrap() > 0);
         }
+        "process/start#enforcement" | "process/exited#denials" => {
+            let entries = json!([
+                {"path": {"type": "special", "value": {"kind": "root"}}, "access": "read"}
+            ]);
+            let sandbox = json!({
+                "permissions": {
+                    "type": "managed",
+                    "file_system": {"type": "restricted", "entries": entries},
+                    "network": "restricted"
+                },
+                "windowsSandboxLevel": "disabled"
+            });
+            let script = "echo x > /etc/exec-server-was-here";
+            let started = client.start(here(script).with("sandbox", sandbox)).await;
+            assert_eq!(started["enforcement"]["level"], "full");
+            let exited = client.closed(&id).await.exited.clone().unwrap();
+            assert_eq!(exited["sandboxDenied"], true, "{exited}");
+            assert!(!exited["denials"].as_array().unwrap().is_empty());
+        }
         "process/signal#scope" => {
             client.start(here("sleep 600")).await;
             let params = json!({"processId": id, "signal": "terminate", "scope": "tree"});
@@ -184,7 +203,8 @@ async fn probe(client: &mut Client, name: &str) {
         }
         "process/start#graceMs" => {
             let stubborn = here("trap '' TERM; sleep 600; sleep 600");
-            let limited = stubborn.with("timeoutMs", 1).with("graceMs", 1);
+            // Long enough for the shell to set its trap.
+            let limited = stubborn.with("timeoutMs", 1_000).with("graceMs", 1);
             assert_eq!(client.run(limited).await.exit_code(), 137);
         }
         // Both notifications are awaited by name.
