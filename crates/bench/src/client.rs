@@ -39,6 +39,7 @@ pub(crate) struct Client {
     out: Vec<u8>,
     next_id: i64,
     next_process: u64,
+    atomic: bool,
 }
 
 /// What a child is started as.
@@ -125,6 +126,7 @@ impl Client {
             out: Vec::new(),
             next_id: 1,
             next_process: 1,
+            atomic: false,
         })
     }
 
@@ -135,7 +137,22 @@ impl Client {
             ..Default::default()
         };
         let id = self.request::<Initialize>(&params)?;
-        self.answer(id)
+        loop {
+            if let Message::Response {
+                id: answered,
+                result,
+            } = self.receive()?
+                && answered == id
+            {
+                self.atomic = result.contains("\"fs/open#atomic\"");
+                return Ok(());
+            }
+        }
+    }
+
+    /// Whether the server can put a file in place that was written in blocks.
+    pub(crate) fn has_atomic_writes(&self) -> bool {
+        self.atomic
     }
 
     /// `initialized`, which has no answer.
@@ -265,6 +282,27 @@ impl Client {
                 "{{\"id\":{id},\"method\":\"fs/writeFile\",\"params\":{{\"path\":\"{path}\",\"dataBase64\":\""
             )?;
             pattern.push_text(0, len, out);
+            out.extend_from_slice(b"\"}}");
+            anyhow::Ok(())
+        })?;
+        Ok(id)
+    }
+
+    /// Sends `fs/writeBlock` with `len` bytes of the pattern from `offset`.
+    pub(crate) fn write_block(
+        &mut self,
+        handle: &str,
+        pattern: &Pattern,
+        offset: u64,
+        len: usize,
+    ) -> anyhow::Result<i64> {
+        let id = self.take_id();
+        self.send(|out| {
+            write!(
+                out,
+                "{{\"id\":{id},\"method\":\"fs/writeBlock\",\"params\":{{\"handleId\":\"{handle}\",\"offset\":{offset},\"chunk\":\""
+            )?;
+            pattern.push_text(offset, len, out);
             out.extend_from_slice(b"\"}}");
             anyhow::Ok(())
         })?;

@@ -70,6 +70,9 @@ pub(crate) fn members(
     Ok(members)
 }
 
+/// How much of a string is looked at at once.
+const WINDOW_BYTES: usize = 16 * 1024;
+
 struct Scanner<'a> {
     text: &'a str,
     bytes: &'a [u8],
@@ -211,22 +214,23 @@ impl<'a> Scanner<'a> {
         let mut escaped = false;
         loop {
             let rest = &self.bytes[self.at..];
-            let Some(stop) = memchr::memchr2(b'"', b'\\', rest) else {
-                self.at = self.bytes.len();
-                return Err(self.fail(Reason::End));
-            };
+            // Both looks at a part find it in the cache; a long string would come from memory twice.
+            let part = &rest[..rest.len().min(WINDOW_BYTES)];
+            let stop = memchr::memchr2(b'"', b'\\', part);
+            let plain = &part[..stop.unwrap_or(part.len())];
             // Written so that the compiler compares many bytes at once.
-            if rest[..stop]
-                .iter()
-                .fold(u8::MAX, |low, &byte| low.min(byte))
-                < b' '
-            {
+            if plain.iter().fold(u8::MAX, |low, &byte| low.min(byte)) < b' ' {
                 return Err(self.fail(Reason::String));
             }
-            self.at += stop;
-            if self.bytes[self.at] == b'"' {
-                self.at += 1;
-                break;
+            self.at += plain.len();
+            match self.peek() {
+                None => return Err(self.fail(Reason::End)),
+                Some(_) if stop.is_none() => continue,
+                Some(b'"') => {
+                    self.at += 1;
+                    break;
+                }
+                Some(_) => {}
             }
             escaped = true;
             // Whatever is escaped, a quote or a backslash included; the library checks it below.

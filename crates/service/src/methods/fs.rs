@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
+use exec_server_executor::sys::memory;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{
@@ -133,6 +134,7 @@ pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
         // The bytes are read only when there is room for the answer they make.
         connection.with_room(responder, answer_bytes, move |responder| {
             responder.try_send_result(answer_bytes, |out| {
+                memory::prefer_large_pages(out);
                 out.extend_from_slice(b"{\"dataBase64\":\"");
                 // It may grow meanwhile, but not without end.
                 let most = MAX_MESSAGE_BYTES / 4 * 3;
