@@ -3,7 +3,7 @@
 //! One thread, blocking calls and reused buffers: a wake-up is one `read`, without a reactor between
 //! the socket and the clock. Speaks the compatible wire only, so every server runs the same thing.
 
-use std::io::{self, Read, Write};
+use std::io::{self, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -47,7 +47,27 @@ pub(crate) struct Client {
 /// What carries a connection.
 enum Socket {
     Plain(TcpStream),
-    Tls(Box<StreamOwned<ClientConnection, TcpStream>>),
+    Tls(Box<StreamOwned<ClientConnection, ReadAhead>>),
+}
+
+/// Reads much at once: rustls asks for a few KiB at a time, which would make this client the slower
+/// side.
+struct ReadAhead(BufReader<TcpStream>);
+
+impl Read for ReadAhead {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buffer)
+    }
+}
+
+impl Write for ReadAhead {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.get_mut().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.get_mut().flush()
+    }
 }
 
 impl Read for Socket {
@@ -115,6 +135,7 @@ impl Client {
         let name = ServerName::from(address.ip());
         let session = ClientConnection::new(Arc::clone(config), name)?;
         let stream = Self::prepare(TcpStream::connect(address)?)?;
+        let stream = ReadAhead(BufReader::with_capacity(Self::READ_BYTES, stream));
         let stream = Box::new(StreamOwned::new(session, stream));
         Self::upgrade_over(Socket::Tls(stream), "")
     }

@@ -227,11 +227,17 @@ pub(super) fn crowd(bench: &Bench) -> Vec<Row> {
         ),
     ];
     let prepare = |command: &CommandLine| {
-        let options = ["--set", "limits.sessions=16384"];
+        let options = [
+            "--set",
+            "limits.sessions=16384",
+            // Each round begins with an empty server.
+            "--set",
+            "times.detach_grace=0s",
+        ];
         let (server, directory) = guarded(command, &options)?;
         Ok((server.observed()?, directory))
     };
-    bench.alone(1, lines, prepare, |(server, _)| {
+    bench.alone(bench.pick(5, 3), lines, prepare, |(server, _)| {
         let enter = |address| Client::connect_as(address, TOKEN)?.ready();
         let mut typist = Typist::start(enter(server.address)?)?;
         // Until the machine is as warm as it will be later.
