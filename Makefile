@@ -13,7 +13,7 @@ BENCH_ARGS ?=
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
 .DEFAULT_GOAL := help
-.PHONY: help build static man deb start check test interop conformance bench fuzz demo clean
+.PHONY: help build static man deb cargo-deb start check test interop conformance bench fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,8 +31,11 @@ man: build ## Write the manual pages and completions to target/man
 	for shell in bash zsh fish; do \
 	    $(CARGO_TARGET_DIR)/release/exec-server completions $$shell > target/man/exec-server.$$shell; done
 
-deb: man ## Build the Debian package; needs cargo-deb
+deb: cargo-deb man ## Build the Debian package; needs cargo-deb
 	cargo deb -p exec-server --no-build
+
+cargo-deb:
+	@cargo deb --version >/dev/null 2>&1 || { echo "missing cargo-deb: cargo install --locked cargo-deb" >&2; exit 1; }
 
 start: ## Start a server and show how to use it
 	scripts/start

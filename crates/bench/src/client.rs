@@ -3,10 +3,11 @@
 //! One thread, blocking calls and reused buffers: a wake-up is one `read`, without a reactor between
 //! the socket and the clock. Speaks the compatible wire only, so every server runs the same thing.
 
-use std::io::{Read as _, Write as _};
+use std::io::{self, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -19,6 +20,8 @@ use exec_server_protocol::{ByteChunk, PathUri, RequestId};
 use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
 use exec_server_transport::http;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ClientConnection, StreamOwned};
 use serde::Serialize;
 
 use crate::pattern::Pattern;
@@ -26,7 +29,7 @@ use crate::wire::{self, Message};
 
 /// A connection and what is buffered of it.
 pub(crate) struct Client {
-    stream: TcpStream,
+    stream: Socket,
     decoder: Decoder,
     /// Received bytes lie in `unread`; the rest is room.
     buffer: Vec<u8>,
@@ -40,6 +43,57 @@ pub(crate) struct Client {
     next_id: i64,
     next_process: u64,
     atomic: bool,
+}
+
+/// What carries a connection.
+enum Socket {
+    Plain(TcpStream),
+    Tls(Box<StreamOwned<ClientConnection, ReadAhead>>),
+}
+
+/// Reads much at once: rustls asks for a few KiB at a time, which would make this client the slower
+/// side.
+struct ReadAhead(BufReader<TcpStream>);
+
+impl Read for ReadAhead {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.0.read(buffer)
+    }
+}
+
+impl Write for ReadAhead {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.get_mut().write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.get_mut().flush()
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(stream) => stream.read(buffer),
+            Self::Tls(stream) => stream.read(buffer),
+        }
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Plain(stream) => stream.write(bytes),
+            Self::Tls(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Plain(stream) => stream.flush(),
+            Self::Tls(stream) => stream.flush(),
+        }
+    }
 }
 
 /// What a child is started as.
@@ -65,7 +119,26 @@ impl Client {
 
     /// Connects and opens the websocket, nothing more.
     pub(crate) fn connect(address: SocketAddr) -> anyhow::Result<Self> {
-        Self::upgrade(TcpStream::connect(address)?)
+        Self::upgrade(TcpStream::connect(address)?, "")
+    }
+
+    /// As [`Client::connect`], with a token.
+    pub(crate) fn connect_as(address: SocketAddr, token: &str) -> anyhow::Result<Self> {
+        let header = format!("Authorization: Bearer {token}\r\n");
+        Self::upgrade(TcpStream::connect(address)?, &header)
+    }
+
+    /// As [`Client::connect`], over TLS.
+    pub(crate) fn connect_tls(
+        address: SocketAddr,
+        config: &Arc<ClientConfig>,
+    ) -> anyhow::Result<Self> {
+        let name = ServerName::from(address.ip());
+        let session = ClientConnection::new(Arc::clone(config), name)?;
+        let stream = Self::prepare(TcpStream::connect(address)?)?;
+        let stream = ReadAhead(BufReader::with_capacity(Self::READ_BYTES, stream));
+        let stream = Box::new(StreamOwned::new(session, stream));
+        Self::upgrade_over(Socket::Tls(stream), "")
     }
 
     /// Connects with a receive buffer of this size instead of one that grows with the traffic, and
@@ -79,17 +152,26 @@ impl Client {
             rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
         sockopt::set_socket_recv_buffer_size(&socket, bytes)?;
         rustix::net::connect(&socket, &address)?;
-        let mut client = Self::upgrade(socket.into())?;
+        let mut client = Self::upgrade(socket.into(), "")?;
         client.read_bytes = bytes;
         Ok(client)
     }
 
-    fn upgrade(mut stream: TcpStream) -> anyhow::Result<Self> {
+    fn prepare(stream: TcpStream) -> io::Result<TcpStream> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(Self::SILENCE))?;
+        Ok(stream)
+    }
+
+    /// `headers` are whole lines.
+    fn upgrade(stream: TcpStream, headers: &str) -> anyhow::Result<Self> {
+        Self::upgrade_over(Socket::Plain(Self::prepare(stream)?), headers)
+    }
+
+    fn upgrade_over(mut stream: Socket, headers: &str) -> anyhow::Result<Self> {
         let request = format!(
             "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
-             Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n\r\n",
+             Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {}\r\n{headers}\r\n",
             Self::KEY
         );
         stream.write_all(request.as_bytes())?;
@@ -384,7 +466,7 @@ impl Client {
         }
         let read = loop {
             match self.stream.read(&mut self.buffer[self.unread.end..]) {
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 other => break other.context("nothing came from the server")?,
             }
         };

@@ -13,6 +13,7 @@ mod echo;
 mod files;
 mod handshake;
 mod memory;
+mod operate;
 mod sandbox;
 mod spawn;
 mod stdin;
@@ -58,6 +59,16 @@ pub(crate) enum Name {
     Connections,
     /// Spawns of a server with much memory
     Large,
+    /// What tokens add to a handshake
+    Tokens,
+    /// Handshakes and output over TLS
+    Tls,
+    /// Thousands of idle connections with a token
+    Crowd,
+    /// Scrapes of `/metrics`
+    Metrics,
+    /// Spawns that are written down
+    Audit,
 }
 
 /// One of the servers that are compared.
@@ -114,6 +125,11 @@ impl Bench {
                 Name::Processes => memory::processes(self),
                 Name::Connections => memory::connections(self),
                 Name::Large => spawn::large(self),
+                Name::Tokens => operate::tokens(self),
+                Name::Tls => operate::tls(self),
+                Name::Crowd => operate::crowd(self),
+                Name::Metrics => operate::metrics(self),
+                Name::Audit => operate::audit(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
@@ -195,16 +211,37 @@ impl Bench {
                 }
             }
         }
-        let outcomes = servers.into_iter().zip(seen).map(|(server, seen)| {
-            server.map(|_| {
-                (0..lines.len())
-                    .map(|line| {
-                        middle(&seen.iter().map(|figures| figures[line]).collect::<Vec<_>>())
-                    })
-                    .collect()
-            })
-        });
+        let outcomes = servers
+            .into_iter()
+            .zip(seen)
+            .map(|(server, seen)| server.map(|_| by_line(&seen, lines.len())));
         outcomes.collect()
+    }
+
+    /// Goes round `measure` with what `prepare` makes of the server under test.
+    ///
+    /// For what is not on the compatible wire: the peer has no such thing and is left out.
+    fn alone<S>(
+        &self,
+        count: usize,
+        lines: Vec<Line>,
+        prepare: impl FnOnce(&CommandLine) -> anyhow::Result<S>,
+        mut measure: impl FnMut(&mut S) -> anyhow::Result<Figures>,
+    ) -> Vec<Row> {
+        let Some(side) = self.sides.first() else {
+            return Vec::new();
+        };
+        let go = || -> anyhow::Result<Figures> {
+            let mut prepared = prepare(&side.command)?;
+            let mut seen = Vec::with_capacity(count);
+            for round in 1..=count {
+                progress(&lines[0].name, round, count, side);
+                seen.push(measure(&mut prepared)?);
+            }
+            Ok(by_line(&seen, lines.len()))
+        };
+        let outcome = go().map_err(|error| format!("{error:#}"));
+        rows(lines, vec![outcome])
     }
 
     /// Runs `measure` with each side once or several times; it starts the servers itself.
@@ -245,6 +282,12 @@ fn transient(text: &str) {
         // Nobody misses a line that cannot be written.
         let _ = write!(stderr, "\r\x1b[K{text}\r");
     }
+}
+
+/// The medians over all rounds, for each of `lines` lines.
+fn by_line(seen: &[Figures], lines: usize) -> Figures {
+    let of = |line: usize| middle(&seen.iter().map(|figures| figures[line]).collect::<Vec<_>>());
+    (0..lines).map(of).collect()
 }
 
 /// The medians of values and bases.

@@ -1,9 +1,10 @@
 //! A server under measurement: its command line, its life, and what the kernel says of its memory.
 
 use std::collections::HashSet;
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -59,13 +60,36 @@ impl CommandLine {
             words: vec![path.display().to_string()],
         }
     }
+
+    /// What the command prints with these arguments instead of serving.
+    pub(crate) fn output(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let [program, own @ ..] = self.words.as_slice() else {
+            bail!("no command")
+        };
+        let output = Command::new(program)
+            .args(own)
+            .args(arguments)
+            .envs(self.environment.iter().cloned())
+            .stdin(Stdio::null())
+            .output()
+            .with_context(|| format!("cannot start `{program}`"))?;
+        ensure!(
+            output.status.success(),
+            "`{program} {}` failed: {}",
+            arguments.join(" "),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(String::from_utf8(output.stdout)?)
+    }
 }
 
 /// A running server; it is ended when dropped.
 pub(crate) struct Server {
     child: Child,
     /// Kept open: a server may notice that nobody listens any more.
-    _stdout: BufReader<ChildStdout>,
+    stdout: BufReader<ChildStdout>,
+    /// What it says on standard error, if that is kept.
+    stderr: Option<File>,
     /// Where it listens.
     pub(crate) address: SocketAddr,
     /// Who listens there; not the child itself if that is a launcher.
@@ -75,15 +99,33 @@ pub(crate) struct Server {
 impl Server {
     /// Starts a server and waits for the line that says where it listens.
     pub(crate) fn start(command: &CommandLine) -> anyhow::Result<Self> {
+        Self::launch(command, &[], None)
+    }
+
+    /// As [`Server::start`], with more options; what it says on standard error is kept.
+    pub(crate) fn start_with(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
+        Self::launch(command, options, Some(tempfile::tempfile()?))
+    }
+
+    fn launch(
+        command: &CommandLine,
+        options: &[&str],
+        stderr: Option<File>,
+    ) -> anyhow::Result<Self> {
         let [program, arguments @ ..] = command.words.as_slice() else {
             bail!("no command")
         };
         let mut child = Command::new(program)
             .args(arguments)
             .args(["--listen", "ws://127.0.0.1:0"])
+            .args(options)
             .envs(command.environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
+            .stderr(match &stderr {
+                Some(file) => file.try_clone()?.into(),
+                None => Stdio::inherit(),
+            })
             .spawn()
             .with_context(|| format!("cannot start `{program}`"))?;
         let mut stdout = BufReader::new(child.stdout.take().context("no standard output")?);
@@ -98,13 +140,15 @@ impl Server {
             let _ = child.kill();
             let _ = child.wait();
             bail!(
-                "`{program}` printed `{}` instead of its ws:// URL",
-                line.trim()
+                "`{program}` printed `{}` instead of its ws:// URL {}",
+                line.trim(),
+                said(stderr.as_ref())
             );
         };
         Ok(Self {
             child,
-            _stdout: stdout,
+            stdout,
+            stderr,
             address,
             pid,
         })
@@ -112,9 +156,31 @@ impl Server {
 
     /// Like [`Server::start`], ready for questions about its memory.
     pub(crate) fn start_observed(command: &CommandLine) -> anyhow::Result<Self> {
-        let mut server = Self::start(command)?;
-        server.pid = listener(server.pid, server.address.port())?;
-        Ok(server)
+        Self::start(command)?.observed()
+    }
+
+    /// Makes it ready for questions about its memory.
+    pub(crate) fn observed(mut self) -> anyhow::Result<Self> {
+        self.pid = listener(self.pid, self.address.port())?;
+        Ok(self)
+    }
+
+    /// The next address that it listens on, after `scheme`.
+    pub(crate) fn next_address(&mut self, scheme: &str) -> anyhow::Result<SocketAddr> {
+        let mut line = String::new();
+        self.stdout.read_line(&mut line)?;
+        let address = line.trim().strip_prefix(scheme);
+        let address = address.and_then(|text| text.trim_end_matches('/').parse().ok());
+        address.with_context(|| format!("expected a {scheme} URL instead of `{}`", line.trim()))
+    }
+
+    /// The address that a line on standard error tells between two texts.
+    pub(crate) fn told_address(&self, before: &str, after: &str) -> anyhow::Result<SocketAddr> {
+        let text = said(self.stderr.as_ref());
+        let mut lines = text.lines();
+        let found = lines.find_map(|line| line.strip_prefix(before)?.strip_suffix(after));
+        let address = found.and_then(|text| text.parse().ok());
+        address.with_context(|| format!("no `{before}ADDRESS{after}` in `{text}`"))
     }
 
     /// A connection that is ready for calls.
@@ -134,6 +200,18 @@ impl Server {
         std::thread::sleep(Duration::from_millis(300));
         self.resident()
     }
+}
+
+/// All that is in a file. By position: the server shares the offset and goes on writing.
+fn said(file: Option<&File>) -> String {
+    let read = |file: &File| {
+        let mut bytes = vec![0; file.metadata()?.len() as usize];
+        file.read_exact_at(&mut bytes, 0)?;
+        std::io::Result::Ok(bytes)
+    };
+    // What cannot be read is not told; it is only to explain a failure.
+    let bytes = file.and_then(|file| read(file).ok()).unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Drop for Server {

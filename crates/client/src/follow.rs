@@ -113,6 +113,7 @@ impl Follower {
             after_seq: Some(after),
             max_bytes: self.states_evicted.then_some(READ_BYTES),
             wait_ms: Some(millis(wait)),
+            session_id: None,
         };
         self.caller.call_waiting::<Read>(&params, wait).await
     }

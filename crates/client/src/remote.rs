@@ -384,6 +384,7 @@ impl Inner {
             process_id: self.process_id(),
             until: Some(until),
             timeout_ms: timeout.map(millis),
+            session_id: None,
         };
         match timeout {
             Some(timeout) => self.client.call_waiting::<Wait>(&params, timeout).await,
@@ -483,6 +484,7 @@ impl ExecProcess for RemoteProcess {
                 after_seq: Some(request.after_seq),
                 max_bytes: request.max_bytes,
                 wait_ms: Some(millis(request.wait)),
+                session_id: None,
             };
             self.inner
                 .client
@@ -533,6 +535,7 @@ impl ExecProcess for RemoteProcess {
             let params = SnapshotParams {
                 process_id: self.inner.process_id(),
                 max_bytes,
+                session_id: None,
             };
             client.call::<Snapshot>(&params).await
         })

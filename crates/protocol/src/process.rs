@@ -253,6 +253,9 @@ pub struct ReadParams {
     /// How long to wait if there is nothing yet.
     #[serde(default)]
     pub wait_ms: Option<u64>,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
 }
 
 /// Result of [`Read`].
@@ -493,6 +496,9 @@ pub struct WaitParams {
     /// How long; as long as the connection lives if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
 }
 
 /// What `process/wait` waits for.
@@ -535,6 +541,9 @@ pub struct SnapshotParams {
     /// Bound for each stream, half head, half tail.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
 }
 
 /// Result of [`Snapshot`].

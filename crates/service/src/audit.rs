@@ -14,6 +14,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use exec_server_executor::log::Exit;
+use exec_server_protocol::sandbox::EnforcementLevel;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -106,6 +107,7 @@ impl Audit {
             "arguments": run.argv.len(),
             "cwd": run.cwd,
             "policy": run.policy,
+            "enforcement": run.enforcement,
             "pid": outcome.ok(),
             "reason": outcome.err(),
         }));
@@ -181,6 +183,8 @@ pub(crate) struct Run<'a> {
     pub(crate) cwd: String,
     /// The sandbox that was asked for.
     pub(crate) policy: &'a str,
+    /// How much of it is enforced, if it runs and there is something to enforce.
+    pub(crate) enforcement: Option<EnforcementLevel>,
 }
 
 fn now() -> u64 {

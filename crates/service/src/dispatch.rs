@@ -44,10 +44,12 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "process/list",
     "process/list#all",
     "process/read#evicted",
+    "process/read#sessionId",
     "process/resize",
     "process/signal#scope",
     "process/signal#sessionId",
     "process/snapshot",
+    "process/snapshot#sessionId",
     "process/start#delivery",
     "process/start#enforcement",
     "process/start#graceMs",
@@ -58,6 +60,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "process/terminate#sessionId",
     "process/terminate#wait",
     "process/wait",
+    "process/wait#sessionId",
     "session/end",
 ];
 

@@ -12,6 +12,8 @@ pub(crate) struct Record {
     identity: Identity,
     session: String,
     process_id: String,
+    /// What its policy is called, if it has one.
+    policy: Option<&'static str>,
 }
 
 impl Record {
@@ -20,12 +22,14 @@ impl Record {
         identity: &Identity,
         session: &str,
         process_id: &str,
+        policy: Option<&'static str>,
     ) -> Self {
         Self {
             server: server.clone(),
             identity: identity.clone(),
             session: session.to_owned(),
             process_id: process_id.to_owned(),
+            policy,
         }
     }
 
@@ -39,16 +43,24 @@ impl Record {
         let metrics = self.server.metrics();
         match outcome {
             Ok(_) => metrics.started.add(1),
-            Err(_) => metrics.start_failures.add(1),
+            Err(error) => {
+                metrics.start_failures.add(1);
+                // Past the checks of the request, nothing else is refused.
+                if self.policy.is_some() && matches!(error, StartError::Refused(_)) {
+                    metrics.sandbox_refusals.add(1);
+                }
+            }
         }
         if let Some(audit) = self.server.audit() {
+            let enforcement = outcome.ok().and_then(Process::enforcement);
             let run = Run {
                 identity: &self.identity,
                 session: &self.session,
                 process_id: &self.process_id,
                 argv,
                 cwd: cwd.to_string(),
-                policy: "none",
+                policy: self.policy.unwrap_or("none"),
+                enforcement: enforcement.as_ref().map(|enforcement| enforcement.level),
             };
             let reason = outcome.err().map(ToString::to_string);
             audit.started(

@@ -85,7 +85,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// Somebody who types into a terminal.
-struct Typist {
+pub(super) struct Typist {
     client: Client,
     process: u64,
     /// Bytes that other processes wrote.
@@ -93,7 +93,8 @@ struct Typist {
 }
 
 impl Typist {
-    fn start(mut client: Client) -> anyhow::Result<Self> {
+    /// Starts the terminal and warms it up.
+    pub(super) fn start(mut client: Client) -> anyhow::Result<Self> {
         let (_, process) = client.start(&ECHO, Stdio::Tty)?;
         let mut typist = Self {
             client,
@@ -120,7 +121,7 @@ impl Typist {
     }
 
     /// Seconds from each key to its echo, with a pause between them.
-    fn type_keys(&mut self, count: usize, pause: Duration) -> anyhow::Result<Vec<f64>> {
+    pub(super) fn type_keys(&mut self, count: usize, pause: Duration) -> anyhow::Result<Vec<f64>> {
         let begin = Instant::now();
         let mut samples = Vec::with_capacity(count);
         while samples.len() < count && begin.elapsed() < PATIENCE {

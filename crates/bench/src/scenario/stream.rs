@@ -44,13 +44,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     };
     let lines = vec![line("one"), line("eight")];
     let mut rows = bench.placed_rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
-        let rate = |processes: u64| -> anyhow::Result<f64> {
-            let mut client = server.client()?;
-            let start = Instant::now();
-            let emitters = Emitters::start(bench, &mut client, processes, total)?;
-            emitters.drain(&mut client, &pattern)?;
-            Ok(total as f64 / start.elapsed().as_secs_f64())
-        };
+        let rate = |processes| rate(bench, server.client()?, &pattern, processes, total);
         Ok(vec![
             Figure::against(rate(1)?, floor),
             Figure::against(rate(8)?, floor),
@@ -65,6 +59,20 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         peer: None,
     });
     rows
+}
+
+/// Bytes per second from processes that write `total` bytes together.
+pub(super) fn rate(
+    bench: &Bench,
+    mut client: Client,
+    pattern: &Pattern,
+    processes: u64,
+    total: u64,
+) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let emitters = Emitters::start(bench, &mut client, processes, total)?;
+    emitters.drain(&mut client, pattern)?;
+    Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
 /// Bytes per second from a process that only pushes frames with the pattern.

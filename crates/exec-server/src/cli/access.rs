@@ -138,6 +138,11 @@ fn split(given: &str) -> (Option<&str>, &str, Option<&str>) {
     }
 }
 
+/// The file of a token, as it is given in the settings.
+pub(super) fn token_file(given: &str) -> &Path {
+    Path::new(split(given).1)
+}
+
 fn scopes_of(given: &str, scopes: Option<&str>) -> anyhow::Result<Scopes> {
     match scopes {
         None => Ok(Scopes::ALL),

@@ -14,6 +14,7 @@ use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth}
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;
 
+use super::access;
 use super::args::{ServeArgs, parse_duration};
 
 /// The variable that names the file.
@@ -302,6 +303,39 @@ impl Settings {
         Ok(urls)
     }
 
+    /// The files that hold secrets of this server or tell about others: what a process must not read
+    /// if anything is to be kept from it.
+    fn secret_files(&self) -> Vec<PathBuf> {
+        /// Keys whose values are better not told.
+        const TELLING: [&str; 2] = ["auth.token_sha256", "audit.redact"];
+        let tokens = self.list("auth.token_files");
+        let tokens = tokens
+            .into_iter()
+            .map(|given| access::token_file(given).to_owned());
+        let named = ["auth.shared_secret_file", "tls.key", "audit.file"];
+        let named = named.into_iter().filter_map(|name| self.path(name));
+        let settings = TELLING.into_iter().filter_map(|name| {
+            let (value, origin) = self.values.get(name)?;
+            match origin {
+                Origin::File(path) if value.as_array().is_some_and(|list| !list.is_empty()) => {
+                    Some(path.clone())
+                }
+                _ => None,
+            }
+        });
+        let mut files: Vec<PathBuf> = tokens
+            .chain(named)
+            .chain(settings)
+            // A policy speaks of whole paths. And a descriptor or a device is not a file to hide:
+            // what it leads to is the affair of whoever opened it.
+            .filter_map(|path| std::path::absolute(path).ok())
+            .filter(|path| !path.starts_with("/dev") && !path.starts_with("/proc"))
+            .collect();
+        files.sort();
+        files.dedup();
+        files
+    }
+
     /// The settings of the server itself.
     pub(super) fn server(&self) -> ExecServerConfig {
         let defaults = ExecServerConfig::default();
@@ -343,7 +377,7 @@ impl Settings {
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
             environment: environment(),
             sandbox_launcher: None,
-            sandbox_hidden: Vec::new(),
+            sandbox_hidden: self.secret_files(),
             audit: None,
             tracer: None,
             cwd: std::env::current_dir().ok(),

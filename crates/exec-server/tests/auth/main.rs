@@ -22,6 +22,7 @@ mod drain;
 mod operate;
 mod overload;
 mod scopes;
+mod secrets;
 mod token;
 mod upgrade;
 

@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use crate::{Files, output, program, session_with, start, upgrade};
 
 /// Asks for a page; the status line and the body.
-async fn get(address: &str, path: &str) -> (String, String) {
+pub(crate) async fn get(address: &str, path: &str) -> (String, String) {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
     stream.write_all(request.as_bytes()).await.unwrap();
@@ -27,7 +27,7 @@ async fn get(address: &str, path: &str) -> (String, String) {
 }
 
 /// The value of one sample.
-fn sample(page: &str, name: &str) -> u64 {
+pub(crate) fn sample(page: &str, name: &str) -> u64 {
     let prefix = format!("exec_server_{name} ");
     let line = page.lines().find_map(|line| line.strip_prefix(&prefix));
     line.unwrap_or_else(|| panic!("no {name} in\n{page}"))

@@ -1,6 +1,8 @@
 //! More than a server takes: who is refused, how, and who is not disturbed.
 
 use exec_server_testkit::proc;
+use exec_server_testkit::wire::Start;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -79,19 +81,37 @@ async fn retained_output_is_limited_in_all() {
 }
 
 #[tokio::test]
-async fn idle_strangers_cost_little() {
-    let server = start(&["--set", "limits.connections=5000"]).await;
+async fn idle_strangers_disturb_nobody_and_are_given_up() {
+    let limits = getrlimit(Resource::Nofile);
+    let most = limits.maximum.unwrap_or(u64::MAX);
+    let current = limits.maximum;
+    setrlimit(Resource::Nofile, Rlimit { current, ..limits }).unwrap();
+    // As many as this process and the server may open, with room for all else.
+    let count = most.saturating_sub(200).min(2000);
+    assert!(count > 100, "{most} descriptors are too few for this test");
+
+    let server = start(&["--set", "times.handshake=5s"]).await;
     let mut client = session_with(server.url(), "x").await;
     let address = server.url().strip_prefix("ws://").unwrap();
     let mut strangers = Vec::new();
-    // As many as a test may open; they never say a word.
-    for _ in 0..500 {
-        match TcpStream::connect(address).await {
-            Ok(stream) => strangers.push(stream),
-            Err(_) => break,
-        }
+    for _ in 0..count {
+        // They never say a word.
+        strangers.push(TcpStream::connect(address).await.unwrap());
     }
-    assert!(strangers.len() > 100, "{}", strangers.len());
+    let greeting = "echo hello";
+    let observed = client.run(Start::sh("p", greeting)).await;
+    assert_eq!(observed.text("stdout"), "hello\n");
+    let mut late = session_with(server.url(), "x").await;
+    late.call("process/list", json!({})).await.unwrap();
+    let given_up = async {
+        for mut stranger in strangers {
+            let mut text = Vec::new();
+            // Whether with a word or without.
+            let _ = stranger.read_to_end(&mut text).await;
+        }
+    };
+    tokio::time::timeout(proc::PATIENCE, given_up)
+        .await
+        .expect("the server to give all of them up");
     client.call("process/list", json!({})).await.unwrap();
-    session_with(server.url(), "x").await;
 }

@@ -1,6 +1,6 @@
 //! What a token is good for.
 
-use exec_server_testkit::wire::Client;
+use exec_server_testkit::wire::{self, Client, Start};
 use serde_json::{Value, json};
 
 use crate::{Files, session_with, start};
@@ -73,6 +73,100 @@ async fn each_token_opens_what_it_is_for() {
     lacks(&mut observer, "command/exec", exec_params, "exec").await;
     lacks(&mut observer, "fs/readFile", read, "fs:read").await;
     lacks(&mut observer, "no/suchMethod", json!({}), "exec").await;
+}
+
+/// A server with an owner of everything, an observer and a reader of files.
+async fn observed(files: &Files) -> exec_server_testkit::server::Server {
+    let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
+    for (name, scopes) in [
+        ("all", ""),
+        ("observer", ":observe"),
+        ("reader", ":fs:read"),
+    ] {
+        let file = files.write(name, &format!("{name}-token"));
+        args.push("--ws-token-file".to_owned());
+        args.push(format!("{name}={file}{scopes}"));
+    }
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    start(&args).await
+}
+
+#[tokio::test]
+async fn an_observer_sees_the_output_of_others() {
+    let files = Files::new();
+    let server = observed(&files).await;
+    let mut owner = session_with(server.url(), "all-token").await;
+    let script = "echo seen; read line; exit 4";
+    owner.start(Start::sh("p", script).piped()).await;
+    let there = json!({"processId": "p", "sessionId": owner.session_id()});
+    let with = |field: &str, value: Value| {
+        let mut params = there.clone();
+        params[field] = value;
+        params
+    };
+
+    let mut observer = session_with(server.url(), "observer-token").await;
+    let read = with("waitMs", json!(60_000));
+    let read = observer.ok("process/read", read).await;
+    assert_eq!(wire::bytes(&read["chunks"][0]["chunk"]), b"seen\n");
+    let snapshot = observer.ok("process/snapshot", there.clone()).await;
+    assert_eq!(wire::bytes(&snapshot["stdout"]), b"seen\n");
+    let waiting = observer.send("process/wait", there.clone()).await;
+    owner
+        .ok("process/closeStdin", json!({"processId": "p"}))
+        .await;
+    let waited = observer.answer(waiting).await.unwrap();
+    assert_eq!(waited["exitCode"], 4);
+
+    for method in ["process/read", "process/snapshot", "process/wait"] {
+        let failure = observer.refused(method, json!({"processId": "p"})).await;
+        assert_eq!(failure.message, "unknown process id p", "{method}");
+        let failure = observer
+            .refused(method, with("processId", json!("q")))
+            .await;
+        assert_eq!(failure.message, "unknown process id q", "{method}");
+        let failure = observer
+            .refused(method, with("sessionId", json!("nobody")))
+            .await;
+        assert!(failure.message.contains("nobody"), "{method}: {failure}");
+    }
+    let write = json!({"processId": "p", "chunk": "eA==", "writeId": "1"});
+    lacks(&mut observer, "process/write", write, "exec").await;
+    let mut reader = session_with(server.url(), "reader-token").await;
+    for method in ["process/read", "process/snapshot", "process/wait"] {
+        lacks(&mut reader, method, there.clone(), "observe").await;
+    }
+}
+
+#[tokio::test]
+async fn an_onlooker_acknowledges_nothing() {
+    const BYTES: usize = 5_000_000;
+    let files = Files::new();
+    let server = observed(&files).await;
+    let mut owner = session_with(server.url(), "all-token").await;
+    let emit = format!("head -c {BYTES} /dev/zero");
+    owner
+        .start(Start::sh("p", &emit).with("delivery", "pull"))
+        .await;
+    owner.pulls("p");
+    let mut observer = session_with(server.url(), "observer-token").await;
+    // As if it had seen everything; what is kept for the owner must not go.
+    let ahead = json!({"processId": "p", "sessionId": owner.session_id(), "afterSeq": 1_000_000});
+    observer.ok("process/read", ahead).await;
+    let (mut after, mut seen) = (0, 0);
+    loop {
+        let params = json!({"processId": "p", "afterSeq": after, "waitMs": 60_000});
+        let read = owner.ok("process/read", params).await;
+        assert_eq!(read["evicted"], Value::Null, "after {after}");
+        for chunk in read["chunks"].as_array().unwrap() {
+            seen += wire::bytes(&chunk["chunk"]).len();
+        }
+        after = read["nextSeq"].as_u64().unwrap() - 1;
+        if read["closed"] == true {
+            break;
+        }
+    }
+    assert_eq!(seen, BYTES);
 }
 
 #[tokio::test]

@@ -102,6 +102,16 @@ async fn probe(client: &mut Client, name: &str) {
             client.closed(&id).await;
             assert_eq!(client.ok(name, known).await["exitCode"], 3);
         }
+        "process/read#sessionId" | "process/snapshot#sessionId" | "process/wait#sessionId" => {
+            let method = name.split_once('#').unwrap().0;
+            client.run(here("exit 3")).await;
+            let session = client.session_id();
+            let params = json!({"processId": id, "sessionId": session});
+            assert_eq!(client.ok(method, params).await["exitCode"], 3);
+            // A server that ignores it would find the process all the same.
+            let params = json!({"processId": id, "sessionId": "nobody"});
+            client.refused(method, params).await;
+        }
         "process/list" => assert!(client.ok(name, json!({})).await["processes"].is_array()),
         "process/list#all" => {
             client.start(here("sleep 600")).await;

@@ -42,7 +42,8 @@ pub(super) fn admit(
     sandbox: Option<&Value>,
 ) -> Result<PathBuf, RpcError> {
     call.phase.ready(FAMILY)?;
-    refuse_sandbox(sandbox)?;
+    refuse_sandbox(sandbox)
+        .inspect_err(|_| call.connection.server.metrics().sandbox_refusals.add(1))?;
     native(path)
 }
 

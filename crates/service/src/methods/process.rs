@@ -14,6 +14,7 @@ use exec_server_protocol::process::{
     TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitParams, WaitUntil,
     WriteParams, WriteResult, WriteStatus,
 };
+use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
 use serde_json::Value;
 
 use crate::connection::{Connection, Responder};
@@ -39,7 +40,9 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
     let spec = match request::spec(&params, own) {
         Ok(spec) => spec,
         Err(error) => {
-            if params.sandbox.is_some() {
+            // Of what is refused here, a network that somebody else manages is all that is about
+            // sandboxes.
+            if params.network_proxy.is_some() || params.enforce_managed_network {
                 call.connection.server.metrics().sandbox_refusals.add(1);
             }
             return call.responder.send_error(error.into());
@@ -103,7 +106,9 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
         return responder.send_error(error);
     }
     let identity = &connection.identity;
-    let record = Record::new(&server, identity, &session.id, &description.process_id);
+    let policy = spec.sandbox.as_ref().map(policy_name);
+    let process_id = &description.process_id;
+    let record = Record::new(&server, identity, &session.id, process_id, policy);
     tokio::spawn(async move {
         let Description {
             process_id,
@@ -150,6 +155,31 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     });
 }
 
+/// What a policy is called in the audit log; who wants to know all of it looks at the request.
+fn policy_name(sandbox: &Sandbox) -> &'static str {
+    let (name, network) = match &sandbox.permissions {
+        Permissions::Disabled => return "disabled",
+        Permissions::External { network } => (["external", "external+network"], network),
+        Permissions::Managed {
+            file_system: FileSystem::Unrestricted,
+            network,
+        } => (["unrestricted", "unrestricted+network"], network),
+        Permissions::Managed {
+            file_system: FileSystem::Restricted { entries, .. },
+            network,
+        } => {
+            let writes = entries.iter().any(|entry| entry.access == Access::Write);
+            let names = if writes {
+                ["workspace-write", "workspace-write+network"]
+            } else {
+                ["read-only", "read-only+network"]
+            };
+            (names, network)
+        }
+    };
+    name[usize::from(*network == Network::Enabled)]
+}
+
 /// Refuses a sandbox that asks for anything: what cannot be enforced does not run.
 pub(crate) fn refuse_sandbox(sandbox: Option<&Value>) -> Result<(), RpcError> {
     let Some(sandbox) = sandbox else {
@@ -181,13 +211,18 @@ fn with_process(
 }
 
 pub(crate) fn read(call: Call<'_>, params: ReadParams) {
-    let id = params.process_id.clone();
-    with_process(call, &id, move |connection, managed, mut responder| {
+    let (id, session) = (params.process_id.clone(), params.session_id.clone());
+    let job = move |connection: Arc<Connection>,
+                    managed: Option<&Arc<Managed>>,
+                    mut responder: Responder| {
         let Some(managed) = managed else {
             return responder.send_error(RpcError::unknown_process(&params.process_id));
         };
         let after = params.after_seq.unwrap_or(0);
-        managed.acknowledge(after);
+        // An onlooker's progress is not the reader's, for whom output is kept.
+        if params.session_id.is_none() {
+            managed.acknowledge(after);
+        }
         let wait = Duration::from_millis(params.wait_ms.unwrap_or(0));
         let max_bytes = params.max_bytes;
         let now = managed.process.with_log(|log| {
@@ -218,7 +253,8 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
             drop(waiting);
             responder.send(Ok(result));
         });
-    });
+    };
+    in_session(call, session.as_deref(), &id, job);
 }
 
 pub(crate) fn write(call: Call<'_>, params: WriteParams) {
@@ -305,13 +341,24 @@ pub(crate) fn signal(call: Call<'_>, params: SignalParams) {
             responder.send(sent.map(|()| Empty {}).map_err(failed));
         });
     };
-    match params.session_id {
-        None => with_process(call, &params.process_id, job),
-        Some(session) => elsewhere(call, &session, &params.process_id, job),
+    in_session(call, params.session_id.as_deref(), &params.process_id, job);
+}
+
+/// [`with_process`], or [`elsewhere`] if a session is named.
+fn in_session(
+    call: Call<'_>,
+    session_id: Option<&str>,
+    process_id: &str,
+    job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
+) {
+    match session_id {
+        None => with_process(call, process_id, job),
+        Some(session_id) => elsewhere(call, session_id, process_id, job),
     }
 }
 
-/// As [`with_process`], for a process of any session: whoever may run anything here may end it too.
+/// As [`with_process`], for a process of any session: whoever may run anything here may end it too,
+/// and whoever has the scope to look at processes may look at all of them.
 fn elsewhere(
     call: Call<'_>,
     session_id: &str,
@@ -380,15 +427,14 @@ pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
             }));
         });
     };
-    match params.session_id {
-        None => with_process(call, &params.process_id, job),
-        Some(session) => elsewhere(call, &session, &params.process_id, job),
-    }
+    in_session(call, params.session_id.as_deref(), &params.process_id, job);
 }
 
 pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
-    let id = params.process_id.clone();
-    with_process(call, &id, move |connection, managed, mut responder| {
+    let (id, session) = (params.process_id.clone(), params.session_id.clone());
+    let job = move |connection: Arc<Connection>,
+                    managed: Option<&Arc<Managed>>,
+                    mut responder: Responder| {
         let Some(managed) = managed else {
             return responder.send_error(RpcError::unknown_process(&params.process_id));
         };
@@ -420,19 +466,22 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
                 .with_log(|log| report::wait(log, !done(log)));
             responder.send(Ok(result));
         });
-    });
+    };
+    in_session(call, session.as_deref(), &id, job);
 }
 
 pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
-    let id = params.process_id.clone();
-    with_process(call, &id, move |_, managed, responder| {
+    let (id, session) = (params.process_id, params.session_id);
+    let unknown = RpcError::unknown_process(&id);
+    let job = move |_, managed: Option<&Arc<Managed>>, responder: Responder| {
         let Some(managed) = managed else {
-            return responder.send_error(RpcError::unknown_process(&params.process_id));
+            return responder.send_error(unknown);
         };
         responder.send(Ok(managed
             .process
             .with_log(|log| report::snapshot(log, params.max_bytes))));
-    });
+    };
+    in_session(call, session.as_deref(), &id, job);
 }
 
 pub(crate) fn list(call: Call<'_>, params: ListParams) {
