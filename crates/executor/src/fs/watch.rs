@@ -8,6 +8,7 @@
 mod missing;
 mod pending;
 mod rules;
+mod scanned;
 mod tree;
 
 use std::collections::HashMap;
