@@ -18,6 +18,7 @@ mod sandbox;
 mod spawn;
 mod stdin;
 mod stream;
+mod trees;
 
 use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
@@ -51,6 +52,12 @@ pub(crate) enum Name {
     Stdin,
     /// Metadata, reads, writes, directories and trees
     Files,
+    /// Matching lines of a tree
+    Search,
+    /// Changes of a tree: how soon they are told, and what waiting for them takes
+    Watch,
+    /// Many small files to the server
+    Upload,
     /// Memory of an idle server
     Idle,
     /// Memory of live processes
@@ -72,7 +79,7 @@ pub(crate) enum Name {
 }
 
 /// One of the servers that are compared.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Side {
     /// What it is called in the progress.
     pub(crate) name: &'static str,
@@ -121,6 +128,9 @@ impl Bench {
                 Name::Sleeper => stream::sleeper(self),
                 Name::Stdin => stdin::run(self),
                 Name::Files => files::run(self),
+                Name::Search => trees::search(self),
+                Name::Watch => trees::watch(self),
+                Name::Upload => trees::upload(self),
                 Name::Idle => memory::idle(self),
                 Name::Processes => memory::processes(self),
                 Name::Connections => memory::connections(self),
@@ -135,6 +145,15 @@ impl Bench {
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
         }
         rows
+    }
+
+    /// The same with the server under test alone, for what no peer can do.
+    fn without_peer(&self) -> Self {
+        Self {
+            own: self.own.clone(),
+            sides: self.sides.iter().take(1).cloned().collect(),
+            quick: self.quick,
+        }
     }
 
     /// One number for a full run and one for a quick one.

@@ -111,12 +111,21 @@ fn doctor_tells_what_can_be_enforced() {
         output.contains("Landlock") && output.contains("user namespaces"),
         "{output}"
     );
+    let watches = exec_server::executor::fs::watch::limits()
+        .watches
+        .to_string();
+    let line = output.lines().find(|line| line.contains("inotify watches"));
+    assert!(line.is_some_and(|line| line.contains(&watches)), "{output}");
     let (output, _, json_code) = seen(&run_with(None, &["doctor", "--json"], b""));
     let report: serde_json::Value = serde_json::from_str(&output).unwrap();
     assert_eq!(code, json_code);
     assert_eq!(report["enforcement"] == "full", code == 0);
     let findings = report["findings"].as_array().unwrap();
     assert!(findings.len() >= 5 && findings.iter().all(|finding| finding["ok"].is_boolean()));
+    for name in ["inotify watches", "inotify instances"] {
+        let finding = findings.iter().find(|finding| finding["name"] == name);
+        assert_eq!(finding.unwrap()["optional"], true, "{name}");
+    }
     // What is in the way comes with a way out.
     for finding in findings.iter().filter(|finding| finding["ok"] == false) {
         assert!(

@@ -12,6 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, UNIX_EPOCH};
 
+use exec_server::executor::log::Stream;
+use exec_server::executor::{Executor, ExecutorConfig, Size, Spec, Stdio as ChildStdio};
 use exec_server_testkit::proc::eventually;
 use exec_server_testkit::server::Server;
 use tempfile::TempDir;
@@ -380,6 +382,65 @@ async fn a_large_upload_that_was_cut_goes_on() {
     test.run(&["cp", ":image", "."]).ok();
     assert!(fs::read(test.here("image")).unwrap() == data);
     assert!(!test.here(".image.exec-server-part").exists());
+}
+
+/// What a person with a terminal of so many columns sees.
+async fn in_terminal(test: &Test, args: &[&str], cols: u16) -> String {
+    let executor = Executor::new(ExecutorConfig::default()).unwrap();
+    let mut argv = vec![BINARY.to_owned()];
+    argv.extend(args.iter().map(|&arg| arg.to_owned()));
+    let env = [("EXEC_SERVER_URL", test.server.url()), ("TERM", "xterm")];
+    let spec = Spec {
+        argv,
+        cwd: test.here(""),
+        env: env
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
+        stdio: ChildStdio::Terminal(Size { rows: 24, cols }),
+        ..Spec::default()
+    };
+    let process = executor.start(spec).await.unwrap();
+    let closed = process.wait_for(|log| log.close().map(|_| log.exit().cloned()));
+    let exit = tokio::time::timeout(Duration::from_secs(60), closed).await;
+    let shown = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
+    let shown = String::from_utf8(shown.to_vec()).unwrap();
+    assert_eq!(exit.unwrap().unwrap().code, 0, "{shown}");
+    shown
+}
+
+#[tokio::test]
+async fn a_terminal_shows_how_far_a_copy_is() {
+    /// Takes back the line before.
+    const ERASE: &str = "\r\x1b[K";
+    let test = Test::new().await;
+    let name = "image\x1b[31m";
+    fs::write(test.here(name), pattern(16 << 20)).unwrap();
+    for (args, target) in [
+        (["cp", name, ":up"], test.there("up")),
+        (["cp", ":up", "down"], test.here("down")),
+    ] {
+        let shown = in_terminal(&test, &args, 200).await;
+        assert_eq!(fs::read(target).unwrap().len(), 16 << 20);
+        // Nothing of it stays.
+        let lines = shown
+            .strip_suffix(ERASE)
+            .and_then(|s| s.strip_prefix(ERASE));
+        let lines = lines.unwrap_or_else(|| panic!("{shown:?}"));
+        for line in lines.split(ERASE) {
+            assert!(line.starts_with('[') && !line.contains('\x1b'), "{shown:?}");
+            for part in ["%", "/1 files", "/16.0 MiB", " left  "] {
+                assert!(line.contains(part), "no {part:?} in {line:?}");
+            }
+        }
+        let narrow = in_terminal(&test, &args, 30).await;
+        let mut lines = narrow.split(ERASE);
+        assert!(lines.all(|line| line.chars().count() < 30), "{narrow:?}");
+        assert!(narrow.contains("%"), "{narrow:?}");
+    }
+    assert_eq!(in_terminal(&test, &["cp", "-q", name, ":up"], 80).await, "");
+    // Elsewhere nothing is drawn.
+    test.run(&["cp", name, ":up"]).ok();
 }
 
 #[tokio::test]

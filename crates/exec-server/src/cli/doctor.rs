@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use exec_server_executor::fs::watch::{self, Limits};
 use exec_server_executor::sandbox::host::{self, Host};
 use serde_json::json;
 
@@ -24,7 +25,8 @@ struct Finding {
 pub(super) fn run(args: &DoctorArgs) -> anyhow::Result<ExitCode> {
     let host =
         exec_server_executor::sandbox::examine(None).context("cannot examine this machine")?;
-    let findings = findings(&host);
+    let mut findings = findings(&host);
+    findings.extend(inotify(watch::limits()));
     let summary = summary(&host);
     let text = if args.json {
         let list: Vec<_> = findings.iter().map(Finding::json).collect();
@@ -162,6 +164,49 @@ fn findings(host: &Host) -> Vec<Finding> {
     ]
 }
 
+/// What `fs/watch` has to share with all other programs of the user.
+fn inotify(limits: Limits) -> [Finding; 2] {
+    // A large checkout has tens of thousands of directories; a tree takes one instance, and the
+    // kernel's own default allows as many.
+    let Limits { watches, instances } = limits;
+    [
+        limited(
+            "inotify watches",
+            "max_user_watches",
+            watches,
+            65_536,
+            524_288,
+        ),
+        limited(
+            "inotify instances",
+            "max_user_instances",
+            instances,
+            128,
+            1_024,
+        ),
+    ]
+}
+
+fn limited(name: &'static str, setting: &str, found: u64, few: u64, enough: u64) -> Finding {
+    let is_low = found < few;
+    let state = found.to_string();
+    Finding {
+        name,
+        purpose: "watching trees for changes",
+        state: if is_low {
+            Err(format!("{state}, which is few"))
+        } else {
+            Ok(state)
+        },
+        optional: true,
+        fixes: if is_low {
+            vec![format!("sysctl -w fs.inotify.{setting}={enough}")]
+        } else {
+            Vec::new()
+        },
+    }
+}
+
 impl Finding {
     fn text(&self) -> String {
         let Self { name, purpose, .. } = self;
@@ -186,5 +231,42 @@ impl Finding {
             "name": self.name, "purpose": self.purpose, "ok": ok, "optional": self.optional,
             "detail": detail, "fixes": self.fixes,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn low_limits_come_with_advice() {
+        let text = |watches, instances| {
+            let findings = inotify(Limits { watches, instances });
+            findings.iter().map(Finding::text).collect::<String>()
+        };
+        let low = text(8192, 16);
+        for part in [
+            "--  inotify watches      8192, which is few",
+            "fix: sysctl -w fs.inotify.max_user_watches=524288",
+            "--  inotify instances    16, which is few",
+            "fix: sysctl -w fs.inotify.max_user_instances=1024",
+        ] {
+            assert!(low.contains(part), "no {part:?} in {low}");
+        }
+        let enough = text(65_536, 128);
+        assert!(
+            enough.contains("ok  inotify watches      65536") && !enough.contains("fix"),
+            "{enough}"
+        );
+        let [watches, _] = inotify(Limits {
+            watches: 8192,
+            instances: 128,
+        });
+        let json = watches.json();
+        assert_eq!(
+            (&json["ok"], &json["optional"]),
+            (&false.into(), &true.into())
+        );
+        assert_eq!(json["fixes"].as_array().map(Vec::len), Some(1));
     }
 }

@@ -8,6 +8,7 @@
 mod cached;
 mod directory;
 mod file;
+mod gitignore;
 mod metadata;
 mod open;
 mod replace;

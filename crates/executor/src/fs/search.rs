@@ -5,12 +5,12 @@
 //! while it is mapped would end this process.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread;
 
 use exec_server_protocol::PathUri;
@@ -26,6 +26,7 @@ use ignore::{DirEntry, ParallelVisitor, ParallelVisitorBuilder, WalkBuilder, Wal
 use rustix::fs::{Mode, OFlags};
 
 use super::FsError;
+use super::gitignore::{self, Rules};
 
 /// Bytes of one line that are held in memory; a file with a longer one is given up there.
 const MAX_LINE_BYTES: usize = 16 << 20;
@@ -118,26 +119,94 @@ fn overrides(root: &Path, globs: &[String]) -> Result<Override, SearchError> {
 }
 
 fn walk(root: &Path, gitignore: bool, overrides: Override) -> ignore::WalkParallel {
-    let in_repository = gitignore && in_repository(root);
-    WalkBuilder::new(root)
+    let mut builder = WalkBuilder::new(root);
+    builder
         .standard_filters(false)
         .hidden(gitignore)
-        .git_ignore(gitignore)
-        .git_exclude(gitignore)
-        // Rules count outside of a repository too. Those above the root count only within one, up
-        // to its top: a stray file far up would hide everything.
-        .require_git(in_repository)
-        .parents(in_repository)
-        .overrides(overrides)
-        .threads(thread::available_parallelism().map_or(1, usize::from))
-        .build_parallel()
+        .overrides(overrides.clone())
+        .threads(thread::available_parallelism().map_or(1, usize::from));
+    if gitignore {
+        // Not left to the walk, which would wait for a pipe of that name.
+        let ignored = Ignored::new(root);
+        builder.filter_entry(move |entry| {
+            let is_dir = entry.file_type().is_some_and(|kind| kind.is_dir());
+            // What a glob asks for is wanted, whatever the rules say.
+            let asked = overrides.matched(entry.path(), is_dir).is_whitelist();
+            ignored.admits(entry.path(), is_dir, asked)
+        });
+    }
+    builder.build_parallel()
 }
 
-/// Whether a directory is part of a repository of git.
-fn in_repository(directory: &Path) -> bool {
-    directory
-        .ancestors()
-        .any(|directory| directory.join(".git").exists())
+/// What git's rules leave out of a search.
+///
+/// Rules count outside of a repository too. Those above the root count only within one, up to its
+/// top: a stray file far up would hide everything.
+struct Ignored {
+    root: PathBuf,
+    rules: Option<Arc<Rules>>,
+    /// Directories below the root with other rules than the one around them.
+    below: RwLock<HashMap<PathBuf, Option<Arc<Rules>>>>,
+    /// There is one at least.
+    differs: AtomicBool,
+    /// How many rules are held.
+    count: AtomicU64,
+}
+
+/// Rules that are held for one search; those of directories found later do not count.
+const MAX_RULES: u64 = 1 << 17;
+
+impl Ignored {
+    fn new(root: &Path) -> Self {
+        Self {
+            root: root.to_owned(),
+            rules: gitignore::enter(root, gitignore::above(root)),
+            below: RwLock::default(),
+            differs: AtomicBool::new(false),
+            count: AtomicU64::new(0),
+        }
+    }
+
+    /// Whether something is searched; a directory is asked about before what is in it.
+    fn admits(&self, path: &Path, is_dir: bool, asked: bool) -> bool {
+        let rules = path.parent().and_then(|parent| self.rules_of(parent));
+        if !asked && gitignore::ignores(rules.as_deref(), path, is_dir) {
+            return false;
+        }
+        if is_dir {
+            self.enter(path, rules);
+        }
+        true
+    }
+
+    fn enter(&self, directory: &Path, around: Option<Arc<Rules>>) {
+        let rules = gitignore::enter_any(directory, around.clone());
+        let same = match (&rules, &around) {
+            (Some(rules), Some(around)) => Arc::ptr_eq(rules, around),
+            (rules, around) => rules.is_none() && around.is_none(),
+        };
+        if same {
+            return;
+        }
+        let more = 1 + rules.as_ref().map_or(0, |rules| rules.len());
+        if self.count.fetch_add(more, Ordering::Relaxed) < MAX_RULES {
+            let mut below = self.below.write().unwrap_or_else(PoisonError::into_inner);
+            below.insert(directory.to_owned(), rules);
+            self.differs.store(true, Ordering::Release);
+        }
+    }
+
+    fn rules_of(&self, directory: &Path) -> Option<Arc<Rules>> {
+        if self.differs.load(Ordering::Acquire) {
+            let below = self.below.read().unwrap_or_else(PoisonError::into_inner);
+            let within = directory.ancestors();
+            let mut within = within.take_while(|directory| *directory != self.root);
+            if let Some(rules) = within.find_map(|directory| below.get(directory)) {
+                return rules.clone();
+            }
+        }
+        self.rules.clone()
+    }
 }
 
 /// What the threads of one search share.

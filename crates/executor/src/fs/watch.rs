@@ -8,6 +8,7 @@
 mod missing;
 mod pending;
 mod rules;
+mod scanned;
 mod tree;
 
 use std::collections::HashMap;
@@ -90,7 +91,7 @@ impl WatchError {
         match error {
             Errno::NOSPC => Self::Watches {
                 path: path.to_owned(),
-                limit: limit("max_user_watches", "max_inotify_watches"),
+                limit: max_watches(),
             },
             error => super::at(path)(error).into(),
         }
@@ -99,11 +100,36 @@ impl WatchError {
     fn instance(error: Errno) -> Self {
         match error {
             Errno::MFILE => Self::Instances {
-                limit: limit("max_user_instances", "max_inotify_instances"),
+                limit: max_instances(),
             },
             error => super::at(Path::new("inotify"))(error).into(),
         }
     }
+}
+
+/// How much the kernel watches for this user, all programs together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Directories: `fs.inotify.max_user_watches`.
+    pub watches: u64,
+    /// Trees: `fs.inotify.max_user_instances`.
+    pub instances: u64,
+}
+
+/// The limits that hold here; 0 where the kernel does not tell.
+pub fn limits() -> Limits {
+    Limits {
+        watches: max_watches(),
+        instances: max_instances(),
+    }
+}
+
+fn max_watches() -> u64 {
+    limit("max_user_watches", "max_inotify_watches")
+}
+
+fn max_instances() -> u64 {
+    limit("max_user_instances", "max_inotify_instances")
 }
 
 /// A limit of the user; that of the user namespace, where it is smaller.

@@ -8,6 +8,8 @@ use super::*;
 
 fn tree(files: &[(&str, &str)]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
+    // A repository of its own: what others leave above it does not count.
+    fs::create_dir(dir.path().join(".git")).unwrap();
     for (name, content) in files {
         let path = dir.path().join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -127,21 +129,86 @@ fn ignored_hidden_and_binary_files_are_left_out() {
 
 #[test]
 fn rules_above_the_root_count_within_a_repository() {
-    let dir = tree(&[
+    let top = tree(&[
         (".gitignore", "*.log\n"),
         ("repo/.gitignore", "*.tmp\n"),
         ("repo/.git/info/exclude", "mine\n"),
         ("repo/sub/a.log", "needle"),
         ("repo/sub/a.tmp", "needle"),
         ("repo/sub/mine", "needle"),
+        ("repo/sub/b.c", "needle"),
         ("plain/a.log", "needle"),
+        // A worktree elsewhere, whose rules are those of the repository.
+        ("other/.git", "gitdir: ../repo/.git/worktrees/other\n"),
+        ("repo/.git/worktrees/other/commondir", "../..\n"),
+        ("other/mine", "needle"),
+        ("other/yours", "needle"),
     ]);
     let below = |name: &str| {
-        let root = dir.path().join(name);
+        let root = top.path().join(name);
         places(&root, &run(&root, |_| ()))
     };
-    assert_eq!(below("repo/sub"), ["a.log:1:1"]);
-    assert_eq!(below("plain"), ["a.log:1:1"]);
+    // The rules of one repository end where the next begins, from wherever one looks.
+    assert_eq!(below("repo/sub"), ["a.log:1:1", "b.c:1:1"]);
+    assert_eq!(below("other"), ["yours:1:1"]);
+    assert_eq!(below("plain"), [""; 0]);
+    assert_eq!(
+        below(""),
+        ["other/yours:1:1", "repo/sub/a.log:1:1", "repo/sub/b.c:1:1"]
+    );
+    // Outside of any, those above do not count.
+    if !top
+        .path()
+        .ancestors()
+        .skip(1)
+        .any(|dir| dir.join(".git").exists())
+    {
+        fs::remove_dir(top.path().join(".git")).unwrap();
+        assert_eq!(below("plain"), ["a.log:1:1"]);
+    }
+}
+
+#[test]
+fn odd_files_in_place_of_rules_hold_none() {
+    let dir = tree(&[
+        ("pipe/a.log", "needle"),
+        ("device/a.log", "needle"),
+        ("linked/a.log", "needle"),
+        ("directory/.gitignore/x", ""),
+        ("directory/a.log", "needle"),
+        ("repo/.git/info/x", ""),
+        ("repo/a.log", "needle"),
+        ("rules", "*.log\n"),
+    ]);
+    let at = |name: &str| dir.path().join(name);
+    let pipe = |name: &str| {
+        let (mode, kind) = (Mode::RUSR | Mode::WUSR, rustix::fs::FileType::Fifo);
+        rustix::fs::mknodat(rustix::fs::CWD, at(name), kind, mode, 0).unwrap();
+    };
+    pipe("pipe/.gitignore");
+    pipe("repo/.git/info/exclude");
+    symlink("/dev/zero", at("device/.gitignore")).unwrap();
+    symlink("../rules", at("linked/.gitignore")).unwrap();
+    let expected = ["device", "directory", "linked", "pipe", "repo"];
+    let expected = expected.map(|name| format!("{name}/a.log:1:1"));
+    assert_eq!(places(dir.path(), &run(dir.path(), |_| ())), expected);
+    // Of the root itself, and above it.
+    pipe(".gitignore");
+    for name in ["pipe", "repo"] {
+        let root = at(name);
+        assert_eq!(places(&root, &run(&root, |_| ())), ["a.log:1:1"]);
+    }
+}
+
+#[test]
+fn what_a_glob_asks_for_is_found_in_spite_of_rules() {
+    let dir = tree(&[
+        (".gitignore", "*.log\n"),
+        ("a.log", "needle"),
+        ("b.c", "needle"),
+    ]);
+    let one = run(dir.path(), |params| params.globs = vec!["*.log".to_owned()]);
+    assert_eq!(places(dir.path(), &one), ["a.log:1:1"]);
 }
 
 #[test]

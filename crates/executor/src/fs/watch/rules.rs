@@ -1,23 +1,15 @@
 //! What a watch does not look at: git's rules, and patterns of the subscriber.
 
-use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 use std::sync::Arc;
 
 use exec_server_protocol::fs::WatchIgnore;
 use ignore::Match;
 use ignore::gitignore::{Gitignore, GitignoreBuilder};
-use rustix::fs::{Mode, OFlags};
 
+use super::super::gitignore::{self, GITIGNORE, above};
+pub(super) use super::super::gitignore::{Rules, enter};
 use super::WatchError;
-
-/// The rules of one directory and of those around it; directories without rules share them.
-#[derive(Debug)]
-pub(super) struct Rules {
-    matcher: Gitignore,
-    outer: Option<Arc<Self>>,
-}
 
 /// What one tree does not look at.
 #[derive(Debug)]
@@ -27,12 +19,6 @@ pub(super) struct Filter {
     /// Rules above the tree, up to the top of its repository.
     above: Option<Arc<Rules>>,
 }
-
-/// The file that holds rules.
-pub(super) const GITIGNORE: &str = ".gitignore";
-
-/// Bytes of such a file that are read.
-const MAX_RULES_BYTES: u64 = 1 << 20;
 
 impl Filter {
     /// Compiles the patterns and reads the rules above `base`.
@@ -90,63 +76,8 @@ impl Filter {
         if path.file_name().is_some_and(|name| name == ".git") {
             return true;
         }
-        let mut rules = rules;
-        while let Some(Rules { matcher, outer }) = rules {
-            match matcher.matched(path, is_dir) {
-                Match::Ignore(_) => return true,
-                Match::Whitelist(_) => return false,
-                Match::None => rules = outer.as_deref(),
-            }
-        }
-        false
+        gitignore::ignores(rules, path, is_dir)
     }
-}
-
-/// The rules of a directory that has some, within those around it.
-pub(super) fn enter(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
-    read(directory, &directory.join(GITIGNORE), outer)
-}
-
-fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
-    let Some(text) = content(file) else {
-        return outer;
-    };
-    let mut builder = GitignoreBuilder::new(directory);
-    for line in text.lines() {
-        // As git does: a line that makes no sense is passed over.
-        let _ = builder.add_line(None, line);
-    }
-    match builder.build() {
-        Ok(matcher) if !matcher.is_empty() => Some(Arc::new(Rules { matcher, outer })),
-        _ => outer,
-    }
-}
-
-/// Not through a link, as git; and never waiting for a pipe.
-fn content(path: &Path) -> Option<String> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
-    if !file.metadata().ok()?.is_file() {
-        return None;
-    }
-    let mut bytes = Vec::new();
-    file.take(MAX_RULES_BYTES).read_to_end(&mut bytes).ok()?;
-    Some(String::from_utf8_lossy(&bytes).into_owned())
-}
-
-fn above(base: &Path) -> Option<Arc<Rules>> {
-    let top = base.ancestors().find(|dir| dir.join(".git").exists())?;
-    let mut rules = read(top, &top.join(".git/info/exclude"), None);
-    let mut between: Vec<&Path> = base
-        .ancestors()
-        .skip(1)
-        .take_while(|dir| dir.starts_with(top))
-        .collect();
-    between.reverse();
-    for directory in between {
-        rules = enter(directory, rules);
-    }
-    rules
 }
 
 #[cfg(test)]
@@ -238,7 +169,7 @@ mod tests {
             rustix::fs::CWD,
             dir.path().join(GITIGNORE),
             rustix::fs::FileType::Fifo,
-            Mode::RUSR | Mode::WUSR,
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
             0,
         )
         .unwrap();

@@ -307,6 +307,106 @@ fn below(tree: &Tree<Nobody>, dir: &Path) -> Vec<String> {
     directories.iter().map(name).collect()
 }
 
+/// Makes a file in a directory that is registered and not yet read: when the second of two
+/// directories is told of, the first is in that state.
+struct Meddler {
+    pending: Arc<Mutex<Pending>>,
+    first: Mutex<Option<PathBuf>>,
+}
+
+impl Tell for Meddler {
+    fn tell(&self, happening: Happening<'_>) {
+        if let Happening::Created { path, .. } = happening
+            && path.parent().is_some_and(|parent| parent.ends_with("new"))
+        {
+            let mut first = lock(&self.first);
+            match &*first {
+                None => *first = Some(path.to_owned()),
+                Some(first) => fs::write(first.join("file"), "").unwrap(),
+            }
+        }
+        lock(&self.pending).record(happening);
+    }
+}
+
+#[test]
+fn a_file_that_a_scan_and_an_event_tell_of_is_removed_for_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = fs::canonicalize(dir.path()).unwrap();
+    let pending = Arc::default();
+    let meddler = Meddler {
+        pending: Arc::clone(&pending),
+        first: Mutex::default(),
+    };
+    let target = Target::new(root.clone(), true).unwrap();
+    let filter = Filter::new(target.base(), &ignoring(false, &[])).unwrap();
+    let mut tree = Tree::start(target, filter, meddler, no_one_cancels()).unwrap();
+    let mut buffer = Buffer::new();
+    while tree.turn(&mut buffer) {}
+    let aside = tempfile::tempdir().unwrap();
+    for name in ["new/a", "new/b"] {
+        fs::create_dir_all(aside.path().join(name)).unwrap();
+    }
+    fs::rename(aside.path().join("new"), root.join("new")).unwrap();
+    // The event of the directory alone; that of the file is in the queue now.
+    tree.turn(&mut buffer);
+    let told = |kind| {
+        let (changes, overflow) = lock(&pending).take(usize::MAX, usize::MAX);
+        assert!(!overflow);
+        let told = changes.into_iter().filter(|change| change.kind == kind);
+        let files = told.filter(|change| change.path.ends_with("file"));
+        files.map(|change| change.path).collect::<Vec<_>>()
+    };
+    let created = told(ChangeKind::Created);
+    assert_eq!(created.len(), 1, "{created:?}");
+    fs::remove_file(&created[0]).unwrap();
+    while tree.turn(&mut buffer) {}
+    assert_eq!(told(ChangeKind::Removed), created);
+    // And what is made anew there is new.
+    fs::write(&created[0], "").unwrap();
+    while tree.turn(&mut buffer) {}
+    assert_eq!(told(ChangeKind::Created), created);
+}
+
+#[test]
+fn files_that_come_and_go_in_new_directories_are_not_believed_in() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut seen = Observer::of(&dir);
+    let mut known: BTreeSet<String> = BTreeSet::new();
+    for number in 0..300 {
+        let new = dir.path().join(format!("{number}/d"));
+        fs::create_dir_all(&new).unwrap();
+        for name in ["x", "y"] {
+            fs::write(new.join(name), "").unwrap();
+        }
+        fs::remove_file(new.join("x")).unwrap();
+        if number % 7 == 0 {
+            fs::remove_dir_all(&new).unwrap();
+            fs::create_dir(&new).unwrap();
+            fs::write(new.join("z"), "").unwrap();
+        }
+    }
+    let expected: BTreeSet<String> = (0..300)
+        .flat_map(|number| {
+            let file = if number % 7 == 0 { "z" } else { "y" };
+            ["", "/d", &format!("/d/{file}")].map(|name| format!("{number}{name}"))
+        })
+        .collect();
+    while known != expected {
+        seen.step();
+        for told in seen.told.drain(..) {
+            let (kind, path) = told.split_at(1);
+            match kind {
+                "+" | "~" => {
+                    known.insert(path.to_owned());
+                }
+                "-" => known.retain(|one| !Path::new(one).starts_with(path)),
+                _ => panic!("{told}"),
+            }
+        }
+    }
+}
+
 /// Lets a tree handle events until it has these directories.
 fn settles(tree: &mut Tree<Nobody>, dir: &Path, expected: &[&str]) {
     let mut buffer = Buffer::new();

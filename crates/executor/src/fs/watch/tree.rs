@@ -4,9 +4,9 @@
 //! knows no subscriber; what happens goes to [`Tell`].
 //!
 //! Three rules keep changes from being lost. A directory is registered before it is read, so what
-//! appears meanwhile is seen once at least. Directories are found again by the kernel's number, so
-//! an event of one that moved meanwhile is told with its new path. And where events were lost,
-//! everything is registered anew before that is told.
+//! appears meanwhile is seen once at least; [`Scanned`] knows what is seen twice. Directories are
+//! found again by the kernel's number, so an event of one that moved meanwhile is told with its new
+//! path. And where events were lost, everything is registered anew before that is told.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -25,6 +25,7 @@ use rustix::io::Errno;
 use super::WatchError;
 use super::pending::Happening;
 use super::rules::{self, Filter, Rules};
+use super::scanned::{Arrival, Scanned};
 
 /// Takes what happens.
 pub(super) trait Tell {
@@ -84,6 +85,8 @@ pub(super) struct Tree<T> {
     moving: Vec<Moving>,
     /// Directories whose rules changed.
     outdated: Vec<u32>,
+    /// What scans told of, and events may tell of again.
+    scanned: Scanned,
     /// Events were lost, or a directory could not be registered: when to register everything anew.
     lost: Option<Instant>,
     tell: T,
@@ -184,6 +187,7 @@ impl<T: Tell> Tree<T> {
             generation: 0,
             moving: Vec::new(),
             outdated: Vec::new(),
+            scanned: Scanned::default(),
             lost: None,
             tell,
             stop,
@@ -215,6 +219,7 @@ impl<T: Tell> Tree<T> {
     pub(super) fn turn(&mut self, buffer: &mut Buffer) -> bool {
         let mut events = Vec::new();
         let more = self.read(buffer, &mut events);
+        self.scanned.read(!more);
         let generation = self.generation;
         for event in &events {
             self.handle(event);
@@ -222,6 +227,7 @@ impl<T: Tell> Tree<T> {
                 break;
             }
         }
+        self.scanned.handled(!more);
         let now = Instant::now();
         while let Some(at) = self.moving.iter().position(|moving| moving.until <= now) {
             let moving = self.moving.remove(at);
@@ -233,7 +239,7 @@ impl<T: Tell> Tree<T> {
         if !more && self.lost.is_some_and(|moment| moment <= now) {
             self.resync();
         }
-        more
+        more || self.scanned.is_waiting()
     }
 
     fn read(&self, Buffer(buffer): &mut Buffer, events: &mut Vec<Event>) -> bool {
@@ -310,6 +316,10 @@ impl<T: Tell> Tree<T> {
         if self.filter.is_rules(name.as_bytes()) && !self.outdated.contains(&node) {
             self.outdated.push(node);
         }
+        let others = ReadFlags::MOVED_FROM | ReadFlags::MOVED_TO | ReadFlags::DELETE;
+        if event.mask.intersects(others) {
+            self.scanned.leaves(&path);
+        }
         if event.mask.contains(ReadFlags::MOVED_FROM) {
             let moved = is_dir.then(|| self.child(node, name)).flatten();
             self.moving.push(Moving {
@@ -333,7 +343,14 @@ impl<T: Tell> Tree<T> {
         }
         if event.mask.contains(ReadFlags::CREATE) {
             self.settle(&path);
-            self.appeared(node, name, &path, is_dir, ignored, false);
+            match self.scanned.appears(&path) {
+                // With all that is in it.
+                Arrival::Known => {}
+                arrival => {
+                    let replaced = arrival == Arrival::Vague;
+                    self.appeared(node, name, &path, is_dir, ignored, replaced);
+                }
+            }
         } else if ignored {
             // Nobody wants to know.
         } else if event.mask.contains(ReadFlags::DELETE) {
@@ -422,6 +439,9 @@ impl<T: Tell> Tree<T> {
         let registered = self.register(Some((parent, name)), path);
         let scanned = registered.and_then(|node| match node {
             Registered::New(node) => self.scan(node, scan),
+            // A scan was ahead of the events and told of it, and then an event that the one before
+            // it is gone, with what was below.
+            Registered::Known(node) if self.is_in(node, parent) => self.scan(node, scan),
             Registered::Known(_) | Registered::Gone => Ok(()),
         });
         if let Err(error) = scanned {
@@ -499,6 +519,7 @@ impl<T: Tell> Tree<T> {
         self.free.clear();
         self.moving.clear();
         self.outdated.clear();
+        self.scanned.clear();
     }
 
     /// Registers the base and what is below it, if there is one, and the way to it.
@@ -567,6 +588,8 @@ impl<T: Tell> Tree<T> {
             {
                 self.detach(known);
                 self.attach(known, parent, name);
+                // What a scan told of it was at another path.
+                self.scanned.doubt();
             }
             return Ok(Registered::Known(known));
         }
@@ -603,6 +626,10 @@ impl<T: Tell> Tree<T> {
 
     /// Reads a registered directory, and registers and reads those in it.
     fn scan(&mut self, from: u32, scan: Scan) -> Result<(), WatchError> {
+        if scan != Scan::Tell {
+            // Whoever looked meanwhile knows what is in the queue still.
+            self.scanned.doubt();
+        }
         let mut stack = vec![(from, scan)];
         while let Some((node, scan)) = stack.pop() {
             if self.stop.load(Ordering::Relaxed) {
@@ -646,10 +673,14 @@ impl<T: Tell> Tree<T> {
                     }
                     continue;
                 }
+                let mut again = scan == Scan::Refresh;
                 if scan == Scan::Tell {
-                    let replaced = false;
-                    let path = &path;
-                    self.tell.tell(Happening::Created { path, replaced });
+                    let arrival = self.scanned.found(&path);
+                    if arrival != Arrival::Known {
+                        let (path, replaced) = (&path, arrival == Arrival::Vague);
+                        self.tell.tell(Happening::Created { path, replaced });
+                        again = true;
+                    }
                 }
                 if !is_dir || !self.target.recursive {
                     continue;
@@ -659,7 +690,10 @@ impl<T: Tell> Tree<T> {
                         stack.push((child, Scan::Quiet));
                     }
                     Registered::New(child) => stack.push((child, scan)),
-                    Registered::Known(child) if scan == Scan::Refresh => stack.push((child, scan)),
+                    // Not if it is mounted here once more: it would be read without end.
+                    Registered::Known(child) if again && self.is_in(child, node) => {
+                        stack.push((child, scan));
+                    }
                     Registered::Known(_) | Registered::Gone => {}
                 }
             }
@@ -710,6 +744,11 @@ impl<T: Tell> Tree<T> {
         self.nodes
             .get(node as usize)
             .is_some_and(|node| node.descriptor != GONE)
+    }
+
+    /// Whether a node is right below another.
+    fn is_in(&self, node: u32, parent: u32) -> bool {
+        self.nodes[node as usize].parent == parent
     }
 
     /// Whether a node is `above` or below it.

@@ -1,0 +1,304 @@
+//! Trees by the extensions: searching, watching, and many small files on their way.
+//!
+//! Only the server under test knows these methods, so no peer is asked.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use anyhow::{Context as _, bail, ensure};
+use exec_server_client::transfer::{self, TransferOptions};
+use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
+use exec_server_protocol::PathUri;
+use grep_regex::RegexMatcher;
+use grep_searcher::{BinaryDetection, SearcherBuilder, sinks};
+use ignore::{WalkBuilder, WalkState};
+
+use super::{Bench, Line};
+use crate::client::Client;
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::Server;
+use crate::stats::median;
+use crate::wire::Message;
+
+const MIB: f64 = 1024.0 * 1024.0;
+
+/// The tree that is searched: so many directories with so many files of so many lines.
+const BRANCHES: usize = 200;
+const LEAVES: usize = 100;
+const LINES: usize = 60;
+/// One file in so many has the word.
+const RARE: usize = 50;
+const WORD: &str = "haystack_needle";
+
+/// Files of the tree that is sent, in so many directories.
+const SENT: usize = 2_000;
+const SENT_DIRECTORIES: usize = 20;
+
+/// How long changes are gathered.
+const DEBOUNCE_MS: u64 = 50;
+
+/// `fs/search` against the libraries that it is made of.
+pub(super) fn search(bench: &Bench) -> Vec<Row> {
+    let files = BRANCHES * LEAVES;
+    let line = Line {
+        name: format!("search {files} files"),
+        unit: Unit::Seconds,
+        base: "ripgrep's crates",
+        goals: vec![Goal::Base {
+            limit: 1.5,
+            aim: 1.5,
+        }],
+    };
+    let tree = match searched_tree() {
+        Ok(tree) => tree,
+        Err(error) => return failed(line, &error),
+    };
+    let expected = files / RARE;
+    let floor = || {
+        let start = Instant::now();
+        let found = search_here(tree.path())?;
+        ensure!(found == expected, "{found} of {expected} matches");
+        Ok(start.elapsed().as_secs_f64())
+    };
+    let bench = bench.without_peer();
+    bench.rounds(bench.pick(9, 3), vec![line], floor, |server, &floor| {
+        let mut client = server.client()?;
+        let path = PathUri::from_native(tree.path())?;
+        let params = format!(r#"{{"path":"{path}","pattern":"{WORD}"}}"#);
+        let start = Instant::now();
+        let id = client.ask("fs/search", &params)?;
+        let found = answered(&mut client, id, |result| {
+            result.matches("\"column\"").count()
+        })?;
+        let elapsed = start.elapsed().as_secs_f64();
+        ensure!(found == expected, "{found} of {expected} matches");
+        Ok(vec![Figure::against(elapsed, floor)])
+    })
+}
+
+fn searched_tree() -> anyhow::Result<tempfile::TempDir> {
+    let tree = tempfile::tempdir()?;
+    let mut number = 0;
+    for branch in 0..BRANCHES {
+        let branch = tree.path().join(format!("{}/{branch}", branch % 10));
+        fs::create_dir_all(&branch)?;
+        for leaf in 0..LEAVES {
+            let mut text = String::new();
+            for line in 0..LINES {
+                text += &format!("    let value_{line} = compute(input_{leaf}, {number});\n");
+            }
+            if number % RARE == 0 {
+                text += &format!("    // {WORD}\n");
+            }
+            fs::write(branch.join(format!("file-{leaf}.rs")), text)?;
+            number += 1;
+        }
+    }
+    Ok(tree)
+}
+
+/// The matches below a directory, with as many threads as the server takes.
+fn search_here(root: &Path) -> anyhow::Result<usize> {
+    let matcher = RegexMatcher::new_line_matcher(WORD)?;
+    let found = Mutex::new(Vec::new());
+    let walk = WalkBuilder::new(root)
+        .standard_filters(false)
+        .hidden(true)
+        .git_ignore(true)
+        .git_exclude(true)
+        .require_git(false)
+        .threads(std::thread::available_parallelism().map_or(1, usize::from))
+        .build_parallel();
+    walk.run(|| {
+        let (matcher, found) = (matcher.clone(), &found);
+        // Files are read, as in the server; that is the default.
+        let mut searcher = SearcherBuilder::new()
+            .binary_detection(BinaryDetection::quit(b'\0'))
+            .line_number(true)
+            .build();
+        Box::new(move |entry| {
+            let Ok(entry) = entry else {
+                return WalkState::Continue;
+            };
+            if entry.file_type().is_some_and(|kind| kind.is_file()) {
+                let path = entry.path();
+                let sink = sinks::Lossy(|number, line| {
+                    let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+                    found.push((path.to_owned(), number, line.to_owned()));
+                    Ok(true)
+                });
+                // What cannot be read is missing in the count.
+                let _ = searcher.search_path(&matcher, path, sink);
+            }
+            WalkState::Continue
+        })
+    });
+    let found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    Ok(found.len())
+}
+
+/// From a change to the word of it, and what many directories take.
+pub(super) fn watch(bench: &Bench) -> Vec<Row> {
+    let bench = bench.without_peer();
+    [watch_delay(&bench), watch_memory(&bench)].concat()
+}
+
+fn watch_delay(bench: &Bench) -> Vec<Row> {
+    let count = bench.pick(20, 7);
+    let line = Line {
+        name: format!("watch p50, {DEBOUNCE_MS} ms gathered"),
+        unit: Unit::Seconds,
+        base: "",
+        goals: vec![Goal::Value {
+            limit: 0.055,
+            aim: 0.055,
+        }],
+    };
+    let nothing = || Ok(());
+    bench.rounds(bench.pick(5, 3), vec![line], nothing, |server, ()| {
+        let directory = tempfile::tempdir()?;
+        let mut client = server.client()?;
+        start_watch(&mut client, directory.path())?;
+        let mut samples = Vec::with_capacity(count);
+        for number in 0..count {
+            let path = directory.path().join(number.to_string());
+            let start = Instant::now();
+            fs::File::create(path)?;
+            match client.receive()? {
+                Message::Other => samples.push(start.elapsed().as_secs_f64()),
+                other => bail!("expected fs/changed, not {other:?}"),
+            }
+        }
+        Ok(vec![Figure::plain(median(&samples))])
+    })
+}
+
+fn watch_memory(bench: &Bench) -> Vec<Row> {
+    let (outer, inner) = (bench.pick(200, 50), 99);
+    let line = Line {
+        name: format!("watch of {} directories, memory", outer * (inner + 1)),
+        unit: Unit::Bytes,
+        base: "",
+        goals: vec![Goal::Value {
+            limit: 64.0 * MIB,
+            aim: 64.0 * MIB,
+        }],
+    };
+    bench.each(1, line, |command| {
+        let tree = tempfile::tempdir()?;
+        for outer in 0..outer {
+            for inner in 0..inner {
+                fs::create_dir_all(tree.path().join(format!("dir-{outer}/dir-{inner}")))?;
+            }
+        }
+        let server = Server::start_observed(command)?;
+        let mut client = server.client()?;
+        let before = server.resident_at_rest()?;
+        start_watch(&mut client, tree.path())?;
+        let after = server.resident_at_rest()?;
+        Ok(Figure::plain(after as f64 - before as f64))
+    })
+}
+
+fn start_watch(client: &mut Client, path: &Path) -> anyhow::Result<()> {
+    let path = PathUri::from_native(path)?;
+    let params = format!(r#"{{"watchId":"w","path":"{path}","debounceMs":{DEBOUNCE_MS}}}"#);
+    let id = client.ask("fs/watch", &params)?;
+    answered(client, id, |_| ())
+}
+
+/// What an answer shows.
+fn answered<R>(client: &mut Client, id: i64, show: impl FnOnce(&str) -> R) -> anyhow::Result<R> {
+    match client.receive()? {
+        Message::Response {
+            id: answered,
+            result,
+        } if answered == id => Ok(show(result)),
+        other => bail!("expected an answer, not {other:?}"),
+    }
+}
+
+/// Many small files to the server, against copying them here.
+pub(super) fn upload(bench: &Bench) -> Vec<Row> {
+    let line = Line {
+        name: format!("upload {SENT} files of 4 KiB"),
+        unit: Unit::PerSecond,
+        base: "plain copy",
+        goals: vec![Goal::Base {
+            limit: 0.3,
+            aim: 0.3,
+        }],
+    };
+    let prepared = (|| {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .enable_all()
+            .build()?;
+        anyhow::Ok((sent_tree()?, runtime))
+    })();
+    let (tree, runtime) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => return failed(line, &error),
+    };
+    let floor = || {
+        let target = tempfile::tempdir()?;
+        let start = Instant::now();
+        let copied = copy_here(tree.path(), &target.path().join("copy"))?;
+        ensure!(copied == SENT, "{copied} of {SENT} files were copied");
+        Ok(SENT as f64 / start.elapsed().as_secs_f64())
+    };
+    let bench = bench.without_peer();
+    bench.rounds(bench.pick(9, 3), vec![line], floor, |server, &floor| {
+        let target = tempfile::tempdir()?;
+        let to = PathUri::from_native(&target.path().join("copy"))?;
+        let url = format!("ws://{}", server.address);
+        let client = RemoteExecServerConnectArgs::new(url, "bench");
+        let client = runtime.block_on(ExecServerClient::connect(client))?;
+        let mut options = TransferOptions::default();
+        options.recursive = true;
+        let files = Arc::new(client.file_system());
+        let start = Instant::now();
+        let report = runtime.block_on(transfer::upload(tree.path(), files, &to, options))?;
+        let elapsed = start.elapsed().as_secs_f64();
+        if let Some(failure) = report.failures.first() {
+            bail!("{failure}");
+        }
+        let sent = report.files;
+        ensure!(sent == SENT as u64, "{sent} of {SENT} files were sent");
+        Ok(vec![Figure::against(SENT as f64 / elapsed, floor)])
+    })
+}
+
+fn sent_tree() -> anyhow::Result<tempfile::TempDir> {
+    let tree = tempfile::tempdir()?;
+    for directory in 0..SENT_DIRECTORIES {
+        let directory = tree.path().join(directory.to_string());
+        fs::create_dir(&directory)?;
+        for file in 0..SENT / SENT_DIRECTORIES {
+            fs::write(directory.join(file.to_string()), [b'x'; 4096])?;
+        }
+    }
+    Ok(tree)
+}
+
+/// How many files were copied.
+fn copy_here(from: &Path, to: &Path) -> anyhow::Result<usize> {
+    fs::create_dir(to)?;
+    let mut copied = 0;
+    for entry in fs::read_dir(from).context("cannot read the tree")? {
+        let entry = entry?;
+        let to = to.join(entry.file_name());
+        if entry.file_type()?.is_dir() {
+            copied += copy_here(&entry.path(), &to)?;
+        } else {
+            fs::copy(entry.path(), to)?;
+            copied += 1;
+        }
+    }
+    Ok(copied)
+}
+
+fn failed(line: Line, error: &anyhow::Error) -> Vec<Row> {
+    super::rows(vec![line], vec![Err(format!("no tree: {error:#}"))])
+}

@@ -1,0 +1,123 @@
+//! Git's rules of what to ignore, read from a tree that nobody vouches for.
+//!
+//! Knows which files hold rules and which rules win. A pipe, a device or a link in place of such a
+//! file holds none, and of a long one only the beginning counts: reading them never waits.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use ignore::Match;
+use ignore::gitignore::{Gitignore, GitignoreBuilder};
+use rustix::fs::{Mode, OFlags};
+
+/// The rules of one directory and of those around it; directories without rules share them.
+#[derive(Debug)]
+pub(super) struct Rules {
+    matcher: Gitignore,
+    outer: Option<Arc<Self>>,
+}
+
+/// The file that holds rules.
+pub(super) const GITIGNORE: &str = ".gitignore";
+
+/// Bytes of such a file that are read.
+const MAX_RULES_BYTES: u64 = 1 << 20;
+
+impl Rules {
+    /// How many there are in the directory itself.
+    pub(super) fn len(&self) -> u64 {
+        self.matcher.num_ignores() + self.matcher.num_whitelists()
+    }
+}
+
+/// Whether `path`, in a directory with these rules, is ignored.
+pub(super) fn ignores(rules: Option<&Rules>, path: &Path, is_dir: bool) -> bool {
+    let mut rules = rules;
+    while let Some(Rules { matcher, outer }) = rules {
+        match matcher.matched(path, is_dir) {
+            Match::Ignore(_) => return true,
+            Match::Whitelist(_) => return false,
+            Match::None => rules = outer.as_deref(),
+        }
+    }
+    false
+}
+
+/// The rules of a directory that has some, within those around it.
+pub(super) fn enter(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+    read(directory, &directory.join(GITIGNORE), outer)
+}
+
+/// As [`enter`], unless the directory is the top of a repository: only its own rules count there.
+pub(super) fn enter_any(directory: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+    let around = if directory.join(".git").exists() {
+        exclude(directory)
+    } else {
+        outer
+    };
+    enter(directory, around)
+}
+
+/// The rules above a directory, up to the top of its repository; none outside of one.
+pub(super) fn above(base: &Path) -> Option<Arc<Rules>> {
+    let top = base.ancestors().find(|dir| dir.join(".git").exists())?;
+    let mut rules = exclude(top);
+    let mut between: Vec<&Path> = base
+        .ancestors()
+        .skip(1)
+        .take_while(|dir| dir.starts_with(top))
+        .collect();
+    between.reverse();
+    for directory in between {
+        rules = enter(directory, rules);
+    }
+    rules
+}
+
+/// The rules that a repository has beside its files.
+fn exclude(top: &Path) -> Option<Arc<Rules>> {
+    read(top, &git_directory(top).join("info/exclude"), None)
+}
+
+/// Where a repository keeps what its worktrees share.
+fn git_directory(top: &Path) -> PathBuf {
+    let git = top.join(".git");
+    // A worktree or a submodule has a file that names the place, and that another.
+    let Some(text) = content(&git) else {
+        return git;
+    };
+    let own = top.join(text.strip_prefix("gitdir:").unwrap_or_default().trim());
+    match content(&own.join("commondir")) {
+        Some(common) => own.join(common.trim()),
+        None => own,
+    }
+}
+
+fn read(directory: &Path, file: &Path, outer: Option<Arc<Rules>>) -> Option<Arc<Rules>> {
+    let Some(text) = content(file) else {
+        return outer;
+    };
+    let mut builder = GitignoreBuilder::new(directory);
+    for line in text.lines() {
+        // As git does: a line that makes no sense is passed over.
+        let _ = builder.add_line(None, line);
+    }
+    match builder.build() {
+        Ok(matcher) if !matcher.is_empty() => Some(Arc::new(Rules { matcher, outer })),
+        _ => outer,
+    }
+}
+
+/// Not through a link, as git; and never waiting for a pipe.
+fn content(path: &Path) -> Option<String> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty()).ok()?);
+    if !file.metadata().ok()?.is_file() {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    file.take(MAX_RULES_BYTES).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
