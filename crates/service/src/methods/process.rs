@@ -150,19 +150,6 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     });
 }
 
-/// Refuses a sandbox that asks for anything: what cannot be enforced does not run.
-pub(crate) fn refuse_sandbox(sandbox: Option<&Value>) -> Result<(), RpcError> {
-    let Some(sandbox) = sandbox else {
-        return Ok(());
-    };
-    match sandbox.pointer("/permissions/type").and_then(Value::as_str) {
-        Some("disabled") => Ok(()),
-        _ => Err(RpcError::invalid_params(
-            "sandbox intent cannot be enforced on this executor",
-        )),
-    }
-}
-
 /// Finds the process of a request and does something with it, in its turn.
 fn with_process(
     call: Call<'_>,
