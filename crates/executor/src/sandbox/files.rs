@@ -50,12 +50,12 @@ pub(crate) struct Confined {
 ///
 /// What the server hides from sandboxed commands is no secret from whoever may name a policy.
 pub fn reads_everything(sandbox: &Sandbox) -> bool {
-    let entries = match &sandbox.permissions {
-        Permissions::Managed {
-            file_system: FileSystem::Restricted { entries, .. },
-            ..
-        } => entries,
-        _ => return true,
+    let Permissions::Managed {
+        file_system: FileSystem::Restricted { entries, .. },
+        ..
+    } = &sandbox.permissions
+    else {
+        return true;
     };
     let is_root = |path: &EntryPath| {
         matches!(

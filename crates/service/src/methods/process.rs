@@ -14,7 +14,6 @@ use exec_server_protocol::process::{
     TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitParams, WaitUntil,
     WriteParams, WriteResult, WriteStatus,
 };
-use serde_json::Value;
 
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
