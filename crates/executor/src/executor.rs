@@ -12,15 +12,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
+use exec_server_protocol::sandbox::Sandbox;
 use rustix::process::Pid;
 use tokio::sync::Notify;
 
 use crate::limits;
 use crate::log::{Meter, Retention};
 use crate::process::{self, Process};
-use crate::sandbox::Launcher;
+use crate::sandbox::files::{Files, Intent};
 use crate::sandbox::host::Host;
-use crate::sandbox::placeholder::Keeper;
+use crate::sandbox::placeholder::{self, Keeper};
+use crate::sandbox::pool::Helpers;
+use crate::sandbox::{self, Errand, Launcher};
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
 
@@ -69,6 +72,8 @@ struct Inner {
     null: OwnedFd,
     /// What launches sandboxes, and what it can do here.
     launcher: Launcher,
+    /// Processes that do file work under a policy.
+    helpers: Helpers,
     /// Goes last: what sandboxes have left on the disk goes with it.
     _keeper: Keeper,
     live: Arc<Live>,
@@ -116,6 +121,7 @@ impl Executor {
                 config,
                 null: null.into(),
                 launcher,
+                helpers: Helpers::default(),
                 _keeper: Keeper::new(),
                 live: Arc::default(),
                 retained: Meter::default(),
@@ -236,6 +242,34 @@ impl Executor {
 
     pub(crate) fn launcher(&self) -> &Launcher {
         &self.inner.launcher
+    }
+
+    pub(crate) fn helpers(&self) -> &Helpers {
+        &self.inner.helpers
+    }
+
+    /// Where file work under this policy is done.
+    pub fn files(&self, sandbox: Option<Sandbox>, intent: Intent) -> Files {
+        Files::new(self, sandbox, intent)
+    }
+
+    /// Ends processes that wait for file work, with what they hold on the disk; blocks.
+    pub fn end_helpers(&self) {
+        self.inner.helpers.clear();
+        placeholder::clear();
+    }
+
+    /// Starts a process that does file work.
+    pub(crate) fn launch_helper(&self, errand: &Errand) -> Result<OwnedFd, StartError> {
+        let path = self.inner.launcher.path()?;
+        let (_, pidfd) =
+            sandbox::launch_alone(path, &self.inner.null, errand).map_err(|source| {
+                StartError::System {
+                    action: "execute the sandbox launcher",
+                    source,
+                }
+            })?;
+        Ok(pidfd)
     }
 
     /// What this machine can enforce on sandboxed processes.

@@ -1,11 +1,11 @@
 //! `fs/*`: files of the machine behind the server.
 
 use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Value;
 
 use crate::chunk::{self, ByteChunk};
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
+use crate::sandbox::Sandbox;
 
 methods! {
     /// `fs/readFile`: a whole regular file in one answer.
@@ -87,7 +87,7 @@ pub struct ReadFileParams {
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Result of [`ReadFile`].
@@ -117,7 +117,7 @@ pub struct WriteFileParams {
     pub modified_at_ms: Option<i64>,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 impl WriteFileParams {
@@ -144,7 +144,7 @@ pub struct GetMetadataParams {
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Result of [`GetMetadata`].
@@ -193,7 +193,7 @@ pub struct OpenParams {
     pub mode: OpenMode,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// What a file is opened for.
@@ -289,7 +289,7 @@ pub struct CreateDirectoryParams {
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`Canonicalize`].
@@ -300,7 +300,7 @@ pub struct CanonicalizeParams {
     pub path: PathUri,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Result of [`Canonicalize`].
@@ -321,7 +321,7 @@ pub struct ReadDirectoryParams {
     pub links: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Result of [`ReadDirectory`].
@@ -360,7 +360,7 @@ pub struct WalkParams {
     pub options: WalkOptions,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Bounds of a [`Walk`].
@@ -436,7 +436,7 @@ pub struct RemoveParams {
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`enum@Copy`].
@@ -451,7 +451,7 @@ pub struct CopyParams {
     pub recursive: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`WatchMissing`].
@@ -494,7 +494,7 @@ pub struct RenameParams {
     pub overwrite: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`SetMetadata`].
@@ -514,7 +514,7 @@ pub struct SetMetadataParams {
     pub follow_symlinks: bool,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`CreateSymlink`].
@@ -526,7 +526,7 @@ pub struct CreateSymlinkParams {
     pub target: String,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Params of [`enum@Hash`].
@@ -539,7 +539,7 @@ pub struct HashParams {
     pub length: Option<u64>,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// Result of [`enum@Hash`].
@@ -570,7 +570,7 @@ pub struct WatchParams {
     pub debounce_ms: u64,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 fn default_debounce_ms() -> u64 {
@@ -671,7 +671,7 @@ pub struct SearchParams {
     pub context_lines: usize,
     /// The policy to run under.
     #[serde(default)]
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 fn default_max_matches() -> usize {

@@ -108,9 +108,11 @@ impl From<FsError> for RpcError {
                 code: io_code(&source),
                 message,
             },
-            FsError::Symlink { .. } | FsError::TooManyEntries(_) | FsError::RemoveNoFollow => {
-                Self::internal(message)
-            }
+            FsError::Symlink { .. }
+            | FsError::TooManyEntries(_)
+            | FsError::RemoveNoFollow
+            | FsError::Helper(_) => Self::internal(message),
+            FsError::Unenforceable(_) => Self::invalid_params(message),
             _ => Self::invalid_request(message),
         }
     }

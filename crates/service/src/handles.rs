@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use exec_server_executor::fs::OpenFile;
+use exec_server_executor::sandbox::files::Files;
 use exec_server_protocol::ByteChunk;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{OpenMode, OpenResult};
@@ -59,10 +60,22 @@ pub(crate) struct Call {
 
 #[derive(Debug)]
 pub(crate) enum Action {
-    Open { path: PathBuf, mode: OpenMode },
-    Read { offset: u64, len: usize },
-    Write { offset: u64, chunk: ByteChunk },
-    Close { commit: bool },
+    Open {
+        path: PathBuf,
+        mode: OpenMode,
+        files: Files,
+    },
+    Read {
+        offset: u64,
+        len: usize,
+    },
+    Write {
+        offset: u64,
+        chunk: ByteChunk,
+    },
+    Close {
+        commit: bool,
+    },
 }
 
 impl Handles {
@@ -220,8 +233,8 @@ impl Handle {
     ) -> Option<OpenFile> {
         let Call { action, responder } = call;
         match (action, file) {
-            (Action::Open { path, mode }, _) => {
-                match attempt(|| Ok(OpenFile::open(&path, mode)?)) {
+            (Action::Open { path, mode, files }, _) => {
+                match attempt(|| Ok(files.open(&path, mode)?)) {
                     Ok(file) => {
                         let handle_id = self.id.clone();
                         responder.send(Ok(OpenResult { handle_id }));

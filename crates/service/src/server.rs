@@ -286,6 +286,8 @@ impl Server {
         // What was written aside and not put in place must not be left on the disk.
         let mut with_files = self.inner.with_files.subscribe();
         let _ = tokio::time::timeout(FILES_GRACE, with_files.wait_for(|count| *count == 0)).await;
+        let executor = self.inner.executor.clone();
+        let _ = tokio::task::spawn_blocking(move || executor.end_helpers()).await;
         ended.cancel();
     }
 

@@ -19,8 +19,8 @@ use exec_server_protocol::fs::{
     WalkError, WalkOptions, WalkResult,
 };
 use exec_server_protocol::limits::MAX_MISSING_PATHS;
+use exec_server_protocol::sandbox::{Permissions, Sandbox};
 use exec_server_protocol::{PathUri, codes};
-use serde_json::Value;
 use tokio::sync::oneshot;
 
 use super::{
@@ -65,10 +65,8 @@ impl LocalFileSystem {
 }
 
 /// Checks what every method checks: the path and the sandbox.
-fn admit(path: &PathUri, sandbox: Option<&Value>) -> Result<PathBuf, ExecServerError> {
-    let enforceable = sandbox.is_none_or(|sandbox| {
-        sandbox.pointer("/permissions/type").and_then(Value::as_str) == Some("disabled")
-    });
+fn admit(path: &PathUri, sandbox: Option<&Sandbox>) -> Result<PathBuf, ExecServerError> {
+    let enforceable = sandbox.is_none_or(|sandbox| sandbox.permissions == Permissions::Disabled);
     if !enforceable {
         return Err(ExecServerError::Server {
             code: codes::INVALID_PARAMS,
@@ -229,7 +227,11 @@ impl ExecutorFileSystem for LocalFileSystem {
         })
     }
 
-    fn canonicalize<'a>(&'a self, path: &'a PathUri, sandbox: Option<Value>) -> Reply<'a, PathUri> {
+    fn canonicalize<'a>(
+        &'a self,
+        path: &'a PathUri,
+        sandbox: Option<Sandbox>,
+    ) -> Reply<'a, PathUri> {
         Box::pin(async move {
             let path = admit(path, sandbox.as_ref())?;
             blocking(move || uri(&files::canonicalize(&path)?)).await
@@ -345,7 +347,7 @@ impl ExecutorFileSystem for LocalFileSystem {
         &'a self,
         path: &'a PathUri,
         target: &'a str,
-        sandbox: Option<Value>,
+        sandbox: Option<Sandbox>,
     ) -> Reply<'a, ()> {
         Box::pin(async move {
             let path = admit(path, sandbox.as_ref())?;

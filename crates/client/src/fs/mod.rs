@@ -19,8 +19,8 @@ use exec_server_protocol::fs::{
     DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult, WatchIgnore,
 };
 use exec_server_protocol::path::PathUriError;
+use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{PathUri, codes};
-use serde_json::Value;
 
 use crate::backend::Reply;
 use crate::error::ExecServerError;
@@ -116,7 +116,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// # Errors
     ///
     /// When nothing is there.
-    fn canonicalize<'a>(&'a self, path: &'a PathUri, sandbox: Option<Value>) -> Reply<'a, PathUri>;
+    fn canonicalize<'a>(
+        &'a self,
+        path: &'a PathUri,
+        sandbox: Option<Sandbox>,
+    ) -> Reply<'a, PathUri>;
 
     /// What is in a directory, in no order.
     ///
@@ -173,7 +177,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         &'a self,
         path: &'a PathUri,
         target: &'a str,
-        sandbox: Option<Value>,
+        sandbox: Option<Sandbox>,
     ) -> Reply<'a, ()>;
 
     /// SHA-256 of a file or of its beginning.
@@ -263,7 +267,7 @@ pub struct Access {
     /// Whether links are followed.
     pub links: Links,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to write a whole file.
@@ -276,7 +280,7 @@ pub struct WriteOptions {
     /// The time of last change to have afterwards, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to read a stream.
@@ -285,7 +289,7 @@ pub struct ReadStream {
     /// Where to start.
     pub offset: u64,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to write a stream.
@@ -296,7 +300,7 @@ pub struct WriteStream {
     /// Where to start; a gap before it reads as zeros.
     pub offset: u64,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// What becomes of a file while a stream writes it.
@@ -319,7 +323,7 @@ pub struct CreateDirectory {
     /// Whether links are followed.
     pub links: Links,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 impl Default for CreateDirectory {
@@ -339,7 +343,7 @@ pub struct ReadDirectory {
     /// [`Feature::ListLinks`].
     pub links: bool,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How far to walk; by default as far as is allowed.
@@ -356,7 +360,7 @@ pub struct Walk {
     /// List directories whose name begins with a dot, but do not enter them.
     pub prune_hidden_directories: bool,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 impl Default for Walk {
@@ -383,7 +387,7 @@ pub struct Remove {
     /// Whether links in front of the last component are followed.
     pub links: Links,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to copy.
@@ -392,7 +396,7 @@ pub struct Copy {
     /// Directories with everything below them.
     pub recursive: bool,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to move.
@@ -401,7 +405,7 @@ pub struct Rename {
     /// Replace what is there.
     pub overwrite: bool,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// What to set.
@@ -414,7 +418,7 @@ pub struct SetMetadata {
     /// Whether links are followed.
     pub links: Links,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// What to hash.
@@ -423,7 +427,7 @@ pub struct Hash {
     /// How many bytes from the beginning; the whole file if absent.
     pub length: Option<u64>,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 /// How to search.
@@ -442,7 +446,7 @@ pub struct Search {
     /// Lines to show around each match.
     pub context_lines: usize,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 impl Default for Search {
@@ -469,7 +473,7 @@ pub struct Watch {
     /// How long to gather changes before telling of them.
     pub debounce: Duration,
     /// The policy to run under.
-    pub sandbox: Option<Value>,
+    pub sandbox: Option<Sandbox>,
 }
 
 impl Default for Watch {

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use bytes::{Bytes, BytesMut};
 use exec_server_protocol::fs::{self as wire, DirectoryEntry, HashResult, Metadata, OpenMode};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{Method, PathUri, codes};
-use serde_json::Value;
 
 use super::{
     Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
@@ -193,7 +193,7 @@ impl RemoteFileSystem {
         &self,
         path: &PathUri,
         mode: OpenMode,
-        sandbox: Option<Value>,
+        sandbox: Option<Sandbox>,
     ) -> Result<Arc<RemoteFile>, ExecServerError> {
         let handle_id = uuid::Uuid::new_v4().simple().to_string();
         // Before the request: whoever stops waiting for it leaves no handle behind.
@@ -313,7 +313,11 @@ impl ExecutorFileSystem for RemoteFileSystem {
         Box::pin(self.look(path, options))
     }
 
-    fn canonicalize<'a>(&'a self, path: &'a PathUri, sandbox: Option<Value>) -> Reply<'a, PathUri> {
+    fn canonicalize<'a>(
+        &'a self,
+        path: &'a PathUri,
+        sandbox: Option<Sandbox>,
+    ) -> Reply<'a, PathUri> {
         Box::pin(async move {
             let params = wire::CanonicalizeParams {
                 path: path.clone(),
@@ -416,7 +420,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
         &'a self,
         path: &'a PathUri,
         target: &'a str,
-        sandbox: Option<Value>,
+        sandbox: Option<Sandbox>,
     ) -> Reply<'a, ()> {
         Box::pin(async move {
             let params = wire::CreateSymlinkParams {

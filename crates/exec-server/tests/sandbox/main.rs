@@ -19,6 +19,7 @@ mod network;
 mod policies;
 mod processes;
 mod protected;
+mod requests;
 
 /// Whose server it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,6 +9,7 @@ use std::path::{Component, Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, is_link, link, open, parent};
 use super::{Cancelled, FsError, LinkAt, Links, at};
@@ -17,7 +18,7 @@ use super::{Cancelled, FsError, LinkAt, Links, at};
 pub const MAX_DIRECTORY_ENTRIES: usize = 50_000;
 
 /// What a name in a directory is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// A directory.
     Directory,
@@ -41,13 +42,14 @@ impl From<FileType> for Kind {
 }
 
 /// Names and what they are; all names lie in one buffer.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Listing {
+    #[serde(with = "super::wire::bytes")]
     names: Vec<u8>,
     entries: Vec<Entry>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 struct Entry {
     start: usize,
     len: usize,
@@ -72,6 +74,14 @@ impl Listing {
             len: name.len(),
             kind,
         });
+    }
+
+    /// Whether every name lies in the buffer; one from another process might not.
+    pub(super) fn is_whole(&self) -> bool {
+        self.entries.iter().all(|entry| {
+            let end = entry.start.checked_add(entry.len);
+            end.is_some_and(|end| end <= self.names.len())
+        })
     }
 
     fn name(&self, entry: Entry) -> &[u8] {

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -13,8 +14,9 @@ use sha2::{Digest as _, Sha256};
 
 use super::metadata::modified;
 use super::open::open;
-use super::replace::{Replacement, Target, target};
+use super::replace::{Letter, Replacement, Target, target};
 use super::{Attributes, Cancelled, FsError, Links, at, go_on};
+use crate::sandbox::files::Confined;
 
 /// Opens a regular file for reading.
 ///
@@ -148,6 +150,15 @@ pub struct OpenFile {
 enum Access {
     Direct(File),
     Aside(Replacement),
+    /// Written aside under a policy, and put in place under it.
+    Confined(Replacement, Confined),
+}
+
+/// An open file on its way from the process that opened it under a policy.
+#[derive(Debug)]
+pub(crate) enum Opened {
+    Direct(File),
+    Aside(Letter, OwnedFd, OwnedFd),
 }
 
 impl OpenFile {
@@ -184,10 +195,41 @@ impl OpenFile {
         })
     }
 
+    /// One that was opened under a policy.
+    pub(crate) fn received(path: &Path, opened: Opened, confined: Confined) -> Self {
+        let access = match opened {
+            Opened::Direct(file) => Access::Direct(file),
+            Opened::Aside(letter, directory, file) => {
+                Access::Confined(Replacement::received(letter, directory, file), confined)
+            }
+        };
+        Self {
+            access,
+            path: path.to_owned(),
+            incomplete: false,
+        }
+    }
+
+    /// Hands it to the process that it is opened for; that one has to commit it.
+    pub(crate) fn send(self) -> Result<Opened, FsError> {
+        match self.access {
+            Access::Direct(file) => Ok(Opened::Direct(file)),
+            Access::Aside(replacement) | Access::Confined(replacement, _) => {
+                let (letter, directory, file) = replacement.letter();
+                let copies = || -> io::Result<(OwnedFd, OwnedFd)> {
+                    Ok((directory.try_clone()?, file.as_fd().try_clone_to_owned()?))
+                };
+                let (directory, file) = copies().map_err(at(&self.path))?;
+                replacement.forget();
+                Ok(Opened::Aside(letter, directory, file))
+            }
+        }
+    }
+
     fn file(&self) -> &File {
         match &self.access {
             Access::Direct(file) => file,
-            Access::Aside(replacement) => replacement.file(),
+            Access::Aside(replacement) | Access::Confined(replacement, _) => replacement.file(),
         }
     }
 
@@ -221,10 +263,29 @@ impl OpenFile {
         match self.access {
             Access::Direct(_) => Ok(()),
             // Whoever does not wait for the answers to its writes asks for this before it knows.
-            Access::Aside(_) if self.incomplete => Err(FsError::Incomplete(self.path)),
+            Access::Aside(_) | Access::Confined(..) if self.incomplete => {
+                Err(FsError::Incomplete(self.path))
+            }
             Access::Aside(replacement) => replacement.commit().map_err(at(&self.path)),
+            Access::Confined(replacement, confined) => {
+                let (letter, directory, file) = replacement.letter();
+                confined.place(&self.path, letter, [directory.as_fd(), file.as_fd()])?;
+                replacement.forget();
+                Ok(())
+            }
         }
     }
+}
+
+/// Puts in place what another process has written aside.
+pub(crate) fn place(
+    path: &Path,
+    letter: Letter,
+    directory: OwnedFd,
+    file: OwnedFd,
+) -> Result<(), FsError> {
+    let replacement = Replacement::received(letter, directory, file);
+    replacement.commit().map_err(at(path))
 }
 
 /// Opens for writing, creating the file if it is missing and leaving its content.

@@ -7,12 +7,13 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
+use serde::{Deserialize, Serialize};
 
 use super::open::open;
 use super::{FsError, Links, at};
 
 /// What is at a path.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metadata {
     /// It is a directory.
     pub is_directory: bool,
@@ -35,16 +36,22 @@ pub struct Metadata {
     /// The number of the file in its filesystem.
     pub inode: u64,
     /// What the link at the end of the path says.
+    #[serde(with = "super::wire::maybe_path")]
     pub symlink_target: Option<PathBuf>,
 }
 
 /// What a file shall have; the rest stays as it is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attributes {
     /// Permission bits, at most 0o7777.
     pub mode: Option<u32>,
     /// Time of last change, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
+}
+
+/// Something at a path, for looking at who owns it.
+pub(crate) fn entry(path: &Path, links: Links) -> Result<fs::File, FsError> {
+    open(path, OFlags::PATH, Mode::empty(), links)
 }
 
 /// What is at a path. A link at its end is looked through and reported.

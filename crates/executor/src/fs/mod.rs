@@ -16,11 +16,13 @@ pub mod search;
 mod tree;
 mod walk;
 pub mod watch;
+pub(crate) mod wire;
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
+use serde::{Deserialize, Serialize};
 
 pub use cached::{learn, metadata_at_once, read_at_once};
 pub use directory::{
@@ -28,7 +30,10 @@ pub use directory::{
     read_directory_with_links,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
+pub(crate) use file::{Opened, place};
+pub(crate) use metadata::entry;
 pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};
+pub(crate) use replace::Letter;
 pub use tree::{copy, remove, rename};
 pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
 
@@ -100,6 +105,15 @@ pub enum FsError {
     /// Whoever asked is gone.
     #[error("cancelled")]
     Cancelled,
+    /// The policy that the work is to be done under makes no sense here.
+    #[error("{0}")]
+    Policy(String),
+    /// The policy that the work is to be done under cannot be enforced here.
+    #[error("{0}")]
+    Unenforceable(String),
+    /// The process that does such work failed.
+    #[error("fs sandbox helper failed: {0}")]
+    Helper(String),
 }
 
 /// Where in a path a symbolic link is.
@@ -112,7 +126,7 @@ pub enum LinkAt {
 }
 
 /// Whether a path may lead through symbolic links.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Links {
     /// It may.
     Follow,

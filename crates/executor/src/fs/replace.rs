@@ -4,10 +4,12 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, Stat, Uid};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, link, parent, same, stat_in};
 use super::{FsError, LinkAt, Links, at};
@@ -22,6 +24,14 @@ pub(super) struct Replacement {
     /// The bits that writing may take away again.
     special: Option<Mode>,
     placed: bool,
+}
+
+/// What is said of a [`Replacement`] to another process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct Letter {
+    temporary: String,
+    name: Vec<u8>,
+    special: Option<u32>,
 }
 
 /// Where a file is to be written.
@@ -78,6 +88,33 @@ impl Replacement {
 
     pub(super) fn file(&self) -> &File {
         &self.file
+    }
+
+    /// What another process needs to put it in place; its two descriptors apart.
+    pub(super) fn letter(&self) -> (Letter, &OwnedFd, &File) {
+        let letter = Letter {
+            temporary: self.temporary.clone(),
+            name: self.name.as_bytes().to_vec(),
+            special: self.special.map(|mode| mode.as_raw_mode()),
+        };
+        (letter, &self.directory, &self.file)
+    }
+
+    /// One that another process has begun; it is this one's to place or to remove from now on.
+    pub(super) fn received(letter: Letter, directory: OwnedFd, file: OwnedFd) -> Self {
+        Self {
+            directory,
+            temporary: letter.temporary,
+            name: OsString::from_vec(letter.name),
+            file: File::from(file),
+            special: letter.special.map(Mode::from_raw_mode),
+            placed: false,
+        }
+    }
+
+    /// Another process has it now, or has put it in place.
+    pub(super) fn forget(mut self) {
+        self.placed = true;
     }
 
     /// Puts it in place of whatever has the name.

@@ -52,6 +52,9 @@ pub enum SearchError {
         /// What is wrong with it.
         source: ignore::Error,
     },
+    /// What a search under a policy said of its pattern or globs.
+    #[error("{0}")]
+    Told(String),
     /// The path cannot be searched.
     #[error(transparent)]
     Fs(#[from] FsError),

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use exec_server_protocol::fs::{WalkKind, WalkOptions};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 use super::directory::{Kind, Listing, ReadError, each_name};
 use super::open::file_type;
@@ -39,23 +40,30 @@ const BUDGET_BYTES: usize = 4 << 20;
 const ITEM_BYTES: usize = 64;
 
 /// What a walk found, directory by directory.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Walked {
     groups: Vec<Group>,
     /// What could not be looked at.
+    #[serde(with = "super::wire::failures")]
     pub errors: Vec<(PathBuf, io::Error)>,
     /// A bound was reached: there is more.
     pub truncated: bool,
 }
 
 /// What was found in one directory.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Group {
+    #[serde(with = "super::wire::path")]
     directory: PathBuf,
     found: Listing,
 }
 
 impl Walked {
+    /// Whether it makes sense; one from another process might not.
+    pub(super) fn is_whole(&self) -> bool {
+        self.groups.iter().all(|group| group.found.is_whole())
+    }
+
     /// Each directory that was entered with what was found in it, names in order.
     pub fn directories(
         &self,

@@ -31,7 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use super::host::{self, Host};
 use super::plan::{Command, Confinement, Landlock, Namespaces, Plan, Text};
-use super::view;
+use super::{helper, view};
 use crate::sys::confine::{self, Fork, OneThread, Signals};
 
 /// The first argument of an executable that is to be a launcher.
@@ -40,6 +40,9 @@ pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
 /// Where the order and the socket for reports are.
 const ORDER_FD: i32 = 3;
 const REPORT_FD: i32 = 4;
+
+/// Where file work is asked for, if that is the order.
+const WORK_FD: i32 = 5;
 
 /// What a launcher that fails exits with; whoever started it has been told more.
 const FAILED: c_int = 125;
@@ -52,6 +55,8 @@ static DISPATCHES: AtomicBool = AtomicBool::new(false);
 pub(crate) enum Order {
     /// Run a command.
     Run(Box<Plan>),
+    /// Do file work, confined like this.
+    Serve(Box<Confinement>),
     /// Find out what can be enforced.
     Probe,
 }
@@ -168,9 +173,13 @@ fn run(token: OneThread) -> ! {
         confine::exit(FAILED)
     };
     match read_order(order) {
-        Ok(Order::Run(plan)) => match &plan.confinement.namespaces {
-            Some(namespaces) => watch(token, &plan, namespaces, report),
-            None => become_command(token, &plan, &report),
+        Ok(Order::Run(plan)) => {
+            let work = Work::Command(&plan.command);
+            begin(token, &plan.confinement, work, report)
+        }
+        Ok(Order::Serve(confinement)) => match confine::inherited(token, WORK_FD) {
+            Ok(socket) => begin(token, &confinement, Work::Files(socket), report),
+            Err(error) => give_up(&report, failed(Step::Order, b"", error)),
         },
         Ok(Order::Probe) => {
             tell(&report, &Report::Host(probe(token)));
@@ -201,16 +210,51 @@ fn give_up(report: &OwnedFd, failure: Failure) -> ! {
     confine::exit(FAILED)
 }
 
-/// Confines this process and becomes the command.
-fn become_command(token: OneThread, plan: &Plan, report: &OwnedFd) -> ! {
-    if let Err(failure) = confine_self(&plan.confinement) {
-        give_up(report, failure)
+/// What is done once everything is in place.
+enum Work<'a> {
+    Command(&'a Command),
+    /// File work, for whoever is at the other end.
+    Files(OwnedFd),
+}
+
+impl Work<'_> {
+    fn has_terminal(&self) -> bool {
+        matches!(self, Self::Command(command) if command.terminal)
     }
-    execute(token, &plan.command, report)
+}
+
+fn begin(token: OneThread, confinement: &Confinement, work: Work<'_>, report: OwnedFd) -> ! {
+    if let Some(namespaces) = &confinement.namespaces {
+        watch(token, confinement, namespaces, work, report)
+    }
+    if let Err(failure) = confine_self(confinement) {
+        give_up(&report, failure)
+    }
+    match work {
+        Work::Command(command) => execute(token, command, &report),
+        Work::Files(socket) => serve(confinement, &socket, report),
+    }
+}
+
+/// Does file work in this process, which is confined already.
+fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
+    let _ = confine::limit(libc::RLIMIT_CORE, 0);
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    tell(&report, &Report::Started);
+    drop(report);
+    let mounts = confinement.namespaces.iter().flat_map(|view| &view.mounts);
+    let laid: Vec<Text> = mounts.map(|mount| mount.path.clone()).collect();
+    helper::serve(socket, &laid)
 }
 
 /// Starts the first process of new namespaces, waits for its end and ends as the command did.
-fn watch(token: OneThread, plan: &Plan, namespaces: &Namespaces, report: OwnedFd) -> ! {
+fn watch(
+    token: OneThread,
+    confinement: &Confinement,
+    namespaces: &Namespaces,
+    work: Work<'_>,
+    report: OwnedFd,
+) -> ! {
     let (end, first_end) = match rustix::pipe::pipe_with(PipeFlags::CLOEXEC) {
         Ok(pipe) => pipe,
         Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
@@ -229,12 +273,13 @@ fn watch(token: OneThread, plan: &Plan, namespaces: &Namespaces, report: OwnedFd
     let first = match confine::fork(token, flags) {
         Ok(Fork::Child) => {
             drop(end);
-            first(token, plan, namespaces, ids, report, first_end)
+            let pipes = (report, first_end);
+            first(token, confinement, namespaces, work, ids, pipes)
         }
         Ok(Fork::Parent(pid)) => pid,
         Err(error) => give_up(&report, failed(Step::Namespaces, b"", error)),
     };
-    drop((report, first_end));
+    drop((report, first_end, work));
     confine::close_streams(token);
     let own_status = wait_for(first);
     let mut status = [0; 4];
@@ -299,14 +344,15 @@ impl Ids {
     }
 }
 
-/// The first process of new namespaces: builds the view, confines itself, forks the command.
+/// The first process of new namespaces: builds the view, confines itself, forks the command or
+/// does file work itself.
 fn first(
     token: OneThread,
-    plan: &Plan,
+    confinement: &Confinement,
     namespaces: &Namespaces,
+    work: Work<'_>,
     ids: Ids,
-    report: OwnedFd,
-    end: OwnedFd,
+    (report, end): (OwnedFd, OwnedFd),
 ) -> ! {
     // If the launcher dies, so does this process, and with it everything in its namespace.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
@@ -317,16 +363,20 @@ fn first(
         if namespaces.user {
             ids.map()?;
         }
-        let kept = view::build(namespaces, plan.command.terminal)?;
-        confine_self(&plan.confinement)?;
+        let kept = view::build(namespaces, work.has_terminal())?;
+        confine_self(confinement)?;
         Ok(kept)
     };
     let kept = match built() {
         Ok(kept) => kept,
         Err(failure) => give_up(&report, failure),
     };
+    let command = match work {
+        Work::Command(command) => command,
+        Work::Files(socket) => serve(confinement, &socket, report),
+    };
     let command = match confine::fork(token, 0) {
-        Ok(Fork::Child) => lead_session(token, &plan.command, &report),
+        Ok(Fork::Child) => lead_session(token, command, &report),
         Ok(Fork::Parent(pid)) => pid,
         Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
     };

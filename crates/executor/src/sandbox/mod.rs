@@ -8,12 +8,15 @@
 //! What cannot be enforced does not run, unless the request allows less and is told what is missing.
 
 pub(crate) mod denial;
+pub mod files;
 mod glob;
+mod helper;
 pub mod host;
 pub mod launcher;
 pub(crate) mod placeholder;
 pub mod plan;
 pub mod policy;
+pub(crate) mod pool;
 pub mod seatbelt;
 pub mod seccomp;
 mod view;
@@ -22,7 +25,7 @@ use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io::{self, Write as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -41,7 +44,7 @@ use self::host::Host;
 use self::launcher::{Failure, Order, Report, Step};
 use self::placeholder::{Hold, Placeholder};
 use self::plan::{Command, Confinement, Plan};
-use self::policy::{Context, Disk as _, Kind, RealDisk};
+use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
 use crate::spec::{Prepared, Spec, StartError};
 use crate::sys::launch::{Launch, launch};
 
@@ -111,7 +114,14 @@ pub(crate) fn prepare(
         disk: &disk,
         hidden,
     };
-    let mut policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
+    let policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
+    confine(policy, sandbox.allow_partial_enforcement, host)
+}
+
+/// Decides how to enforce a resolved policy, and holds the places that this takes.
+fn confine(mut policy: Policy, allow_partial: bool, host: &Host) -> Result<Prison, StartError> {
+    let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
+    let disk = RealDisk;
     let mut placeholders = Vec::new();
     let root = rustix::process::geteuid().is_root();
     if let Some(view) = &mut policy.view
@@ -140,7 +150,7 @@ pub(crate) fn prepare(
     let is_directory = |path: &Path| matches!(disk.kind(path), Ok(Some(Kind::Directory)));
     let options = plan::Options {
         root,
-        allow_partial: sandbox.allow_partial_enforcement,
+        allow_partial,
         is_directory: &is_directory,
     };
     let (confinement, enforcement) =
@@ -172,6 +182,8 @@ pub(crate) struct Errand {
     order: OwnedFd,
     theirs: OwnedFd,
     ours: OwnedFd,
+    /// Where file work is asked for.
+    work: Option<OwnedFd>,
 }
 
 /// The command inside, as seen from here.
@@ -202,7 +214,21 @@ impl Errand {
             order: high(file.into())?,
             theirs: high(theirs)?,
             ours,
+            work: None,
         })
+    }
+
+    /// An order to do file work, and the socket to ask for it.
+    pub(crate) fn serve(prison: &Prison) -> io::Result<(OwnedFd, Self)> {
+        let mut errand = Self::new(&Order::Serve(Box::new(prison.confinement.clone())))?;
+        let (ours, theirs) = rustix::net::socketpair(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
+        Ok((ours, errand))
     }
 
     /// An order to run a command.
@@ -231,8 +257,17 @@ impl Errand {
     }
 
     /// The descriptors that the launcher expects, in order.
-    pub(crate) fn descriptors(&self) -> [std::os::fd::BorrowedFd<'_>; 2] {
+    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        let work = self.work.as_ref().map(OwnedFd::as_fd);
         [self.order.as_fd(), self.theirs.as_fd()]
+            .into_iter()
+            .chain(work)
+            .collect()
+    }
+
+    /// Waits for a process that does file work to be ready; blocks.
+    pub(crate) fn wait_served(self) -> Result<(), StartError> {
+        self.wait(&Spec::default()).map(drop)
     }
 
     /// Waits for the command to run; blocks.
@@ -245,9 +280,9 @@ impl Errand {
             theirs,
             ours,
             order,
-            ..
+            work,
         } = self;
-        drop((theirs, order));
+        drop((theirs, order, work));
         let mut started = None;
         loop {
             match receive(&ours) {
@@ -380,10 +415,13 @@ impl Launcher {
     }
 }
 
-/// Has a launcher find out what can be enforced.
-fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
-    let errand = Errand::new(&Order::Probe)?;
-    let (pid, _pidfd) = launch(&Launch {
+/// Starts a launcher that has nothing to do with any process.
+pub(crate) fn launch_alone(
+    path: &CStr,
+    null: &OwnedFd,
+    errand: &Errand,
+) -> io::Result<(Pid, OwnedFd)> {
+    launch(&Launch {
         candidates: &[path],
         argv: &[c"exec-server", launcher::ARGUMENT],
         env: &[],
@@ -396,7 +434,13 @@ fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
         groups: &[],
         extra: &errand.descriptors(),
     })
-    .map_err(|error| error.source)?;
+    .map_err(|error| error.source)
+}
+
+/// Has a launcher find out what can be enforced.
+fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
+    let errand = Errand::new(&Order::Probe)?;
+    let (pid, _pidfd) = launch_alone(path, null, &errand)?;
     let Errand { ours, theirs, .. } = errand;
     drop(theirs);
     let report = receive(&ours);

@@ -41,6 +41,7 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
         capabilities: BTreeMap::from([
             ("fileWriteStreaming".to_owned(), true),
             ("fsWatchMissing".to_owned(), true),
+            ("sandboxedFileStreaming".to_owned(), true),
         ]),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
     }

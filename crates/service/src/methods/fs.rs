@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
+use exec_server_executor::sandbox::files::{Files, Intent, depends_on_directory};
 use exec_server_executor::sys::memory;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
@@ -15,9 +16,8 @@ use exec_server_protocol::fs::{
 };
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::method::Empty;
-use serde_json::Value;
+use exec_server_protocol::sandbox::Sandbox;
 
-use super::process::refuse_sandbox;
 use crate::connection::Responder;
 use crate::dispatch::Call;
 use crate::error::RpcError;
@@ -39,12 +39,24 @@ const LISTING_BYTES: usize = 8 << 20;
 pub(super) fn admit(
     call: &Call<'_>,
     path: &PathUri,
-    sandbox: Option<&Value>,
-) -> Result<PathBuf, RpcError> {
+    sandbox: &mut Option<Sandbox>,
+    intent: Intent,
+) -> Result<(PathBuf, Files), RpcError> {
     call.phase.ready(FAMILY)?;
-    refuse_sandbox(sandbox)
-        .inspect_err(|_| call.connection.server.metrics().sandbox_refusals.add(1))?;
-    native(path)
+    let executor = call.connection.server.executor();
+    let sandbox = sandbox.take();
+    let has_directory = sandbox.as_ref().is_none_or(|sandbox| {
+        let context = sandbox.policy_context.as_ref();
+        context.is_some_and(|context| context.cwd.is_some()) || sandbox.cwd.is_some()
+    });
+    let is_dynamic = sandbox.as_ref().is_some_and(depends_on_directory);
+    let files = executor.files(sandbox, intent);
+    if !files.is_direct() && is_dynamic && !has_directory {
+        return Err(RpcError::invalid_params(
+            "file system sandbox context with dynamic permissions requires cwd",
+        ));
+    }
+    Ok((native(path)?, files))
 }
 
 fn native(path: &PathUri) -> Result<PathBuf, RpcError> {
@@ -103,13 +115,15 @@ pub(super) async fn blocking<R: Send + 'static>(
         .unwrap_or_else(|error| Err(RpcError::internal(format!("file work failed: {error}"))))
 }
 
-pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
-    let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => path,
+pub(crate) fn read_file(call: Call<'_>, mut params: ReadFileParams) {
+    let (path, files) = match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok(admitted) => admitted,
         Err(error) => return call.responder.send_error(error),
     };
     let links = links(params.follow_symlinks);
-    if let Some(data) = fs::read_at_once(&path, links, AT_ONCE_BYTES) {
+    if files.is_direct()
+        && let Some(data) = fs::read_at_once(&path, links, AT_ONCE_BYTES)
+    {
         return call
             .responder
             .send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
@@ -121,8 +135,10 @@ pub(crate) fn read_file(call: Call<'_>, params: ReadFileParams) {
     let (connection, responder) = (Arc::clone(call.connection), call.responder);
     call.connection.file_work(move || {
         let opened = attempt(|| {
-            let file = fs::open_file(&path, links)?;
-            fs::learn(&path);
+            let file = files.open_file(&path, links)?;
+            if files.is_direct() {
+                fs::learn(&path);
+            }
             let size = fs::readable_size(&file, &path)?;
             fits(usize::try_from(size).unwrap_or(usize::MAX / 2))?;
             Ok((file, size))
@@ -183,32 +199,38 @@ fn attributes(mode: Option<u32>, modified_at_ms: Option<i64>) -> Result<Attribut
     })
 }
 
-pub(crate) fn write_file(mut call: Call<'_>, params: WriteFileParams) {
-    let admitted = admit(&call, &params.path, params.sandbox.as_ref())
-        .and_then(|path| Ok((path, attributes(params.mode, params.modified_at_ms)?)));
+pub(crate) fn write_file(mut call: Call<'_>, mut params: WriteFileParams) {
+    let admitted =
+        admit(&call, &params.path, &mut params.sandbox, Intent::Write).and_then(|(path, files)| {
+            Ok((path, files, attributes(params.mode, params.modified_at_ms)?))
+        });
     call.responder.hold(params.data_base64.as_slice().len());
     match admitted {
-        Ok((path, attributes)) => run(call, move || {
+        Ok((path, files, attributes)) => run(call, move || {
             let links = links(params.follow_symlinks);
-            fs::write_file(&path, params.data_base64.as_slice(), links, attributes)?;
+            files.write_file(&path, params.data_base64.as_slice(), links, attributes)?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn get_metadata(call: Call<'_>, params: GetMetadataParams) {
-    let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => path,
+pub(crate) fn get_metadata(call: Call<'_>, mut params: GetMetadataParams) {
+    let (path, files) = match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok(admitted) => admitted,
         Err(error) => return call.responder.send_error(error),
     };
     let links = links(params.follow_symlinks);
-    if let Some(found) = fs::metadata_at_once(&path, links) {
+    if files.is_direct()
+        && let Some(found) = fs::metadata_at_once(&path, links)
+    {
         return call.responder.send(told(found));
     }
     run(call, move || {
-        let found = fs::metadata(&path, links);
-        fs::learn(&path);
+        let found = files.metadata(&path, links);
+        if files.is_direct() {
+            fs::learn(&path);
+        }
         told(found)
     });
 }
@@ -233,20 +255,20 @@ fn told(found: Result<fs::Metadata, FsError>) -> Result<Metadata, RpcError> {
     })
 }
 
-pub(crate) fn create_directory(call: Call<'_>, params: CreateDirectoryParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run(call, move || {
-            fs::create_directory(&path, params.recursive, links(params.follow_symlinks))?;
+pub(crate) fn create_directory(call: Call<'_>, mut params: CreateDirectoryParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Write) {
+        Ok((path, files)) => run(call, move || {
+            files.create_directory(&path, params.recursive, links(params.follow_symlinks))?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn canonicalize(call: Call<'_>, params: CanonicalizeParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run(call, move || {
-            let path = uri(&fs::canonicalize(&path)?)?;
+pub(crate) fn canonicalize(call: Call<'_>, mut params: CanonicalizeParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok((path, files)) => run(call, move || {
+            let path = uri(&files.canonicalize(&path)?)?;
             Ok(CanonicalizeResult { path })
         }),
         Err(error) => call.responder.send_error(error),
@@ -258,14 +280,11 @@ fn uri(path: &Path) -> Result<PathUri, RpcError> {
     PathUri::from_native(path).map_err(|error| RpcError::internal(error.to_string()))
 }
 
-pub(crate) fn read_directory(call: Call<'_>, params: ReadDirectoryParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run_listing(
+pub(crate) fn read_directory(call: Call<'_>, mut params: ReadDirectoryParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok((path, files)) => run_listing(
             call,
-            move |cancelled| match params.links {
-                true => fs::read_directory_with_links(&path, cancelled),
-                false => Ok((fs::read_directory(&path, cancelled)?, HashMap::new())),
-            },
+            move |cancelled| files.read_directory(&path, params.links, cancelled),
             move |responder, (listing, targets)| {
                 send_listing(responder, &params.path, &listing, &targets);
             },
@@ -317,11 +336,11 @@ fn push_text(out: &mut Vec<u8>, text: &str) {
     debug_assert!(written.is_ok(), "any text can be written to memory");
 }
 
-pub(crate) fn walk(call: Call<'_>, params: WalkParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run_listing(
+pub(crate) fn walk(call: Call<'_>, mut params: WalkParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok((path, files)) => run_listing(
             call,
-            move |cancelled| fs::walk(&path, params.options, cancelled),
+            move |cancelled| files.walk(&path, params.options, cancelled),
             |responder, walked| send_walk(responder, &walked),
         ),
         Err(error) => call.responder.send_error(error),
@@ -379,16 +398,18 @@ fn send_walk(responder: Responder, walked: &Walked) {
     });
 }
 
-pub(crate) fn remove(call: Call<'_>, params: RemoveParams) {
-    let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => path,
+pub(crate) fn remove(call: Call<'_>, mut params: RemoveParams) {
+    let (path, files) = match admit(&call, &params.path, &mut params.sandbox, Intent::Write) {
+        Ok(admitted) => admitted,
         Err(error) => return call.responder.send_error(error),
     };
     let links = links(params.follow_symlinks);
     let responder = call.responder;
     let work = move || {
         responder.send(attempt(|| {
-            fs::remove(&path, params.recursive, params.force, links).map_err(RpcError::of_entry)?;
+            files
+                .remove(&path, params.recursive, params.force, links)
+                .map_err(RpcError::of_entry)?;
             Ok(Empty {})
         }));
     };
@@ -399,56 +420,63 @@ pub(crate) fn remove(call: Call<'_>, params: RemoveParams) {
     }
 }
 
-pub(crate) fn copy(call: Call<'_>, params: CopyParams) {
-    let paths = admit(&call, &params.source_path, params.sandbox.as_ref())
-        .and_then(|source| Ok((source, native(&params.destination_path)?)));
+pub(crate) fn copy(call: Call<'_>, mut params: CopyParams) {
+    let paths = admit(
+        &call,
+        &params.source_path,
+        &mut params.sandbox,
+        Intent::Write,
+    )
+    .and_then(|(source, files)| Ok((source, native(&params.destination_path)?, files)));
     match paths {
-        Ok((source, destination)) => run_long(call, move |cancelled| {
-            fs::copy(&source, &destination, params.recursive, cancelled)?;
+        Ok((source, destination, files)) => run_long(call, move |cancelled| {
+            files.copy(&source, &destination, params.recursive, cancelled)?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn rename(call: Call<'_>, params: RenameParams) {
-    let paths = admit(&call, &params.from, params.sandbox.as_ref())
-        .and_then(|from| Ok((from, native(&params.to)?)));
+pub(crate) fn rename(call: Call<'_>, mut params: RenameParams) {
+    let paths = admit(&call, &params.from, &mut params.sandbox, Intent::Write)
+        .and_then(|(from, files)| Ok((from, native(&params.to)?, files)));
     match paths {
-        Ok((from, to)) => run_long(call, move |cancelled| {
-            fs::rename(&from, &to, params.overwrite, cancelled)?;
+        Ok((from, to, files)) => run_long(call, move |cancelled| {
+            files.rename(&from, &to, params.overwrite, cancelled)?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn set_metadata(call: Call<'_>, params: SetMetadataParams) {
-    let admitted = admit(&call, &params.path, params.sandbox.as_ref())
-        .and_then(|path| Ok((path, attributes(params.mode, params.modified_at_ms)?)));
+pub(crate) fn set_metadata(call: Call<'_>, mut params: SetMetadataParams) {
+    let admitted =
+        admit(&call, &params.path, &mut params.sandbox, Intent::Write).and_then(|(path, files)| {
+            Ok((path, files, attributes(params.mode, params.modified_at_ms)?))
+        });
     match admitted {
-        Ok((path, attributes)) => run(call, move || {
-            fs::set_metadata(&path, attributes, links(params.follow_symlinks))?;
+        Ok((path, files, attributes)) => run(call, move || {
+            files.set_metadata(&path, attributes, links(params.follow_symlinks))?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn create_symlink(call: Call<'_>, params: CreateSymlinkParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run(call, move || {
-            fs::create_symlink(&path, Path::new(&params.target))?;
+pub(crate) fn create_symlink(call: Call<'_>, mut params: CreateSymlinkParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Write) {
+        Ok((path, files)) => run(call, move || {
+            files.create_symlink(&path, Path::new(&params.target))?;
             Ok(Empty {})
         }),
         Err(error) => call.responder.send_error(error),
     }
 }
 
-pub(crate) fn hash(call: Call<'_>, params: HashParams) {
-    match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => run_long(call, move |cancelled| {
-            let (digest, length) = fs::hash(&path, params.length, cancelled)?;
+pub(crate) fn hash(call: Call<'_>, mut params: HashParams) {
+    match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
+        Ok((path, files)) => run_long(call, move |cancelled| {
+            let (digest, length) = files.hash(&path, params.length, cancelled)?;
             let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
             Ok(HashResult { sha256, length })
         }),

@@ -1,6 +1,9 @@
 //! `fs/open`, `fs/readBlock`, `fs/writeBlock`, `fs/close`.
 
-use exec_server_protocol::fs::{CloseParams, OpenParams, ReadBlockParams, WriteBlockParams};
+use exec_server_executor::sandbox::files::Intent;
+use exec_server_protocol::fs::{
+    CloseParams, OpenMode, OpenParams, ReadBlockParams, WriteBlockParams,
+};
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
 use super::fs::{FAMILY, admit};
@@ -8,9 +11,13 @@ use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::handles::{self, Action, Handles};
 
-pub(crate) fn open(call: Call<'_>, params: OpenParams) {
-    let path = match admit(&call, &params.path, params.sandbox.as_ref()) {
-        Ok(path) => path,
+pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
+    let intent = match params.mode {
+        OpenMode::Read => Intent::Read,
+        OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => Intent::Write,
+    };
+    let (path, files) = match admit(&call, &params.path, &mut params.sandbox, intent) {
+        Ok(admitted) => admitted,
         Err(error) => return call.responder.send_error(error),
     };
     if params.handle_id.len() > MAX_HANDLE_ID_BYTES {
@@ -23,6 +30,7 @@ pub(crate) fn open(call: Call<'_>, params: OpenParams) {
         action: Action::Open {
             path,
             mode: params.mode,
+            files,
         },
         responder: call.responder,
     };

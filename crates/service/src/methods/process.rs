@@ -15,7 +15,6 @@ use exec_server_protocol::process::{
     WriteParams, WriteResult, WriteStatus,
 };
 use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
-use serde_json::Value;
 
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
@@ -178,19 +177,6 @@ fn policy_name(sandbox: &Sandbox) -> &'static str {
         }
     };
     name[usize::from(*network == Network::Enabled)]
-}
-
-/// Refuses a sandbox that asks for anything: what cannot be enforced does not run.
-pub(crate) fn refuse_sandbox(sandbox: Option<&Value>) -> Result<(), RpcError> {
-    let Some(sandbox) = sandbox else {
-        return Ok(());
-    };
-    match sandbox.pointer("/permissions/type").and_then(Value::as_str) {
-        Some("disabled") => Ok(()),
-        _ => Err(RpcError::invalid_params(
-            "sandbox intent cannot be enforced on this executor",
-        )),
-    }
 }
 
 /// Finds the process of a request and does something with it, in its turn.

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use exec_server_executor::fs::search;
+use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::fs::SearchParams;
 use exec_server_protocol::limits::{
     MAX_GLOB_BYTES, MAX_GLOBS, MAX_SEARCH_CONTEXT_LINES, MAX_SEARCH_PATTERN_BYTES,
@@ -58,11 +58,11 @@ impl Drop for Interest {
     }
 }
 
-pub(crate) fn search(call: Call<'_>, params: SearchParams) {
+pub(crate) fn search(call: Call<'_>, mut params: SearchParams) {
     let admitted =
-        check(&params).and_then(|()| admit(&call, &params.path, params.sandbox.as_ref()));
-    let root = match admitted {
-        Ok(root) => root,
+        check(&params).and_then(|()| admit(&call, &params.path, &mut params.sandbox, Intent::Read));
+    let (root, files) = match admitted {
+        Ok(admitted) => admitted,
         Err(error) => return call.responder.send_error(error),
     };
     let (connection, mut responder) = (Arc::clone(call.connection), call.responder);
@@ -75,7 +75,7 @@ pub(crate) fn search(call: Call<'_>, params: SearchParams) {
             // Dropped with this future: when the connection or the session ends.
             let interest = Interest(Arc::default());
             let cancelled = Arc::clone(&interest.0);
-            blocking(move || Ok(search::search(&root, &params, &cancelled)?)).await
+            blocking(move || Ok(files.search(&root, &params, &cancelled)?)).await
         };
         let answer = tokio::select! {
             answer = answer => answer,

@@ -8,6 +8,7 @@ use std::task::{Wake, Waker};
 use std::time::Duration;
 
 use exec_server_executor::fs::watch::{Missing, Subscription};
+use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::fs::{
     Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
     WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
@@ -164,9 +165,16 @@ impl Feed for Watcher {
     }
 }
 
-pub(crate) fn watch(call: Call<'_>, params: WatchParams) {
+pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
     let cancelled: Arc<AtomicBool> = Arc::default();
-    let admitted = admit(&call, &params.path, params.sandbox.as_ref()).and_then(|path| {
+    let admitted = admit(&call, &params.path, &mut params.sandbox, Intent::Read);
+    let admitted = admitted.and_then(|(path, files)| {
+        if !files.is_direct() {
+            return Err(RpcError::invalid_params(
+                "sandbox intent cannot be enforced on this executor: fs/watch needs a policy that \
+                 lets everything be read",
+            ));
+        }
         check(&params)?;
         let watches = &call.connection.watches;
         watches.reserve(&params.watch_id, &cancelled)?;

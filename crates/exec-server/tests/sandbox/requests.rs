@@ -1,0 +1,586 @@
+//! Filesystem requests under a policy: the same answers as without, within its bounds.
+
+use std::path::Path;
+
+use exec_server_testkit::proc;
+use exec_server_testkit::wire::{bytes, chunk};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use crate::{Cell, User, entry, for_both, policy, read_only, special};
+
+for_both! {
+    every_method_works_in_a_workspace,
+    writing_is_refused_everywhere_else,
+    reading_obeys_denials,
+    a_minimal_view_has_nothing_else,
+    protected_names_stay,
+    a_planted_link_leads_nowhere,
+    a_replaced_file_stays_denied,
+    files_are_streamed,
+    a_killed_helper_fails_one_request,
+    helpers_are_few_and_end_with_the_server,
+    policies_without_bounds_need_no_helper,
+    what_makes_no_sense_is_refused,
+}
+
+const INTERNAL: i64 = -32603;
+const DENIED: i64 = -32600;
+const INVALID_PARAMS: i64 = -32602;
+const NOT_FOUND: i64 = -32004;
+
+fn uri(path: &Path) -> String {
+    format!("file://{}", path.display())
+}
+
+impl Cell {
+    /// The workspace's policy, for requests: they have no directory of their own.
+    fn request_policy(&self, more: &[Value]) -> Value {
+        let mut sandbox = self.workspace_and(more);
+        sandbox["cwd"] = json!(uri(&self.path("work")));
+        sandbox
+    }
+
+    async fn fs(
+        &mut self,
+        sandbox: &Value,
+        method: &str,
+        path: &Path,
+        more: Value,
+    ) -> Result<Value, (i64, String)> {
+        let mut params = more;
+        let key = match method {
+            "fs/copy" => "sourcePath",
+            "fs/rename" => "from",
+            _ => "path",
+        };
+        params[key] = json!(uri(path));
+        params["sandbox"] = sandbox.clone();
+        let answer = self.client.call(method, params).await;
+        answer.map_err(|failure| (failure.code, failure.message))
+    }
+
+    async fn code(&mut self, sandbox: &Value, method: &str, path: &Path, more: Value) -> i64 {
+        match self.fs(sandbox, method, path, more).await {
+            Ok(answer) => panic!("{method} {} gave {answer}", path.display()),
+            Err((code, _)) => code,
+        }
+    }
+
+    /// The helpers of the server: its children that are launchers.
+    async fn helpers(&self) -> Vec<i32> {
+        let server = self.server.server_pid().await;
+        let children = proc::children(server).into_iter();
+        children
+            .filter(|pid| {
+                std::fs::read(format!("/proc/{pid}/cmdline"))
+                    .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
+            })
+            .collect()
+    }
+}
+
+/// Every method that changes something, with what it needs, from a name that is there.
+fn changes(directory: &Path) -> Vec<(&'static str, &'static str, Value)> {
+    let to = |name: &str| json!(uri(&directory.join(name)));
+    vec![
+        ("fs/writeFile", "f", json!({"dataBase64": chunk("new")})),
+        ("fs/writeFile", "g", json!({"dataBase64": chunk("new")})),
+        ("fs/createDirectory", "d/e", json!({})),
+        ("fs/setMetadata", "f", json!({"mode": 0o600})),
+        ("fs/createSymlink", "l", json!({"target": "f"})),
+        (
+            "fs/copy",
+            "f",
+            json!({"destinationPath": to("copy"), "recursive": false}),
+        ),
+        (
+            "fs/rename",
+            "f",
+            json!({"to": to("moved"), "overwrite": true}),
+        ),
+        ("fs/open", "h", json!({"handleId": "r", "mode": "replace"})),
+        ("fs/open", "h", json!({"handleId": "u", "mode": "update"})),
+        ("fs/open", "h", json!({"handleId": "a", "mode": "atomic"})),
+    ]
+}
+
+async fn every_method_works_in_a_workspace(user: User) {
+    let mut cell = Cell::new(user).await;
+    let secret = cell.write("other/secret", "s");
+    // A denial, so that looking needs a helper too.
+    let sandbox = cell.request_policy(&[entry(&secret, "deny")]);
+    let work = cell.path("work");
+    cell.write("work/f", "old");
+    for (method, name, more) in changes(&work) {
+        let done = cell.fs(&sandbox, method, &work.join(name), more).await;
+        assert!(done.is_ok(), "{method}: {done:?}");
+    }
+    let text = |name: &str| std::fs::read_to_string(work.join(name)).unwrap();
+    assert_eq!(
+        (text("copy"), text("moved"), text("g")),
+        ("new".into(), "new".into(), "new".into())
+    );
+    assert!(work.join("d/e").is_dir() && work.join("h").exists());
+    assert_eq!(std::fs::read_link(work.join("l")).unwrap(), Path::new("f"));
+
+    let file = work.join("moved");
+    let found = cell
+        .fs(&sandbox, "fs/readFile", &file, json!({}))
+        .await
+        .unwrap();
+    assert_eq!(bytes(&found["dataBase64"]), b"new");
+    let inside = cell
+        .fs(&sandbox, "fs/getMetadata", &file, json!({}))
+        .await
+        .unwrap();
+    let outside = cell
+        .fs(&Value::Null, "fs/getMetadata", &file, json!({}))
+        .await
+        .unwrap();
+    assert_eq!(inside, outside);
+    // Owners are those of the machine, not of a namespace.
+    let etc = Path::new("/etc/passwd");
+    let owned = cell
+        .fs(&sandbox, "fs/getMetadata", etc, json!({}))
+        .await
+        .unwrap();
+    assert_eq!((&owned["uid"], &owned["gid"]), (&json!(0), &json!(0)));
+    let whole = cell
+        .fs(&sandbox, "fs/canonicalize", &work.join("d/.."), json!({}))
+        .await;
+    assert_eq!(whole.unwrap()["path"], uri(&work));
+    let listed = cell
+        .fs(&sandbox, "fs/readDirectory", &work, json!({"links": true}))
+        .await;
+    let listed = listed.unwrap();
+    let link = listed["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|one| one["fileName"] == "l");
+    assert_eq!(link.unwrap()["symlinkTarget"], "f");
+    let options = json!({"maxDepth": 3, "maxDirectories": 10, "maxEntries": 100,
+        "followDirectorySymlinks": false});
+    let walked = cell
+        .fs(&sandbox, "fs/walk", &work, json!({"options": options}))
+        .await
+        .unwrap();
+    let paths = walked["entries"].to_string();
+    assert!(
+        paths.contains("work/d/e") && paths.contains("work/moved"),
+        "{walked}"
+    );
+    let hash = cell
+        .fs(&sandbox, "fs/hash", &file, json!({}))
+        .await
+        .unwrap();
+    assert_eq!(hash["length"], 3);
+    let search = json!({"pattern": "n[e]w", "gitignore": false});
+    let found = cell.fs(&sandbox, "fs/search", &work, search).await.unwrap();
+    assert_eq!(found["matches"].as_array().unwrap().len(), 3, "{found}");
+    let bad = cell
+        .code(&sandbox, "fs/search", &work, json!({"pattern": "("}))
+        .await;
+    assert_eq!(bad, INVALID_PARAMS);
+    let gone = cell
+        .fs(&sandbox, "fs/remove", &work.join("d"), json!({}))
+        .await;
+    assert!(gone.is_ok() && !work.join("d").exists(), "{gone:?}");
+    // As without a policy.
+    for (method, name, more, code) in [
+        ("fs/readFile", "none", json!({}), NOT_FOUND),
+        ("fs/readFile", "", json!({}), DENIED),
+        (
+            "fs/readFile",
+            "l",
+            json!({"followSymlinks": false}),
+            INTERNAL,
+        ),
+        ("fs/createDirectory", "moved", json!({}), INTERNAL),
+    ] {
+        let inside = cell
+            .fs(&sandbox, method, &work.join(name), more.clone())
+            .await;
+        let outside = cell.fs(&Value::Null, method, &work.join(name), more).await;
+        assert_eq!(inside, outside, "{method} {name}");
+        assert_eq!(inside.unwrap_err().0, code, "{method} {name}");
+    }
+}
+
+async fn writing_is_refused_everywhere_else(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.write("other/f", "old");
+    let other = cell.path("other");
+    for sandbox in [read_only(), cell.request_policy(&[])] {
+        for (method, name, more) in changes(&other) {
+            let code = cell.code(&sandbox, method, &other.join(name), more).await;
+            assert_eq!(code, INTERNAL, "{method}");
+        }
+        let code = cell
+            .code(&sandbox, "fs/remove", &other.join("f"), json!({}))
+            .await;
+        assert_eq!(code, INTERNAL);
+        let found = cell
+            .fs(&sandbox, "fs/readFile", &other.join("f"), json!({}))
+            .await
+            .unwrap();
+        assert_eq!(bytes(&found["dataBase64"]), b"old");
+    }
+    assert_eq!(std::fs::read_dir(&other).unwrap().count(), 1);
+    assert_eq!(std::fs::read_to_string(other.join("f")).unwrap(), "old");
+}
+
+async fn reading_obeys_denials(user: User) {
+    let mut cell = Cell::new(user).await;
+    let (file, directory) = (cell.write("other/secret", "s"), cell.make("other/closed"));
+    cell.write("other/closed/f", "s");
+    let sandbox = policy(
+        vec![
+            special("root", "read"),
+            entry(&file, "deny"),
+            entry(&directory, "deny"),
+        ],
+        "restricted",
+    );
+    for (method, path) in [
+        ("fs/readFile", file.clone()),
+        ("fs/hash", file.clone()),
+        ("fs/open", file.clone()),
+        ("fs/readFile", directory.join("f")),
+        ("fs/getMetadata", directory.join("f")),
+        ("fs/readDirectory", directory.clone()),
+        ("fs/canonicalize", directory.join("f")),
+    ] {
+        let more = json!({"handleId": "h"});
+        assert_eq!(
+            cell.code(&sandbox, method, &path, more).await,
+            DENIED,
+            "{method}"
+        );
+    }
+    let search = json!({"pattern": "s", "gitignore": false});
+    let found = cell
+        .fs(&sandbox, "fs/search", &cell.path("other"), search)
+        .await
+        .unwrap();
+    assert_eq!(found["matches"], json!([]));
+    let watch = json!({"watchId": "w"});
+    let refused = cell
+        .fs(&sandbox, "fs/watch", &cell.path("other"), watch)
+        .await;
+    assert_eq!(refused.unwrap_err().0, INVALID_PARAMS);
+}
+
+async fn a_minimal_view_has_nothing_else(user: User) {
+    let mut cell = Cell::new(user).await;
+    let file = cell.write("other/f", "s");
+    let sandbox = policy(vec![special("minimal", "read")], "restricted");
+    assert_eq!(
+        cell.code(&sandbox, "fs/readFile", &file, json!({})).await,
+        NOT_FOUND
+    );
+    let passwd = Path::new("/etc/passwd");
+    assert!(
+        cell.fs(&sandbox, "fs/readFile", passwd, json!({}))
+            .await
+            .is_ok()
+    );
+}
+
+async fn protected_names_stay(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.make("work/.git");
+    cell.write("work/.git/config", "c");
+    let (work, sandbox) = (cell.path("work"), cell.request_policy(&[]));
+    let data = json!({"dataBase64": chunk("x")});
+    for (method, name, more) in [
+        ("fs/writeFile", ".git/config", data.clone()),
+        ("fs/writeFile", ".codex", data.clone()),
+        ("fs/writeFile", ".codex/config", data),
+        ("fs/createDirectory", ".agents/x", json!({})),
+        ("fs/remove", ".git", json!({})),
+        ("fs/setMetadata", ".aws", json!({"mode": 0o777})),
+        (
+            "fs/rename",
+            ".git",
+            json!({"to": uri(&work.join("x")), "overwrite": true}),
+        ),
+    ] {
+        assert!(
+            cell.code(&sandbox, method, &work.join(name), more).await < 0,
+            "{method} {name}"
+        );
+    }
+    assert_eq!(
+        std::fs::read_to_string(work.join(".git/config")).unwrap(),
+        "c"
+    );
+    proc::eventually("an unchanged workspace", || {
+        let names: Vec<_> = std::fs::read_dir(&work).unwrap().collect();
+        if names.len() == 1 {
+            Ok(())
+        } else {
+            Err(format!("{names:?}"))
+        }
+    })
+    .await;
+}
+
+async fn a_planted_link_leads_nowhere(user: User) {
+    let mut cell = Cell::new(user).await;
+    let secret = cell.write("other/secret", "s");
+    let sandbox = cell.request_policy(&[entry(&secret, "deny")]);
+    let work = cell.path("work");
+    // Once before there is a helper and once while there is one.
+    for round in 0..2 {
+        let script = format!(
+            "ln -sfn {0}/secret file{round}; ln -sfn {0} dir{round}",
+            cell.path("other").display()
+        );
+        assert_eq!(cell.sh(&sandbox, &script).await.code, 0);
+        let data = json!({"dataBase64": chunk("x")});
+        for (method, name, more, code) in [
+            ("fs/readFile", "file", json!({}), DENIED),
+            ("fs/readFile", "dir/secret", json!({}), DENIED),
+            ("fs/writeFile", "file", data.clone(), INTERNAL),
+            ("fs/writeFile", "dir/new", data, INTERNAL),
+            ("fs/remove", "dir/secret", json!({}), INTERNAL),
+            ("fs/createDirectory", "dir/new", json!({}), INTERNAL),
+        ] {
+            let name = match name.split_once('/') {
+                Some((link, rest)) => format!("{link}{round}/{rest}"),
+                None => format!("{name}{round}"),
+            };
+            let found = cell.code(&sandbox, method, &work.join(&name), more).await;
+            assert!(found == code || found == DENIED, "{method} {name}: {found}");
+        }
+    }
+    assert_eq!(std::fs::read_to_string(&secret).unwrap(), "s");
+    assert_eq!(std::fs::read_dir(cell.path("other")).unwrap().count(), 1);
+}
+
+async fn a_replaced_file_stays_denied(user: User) {
+    let mut cell = Cell::new(user).await;
+    let secret = cell.write("other/secret", "one");
+    let sandbox = policy(
+        vec![special("root", "read"), entry(&secret, "deny")],
+        "restricted",
+    );
+    for text in ["two", "three"] {
+        assert_eq!(
+            cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+            DENIED
+        );
+        // The mask of a helper that lives lay on the file that goes.
+        let next = cell.write("other/next", text);
+        std::fs::rename(next, &secret).unwrap();
+    }
+    assert_eq!(
+        cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+        DENIED
+    );
+}
+
+async fn files_are_streamed(user: User) {
+    let mut cell = Cell::new(user).await;
+    let pinned = cell.write("work/pinned", "old");
+    let sandbox = cell.request_policy(&[entry(&pinned, "read"), entry(&cell.path("none"), "deny")]);
+    let work = cell.path("work");
+    let big: Vec<u8> = (0..600_000u32).map(|n| n as u8).collect();
+    for mode in ["replace", "update", "atomic"] {
+        let path = work.join(mode);
+        let open = json!({"handleId": mode, "mode": mode});
+        cell.fs(&sandbox, "fs/open", &path, open).await.unwrap();
+        let block = json!({"handleId": mode, "offset": 0, "chunk": chunk(&big)});
+        cell.client.ok("fs/writeBlock", block).await;
+        cell.client
+            .ok("fs/close", json!({"handleId": mode, "commit": true}))
+            .await;
+        assert_eq!(std::fs::read(&path).unwrap(), big, "{mode}");
+        let open = json!({"handleId": "read"});
+        cell.fs(&sandbox, "fs/open", &path, open).await.unwrap();
+        let block = json!({"handleId": "read", "offset": 0, "len": 600_000});
+        let read = cell.client.ok("fs/readBlock", block).await;
+        assert_eq!(bytes(&read["chunk"]), big);
+        cell.client
+            .ok("fs/close", json!({"handleId": "read"}))
+            .await;
+    }
+    // What may not be replaced cannot be by what was written beside it.
+    let open = json!({"handleId": "p", "mode": "atomic"});
+    if cell.fs(&sandbox, "fs/open", &pinned, open).await.is_ok() {
+        let close = json!({"handleId": "p", "commit": true});
+        cell.client.refused("fs/close", close).await;
+    }
+    assert_eq!(std::fs::read_to_string(&pinned).unwrap(), "old");
+    let data = json!({"dataBase64": chunk(&big)});
+    cell.fs(&sandbox, "fs/writeFile", &work.join("whole"), data)
+        .await
+        .unwrap();
+    assert_eq!(std::fs::read(work.join("whole")).unwrap(), big);
+    let info = cell.client.ok("environment/info", json!({})).await;
+    assert_eq!(info["capabilities"]["sandboxedFileStreaming"], true);
+}
+
+async fn a_killed_helper_fails_one_request(user: User) {
+    let mut cell = Cell::new(user).await;
+    let secret = cell.write("other/secret", "s");
+    let sandbox = policy(
+        vec![special("root", "read"), entry(&secret, "deny")],
+        "restricted",
+    );
+    let file = cell.write("other/f", "x");
+    let zeros = Path::new("/dev/zero");
+    assert!(
+        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+            .await
+            .is_ok()
+    );
+    let first = cell.helpers().await;
+    assert_eq!(first.len(), 1);
+    // While it is idle, nobody notices.
+    proc::signal(first[0].unsigned_abs(), Signal::KILL);
+    proc::eventually("the helper's end", || {
+        let state = std::fs::read_to_string(format!("/proc/{}/stat", first[0]));
+        match state {
+            Ok(state) if !state.contains(") Z") => Err(state),
+            _ => Ok(()),
+        }
+    })
+    .await;
+    assert!(
+        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+            .await
+            .is_ok()
+    );
+    // While it works, one request fails.
+    assert!(
+        cell.fs(&sandbox, "fs/readFile", zeros, json!({}))
+            .await
+            .is_err()
+    );
+    let large = cell.path("other/large");
+    std::fs::File::create(&large)
+        .unwrap()
+        .set_len(1 << 42)
+        .unwrap();
+    cell.own(&large);
+    let params = json!({"path": uri(&large), "sandbox": sandbox});
+    let asked = cell.client.send("fs/hash", params).await;
+    let helpers = cell.helpers().await;
+    let helper = proc::eventually("a helper at work", || {
+        // The launcher's child does the work.
+        let inner = proc::children(helpers[0].unsigned_abs());
+        let inner = *inner.first().ok_or("no child")?;
+        let stat = std::fs::read_to_string(format!("/proc/{inner}/stat")).map_err(|_| "gone")?;
+        if stat.contains(") R") {
+            Ok(inner)
+        } else {
+            Err("idle")
+        }
+    })
+    .await;
+    proc::signal(helper.unsigned_abs(), Signal::KILL);
+    let failure = cell.client.answer(asked).await.unwrap_err();
+    assert_eq!(failure.code, INTERNAL);
+    assert!(failure.message.contains("fs sandbox helper"), "{failure}");
+    assert!(
+        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+            .await
+            .is_ok()
+    );
+}
+
+async fn helpers_are_few_and_end_with_the_server(user: User) {
+    let mut cell = Cell::new(user).await;
+    let mut most = 0;
+    for n in 0..20 {
+        let secret = cell.write(&format!("other/secret{n}"), "s");
+        let sandbox = policy(
+            vec![special("root", "read"), entry(&secret, "deny")],
+            "restricted",
+        );
+        assert_eq!(
+            cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+            DENIED
+        );
+        most = most.max(cell.helpers().await.len());
+    }
+    assert!((2..=17).contains(&most), "{most}");
+    let helpers = cell.helpers().await;
+    proc::signal(cell.server.server_pid().await, Signal::KILL);
+    cell.server.ended().await;
+    proc::eventually("no helpers", || {
+        let left: Vec<_> = helpers
+            .iter()
+            .filter(|pid| {
+                std::fs::read(format!("/proc/{pid}/cmdline"))
+                    .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
+            })
+            .collect();
+        if left.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{left:?}"))
+        }
+    })
+    .await;
+}
+
+async fn policies_without_bounds_need_no_helper(user: User) {
+    let mut cell = Cell::new(user).await;
+    let file = cell.path("other/f");
+    let everything = policy(vec![special("root", "write")], "restricted");
+    let unrestricted = json!({"windowsSandboxLevel": "disabled", "permissions":
+        {"type": "managed", "file_system": {"type": "unrestricted"}, "network": "restricted"}});
+    let external = json!({"windowsSandboxLevel": "disabled", "permissions":
+        {"type": "external", "network": "restricted"}});
+    let disabled = json!({"windowsSandboxLevel": "disabled", "permissions": {"type": "disabled"}});
+    for sandbox in [everything, unrestricted, external, disabled] {
+        let data = json!({"dataBase64": chunk("x")});
+        cell.fs(&sandbox, "fs/writeFile", &file, data)
+            .await
+            .unwrap();
+        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+            .await
+            .unwrap();
+    }
+    let found = cell
+        .fs(&read_only(), "fs/readFile", &file, json!({}))
+        .await
+        .unwrap();
+    assert_eq!(bytes(&found["dataBase64"]), b"x");
+    let watch = json!({"watchId": "w"});
+    cell.fs(&read_only(), "fs/watch", &cell.path("other"), watch)
+        .await
+        .unwrap();
+    assert!(cell.helpers().await.is_empty());
+}
+
+async fn what_makes_no_sense_is_refused(user: User) {
+    let mut cell = Cell::new(user).await;
+    let file = cell.write("work/f", "x");
+    let foreign = json!({"path": {"type": "path", "path": "file:///c:/x"}, "access": "deny"});
+    let sandbox = policy(vec![special("root", "read"), foreign], "restricted");
+    let (code, message) = cell
+        .fs(&sandbox, "fs/readFile", &file, json!({}))
+        .await
+        .unwrap_err();
+    assert_eq!(code, DENIED);
+    assert!(
+        message.contains("invalid sandbox permission path URI"),
+        "{message}"
+    );
+    let data = json!({"dataBase64": chunk("x")});
+    let (code, message) = cell
+        .fs(&cell.workspace(), "fs/writeFile", &file, data)
+        .await
+        .unwrap_err();
+    assert_eq!(code, INVALID_PARAMS);
+    assert!(message.contains("requires cwd"), "{message}");
+    let code = cell
+        .code(&json!({"permissions": 7}), "fs/readFile", &file, json!({}))
+        .await;
+    assert_eq!(code, INVALID_PARAMS);
+}

@@ -1,0 +1,343 @@
+//! Confined processes that do file work, kept for the next request under the same policy.
+//!
+//! Owns how many there are and how long they stay. A process does one thing at a time; who asks
+//! while all of a policy are busy gets another one, or waits. One that fails is not used again.
+
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Signal, WaitId, WaitIdOptions};
+
+use super::helper::{self, Answer, Frame, Request};
+use super::placeholder::Placeholder;
+use super::policy::Policy;
+use super::{Errand, confine};
+use crate::executor::Executor;
+use crate::fs::{Cancelled, FsError};
+use crate::spec::StartError;
+
+/// Processes that wait for work.
+const MAX_IDLE: usize = 16;
+
+/// Processes at work, all policies together.
+const MAX_BUSY: usize = 64;
+
+/// Processes at work under one policy.
+const MAX_PER_POLICY: usize = 4;
+
+/// How long one stays without work.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// The same for one that holds places on the host's disk, which others can see.
+const IDLE_WITH_PLACES: Duration = Duration::from_secs(1);
+
+/// Between two looks at whether anybody still waits for an answer.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// How long one may take to end by itself.
+const FAREWELL: Duration = Duration::from_millis(500);
+
+/// How often one is replaced because the host changes what its view is made of.
+const ATTEMPTS: usize = 4;
+
+/// What a process is confined by.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    /// As it is resolved now.
+    pub(crate) policy: Policy,
+    /// Whether less will do.
+    pub(crate) allow_partial: bool,
+}
+
+/// All of them.
+#[derive(Debug, Default)]
+pub(crate) struct Helpers {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// One has become idle or gone.
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The least recently used first.
+    idle: Vec<(Helper, Instant)>,
+    busy: Vec<Arc<Key>>,
+    /// A thread looks after idle ones.
+    watched: bool,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One process, as seen from here.
+#[derive(Debug)]
+struct Helper {
+    key: Arc<Key>,
+    socket: Option<OwnedFd>,
+    pidfd: OwnedFd,
+    /// Held as long as it lives: its view lies on them.
+    places: Vec<Placeholder>,
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        // It ends when nobody can ask any more.
+        self.socket = None;
+        if !ready(self.pidfd.as_fd(), PollFlags::IN, FAREWELL) {
+            let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
+        }
+        // Someone who reaps orphans may have been faster.
+        let _ = rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
+    }
+}
+
+/// Waits until something can be said of a descriptor; whether it can.
+fn ready(fd: BorrowedFd<'_>, what: PollFlags, patience: Duration) -> bool {
+    let until = Instant::now() + patience;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::from_borrowed_fd(fd, what)];
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(0),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        match rustix::event::poll(&mut fds, Some(&timeout)) {
+            Ok(0) => return false,
+            Ok(_) => return true,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return true,
+        }
+    }
+}
+
+impl Helper {
+    fn start(executor: &Executor, key: Arc<Key>) -> Result<Self, FsError> {
+        let told = |error: StartError| match error {
+            StartError::Refused(why) => FsError::Unenforceable(why),
+            other => FsError::Helper(other.to_string()),
+        };
+        let host = executor.sandbox_host().map_err(told)?;
+        let prison = confine(key.policy.clone(), key.allow_partial, host).map_err(told)?;
+        let (socket, errand) = Errand::serve(&prison).map_err(failed)?;
+        let pidfd = executor.launch_helper(&errand).map_err(told)?;
+        let helper = Self {
+            key,
+            socket: Some(socket),
+            pidfd,
+            places: prison.placeholders,
+        };
+        errand.wait_served().map_err(told)?;
+        Ok(helper)
+    }
+
+    /// Whether it can be asked.
+    fn is_alive(&self) -> bool {
+        let socket = self.socket.as_ref();
+        socket.is_some_and(|socket| !ready(socket.as_fd(), PollFlags::IN, Duration::ZERO))
+    }
+
+    fn call(
+        &self,
+        request: &Request,
+        tail: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+        cancelled: Cancelled<'_>,
+    ) -> Result<Frame<Answer>, FsError> {
+        let Some(socket) = &self.socket else {
+            return Err(FsError::Helper("it has ended".to_owned()));
+        };
+        helper::send(socket, request, tail, descriptors).map_err(failed)?;
+        while !ready(socket.as_fd(), PollFlags::IN, PATIENCE) {
+            if cancelled() {
+                return Err(FsError::Cancelled);
+            }
+        }
+        match helper::receive(socket).map_err(failed)? {
+            Some(frame) => Ok(frame),
+            None => Err(FsError::Helper(
+                "it ended before it answered; whether it did what was asked is unknown".to_owned(),
+            )),
+        }
+    }
+
+    fn lifetime(&self) -> Duration {
+        if self.places.is_empty() {
+            IDLE
+        } else {
+            IDLE_WITH_PLACES
+        }
+    }
+}
+
+fn failed(error: io::Error) -> FsError {
+    FsError::Helper(error.to_string())
+}
+
+impl Helpers {
+    /// Has something done under a policy; blocks.
+    pub(super) fn call(
+        &self,
+        executor: &Executor,
+        key: &Arc<Key>,
+        request: &Request,
+        tail: &[u8],
+        descriptors: &[BorrowedFd<'_>],
+        cancelled: Cancelled<'_>,
+    ) -> Result<Frame<Answer>, FsError> {
+        for _ in 0..ATTEMPTS {
+            let turn = self.turn(key, cancelled)?;
+            let helper = match turn.idle {
+                Some(helper) => helper,
+                None => Helper::start(executor, Arc::clone(key))?,
+            };
+            // Dropped, and so ended, if it fails.
+            let frame = helper.call(request, tail, descriptors, cancelled)?;
+            if !matches!(frame.head, Answer::Stale) {
+                turn.place.give_back(helper);
+                return Ok(frame);
+            }
+        }
+        Err(FsError::Helper(format!(
+            "what it may see was replaced {ATTEMPTS} times while it looked"
+        )))
+    }
+
+    /// Ends those that wait for work.
+    pub(crate) fn clear(&self) {
+        let idle = std::mem::take(&mut self.shared.state().idle);
+        drop(idle);
+    }
+
+    /// Takes one that waits, or leave to start one.
+    fn turn(&self, key: &Arc<Key>, cancelled: Cancelled<'_>) -> Result<Turn, FsError> {
+        let mut state = self.shared.state();
+        loop {
+            let mut dead = Vec::new();
+            while let Some(position) = state.idle.iter().rposition(|(one, _)| one.key == *key) {
+                let (helper, _) = state.idle.remove(position);
+                if helper.is_alive() {
+                    state.busy.push(Arc::clone(key));
+                    drop(state);
+                    drop(dead);
+                    return Ok(self.granted(key, Some(helper)));
+                }
+                dead.push(helper);
+            }
+            let of_policy = state.busy.iter().filter(|one| *one == key).count();
+            if of_policy < MAX_PER_POLICY && state.busy.len() < MAX_BUSY {
+                state.busy.push(Arc::clone(key));
+                drop(state);
+                drop(dead);
+                return Ok(self.granted(key, None));
+            }
+            if !dead.is_empty() {
+                drop(state);
+                drop(dead);
+                state = self.shared.state();
+                continue;
+            }
+            let changed = &self.shared.changed;
+            let waited = changed.wait_timeout(state, PATIENCE);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            if cancelled() {
+                return Err(FsError::Cancelled);
+            }
+        }
+    }
+
+    fn granted(&self, key: &Arc<Key>, idle: Option<Helper>) -> Turn {
+        let place = Place {
+            shared: Arc::clone(&self.shared),
+            key: Arc::clone(key),
+        };
+        Turn { idle, place }
+    }
+}
+
+/// Leave to use a process.
+struct Turn {
+    idle: Option<Helper>,
+    place: Place,
+}
+
+/// A place among the busy.
+struct Place {
+    shared: Arc<Shared>,
+    key: Arc<Key>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut state = self.shared.state();
+        let position = state
+            .busy
+            .iter()
+            .position(|one| Arc::ptr_eq(one, &self.key));
+        if let Some(position) = position {
+            state.busy.swap_remove(position);
+        }
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+}
+
+impl Place {
+    /// Keeps a process for the next request.
+    fn give_back(self, helper: Helper) {
+        let mut state = self.shared.state();
+        state.idle.push((helper, Instant::now()));
+        let too_many = state.idle.len().saturating_sub(MAX_IDLE);
+        let evicted: Vec<_> = state.idle.drain(..too_many).collect();
+        let watch = !std::mem::replace(&mut state.watched, true);
+        drop(state);
+        drop(evicted);
+        if watch && !start_watch(&self.shared) {
+            let mut state = self.shared.state();
+            state.watched = false;
+            let idle = std::mem::take(&mut state.idle);
+            drop(state);
+            drop(idle);
+        }
+    }
+}
+
+/// Has a thread end those that have been idle for too long; it ends with the last of them.
+fn start_watch(shared: &Arc<Shared>) -> bool {
+    let weak = Arc::downgrade(shared);
+    std::thread::Builder::new()
+        .name("helpers".to_owned())
+        .spawn(move || {
+            while sweep(&weak) {
+                std::thread::sleep(IDLE_WITH_PLACES / 2);
+            }
+        })
+        .is_ok()
+}
+
+/// Ends those that have been idle for too long; whether there are others.
+fn sweep(shared: &Weak<Shared>) -> bool {
+    let Some(shared) = shared.upgrade() else {
+        return false;
+    };
+    let mut state = shared.state();
+    let (old, idle): (Vec<_>, Vec<_>) = std::mem::take(&mut state.idle)
+        .into_iter()
+        .partition(|(one, since)| since.elapsed() >= one.lifetime() || !one.is_alive());
+    state.idle = idle;
+    let others = !state.idle.is_empty();
+    state.watched = others;
+    drop(state);
+    drop(old);
+    others
+}
