@@ -150,12 +150,12 @@ async fn policies_are_written_down_and_refusals_counted() {
         let log = log.clone();
         proc::eventually(id, move || {
             let text = std::fs::read_to_string(&log).unwrap();
-            let lines = text.lines().filter_map(|line| {
+            let mut lines = text.lines().filter_map(|line| {
                 let line: Value = serde_json::from_str(line).ok()?;
                 let begins = line["event"] == "started" || line["event"] == "notStarted";
                 (begins && line["processId"] == id).then_some(line)
             });
-            lines.last().ok_or(text)
+            lines.next_back().ok_or(text)
         })
     };
     for (id, policy, enforcement) in [
