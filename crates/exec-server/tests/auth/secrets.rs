@@ -121,11 +121,13 @@ async fn policies_are_written_down_and_refusals_counted() {
     client
         .run(Start::sh("disabled", "true").with("sandbox", disabled))
         .await;
-    // Refused for their policies: patterns can only deny, and nobody manages a network here.
-    let pattern = policy(json!([{
-        "path": {"type": "glob_pattern", "pattern": "/etc/*"}, "access": "write",
+    // Refused for their policies: one leaves its root, and nobody manages a network here.
+    let mut outside = policy(json!([{
+        "path": {"type": "special", "value": {"kind": "project_roots", "subpath": "../x"}},
+        "access": "write",
     }]));
-    let refused = Start::sh("refused", "true").with("sandbox", pattern);
+    outside["workspaceRoots"] = json!(["file:///tmp"]);
+    let refused = Start::sh("refused", "true").with("sandbox", outside);
     client.refused("process/start", refused.0).await;
     let managed = Start::sh("managed", "true").with("enforceManagedNetwork", true);
     client.refused("process/start", managed.0).await;
