@@ -102,7 +102,7 @@ impl Scratch {
 }
 
 /// The longest of the answers to a request.
-fn answer<R>(
+pub(super) fn answer<R>(
     client: &mut Client,
     id: i64,
     take: impl FnOnce(Message<'_>) -> anyhow::Result<R>,

@@ -1,4 +1,4 @@
-//! Processes that do nothing, under a policy: what the sandbox adds.
+//! Processes that do nothing and short file calls, under a policy: what the sandbox adds.
 
 use std::time::Instant;
 
@@ -7,6 +7,7 @@ use exec_server_protocol::sandbox::{
     Access, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
 };
 
+use super::files::answer;
 use super::spawn::ends;
 use super::{Bench, Line};
 use crate::client::{Client, Stdio};
@@ -14,8 +15,111 @@ use crate::floor::TRUE;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
 
-/// A workspace as clients send it, and reading only; what each adds to a spawn without.
+/// All scenarios.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    [spawns(bench), files(bench)].concat()
+}
+
+/// Reading and writing 4 KiB under a policy that needs a helper, against the same without; and the
+/// first call of a policy that no helper has been made for.
+fn files(bench: &Bench) -> Vec<Row> {
+    let line = |name: &str, base, goal| Line {
+        name: format!("sandboxed {name}, p50"),
+        unit: Unit::Seconds,
+        base,
+        goals: vec![goal],
+    };
+    let twice = || Goal::Base {
+        limit: 2.0,
+        aim: 1.5,
+    };
+    let lines = vec![
+        line("readFile 4 KiB", "unsandboxed", twice()),
+        line("writeFile 4 KiB", "unsandboxed", twice()),
+        line(
+            "first call of a policy",
+            "",
+            Goal::Value {
+                limit: 0.008,
+                aim: 0.005,
+            },
+        ),
+    ];
+    let count = bench.pick(400, 100);
+    let mut fresh = 0;
+    let scratch = || Ok(tempfile::tempdir_in("/var/tmp")?);
+    bench.rounds(bench.pick(7, 2), lines, scratch, |server, scratch| {
+        let mut client = server.client()?;
+        let path = |name: &str| scratch.path().join(name);
+        std::fs::write(path("file"), [b'x'; 4096])?;
+        std::fs::write(path("secret"), "")?;
+        let mut sandbox = policy(&[Special::ProjectRoots { subpath: None }], scratch.path());
+        sandbox.cwd = PathUri::from_native(scratch.path()).ok();
+        let uri = PathUri::from_native(&path("file"))?;
+        let denied = serde_json::to_string(&denying(&sandbox, &path("secret"))?)?;
+        let workspace = serde_json::to_string(&sandbox)?;
+        let read = |sandbox: &str| format!(r#"{{"path":"{uri}","sandbox":{sandbox}}}"#);
+        let data = "eHh4".repeat(1365);
+        let write = |sandbox: &str| {
+            format!(r#"{{"path":"{uri}","dataBase64":"{data}","sandbox":{sandbox}}}"#)
+        };
+        let mut asked = |method: &str, params: &str| -> anyhow::Result<f64> {
+            let mut samples = Vec::with_capacity(count);
+            // The first may have to start something.
+            for sample in 0..=count {
+                let start = Instant::now();
+                let id = client.ask(method, params)?;
+                answer(&mut client, id, |_| Ok(()))?;
+                if sample > 0 {
+                    samples.push(start.elapsed().as_secs_f64());
+                }
+            }
+            Ok(median(&samples))
+        };
+        let plain_read = asked("fs/readFile", &read("null"))?;
+        let held_read = asked("fs/readFile", &read(&denied))?;
+        let plain_write = asked("fs/writeFile", &write("null"))?;
+        let held_write = asked("fs/writeFile", &write(&workspace))?;
+        let mut firsts = Vec::new();
+        for _ in 0..10 {
+            fresh += 1;
+            let secret = path(&format!("secret{fresh}"));
+            std::fs::write(&secret, "")?;
+            let sandbox = serde_json::to_string(&denying(&sandbox, &secret)?)?;
+            let start = Instant::now();
+            let id = client.ask("fs/readFile", &read(&sandbox))?;
+            answer(&mut client, id, |_| Ok(()))?;
+            firsts.push(start.elapsed().as_secs_f64());
+        }
+        Ok(vec![
+            Figure::against(held_read, plain_read),
+            Figure::against(held_write, plain_write),
+            Figure::plain(median(&firsts)),
+        ])
+    })
+}
+
+/// The same without this file.
+fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox> {
+    let mut sandbox = sandbox.clone();
+    if let Permissions::Managed {
+        file_system: FileSystem::Restricted { entries, .. },
+        ..
+    } = &mut sandbox.permissions
+    {
+        entries.push(Entry {
+            path: EntryPath::Path {
+                path: PathUri::from_native(path)?,
+            },
+            access: Access::Deny,
+            missing_path_behavior: None,
+        });
+    }
+    Ok(sandbox)
+}
+
+/// A workspace as clients send it, and reading only; what each adds to a spawn without.
+fn spawns(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(40, 20);
     let line = |name: &str| Line {
         name: format!("sandboxed spawn {name}, added p50"),

@@ -17,6 +17,7 @@ use exec_server::fs::{
 };
 use exec_server::protocol::fs::{ChangeKind, SearchMatch, WalkKind, WatchIgnore};
 use exec_server::protocol::limits::MAX_WATCHES;
+use exec_server::protocol::sandbox::{FileSystem, Network, Permissions, Sandbox};
 use exec_server::protocol::{PathUri, codes};
 use tokio::io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _};
 
@@ -56,7 +57,7 @@ over_all_subjects! { cases:
     copies_and_moves;
     metadata_is_told_and_set;
     hashes;
-    sandboxes_are_refused;
+    sandboxes_are_obeyed_or_refused;
     searches;
     watches;
     waits_for_what_is_missing;
@@ -702,22 +703,24 @@ mod cases {
         assert!(wait(std::slice::from_ref(&missing)).await.is_none());
     }
 
-    pub(super) async fn sandboxes_are_refused(subject: Subject) {
-        let sandbox = |kind: &str| Some(serde_json::json!({"permissions": {"type": kind}}));
-        let access = |sandbox| Access {
+    pub(super) async fn sandboxes_are_obeyed_or_refused(subject: Subject) {
+        let access = |permissions| Access {
             links: Links::Follow,
-            sandbox,
+            sandbox: Some(Sandbox::new(permissions)),
+        };
+        let nothing = Permissions::Managed {
+            file_system: FileSystem::Restricted {
+                entries: Vec::new(),
+                glob_scan_max_depth: None,
+            },
+            network: Network::Restricted,
         };
         let uri = subject.uri("");
-        let refused = subject
-            .files
-            .metadata(&uri, access(sandbox("managed")))
-            .await;
-        assert_eq!(code(refused), Some(codes::INVALID_PARAMS));
-        let allowed = subject
-            .files
-            .metadata(&uri, access(sandbox("disabled")))
-            .await;
+        let refused = code(subject.files.metadata(&uri, access(nothing)).await);
+        let codes = [codes::INVALID_PARAMS, codes::NOT_FOUND].map(Some);
+        assert!(codes.contains(&refused), "{refused:?}");
+        let disabled = access(Permissions::Disabled);
+        let allowed = subject.files.metadata(&uri, disabled).await;
         assert!(allowed.unwrap().is_directory);
     }
 }
