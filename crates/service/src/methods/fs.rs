@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
 use exec_server_executor::sandbox::files::{Files, Intent, depends_on_directory};
-use exec_server_executor::sys::memory;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{
@@ -151,7 +150,6 @@ pub(crate) fn read_file(call: Call<'_>, mut params: ReadFileParams) {
         // The bytes are read only when there is room for the answer they make.
         connection.with_room(responder, answer_bytes, move |responder| {
             responder.try_send_result(answer_bytes, |out| {
-                memory::prefer_large_pages(out);
                 out.extend_from_slice(b"{\"dataBase64\":\"");
                 // It may grow meanwhile, but not without end.
                 let most = MAX_MESSAGE_BYTES / 4 * 3;
