@@ -439,7 +439,7 @@ async fn a_killed_helper_fails_one_request(user: User) {
     );
     let first = cell.helpers().await;
     assert_eq!(first.len(), 1);
-    // While it is idle, nobody notices.
+    // While it is idle, one request may meet what is left of it; the next one does not.
     proc::signal(first[0].unsigned_abs(), Signal::KILL);
     proc::eventually("the helper's end", || {
         let state = std::fs::read_to_string(format!("/proc/{}/stat", first[0]));
@@ -449,11 +449,11 @@ async fn a_killed_helper_fails_one_request(user: User) {
         }
     })
     .await;
-    assert!(
-        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
-            .await
-            .is_ok()
-    );
+    let met = cell.fs(&sandbox, "fs/readFile", &file, json!({})).await;
+    if met.is_err() {
+        let next = cell.fs(&sandbox, "fs/readFile", &file, json!({})).await;
+        assert!(next.is_ok());
+    }
     // While it works, one request fails.
     assert!(
         cell.fs(&sandbox, "fs/readFile", zeros, json!({}))
