@@ -118,24 +118,6 @@ async fn cancellable<T: Send + 'static>(
     blocking(move || Ok(work(&|| flag.load(Ordering::Relaxed))?)).await
 }
 
-fn told(found: files::Metadata) -> Metadata {
-    Metadata {
-        is_directory: found.is_directory,
-        is_file: found.is_file,
-        is_symlink: found.is_symlink,
-        size: found.size,
-        created_at_ms: found.created_at_ms,
-        modified_at_ms: found.modified_at_ms,
-        mode: Some(found.mode),
-        uid: Some(found.uid),
-        gid: Some(found.gid),
-        inode: Some(found.inode),
-        symlink_target: found
-            .symlink_target
-            .map(|target| target.to_string_lossy().into_owned()),
-    }
-}
-
 fn uri(path: &std::path::Path) -> Result<PathUri, ExecServerError> {
     PathUri::from_native(path).map_err(|error| internal(error.to_string()))
 }
@@ -223,7 +205,7 @@ impl ExecutorFileSystem for LocalFileSystem {
         Box::pin(async move {
             let path = admit(path, options.sandbox.as_ref())?;
             let look = move || files::metadata(&path, links(options.links)).map_err(of_entry);
-            Ok(told(blocking(look).await?))
+            Ok(blocking(look).await?.into())
         })
     }
 

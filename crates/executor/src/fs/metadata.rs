@@ -40,6 +40,27 @@ pub struct Metadata {
     pub symlink_target: Option<PathBuf>,
 }
 
+/// As the wire has it.
+impl From<Metadata> for exec_server_protocol::fs::Metadata {
+    fn from(found: Metadata) -> Self {
+        Self {
+            is_directory: found.is_directory,
+            is_file: found.is_file,
+            is_symlink: found.is_symlink,
+            size: found.size,
+            created_at_ms: found.created_at_ms,
+            modified_at_ms: found.modified_at_ms,
+            mode: Some(found.mode),
+            uid: Some(found.uid),
+            gid: Some(found.gid),
+            inode: Some(found.inode),
+            symlink_target: found
+                .symlink_target
+                .map(|target| target.to_string_lossy().into_owned()),
+        }
+    }
+}
+
 /// What a file shall have; the rest stays as it is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attributes {

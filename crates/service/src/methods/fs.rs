@@ -235,22 +235,7 @@ pub(crate) fn get_metadata(call: Call<'_>, mut params: GetMetadataParams) {
 
 /// Metadata, as the wire has it.
 fn told(found: Result<fs::Metadata, FsError>) -> Result<Metadata, RpcError> {
-    let found = found.map_err(RpcError::of_entry)?;
-    Ok(Metadata {
-        is_directory: found.is_directory,
-        is_file: found.is_file,
-        is_symlink: found.is_symlink,
-        size: found.size,
-        created_at_ms: found.created_at_ms,
-        modified_at_ms: found.modified_at_ms,
-        mode: Some(found.mode),
-        uid: Some(found.uid),
-        gid: Some(found.gid),
-        inode: Some(found.inode),
-        symlink_target: found
-            .symlink_target
-            .map(|target| target.to_string_lossy().into_owned()),
-    })
+    Ok(found.map_err(RpcError::of_entry)?.into())
 }
 
 pub(crate) fn create_directory(call: Call<'_>, mut params: CreateDirectoryParams) {
