@@ -138,6 +138,9 @@ async fn files_of_a_server_and_of_this_machine() {
             long.lines().count() == 3 && long.contains("l -> nowhere"),
             "{long}"
         );
+        let partly = run(&["fs", "ls", "missing", "a"]);
+        assert!(partly.text().ends_with("a\n"), "{}", partly.text());
+        partly.fails(1, &["cannot list `missing`"]);
         let json: serde_json::Value =
             serde_json::from_slice(&run(&["fs", "ls", "--json", "-l"]).ok().out).unwrap();
         assert_eq!(json[0]["name"], "a");

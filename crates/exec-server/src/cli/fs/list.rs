@@ -16,8 +16,8 @@ use tokio::task::JoinSet;
 
 use super::args::{LsArgs, StatArgs, WalkArgs};
 use super::{Place, native_bytes, prints_to_terminal, push_line, shown, visible};
-use crate::cli::print;
 use crate::cli::ps::bytes;
+use crate::cli::{complain, print};
 
 /// Requests for metadata at a time.
 const PARALLEL: usize = 32;
@@ -35,17 +35,25 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
     let mut out = Vec::new();
     let mut listed = Vec::new();
     let for_terminal = prints_to_terminal();
-    for (number, path) in args.paths.iter().enumerate() {
+    let mut code = ExitCode::SUCCESS;
+    for path in &args.paths {
         let uri = place.uri(path).await?;
-        let lines = lines(place, &uri, args)
-            .await
-            .with_context(|| format!("cannot list `{}`", path.display()))?;
+        let found = lines(place, &uri, args).await;
+        // One path that cannot be listed does not hide the others.
+        let lines = match found.with_context(|| format!("cannot list `{}`", path.display())) {
+            Ok(lines) => lines,
+            Err(error) => {
+                complain(&error);
+                code = ExitCode::FAILURE;
+                continue;
+            }
+        };
         if args.json {
             listed.extend(lines.iter().map(to_json));
             continue;
         }
         if args.paths.len() > 1 {
-            let gap = if number > 0 { "\n" } else { "" };
+            let gap = if out.is_empty() { "" } else { "\n" };
             out.extend_from_slice(format!("{gap}{}:\n", visible(&shown(&uri))).as_bytes());
         }
         if args.long {
@@ -61,7 +69,7 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
         out.push(b'\n');
     }
     print(&out)?;
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
 }
 
 async fn lines(place: &Place, path: &PathUri, args: &LsArgs) -> anyhow::Result<Vec<Line>> {
