@@ -1,6 +1,7 @@
 //! Why a request has no result.
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,6 +21,15 @@ pub enum ExecServerError {
     Spawn {
         /// The program.
         program: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The file that should hold the token for the server cannot be used.
+    #[error("cannot read the token in {}", path.display())]
+    TokenFile {
+        /// The file.
+        path: PathBuf,
         /// What the system said.
         #[source]
         source: io::Error,

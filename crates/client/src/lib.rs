@@ -36,6 +36,7 @@ mod backend;
 mod caller;
 mod client;
 mod collect;
+pub mod environment;
 mod error;
 mod event;
 mod extension;

@@ -4,7 +4,7 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
@@ -17,7 +17,7 @@ use exec_server_transport::Secret;
 use exec_server_transport::tls::{TlsServer, TlsServerFiles};
 
 use super::args::ServerArgs;
-use super::settings::{Settings, TOKEN_VARIABLE, variable};
+use super::settings::{Settings, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, variable};
 
 /// The name of a token that was given none.
 const UNNAMED: &str = "token";
@@ -269,7 +269,10 @@ pub(super) fn introduce(
     server: &ServerArgs,
     args: &mut RemoteExecServerConnectArgs,
 ) -> anyhow::Result<()> {
-    args.bearer_token = match (&server.token_file, variable(TOKEN_VARIABLE)) {
+    let given =
+        |flag: &Option<PathBuf>, name| flag.clone().or_else(|| set(name).map(PathBuf::from));
+    let token_file = given(&server.token_file, TOKEN_FILE_VARIABLE);
+    args.bearer_token = match (&token_file, variable(TOKEN_VARIABLE)) {
         (Some(path), _) => {
             let token = Secret::read(path)
                 .with_context(|| format!("cannot read the token in {}", path.display()))?;
@@ -281,16 +284,25 @@ pub(super) fn introduce(
         (None, Some(token)) if !token.trim().is_empty() => Some(Secret::from(token.trim())),
         _ => None,
     };
-    args.tls.pin = match &server.tls_pin {
+    args.tls.pin = match server
+        .tls_pin
+        .clone()
+        .or_else(|| set("EXEC_SERVER_TLS_PIN"))
+    {
         Some(pin) => Some(pin.parse()?),
         None => None,
     };
-    args.tls.ca_file.clone_from(&server.tls_ca);
+    args.tls.ca_file = given(&server.tls_ca, "EXEC_SERVER_TLS_CA");
     args.tls.identity = server
         .tls_client_cert
         .clone()
         .zip(server.tls_client_key.clone());
     Ok(())
+}
+
+/// A variable that says something.
+fn set(name: &str) -> Option<String> {
+    variable(name).filter(|value| !value.is_empty())
 }
 
 #[cfg(test)]

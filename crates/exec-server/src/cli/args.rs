@@ -20,6 +20,7 @@ use super::fs::args::{CpArgs, FsArgs};
   exec-server --listen ws://127.0.0.1:4600          serve on a fixed port
   exec-server run -- make test                      run a command here
   exec-server run --url ws://127.0.0.1:4600 -- sh   run a shell on a server
+  exec-server run --on worker -- make test          run it in an environment
   exec-server ps --url ws://127.0.0.1:4600          what runs there
   exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
   exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
@@ -75,8 +76,8 @@ that it was started in.")]
   exec-server cp -r src ws://127.0.0.1:4600:/srv/app              another way to name the server
   exec-server cp -a unix:///run/exec.sock:/srv/app backup         back, with modes and times
 
-One side is a path here, the other one on a server: `:PATH` on the one that --url or EXEC_SERVER_URL
-names, or `URL:PATH`. Relative paths there begin at the directory that the server was started in. A
+One side is a path here, the other one on a server: `:PATH` on the one that --on, --url or
+EXEC_SERVER_URL names, `ENV:PATH` or `URL:PATH`. Relative paths there begin at the directory that the server was started in. A
 file that has a colon in its name is written `./NAME`.
 
 As with `cp`, something that is copied to an existing directory goes into it; `DIR/.` means what is in
@@ -86,6 +87,19 @@ A file of 8 MiB or more that was cut off goes on where it stopped, if what has a
 of it; until it is whole it waits beside its target, as `.NAME.exec-server-part`. What cannot be copied
 is named on standard error, the rest goes on, and the exit code is 1.")]
     Cp(CpArgs),
+    /// Name the machines to work on, and choose among them
+    #[command(
+        subcommand,
+        after_help = "Examples:
+  exec-server env add worker wss://build-host:4600 --token-file worker.token
+  exec-server env add box -- ssh box exec-server --listen stdio
+  exec-server env use worker                 what `run`, `ps`, `fs` and `cp` use unless told otherwise
+  exec-server run --on box -- make test
+  exec-server env status                     which of them answer, and what they can do
+
+They are kept in `environments.toml`, in EXEC_SERVER_HOME or in ~/.config/exec-server."
+    )]
+    Env(EnvCommand),
     /// Make, sign and read the tokens that a server asks for
     #[command(subcommand)]
     Token(TokenCommand),
@@ -231,25 +245,30 @@ pub(super) struct TlsArgs {
 /// How to reach a server.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct ServerArgs {
-    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
-    #[arg(long, global = true, value_name = "URL", env = "EXEC_SERVER_URL")]
+    /// The environment to work in: an id that `exec-server env list` shows, `local`, or a URL
+    ///
+    /// Without it, and without a server: the default environment, which is this machine unless
+    /// `exec-server env use` said otherwise.
+    #[arg(long, global = true, value_name = "ENV", conflicts_with = "url")]
+    pub(super) on: Option<String>,
+
+    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH` [env: EXEC_SERVER_URL]
+    #[arg(long, global = true, value_name = "URL")]
     pub(super) url: Option<String>,
 
-    /// A file with the token that the server asks for; `EXEC_SERVER_TOKEN` can hold it instead
-    #[arg(
-        long,
-        global = true,
-        value_name = "FILE",
-        env = "EXEC_SERVER_TOKEN_FILE"
-    )]
+    /// A file with the token that the server asks for [env: EXEC_SERVER_TOKEN_FILE; or the token
+    /// itself: EXEC_SERVER_TOKEN]
+    #[arg(long, global = true, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
 
-    /// Believe the server with this key (`sha256//…`, as it prints with --tls-self-signed)
-    #[arg(long, global = true, value_name = "PIN", env = "EXEC_SERVER_TLS_PIN")]
+    /// Believe the server with this key (`sha256//…`, as it prints with --tls-self-signed) [env:
+    /// EXEC_SERVER_TLS_PIN]
+    #[arg(long, global = true, value_name = "PIN")]
     pub(super) tls_pin: Option<String>,
 
-    /// Believe these certificate authorities (PEM) instead of the system's
-    #[arg(long, global = true, value_name = "FILE", env = "EXEC_SERVER_TLS_CA")]
+    /// Believe these certificate authorities (PEM) instead of the system's [env:
+    /// EXEC_SERVER_TLS_CA]
+    #[arg(long, global = true, value_name = "FILE")]
     pub(super) tls_ca: Option<PathBuf>,
 
     /// Our own certificate (PEM), for servers that want one
@@ -259,6 +278,101 @@ pub(super) struct ServerArgs {
     /// The key of our certificate (PEM)
     #[arg(long, global = true, value_name = "FILE", requires = "tls_client_cert")]
     pub(super) tls_client_key: Option<PathBuf>,
+}
+
+impl ServerArgs {
+    /// The first flag that is about a server named by its URL.
+    pub(super) fn about_url(&self) -> Option<&'static str> {
+        let given = [
+            (self.token_file.is_some(), "--token-file"),
+            (self.tls_pin.is_some(), "--tls-pin"),
+            (self.tls_ca.is_some(), "--tls-ca"),
+            (self.tls_client_cert.is_some(), "--tls-client-cert"),
+        ];
+        given
+            .into_iter()
+            .find(|(given, _)| *given)
+            .map(|(_, flag)| flag)
+    }
+}
+
+/// What can be done with environments.
+#[derive(Debug, Subcommand)]
+pub(super) enum EnvCommand {
+    /// List the environments
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Add an environment, or change one
+    Add(EnvAddArgs),
+    /// Forget an environment
+    Remove {
+        /// Which one
+        id: String,
+    },
+    /// Connect to environments and tell how they are
+    #[command(after_help = "Exit codes: 0 all of them are ready, 1 some are not.")]
+    Status {
+        /// Which ones; all if not given
+        ids: Vec<String>,
+        /// How long to wait for each
+        #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
+        timeout: Duration,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Choose the environment that is used when nothing is said
+    Use {
+        /// Its id, `local` for this machine, or `none`
+        id: String,
+    },
+}
+
+/// Options of `env add`.
+#[derive(Debug, clap::Args)]
+pub(super) struct EnvAddArgs {
+    /// What to call it: letters, digits, `-` and `_`
+    pub(super) id: String,
+
+    /// Where it is: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
+    #[arg(required_unless_present = "program", conflicts_with = "program")]
+    pub(super) url: Option<String>,
+
+    /// A file with the token that the server asks for; it is read for every connection
+    #[arg(long, value_name = "FILE", requires = "url")]
+    pub(super) token_file: Option<PathBuf>,
+
+    /// Believe the server with this key (`sha256//…`)
+    #[arg(long, value_name = "PIN", requires = "url")]
+    pub(super) tls_pin: Option<String>,
+
+    /// Where the program is run
+    #[arg(long, value_name = "DIR", requires = "program")]
+    pub(super) cwd: Option<PathBuf>,
+
+    /// A variable that the program gets
+    #[arg(
+        long = "env",
+        short = 'e',
+        value_name = "NAME=VALUE",
+        requires = "program"
+    )]
+    pub(super) env: Vec<String>,
+
+    /// Replace an environment of this id
+    #[arg(long, short)]
+    pub(super) force: bool,
+
+    /// Use it when nothing is said
+    #[arg(long)]
+    pub(super) default: bool,
+
+    /// A program that serves its standard input and output, and its arguments
+    #[arg(last = true, value_name = "PROGRAM")]
+    pub(super) program: Vec<String>,
 }
 
 /// What can be done with tokens.

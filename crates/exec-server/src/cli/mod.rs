@@ -4,9 +4,11 @@ mod access;
 mod args;
 mod config;
 mod doctor;
+mod env;
 mod fs;
 mod kill;
 mod log;
+mod on;
 mod ps;
 mod run;
 mod sandbox;
@@ -21,12 +23,13 @@ use std::io::{self, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::{CommandFactory as _, Parser as _};
-use exec_server_client::{ExecServerClient, ExecServerError, RemoteExecServerConnectArgs};
+use exec_server_client::{ExecServerClient, ExecServerError};
 use exec_server_transport::ConnectError;
 
 use args::{Args, Command, ServerArgs};
+use on::{Place, There};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
@@ -43,6 +46,7 @@ pub fn main() -> ExitCode {
         Some(Command::Kill(args)) => kill::run(&args),
         Some(Command::Fs(args)) => fs::run(&args),
         Some(Command::Cp(args)) => fs::run_cp(&args),
+        Some(Command::Env(command)) => env::run(&command),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Status(args)) => status::run(&args),
@@ -118,18 +122,18 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .context("cannot start the runtime")
 }
 
-/// Connects to the server that was named.
+/// Connects to the server that was named; commands about a server need one.
 async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
-    let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
-    let mut args = RemoteExecServerConnectArgs::new(required_url(server)?, name);
-    access::introduce(server, &mut args)?;
-    Ok(ExecServerClient::connect(args).await?)
+    required(server)?.connect().await
 }
 
-/// The URL that was given; commands about a server need one.
-fn required_url(server: &ServerArgs) -> anyhow::Result<&str> {
-    server
-        .url
-        .as_deref()
-        .context("no server given: pass --url URL or set EXEC_SERVER_URL")
+/// The server that was named.
+fn required(server: &ServerArgs) -> anyhow::Result<There> {
+    match on::resolve(server)? {
+        Place::There(there) => Ok(there),
+        Place::Here => bail!(
+            "no server given, and this machine without one has nothing to ask: pass --on ENV or \
+             --url URL, or set EXEC_SERVER_URL"
+        ),
+    }
 }

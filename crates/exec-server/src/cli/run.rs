@@ -20,7 +20,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::RunArgs;
-use super::{complain, connect, runtime, sandbox, settings, terminal};
+use super::{complain, on, runtime, sandbox, settings, terminal};
 
 /// Exit codes of our own, as `timeout`, `docker run` and shells have them.
 const TIMED_OUT: u8 = 124;
@@ -82,9 +82,9 @@ impl Place {
 }
 
 async fn execute(args: RunArgs) -> anyhow::Result<u8> {
-    let place = match &args.server.url {
-        Some(_) => Place::There(connect(&args.server).await?),
-        None => {
+    let place = match on::resolve(&args.server)? {
+        on::Place::There(there) => Place::There(there.connect().await?),
+        on::Place::Here => {
             let config = ExecutorConfig {
                 environment: settings::environment(),
                 ..ExecutorConfig::default()

@@ -11,13 +11,13 @@ use exec_server_protocol::{NoParams, PathUri};
 use serde_json::json;
 
 use super::args::StatusArgs;
-use super::{connect, print, required_url, runtime};
+use super::{print, required, runtime};
 
 pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
-    let url = required_url(&args.server)?;
+    let server = required(&args.server)?;
     let report = runtime()?.block_on(async {
         let began = Instant::now();
-        let client = connect(&args.server).await?;
+        let client = server.connect().await?;
         let connected = began.elapsed();
         let asked = Instant::now();
         client.call::<Status>(&NoParams).await?;
@@ -42,7 +42,7 @@ pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
             })
         });
         anyhow::Ok(json!({
-            "url": url,
+            "url": server.name,
             "version": info.and_then(|info| info.executor_version.clone()),
             "os": info.and_then(|info| info.platform_os.clone()),
             "shell": info.map(|info| info.shell.path.clone()),

@@ -15,8 +15,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
 use super::progress::Bar;
 use super::{Place, sources_and_target};
-use crate::cli::args::ServerArgs;
-use crate::cli::complain;
+use crate::cli::{complain, on};
 
 /// What stands for standard input or output.
 const STREAM: &str = "-";
@@ -128,12 +127,12 @@ fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
 #[derive(Debug, PartialEq, Eq)]
 enum Side {
     Here(PathBuf),
-    /// On the server of this URL, or else the one that was given.
+    /// In this environment or on the server of this URL, or else where was said.
     There(Option<String>, PathBuf),
 }
 
 impl Side {
-    fn parse(text: &OsStr) -> anyhow::Result<Self> {
+    fn parse(text: &OsStr, is_environment: impl Fn(&str) -> bool) -> anyhow::Result<Self> {
         let bytes = text.as_bytes();
         let there = |url: Option<&[u8]>, path: &[u8]| {
             let url = url.map(|url| String::from_utf8_lossy(url).into_owned());
@@ -155,10 +154,15 @@ impl Side {
         }
         let colon = bytes.iter().position(|&byte| byte == b':');
         let slash = bytes.iter().position(|&byte| byte == b'/');
+        if let Some(colon) = colon
+            && is_environment(&String::from_utf8_lossy(&bytes[..colon]))
+        {
+            return Ok(there(Some(&bytes[..colon]), &bytes[colon + 1..]));
+        }
         match (colon, slash) {
             (Some(colon), slash) if slash.is_none_or(|slash| colon < slash) => bail!(
-                "`{0}` looks like a path on a server named `{1}`: write `:PATH` with --url, or \
-                 `ws://HOST:PORT:PATH`, or `./{0}` for a file here",
+                "`{0}` looks like a path in an environment `{1}`, and there is none: write `:PATH` \
+                 with --url, or `ws://HOST:PORT:PATH`, or `./{0}` for a file here",
                 text.to_string_lossy(),
                 String::from_utf8_lossy(&bytes[..colon]),
             ),
@@ -201,27 +205,36 @@ fn url_length(text: &[u8]) -> Option<usize> {
 }
 
 pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
+    let environments = on::list();
+    let is_environment = |name: &str| match &environments {
+        Ok(list) => list.entry(name).is_some(),
+        Err(_) => false,
+    };
     let sides: Vec<Side> = args
         .paths
         .iter()
-        .map(|path| Side::parse(path))
+        .map(|path| Side::parse(path, is_environment))
         .collect::<anyhow::Result<_>>()?;
     let (sources, target) = sources_and_target(&sides)?;
-    let mut urls = sides.iter().filter_map(|side| match side {
-        Side::There(url, _) => Some(url.as_deref().or(args.server.url.as_deref())),
+    let mut servers = sides.iter().filter_map(|side| match side {
+        Side::There(name, _) => Some(name.as_deref()),
         Side::Here(_) => None,
     });
-    let Some(url) = urls.next() else {
+    let Some(server) = servers.next() else {
         bail!("neither side is on a server: write `:PATH` for a path there, or use plain `cp`");
     };
-    if urls.any(|other| other != url) {
+    // A server that is named twice in different ways is taken for two.
+    let given = args.server.on.as_deref().or(args.server.url.as_deref());
+    if servers.any(|other| other.or(given) != server.or(given)) {
         bail!("the paths are on different servers; copy from one at a time");
     }
-    let url = url.context("no server given: pass --url URL or set EXEC_SERVER_URL")?;
-    let server = ServerArgs {
-        url: Some(url.to_owned()),
-        ..args.server.clone()
+    let place = match server {
+        Some(name) => on::named(name, &args.server)?,
+        None => on::resolve(&args.server)?,
     };
+    if matches!(place, on::Place::Here) {
+        bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL");
+    }
     let here = |side: &Side| match side {
         Side::Here(path) => Some(path.clone()),
         Side::There(..) => None,
@@ -234,10 +247,10 @@ pub(super) async fn cp(args: &CpArgs) -> anyhow::Result<ExitCode> {
     let from_there: Option<Vec<PathBuf>> = sources.iter().map(there).collect();
     match (from_here, from_there, target) {
         (Some(sources), _, Side::There(_, target)) => {
-            send(&Place::new(&server).await?, &sources, target, args.flags).await
+            send(&Place::new(place).await?, &sources, target, args.flags).await
         }
         (_, Some(sources), Side::Here(target)) => {
-            fetch(&Place::new(&server).await?, &sources, target, args.flags).await
+            fetch(&Place::new(place).await?, &sources, target, args.flags).await
         }
         _ => bail!(
             "one side must be here and the other on the server; within a server use \
@@ -384,12 +397,17 @@ mod tests {
             ("ws://h:12x", there(Some("ws://h"), "12x")),
             ("ws://h:1/p:q", there(Some("ws://h:1/p"), "q")),
             ("ws://[::1]:46:", there(Some("ws://[::1]:46"), ".")),
+            ("worker:/x", there(Some("worker"), "/x")),
+            ("worker:", there(Some("worker"), ".")),
+            ("./worker:x", here("./worker:x")),
             ("unix:///run/s:rel", there(Some("unix:///run/s"), "rel")),
         ] {
-            assert_eq!(Side::parse(text.as_ref()).unwrap(), side, "{text}");
+            let parsed = Side::parse(text.as_ref(), |name| name == "worker");
+            assert_eq!(parsed.unwrap(), side, "{text}");
         }
         for text in ["host:/x", "ws://h:4600", "unix:///run/s", "ws://[::1"] {
-            assert!(Side::parse(text.as_ref()).is_err(), "{text}");
+            let parsed = Side::parse(text.as_ref(), |name| name == "worker");
+            assert!(parsed.is_err(), "{text}");
         }
     }
 }

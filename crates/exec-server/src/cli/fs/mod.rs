@@ -17,8 +17,7 @@ use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
 use rustix::termios::isatty;
 
-use super::args::ServerArgs;
-use super::{connect, runtime};
+use super::{on, runtime};
 use args::{CpArgs, FsArgs, FsCommand};
 
 /// What `fs search` ends with when it could not search; 1 means that nothing matches.
@@ -27,7 +26,7 @@ const SEARCH_FAILED: u8 = 2;
 pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
     let runtime = runtime()?;
     let work = async {
-        let place = Place::new(&args.server).await?;
+        let place = Place::new(on::resolve(&args.server)?).await?;
         match &args.command {
             FsCommand::Ls(args) => list::ls(&place, args).await,
             FsCommand::Cat(args) => copy::cat(&place, args).await,
@@ -69,15 +68,15 @@ struct Place {
 }
 
 impl Place {
-    /// On the server that was named, or else here.
-    async fn new(server: &ServerArgs) -> anyhow::Result<Self> {
-        if server.url.is_none() {
+    /// In the place that was named.
+    async fn new(place: on::Place) -> anyhow::Result<Self> {
+        let on::Place::There(there) = place else {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
                 directory: Some(std::env::current_dir().context("no working directory")?),
             });
-        }
-        let client = connect(server).await?;
+        };
+        let client = there.connect().await?;
         let info = client.environment_info().await.ok();
         Ok(Self {
             directory: info.and_then(|info| info.cwd.as_ref()?.to_native().ok()),
@@ -169,7 +168,7 @@ fn push_line(out: &mut Vec<u8>, line: &[u8], for_terminal: bool) {
 }
 
 /// Text on one line, without what a terminal would obey.
-fn visible(text: &str) -> String {
+pub(super) fn visible(text: &str) -> String {
     if !text.contains(char::is_control) {
         return text.to_owned();
     }

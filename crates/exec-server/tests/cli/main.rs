@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+mod environments;
+
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -16,7 +18,11 @@ const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 /// Runs the binary with this input; `url` is the server it is told of.
 fn run_with(url: Option<&str>, args: &[&str], input: &[u8]) -> Output {
     let mut command = Command::new(BINARY);
-    command.args(args).env_remove("EXEC_SERVER_URL");
+    command
+        .args(args)
+        .env_remove("EXEC_SERVER_URL")
+        .env_remove("CODEX_EXEC_SERVER_URL")
+        .env("EXEC_SERVER_HOME", "/nonexistent");
     if let Some(url) = url {
         command.env("EXEC_SERVER_URL", url);
     }

@@ -1,0 +1,453 @@
+//! Where the list of environments comes from.
+//!
+//! Owns the order of variables and files. Reads neither the environment nor a home directory of
+//! its own accord: both are handed in. Connects to nothing.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use exec_server_transport::Secret;
+use exec_server_transport::tls::PinParseError;
+
+use super::connect::{AddressError, ENVIRONMENT_CLIENT_NAME, UrlTarget, from_url};
+use super::file::{
+    DefaultEnvironment, EnvironmentEntry, EnvironmentsFile, EnvironmentsFileError, FILE_NAME,
+};
+use super::id::{LOCAL, NONE, REMOTE};
+use crate::backend::BoxFuture;
+use crate::options::RemoteExecServerConnectArgs;
+
+/// Our own directory of settings.
+pub const HOME_VARIABLE: &str = "EXEC_SERVER_HOME";
+/// The server to use, or `none`.
+pub const URL_VARIABLE: &str = "EXEC_SERVER_URL";
+const TOKEN_VARIABLE: &str = "EXEC_SERVER_TOKEN";
+const TOKEN_FILE_VARIABLE: &str = "EXEC_SERVER_TOKEN_FILE";
+const TLS_PIN_VARIABLE: &str = "EXEC_SERVER_TLS_PIN";
+const TLS_CA_VARIABLE: &str = "EXEC_SERVER_TLS_CA";
+/// What Codex calls its directory and its server.
+const CODEX_HOME_VARIABLE: &str = "CODEX_HOME";
+const CODEX_URL_VARIABLE: &str = "CODEX_EXEC_SERVER_URL";
+
+/// Knows which environments there are.
+pub trait EnvironmentProvider: Send + Sync + fmt::Debug {
+    /// The environments of this moment; nothing is connected to.
+    fn snapshot(&self) -> BoxFuture<'_, Result<EnvironmentList, EnvironmentSourceError>>;
+}
+
+/// Which environments there are, before any of them is connected to.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct EnvironmentList {
+    /// Those that are reached somehow, in order.
+    pub environments: Vec<EnvironmentEntry>,
+    /// The id of the one that is used when nothing is said.
+    pub default: Option<String>,
+    /// Whether this machine is one of them.
+    pub include_local: bool,
+    /// What was found and not used, for people to read.
+    pub warnings: Vec<String>,
+}
+
+impl EnvironmentList {
+    /// This machine alone.
+    pub fn local() -> Self {
+        Self {
+            default: Some(LOCAL.to_owned()),
+            include_local: true,
+            ..Self::default()
+        }
+    }
+
+    /// One environment, which is used when nothing is said.
+    pub fn only(entry: EnvironmentEntry) -> Self {
+        Self {
+            default: Some(entry.id.clone()),
+            environments: vec![entry],
+            ..Self::default()
+        }
+    }
+
+    /// An environment by its id; this machine has no entry.
+    pub fn entry(&self, id: &str) -> Option<&EnvironmentEntry> {
+        self.environments.iter().find(|entry| entry.id == id)
+    }
+
+    /// Whether what is used when nothing is said is another machine.
+    pub fn default_is_remote(&self) -> bool {
+        self.default.as_deref().is_some_and(|id| id != LOCAL)
+    }
+
+    /// All ids in order, this machine's first.
+    pub fn ids(&self) -> impl Iterator<Item = &str> {
+        let local = self.include_local.then_some(LOCAL);
+        local
+            .into_iter()
+            .chain(self.environments.iter().map(|entry| entry.id.as_str()))
+    }
+}
+
+impl From<EnvironmentsFile> for EnvironmentList {
+    fn from(file: EnvironmentsFile) -> Self {
+        let default = match file.default {
+            DefaultEnvironment::Id(id) => Some(id),
+            DefaultEnvironment::Disabled => None,
+            DefaultEnvironment::Unset => file.include_local.then(|| LOCAL.to_owned()),
+        };
+        Self {
+            environments: file.environments,
+            default,
+            include_local: file.include_local,
+            warnings: Vec::new(),
+        }
+    }
+}
+
+/// A list that is known already.
+impl EnvironmentProvider for EnvironmentList {
+    fn snapshot(&self) -> BoxFuture<'_, Result<EnvironmentList, EnvironmentSourceError>> {
+        Box::pin(async { Ok(self.clone()) })
+    }
+}
+
+/// Why it is not known which environments there are.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnvironmentSourceError {
+    /// The file holds a mistake.
+    #[error(transparent)]
+    File(#[from] EnvironmentsFileError),
+    /// A variable holds no address.
+    #[error("{variable}: {source}")]
+    Address {
+        /// Which variable.
+        variable: &'static str,
+        /// What is wrong.
+        source: AddressError,
+    },
+    /// A variable holds no pin.
+    #[error("{variable}: {source}")]
+    Pin {
+        /// Which variable.
+        variable: &'static str,
+        /// What is wrong.
+        source: PinParseError,
+    },
+}
+
+/// Variables, and the file where they say that it is.
+///
+/// | first that holds | environments |
+/// |---|---|
+/// | `EXEC_SERVER_URL` is `none` | none at all |
+/// | `EXEC_SERVER_URL` is a URL | `remote`, which is the default, and those of the file if there is one |
+/// | `environments.toml` exists | those of the file |
+/// | `CODEX_EXEC_SERVER_URL` is `none` | none at all |
+/// | `CODEX_EXEC_SERVER_URL` is a URL | `remote` alone |
+/// | nothing | this machine alone |
+///
+/// The file is in `EXEC_SERVER_HOME` if that is set; otherwise in `exec-server` of
+/// `XDG_CONFIG_HOME` or `~/.config`, and if there is none, in `CODEX_HOME`. The token for
+/// `EXEC_SERVER_URL` is in `EXEC_SERVER_TOKEN` or in the file that `EXEC_SERVER_TOKEN_FILE` names;
+/// `EXEC_SERVER_TLS_PIN` and `EXEC_SERVER_TLS_CA` say whom to believe there.
+///
+/// ```
+/// use exec_server_client::environment::ConfiguredEnvironments;
+///
+/// let variables = |name: &str| (name == "EXEC_SERVER_URL").then(|| "ws://127.0.0.1:4600".to_owned());
+/// let list = ConfiguredEnvironments::new(variables).load()?;
+/// assert_eq!(list.default.as_deref(), Some("remote"));
+/// // In a program: `ConfiguredEnvironments::new(|name| std::env::var(name).ok())`.
+/// # Ok::<_, exec_server_client::environment::EnvironmentSourceError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct ConfiguredEnvironments {
+    own_file: Option<PathBuf>,
+    codex_file: Option<PathBuf>,
+    url: Option<String>,
+    codex_url: Option<String>,
+    token: Option<Secret>,
+    token_file: Option<PathBuf>,
+    tls_pin: Option<String>,
+    tls_ca: Option<PathBuf>,
+}
+
+impl ConfiguredEnvironments {
+    /// Takes what it needs from these variables.
+    pub fn new(variable: impl Fn(&str) -> Option<String>) -> Self {
+        let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
+        let path = |name: &str| given(name).map(PathBuf::from);
+        let directory = path(HOME_VARIABLE).or_else(|| {
+            let settings = path("XDG_CONFIG_HOME").filter(|path| path.is_absolute());
+            let settings = settings.or_else(|| Some(path("HOME")?.join(".config")));
+            settings.map(|settings| settings.join("exec-server"))
+        });
+        let own_directory = given(HOME_VARIABLE).is_some();
+        let codex_home = path(CODEX_HOME_VARIABLE).filter(|_| !own_directory);
+        Self {
+            own_file: directory.map(|directory| directory.join(FILE_NAME)),
+            codex_file: codex_home.map(|directory| directory.join(FILE_NAME)),
+            url: given(URL_VARIABLE),
+            codex_url: given(CODEX_URL_VARIABLE),
+            token: given(TOKEN_VARIABLE).map(|token| Secret::from(token.trim())),
+            token_file: path(TOKEN_FILE_VARIABLE),
+            tls_pin: given(TLS_PIN_VARIABLE),
+            tls_ca: path(TLS_CA_VARIABLE),
+        }
+    }
+
+    /// Where our own `environments.toml` is or would be; nowhere without a home.
+    pub fn own_file(&self) -> Option<&Path> {
+        self.own_file.as_deref()
+    }
+
+    /// The `environments.toml` that is used, if there is one.
+    pub fn file(&self) -> Option<&Path> {
+        [self.own_file(), self.codex_file.as_deref()]
+            .into_iter()
+            .flatten()
+            .find(|path| path.exists())
+    }
+
+    /// Which environments there are.
+    ///
+    /// # Errors
+    ///
+    /// When the file or a variable holds a mistake.
+    pub fn load(&self) -> Result<EnvironmentList, EnvironmentSourceError> {
+        let file = match self.file() {
+            Some(path) => Some((path, EnvironmentsFile::read(path)?)),
+            None => None,
+        };
+        if let Some(url) = &self.url {
+            if is_none(url) {
+                return Ok(EnvironmentList::default());
+            }
+            let entry = self.named_by_variable(url.trim())?;
+            let Some((_, file)) = file else {
+                return Ok(EnvironmentList::only(entry));
+            };
+            let mut list = EnvironmentList::from(file);
+            // The variable is nearer than the file, as everywhere.
+            list.default = Some(entry.id.clone());
+            match list
+                .environments
+                .iter_mut()
+                .find(|other| other.id == entry.id)
+            {
+                Some(other) => *other = entry,
+                None => list.environments.push(entry),
+            }
+            return Ok(list);
+        }
+        if let Some((path, file)) = file {
+            let mut list = EnvironmentList::from(file);
+            if self.codex_url.is_some() {
+                list.warnings.push(format!(
+                    "{CODEX_URL_VARIABLE} is not used, because {} exists",
+                    path.display()
+                ));
+            }
+            return Ok(list);
+        }
+        match &self.codex_url {
+            None => Ok(EnvironmentList::local()),
+            Some(url) if is_none(url) => Ok(EnvironmentList::default()),
+            Some(url) => {
+                let args = RemoteExecServerConnectArgs::new("", ENVIRONMENT_CLIENT_NAME);
+                let connect = from_url(url.trim(), args).map_err(|source| {
+                    let variable = CODEX_URL_VARIABLE;
+                    EnvironmentSourceError::Address { variable, source }
+                })?;
+                Ok(EnvironmentList::only(EnvironmentEntry::new(
+                    REMOTE, connect,
+                )))
+            }
+        }
+    }
+
+    /// What `EXEC_SERVER_URL` and the variables beside it mean.
+    fn named_by_variable(&self, url: &str) -> Result<EnvironmentEntry, EnvironmentSourceError> {
+        let mut args = RemoteExecServerConnectArgs::new("", ENVIRONMENT_CLIENT_NAME);
+        args.bearer_token.clone_from(&self.token);
+        args.tls.ca_file.clone_from(&self.tls_ca);
+        if let Some(pin) = &self.tls_pin {
+            let pin = pin.trim().parse().map_err(|source| {
+                let variable = TLS_PIN_VARIABLE;
+                EnvironmentSourceError::Pin { variable, source }
+            })?;
+            args.tls.pin = Some(pin);
+        }
+        let wrong = |source| EnvironmentSourceError::Address {
+            variable: URL_VARIABLE,
+            source,
+        };
+        let connect = match &self.token_file {
+            Some(path) if UrlTarget::new(url, args.clone()).is_ok() => {
+                let mut target = UrlTarget::new(url, args).map_err(wrong)?;
+                target.token_file = Some(path.clone());
+                std::sync::Arc::new(target)
+            }
+            _ => from_url(url, args).map_err(wrong)?,
+        };
+        Ok(EnvironmentEntry::new(REMOTE, connect))
+    }
+}
+
+impl EnvironmentProvider for ConfiguredEnvironments {
+    fn snapshot(&self) -> BoxFuture<'_, Result<EnvironmentList, EnvironmentSourceError>> {
+        Box::pin(async { self.load() })
+    }
+}
+
+fn is_none(url: &str) -> bool {
+    url.trim().eq_ignore_ascii_case(NONE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Home(tempfile::TempDir);
+
+    impl Home {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn write(&self, directory: &str, text: &str) {
+            let directory = self.0.path().join(directory);
+            std::fs::create_dir_all(&directory).unwrap();
+            std::fs::write(directory.join(FILE_NAME), text).unwrap();
+        }
+
+        fn at(&self, directory: &str) -> String {
+            self.0.path().join(directory).to_str().unwrap().to_owned()
+        }
+
+        fn load(
+            &self,
+            variables: &[(&str, &str)],
+        ) -> Result<EnvironmentList, EnvironmentSourceError> {
+            ConfiguredEnvironments::new(|name| {
+                let given = variables.iter().find(|(known, _)| *known == name);
+                match given {
+                    Some((_, value)) => Some((*value).to_owned()),
+                    None => (name == "HOME").then(|| self.at("")),
+                }
+            })
+            .load()
+        }
+
+        fn ids(&self, variables: &[(&str, &str)]) -> (Vec<String>, Option<String>) {
+            let list = self.load(variables).unwrap();
+            (list.ids().map(str::to_owned).collect(), list.default)
+        }
+    }
+
+    fn ids(ids: &[&str], default: Option<&str>) -> (Vec<String>, Option<String>) {
+        (
+            ids.iter().map(|id| (*id).to_owned()).collect(),
+            default.map(str::to_owned),
+        )
+    }
+
+    #[test]
+    fn variables_alone() {
+        let home = Home::new();
+        assert_eq!(home.ids(&[]), ids(&["local"], Some("local")));
+        for (own, codex) in [("EXEC_SERVER_URL", true), ("CODEX_EXEC_SERVER_URL", false)] {
+            assert_eq!(home.ids(&[(own, " ")]), ids(&["local"], Some("local")));
+            assert_eq!(home.ids(&[(own, " NONE ")]), ids(&[], None));
+            let named = home.load(&[(own, " ws://h:1 ")]).unwrap();
+            assert!(!named.include_local && named.default_is_remote());
+            assert_eq!(named.environments[0].connect.target(), "ws://h:1");
+            assert_eq!(named.default.as_deref(), Some("remote"), "{codex}");
+            let error = home.load(&[(own, "http://h")]).unwrap_err().to_string();
+            assert!(error.contains(own) && error.contains("http://h"), "{error}");
+        }
+        let both = [
+            ("EXEC_SERVER_URL", "ws://a:1"),
+            ("CODEX_EXEC_SERVER_URL", "ws://b:1"),
+        ];
+        let list = home.load(&both).unwrap();
+        assert_eq!(list.environments[0].connect.target(), "ws://a:1");
+    }
+
+    #[test]
+    fn the_token_belongs_to_our_own_variable() {
+        let home = Home::new();
+        let shown = |variables: &[(&str, &str)]| {
+            format!("{:?}", home.load(variables).unwrap().environments)
+        };
+        let token = ("EXEC_SERVER_TOKEN", "secret");
+        let own = shown(&[("EXEC_SERVER_URL", "ws://h:1"), token]);
+        assert!(
+            own.contains("Some([redacted])") && !own.contains("secret"),
+            "{own}"
+        );
+        let codex = shown(&[("CODEX_EXEC_SERVER_URL", "ws://h:1"), token]);
+        assert!(codex.contains("bearer_token: None"), "{codex}");
+        let file = ("EXEC_SERVER_TOKEN_FILE", "/run/token");
+        assert!(shown(&[("EXEC_SERVER_URL", "ws://h:1"), file]).contains("/run/token"));
+        let pin = ("EXEC_SERVER_TLS_PIN", "nonsense");
+        let error = home
+            .load(&[("EXEC_SERVER_URL", "wss://h:1"), pin])
+            .unwrap_err();
+        assert!(
+            error.to_string().starts_with("EXEC_SERVER_TLS_PIN: "),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_file_beats_the_variable_of_others_and_yields_to_ours() {
+        let home = Home::new();
+        home.write(
+            ".config/exec-server",
+            "[[environments]]\nid = 'worker'\nurl = 'ws://w:1'",
+        );
+        assert_eq!(home.ids(&[]), ids(&["local", "worker"], Some("local")));
+        let codex = home.load(&[("CODEX_EXEC_SERVER_URL", "ws://b:1")]).unwrap();
+        assert_eq!(codex.ids().collect::<Vec<_>>(), ["local", "worker"]);
+        assert!(codex.warnings[0].contains("CODEX_EXEC_SERVER_URL is not used"));
+        assert_eq!(
+            home.ids(&[("EXEC_SERVER_URL", "ws://b:1")]),
+            ids(&["local", "worker", "remote"], Some("remote"))
+        );
+        assert_eq!(home.ids(&[("EXEC_SERVER_URL", "none")]), ids(&[], None));
+        home.write(".config/exec-server", "colour = 1");
+        let error = home.load(&[]).unwrap_err().to_string();
+        assert!(error.contains("environments.toml:1: `colour`"), "{error}");
+    }
+
+    #[test]
+    fn files_are_looked_for_in_order() {
+        let home = Home::new();
+        let entry = |id: &str| format!("[[environments]]\nid = '{id}'\nurl = 'ws://w:1'");
+        let codex = home.at("codex");
+        let own = home.at("own");
+        let xdg = home.at("xdg");
+        home.write("codex", &entry("codex"));
+        let found = |variables: &[(&str, &str)]| {
+            let list = home.load(variables).unwrap();
+            list.environments.into_iter().map(|entry| entry.id).next()
+        };
+        assert_eq!(found(&[("CODEX_HOME", &codex)]).as_deref(), Some("codex"));
+        let both = [
+            ("CODEX_HOME", codex.as_str()),
+            ("XDG_CONFIG_HOME", xdg.as_str()),
+        ];
+        assert_eq!(found(&both).as_deref(), Some("codex"));
+        home.write("xdg/exec-server", &entry("xdg"));
+        assert_eq!(found(&both).as_deref(), Some("xdg"));
+        // A directory that is named is the only one.
+        let named = [
+            ("CODEX_HOME", codex.as_str()),
+            ("EXEC_SERVER_HOME", own.as_str()),
+        ];
+        assert_eq!(found(&named), None);
+        home.write("own", &entry("own"));
+        assert_eq!(found(&named).as_deref(), Some("own"));
+    }
+}

@@ -1,0 +1,503 @@
+//! `exec-server env`: the machines that this user works on.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use exec_server_client::environment::connect::Connect;
+use exec_server_client::environment::{EnvironmentsFile, LOCAL};
+use exec_server_protocol::NoParams;
+use exec_server_protocol::environment::{EnvironmentInfo, Status};
+use serde_json::{Value, json};
+use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, value};
+
+use super::args::{EnvAddArgs, EnvCommand};
+use super::{on, print, runtime};
+
+/// What stands for no environment.
+const NONE: &str = "none";
+
+pub(super) fn run(command: &EnvCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        EnvCommand::List { json } => list(*json),
+        EnvCommand::Add(args) => add(args),
+        EnvCommand::Remove { id } => remove(id),
+        EnvCommand::Status { ids, timeout, json } => status(ids, *timeout, *json),
+        EnvCommand::Use { id } => choose(id),
+    }
+}
+
+fn list(as_json: bool) -> anyhow::Result<ExitCode> {
+    let list = on::list()?;
+    let target = |id: &str| match list.entry(id) {
+        Some(entry) => entry.connect.target(),
+        None => "this machine".to_owned(),
+    };
+    let is_default = |id: &str| list.default.as_deref() == Some(id);
+    if as_json {
+        let environments: Vec<Value> = list
+            .ids()
+            .map(|id| {
+                json!({
+                    "id": id,
+                    "default": is_default(id),
+                    "remote": list.entry(id).is_some(),
+                    "target": target(id),
+                })
+            })
+            .collect();
+        let text = serde_json::to_string_pretty(&json!({ "environments": environments }))?;
+        print(format!("{text}\n").as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let rows = list.ids().map(|id| {
+        let mark = if is_default(id) { "*" } else { "" };
+        [id.to_owned(), mark.to_owned(), target(id)]
+    });
+    print(table(&["ENVIRONMENT", "DEFAULT", "TARGET"], rows).as_bytes())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
+    edit(|document| {
+        let mut entry = Table::new();
+        entry["id"] = value(&args.id);
+        if let Some(url) = &args.url {
+            entry["url"] = value(url);
+        }
+        if let [program, rest @ ..] = &args.program[..] {
+            entry["program"] = value(program);
+            if !rest.is_empty() {
+                entry["args"] = value(rest.iter().collect::<Array>());
+            }
+        }
+        // The file may be read from anywhere.
+        let absolute = |path: &Path| -> anyhow::Result<Item> {
+            let path = std::path::absolute(path)?;
+            let text = path
+                .to_str()
+                .with_context(|| format!("{} is no text", path.display()))?;
+            Ok(value(text))
+        };
+        if let Some(path) = &args.token_file {
+            entry["auth_token_file"] = absolute(path)?;
+        }
+        if let Some(path) = &args.cwd {
+            entry["cwd"] = absolute(path)?;
+        }
+        if let Some(pin) = &args.tls_pin {
+            entry["tls_pin"] = value(pin);
+        }
+        let mut variables = InlineTable::new();
+        for setting in &args.env {
+            let (name, text) = setting
+                .split_once('=')
+                .with_context(|| format!("--env {setting}: expected NAME=VALUE"))?;
+            variables.insert(name, text.into());
+        }
+        if !variables.is_empty() {
+            entry["env"] = value(variables);
+        }
+        let tables = environments(document)?;
+        match position(tables, &args.id) {
+            Some(_) if !args.force => {
+                bail!("there is an environment `{}`; --force replaces it", args.id)
+            }
+            Some(at) => {
+                if let Some(old) = tables.get_mut(at) {
+                    // Comments in front of it stay.
+                    *entry.decor_mut() = old.decor().clone();
+                    let place = old.position();
+                    *old = entry;
+                    old.set_position(place);
+                }
+            }
+            None => tables.push(entry),
+        }
+        if args.default {
+            document["default"] = value(&args.id);
+        }
+        Ok(())
+    })?;
+    print(
+        format!(
+            "`exec-server run --on {} -- COMMAND` works there\n",
+            args.id
+        )
+        .as_bytes(),
+    )?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn remove(id: &str) -> anyhow::Result<ExitCode> {
+    edit(|document| {
+        let tables = environments(document)?;
+        let Some(at) = position(tables, id) else {
+            bail!("there is no environment `{id}`; `exec-server env list` shows them");
+        };
+        tables.remove(at);
+        if tables.is_empty() {
+            document.remove("environments");
+        }
+        if document.get("default").and_then(Item::as_str) == Some(id) {
+            document.remove("default");
+            eprintln!("exec-server: `{id}` was the default; now there is none");
+        }
+        Ok(())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn choose(id: &str) -> anyhow::Result<ExitCode> {
+    edit(|document| {
+        let known = id == LOCAL
+            || id.eq_ignore_ascii_case(NONE)
+            || position(environments(document)?, id).is_some();
+        if !known {
+            bail!("there is no environment `{id}`; `exec-server env list` shows them");
+        }
+        if document
+            .get("environments")
+            .and_then(Item::as_array_of_tables)
+            .is_some_and(ArrayOfTables::is_empty)
+        {
+            document.remove("environments");
+        }
+        document["default"] = value(id);
+        Ok(())
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Changes our `environments.toml`; what comes out is checked before it takes the old one's place.
+fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let configured = on::configured();
+    let path = configured
+        .own_file()
+        .context("there is no directory for settings: set EXEC_SERVER_HOME or HOME")?;
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            if let Some(other) = configured.file() {
+                bail!(
+                    "the environments are those of {}; copy that to {} to change them here",
+                    other.display(),
+                    path.display()
+                );
+            }
+            String::new()
+        }
+        Err(error) => return Err(error).with_context(|| format!("cannot read {}", path.display())),
+    };
+    // A file with a mistake is left alone, and the mistake named as everywhere.
+    EnvironmentsFile::parse(&text, path)?;
+    let mut document: DocumentMut = text
+        .parse()
+        .with_context(|| format!("cannot understand {}", path.display()))?;
+    change(&mut document)?;
+    let text = document.to_string();
+    EnvironmentsFile::parse(&text, path).context("this cannot be")?;
+    replace(path, &text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Puts a text in the place of a file, whole or not at all; only this user can read it, since it
+/// may hold tokens.
+fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+    let directory = path.parent().unwrap_or(Path::new("/"));
+    std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)?;
+    let aside = directory.join(format!(".{}.{}", "environments.toml", std::process::id()));
+    let written = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&aside)
+        .and_then(|mut file| {
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        })
+        // A link leads to where the file really is.
+        .and_then(|()| std::fs::rename(&aside, real(path)));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&aside);
+    }
+    written
+}
+
+/// Where a path leads, if there is something.
+fn real(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_owned())
+}
+
+/// The tables of the environments; those that were written inline become ordinary ones.
+fn environments(document: &mut DocumentMut) -> anyhow::Result<&mut ArrayOfTables> {
+    let item = document
+        .entry("environments")
+        .or_insert_with(|| Item::ArrayOfTables(ArrayOfTables::new()));
+    if let Item::Value(inline) = item {
+        let owned = std::mem::take(inline.as_array_mut().context("no list of environments")?);
+        let tables = owned
+            .into_iter()
+            .filter_map(|entry| match entry {
+                toml_edit::Value::InlineTable(table) => Some(table.into_table()),
+                _ => None,
+            })
+            .collect::<ArrayOfTables>();
+        *item = Item::ArrayOfTables(tables);
+    }
+    item.as_array_of_tables_mut()
+        .context("no list of environments")
+}
+
+fn position(tables: &ArrayOfTables, id: &str) -> Option<usize> {
+    tables
+        .iter()
+        .position(|table| table.get("id").and_then(Item::as_str) == Some(id))
+}
+
+/// How an environment is.
+#[derive(Debug)]
+struct Report {
+    id: String,
+    default: bool,
+    target: String,
+    /// Nothing for this machine.
+    outcome: Option<Result<Answer, String>>,
+}
+
+#[derive(Debug)]
+struct Answer {
+    connect: Duration,
+    latency: Duration,
+    info: Option<EnvironmentInfo>,
+}
+
+fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<ExitCode> {
+    let list = on::list()?;
+    if let Some(stranger) = ids.iter().find(|id| !list.ids().any(|known| known == **id)) {
+        bail!("there is no environment `{stranger}`; `exec-server env list` shows them");
+    }
+    let wanted = |id: &str| ids.is_empty() || ids.iter().any(|wanted| wanted == id);
+    let reports = runtime()?.block_on(async {
+        let asked: Vec<_> = list
+            .ids()
+            .filter(|id| wanted(id))
+            .map(|id| {
+                let connect = list.entry(id).map(|entry| Arc::clone(&entry.connect));
+                let target = connect.as_ref().map(|connect| connect.target());
+                let asking = connect.map(|connect| tokio::spawn(ask(connect, timeout)));
+                (id.to_owned(), target, asking)
+            })
+            .collect();
+        let mut reports = Vec::new();
+        for (id, target, asking) in asked {
+            let outcome = match asking {
+                None => None,
+                Some(asking) => Some(match asking.await {
+                    Ok(answer) => answer.map_err(|error| format!("{error:#}")),
+                    Err(error) => Err(error.to_string()),
+                }),
+            };
+            reports.push(Report {
+                default: list.default.as_deref() == Some(&id),
+                target: target.unwrap_or_else(|| "this machine".to_owned()),
+                id,
+                outcome,
+            });
+        }
+        reports
+    });
+    let text = if as_json {
+        let reports: Vec<Value> = reports.iter().map(Report::as_json).collect();
+        format!(
+            "{}\n",
+            serde_json::to_string_pretty(&json!({ "environments": reports }))?
+        )
+    } else {
+        as_table(&reports)
+    };
+    print(text.as_bytes())?;
+    let ready = reports
+        .iter()
+        .all(|report| !matches!(report.outcome, Some(Err(_))));
+    Ok(if ready {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// Connects to an environment and asks how it is.
+async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answer> {
+    let asking = async {
+        let began = Instant::now();
+        let client = connect.connect().await?;
+        let connect = began.elapsed();
+        let asked = Instant::now();
+        client.call::<Status>(&NoParams).await?;
+        let latency = asked.elapsed();
+        let info = client.environment_info().await.ok().cloned();
+        if client.supports("session/end").await.unwrap_or(false) {
+            // Nobody will come back to this session.
+            let _ = client.end_session().await;
+        }
+        anyhow::Ok(Answer {
+            connect,
+            latency,
+            info,
+        })
+    };
+    match tokio::time::timeout(limit, asking).await {
+        Ok(answer) => answer,
+        Err(_) => bail!("no answer within {limit:?}"),
+    }
+}
+
+impl Answer {
+    fn version(&self) -> Option<&str> {
+        self.info.as_ref()?.executor_version.as_deref()
+    }
+
+    /// The compatible features that it has, in order.
+    fn capabilities(&self) -> Vec<&str> {
+        let capabilities = self.info.iter().flat_map(|info| &info.capabilities);
+        capabilities
+            .filter(|(_, has)| **has)
+            .map(|(name, _)| name.as_str())
+            .collect()
+    }
+
+    fn extensions(&self) -> &[String] {
+        self.info.as_ref().map_or(&[], |info| &info.extensions)
+    }
+}
+
+impl Report {
+    fn as_json(&self) -> Value {
+        let mut report = json!({
+            "id": self.id,
+            "default": self.default,
+            "target": self.target,
+            "status": match self.outcome {
+                None | Some(Ok(_)) => "ready",
+                Some(Err(_)) => "failed",
+            },
+        });
+        match &self.outcome {
+            None => report["version"] = json!(env!("CARGO_PKG_VERSION")),
+            Some(Err(error)) => report["error"] = json!(error),
+            Some(Ok(answer)) => {
+                let info = answer.info.as_ref();
+                report["version"] = json!(answer.version());
+                report["os"] = json!(info.and_then(|info| info.platform_os.as_deref()));
+                report["shell"] = json!(info.map(|info| &info.shell.path));
+                report["connectMs"] = json!(millis(answer.connect));
+                report["latencyMs"] = json!(millis(answer.latency));
+                report["capabilities"] = json!(answer.capabilities());
+                report["extensions"] = json!(answer.extensions());
+            }
+        }
+        report
+    }
+}
+
+fn millis(duration: Duration) -> f64 {
+    duration.as_secs_f64() * 1000.0
+}
+
+fn as_table(reports: &[Report]) -> String {
+    let rows = reports.iter().map(|report| {
+        let (state, version, latency, can) = match &report.outcome {
+            None => (
+                "ready",
+                env!("CARGO_PKG_VERSION").to_owned(),
+                String::new(),
+                String::new(),
+            ),
+            Some(Err(error)) => ("failed", String::new(), String::new(), error.clone()),
+            Some(Ok(answer)) => (
+                "ready",
+                answer.version().unwrap_or("unknown").to_owned(),
+                format!("{:.1} ms", millis(answer.latency)),
+                capabilities(answer),
+            ),
+        };
+        let id = if report.default {
+            format!("{}*", report.id)
+        } else {
+            report.id.clone()
+        };
+        [id, state.to_owned(), version, latency, can]
+    });
+    table(
+        &[
+            "ENVIRONMENT",
+            "STATUS",
+            "VERSION",
+            "LATENCY",
+            "CAPABILITIES",
+        ],
+        rows,
+    )
+}
+
+/// What an environment can do, on one line.
+fn capabilities(answer: &Answer) -> String {
+    let mut text = answer.capabilities().join(", ");
+    let extensions = answer.extensions().len();
+    if extensions > 0 {
+        if !text.is_empty() {
+            text.push_str(", ");
+        }
+        let _ = write!(text, "{extensions} extensions");
+    }
+    text
+}
+
+/// Columns that line up; what is in them stays on one line.
+fn table<const N: usize>(names: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
+    let head = names.map(str::to_owned);
+    let rows: Vec<[String; N]> = std::iter::once(head)
+        .chain(rows.map(|row| row.map(|cell| super::fs::visible(&cell))))
+        .collect();
+    let mut widths = [0; N];
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(widths) {
+            let _ = write!(line, "{cell:width$}  ");
+        }
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tables_line_up() {
+        let rows = [
+            ["a".to_owned(), "b\nc".to_owned()],
+            ["long".to_owned(), String::new()],
+        ];
+        assert_eq!(
+            table(&["X", "Y"], rows.into_iter()),
+            "X     Y\na     b\\nc\nlong\n"
+        );
+    }
+}
