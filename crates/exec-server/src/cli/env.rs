@@ -119,7 +119,7 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
             None => tables.push(entry),
         }
         if args.default {
-            document["default"] = value(&args.id);
+            set_default(document, &args.id);
         }
         Ok(())
     })?;
@@ -144,8 +144,10 @@ fn remove(id: &str) -> anyhow::Result<ExitCode> {
             document.remove("environments");
         }
         if document.get("default").and_then(Item::as_str) == Some(id) {
-            document.remove("default");
-            eprintln!("exec-server: `{id}` was the default; now there is none");
+            let local = document.get("include_local").and_then(Item::as_bool);
+            let default = if local.unwrap_or(true) { LOCAL } else { NONE };
+            set_default(document, default);
+            eprintln!("exec-server: `{id}` was the default; now it is `{default}`");
         }
         Ok(())
     })?;
@@ -167,10 +169,22 @@ fn choose(id: &str) -> anyhow::Result<ExitCode> {
         {
             document.remove("environments");
         }
-        document["default"] = value(id);
+        set_default(document, id);
         Ok(())
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says which is the default; comments beside it stay.
+fn set_default(document: &mut DocumentMut, id: &str) {
+    match document.get_mut("default").and_then(Item::as_value_mut) {
+        Some(old) => {
+            let decor = old.decor().clone();
+            *old = id.into();
+            *old.decor_mut() = decor;
+        }
+        None => document["default"] = value(id),
+    }
 }
 
 /// Changes our `environments.toml`; what comes out is checked before it takes the old one's place.

@@ -325,12 +325,16 @@ fn the_file_is_changed_with_care() {
 
     let (_, err, code) = home.run(&["env", "remove", "b"]);
     assert!(code == 0 && err.contains("was the default"), "{err}");
-    assert!(!home.text().contains("default ="), "{}", home.text());
+    assert!(
+        home.text().contains("default = \"local\" # for now"),
+        "{}",
+        home.text()
+    );
     home.fails(&["env", "remove", "b"], &["`b`"]);
     home.fails(&["env", "use", "b"], &["`b`"]);
     home.ok(&["env", "remove", "a"]);
     home.ok(&["env", "remove", "c"]);
-    assert_eq!(home.text().trim(), "# mine");
+    assert_eq!(home.text().trim(), "# mine\ndefault = \"local\" # for now");
     use std::os::unix::fs::PermissionsExt as _;
     let mode = home.file().metadata().unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
