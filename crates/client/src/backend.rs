@@ -10,8 +10,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{
-    ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult, StartParams,
-    TerminalSize, TerminateMode, TerminateResult, WaitResult, WaitUntil, WriteStatus,
+    Condition, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
+    StartParams, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
+    WaitUntil, WriteStatus,
 };
 use exec_server_protocol::sandbox::Enforcement;
 
@@ -66,6 +67,17 @@ pub struct ReadRequest {
     pub max_bytes: Option<usize>,
     /// How long to wait if there is nothing yet.
     pub wait: Duration,
+}
+
+/// What to wait for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WaitForRequest {
+    /// The first of them that happens ends the wait.
+    pub any: Vec<Condition>,
+    /// Search output after this number; 0 for all that is retained.
+    pub after_seq: u64,
+    /// How long, if not for ever.
+    pub timeout: Option<Duration>,
 }
 
 /// A handle of a process.
@@ -148,6 +160,18 @@ pub trait ExecProcess: Send + Sync + fmt::Debug {
     ///
     /// When no answer can come; running out of time is part of the result.
     fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult>;
+
+    /// Waits until the first of several things has happened: an exit, a match in the output, silence,
+    /// a port that is listened on, or a process that wants input.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where one cannot wait so, or when a condition makes no sense;
+    /// running out of time is part of the result.
+    fn wait_for(&self, request: WaitForRequest) -> Reply<'_, WaitForResult> {
+        drop(request);
+        Box::pin(async { Err(ExecServerError::Unsupported("process/waitFor")) })
+    }
 
     /// Head and tail of everything that the process wrote; `max_bytes` bounds each stream.
     ///

@@ -7,6 +7,7 @@ pub(crate) const SESSION_END: &str = session::End::NAME;
 pub(crate) const CLOSE_STDIN: &str = process::CloseStdin::NAME;
 pub(crate) const RESIZE: &str = process::Resize::NAME;
 pub(crate) const WAIT: &str = process::Wait::NAME;
+pub(crate) const WAIT_FOR: &str = process::WaitFor::NAME;
 pub(crate) const SNAPSHOT: &str = process::Snapshot::NAME;
 pub(crate) const LIST: &str = process::List::NAME;
 /// `delivery` of `process/start`.

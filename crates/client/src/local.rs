@@ -9,17 +9,20 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
+use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
 use exec_server_protocol::process::{
     Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
-    StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitResult, WaitUntil,
-    WriteStatus,
+    StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
+    WaitUntil, WriteStatus,
 };
 use exec_server_protocol::{PathUri, codes};
 
-use crate::backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+use crate::backend::{
+    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
+};
 use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 
@@ -311,6 +314,22 @@ impl ExecProcess for Local {
 
     fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult> {
         Box::pin(async move { Ok(self.wait_local(until, timeout).await) })
+    }
+
+    fn wait_for(&self, request: WaitForRequest) -> Reply<'_, WaitForResult> {
+        Box::pin(async move {
+            let WaitForRequest {
+                any,
+                after_seq,
+                timeout,
+            } = request;
+            let conditions =
+                Conditions::compile(&any).map_err(|error| ExecServerError::Server {
+                    code: codes::INVALID_PARAMS,
+                    message: error.to_string(),
+                })?;
+            Ok(conditions.wait(&self.process, after_seq, timeout).await)
+        })
     }
 
     fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult> {

@@ -12,13 +12,15 @@ use exec_server_protocol::process::{
     CloseStdin, CloseStdinParams, Delivery, List, ListParams, ListedProcess, Read, ReadParams,
     ReadResult, Resize, ResizeParams, SandboxType, Signal, SignalName, SignalParams, SignalScope,
     Snapshot, SnapshotParams, SnapshotResult, Start, StartParams, TerminalSize, Terminate,
-    TerminateMode, TerminateParams, TerminateResult, Wait, WaitParams, WaitResult, WaitUntil,
-    Write, WriteParams, WriteStatus,
+    TerminateMode, TerminateParams, TerminateResult, Wait, WaitFor, WaitForParams, WaitForResult,
+    WaitParams, WaitResult, WaitUntil, Write, WriteParams, WriteStatus,
 };
 use exec_server_protocol::sandbox::Enforcement;
 use tokio::sync::oneshot;
 
-use crate::backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+use crate::backend::{
+    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
+};
 use crate::caller::millis;
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
@@ -526,6 +528,24 @@ impl ExecProcess for RemoteProcess {
 
     fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult> {
         Box::pin(self.inner.wait(until, timeout))
+    }
+
+    fn wait_for(&self, request: WaitForRequest) -> Reply<'_, WaitForResult> {
+        Box::pin(async move {
+            let client = &self.inner.client;
+            client.require(extension::WAIT_FOR).await?;
+            let params = WaitForParams {
+                process_id: self.inner.process_id(),
+                any: request.any,
+                after_seq: Some(request.after_seq),
+                timeout_ms: request.timeout.map(millis),
+                session_id: None,
+            };
+            match request.timeout {
+                Some(timeout) => client.call_waiting::<WaitFor>(&params, timeout).await,
+                None => client.inner.caller.call_unbounded::<WaitFor>(&params).await,
+            }
+        })
     }
 
     fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult> {

@@ -8,12 +8,14 @@ compile_error!(
     "exec-server-executor supports Linux only: it needs pidfds, /proc and vfork-style clone"
 );
 
+pub mod conditions;
 pub mod env;
 mod executor;
 pub mod fs;
 pub mod host;
 pub mod limits;
 pub mod log;
+mod look;
 pub mod process;
 pub mod report;
 pub mod request;

@@ -10,7 +10,7 @@
 //! ```
 //! Beside that, each stream keeps its own head and tail for snapshots; the bytes are shared.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -202,6 +202,9 @@ pub struct Log {
     streams: [Ends; 3],
     /// Bytes that the consumer who holds the process back has taken; `None`: nobody holds it back.
     held: Option<u64>,
+    /// The same for those who search the output, by the numbers they were given.
+    watchers: BTreeMap<u64, u64>,
+    next_watcher: u64,
 }
 
 impl Log {
@@ -223,6 +226,8 @@ impl Log {
             close: None,
             streams: Default::default(),
             held: None,
+            watchers: BTreeMap::new(),
+            next_watcher: 0,
         }
     }
 
@@ -269,12 +274,11 @@ impl Log {
 
     /// Evicts what exceeds the budget, but nothing that the holding consumer lacks.
     fn trim(&mut self) {
+        let needed = self.needed();
         while (self.retained.bytes > self.retention.bytes
             || self.entries.len() > self.retention.chunks)
             && let Some(front) = self.entries.front()
-            && self
-                .held
-                .is_none_or(|held| front.before + front.len() as u64 <= held)
+            && needed.is_none_or(|needed| front.before + front.len() as u64 <= needed)
         {
             self.evict();
         }
@@ -430,8 +434,37 @@ impl Log {
     /// Half the budget: the other half is what a consumer that lost its connection may have been
     /// sent and never received.
     pub fn has_room(&self) -> bool {
-        self.held
-            .is_none_or(|held| self.total - held < (self.retention.bytes / 2).max(1) as u64)
+        self.needed()
+            .is_none_or(|needed| self.total - needed < (self.retention.bytes / 2).max(1) as u64)
+    }
+
+    /// Someone at `cursor` begins to search the output, and holds the process back like a consumer;
+    /// the number they go by.
+    pub fn watch(&mut self, cursor: u64) -> u64 {
+        let watcher = self.next_watcher;
+        self.next_watcher += 1;
+        self.watchers.insert(watcher, self.bytes_through(cursor));
+        watcher
+    }
+
+    /// A watcher has searched everything up to `cursor`.
+    pub fn watched(&mut self, watcher: u64, cursor: u64) {
+        let through = self.bytes_through(cursor);
+        if let Some(at) = self.watchers.get_mut(&watcher) {
+            *at = through.max(*at);
+            self.trim();
+        }
+    }
+
+    /// A watcher has found what it looked for, or has gone.
+    pub fn unwatch(&mut self, watcher: u64) {
+        self.watchers.remove(&watcher);
+        self.trim();
+    }
+
+    /// How many bytes everyone who holds the process back has taken.
+    fn needed(&self) -> Option<u64> {
+        self.watchers.values().copied().chain(self.held).min()
     }
 
     fn bytes_through(&self, cursor: u64) -> u64 {

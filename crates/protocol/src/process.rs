@@ -27,6 +27,8 @@ methods! {
     Terminate = "process/terminate" (TerminateParams) -> TerminateResult;
     /// `process/wait`: answer when the child has exited or its log is closed.
     Wait = "process/wait" (WaitParams) -> WaitResult;
+    /// `process/waitFor`: answer when the first of several things has happened.
+    WaitFor = "process/waitFor" (WaitForParams) -> WaitForResult;
     /// `process/snapshot`: head and tail of each stream.
     Snapshot = "process/snapshot" (SnapshotParams) -> SnapshotResult;
     /// `process/list`: the processes of this session, or of all.
@@ -532,6 +534,184 @@ pub struct WaitResult {
     pub wait_timed_out: bool,
 }
 
+/// Params of [`WaitFor`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WaitForParams {
+    /// Which process.
+    pub process_id: String,
+    /// What to wait for; the first of them that happens.
+    pub any: Vec<Condition>,
+    /// Search output after this number; all that is retained if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after_seq: Option<u64>,
+    /// How long; as long as the connection lives if absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// A session other than this connection's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<String>,
+}
+
+/// Something that one can wait for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "ConditionFields", into = "ConditionFields")]
+pub enum Condition {
+    /// `{"exit": true}`: the child has ended.
+    Exit,
+    /// `{"regex": R, "stream"?: S}`: the output has a match. Each stream is searched for itself.
+    Regex {
+        /// A regular expression over bytes.
+        regex: String,
+        /// Where to look; everywhere if absent.
+        stream: Option<Stream>,
+    },
+    /// `{"quietMs": N}`: nothing was written for so long.
+    Quiet {
+        /// How long.
+        quiet_ms: u64,
+    },
+    /// `{"port": N}`: the child or a descendant listens on this TCP port; 0 for any.
+    Port {
+        /// Which port.
+        port: u16,
+    },
+    /// `{"ttyRead": true}`: the child or a descendant waits for input from its terminal.
+    TtyRead,
+}
+
+/// A condition as it is written.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct ConditionFields {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    exit: Option<bool>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    regex: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    stream: Option<Stream>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    quiet_ms: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    port: Option<u16>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tty_read: Option<bool>,
+}
+
+impl TryFrom<ConditionFields> for Condition {
+    type Error = &'static str;
+
+    fn try_from(fields: ConditionFields) -> Result<Self, Self::Error> {
+        let condition = match fields {
+            ConditionFields {
+                exit: Some(true),
+                regex: None,
+                quiet_ms: None,
+                port: None,
+                tty_read: None,
+                stream: None,
+            } => Self::Exit,
+            ConditionFields {
+                exit: None,
+                regex: Some(regex),
+                quiet_ms: None,
+                port: None,
+                tty_read: None,
+                stream,
+            } => Self::Regex { regex, stream },
+            ConditionFields {
+                exit: None,
+                regex: None,
+                quiet_ms: Some(quiet_ms),
+                port: None,
+                tty_read: None,
+                stream: None,
+            } => Self::Quiet { quiet_ms },
+            ConditionFields {
+                exit: None,
+                regex: None,
+                quiet_ms: None,
+                port: Some(port),
+                tty_read: None,
+                stream: None,
+            } => Self::Port { port },
+            ConditionFields {
+                exit: None,
+                regex: None,
+                quiet_ms: None,
+                port: None,
+                tty_read: Some(true),
+                stream: None,
+            } => Self::TtyRead,
+            _ => {
+                return Err(
+                    "a condition is one of {exit: true}, {regex, stream?}, {quietMs}, {port} and \
+                     {ttyRead: true}",
+                );
+            }
+        };
+        Ok(condition)
+    }
+}
+
+impl From<Condition> for ConditionFields {
+    fn from(condition: Condition) -> Self {
+        let mut fields = Self::default();
+        match condition {
+            Condition::Exit => fields.exit = Some(true),
+            Condition::Regex { regex, stream } => {
+                fields.regex = Some(regex);
+                fields.stream = stream;
+            }
+            Condition::Quiet { quiet_ms } => fields.quiet_ms = Some(quiet_ms),
+            Condition::Port { port } => fields.port = Some(port),
+            Condition::TtyRead => fields.tty_read = Some(true),
+        }
+        fields
+    }
+}
+
+/// Result of [`WaitFor`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WaitForResult {
+    /// Which of `any` happened, counted from 0; absent if none did.
+    pub fired: Option<usize>,
+    /// The wait itself ran out of time.
+    pub wait_timed_out: bool,
+    /// The last number that was looked at; `afterSeq` for whoever reads on.
+    pub cursor: u64,
+    /// What the regular expression found.
+    #[serde(default, rename = "match", skip_serializing_if = "Option::is_none")]
+    pub found: Option<Match>,
+    /// The port that is listened on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
+    /// Who listens on it, or waits for input.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<i32>,
+    /// The child has ended.
+    pub exited: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+    /// Nothing more will come, so nothing more can happen.
+    pub closed: bool,
+    /// Output after `afterSeq` that was gone before it could be searched.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evicted: Option<Evicted>,
+}
+
+/// What a regular expression found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Match {
+    /// The number of the output that it ends in.
+    pub seq: u64,
+    /// Where that came from.
+    pub stream: Stream,
+    /// Its text, or the beginning of it; what is no UTF-8 is replaced.
+    pub text: String,
+}
+
 /// Params of [`Snapshot`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
@@ -700,6 +880,48 @@ pub struct ClosedParams {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn conditions_are_one_thing_each() {
+        let decode = serde_json::from_str::<Condition>;
+        for (text, condition) in [
+            (r#"{"exit":true}"#, Condition::Exit),
+            (
+                r#"{"regex":"a+","stream":"stderr"}"#,
+                Condition::Regex {
+                    regex: "a+".to_owned(),
+                    stream: Some(Stream::Stderr),
+                },
+            ),
+            (
+                r#"{"regex":""}"#,
+                Condition::Regex {
+                    regex: String::new(),
+                    stream: None,
+                },
+            ),
+            (r#"{"quietMs":5}"#, Condition::Quiet { quiet_ms: 5 }),
+            (r#"{"port":0}"#, Condition::Port { port: 0 }),
+            (r#"{"ttyRead":true}"#, Condition::TtyRead),
+        ] {
+            assert_eq!(decode(text).unwrap(), condition, "{text}");
+            assert_eq!(serde_json::to_string(&condition).unwrap(), text);
+        }
+        for text in [
+            "{}",
+            r#"{"exit":false}"#,
+            r#"{"exit":true,"port":1}"#,
+            r#"{"exit":true,"stream":"pty"}"#,
+            r#"{"stream":"pty"}"#,
+            r#"{"port":65536}"#,
+            r#"{"port":-1}"#,
+            r#"{"quietMs":1.5}"#,
+            r#"{"regex":"x","flags":"i"}"#,
+            r#""exit""#,
+        ] {
+            assert!(decode(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn writes_decode_as_the_library_would() {

@@ -61,6 +61,8 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "process/terminate#wait",
     "process/wait",
     "process/wait#sessionId",
+    "process/waitFor",
+    "process/waitFor#sessionId",
     "session/end",
 ];
 
@@ -128,6 +130,7 @@ pub(crate) fn request(
         process::Signal::NAME => call.plain::<process::Signal>(methods::process::signal),
         process::Terminate::NAME => call.plain::<process::Terminate>(methods::process::terminate),
         process::Wait::NAME => call.plain::<process::Wait>(methods::process::wait),
+        process::WaitFor::NAME => call.plain::<process::WaitFor>(methods::process::wait_for),
         process::Snapshot::NAME => call.plain::<process::Snapshot>(methods::process::snapshot),
         process::List::NAME => call.plain::<process::List>(methods::process::list),
 

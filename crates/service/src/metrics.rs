@@ -73,6 +73,7 @@ const METHODS: &[&str] = &[
     "process/start",
     "process/terminate",
     "process/wait",
+    "process/waitFor",
     "process/write",
     "session/end",
     "~other",

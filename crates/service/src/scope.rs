@@ -20,6 +20,7 @@ const OBSERVE: &[&str] = &[
     "process/read",
     "process/snapshot",
     "process/wait",
+    "process/waitFor",
 ];
 
 /// Methods that read files, or what the machine is set up like.

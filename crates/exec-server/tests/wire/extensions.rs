@@ -97,10 +97,33 @@ async fn probe(client: &mut Client, name: &str) {
             client.start(here("exit 3")).await;
             assert_eq!(client.ok(name, known).await["exitCode"], 3);
         }
+        "process/waitFor" => {
+            client.start(here("echo up; sleep 600")).await;
+            let params = json!({"processId": id, "any": [{"exit": true}, {"regex": "u(p)"}]});
+            let fired = client.ok(name, params).await;
+            assert_eq!(
+                (&fired["fired"], &fired["match"]["text"]),
+                (&json!(1), &json!("up"))
+            );
+        }
         "process/snapshot" => {
             client.start(here("exit 3")).await;
             client.closed(&id).await;
             assert_eq!(client.ok(name, known).await["exitCode"], 3);
+        }
+        "process/waitFor#sessionId" => {
+            client.run(here("exit 3")).await;
+            for (session, known) in [
+                (client.session_id().to_owned(), true),
+                ("nobody".to_owned(), false),
+            ] {
+                let any = json!([{"exit": true}]);
+                let params = json!({"processId": id, "sessionId": session, "any": any});
+                match known {
+                    true => assert_eq!(client.ok("process/waitFor", params).await["exitCode"], 3),
+                    false => drop(client.refused("process/waitFor", params).await),
+                }
+            }
         }
         "process/read#sessionId" | "process/snapshot#sessionId" | "process/wait#sessionId" => {
             let method = name.split_once('#').unwrap().0;

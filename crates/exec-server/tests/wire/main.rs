@@ -24,6 +24,7 @@ mod signal;
 mod start;
 mod terminal;
 mod terminate;
+mod wait_for;
 mod watch;
 
 /// The server's program with nothing in its environment but a `PATH`.

@@ -220,6 +220,25 @@ impl Process {
         self.shared.wake.notify_one();
     }
 
+    /// Keeps output from being evicted before it was searched; see [`Watch`].
+    pub(crate) fn watch(&self, cursor: u64) -> Watch {
+        let watcher = lock(&self.shared.output).log.watch(cursor);
+        Watch {
+            process: self.clone(),
+            watcher,
+        }
+    }
+
+    /// Completes at the next entry of the log after it was enabled.
+    pub(crate) fn changed(&self) -> tokio::sync::futures::Notified<'_> {
+        self.shared.changed.notified()
+    }
+
+    /// The process and its living descendants. Reads `/proc`: not for an async worker.
+    pub(crate) fn members(&self) -> Vec<Pid> {
+        tree::members(&HashSet::from([self.shared.tag]))
+    }
+
     /// Waits until `done` finds what it looks for in the log.
     ///
     /// Cancel safe.
@@ -386,6 +405,30 @@ impl Process {
             wait_gone(tags.clone(), Instant::now() + grace).await;
         }
         blocking(move || tree::kill(&tags)).await;
+    }
+}
+
+/// Someone who searches the output of a process; holds it back until dropped.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    process: Process,
+    watcher: u64,
+}
+
+impl Watch {
+    /// Everything up to `cursor` was searched.
+    pub(crate) fn advance(&self, cursor: u64) {
+        let shared = &self.process.shared;
+        lock(&shared.output).log.watched(self.watcher, cursor);
+        shared.wake.notify_one();
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let shared = &self.process.shared;
+        lock(&shared.output).log.unwatch(self.watcher);
+        shared.wake.notify_one();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
+use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
 use exec_server_executor::{Process, Spec, report, request, signal as signals};
@@ -11,8 +12,8 @@ use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
     CloseStdinParams, Delivery, ListParams, ListResult, ListedProcess, ReadParams, ResizeParams,
     SandboxType, SignalParams, SignalScope, SnapshotParams, StartParams, StartResult, Survivor,
-    TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitParams, WaitUntil,
-    WriteParams, WriteResult, WriteStatus,
+    TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitForParams, WaitParams,
+    WaitUntil, WriteParams, WriteResult, WriteStatus,
 };
 use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
 
@@ -450,6 +451,38 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
             let result = managed
                 .process
                 .with_log(|log| report::wait(log, !done(log)));
+            responder.send(Ok(result));
+        });
+    };
+    in_session(call, session.as_deref(), &id, job);
+}
+
+pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
+    let conditions = match Conditions::compile(&params.any) {
+        Ok(conditions) => conditions,
+        Err(error) => {
+            let error = RpcError::invalid_params(error.to_string());
+            return call.responder.send_error(error);
+        }
+    };
+    let (id, session) = (params.process_id.clone(), params.session_id.clone());
+    let job = move |connection: Arc<Connection>,
+                    managed: Option<&Arc<Managed>>,
+                    mut responder: Responder| {
+        let Some(managed) = managed else {
+            return responder.send_error(RpcError::unknown_process(&params.process_id));
+        };
+        let waiting = match connection.wait(&mut responder) {
+            Ok(waiting) => waiting,
+            Err(error) => return responder.send_error(error),
+        };
+        let managed = Arc::clone(managed);
+        // Ends with the connection.
+        connection.spawn(async move {
+            let after = params.after_seq.unwrap_or(0);
+            let timeout = params.timeout_ms.map(Duration::from_millis);
+            let result = conditions.wait(&managed.process, after, timeout).await;
+            drop(waiting);
             responder.send(Ok(result));
         });
     };

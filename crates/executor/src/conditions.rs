@@ -1,0 +1,713 @@
+//! Waiting until the first of several things happens to a process.
+//!
+//! Owns the conditions, the search of output as it comes, and when to look at `/proc`. Output is
+//! searched in the order of the log, and is not evicted before it was: whoever searches holds the
+//! process back as a consumer does, and no longer than the search takes.
+//!
+//! A match may lie across any number of chunks. Of each stream the latest [`MATCH_BYTES`] are kept
+//! for that, so that every match up to this length is found, and longer ones if they happen to lie
+//! in what is searched together. A match that could still change (because it ends where the output
+//! ends, for now) counts once nothing more has come for a moment: `$` is the end of output then.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::process::{Condition, Evicted, Match, Stream, WaitForResult};
+use regex_automata::Input;
+use regex_automata::meta::Regex;
+use regex_automata::util::syntax;
+use tokio::time::Instant;
+
+use crate::look;
+use crate::process::{Process, Watch, blocking};
+
+/// The longest match that is always found.
+pub const MATCH_BYTES: usize = 16 * 1024;
+
+/// How many conditions one wait may have.
+pub const MAX_CONDITIONS: usize = 16;
+
+/// How long a regular expression may be.
+pub const MAX_REGEX_BYTES: usize = 4096;
+
+/// What a compiled expression may take: enough for long alternatives and classes of Unicode, and
+/// little enough that the worst of them searches a batch in seconds, on a thread of its own.
+const MAX_PROGRAM_BYTES: usize = 512 * 1024;
+
+/// What searching with one expression may take beside that.
+const MAX_CACHE_BYTES: usize = 4 << 20;
+
+/// Output that is searched at once.
+const BATCH_BYTES: usize = 256 * 1024;
+
+/// Kept before what is searched, so that assertions know what came before. As long as a character.
+const CONTEXT_BYTES: usize = 4;
+
+/// For how long nothing may come before a match at the end of output counts, or before a process
+/// that was seen to wait for input is looked at again.
+const SETTLE: Duration = Duration::from_millis(20);
+
+/// How soon `/proc` is looked at again at first, and at the latest.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(200));
+
+/// Looking may take this part of the time at most.
+const LOOK_SHARE: u32 = 10;
+
+/// How much of a match is told.
+const TOLD_BYTES: usize = 4096;
+
+/// Why there is nothing to wait for.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConditionError {
+    /// None, or too many.
+    #[error("`any` must have 1 to {MAX_CONDITIONS} conditions, not {0}")]
+    Count(usize),
+    /// An expression that is too long.
+    #[error(
+        "condition {index}: a regular expression may have {MAX_REGEX_BYTES} bytes, not {bytes}"
+    )]
+    TooLong {
+        /// Which condition, counted from 0.
+        index: usize,
+        /// How long it is.
+        bytes: usize,
+    },
+    /// An expression that makes no sense, or is too large when compiled.
+    #[error("condition {index}: {message}")]
+    Regex {
+        /// Which condition, counted from 0.
+        index: usize,
+        /// What is wrong.
+        message: String,
+    },
+}
+
+/// Several things that may happen to a process.
+#[derive(Debug)]
+pub struct Conditions(Vec<Compiled>);
+
+#[derive(Debug)]
+enum Compiled {
+    Exit,
+    Regex(Box<Pattern>),
+    Quiet(Duration),
+    /// `None` for any port.
+    Port(Option<u16>),
+    TtyRead,
+}
+
+#[derive(Debug)]
+struct Pattern {
+    regex: Regex,
+    stream: Option<Stream>,
+    /// What comes after a match can make no difference to it.
+    definite: bool,
+}
+
+impl Conditions {
+    /// Checks and compiles.
+    ///
+    /// # Errors
+    ///
+    /// When there are none or too many, or an expression is wrong or too large.
+    pub fn compile(any: &[Condition]) -> Result<Self, ConditionError> {
+        if any.is_empty() || any.len() > MAX_CONDITIONS {
+            return Err(ConditionError::Count(any.len()));
+        }
+        let compiled = any.iter().enumerate().map(|(index, condition)| {
+            Ok(match condition {
+                Condition::Exit => Compiled::Exit,
+                Condition::Regex { regex, stream } => {
+                    Compiled::Regex(Box::new(pattern(index, regex, *stream)?))
+                }
+                Condition::Quiet { quiet_ms } => Compiled::Quiet(Duration::from_millis(*quiet_ms)),
+                Condition::Port { port } => Compiled::Port((*port != 0).then_some(*port)),
+                Condition::TtyRead => Compiled::TtyRead,
+            })
+        });
+        Ok(Self(compiled.collect::<Result<_, _>>()?))
+    }
+
+    /// Waits until one of them is met, the log is closed, or the time is up.
+    ///
+    /// Cancel safe: nothing is left behind.
+    pub async fn wait(
+        self,
+        process: &Process,
+        after_seq: u64,
+        timeout: Option<Duration>,
+    ) -> WaitForResult {
+        let now = Instant::now();
+        let searches = self.0.iter().any(|one| matches!(one, Compiled::Regex(_)));
+        let looks = self.0.iter().any(Compiled::looks);
+        // A cursor beyond the log means all that is to come.
+        let end = process.with_log(|log| log.next_seq() - 1);
+        let cursor = after_seq.min(end);
+        Waiting {
+            process,
+            watch: searches.then(|| process.watch(cursor)),
+            search: Some(Search::new(self.0, searches)),
+            cursor,
+            evicted: None,
+            active: now,
+            tentative: None,
+            look_at: looks.then_some(now),
+            pause: LOOKS.0,
+            reader: None,
+        }
+        .run(timeout.and_then(|timeout| now.checked_add(timeout)))
+        .await
+    }
+}
+
+impl Compiled {
+    fn looks(&self) -> bool {
+        matches!(self, Self::Port(_) | Self::TtyRead)
+    }
+}
+
+fn pattern(index: usize, regex: &str, stream: Option<Stream>) -> Result<Pattern, ConditionError> {
+    if regex.len() > MAX_REGEX_BYTES {
+        let bytes = regex.len();
+        return Err(ConditionError::TooLong { index, bytes });
+    }
+    let wrong = |message: String| ConditionError::Regex { index, message };
+    // Output is bytes: an expression may be about some that are no text.
+    let syntax = syntax::Config::new().utf8(false).nest_limit(64);
+    let parsed = syntax::parse_with(regex, &syntax).map_err(|error| wrong(error.to_string()))?;
+    let properties = parsed.properties();
+    let definite = properties.look_set().is_empty()
+        && properties.maximum_len().is_some()
+        && properties.maximum_len() == properties.minimum_len();
+    let config = Regex::config()
+        .utf8_empty(false)
+        .nfa_size_limit(Some(MAX_PROGRAM_BYTES))
+        .onepass_size_limit(Some(MAX_PROGRAM_BYTES))
+        .hybrid_cache_capacity(MAX_CACHE_BYTES);
+    let mut builder = Regex::builder();
+    let regex = builder
+        .configure(config)
+        .build_from_hir(&parsed)
+        .map_err(|error| match error.size_limit() {
+            Some(limit) => wrong(format!("takes more than {limit} bytes when compiled")),
+            None => wrong(error.to_string()),
+        })?;
+    Ok(Pattern {
+        regex,
+        stream,
+        definite,
+    })
+}
+
+/// One wait.
+struct Waiting<'a> {
+    process: &'a Process,
+    /// Keeps what was not searched yet.
+    watch: Option<Watch>,
+    /// `None` only while a thread is at it.
+    search: Option<Search>,
+    /// The last number that was searched.
+    cursor: u64,
+    evicted: Option<Evicted>,
+    /// When output last came.
+    active: Instant,
+    /// A match that may still change.
+    tentative: Option<(usize, Match)>,
+    /// When to look at `/proc`.
+    look_at: Option<Instant>,
+    pause: Duration,
+    /// Who was seen to wait for input when this was the next number.
+    reader: Option<(i32, u64)>,
+}
+
+impl Waiting<'_> {
+    async fn run(mut self, deadline: Option<Instant>) -> WaitForResult {
+        loop {
+            let changed = self.process.changed();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if let Some(result) = self.search_more().await {
+                return result;
+            }
+            let (exited, closed, next) = self.process.with_log(|log| {
+                let (exit, close) = (log.exit().is_some(), log.close().is_some());
+                (exit, close, log.next_seq())
+            });
+            if next != self.cursor + 1 {
+                // More has come while we searched; what happened after that must wait its turn.
+                continue;
+            }
+            if closed && let Some((index, found)) = self.tentative.take() {
+                return self.fired(index, |result| result.found = Some(found));
+            }
+            if exited && let Some(index) = self.index(|one| matches!(one, Compiled::Exit)) {
+                return self.fired(index, |_| {});
+            }
+            if closed {
+                return self.result(|_| {});
+            }
+            let now = Instant::now();
+            if let Some((index, found)) = self.tentative.take_if(|_| now >= self.active + SETTLE) {
+                return self.fired(index, |result| result.found = Some(found));
+            }
+            let silence = now - self.active;
+            let quiet = |one: &Compiled| matches!(one, Compiled::Quiet(time) if *time <= silence);
+            if let Some(index) = self.index(quiet) {
+                return self.fired(index, |_| {});
+            }
+            if self.look_at.is_some_and(|at| now >= at)
+                && let Some(result) = self.look().await
+            {
+                return result;
+            }
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return self.result(|result| result.wait_timed_out = true);
+            }
+            let next = self.next_moment(deadline);
+            tokio::select! {
+                () = changed => {}
+                () = sleep_until(next) => {}
+            }
+        }
+    }
+
+    /// When there is something to do even if nothing comes.
+    fn next_moment(&self, deadline: Option<Instant>) -> Option<Instant> {
+        let quiet = self.conditions().iter().filter_map(|one| match one {
+            Compiled::Quiet(time) => self.active.checked_add(*time),
+            _ => None,
+        });
+        let settled = self.tentative.is_some().then(|| self.active + SETTLE);
+        let moments = [deadline, settled, self.look_at];
+        quiet.chain(moments.into_iter().flatten()).min()
+    }
+
+    /// Searches all that has come.
+    async fn search_more(&mut self) -> Option<WaitForResult> {
+        loop {
+            let cursor = self.cursor;
+            let (slice, end) = self.process.with_log(|log| {
+                let slice = log.read(cursor, Some(BATCH_BYTES));
+                (slice, log.next_seq() - 1)
+            });
+            if let Some(lost) = slice.lost {
+                let told = self.evicted.map_or(0, |evicted| evicted.bytes);
+                self.evicted = Some(Evicted {
+                    through_seq: lost.through_seq,
+                    bytes: told + lost.bytes,
+                });
+            }
+            let Some(&(last, ..)) = slice.chunks.last() else {
+                // Nothing but the end of the process or of the log.
+                self.cursor = end;
+                return None;
+            };
+            self.active = Instant::now();
+            // What has been written lately is likely to be about what we look for.
+            self.pause = LOOKS.0;
+            if let Some(at) = &mut self.look_at {
+                *at = (*at).min(self.active + self.pause);
+            }
+            let found = self.search(slice.chunks).await;
+            self.cursor = last;
+            if let Some(watch) = &self.watch {
+                watch.advance(last);
+            }
+            match found {
+                Found::Nothing => self.tentative = None,
+                Found::Tentative(index, found) => self.tentative = Some((index, found)),
+                Found::Definite(index, found) => {
+                    // What comes after the match may be wanted.
+                    self.cursor = found.seq;
+                    return Some(self.fired(index, |result| result.found = Some(found)));
+                }
+            }
+            tokio::task::coop::consume_budget().await;
+        }
+    }
+
+    /// On a thread of its own: an expression may be slow, and workers serve others.
+    async fn search(&mut self, chunks: Vec<(u64, Stream, Bytes)>) -> Found {
+        let Some(mut search) = self.search.take() else {
+            return Found::Nothing;
+        };
+        if !search.searches {
+            self.search = Some(search);
+            return Found::Nothing;
+        }
+        let (search, found) = blocking(move || {
+            let found = search.feed(&chunks);
+            (search, found)
+        })
+        .await;
+        self.search = Some(search);
+        found
+    }
+
+    /// Looks at what the process and its descendants are doing.
+    async fn look(&mut self) -> Option<WaitForResult> {
+        let began = Instant::now();
+        let process = self.process.clone();
+        let ports: Vec<(usize, Option<u16>)> = self
+            .conditions()
+            .iter()
+            .enumerate()
+            .filter_map(|(index, one)| match one {
+                Compiled::Port(port) => Some((index, *port)),
+                _ => None,
+            })
+            .collect();
+        let tty = self.index(|one| matches!(one, Compiled::TtyRead));
+        let (port, reader) = blocking(move || {
+            let members = process.members();
+            let port = ports.into_iter().find_map(|(index, wanted)| {
+                look::listens(&members, wanted).map(|(pid, port)| (index, pid, port))
+            });
+            let reader = tty.and_then(|_| look::reads_terminal(&members));
+            (port, reader)
+        })
+        .await;
+        if let Some((index, pid, port)) = port {
+            return Some(self.fired(index, |result| {
+                result.pid = Some(pid);
+                result.port = Some(port);
+            }));
+        }
+        let next_seq = self.process.with_log(|log| log.next_seq());
+        if let (Some(index), Some(pid)) = (tty, reader) {
+            // Twice with nothing written in between: what it wrote before is in the log by now.
+            if self.reader == Some((pid, next_seq)) && next_seq == self.cursor + 1 {
+                return Some(self.fired(index, |result| result.pid = Some(pid)));
+            }
+            self.reader = Some((pid, next_seq));
+            self.look_at = Some(Instant::now() + SETTLE);
+            return None;
+        }
+        self.reader = None;
+        let pause = self.pause.max(began.elapsed() * LOOK_SHARE);
+        self.look_at = Some(Instant::now() + pause);
+        self.pause = (self.pause * 2).min(LOOKS.1);
+        None
+    }
+
+    fn conditions(&self) -> &[Compiled] {
+        self.search.as_ref().map_or(&[], |search| &search.any)
+    }
+
+    fn index(&self, is: impl Fn(&Compiled) -> bool) -> Option<usize> {
+        self.conditions().iter().position(is)
+    }
+
+    fn fired(&self, index: usize, add: impl FnOnce(&mut WaitForResult)) -> WaitForResult {
+        self.result(|result| {
+            result.fired = Some(index);
+            add(result);
+        })
+    }
+
+    fn result(&self, add: impl FnOnce(&mut WaitForResult)) -> WaitForResult {
+        let mut result = self.process.with_log(|log| WaitForResult {
+            cursor: self.cursor,
+            exited: log.exit().is_some(),
+            exit_code: log.exit().map(|exit| exit.code),
+            closed: log.close().is_some(),
+            evicted: self.evicted,
+            ..WaitForResult::default()
+        });
+        add(&mut result);
+        result
+    }
+}
+
+async fn sleep_until(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What a search of new output brought.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    Nothing,
+    /// It ends where the output ends, and might not if there were more.
+    Tentative(usize, Match),
+    Definite(usize, Match),
+}
+
+/// The latest output of each stream, and what to look for in it.
+#[derive(Debug)]
+struct Search {
+    any: Vec<Compiled>,
+    searches: bool,
+    windows: [Window; 3],
+}
+
+/// The latest output of one stream.
+#[derive(Debug, Default)]
+struct Window {
+    bytes: Vec<u8>,
+    /// Where searching begins; what is before is for assertions to look back at.
+    start: usize,
+    /// Where each chunk ends, and its number.
+    ends: Vec<(usize, u64)>,
+}
+
+const STREAMS: [Stream; 3] = [Stream::Stdout, Stream::Stderr, Stream::Pty];
+
+impl Search {
+    fn new(any: Vec<Compiled>, searches: bool) -> Self {
+        Self {
+            any,
+            searches,
+            windows: Default::default(),
+        }
+    }
+
+    /// Searches what is new, together with what came just before.
+    ///
+    /// Of several matches the one that ends first counts, then the one of the earlier condition.
+    fn feed(&mut self, chunks: &[(u64, Stream, Bytes)]) -> Found {
+        let mut best: Option<(u64, usize, bool, Match)> = None;
+        for (stream, window) in STREAMS.into_iter().zip(&mut self.windows) {
+            let mut is_new = false;
+            for (seq, from, bytes) in chunks {
+                if *from == stream {
+                    is_new = true;
+                    window.bytes.extend_from_slice(bytes);
+                    window.ends.push((window.bytes.len(), *seq));
+                }
+            }
+            if !is_new {
+                continue;
+            }
+            for (index, one) in self.any.iter().enumerate() {
+                let Compiled::Regex(pattern) = one else {
+                    continue;
+                };
+                if pattern.stream.is_some_and(|wanted| wanted != stream) {
+                    continue;
+                }
+                let Some((seq, at_end, text)) = window.find(&pattern.regex) else {
+                    continue;
+                };
+                let definite = pattern.definite || !at_end;
+                let found = Match { seq, stream, text };
+                let better = best.as_ref().is_none_or(|(other, at, was_definite, _)| {
+                    (!was_definite, *other, *at) > (!definite, seq, index)
+                });
+                if better {
+                    best = Some((seq, index, definite, found));
+                }
+            }
+            window.trim();
+        }
+        match best {
+            None => Found::Nothing,
+            Some((_, index, true, found)) => Found::Definite(index, found),
+            Some((_, index, false, found)) => Found::Tentative(index, found),
+        }
+    }
+}
+
+impl Window {
+    /// The number of the chunk where the first match ends, whether that is the end of everything,
+    /// and the text.
+    fn find(&self, regex: &Regex) -> Option<(u64, bool, String)> {
+        let found = regex.find(Input::new(&self.bytes).range(self.start..))?;
+        let (seq, at_end) = match self.ends.iter().find(|(end, _)| *end >= found.end()) {
+            Some((_, seq)) => (*seq, found.end() == self.bytes.len()),
+            None => return None,
+        };
+        let told = &self.bytes[found.start()..found.end().min(found.start() + TOLD_BYTES)];
+        let text = String::from_utf8_lossy(told).into_owned();
+        Some((seq, at_end, text))
+    }
+
+    /// Drops what no match that is yet to come can begin in.
+    fn trim(&mut self) {
+        let begin = self.bytes.len().saturating_sub(MATCH_BYTES);
+        let gone = begin.saturating_sub(CONTEXT_BYTES);
+        self.bytes.drain(..gone);
+        self.start = begin - gone;
+        for (end, _) in &mut self.ends {
+            *end = end.saturating_sub(gone);
+        }
+        // A match never ends in a chunk of which nothing is left.
+        let first = self.ends.partition_point(|(end, _)| *end <= self.start);
+        let first = first.min(self.ends.len().saturating_sub(1));
+        self.ends.drain(..first);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn search(regexes: &[&str]) -> Search {
+        let any: Vec<Condition> = regexes
+            .iter()
+            .map(|regex| Condition::Regex {
+                regex: (*regex).to_owned(),
+                stream: None,
+            })
+            .collect();
+        Search::new(Conditions::compile(&any).unwrap().0, true)
+    }
+
+    fn feed(search: &mut Search, seq: u64, text: &[u8]) -> Found {
+        search.feed(&[(seq, Stream::Stdout, Bytes::copy_from_slice(text))])
+    }
+
+    fn found(seq: u64, text: &str) -> Match {
+        Match {
+            seq,
+            stream: Stream::Stdout,
+            text: text.to_owned(),
+        }
+    }
+
+    #[test]
+    fn matches_lie_across_chunks() {
+        let mut search = search(&["listening on [0-9]+\n"]);
+        assert_eq!(feed(&mut search, 1, b"starting\nlist"), Found::Nothing);
+        assert_eq!(feed(&mut search, 2, b"ening on 80"), Found::Nothing);
+        let text = "listening on 8080\n";
+        let expected = Found::Tentative(0, found(3, text));
+        assert_eq!(feed(&mut search, 3, b"80\n"), expected);
+    }
+
+    #[test]
+    fn a_match_that_can_grow_waits_for_more() {
+        let mut search = search(&["port [0-9]+", "READY"]);
+        let grows = Found::Tentative(0, found(1, "port 80"));
+        assert_eq!(feed(&mut search, 1, b"port 80"), grows);
+        let grown = Found::Definite(0, found(2, "port 8080"));
+        assert_eq!(feed(&mut search, 2, b"80 "), grown);
+        let ready = Found::Definite(1, found(3, "READY"));
+        // The first match is still in the window; what ends first counts.
+        assert_eq!(
+            feed(&mut search, 3, b"READY"),
+            Found::Definite(0, found(2, "port 8080"))
+        );
+        let mut other = self::search(&["READY"]);
+        let Found::Definite(_, expected) = ready else {
+            unreachable!()
+        };
+        assert_eq!(feed(&mut other, 3, b"READY"), Found::Definite(0, expected));
+    }
+
+    #[test]
+    fn assertions_know_what_came_before() {
+        let mut search = search(&[r"(?m)^ready", r"\bgo\b"]);
+        let filler = vec![b'x'; MATCH_BYTES * 2];
+        assert_eq!(feed(&mut search, 1, &filler), Found::Nothing);
+        // No line begins where the window does, nor does a word.
+        assert_eq!(
+            feed(&mut search, 2, b"ready go-"),
+            Found::Definite(1, found(2, "go"))
+        );
+        let mut search = self::search(&[r"(?m)^ready"]);
+        feed(&mut search, 1, &filler);
+        assert_eq!(feed(&mut search, 2, b"ready"), Found::Nothing);
+        let expected = Found::Tentative(0, found(3, "ready"));
+        assert_eq!(feed(&mut search, 3, b"\nready"), expected);
+        let mut search = self::search(&[r"\Aready"]);
+        feed(&mut search, 1, &filler);
+        assert_eq!(feed(&mut search, 2, b"ready"), Found::Nothing);
+    }
+
+    #[test]
+    fn streams_are_searched_for_themselves() {
+        let mut search = search(&["ab"]);
+        let chunk = |seq, stream, text| (seq, stream, Bytes::from_static(text));
+        let mixed = [
+            chunk(1, Stream::Stdout, b"a"),
+            chunk(2, Stream::Stderr, b"b"),
+        ];
+        assert_eq!(search.feed(&mixed), Found::Nothing);
+        let rest = [chunk(3, Stream::Stdout, b"b")];
+        assert_eq!(search.feed(&rest), Found::Definite(0, found(3, "ab")));
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_searched_too() {
+        let mut search = search(&[r"(?-u:\xff)\x00"]);
+        let Found::Definite(0, found) = feed(&mut search, 1, b"a\xff\0b") else {
+            panic!("not found")
+        };
+        assert_eq!(found.text, "\u{FFFD}\0");
+    }
+
+    #[test]
+    fn what_is_kept_is_bounded() {
+        let mut search = search(&["never"]);
+        for seq in 1..2000 {
+            feed(&mut search, seq, &[b'x'; 1000]);
+        }
+        let window = &search.windows[0];
+        assert!(window.bytes.len() <= MATCH_BYTES + CONTEXT_BYTES);
+        assert!(window.ends.len() <= MATCH_BYTES / 1000 + 2);
+    }
+
+    #[test]
+    fn bad_conditions_are_refused() {
+        let compile = |regex: &str| {
+            let regex = regex.to_owned();
+            let stream = None;
+            Conditions::compile(&[Condition::Exit, Condition::Regex { regex, stream }])
+                .map(drop)
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(compile("(").contains("condition 1: "), "{}", compile("("));
+        let large = compile(r"(\w{500}){500}");
+        assert!(large.contains("bytes when compiled"), "{large}");
+        assert!(compile(&"x".repeat(5000)).contains("4096 bytes, not 5000"));
+        assert!(compile(&"(".repeat(100)).starts_with("condition 1: "));
+        let none = Conditions::compile(&[]).unwrap_err().to_string();
+        assert!(none.contains("1 to 16 conditions, not 0"), "{none}");
+        assert!(Conditions::compile(&vec![Condition::Exit; 17]).is_err());
+    }
+
+    proptest! {
+        /// However output is cut, what is found first is what a search of all of it finds.
+        #[test]
+        fn cuts_make_no_difference(
+            text in "[abc\n]{0,60}",
+            cuts in proptest::collection::vec(1usize..10, 0..20),
+            regex in prop::sample::select(vec![
+                "abc", "a+b", "(?m)^b", "(?m)c$", "ab|ca", r"\ba", "c{2,3}", "a[^a]*a",
+            ]),
+        ) {
+            let all = text.as_bytes();
+            let compiled = pattern(0, regex, None).unwrap();
+            let whole = compiled.regex.find(all);
+            let mut search = search(&[regex]);
+            let (mut at, mut seq, mut last) = (0, 0, Found::Nothing);
+            for cut in cuts.into_iter().chain([all.len().max(1)]) {
+                let end = (at + cut).min(all.len());
+                if at == end {
+                    break;
+                }
+                seq += 1;
+                last = feed(&mut search, seq, &all[at..end]);
+                at = end;
+                if matches!(last, Found::Definite(..)) {
+                    break;
+                }
+            }
+            match (whole, last) {
+                (None, Found::Nothing) => {}
+                (Some(whole), Found::Definite(_, found) | Found::Tentative(_, found)) => {
+                    let expected = String::from_utf8_lossy(&all[whole.range()]).into_owned();
+                    prop_assert_eq!(found.text, expected);
+                }
+                (whole, last) => prop_assert!(false, "{:?} but {:?}", whole, last),
+            }
+        }
+    }
+}

@@ -1,0 +1,318 @@
+//! What processes are doing right now, as `/proc` tells: which ports they listen on, and whether
+//! they wait for input from a terminal.
+//!
+//! Owns the reading of `/proc` and nothing else. Everything here blocks: not for an async worker.
+//! What cannot be read, because a process is gone or may not be looked at, counts as not there.
+
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, MetadataExt as _};
+use std::path::PathBuf;
+
+use rustix::process::Pid;
+
+/// Threads of one process that are looked at: those that read terminals are few and old.
+const MAX_THREADS: usize = 64;
+
+/// Descriptors of one `poll` or `select` that are looked at.
+const MAX_DESCRIPTORS: usize = 1024;
+
+/// Who of these processes listens on a TCP port, and on which; `None` stands for any port.
+pub(crate) fn listens(pids: &[Pid], wanted: Option<u16>) -> Option<(i32, u16)> {
+    // Sockets by network namespace: a sandbox may have one of its own.
+    let mut namespaces: HashMap<PathBuf, HashMap<u64, u16>> = HashMap::new();
+    for pid in pids {
+        let pid = pid.as_raw_nonzero().get();
+        let Ok(namespace) = fs::read_link(format!("/proc/{pid}/ns/net")) else {
+            continue;
+        };
+        let sockets = namespaces
+            .entry(namespace)
+            .or_insert_with(|| listening_sockets(pid, wanted));
+        if sockets.is_empty() {
+            continue;
+        }
+        let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else {
+            continue;
+        };
+        let port = descriptors.flatten().find_map(|entry| {
+            let link = fs::read_link(entry.path()).ok()?;
+            let inode = link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?;
+            sockets.get(&inode.parse().ok()?).copied()
+        });
+        if let Some(port) = port {
+            return Some((pid, port));
+        }
+    }
+    None
+}
+
+/// Ports that are listened on in the network namespace of a process, by the inode of the socket.
+fn listening_sockets(pid: i32, wanted: Option<u16>) -> HashMap<u64, u16> {
+    let mut sockets = HashMap::new();
+    for table in ["tcp", "tcp6"] {
+        let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).unwrap_or_default();
+        // The first line is a heading.
+        for line in text.lines().skip(1) {
+            if let Some((inode, port)) = listening(line)
+                && wanted.is_none_or(|wanted| wanted == port)
+            {
+                sockets.insert(inode, port);
+            }
+        }
+    }
+    sockets
+}
+
+/// Inode and port, if a line of `/proc/net/tcp` is about a socket that listens.
+fn listening(line: &str) -> Option<(u64, u16)> {
+    const LISTEN: &str = "0A";
+    let mut fields = line.split_ascii_whitespace();
+    let (_, port) = fields.nth(1)?.rsplit_once(':')?;
+    let state = fields.nth(1)?;
+    let inode = fields.nth(5)?;
+    (state == LISTEN).then_some(())?;
+    Some((inode.parse().ok()?, u16::from_str_radix(port, 16).ok()?))
+}
+
+/// Who of these processes waits for input from its terminal.
+///
+/// It must be in the foreground of its terminal, and one of its threads must sleep in a system call
+/// that reads from a terminal (`read`, `readv`, `pread`) or waits until one can be read (`poll`,
+/// `select`, `epoll_wait` and their kin, with the terminal among their descriptors). What waits
+/// through `io_uring` is not noticed.
+pub(crate) fn reads_terminal(pids: &[Pid]) -> Option<i32> {
+    let mut pids = pids.iter().map(|pid| pid.as_raw_nonzero().get());
+    pids.find(|&pid| {
+        let threads = || Some(fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten());
+        is_in_foreground(pid)
+            && threads().is_some_and(|threads| {
+                threads.take(MAX_THREADS).any(|thread| {
+                    let call = fs::read_to_string(thread.path().join("syscall"));
+                    let call = call.ok().and_then(|text| Call::parse(&text));
+                    call.is_some_and(|call| call.waits_for_terminal(pid))
+                })
+            })
+    })
+}
+
+/// Whether a process has a terminal and may read from it.
+fn is_in_foreground(pid: i32) -> bool {
+    let Ok(text) = fs::read(format!("/proc/{pid}/stat")) else {
+        return false;
+    };
+    // The command's name may hold anything; fields follow its last parenthesis.
+    let Some(after) = text.iter().rposition(|&byte| byte == b')') else {
+        return false;
+    };
+    let fields = String::from_utf8_lossy(&text[after + 1..]);
+    let numbers: Vec<i64> = fields
+        .split_ascii_whitespace()
+        .skip(1)
+        .take(5)
+        .filter_map(|field| field.parse().ok())
+        .collect();
+    // Parent, group, session, terminal, and the terminal's foreground group.
+    matches!(numbers[..], [_, group, _, terminal, foreground]
+        if terminal != 0 && group == foreground)
+}
+
+/// A system call that a thread sleeps in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Call {
+    number: i64,
+    arguments: [u64; 3],
+}
+
+impl Call {
+    /// Reads `/proc/PID/task/TID/syscall`, which says `running` for a thread that does not sleep.
+    fn parse(text: &str) -> Option<Self> {
+        let mut fields = text.split_ascii_whitespace();
+        let number = fields.next()?.parse().ok()?;
+        let mut argument = || u64::from_str_radix(fields.next()?.strip_prefix("0x")?, 16).ok();
+        Some(Self {
+            number,
+            arguments: [argument()?, argument()?, argument()?],
+        })
+    }
+
+    fn waits_for_terminal(&self, pid: i32) -> bool {
+        let [first, second, _] = self.arguments;
+        let descriptors = match self.kind() {
+            Some(Kind::Read) => vec![first],
+            Some(Kind::Poll) => polled(pid, first, second),
+            Some(Kind::Select) => selected(pid, first, second),
+            Some(Kind::Epoll) => watched(pid, first),
+            None => return false,
+        };
+        descriptors.iter().any(|&fd| is_terminal(pid, fd))
+    }
+
+    fn kind(&self) -> Option<Kind> {
+        #[cfg(target_arch = "x86_64")]
+        match self.number {
+            libc::SYS_poll => return Some(Kind::Poll),
+            libc::SYS_select => return Some(Kind::Select),
+            libc::SYS_epoll_wait => return Some(Kind::Epoll),
+            _ => {}
+        }
+        match self.number {
+            libc::SYS_read | libc::SYS_readv | libc::SYS_pread64 | libc::SYS_preadv => {
+                Some(Kind::Read)
+            }
+            libc::SYS_ppoll => Some(Kind::Poll),
+            libc::SYS_pselect6 => Some(Kind::Select),
+            libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => Some(Kind::Epoll),
+            _ => None,
+        }
+    }
+}
+
+/// What a call waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Poll,
+    Select,
+    Epoll,
+}
+
+/// Reads a process's memory.
+fn memory(pid: i32, address: u64, bytes: usize) -> Option<Vec<u8>> {
+    let mut memory = vec![0; bytes];
+    let file = File::open(format!("/proc/{pid}/mem")).ok()?;
+    file.read_exact_at(&mut memory, address).ok()?;
+    Some(memory)
+}
+
+/// Descriptors that a `poll` waits to read from.
+fn polled(pid: i32, address: u64, count: u64) -> Vec<u64> {
+    /// `struct pollfd`: a descriptor of four bytes, two for what is awaited, two for what came.
+    const SIZE: usize = 8;
+    let count = usize::try_from(count).unwrap_or(usize::MAX);
+    let entries = memory(pid, address, SIZE * count.min(MAX_DESCRIPTORS)).unwrap_or_default();
+    entries
+        .chunks_exact(SIZE)
+        .filter_map(|entry| {
+            let fd = i32::from_ne_bytes(entry[..4].try_into().ok()?);
+            let awaited = i16::from_ne_bytes(entry[4..6].try_into().ok()?);
+            (awaited & libc::POLLIN != 0).then(|| u64::try_from(fd).ok())?
+        })
+        .collect()
+}
+
+/// Descriptors that a `select` waits to read from.
+fn selected(pid: i32, count: u64, address: u64) -> Vec<u64> {
+    if address == 0 {
+        return Vec::new();
+    }
+    let count = usize::try_from(count).unwrap_or(usize::MAX);
+    let bits = count.min(MAX_DESCRIPTORS);
+    // The kernel reads whole words of eight bytes.
+    let set = memory(pid, address, bits.div_ceil(64) * 8).unwrap_or_default();
+    let is_set = |fd: &usize| {
+        set.get(fd / 8)
+            .is_some_and(|byte| byte >> (fd % 8) & 1 == 1)
+    };
+    (0..bits).filter(is_set).map(|fd| fd as u64).collect()
+}
+
+/// Descriptors that an epoll set waits to read from.
+fn watched(pid: i32, epoll: u64) -> Vec<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{epoll}")).unwrap_or_default();
+    text.lines().filter_map(watched_descriptor).collect()
+}
+
+/// The descriptor of a line like `tfd:        0 events:       19 data: …`.
+fn watched_descriptor(line: &str) -> Option<u64> {
+    let mut fields = line.strip_prefix("tfd:")?.split_ascii_whitespace();
+    let fd = fields.next()?.parse().ok()?;
+    (fields.next()? == "events:").then_some(())?;
+    let events = u32::from_str_radix(fields.next()?, 16).ok()?;
+    (events & libc::EPOLLIN.cast_unsigned() != 0).then_some(fd)
+}
+
+/// Whether a descriptor of a process is a terminal. By device: its path may mean another thing there.
+fn is_terminal(pid: i32, fd: u64) -> bool {
+    /// Consoles; `/dev/tty` and its like; pseudoterminals.
+    const MAJORS: [std::ops::RangeInclusive<u32>; 3] = [4..=4, 5..=5, 136..=143];
+    fs::metadata(format!("/proc/{pid}/fd/{fd}")).is_ok_and(|found| {
+        let major = libc::major(found.rdev());
+        found.file_type().is_char_device() && MAJORS.iter().any(|range| range.contains(&major))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    fn own() -> Vec<Pid> {
+        vec![rustix::process::getpid()]
+    }
+
+    #[test]
+    fn sees_the_ports_of_this_process() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let pid = own()[0].as_raw_nonzero().get();
+        assert_eq!(listens(&own(), Some(port)), Some((pid, port)));
+        assert_eq!(listens(&own(), None).unwrap().0, pid);
+        assert_eq!(listens(&[], Some(port)), None);
+        drop(listener);
+        assert_eq!(listens(&own(), Some(port)), None);
+        let six = TcpListener::bind("[::1]:0");
+        if let Ok(six) = six {
+            let port = six.local_addr().unwrap().port();
+            assert_eq!(listens(&own(), Some(port)), Some((pid, port)));
+        }
+    }
+
+    #[test]
+    fn lines_about_sockets() {
+        let listens = "   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 4711 1 0000000000000000 100 0 0 10 0";
+        assert_eq!(listening(listens), Some((4711, 8080)));
+        assert_eq!(listening(&listens.replace(" 0A ", " 01 ")), None);
+        for odd in [
+            "",
+            "0:",
+            "0: x:y z 0A",
+            "0: 0100007F:ZZZZ 0:0 0A 0 0 0 0 0 1",
+        ] {
+            assert_eq!(listening(odd), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn calls_and_descriptors() {
+        let call = Call::parse("0 0x3 0x7ffe 0x400 0x0 0x0 0x0 0x7ffd 0x7f4b\n").unwrap();
+        assert_eq!(call.arguments, [3, 0x7ffe, 0x400]);
+        #[cfg(target_arch = "x86_64")]
+        assert_eq!(call.kind(), Some(Kind::Read));
+        for odd in ["running\n", "", "-1 0x7ffd 0x7f4b\n", "0 3 4 5"] {
+            assert_eq!(Call::parse(odd), None, "{odd}");
+        }
+        let line = "tfd:        5 events:       19 data:                5  pos:0 ino:3 sdev:18";
+        assert_eq!(watched_descriptor(line), Some(5));
+        assert_eq!(watched_descriptor(&line.replace("19", "1c")), None);
+        assert_eq!(watched_descriptor("pos:\t0"), None);
+    }
+
+    #[test]
+    fn own_memory_is_read_as_the_kernel_reads_it() {
+        let pid = own()[0].as_raw_nonzero().get();
+        let set: [u64; 2] = [0b101, 0b1];
+        let address = set.as_ptr() as u64;
+        assert_eq!(selected(pid, 65, address), [0, 2, 64]);
+        assert_eq!(selected(pid, 2, address), [0]);
+        let mut polls = Vec::new();
+        for (fd, awaited) in [(0i32, libc::POLLIN), (1, libc::POLLOUT), (-1, libc::POLLIN)] {
+            polls.extend_from_slice(&fd.to_ne_bytes());
+            polls.extend_from_slice(&awaited.to_ne_bytes());
+            polls.extend_from_slice(&[0; 2]);
+        }
+        assert_eq!(polled(pid, polls.as_ptr() as u64, 3), [0]);
+        assert_eq!(polled(pid, 8, 1), [0u64; 0]);
+    }
+}
