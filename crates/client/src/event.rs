@@ -9,6 +9,7 @@ use bytes::Bytes;
 use exec_server_protocol::process::{
     ClosedParams, ExitedParams, OutputParams, ReadChunk, ReadResult, Stream, Usage,
 };
+use exec_server_protocol::sandbox::Denial;
 
 use crate::backend::BoxFuture;
 
@@ -109,6 +110,7 @@ impl From<ExitedParams> for ExecProcessEvent {
                 signal: exited.signal,
                 timed_out: exited.timed_out,
                 sandbox_denied: exited.sandbox_denied,
+                denials: exited.denials.unwrap_or_default(),
                 usage: exited.usage,
             },
         }
@@ -137,6 +139,8 @@ pub struct ProcessExit {
     pub timed_out: bool,
     /// The sandbox refused something; absent if the server does not say.
     pub sandbox_denied: Option<bool>,
+    /// What the sandbox refused, where the server knows.
+    pub denials: Vec<Denial>,
     /// What it used, if the server says so.
     pub usage: Option<Usage>,
 }
@@ -164,6 +168,7 @@ impl ProcessExit {
             signal: read.exit_signal.clone(),
             timed_out: read.timed_out,
             sandbox_denied: Some(read.sandbox_denied),
+            denials: Vec::new(),
             usage: None,
         })
     }

@@ -50,8 +50,11 @@ mod order;
 mod remote;
 mod route;
 pub mod transfer;
+pub mod unified;
 
-pub use backend::{BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess};
+pub use backend::{
+    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
+};
 pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
 pub use error::ExecServerError;

@@ -29,7 +29,8 @@ pub use exec_server_client::{
     CollectOptions, ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents,
     ExecServerClient, ExecServerClientConnectOptions, ExecServerError, ExecutorFileSystem,
     LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput, ReadRequest,
-    RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, fs, transfer,
+    RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, WaitForRequest, fs, transfer,
+    unified,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;

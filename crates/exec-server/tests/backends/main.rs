@@ -4,6 +4,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod subjects;
+mod unified;
 
 use std::time::Duration;
 
@@ -53,9 +54,14 @@ over_all_subjects! {
     a_slow_consumer_loses_nothing;
     pulled_output_is_exact;
     communicate_does_not_deadlock;
+    unified_commands_end_when_they_end;
+    unified_sessions_go_on;
+    unified_commands_are_interrupted;
+    unified_output_of_any_size;
 }
 
 mod cases {
+    pub(super) use super::unified::cases::*;
     use super::*;
 
     pub(super) async fn streams_and_exit_codes(subject: Subject) {

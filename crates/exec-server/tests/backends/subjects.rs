@@ -18,14 +18,14 @@ use tokio::process::Command;
 
 /// A backend and what it lives on.
 pub(crate) struct Subject {
-    pub(crate) backend: Box<dyn ExecBackend>,
+    pub(crate) backend: Arc<dyn ExecBackend>,
     _keep: Box<dyn Any + Send>,
 }
 
 impl Subject {
     fn new(backend: impl ExecBackend + 'static, keep: impl Any + Send) -> Self {
         Self {
-            backend: Box::new(backend),
+            backend: Arc::new(backend),
             _keep: Box::new(keep),
         }
     }

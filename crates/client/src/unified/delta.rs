@@ -1,0 +1,105 @@
+//! Output in pieces that end where characters end.
+//!
+//! Owns the few bytes of a character that has only begun, for each stream, and the size of a piece.
+
+use bytes::{Bytes, BytesMut};
+use exec_server_protocol::process::Stream;
+
+use super::budget::complete;
+
+/// Joins characters that arrive in two chunks, each stream for itself.
+#[derive(Debug, Default)]
+pub(super) struct Joiner {
+    /// At most three bytes each.
+    begun: [Bytes; 3],
+}
+
+impl Joiner {
+    /// What can be passed on now that `chunk` has come.
+    pub(super) fn push(&mut self, stream: Stream, chunk: Bytes) -> Bytes {
+        let begun = &mut self.begun[index(stream)];
+        let mut whole = if begun.is_empty() {
+            chunk
+        } else {
+            let mut joined = BytesMut::with_capacity(begun.len() + chunk.len());
+            joined.extend_from_slice(begun);
+            joined.extend_from_slice(&chunk);
+            joined.freeze()
+        };
+        let end = complete(&whole);
+        // A copy: three bytes must not keep a large chunk alive.
+        *begun = Bytes::copy_from_slice(&whole.split_off(end));
+        whole
+    }
+
+    /// What never became characters.
+    pub(super) fn finish(&mut self) -> impl Iterator<Item = (Stream, Bytes)> {
+        [Stream::Stdout, Stream::Stderr, Stream::Pty]
+            .into_iter()
+            .zip(std::mem::take(&mut self.begun))
+            .filter(|(_, bytes)| !bytes.is_empty())
+    }
+}
+
+fn index(stream: Stream) -> usize {
+    match stream {
+        Stream::Stdout => 0,
+        Stream::Stderr => 1,
+        Stream::Pty => 2,
+    }
+}
+
+/// Takes a piece of at most `max` bytes off the front, whole characters only where there are any.
+pub(super) fn piece(bytes: &mut Bytes, max: usize) -> Bytes {
+    if bytes.len() <= max {
+        return std::mem::take(bytes);
+    }
+    let max = max.max(1);
+    let end = match complete(&bytes[..max]) {
+        0 => max,
+        end => end,
+    };
+    bytes.split_to(end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_are_joined_within_their_stream() {
+        let mut joiner = Joiner::default();
+        let euro = "€".as_bytes();
+        let first = Bytes::copy_from_slice(&[b'a', euro[0], euro[1]]);
+        assert_eq!(joiner.push(Stream::Stdout, first), "a");
+        // Something else comes in between, on another stream.
+        let other = Bytes::from_static(b"err");
+        assert_eq!(joiner.push(Stream::Stderr, other), "err");
+        let rest = Bytes::copy_from_slice(&[euro[2], b'b']);
+        assert_eq!(joiner.push(Stream::Stdout, rest), "€b".as_bytes());
+        assert_eq!(joiner.finish().count(), 0);
+    }
+
+    #[test]
+    fn what_never_ends_comes_at_the_end() {
+        let mut joiner = Joiner::default();
+        assert_eq!(
+            joiner.push(Stream::Pty, Bytes::from_static(b"x\xf0\x9f")),
+            "x"
+        );
+        let rest: Vec<_> = joiner.finish().collect();
+        assert_eq!(rest, [(Stream::Pty, Bytes::from_static(b"\xf0\x9f"))]);
+    }
+
+    #[test]
+    fn pieces_end_where_characters_end() {
+        let mut bytes = Bytes::from("aéé€".as_bytes().to_vec());
+        let mut pieces = Vec::new();
+        while !bytes.is_empty() {
+            pieces.push(piece(&mut bytes, 4));
+        }
+        assert_eq!(pieces, ["aé".as_bytes(), "é".as_bytes(), "€".as_bytes()]);
+        let mut noise = Bytes::from_static(&[0x80; 9]);
+        assert_eq!(piece(&mut noise, 4).len(), 4);
+    }
+}

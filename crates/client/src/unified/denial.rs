@@ -1,0 +1,79 @@
+//! Whether a sandbox was in a command's way.
+
+use exec_server_protocol::process::SandboxType;
+
+use super::answer::{DenialReport, DenialSource};
+use crate::event::ProcessExit;
+
+/// Words of the system and of common tools for what a sandbox does. Only asked where the executor
+/// does not say: a program may well print one of them for reasons of its own.
+const WORDS: &[&str] = &[
+    "operation not permitted",
+    "permission denied",
+    "read-only file system",
+    "seccomp",
+    "sandbox",
+    "landlock",
+    "failed to write file",
+];
+
+/// The exit code of a process that a system call filter has killed: 128 + SIGSYS.
+const KILLED_BY_FILTER: i32 = 128 + 31;
+
+/// What to report of a command that has ended.
+pub(super) fn report(
+    exit: &ProcessExit,
+    sandbox: Option<SandboxType>,
+    transcript: impl FnOnce() -> String,
+    early: bool,
+) -> Option<DenialReport> {
+    let report = |source| DenialReport {
+        early,
+        source,
+        denials: exit.denials.clone(),
+    };
+    match exit.sandbox_denied {
+        Some(true) => return Some(report(DenialSource::Executor)),
+        Some(false) => return None,
+        None => {}
+    }
+    if exit.success() || matches!(sandbox, None | Some(SandboxType::None)) {
+        return None;
+    }
+    let denied = exit.exit_code == KILLED_BY_FILTER || {
+        let text = transcript().to_lowercase();
+        WORDS.iter().any(|word| text.contains(word))
+    };
+    denied.then(|| report(DenialSource::Output))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(
+        code: i32,
+        said: Option<bool>,
+        sandbox: SandboxType,
+        text: &str,
+    ) -> Option<DenialSource> {
+        let mut exit = ProcessExit::with_code(code);
+        exit.sandbox_denied = said;
+        report(&exit, Some(sandbox), || text.to_owned(), true).map(|report| report.source)
+    }
+
+    #[test]
+    fn the_executor_knows_best() {
+        use SandboxType::{LinuxSeccomp, None as Unconfined};
+        let denied = "touch: cannot touch 'x': Read-only file system\n";
+        let executor = Some(DenialSource::Executor);
+        let output = Some(DenialSource::Output);
+        assert_eq!(source(1, Some(true), LinuxSeccomp, ""), executor);
+        assert_eq!(source(1, Some(false), LinuxSeccomp, denied), None);
+        assert_eq!(source(1, None, LinuxSeccomp, denied), output);
+        assert_eq!(source(127, None, LinuxSeccomp, "not found"), None);
+        assert_eq!(source(159, None, LinuxSeccomp, ""), output);
+        assert_eq!(source(0, None, LinuxSeccomp, denied), None);
+        assert_eq!(source(1, None, Unconfined, denied), None);
+    }
+}

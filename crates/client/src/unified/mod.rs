@@ -1,0 +1,646 @@
+//! Commands for a model: start one, wait a while, look at what it wrote, write to it, look again.
+//!
+//! A call returns as soon as its command has ended and its output is complete, and otherwise when
+//! its time is up: the command then goes on as a session that later calls name. What an answer shows
+//! is bounded in tokens, what is kept is bounded in bytes, and what is missing is counted where it is
+//! missing. Works on any [`ExecBackend`](crate::ExecBackend), and waits with tokio's clock alone, so
+//! that a paused clock makes it deterministic. Knows nothing of approval and policy: those are
+//! settled before a [`Launch`] is made.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use exec_server_client::protocol::PathUri;
+//! use exec_server_client::unified::{
+//!     DirectRequest, ExecCommand, Launch, UnifiedExec, UnifiedExecConfig, WriteStdin,
+//! };
+//! use exec_server_client::ExecBackend;
+//!
+//! # async fn example(backend: Arc<dyn ExecBackend>) -> Result<(), Box<dyn std::error::Error>> {
+//! let unified = UnifiedExec::new(UnifiedExecConfig::default());
+//! let request = DirectRequest::shell("/bin/sh", false, "make test", PathUri::parse("file:///srv")?);
+//! let launch = Launch::direct(backend, request);
+//! let mut answer = unified.exec_command(ExecCommand::new("call-1", launch)).await?;
+//! while let Some(session) = answer.session_id {
+//!     answer = unified.write_stdin(WriteStdin::poll("call-2", session)).await?;
+//! }
+//! println!("{}", answer.text());
+//! # Ok(())
+//! # }
+//! ```
+
+mod answer;
+mod budget;
+mod config;
+mod delta;
+mod denial;
+mod event;
+mod launch;
+mod session;
+mod store;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::process::{SignalName, SignalScope, TerminateMode};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+pub use answer::{Answer, DenialReport, DenialSource, InputStatus};
+pub use budget::{BYTES_PER_TOKEN, Fitted, HeadTail, tokens};
+pub use config::{IdSource, UnifiedExecConfig};
+pub use event::{EventSink, UnifiedEvent};
+pub use launch::{DirectRequest, Launch, PLAIN_ENVIRONMENT, ProcessIo, StdinMode};
+
+use session::{Birth, Follower, Progress, Session, Wrote};
+use store::Store;
+
+use crate::backend::{ExecProcess, StartedProcess};
+use crate::error::ExecServerError;
+
+/// What a model writes to interrupt a command: the character of Control-C.
+pub const INTERRUPT: &str = "\u{3}";
+
+/// Ids that sessions have: five digits are easily told apart from other numbers.
+const IDS: std::ops::Range<u32> = 1000..100_000;
+
+/// Starts commands and keeps those that go on; cheap to clone.
+///
+/// Dropping the last one ends them all.
+#[derive(Debug, Clone)]
+pub struct UnifiedExec {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    config: Arc<UnifiedExecConfig>,
+    sink: Option<Arc<dyn EventSink>>,
+    state: Mutex<State>,
+    /// How many have paused the deadlines.
+    paused: watch::Sender<usize>,
+    /// For ids that count.
+    counter: AtomicU32,
+    answers: AtomicU32,
+}
+
+struct State {
+    store: Store<Arc<Session>>,
+    /// Sessions that were reported to have ended, oldest first.
+    finished: VecDeque<Arc<Session>>,
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inner")
+            .field("sessions", &self.state().store.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Start a command.
+#[derive(Debug, Clone)]
+pub struct ExecCommand {
+    /// Names the call in events.
+    pub call_id: String,
+    /// What to start, and where.
+    pub launch: Launch,
+    /// How long to wait; bounded by the configuration.
+    pub yield_time: Option<Duration>,
+    /// Room for output in the answer; bounded by the configuration.
+    pub max_output_tokens: Option<usize>,
+}
+
+impl ExecCommand {
+    /// With the usual window and budget.
+    pub fn new(call_id: impl Into<String>, launch: Launch) -> Self {
+        Self {
+            call_id: call_id.into(),
+            launch,
+            yield_time: None,
+            max_output_tokens: None,
+        }
+    }
+}
+
+/// Write to a command, or see how it is.
+#[derive(Debug, Clone)]
+pub struct WriteStdin {
+    /// Names the call in events.
+    pub call_id: String,
+    /// Which session.
+    pub session_id: u32,
+    /// What to write; nothing to only see how it is, [`INTERRUPT`] to interrupt it.
+    pub chars: String,
+    /// How long to wait; bounded by the configuration.
+    pub yield_time: Option<Duration>,
+    /// Room for output in the answer; bounded by the configuration.
+    pub max_output_tokens: Option<usize>,
+}
+
+impl WriteStdin {
+    /// With the usual window and budget.
+    pub fn new(call_id: impl Into<String>, session_id: u32, chars: impl Into<String>) -> Self {
+        Self {
+            call_id: call_id.into(),
+            session_id,
+            chars: chars.into(),
+            yield_time: None,
+            max_output_tokens: None,
+        }
+    }
+
+    /// Writes nothing, and waits longer.
+    pub fn poll(call_id: impl Into<String>, session_id: u32) -> Self {
+        Self::new(call_id, session_id, "")
+    }
+}
+
+/// Why a call has no answer.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum UnifiedExecError {
+    /// There is no such session, or not any more.
+    #[error("unknown process id {0}")]
+    UnknownSession(u32),
+    /// The command was started without input.
+    #[error("stdin is closed for session {0}; start the command again with a tty to write to it")]
+    StdinClosed(u32),
+    /// The command does not read.
+    #[error("process {0} has not read the input of an earlier call yet")]
+    InputPending(u32),
+    /// The server is not ready to take input for the command.
+    #[error("process {0} is still being started")]
+    Starting(u32),
+    /// Every id belongs to a command that is being started.
+    #[error("too many commands are being started: there are {max} session ids")]
+    TooManySessions {
+        /// How many there are.
+        max: usize,
+    },
+    /// The backend has no answer.
+    #[error(transparent)]
+    Backend(#[from] ExecServerError),
+}
+
+/// A session as others see it.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct SessionInfo {
+    /// Its id.
+    pub session_id: u32,
+    /// The call that started it.
+    pub call_id: String,
+    /// The id of its process, as the backend knows it.
+    pub process_id: String,
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Working directory.
+    pub cwd: String,
+    /// Whether it has a terminal.
+    pub tty: bool,
+    /// How long ago it was started.
+    pub age: Duration,
+    /// It has not ended, as far as anyone can tell.
+    pub running: bool,
+    /// How it ended.
+    pub exit_code: Option<i32>,
+    /// Why it can no longer be followed.
+    pub failure: Option<String>,
+    /// Bytes that it wrote.
+    pub output_bytes: u64,
+}
+
+/// Keeps deadlines from passing, as while a person is asked something.
+#[derive(Debug)]
+#[must_use = "deadlines go on when it is dropped"]
+pub struct Pause(Arc<Inner>);
+
+impl Drop for Pause {
+    fn drop(&mut self) {
+        self.0.paused.send_modify(|count| *count -= 1);
+    }
+}
+
+impl UnifiedExec {
+    /// Tells nobody of what happens.
+    pub fn new(config: UnifiedExecConfig) -> Self {
+        Self::build(config, None)
+    }
+
+    /// Tells `sink` of what happens.
+    pub fn with_sink(config: UnifiedExecConfig, sink: Arc<dyn EventSink>) -> Self {
+        Self::build(config, Some(sink))
+    }
+
+    fn build(config: UnifiedExecConfig, sink: Option<Arc<dyn EventSink>>) -> Self {
+        let store = Store::new(config.max_sessions, config.protected_sessions);
+        Self {
+            inner: Arc::new(Inner {
+                config: Arc::new(config),
+                sink,
+                state: Mutex::new(State {
+                    store,
+                    finished: VecDeque::new(),
+                }),
+                paused: watch::Sender::new(0),
+                counter: AtomicU32::new(0),
+                answers: AtomicU32::new(0),
+            }),
+        }
+    }
+
+    /// Limits and time windows.
+    pub fn config(&self) -> &UnifiedExecConfig {
+        &self.inner.config
+    }
+
+    /// Starts a command and waits until it has ended, or its time is up.
+    ///
+    /// From its start on the command is a session: a caller that stops waiting leaves it running.
+    ///
+    /// # Errors
+    ///
+    /// When the command cannot be started. How it ends is part of the answer, as is a connection that
+    /// is lost meanwhile.
+    pub async fn exec_command(&self, command: ExecCommand) -> Result<Answer, UnifiedExecError> {
+        let inner = &self.inner;
+        let began = Instant::now();
+        let reservation = inner.reserve()?;
+        let ExecCommand {
+            call_id,
+            launch,
+            yield_time,
+            max_output_tokens,
+        } = command;
+        let takes_input = launch.takes_input();
+        let Launch {
+            backend,
+            mut params,
+        } = launch;
+        params.process_id = inner.process_id(reservation.id);
+        let argv = params.argv.clone();
+        let cwd = params.cwd.to_string();
+        let tty = params.tty;
+        let StartedProcess {
+            process,
+            sandbox_type,
+            ..
+        } = backend.start(params).await?;
+        // From here to the end of `keep` nothing waits: a process is never without a session.
+        let events = process.events()?;
+        let birth = Birth {
+            id: reservation.id,
+            call_id,
+            process,
+            argv,
+            cwd,
+            tty,
+            takes_input,
+            sandbox_type,
+        };
+        let session = Arc::new(Session::new(birth, &inner.config));
+        // Nobody else has it yet.
+        let interaction = session.interaction.try_lock().ok();
+        reservation.keep(&session);
+        let follower = Follower {
+            session: Arc::clone(&session),
+            sink: inner.sink.clone(),
+            config: Arc::clone(&inner.config),
+            joiner: delta::Joiner::default(),
+            deltas: 0,
+            untold: 0,
+        };
+        // Ends with the process, or with the connection to it.
+        tokio::spawn(follower.run(events));
+        let deadline = Instant::now() + inner.config.exec_yield(yield_time);
+        inner.collect(&session, deadline).await;
+        let answer = inner.answer(&session, began, max_output_tokens, InputStatus::Taken);
+        drop(interaction);
+        Ok(answer)
+    }
+
+    /// Writes to a command, or only waits for it, and tells what came since the last answer.
+    ///
+    /// Calls for one session wait for each other.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such session or its input cannot be written to.
+    pub async fn write_stdin(&self, write: WriteStdin) -> Result<Answer, UnifiedExecError> {
+        let inner = &self.inner;
+        let WriteStdin {
+            call_id,
+            session_id,
+            chars,
+            yield_time,
+            max_output_tokens,
+        } = write;
+        let unknown = || UnifiedExecError::UnknownSession(session_id);
+        let session = inner
+            .state()
+            .store
+            .use_one(session_id)
+            .ok_or_else(unknown)?;
+        let mut input = session.interaction.lock().await;
+        if inner.state().store.get(session_id).is_none() {
+            // A call that was before us has reported its end.
+            return Err(unknown());
+        }
+        let began = Instant::now();
+        let window = inner.config.write_yield(yield_time, chars.is_empty());
+        let mut deadline = began + window;
+        let mut status = InputStatus::Taken;
+        let lives = session.progress.borrow().is_running();
+        if lives && !chars.is_empty() {
+            if chars == INTERRUPT && !session.tty {
+                let (signal, scope) = (SignalName::Interrupt, SignalScope::Group);
+                session.process.signal(signal, scope).await?;
+            } else if !session.takes_input {
+                return Err(UnifiedExecError::StdinClosed(session_id));
+            } else {
+                let bytes = Bytes::from(chars.clone());
+                status = match session.write(&mut input, bytes, deadline).await? {
+                    Wrote::Status(status) => status,
+                    Wrote::Refused => return Err(UnifiedExecError::InputPending(session_id)),
+                    Wrote::Starting => return Err(UnifiedExecError::Starting(session_id)),
+                };
+            }
+            deadline = deadline.max(Instant::now() + inner.config.settle);
+        }
+        if lives && let Some(sink) = &inner.sink {
+            let event = UnifiedEvent::TerminalInteraction {
+                call_id,
+                session_id,
+                chars,
+            };
+            sink.event(event).await;
+        }
+        inner.collect(&session, deadline).await;
+        let answer = inner.answer(&session, began, max_output_tokens, status);
+        drop(input);
+        Ok(answer)
+    }
+
+    /// Ends a command with everything it started, and tells what came since the last answer.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such session, or no answer can come.
+    pub async fn terminate(
+        &self,
+        session_id: u32,
+        mode: TerminateMode,
+        max_output_tokens: Option<usize>,
+    ) -> Result<Answer, UnifiedExecError> {
+        let inner = &self.inner;
+        let session = inner
+            .state()
+            .store
+            .use_one(session_id)
+            .ok_or(UnifiedExecError::UnknownSession(session_id))?;
+        let began = Instant::now();
+        // Not behind a call that waits for the command: that one will see the end.
+        if !session.progress.borrow().is_over() {
+            session.process.terminate(mode, true).await?;
+        }
+        let interaction = session.interaction.lock().await;
+        inner
+            .collect(&session, Instant::now() + inner.config.min_poll)
+            .await;
+        let answer = inner.answer(&session, began, max_output_tokens, InputStatus::Taken);
+        drop(interaction);
+        Ok(answer)
+    }
+
+    /// The sessions that there are, then those that have ended and can still be looked at.
+    pub fn sessions(&self) -> Vec<SessionInfo> {
+        let state = self.inner.state();
+        let all = state.store.items().chain(&state.finished);
+        all.map(|session| info(session)).collect()
+    }
+
+    /// The process of a session, also of one that has ended and can still be looked at.
+    pub fn process(&self, session_id: u32) -> Option<Arc<dyn ExecProcess>> {
+        let session = self.inner.find(session_id)?;
+        Some(Arc::clone(&session.process))
+    }
+
+    /// Head and tail of all that a session wrote, also of one that can still be looked at.
+    pub fn transcript(&self, session_id: u32) -> Option<HeadTail> {
+        Some(self.inner.find(session_id)?.transcript())
+    }
+
+    /// Keeps the deadlines of all calls from passing until the guard is dropped. Commands go on.
+    pub fn pause(&self) -> Pause {
+        self.inner.paused.send_modify(|count| *count += 1);
+        Pause(Arc::clone(&self.inner))
+    }
+
+    /// Ends all commands with everything they started.
+    pub async fn shutdown(&self) {
+        let sessions = self.inner.state().store.drain();
+        for session in sessions {
+            session.end().await;
+        }
+    }
+}
+
+fn info(session: &Session) -> SessionInfo {
+    let progress = session.progress.borrow().clone();
+    SessionInfo {
+        session_id: session.id,
+        call_id: session.call_id.clone(),
+        process_id: session.process.process_id().to_owned(),
+        argv: session.argv.clone(),
+        cwd: session.cwd.clone(),
+        tty: session.tty,
+        age: session.started.elapsed(),
+        running: progress.is_running(),
+        exit_code: progress.exit.map(|(exit, _)| exit.exit_code),
+        failure: progress.failure,
+        output_bytes: session.output_bytes(),
+    }
+}
+
+impl Inner {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while holding it, so a poisoned one is whole.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, id: u32) -> Option<Arc<Session>> {
+        let state = self.state();
+        let finished = || state.finished.iter().find(|session| session.id == id);
+        state.store.get(id).or_else(finished).cloned()
+    }
+
+    fn reserve(self: &Arc<Self>) -> Result<Reservation, UnifiedExecError> {
+        let mut state = self.state();
+        let max = IDS.len();
+        // Far from full, so that a free one is found in a few tries.
+        if state.store.len() > max / 2 {
+            return Err(UnifiedExecError::TooManySessions { max });
+        }
+        let id = loop {
+            let id = IDS.start + self.number(&self.counter) % max as u32;
+            let looked_at = state.finished.iter().any(|session| session.id == id);
+            if !state.store.contains(id) && !looked_at {
+                break id;
+            }
+        };
+        state.store.reserve(id);
+        Ok(Reservation {
+            inner: Arc::clone(self),
+            id,
+            kept: false,
+        })
+    }
+
+    fn number(&self, counter: &AtomicU32) -> u32 {
+        match self.config.ids {
+            IdSource::Random => (uuid::Uuid::new_v4().as_u128() >> 96) as u32,
+            IdSource::Counting => counter.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    /// Unlike that of any other session, also of another user of the same server.
+    fn process_id(&self, id: u32) -> String {
+        match self.config.ids {
+            IdSource::Random => format!("{id}-{}", uuid::Uuid::new_v4()),
+            IdSource::Counting => id.to_string(),
+        }
+    }
+
+    /// Waits for the end of a command, or for the deadline.
+    async fn collect(&self, session: &Session, mut deadline: Instant) {
+        let mut progress = session.progress.subscribe();
+        let mut paused = self.paused.subscribe();
+        loop {
+            let until = {
+                let progress = progress.borrow_and_update();
+                if progress.is_over() {
+                    return;
+                }
+                let exited = progress.exit.as_ref();
+                exited.map(|(_, at)| *at + self.config.close_wait)
+            };
+            let is_paused = *paused.borrow_and_update() > 0;
+            if is_paused && until.is_none() {
+                let since = Instant::now();
+                // Senders live as long as what they belong to, and we hold both.
+                tokio::select! {
+                    _ = progress.wait_for(|progress| !progress.is_running()) => {}
+                    _ = paused.wait_for(|count| *count == 0) => {}
+                }
+                deadline += since.elapsed();
+                continue;
+            }
+            let until = until.map_or(deadline, |until| until.min(deadline));
+            tokio::select! {
+                biased;
+                _ = progress.changed() => {}
+                _ = paused.changed() => {}
+                () = tokio::time::sleep_until(until) => return,
+            }
+        }
+    }
+
+    /// What there is to tell now; a command whose end is told is no session any more.
+    fn answer(
+        &self,
+        session: &Arc<Session>,
+        began: Instant,
+        max_output_tokens: Option<usize>,
+        input: InputStatus,
+    ) -> Answer {
+        // Before the output: what comes later belongs to the next answer.
+        let Progress { exit, failure, .. } = session.progress.borrow().clone();
+        let running = exit.is_none() && failure.is_none();
+        let (window, has_gaps) = session.take_window();
+        let fitted = window.fit(Some(self.config.output_tokens(max_output_tokens)));
+        let denial = session.denial(&self.config);
+        if !running {
+            self.finish(session);
+        }
+        Answer {
+            chunk_id: format!("{:06x}", self.number(&self.answers) & 0xff_ffff),
+            wall_time: began.elapsed(),
+            session_id: running.then_some(session.id),
+            exit_code: exit.map(|(exit, _)| exit.exit_code),
+            failure,
+            original_token_count: fitted.original_tokens,
+            output: fitted.text,
+            omitted_bytes: fitted.omitted_bytes,
+            has_gaps,
+            input,
+            denial,
+        }
+    }
+
+    /// Takes a command that has ended out of the store.
+    fn finish(&self, session: &Arc<Session>) {
+        let mut state = self.state();
+        let is_there = state
+            .store
+            .get(session.id)
+            .is_some_and(|there| Arc::ptr_eq(there, session));
+        if is_there {
+            state.store.remove(session.id);
+            state.finished.push_back(Arc::clone(session));
+        }
+        while state.finished.len() > self.config.finished_sessions {
+            state.finished.pop_front();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let sessions = self.state().store.drain();
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        for session in sessions {
+            // Ends with its one request.
+            runtime.spawn(async move { session.end().await });
+        }
+    }
+}
+
+/// An id whose command is being started; free again if that fails.
+struct Reservation {
+    inner: Arc<Inner>,
+    id: u32,
+    kept: bool,
+}
+
+impl Reservation {
+    fn keep(mut self, session: &Arc<Session>) {
+        self.kept = true;
+        let removed = self
+            .inner
+            .state()
+            .store
+            .insert(self.id, Arc::clone(session));
+        if let Some(removed) = removed {
+            let id = removed.id;
+            tracing::info!(session = id, "a command makes room for another");
+            // Ends with its one request.
+            tokio::spawn(async move { removed.end().await });
+        }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.inner.state().store.remove(self.id);
+        }
+    }
+}
