@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_protocol::codes;
 use exec_server_transport::{CallError, ConnectError};
 
 use crate::event::ProcessFailure;
@@ -33,6 +34,23 @@ pub enum ExecServerError {
         /// What the system said.
         #[source]
         source: io::Error,
+    },
+    /// An environment cannot be used.
+    #[error("environment `{id}` is unavailable")]
+    Environment {
+        /// Which environment.
+        id: String,
+        /// Why; everybody who waited for it gets the same.
+        #[source]
+        source: Arc<Self>,
+    },
+    /// Whoever prepares an environment has given up.
+    #[error("environment `{id}` could not be prepared: {reason}")]
+    Provisioning {
+        /// Which environment.
+        id: String,
+        /// What was reported.
+        reason: Arc<str>,
     },
     /// The server did not finish the handshake in time.
     #[error("the server did not finish the handshake within {0:?}")]
@@ -86,7 +104,27 @@ impl ExecServerError {
     pub fn code(&self) -> Option<i64> {
         match self {
             Self::Server { code, .. } => Some(*code),
+            Self::Environment { source, .. } => source.code(),
             _ => None,
+        }
+    }
+
+    /// Whether connecting once more may succeed where it failed with this.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Connect(error) => match error {
+                ConnectError::Io { .. } | ConnectError::Timeout { .. } => true,
+                ConnectError::Tls { .. } => true,
+                ConnectError::Refused { status, .. } => {
+                    matches!(status, 408 | 429 | 500..=599)
+                }
+                _ => false,
+            },
+            Self::Server { code, .. } => *code == codes::ALREADY_ATTACHED,
+            Self::Environment { source, .. } => source.is_transient(),
+            Self::TokenFile { .. } | Self::InitializeTimedOut(_) => true,
+            Self::Closed(_) | Self::Timeout { .. } | Self::TooManyCalls => true,
+            _ => false,
         }
     }
 
@@ -98,6 +136,10 @@ impl ExecServerError {
                 message: message.clone(),
             },
             Self::Closed(reason) => Self::Closed(Arc::clone(reason)),
+            Self::Environment { id, source } => Self::Environment {
+                id: id.clone(),
+                source: Arc::clone(source),
+            },
             Self::Timeout { method, timeout } => Self::Timeout {
                 method,
                 timeout: *timeout,

@@ -57,6 +57,7 @@ pub use backend::{
 };
 pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
+pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
 pub use error::ExecServerError;
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 #[cfg(feature = "local")]

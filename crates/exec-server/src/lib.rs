@@ -26,11 +26,11 @@
 pub mod cli;
 
 pub use exec_server_client::{
-    CollectOptions, ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents,
-    ExecServerClient, ExecServerClientConnectOptions, ExecServerError, ExecutorFileSystem,
-    LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput, ReadRequest,
-    RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, WaitForRequest, fs, transfer,
-    unified,
+    CollectOptions, Environment, EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess,
+    ExecProcessEvent, ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions,
+    ExecServerError, ExecutorFileSystem, LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput,
+    ReadRequest, RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, WaitForRequest,
+    environment, fs, transfer, unified,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;

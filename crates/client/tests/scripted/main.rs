@@ -4,6 +4,8 @@
 
 mod calls;
 mod collecting;
+mod environments;
+
 mod handshake;
 mod processes;
 mod pulling;

@@ -1,0 +1,172 @@
+//! A machine that somebody prepares.
+//!
+//! Owns what was reported about it. Reports may be repeated, but not taken back.
+//!
+//! ```text
+//!   Pending ──ready──► Ready      (failed: refused)
+//!      └─────failed──► Failed     (ready: refused; the first reason stays)
+//! ```
+
+use std::sync::Arc;
+
+use tokio::sync::watch;
+
+use super::connect::Connect;
+use super::roots::{MAX_SELECTED_CAPABILITY_ROOTS, SelectedCapabilityRoot};
+
+/// What is known of a machine that somebody prepares.
+#[derive(Debug)]
+pub(super) struct Gate {
+    state: watch::Sender<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    Pending,
+    Ready(ReadyReport),
+    Failed(Arc<str>),
+}
+
+/// What is reported of a machine that can be used now.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ReadyReport {
+    /// How to reach it.
+    pub connect: Arc<dyn Connect>,
+    /// Capability roots that it brings along.
+    pub roots: Vec<SelectedCapabilityRoot>,
+}
+
+impl ReadyReport {
+    /// A machine that can be reached this way.
+    pub fn new(connect: Arc<dyn Connect>) -> Self {
+        Self {
+            connect,
+            roots: Vec::new(),
+        }
+    }
+}
+
+/// Why a report is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReportError {
+    /// It was reported as failed before.
+    #[error("it was reported to have failed: {0}")]
+    HasFailed(Arc<str>),
+    /// It was reported as ready before.
+    #[error("it was reported to be ready")]
+    IsReady,
+    /// The report itself cannot be.
+    #[error("the report cannot be used: {0}")]
+    Invalid(String),
+}
+
+impl Gate {
+    pub(super) fn new() -> Self {
+        Self {
+            state: watch::channel(State::Pending).0,
+        }
+    }
+
+    /// Takes note that the environment `id` is ready; a report that cannot be used fails it.
+    pub(super) fn ready(&self, id: &str, report: ReadyReport) -> Result<(), ReportError> {
+        let checked = check(id, &report.roots);
+        let mut outcome = Ok(());
+        self.state
+            .send_if_modified(|state| match (&*state, checked) {
+                (State::Failed(reason), _) => {
+                    outcome = Err(ReportError::HasFailed(Arc::clone(reason)));
+                    false
+                }
+                (State::Ready(_), Ok(())) => false,
+                (State::Ready(_), Err(reason)) => {
+                    outcome = Err(ReportError::Invalid(reason));
+                    false
+                }
+                (State::Pending, Ok(())) => {
+                    *state = State::Ready(report);
+                    true
+                }
+                (State::Pending, Err(reason)) => {
+                    *state = State::Failed(reason.as_str().into());
+                    outcome = Err(ReportError::Invalid(reason));
+                    true
+                }
+            });
+        outcome
+    }
+
+    /// Takes note that there will be no such machine.
+    pub(super) fn failed(&self, reason: &str) -> Result<(), ReportError> {
+        let mut outcome = Ok(());
+        self.state.send_if_modified(|state| match state {
+            State::Pending => {
+                *state = State::Failed(reason.into());
+                true
+            }
+            State::Failed(_) => false,
+            State::Ready(_) => {
+                outcome = Err(ReportError::IsReady);
+                false
+            }
+        });
+        outcome
+    }
+
+    /// How to reach the machine, once that is known, or why it will never be.
+    pub(super) async fn opened(&self) -> Result<Arc<dyn Connect>, Arc<str>> {
+        let mut states = self.state.subscribe();
+        let seen = states
+            .wait_for(|state| !matches!(state, State::Pending))
+            .await;
+        match seen.as_deref() {
+            Ok(State::Ready(report)) => Ok(Arc::clone(&report.connect)),
+            Ok(State::Failed(reason)) => Err(Arc::clone(reason)),
+            Ok(State::Pending) | Err(_) => Err("nobody prepares it any more".into()),
+        }
+    }
+
+    /// The roots that came with the report.
+    pub(super) fn roots(&self) -> Vec<SelectedCapabilityRoot> {
+        match &*self.state.borrow() {
+            State::Ready(report) => report.roots.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Where the machine is, if that is known.
+    pub(super) fn target(&self) -> Option<String> {
+        match &*self.state.borrow() {
+            State::Ready(report) => Some(report.connect.target()),
+            _ => None,
+        }
+    }
+}
+
+/// Whether these can be the roots of an environment.
+fn check(id: &str, roots: &[SelectedCapabilityRoot]) -> Result<(), String> {
+    if roots.len() > MAX_SELECTED_CAPABILITY_ROOTS {
+        return Err(format!(
+            "{} capability roots are more than {MAX_SELECTED_CAPABILITY_ROOTS}",
+            roots.len()
+        ));
+    }
+    let mut seen = std::collections::HashSet::new();
+    for root in roots {
+        if root.id.trim().is_empty() {
+            return Err("a capability root has no id".to_owned());
+        }
+        if !seen.insert(root.id.as_str()) {
+            return Err(format!("there are two capability roots `{}`", root.id));
+        }
+        if root.environment_id() != id {
+            return Err(format!(
+                "capability root `{}` is one of environment `{}`",
+                root.id,
+                root.environment_id()
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,291 @@
+//! One environment.
+//!
+//! Owns nothing but what it was made of: what runs processes and what holds files, here or behind a
+//! session that is opened when it is needed.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server_protocol::environment::{self, EnvironmentInfo};
+use exec_server_protocol::{NoParams, codes};
+
+use super::connect::{Connect, Start};
+use super::files::LazyFiles;
+use super::gate::Gate;
+#[cfg(feature = "local")]
+use super::id::LOCAL;
+use super::lazy::{Lazy, Readiness, Way};
+use super::roots::SelectedCapabilityRoot;
+use crate::backend::{ExecBackend, Reply, StartedProcess};
+use crate::client::ExecServerClient;
+use crate::error::ExecServerError;
+use crate::fs::ExecutorFileSystem;
+
+/// How long a probe waits for an answer.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A machine to run processes on and to use files of: this one, or another.
+///
+/// Other machines are connected to when they are first used, or before if they were asked to begin;
+/// everybody who uses this environment shares one session. A session that is lost for good is
+/// replaced by the next use.
+///
+/// ```no_run
+/// use exec_server_client::environment::Environment;
+/// use exec_server_client::environment::connect::from_url;
+/// use exec_server_client::protocol::process::StartParams;
+/// use exec_server_client::{CollectOptions, ExecServerError, RemoteExecServerConnectArgs};
+///
+/// async fn greet(place: &Environment) -> Result<Vec<u8>, ExecServerError> {
+///     let params = StartParams {
+///         process_id: "1".to_owned(),
+///         argv: vec!["echo".to_owned(), "hello".to_owned()],
+///         ..StartParams::default()
+///     };
+///     let started = place.exec().start(params).await?;
+///     Ok(started.process.output(CollectOptions::default()).await?.stdout)
+/// }
+///
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let args = RemoteExecServerConnectArgs::new("", "example");
+/// let worker = Environment::remote("worker", from_url("ws://127.0.0.1:4600", args)?);
+/// assert_eq!(greet(&worker).await?, b"hello\n");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Environment {
+    id: String,
+    exec: Arc<dyn ExecBackend>,
+    files: Arc<dyn ExecutorFileSystem>,
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    /// Always there.
+    Present(Option<Box<EnvironmentInfo>>),
+    Lazy(Arc<Lazy>),
+}
+
+/// How an environment is, as a probe found it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EnvironmentStatus {
+    /// It answered, or is this machine.
+    Ready,
+    /// It was never connected to, or still is being.
+    Pending,
+    /// It does not answer.
+    Disconnected {
+        /// Why.
+        error: String,
+    },
+}
+
+impl Environment {
+    /// This machine, under the id `local`.
+    #[cfg(feature = "local")]
+    pub fn local(executor: exec_server_executor::Executor) -> Self {
+        let info = super::local::describe(executor.config());
+        let exec = Arc::new(crate::LocalBackend::new(executor));
+        let files = Arc::new(crate::LocalFileSystem::new());
+        Self {
+            kind: Kind::Present(Some(Box::new(info))),
+            ..Self::from_parts(LOCAL, exec, files)
+        }
+    }
+
+    /// A machine that is always there, made of one's own parts.
+    pub fn from_parts(
+        id: impl Into<String>,
+        exec: Arc<dyn ExecBackend>,
+        files: Arc<dyn ExecutorFileSystem>,
+    ) -> Self {
+        Self {
+            id: id.into(),
+            exec,
+            files,
+            kind: Kind::Present(None),
+        }
+    }
+
+    /// A machine that is reached this way; nothing happens until it is used or asked to begin.
+    pub fn remote(id: impl Into<String>, connect: Arc<dyn Connect>) -> Self {
+        Self::lazy(id.into(), Way::Known(connect))
+    }
+
+    pub(super) fn gated(id: impl Into<String>, gate: Arc<Gate>) -> Self {
+        Self::lazy(id.into(), Way::Gated(gate))
+    }
+
+    fn lazy(id: String, way: Way) -> Self {
+        let lazy = Arc::new(Lazy::new(&id, way));
+        Self {
+            id,
+            exec: Arc::new(LazyExec(Arc::clone(&lazy))),
+            files: Arc::new(LazyFiles(Arc::clone(&lazy))),
+            kind: Kind::Lazy(lazy),
+        }
+    }
+
+    /// Its id.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// What runs processes there.
+    pub fn exec(&self) -> Arc<dyn ExecBackend> {
+        Arc::clone(&self.exec)
+    }
+
+    /// The files there.
+    pub fn files(&self) -> Arc<dyn ExecutorFileSystem> {
+        Arc::clone(&self.files)
+    }
+
+    /// Whether it is reached through a session.
+    pub fn is_remote(&self) -> bool {
+        matches!(self.kind, Kind::Lazy(_))
+    }
+
+    /// Where it is, for people to read; nothing for this machine, or while it is not known.
+    pub fn target(&self) -> Option<String> {
+        match &self.kind {
+            Kind::Present(_) => None,
+            Kind::Lazy(lazy) => match lazy.way() {
+                Way::Known(connect) => Some(connect.target()),
+                Way::Gated(gate) => gate.target(),
+            },
+        }
+    }
+
+    /// Starts to connect in the background, unless that is under way or done.
+    ///
+    /// Needs a tokio runtime; without one nothing happens, and the first use connects.
+    pub fn begin(&self) {
+        if let Kind::Lazy(lazy) = &self.kind {
+            lazy.begin();
+        }
+    }
+
+    /// Starts to connect if it is of the kind that does so unasked.
+    pub(super) fn begin_unasked(&self) {
+        if let Kind::Lazy(lazy) = &self.kind
+            && let Way::Known(connect) = lazy.way()
+            && connect.start() == Start::AtOnce
+        {
+            lazy.begin();
+        }
+    }
+
+    /// Waits until it can be used; connects if nobody has asked to before, and once more after a
+    /// failure that may have passed.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be used.
+    pub async fn ready(&self) -> Result<(), ExecServerError> {
+        match &self.kind {
+            Kind::Present(_) => Ok(()),
+            Kind::Lazy(lazy) => lazy.client().await.map(|_| ()),
+        }
+    }
+
+    /// How it is, without connecting, asking or waiting.
+    pub fn readiness(&self) -> Readiness {
+        match &self.kind {
+            Kind::Present(_) => Readiness::Ready,
+            Kind::Lazy(lazy) => lazy.readiness(),
+        }
+    }
+
+    /// Asks it how it is, if there is a session; never opens one, nor waits for one.
+    pub async fn status(&self) -> EnvironmentStatus {
+        let Kind::Lazy(lazy) = &self.kind else {
+            return EnvironmentStatus::Ready;
+        };
+        let disconnected = |error: String| EnvironmentStatus::Disconnected { error };
+        let Some(client) = lazy.current() else {
+            return match lazy.readiness() {
+                Readiness::Failed(error) => disconnected(described(&error)),
+                _ => EnvironmentStatus::Pending,
+            };
+        };
+        let asked = client.call::<environment::Status>(&NoParams);
+        match tokio::time::timeout(PROBE_TIMEOUT, asked).await {
+            Ok(Ok(_)) => EnvironmentStatus::Ready,
+            // An answer all the same.
+            Ok(Err(error)) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
+                EnvironmentStatus::Ready
+            }
+            Ok(Err(error)) => disconnected(described(&error)),
+            Err(_) => disconnected(format!("no answer within {PROBE_TIMEOUT:?}")),
+        }
+    }
+
+    /// What the machine is like; connects if need be.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] if it cannot tell, or it cannot be used.
+    pub async fn info(&self) -> Result<EnvironmentInfo, ExecServerError> {
+        match &self.kind {
+            Kind::Present(Some(info)) => Ok((**info).clone()),
+            Kind::Present(None) => Err(ExecServerError::Unsupported("environment/info")),
+            Kind::Lazy(lazy) => Ok(lazy.client().await?.environment_info().await?.clone()),
+        }
+    }
+
+    /// The session, for what the traits do not offer; connects if need be.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where there is none, or it cannot be opened.
+    pub async fn client(&self) -> Result<ExecServerClient, ExecServerError> {
+        match &self.kind {
+            Kind::Present(_) => Err(ExecServerError::Unsupported("a session with this machine")),
+            Kind::Lazy(lazy) => lazy.client().await,
+        }
+    }
+
+    /// Capability roots that came along when it was reported to be ready.
+    pub fn roots(&self) -> Vec<SelectedCapabilityRoot> {
+        match &self.kind {
+            Kind::Lazy(lazy) => match lazy.way() {
+                Way::Gated(gate) => gate.roots(),
+                Way::Known(_) => Vec::new(),
+            },
+            Kind::Present(_) => Vec::new(),
+        }
+    }
+}
+
+/// An error with what is behind it, on one line.
+pub(super) fn described(error: &ExecServerError) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// Processes behind a session that is opened when it is needed.
+#[derive(Debug)]
+struct LazyExec(Arc<Lazy>);
+
+impl ExecBackend for LazyExec {
+    fn start(
+        &self,
+        params: exec_server_protocol::process::StartParams,
+    ) -> Reply<'_, StartedProcess> {
+        Box::pin(async move { self.0.client().await?.start(params).await })
+    }
+
+    fn list(&self) -> Reply<'_, Vec<exec_server_protocol::process::ListedProcess>> {
+        Box::pin(async move { self.0.client().await?.list().await })
+    }
+}

@@ -1,0 +1,633 @@
+//! Environments: who connects when, and who holds what.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use exec_server_client::environment::connect::{Connect, Start};
+use exec_server_client::environment::{
+    Captured, Environment, EnvironmentEntry, EnvironmentError, EnvironmentList, EnvironmentManager,
+    EnvironmentStatus, Readiness, ReadyReport, ReportError, SelectedCapabilityRoot, Step,
+};
+use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::protocol::PathUri;
+use exec_server_client::{
+    ExecServerClient, ExecServerClientConnectOptions, ExecServerError, Reply,
+};
+use exec_server_transport::Link;
+use serde_json::json;
+use tokio::sync::{Semaphore, watch};
+
+use crate::server::Server;
+
+/// A machine that says which of its sessions one is talking to.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    name: &'static str,
+    start: Start,
+    /// How often it was connected to.
+    dialled: AtomicUsize,
+    /// What goes wrong next.
+    failures: Mutex<VecDeque<ExecServerError>>,
+    /// Attempts that may go on.
+    permits: Semaphore,
+    /// Attempts that are under way.
+    attempts: watch::Sender<usize>,
+}
+
+impl Machine {
+    pub(crate) fn new(name: &'static str) -> Arc<Self> {
+        Self::with(name, Start::AtOnce, Semaphore::MAX_PERMITS)
+    }
+
+    /// A machine that lets nobody in until told to.
+    fn held(name: &'static str) -> Arc<Self> {
+        Self::with(name, Start::AtOnce, 0)
+    }
+
+    fn with(name: &'static str, start: Start, permits: usize) -> Arc<Self> {
+        Arc::new(Self {
+            name,
+            start,
+            dialled: AtomicUsize::new(0),
+            failures: Mutex::default(),
+            permits: Semaphore::new(permits),
+            attempts: watch::channel(0).0,
+        })
+    }
+
+    fn failing(self: Arc<Self>, errors: impl IntoIterator<Item = ExecServerError>) -> Arc<Self> {
+        self.failures.lock().unwrap().extend(errors);
+        self
+    }
+
+    fn dialled(&self) -> usize {
+        self.dialled.load(Ordering::SeqCst)
+    }
+
+    async fn open(&self) -> Result<ExecServerClient, ExecServerError> {
+        let number = self.dialled.fetch_add(1, Ordering::SeqCst) + 1;
+        self.attempts.send_modify(|attempts| *attempts += 1);
+        let _done = Done(&self.attempts);
+        self.permits.acquire().await.unwrap().forget();
+        if let Some(error) = self.failures.lock().unwrap().pop_front() {
+            return Err(error);
+        }
+        let (here, there) = Link::pair();
+        let name = format!("{}-{number}", self.name);
+        let server = Server::new(there);
+        // Ends when it is cut, or with the client.
+        let (end, ended) = tokio::sync::oneshot::channel::<()>();
+        tokio::spawn(serve(server, name, ended));
+        let client = ExecServerClient::from_link(here, ExecServerClientConnectOptions::new("t"));
+        let client = client.await?;
+        ENDS.with(|ends| ends.borrow_mut().push(end));
+        Ok(client)
+    }
+
+    /// Ends all sessions of this test.
+    fn cut_all() {
+        ENDS.with(|ends| ends.borrow_mut().clear());
+    }
+}
+
+thread_local! {
+    /// Tests run on one thread each, and so do their servers.
+    static ENDS: std::cell::RefCell<Vec<tokio::sync::oneshot::Sender<()>>> =
+        const { std::cell::RefCell::new(Vec::new()) };
+}
+
+struct Done<'a>(&'a watch::Sender<usize>);
+
+impl Drop for Done<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|attempts| *attempts -= 1);
+    }
+}
+
+/// Answers like a server that has nothing but a name.
+async fn serve(mut server: Server, name: String, ended: tokio::sync::oneshot::Receiver<()>) {
+    let info = json!({"shell": {"name": name, "path": "/bin/sh"}});
+    let serving = async {
+        while let Some(message) = server.next().await {
+            let result = match message["method"].as_str().unwrap() {
+                "initialize" => json!({"sessionId": name, "environmentInfo": info}),
+                "environment/status" => json!({"status": "ready"}),
+                "initialized" => continue,
+                other => panic!("{other}"),
+            };
+            server
+                .send(json!({"id": message["id"], "result": result}))
+                .await;
+        }
+    };
+    tokio::select! {
+        () = serving => {}
+        _ = ended => {}
+    }
+}
+
+impl Connect for Machine {
+    fn connect(&self) -> Reply<'_, ExecServerClient> {
+        Box::pin(self.open())
+    }
+
+    fn target(&self) -> String {
+        format!("test://{}", self.name)
+    }
+
+    fn start(&self) -> Start {
+        self.start
+    }
+}
+
+fn entry(id: &str, machine: &Arc<Machine>) -> EnvironmentEntry {
+    EnvironmentEntry::new(id, Arc::clone(machine) as Arc<dyn Connect>)
+}
+
+pub(crate) fn list(default: Option<&str>, entries: Vec<EnvironmentEntry>) -> EnvironmentList {
+    let mut list = EnvironmentList::default();
+    list.environments = entries;
+    list.default = default.map(str::to_owned);
+    list
+}
+
+fn local() -> Environment {
+    Environment::local(Executor::new(ExecutorConfig::default()).unwrap())
+}
+
+/// Which session answers.
+pub(crate) async fn named(environment: &Environment) -> String {
+    environment.info().await.unwrap().shell.name
+}
+
+fn lasting() -> ExecServerError {
+    ExecServerError::Unsupported("everything")
+}
+
+fn passing() -> ExecServerError {
+    ExecServerError::Closed("for now".into())
+}
+
+#[tokio::test]
+async fn the_order_is_that_of_the_list_and_stays() {
+    let machines = ["c", "a", "b"].map(Machine::new);
+    let entries = vec![
+        entry("c", &machines[0]),
+        entry("a", &machines[1]),
+        entry("b", &machines[2]),
+    ];
+    let mut all = list(Some("b"), entries);
+    all.include_local = true;
+    let manager = EnvironmentManager::resting(all, Some(local())).unwrap();
+    let ids = || -> Vec<String> {
+        let handles = manager.environments();
+        handles
+            .iter()
+            .map(|handle| handle.id().to_owned())
+            .collect()
+    };
+    assert_eq!(ids(), ["local", "c", "a", "b"]);
+    assert_eq!(manager.default_ids(), ["b", "local", "c", "a"]);
+    let connect = machines[1].clone();
+    manager.add("c", connect.clone()).unwrap();
+    manager.add("new", connect).unwrap();
+    assert_eq!(ids(), ["local", "c", "a", "b", "new"]);
+    manager.set_default(Some("local")).unwrap();
+    assert!(!manager.default_environment().unwrap().is_remote());
+    manager.remove("a").unwrap();
+    assert_eq!(manager.default_ids(), ["local", "c", "b", "new"]);
+    manager.set_default(None).unwrap();
+    assert!(manager.default_environment().is_none() && manager.default_ids().is_empty());
+    assert!(matches!(
+        manager.set_default(Some("a")),
+        Err(EnvironmentError::Unknown(_))
+    ));
+    assert!(matches!(
+        manager.remove("a"),
+        Err(EnvironmentError::Unknown(_))
+    ));
+    assert!(manager.remove("local").is_err());
+}
+
+#[tokio::test]
+async fn lists_and_ids_are_checked() {
+    let machine = Machine::new("a");
+    let mut with_local = list(None, Vec::new());
+    with_local.include_local = true;
+    let refused = EnvironmentManager::new(with_local, None);
+    assert!(matches!(refused, Err(EnvironmentError::NoLocal)));
+    let refused = EnvironmentManager::new(list(Some("x"), Vec::new()), None);
+    assert!(matches!(refused, Err(EnvironmentError::Unknown(id)) if id == "x"));
+    let manager = EnvironmentManager::new(list(None, Vec::new()), None).unwrap();
+    for bad in ["", "a b", "local", "none", "NONE", "ä"] {
+        let connect = machine.clone();
+        assert!(
+            matches!(manager.add(bad, connect), Err(EnvironmentError::Id(_))),
+            "{bad}"
+        );
+        assert!(manager.prepared(bad).is_err(), "{bad}");
+        assert!(manager.report_failed(bad, "x").is_err(), "{bad}");
+    }
+    assert!(manager.environments().is_empty());
+}
+
+#[tokio::test]
+async fn dialled_machines_begin_at_once_and_programs_when_used() {
+    let dialled = Machine::new("dialled");
+    let program = Machine::with("program", Start::OnUse, Semaphore::MAX_PERMITS);
+    let entries = vec![entry("dialled", &dialled), entry("program", &program)];
+    let manager = EnvironmentManager::new(list(None, entries), None).unwrap();
+    let handle = manager.get("dialled").unwrap();
+    assert!(matches!(handle.readiness(), Readiness::Starting));
+    handle.ready().await.unwrap();
+    assert!(handle.readiness().is_ready());
+    let other = manager.get("program").unwrap();
+    assert!(matches!(other.readiness(), Readiness::Idle));
+    assert_eq!((dialled.dialled(), program.dialled()), (1, 0));
+    assert_eq!(named(&other).await, "program-1");
+    // Without a runtime nothing can begin, and nothing breaks.
+    let (machine, clone) = (Machine::new("x"), manager.clone());
+    let connect = machine.clone();
+    let added = std::thread::spawn(move || clone.add("x", connect).unwrap())
+        .join()
+        .unwrap();
+    assert_eq!(machine.dialled(), 0);
+    assert_eq!(named(&added).await, "x-1");
+}
+
+#[tokio::test]
+async fn all_who_come_at_once_share_one_session() {
+    let machine = Machine::held("a");
+    let manager =
+        EnvironmentManager::resting(list(None, vec![entry("a", &machine)]), None).unwrap();
+    let users: Vec<_> = (0..50)
+        .map(|_| {
+            let handle = manager.get("a").unwrap();
+            tokio::spawn(async move { named(&handle).await })
+        })
+        .collect();
+    // Everybody has asked before anybody is let in.
+    let mut attempts = machine.attempts.subscribe();
+    attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
+    tokio::task::yield_now().await;
+    machine.permits.add_permits(100);
+    for user in users {
+        assert_eq!(user.await.unwrap(), "a-1");
+    }
+    assert_eq!(machine.dialled(), 1);
+}
+
+#[tokio::test]
+async fn a_failure_is_shared_and_one_that_may_pass_is_tried_again() {
+    let machine = Machine::held("a").failing([passing(), lasting()]);
+    let handle = Arc::new(Environment::remote("a", machine.clone()));
+    let users: Vec<_> = (0..10)
+        .map(|_| {
+            let handle = Arc::clone(&handle);
+            tokio::spawn(async move { handle.ready().await })
+        })
+        .collect();
+    let mut attempts = machine.attempts.subscribe();
+    attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
+    machine.permits.add_permits(1);
+    for user in users {
+        let error = user.await.unwrap().unwrap_err();
+        assert!(matches!(&error, ExecServerError::Environment { id, .. } if id == "a"));
+        assert!(error.is_transient());
+    }
+    assert_eq!(machine.dialled(), 1);
+    assert!(matches!(handle.readiness(), Readiness::Failed(_)));
+    // The next one tries, and meets something that will not pass.
+    machine.permits.add_permits(10);
+    assert!(!handle.ready().await.unwrap_err().is_transient());
+    assert!(handle.ready().await.is_err());
+    handle.begin();
+    assert_eq!(machine.dialled(), 2);
+}
+
+#[tokio::test]
+async fn a_session_that_is_lost_is_replaced_by_the_next_use() {
+    let machine = Machine::new("a");
+    let handle = Environment::remote("a", machine.clone());
+    assert_eq!(named(&handle).await, "a-1");
+    let mut closed = handle.client().await.unwrap().closed();
+    Machine::cut_all();
+    closed.wait_for(Option::is_some).await.unwrap();
+    assert!(matches!(handle.readiness(), Readiness::Failed(_)));
+    assert!(matches!(
+        handle.status().await,
+        EnvironmentStatus::Disconnected { .. }
+    ));
+    assert_eq!(named(&handle).await, "a-2");
+    assert_eq!(handle.status().await, EnvironmentStatus::Ready);
+}
+
+#[tokio::test]
+async fn probes_never_connect() {
+    let machine = Machine::held("a").failing([lasting()]);
+    let handle = Environment::remote("a", machine.clone());
+    assert_eq!(handle.status().await, EnvironmentStatus::Pending);
+    assert!(matches!(handle.readiness(), Readiness::Idle));
+    assert_eq!(machine.dialled(), 0);
+    handle.begin();
+    assert_eq!(handle.status().await, EnvironmentStatus::Pending);
+    machine.permits.add_permits(1);
+    handle.ready().await.unwrap_err();
+    let EnvironmentStatus::Disconnected { error } = handle.status().await else {
+        panic!("it cannot be ready");
+    };
+    assert!(error.contains("everything"), "{error}");
+    assert_eq!(local().status().await, EnvironmentStatus::Ready);
+    assert_eq!(local().target(), None);
+    assert_eq!(handle.target().as_deref(), Some("test://a"));
+}
+
+#[tokio::test]
+async fn an_attempt_ends_with_the_last_who_could_want_it() {
+    let machine = Machine::held("a");
+    let handle = Environment::remote("a", machine.clone());
+    handle.begin();
+    let mut attempts = machine.attempts.subscribe();
+    attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
+    drop(handle);
+    let ended = attempts.wait_for(|attempts| *attempts == 0);
+    tokio::time::timeout(Duration::from_secs(30), ended)
+        .await
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_replaced_handle_stays_with_those_who_hold_it() {
+    let [first, second] = [Machine::new("first"), Machine::held("second")];
+    let manager = EnvironmentManager::new(list(Some("w"), vec![entry("w", &first)]), None).unwrap();
+    let held = manager.get("w").unwrap();
+    let work = manager.attach(["w"]);
+    work.settled().await;
+    let step = work.step();
+    let pinned = |step: &Step| match step.get("w") {
+        Some(Captured::Ready(handle)) => Arc::clone(handle),
+        other => panic!("{other:?}"),
+    };
+    let handle = pinned(&step);
+    let added = manager.add("w", second.clone()).unwrap();
+    // The step, its work and whoever holds the old handle go on with it.
+    assert!(Arc::ptr_eq(&handle, &held) && Arc::ptr_eq(&handle, &pinned(&work.step())));
+    assert_eq!(named(&handle).await, "first-1");
+    let roots = [root("r", "w")];
+    let resolved = step.resolve_roots(&manager, &roots).await;
+    assert!(Arc::ptr_eq(&resolved[0].environment, &held));
+    // Later captures see the new one, and not as ready because the old one was.
+    assert!(Arc::ptr_eq(&manager.get("w").unwrap(), &added));
+    assert!(Arc::ptr_eq(&manager.default_environment().unwrap(), &added));
+    let later = manager.attach(["w"]);
+    assert!(matches!(later.step().get("w"), Some(Captured::Starting)));
+    assert!(
+        later
+            .step()
+            .resolve_roots(&manager, &roots)
+            .await
+            .is_empty()
+    );
+    second.permits.add_permits(1);
+    later.settled().await;
+    assert!(Arc::ptr_eq(&pinned(&later.step()), &added));
+    assert_eq!(named(&added).await, "second-1");
+    let removed = manager.remove("w").unwrap();
+    assert!(manager.get("w").is_none() && manager.default_id().is_none());
+    assert_eq!(named(&removed).await, "second-1");
+}
+
+#[tokio::test]
+async fn steps_say_what_starts_and_leave_out_what_failed() {
+    let [good, slow] = [Machine::new("good"), Machine::held("slow")];
+    let bad = Machine::new("bad").failing([lasting()]);
+    let entries = vec![
+        entry("bad", &bad),
+        entry("slow", &slow),
+        entry("good", &good),
+    ];
+    let mut all = list(None, entries);
+    all.include_local = true;
+    let manager = EnvironmentManager::new(all, Some(local())).unwrap();
+    let work = manager.attach(["good", "nobody", "slow", "bad", "local"]);
+    for id in ["good", "bad"] {
+        let _ = manager.get(id).unwrap().ready().await;
+    }
+    let step = work.step();
+    let seen: Vec<_> = step
+        .captured()
+        .map(|(id, captured)| (id, matches!(captured, Captured::Ready(_))))
+        .collect();
+    assert_eq!(seen, [("good", true), ("slow", false), ("local", true)]);
+    let ready: Vec<_> = step.ready().map(|handle| handle.id()).collect();
+    assert_eq!(ready, ["good", "local"]);
+    // What was starting may be ready in the next step; this one stays as it was.
+    slow.permits.add_permits(1);
+    work.settled().await;
+    assert!(matches!(step.get("slow"), Some(Captured::Starting)));
+    assert!(matches!(work.step().get("slow"), Some(Captured::Ready(_))));
+}
+
+fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
+    let path = PathUri::parse("file:///opt/plugin").unwrap();
+    SelectedCapabilityRoot::new(id, environment, path)
+}
+
+#[tokio::test]
+async fn roots_follow_the_capture_and_else_what_is_known() {
+    let [captured, starting, outside, idle] = [
+        Machine::new("captured"),
+        Machine::held("starting"),
+        Machine::new("outside"),
+        Machine::held("idle"),
+    ];
+    let flaky = Machine::new("flaky").failing([passing()]);
+    let broken = Machine::new("broken").failing([lasting()]);
+    let entries = vec![
+        entry("captured", &captured),
+        entry("starting", &starting),
+        entry("outside", &outside),
+        entry("idle", &idle),
+        entry("flaky", &flaky),
+        entry("broken", &broken),
+    ];
+    let manager = EnvironmentManager::resting(list(None, entries), None).unwrap();
+    let work = manager.attach(["captured", "starting"]);
+    for id in ["captured", "outside", "flaky", "broken"] {
+        let _ = manager.get(id).unwrap().ready().await;
+    }
+    let step = work.step();
+    let roots = [
+        root("1", "broken"),
+        root("2", "flaky"),
+        root("3", "starting"),
+        root("4", "captured"),
+        root("5", "idle"),
+        root("6", "missing"),
+        root("7", "outside"),
+        root("8", "flaky"),
+    ];
+    let resolved = step.resolve_roots(&manager, &roots).await;
+    let seen: Vec<_> = resolved
+        .iter()
+        .map(|found| (found.root.id.as_str(), found.environment.id()))
+        .collect();
+    // In order; a failure that may pass was tried again, once for both of its roots.
+    assert_eq!(
+        seen,
+        [
+            ("2", "flaky"),
+            ("4", "captured"),
+            ("7", "outside"),
+            ("8", "flaky")
+        ]
+    );
+    assert_eq!((flaky.dialled(), broken.dialled()), (2, 1));
+    // What nobody had used was asked to begin, and is there for a later step.
+    let mut attempts = idle.attempts.subscribe();
+    attempts.wait_for(|attempts| *attempts == 1).await.unwrap();
+    idle.permits.add_permits(1);
+    manager.get("idle").unwrap().ready().await.unwrap();
+    let resolved = step.resolve_roots(&manager, &roots[4..5]).await;
+    assert_eq!(named(&resolved[0].environment).await, "idle-1");
+}
+
+#[tokio::test]
+async fn inspection_starts_nothing() {
+    let [good, idle] = [Machine::new("good"), Machine::new("idle")];
+    let bad = Machine::new("bad").failing([lasting()]);
+    let entries = vec![
+        entry("good", &good),
+        entry("idle", &idle),
+        entry("bad", &bad),
+    ];
+    let manager = EnvironmentManager::resting(list(None, entries), None).unwrap();
+    for id in ["good", "bad"] {
+        let _ = manager.get(id).unwrap().ready().await;
+    }
+    let roots = [
+        root("1", "idle"),
+        root("2", "bad"),
+        root("3", "gone"),
+        root("4", "good"),
+        root("5", "bad"),
+    ];
+    let inspection = manager.inspect_roots(&roots);
+    assert_eq!(inspection.ready_roots.len(), 1);
+    assert_eq!(inspection.ready_roots[0].root.id, "4");
+    assert_eq!(
+        inspection.warnings,
+        [
+            "selected capability environment `bad` is unavailable: this server does not support `everything`",
+            "selected capability root `3` references unavailable environment `gone`",
+        ]
+    );
+    assert_eq!((idle.dialled(), bad.dialled()), (0, 1));
+}
+
+#[tokio::test]
+async fn prepared_environments_wait_for_their_report() {
+    let machine = Machine::new("vm");
+    let manager = EnvironmentManager::new(list(None, Vec::new()), None).unwrap();
+    let handle = manager.prepared("vm").unwrap();
+    assert!(Arc::ptr_eq(&handle, &manager.prepared("vm").unwrap()));
+    assert!(matches!(handle.readiness(), Readiness::Idle) && handle.target().is_none());
+    let work = manager.attach(["vm"]);
+    assert!(matches!(work.step().get("vm"), Some(Captured::Starting)));
+    let mut report = ReadyReport::new(machine.clone());
+    report.roots = vec![root("plugin@1", "vm")];
+    manager.report_ready("vm", report.clone()).unwrap();
+    work.settled().await;
+    assert_eq!(named(&handle).await, "vm-1");
+    assert_eq!(handle.target().as_deref(), Some("test://vm"));
+    assert_eq!(handle.roots(), [root("plugin@1", "vm")]);
+    // Again is no harm; the opposite is refused.
+    manager.report_ready("vm", report).unwrap();
+    let refused = manager.report_failed("vm", "too late");
+    assert!(matches!(
+        refused,
+        Err(EnvironmentError::Report {
+            source: ReportError::IsReady,
+            ..
+        })
+    ));
+    assert_eq!(machine.dialled(), 1);
+}
+
+#[tokio::test]
+async fn reports_may_come_first_and_are_checked() {
+    let machine = Machine::new("vm");
+    let ready = || ReadyReport::new(machine.clone());
+    let ordinary = Machine::new("ordinary");
+    let manager =
+        EnvironmentManager::resting(list(None, vec![entry("ordinary", &ordinary)]), None).unwrap();
+    // Before anybody asks.
+    manager.report_ready("early", ready()).unwrap();
+    assert!(manager.get("early").is_none());
+    assert_eq!(named(&manager.prepared("early").unwrap()).await, "vm-1");
+    // The first reason stays.
+    manager.report_failed("lost", "no room").unwrap();
+    manager.report_failed("lost", "something else").unwrap();
+    let refused = manager
+        .report_ready("lost", ready())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        refused.contains("`lost`") && refused.contains("no room"),
+        "{refused}"
+    );
+    let lost = manager.prepared("lost").unwrap();
+    let error = lost.ready().await.unwrap_err();
+    assert!(!error.is_transient());
+    let EnvironmentStatus::Disconnected { error } = lost.status().await else {
+        panic!("it cannot be ready");
+    };
+    assert!(
+        error.contains("no room") && !error.contains("something else"),
+        "{error}"
+    );
+    // Ordinary environments take no reports, and are not handed out as prepared ones.
+    manager.report_failed("ordinary", "no").unwrap();
+    manager.report_ready("ordinary", ready()).unwrap();
+    assert_eq!(named(&manager.get("ordinary").unwrap()).await, "ordinary-1");
+    let refused = manager.prepared("ordinary");
+    assert!(matches!(
+        refused,
+        Err(EnvironmentError::ProvisioningModeConflict(_))
+    ));
+
+    // A report that cannot be used fails what was pending, and creates nothing.
+    let many = (0..257).map(|n| root(&n.to_string(), "bad")).collect();
+    for (roots, says) in [
+        (vec![root(" ", "bad")], "no id"),
+        (
+            vec![root("a", "bad"), root("a", "bad")],
+            "two capability roots `a`",
+        ),
+        (vec![root("a", "other")], "`other`"),
+        (many, "more than 256"),
+    ] {
+        let manager = EnvironmentManager::new(list(None, Vec::new()), None).unwrap();
+        let mut report = ready();
+        report.roots = roots;
+        let error = manager
+            .report_ready("bad", report.clone())
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(says), "{error}");
+        assert!(manager.get("bad").is_none());
+        let error = manager.prepared("bad").unwrap().ready().await.unwrap_err();
+        assert!(
+            matches!(error, ExecServerError::Environment { .. }),
+            "{error}"
+        );
+        // One that came too late changes nothing.
+        let other = manager.prepared("fine").unwrap();
+        manager.report_ready("fine", ready()).unwrap();
+        assert!(manager.report_ready("fine", report).is_err());
+        other.ready().await.unwrap();
+    }
+}
