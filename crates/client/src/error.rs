@@ -17,6 +17,10 @@ pub enum ExecServerError {
     /// The server cannot be reached.
     #[error(transparent)]
     Connect(#[from] ConnectError),
+    /// The environment cannot be reached through its registry.
+    #[cfg(feature = "registry")]
+    #[error(transparent)]
+    Registry(#[from] crate::registry::RegistryConnectError),
     /// The program that should speak the protocol cannot be started.
     #[error("cannot start `{program}`")]
     Spawn {

@@ -47,6 +47,8 @@ mod inbox;
 mod local;
 mod options;
 mod order;
+#[cfg(feature = "registry")]
+pub mod registry;
 mod remote;
 mod route;
 pub mod transfer;

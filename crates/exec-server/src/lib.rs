@@ -30,14 +30,16 @@ pub use exec_server_client::{
     ExecProcessEvent, ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions,
     ExecServerError, ExecutorFileSystem, LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput,
     ReadRequest, RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, WaitForRequest,
-    environment, fs, transfer, unified,
+    environment, fs, registry, transfer, unified,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
+pub use exec_server_relay as relay;
 pub use exec_server_service::{
     DEFAULT_LISTEN_URL, ExecServerConfig, ExecServerListenUrlParseError, Guard, Lifetime,
-    ListenUrl, Listener, Rules, Server, audit, auth, metrics,
+    ListenUrl, Listener, RemoteEnvironmentConfig, RemoteEnvironmentError, Rules, Server, audit,
+    auth, metrics, remote, run_remote_environment,
 };
 pub use exec_server_transport as transport;
 pub use exec_server_transport::Secret;

@@ -1,10 +1,12 @@
 //! Public keys and authorizations as the registry's JSON has them.
 
 use std::fmt;
+use std::str::FromStr;
 
 use base64_simd::STANDARD;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use sha2::{Digest as _, Sha256};
 use zeroize::Zeroizing;
 
 use crate::limits::MAX_AUTHORIZATION_BYTES;
@@ -42,6 +44,53 @@ impl PublicKey {
     /// ML-KEM-768.
     pub fn mlkem768(&self) -> &[u8] {
         &self.mlkem768
+    }
+
+    /// What people compare instead of the keys.
+    pub fn fingerprint(&self) -> Fingerprint {
+        let mut hash = Sha256::new();
+        hash.update(self.x25519);
+        hash.update(&self.mlkem768);
+        Fingerprint(hash.finalize().into())
+    }
+}
+
+/// The SHA-256 of both public keys of a party, as 64 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Fingerprint([u8; 32]);
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Not a fingerprint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("invalid fingerprint `{0}`; expected 64 hexadecimal digits")]
+pub struct FingerprintParseError(String);
+
+impl FromStr for Fingerprint {
+    type Err = FingerprintParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let bad = || FingerprintParseError(text.to_owned());
+        let digits = text.as_bytes();
+        let mut bytes = [0; 32];
+        if digits.len() != 2 * bytes.len() {
+            return Err(bad());
+        }
+        for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
+            let digit = |c: u8| char::from(c).to_digit(16).ok_or_else(bad);
+            *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
+        }
+        Ok(Self(bytes))
     }
 }
 
@@ -183,6 +232,27 @@ mod tests {
         assert!(refused("x25519_public_key", json!(format!("_{}", &text[1..]))).contains("base64"));
         assert!(refused("extra", json!(1)).contains("unknown field"));
         assert!(PublicKey::new([1; 32], &[2; 3]).is_none());
+    }
+
+    #[test]
+    fn fingerprints_tell_keys_apart_and_are_read_as_they_are_written() {
+        let key = |x, m| PublicKey::new([x; 32], &[m; MLKEM768_BYTES]).unwrap();
+        let one = key(1, 2).fingerprint();
+        assert_ne!(one, key(1, 3).fingerprint());
+        assert_ne!(one, key(3, 2).fingerprint());
+        let text = one.to_string();
+        assert_eq!(text.len(), 64);
+        assert_eq!(text.parse::<Fingerprint>().unwrap(), one);
+        assert_eq!(text.to_uppercase().parse::<Fingerprint>().unwrap(), one);
+        for bad in [
+            "",
+            &text[1..],
+            &format!("{text}0"),
+            &"zz".repeat(32),
+            &"é".repeat(32),
+        ] {
+            assert!(bad.parse::<Fingerprint>().is_err(), "{bad}");
+        }
     }
 
     #[test]

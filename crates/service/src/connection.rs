@@ -381,7 +381,7 @@ pub(crate) async fn serve(
     let mut phase = Phase::New;
     let end = reader.run(&mut phase).await;
     tracing::debug!(peer = reader.name, ?end, "connection ended");
-    if matches!(end, End::Eof) && !pings {
+    if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
         // Over pipes the peer may still listen: what it asked before the end is answered.
         let all = u32::try_from(connection.server.config().concurrent_requests)
             .unwrap_or(1)
@@ -466,9 +466,9 @@ impl Reader {
                 () = closing.cancelled() => return End::Told,
                 () = sleep_until(wake) => continue,
             };
+            self.connection.heard.now();
             if let Some(keepalive) = &mut self.keepalive {
                 keepalive.heard(Instant::now());
-                self.connection.heard.now();
             }
             match event {
                 Ok(Some(Event::Message(text))) => {

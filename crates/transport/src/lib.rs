@@ -8,9 +8,13 @@ pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
 pub mod http;
+#[cfg(feature = "relay")]
+pub mod identity;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
+#[cfg(feature = "relay")]
+pub mod registry;
 #[cfg(feature = "relay")]
 pub mod relay;
 mod secret;

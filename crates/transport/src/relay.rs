@@ -81,6 +81,15 @@ pub struct Ask {
     pub authorization: Authorization,
 }
 
+/// An executor's socket, and as whom it was opened.
+#[derive(Debug)]
+pub struct Attachment {
+    /// The websocket.
+    pub link: Link,
+    /// The registration that it belongs to; handshakes from now on are made with it.
+    pub registration_id: String,
+}
+
 /// Why there is no socket.
 #[derive(Debug, thiserror::Error)]
 #[error("{source}")]
@@ -140,7 +149,7 @@ pub async fn serve<D, DF, A, AF>(
 ) -> DialError
 where
     D: FnMut() -> DF + Send,
-    DF: Future<Output = Result<Link, DialError>> + Send,
+    DF: Future<Output = Result<Attachment, DialError>> + Send,
     A: Fn(Ask) -> AF + Send + Sync,
     AF: Future<Output = Result<(), Reason>> + Send + 'static,
 {
@@ -400,23 +409,57 @@ impl Drop for EndAll {
     }
 }
 
+/// A socket; a harness's needs no registration.
+struct Dialled {
+    link: Link,
+    registration_id: Option<String>,
+}
+
+impl From<Link> for Dialled {
+    fn from(link: Link) -> Self {
+        Self {
+            link,
+            registration_id: None,
+        }
+    }
+}
+
+impl From<Attachment> for Dialled {
+    fn from(attachment: Attachment) -> Self {
+        Self {
+            link: attachment.link,
+            registration_id: Some(attachment.registration_id),
+        }
+    }
+}
+
 /// Dials, uses the socket until it is gone, and dials again, until `done` or dialling fails for good.
-async fn keep_socket<D, DF>(
+async fn keep_socket<D, DF, S>(
     shared: &Shared,
     mut dial: D,
     done: impl Fn() -> bool,
 ) -> Option<DialError>
 where
     D: FnMut() -> DF,
-    DF: Future<Output = Result<Link, DialError>>,
+    DF: Future<Output = Result<S, DialError>>,
+    S: Into<Dialled>,
 {
     let mut backoff = Backoff::default();
     while !done() {
         tokio::time::sleep(backoff.pause(random())).await;
         match dial().await {
-            Ok(link) => {
+            Ok(dialled) => {
                 let up = now();
-                shared.update(|endpoint, now| endpoint.socket_up(now));
+                let Dialled {
+                    link,
+                    registration_id,
+                } = dialled.into();
+                shared.update(|endpoint, now| {
+                    if let Some(id) = registration_id {
+                        endpoint.set_registration_id(id);
+                    }
+                    endpoint.socket_up(now);
+                });
                 let error = use_socket(shared, link, &done).await;
                 shared.update(|endpoint, _| endpoint.socket_lost());
                 backoff.lived(now() - up);

@@ -24,6 +24,9 @@ use super::fs::args::{CpArgs, FsArgs};
   exec-server ps --url ws://127.0.0.1:4600          what runs there
   exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
   exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
+  exec-server --remote https://meet.example --environment-id build-7 \\
+      --remote-token-file token                     serve through a registry, from behind NAT
+  exec-server run --url registry://meet.example/build-7 -- make    use it from anywhere
   exec-server --listen wss://0.0.0.0:4600 --tls-self-signed \\
       --ws-auth capability-token --ws-token-file token    serve others, who have the token
 
@@ -87,6 +90,13 @@ A file of 8 MiB or more that was cut off goes on where it stopped, if what has a
 of it; until it is whole it waits beside its target, as `.NAME.exec-server-part`. What cannot be copied
 is named on standard error, the rest goes on, and the exit code is 1.")]
     Cp(CpArgs),
+    /// Register a server that exists already as an environment of a registry
+    #[command(after_help = "Examples:
+  exec-server forward --connect ws://127.0.0.1:4600 \\
+      --remote https://meet.example --environment-id build-7
+  exec-server forward --remote https://meet.example --environment-id build-7 \\
+      -- ssh build-host exec-server --listen stdio")]
+    Forward(Box<ForwardArgs>),
     /// Name the machines to work on, and choose among them
     #[command(
         subcommand,
@@ -125,7 +135,7 @@ They are kept in `environments.toml`, in EXEC_SERVER_HOME or in ~/.config/exec-s
 }
 
 /// Options of `serve`.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 pub(super) struct ServeArgs {
     /// Where to listen: `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
     ///
@@ -160,6 +170,9 @@ pub(super) struct ServeArgs {
     #[command(flatten)]
     pub(super) tls: TlsArgs,
 
+    #[command(flatten)]
+    pub(super) remote: RemoteArgs,
+
     /// How long processes may go on after SIGTERM before they are ended, as in `30s`
     #[arg(long, value_name = "TIME")]
     pub(super) drain: Option<String>,
@@ -182,7 +195,7 @@ pub(super) struct ServeArgs {
 }
 
 /// Who may connect.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Authentication")]
 pub(super) struct AuthArgs {
     /// Ask clients for a bearer token
@@ -221,7 +234,7 @@ pub(super) struct AuthArgs {
 }
 
 /// How `wss://` is served.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "TLS")]
 pub(super) struct TlsArgs {
     /// The server's certificate and its chain (PEM); read again when it changes, and on SIGHUP
@@ -242,6 +255,119 @@ pub(super) struct TlsArgs {
     pub(super) tls_client_ca: Option<PathBuf>,
 }
 
+/// Serving through a registry instead of listening.
+#[derive(Debug, Default, clap::Args)]
+#[command(next_help_heading = "Remote mode")]
+pub(super) struct RemoteArgs {
+    /// Register at this registry (`https://HOST`) and serve whoever comes through it
+    #[arg(long, value_name = "URL")]
+    pub(super) remote: Option<String>,
+
+    /// Which environment this machine is
+    #[arg(long, value_name = "ID")]
+    pub(super) environment_id: Option<String>,
+
+    /// How people call this machine
+    #[arg(long, value_name = "NAME")]
+    pub(super) name: Option<String>,
+
+    /// The file with the keys that clients know this machine by; made if it is not there
+    #[arg(long, value_name = "FILE")]
+    pub(super) identity_file: Option<PathBuf>,
+
+    /// A file with the registry's token; without it EXEC_SERVER_API_KEY or CODEX_API_KEY
+    #[arg(long, value_name = "FILE")]
+    pub(super) remote_token_file: Option<PathBuf>,
+
+    /// Read credentials for the registry from standard input, one JSON object per line; end with it
+    #[arg(long, conflicts_with = "use_agent_identity_auth")]
+    pub(super) executor_credential_stdin: bool,
+
+    /// Sign for the agent whose identity is in CODEX_ACCESS_TOKEN; tasks are registered at the URL in
+    /// EXEC_SERVER_AGENT_AUTH_API
+    #[arg(long)]
+    pub(super) use_agent_identity_auth: bool,
+
+    /// End when standard input does
+    #[arg(long, env = "CODEX_EXEC_SERVER_EXIT_ON_STDIN_CLOSE", value_parser = clap::builder::FalseyValueParser::new())]
+    pub(super) exit_on_stdin_close: bool,
+
+    /// Believe the registry with this key (`sha256//…`)
+    #[arg(long, value_name = "PIN")]
+    pub(super) remote_tls_pin: Option<String>,
+
+    /// Believe these certificate authorities (PEM) instead of the system's
+    #[arg(long, value_name = "FILE")]
+    pub(super) remote_tls_ca: Option<PathBuf>,
+
+    /// Send credentials to a registry on another machine without TLS
+    #[arg(long)]
+    pub(super) danger_plain_http: bool,
+}
+
+/// Options of `forward`.
+#[derive(Debug, clap::Args)]
+pub(super) struct ForwardArgs {
+    /// The server to forward to: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
+    #[arg(
+        long,
+        value_name = "URL",
+        required_unless_present = "command",
+        conflicts_with = "command"
+    )]
+    pub(super) connect: Option<String>,
+
+    /// A file with the token that the server asks for
+    #[arg(long, value_name = "FILE", requires = "connect")]
+    pub(super) connect_token_file: Option<PathBuf>,
+
+    /// Believe the server with this key (`sha256//…`)
+    #[arg(long, value_name = "PIN", requires = "connect")]
+    pub(super) connect_tls_pin: Option<String>,
+
+    /// Believe these certificate authorities (PEM) instead of the system's
+    #[arg(long, value_name = "FILE", requires = "connect")]
+    pub(super) connect_tls_ca: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) remote: RemoteArgs,
+
+    /// Read settings from this file (TOML), of which those under `remote` and `log` count
+    #[arg(long, value_name = "FILE")]
+    pub(super) config: Option<PathBuf>,
+
+    /// What is logged, as in `info` or `exec_server_service=debug`
+    #[arg(long, value_name = "FILTER")]
+    pub(super) log: Option<String>,
+
+    /// A command that serves its standard input and output, started for each client
+    #[arg(last = true, value_name = "COMMAND")]
+    pub(super) command: Vec<String>,
+}
+
+/// Options of `env trust`.
+#[derive(Debug, clap::Args)]
+pub(super) struct TrustArgs {
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
+
+    /// Believe this key, without asking the registry
+    #[arg(long, value_name = "HEX")]
+    pub(super) fingerprint: Option<String>,
+
+    /// Forget the environment: the next key is believed
+    #[arg(long, conflicts_with = "fingerprint")]
+    pub(super) forget: bool,
+
+    /// Print what is known
+    #[arg(long, conflicts_with_all = ["fingerprint", "forget", "environment"])]
+    pub(super) list: bool,
+
+    /// The environment: `registry://HOST[:PORT]/ENVIRONMENT`
+    #[arg(required_unless_present = "list", value_name = "URL")]
+    pub(super) environment: Option<String>,
+}
+
 /// How to reach a server.
 #[derive(Debug, Clone, clap::Args)]
 pub(super) struct ServerArgs {
@@ -252,7 +378,8 @@ pub(super) struct ServerArgs {
     #[arg(long, global = true, value_name = "ENV", conflicts_with = "url")]
     pub(super) on: Option<String>,
 
-    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH` [env: EXEC_SERVER_URL]
+    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH` or
+    /// `registry://HOST[:PORT]/ENVIRONMENT` [env: EXEC_SERVER_URL]
     #[arg(long, global = true, value_name = "URL")]
     pub(super) url: Option<String>,
 
@@ -329,6 +456,15 @@ pub(super) enum EnvCommand {
         /// Its id, `local` for this machine, or `none`
         id: String,
     },
+    /// Believe the key that an environment of a registry has now, in place of any other
+    #[command(after_help = "Examples:
+  exec-server env trust registry://meet.example/build-7
+  exec-server env trust registry://meet.example/build-7 --fingerprint 9f86d0…
+  exec-server env trust --list
+
+The first key that an environment shows is believed and written down; a client that meets another
+does not connect. The executor prints its fingerprint when it starts: compare.")]
+    Trust(TrustArgs),
 }
 
 /// Options of `env add`.

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, value};
 
 use super::args::{EnvAddArgs, EnvCommand};
-use super::{on, print, runtime};
+use super::{on, print, runtime, trust};
 
 /// What stands for no environment.
 const NONE: &str = "none";
@@ -28,6 +28,7 @@ pub(super) fn run(command: &EnvCommand) -> anyhow::Result<ExitCode> {
         EnvCommand::Remove { id } => remove(id),
         EnvCommand::Status { ids, timeout, json } => status(ids, *timeout, *json),
         EnvCommand::Use { id } => choose(id),
+        EnvCommand::Trust(args) => trust::run(args),
     }
 }
 

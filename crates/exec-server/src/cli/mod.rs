@@ -5,11 +5,14 @@ mod args;
 mod config;
 mod doctor;
 mod env;
+mod forward;
 mod fs;
 mod kill;
 mod log;
 mod on;
 mod ps;
+mod registry;
+mod remote;
 mod run;
 mod sandbox;
 mod serve;
@@ -18,6 +21,7 @@ mod status;
 mod systemd;
 mod terminal;
 mod token;
+mod trust;
 
 use std::io::{self, Write as _};
 use std::path::Path;
@@ -47,6 +51,7 @@ pub fn main() -> ExitCode {
         Some(Command::Fs(args)) => fs::run(&args),
         Some(Command::Cp(args)) => fs::run_cp(&args),
         Some(Command::Env(command)) => env::run(&command),
+        Some(Command::Forward(args)) => forward::run(*args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Status(args)) => status::run(&args),
@@ -95,6 +100,11 @@ fn complain(error: &anyhow::Error) {
                 "\nhint: --tls-pin believes one key, --tls-ca one certificate authority; see \
                  `exec-server run --help`"
             );
+        }
+        Some(ExecServerError::Registry(error)) => {
+            if let Some(hint) = registry::hint(error) {
+                eprintln!("\nhint: {hint}");
+            }
         }
         Some(ExecServerError::Connect(ConnectError::Io { .. })) => eprintln!(
             "\nhint: `exec-server --listen ws://127.0.0.1:4600` starts a server on this machine"

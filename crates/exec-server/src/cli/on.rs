@@ -9,11 +9,12 @@ use exec_server_client::environment::connect::{Connect, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
+use exec_server_client::registry::RegistryUrl;
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
 
-use super::access;
 use super::args::ServerArgs;
 use super::settings::variable;
+use super::{access, registry};
 
 /// Where a command works.
 #[derive(Debug)]
@@ -83,6 +84,12 @@ pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<Place> {
 
 /// How to reach a URL, with what flags and variables say about it.
 fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<Place> {
+    if RegistryUrl::matches(url) {
+        return Ok(Place::There(There {
+            name: url.to_owned(),
+            connect: Arc::new(registry::target(url, server)?),
+        }));
+    }
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
     let mut args = RemoteExecServerConnectArgs::new("", name);
     access::introduce(server, &mut args)?;

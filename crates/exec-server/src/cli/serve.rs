@@ -20,7 +20,7 @@ use tokio::task::JoinSet;
 use super::args::ServeArgs;
 use super::log::{self, Log};
 use super::settings::Settings;
-use super::{access, systemd};
+use super::{access, remote, systemd};
 
 /// How often certificates are looked at for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
@@ -28,6 +28,8 @@ const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
+    remote::check(&settings, &args.remote)?;
+    remote::hide_api_key(&settings)?;
     let handed_over = systemd::announced_sockets();
     // The guardian is as precious as the server.
     let protected = own::protect_from_lack_of_memory();
@@ -73,10 +75,7 @@ async fn serve(
     handed_over: usize,
     log: Log,
 ) -> anyhow::Result<()> {
-    let stop = Stop {
-        terminate: signal(SignalKind::terminate())?,
-        interrupt: signal(SignalKind::interrupt())?,
-    };
+    let stop = Stop::new()?;
     let hangup = signal(SignalKind::hangup())?;
     let mut config = settings.server();
     config.audit = audit(&settings)?;
@@ -89,6 +88,12 @@ async fn serve(
         .executor()
         .adopt_orphans()
         .context("cannot adopt orphans")?;
+    if settings.is_remote() {
+        let metrics = metrics_listener(&settings).await?;
+        let _metrics =
+            metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
+        return remote::serve(&server, &settings, &args.remote, stop).await;
+    }
     let urls = settings.listen()?;
     let rules = access::rules(&settings)?;
     if urls == [ListenUrl::Stdio] {
@@ -171,13 +176,20 @@ async fn serve_stdio(server: &Server, stop: Stop) -> anyhow::Result<()> {
 }
 
 /// The signals that end a server.
-struct Stop {
+pub(super) struct Stop {
     terminate: Signal,
     interrupt: Signal,
 }
 
 impl Stop {
-    async fn signalled(&mut self) {
+    pub(super) fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    pub(super) async fn signalled(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
             _ = self.interrupt.recv() => {}
@@ -185,7 +197,7 @@ impl Stop {
     }
 
     /// Waits to be told, lets processes end and shuts down; told again, it does not let them.
-    async fn wait_and_end(mut self, server: &Server) {
+    pub(super) async fn wait_and_end(mut self, server: &Server) {
         self.signalled().await;
         systemd::notify("STOPPING=1");
         tracing::info!(processes = server.executor().live(), "told to stop");

@@ -22,6 +22,17 @@ pub(super) const FILE_VARIABLE: &str = "EXEC_SERVER_CONFIG";
 /// A client's token, or the file that holds it.
 pub(super) const TOKEN_VARIABLE: &str = "EXEC_SERVER_TOKEN";
 pub(super) const TOKEN_FILE_VARIABLE: &str = "EXEC_SERVER_TOKEN_FILE";
+/// An executor's token for its registry.
+pub(super) const API_KEY_VARIABLE: &str = "EXEC_SERVER_API_KEY";
+/// The same, as compatible executors have it; and an agent's identity.
+pub(super) const CODEX_API_KEY_VARIABLE: &str = "CODEX_API_KEY";
+pub(super) const ACCESS_TOKEN_VARIABLE: &str = "CODEX_ACCESS_TOKEN";
+/// Says on which descriptor those were handed over.
+pub(super) const KEY_DESCRIPTOR_VARIABLE: &str = "EXEC_SERVER_INTERNAL_KEY_FD";
+/// Where an agent registers its tasks.
+pub(super) const AGENT_AUTH_API_VARIABLE: &str = "EXEC_SERVER_AGENT_AUTH_API";
+/// Where keys are kept.
+pub(super) const STATE_VARIABLE: &str = "EXEC_SERVER_STATE_DIR";
 
 /// Variables that are about this program alone: children do not get them.
 const PRIVATE_VARIABLES: &[&str] = &[
@@ -29,6 +40,8 @@ const PRIVATE_VARIABLES: &[&str] = &[
     TOKEN_FILE_VARIABLE,
     "CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN",
     "EXEC_SERVER_NOISE_AUTH_TOKEN",
+    API_KEY_VARIABLE,
+    KEY_DESCRIPTOR_VARIABLE,
     "LISTEN_FDNAMES",
     "LISTEN_FDS",
     "LISTEN_PID",
@@ -86,6 +99,14 @@ pub(super) const KEYS: &[(&str, Kind)] = &[
     ("tls.key", Kind::Text),
     ("tls.self_signed", Kind::Flag),
     ("tls.client_ca", Kind::Text),
+    ("remote.url", Kind::Text),
+    ("remote.environment_id", Kind::Text),
+    ("remote.name", Kind::Text),
+    ("remote.identity_file", Kind::Text),
+    ("remote.token_file", Kind::Text),
+    ("remote.tls_pin", Kind::Text),
+    ("remote.tls_ca", Kind::Text),
+    ("remote.danger_plain_http", Kind::Flag),
     ("limits.connections", Kind::Count(1)),
     ("limits.connections_per_address", Kind::Count(1)),
     ("limits.sessions", Kind::Count(1)),
@@ -292,6 +313,9 @@ impl Settings {
         let urls: Result<Vec<ListenUrl>, _> =
             self.list("listen").into_iter().map(str::parse).collect();
         let urls = urls?;
+        if self.is_remote() && self.is_given("listen") {
+            bail!("--remote and --listen exclude each other");
+        }
         let alone = |url: &ListenUrl| matches!(url, ListenUrl::Stdio | ListenUrl::Off);
         match &urls[..] {
             [] => bail!("`listen` is an empty list; `off` listens nowhere"),
@@ -314,8 +338,14 @@ impl Settings {
         let tokens = tokens
             .into_iter()
             .map(|given| access::token_file(given).to_owned());
-        let named = ["auth.shared_secret_file", "tls.key", "audit.file"];
+        let named = [
+            "auth.shared_secret_file",
+            "tls.key",
+            "audit.file",
+            "remote.token_file",
+        ];
         let named = named.into_iter().filter_map(|name| self.path(name));
+        let named = named.chain(self.identity_file().filter(|_| self.is_remote()));
         let settings = TELLING.into_iter().filter_map(|name| {
             let (value, origin) = self.values.get(name)?;
             match origin {
@@ -336,6 +366,28 @@ impl Settings {
         files.sort();
         files.dedup();
         files
+    }
+
+    /// Whether to serve through a registry.
+    pub(super) fn is_remote(&self) -> bool {
+        self.text("remote.url").is_some()
+    }
+
+    /// The file with the keys that clients know this machine by.
+    pub(super) fn identity_file(&self) -> Option<PathBuf> {
+        let given = self.path("remote.identity_file");
+        given.or_else(|| Some(state_directory()?.join("executor.identity")))
+    }
+
+    /// What children get of this program's environment.
+    pub(super) fn environment(&self) -> BTreeMap<String, String> {
+        let mut environment = environment();
+        if self.is_remote() {
+            for name in [CODEX_API_KEY_VARIABLE, ACCESS_TOKEN_VARIABLE] {
+                environment.remove(name);
+            }
+        }
+        environment
     }
 
     /// The settings of the server itself.
@@ -377,7 +429,7 @@ impl Settings {
             inherited_output_grace: time("times.inherited_output", defaults.inherited_output_grace),
             drain_timeout: time("times.drain", defaults.drain_timeout),
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
-            environment: environment(),
+            environment: self.environment(),
             sandbox_launcher: None,
             sandbox_hidden: self.secret_files(),
             audit: None,
@@ -466,6 +518,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
         ("auth.allow_origins", none()),
         ("auth.danger_no_auth", Value::Boolean(false)),
         ("tls.self_signed", Value::Boolean(false)),
+        ("remote.danger_plain_http", Value::Boolean(false)),
         ("limits.connections", count(config.max_connections)),
         (
             "limits.connections_per_address",
@@ -587,6 +640,39 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
         "--tls-client-ca",
         tls.tls_client_ca.as_ref().map(path),
     );
+    let remote = &args.remote;
+    put("remote.url", "--remote", remote.remote.as_deref().map(text));
+    put(
+        "remote.environment_id",
+        "--environment-id",
+        remote.environment_id.as_deref().map(text),
+    );
+    put("remote.name", "--name", remote.name.as_deref().map(text));
+    put(
+        "remote.identity_file",
+        "--identity-file",
+        remote.identity_file.as_ref().map(path),
+    );
+    put(
+        "remote.token_file",
+        "--remote-token-file",
+        remote.remote_token_file.as_ref().map(path),
+    );
+    put(
+        "remote.tls_pin",
+        "--remote-tls-pin",
+        remote.remote_tls_pin.as_deref().map(text),
+    );
+    put(
+        "remote.tls_ca",
+        "--remote-tls-ca",
+        remote.remote_tls_ca.as_ref().map(path),
+    );
+    put(
+        "remote.danger_plain_http",
+        "--danger-plain-http",
+        switch(remote.danger_plain_http),
+    );
     put("times.drain", "--drain", args.drain.as_deref().map(text));
     put(
         "log.format",
@@ -605,6 +691,16 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
         args.audit_file.as_ref().map(path),
     );
     given
+}
+
+/// Where this program keeps keys and whom it believes.
+pub(super) fn state_directory() -> Option<PathBuf> {
+    let given = |name: &str| variable(name).filter(|path| !path.is_empty());
+    given(STATE_VARIABLE)
+        .or_else(|| given("STATE_DIRECTORY"))
+        .map(PathBuf::from)
+        .or_else(|| given("XDG_STATE_HOME").map(|home| PathBuf::from(home).join("exec-server")))
+        .or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".local/state/exec-server")))
 }
 
 /// This program's environment, without what concerns it alone; variables that are not text cannot

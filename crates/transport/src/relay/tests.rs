@@ -162,7 +162,18 @@ impl Stage {
             }
         };
         let mut executor = JoinSet::new();
-        let dial = meeting.dialler(true);
+        let mut dial = meeting.dialler(true);
+        let dial = move || {
+            let dialled = dial();
+            async move {
+                let link = dialled.await?;
+                let registration_id = "reg".into();
+                Ok(Attachment {
+                    link,
+                    registration_id,
+                })
+            }
+        };
         executor.spawn(async move {
             let error = serve(config, dial, admit, sender).await;
             panic!("{error}");

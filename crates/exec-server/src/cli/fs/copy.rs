@@ -180,9 +180,15 @@ fn url_length(text: &[u8]) -> Option<usize> {
     if text.starts_with(b"unix://") {
         return Some(until("unix://".len(), b":"));
     }
-    let scheme = [b"ws://".as_slice(), b"wss://"]
-        .into_iter()
-        .find(|scheme| text.starts_with(scheme))?;
+    let scheme = [
+        b"ws://".as_slice(),
+        b"wss://",
+        b"registry://",
+        b"registry+http://",
+        b"registry+https://",
+    ]
+    .into_iter()
+    .find(|scheme| text.starts_with(scheme))?;
     let mut end = match text.get(scheme.len()) {
         Some(b'[') => until(scheme.len(), b"]") + 1,
         _ => until(scheme.len(), b":/"),
@@ -400,6 +406,10 @@ mod tests {
             ("worker:/x", there(Some("worker"), "/x")),
             ("worker:", there(Some("worker"), ".")),
             ("./worker:x", here("./worker:x")),
+            (
+                "registry://h:47/env:/x",
+                there(Some("registry://h:47/env"), "/x"),
+            ),
             ("unix:///run/s:rel", there(Some("unix:///run/s"), "rel")),
         ] {
             let parsed = Side::parse(text.as_ref(), |name| name == "worker");

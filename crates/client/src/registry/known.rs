@@ -1,0 +1,313 @@
+//! The keys of environments, written down the first time.
+//!
+//! Owns a file with one environment per line: `registry://HOST/ENVIRONMENT FINGERPRINT`. It is for
+//! its user alone: whoever can write it can be any environment.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use exec_server_relay::keys::Fingerprint;
+use exec_server_transport::registry::RegistryUrl;
+use rustix::fs::{FlockOperation, flock};
+
+/// Bytes of the file that are read: a hundred thousand environments.
+const MAX_FILE_BYTES: u64 = 16 << 20;
+
+/// A file of known environments; it need not be there yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KnownEnvironments {
+    path: PathBuf,
+}
+
+/// Why what is known cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum KnownEnvironmentsError {
+    /// The file cannot be read or written.
+    #[error("cannot {action} the known environments in {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// Which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Others could have written it.
+    #[error("others can write {} (mode {mode:04o}): check what it says, then `chmod 600` it", path.display())]
+    Permissions {
+        /// Which file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// A line that makes no sense. It may be the one that would have kept an impostor out.
+    #[error("cannot understand line {line} of {}", path.display())]
+    Malformed {
+        /// Which file.
+        path: PathBuf,
+        /// Which line, counted from 1.
+        line: usize,
+    },
+}
+
+type Result<T, E = KnownEnvironmentsError> = std::result::Result<T, E>;
+
+impl KnownEnvironments {
+    /// What is known in this file.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The key of an environment, if it is known.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read, or others could have written it.
+    pub fn lookup(&self, url: &RegistryUrl) -> Result<Option<Fingerprint>> {
+        Ok(find(&self.read()?, url))
+    }
+
+    /// All that is known, in the order of the file.
+    ///
+    /// # Errors
+    ///
+    /// As [`KnownEnvironments::lookup`].
+    pub fn list(&self) -> Result<Vec<(RegistryUrl, Fingerprint)>> {
+        self.read()
+    }
+
+    /// Writes a key down unless one is known; the one that is known then.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read or written.
+    pub fn add(&self, url: &RegistryUrl, key: Fingerprint) -> Result<Fingerprint> {
+        let _locked = self.lock()?;
+        let mut known = self.read()?;
+        if let Some(before) = find(&known, url) {
+            return Ok(before);
+        }
+        known.push((url.clone(), key));
+        self.write(&known)?;
+        Ok(key)
+    }
+
+    /// Writes a key down, in place of another; what was known before.
+    ///
+    /// # Errors
+    ///
+    /// As [`KnownEnvironments::add`].
+    pub fn trust(&self, url: &RegistryUrl, key: Fingerprint) -> Result<Option<Fingerprint>> {
+        let _locked = self.lock()?;
+        let mut known = self.read()?;
+        let before = find(&known, url);
+        known.retain(|(other, _)| other != url);
+        known.push((url.clone(), key));
+        self.write(&known)?;
+        Ok(before)
+    }
+
+    /// Forgets an environment; what was known of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`KnownEnvironments::add`].
+    pub fn forget(&self, url: &RegistryUrl) -> Result<Option<Fingerprint>> {
+        let _locked = self.lock()?;
+        let mut known = self.read()?;
+        let before = find(&known, url);
+        if before.is_some() {
+            known.retain(|(other, _)| other != url);
+            self.write(&known)?;
+        }
+        Ok(before)
+    }
+
+    fn failed(&self, action: &'static str) -> impl Fn(io::Error) -> KnownEnvironmentsError {
+        move |source| KnownEnvironmentsError::Io {
+            action,
+            path: self.path.clone(),
+            source,
+        }
+    }
+
+    fn read(&self) -> Result<Vec<(RegistryUrl, Fingerprint)>> {
+        let failed = self.failed("read");
+        let file = match File::open(&self.path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(failed(error)),
+        };
+        let mode = file.metadata().map_err(&failed)?.mode() & 0o7777;
+        if mode & 0o022 != 0 {
+            return Err(KnownEnvironmentsError::Permissions {
+                path: self.path.clone(),
+                mode,
+            });
+        }
+        let mut text = String::new();
+        file.take(MAX_FILE_BYTES)
+            .read_to_string(&mut text)
+            .map_err(&failed)?;
+        let mut known = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let entry = line
+                .rsplit_once(' ')
+                .and_then(|(url, key)| Some((url.trim().parse().ok()?, key.parse().ok()?)));
+            known.push(entry.ok_or_else(|| KnownEnvironmentsError::Malformed {
+                path: self.path.clone(),
+                line: number + 1,
+            })?);
+        }
+        Ok(known)
+    }
+
+    /// Keeps others from changing the file at the same time, until dropped.
+    fn lock(&self) -> Result<File> {
+        let failed = self.failed("write");
+        let directory = self.directory();
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .map_err(&failed)?;
+        let mut name = self.path.file_name().unwrap_or_default().to_owned();
+        name.push(".lock");
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(directory.join(name))
+            .map_err(&failed)?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|errno| failed(errno.into()))?;
+        Ok(lock)
+    }
+
+    fn directory(&self) -> &Path {
+        match self.path.parent() {
+            Some(parent) if !parent.as_os_str().is_empty() => parent,
+            _ => Path::new("."),
+        }
+    }
+
+    fn write(&self, known: &[(RegistryUrl, Fingerprint)]) -> Result<()> {
+        let failed = self.failed("write");
+        let mut text = String::new();
+        for (url, key) in known {
+            text.push_str(&format!("{url} {key}\n"));
+        }
+        let aside = self
+            .directory()
+            .join(format!(".known-{}", uuid::Uuid::new_v4()));
+        let written = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&aside)
+            .and_then(|mut file| {
+                file.write_all(text.as_bytes())?;
+                file.sync_all()
+            })
+            .and_then(|()| fs::rename(&aside, &self.path));
+        if written.is_err() {
+            let _ = fs::remove_file(&aside);
+        }
+        written.map_err(failed)
+    }
+}
+
+fn find(known: &[(RegistryUrl, Fingerprint)], url: &RegistryUrl) -> Option<Fingerprint> {
+    known
+        .iter()
+        .find(|(other, _)| other == url)
+        .map(|(_, key)| *key)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    fn key(digit: char) -> Fingerprint {
+        digit.to_string().repeat(64).parse().unwrap()
+    }
+
+    fn url(text: &str) -> RegistryUrl {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn the_first_key_stays_until_another_is_trusted_on_purpose() {
+        let directory = tempfile::tempdir().unwrap();
+        let known = KnownEnvironments::new(directory.path().join("a/b/known"));
+        let (one, two) = (url("registry://h/e"), url("registry://h/f"));
+        assert_eq!(known.lookup(&one).unwrap(), None);
+        assert_eq!(known.add(&one, key('1')).unwrap(), key('1'));
+        assert_eq!(known.add(&one, key('2')).unwrap(), key('1'));
+        assert_eq!(known.add(&two, key('2')).unwrap(), key('2'));
+        assert_eq!(known.lookup(&one).unwrap(), Some(key('1')));
+        assert_eq!(known.trust(&one, key('3')).unwrap(), Some(key('1')));
+        assert_eq!(known.lookup(&one).unwrap(), Some(key('3')));
+        assert_eq!(known.forget(&one).unwrap(), Some(key('3')));
+        assert_eq!(known.list().unwrap(), [(two, key('2'))]);
+        let mode = fs::metadata(known.path()).unwrap().mode();
+        assert_eq!(mode & 0o7777, 0o600);
+    }
+
+    #[test]
+    fn many_that_write_together_lose_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let known = KnownEnvironments::new(directory.path().join("known"));
+        std::thread::scope(|scope| {
+            for n in 0..8 {
+                let known = &known;
+                scope.spawn(move || {
+                    known
+                        .add(&url(&format!("registry://h/e{n}")), key('1'))
+                        .unwrap()
+                });
+            }
+        });
+        assert_eq!(known.list().unwrap().len(), 8);
+    }
+
+    #[test]
+    fn files_that_cannot_be_relied_on_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("known");
+        let known = KnownEnvironments::new(&path);
+        let good = format!("# keys\n\nregistry://h/e {}\n", key('1'));
+        fs::write(&path, &good).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(known.list().unwrap().len(), 1);
+        for mode in [0o620, 0o602] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let error = known
+                .lookup(&url("registry://h/e"))
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(&format!("{mode:04o}")), "{error}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::write(&path, format!("{good}registry://h/f 12\n")).unwrap();
+        let error = known
+            .lookup(&url("registry://h/e"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("line 4"), "{error}");
+    }
+}

@@ -1,0 +1,471 @@
+//! Environments that are reached through a registry and its meeting point.
+//!
+//! Owns the way from an environment's id to a link: asking the registry, checking the executor's key,
+//! the socket, the stream, and another socket whenever one is lost. What is said over the link is
+//! [`ExecServerClient`]'s.
+//!
+//! For whoever keeps a list of environments, [`RegistryConnectArgs`] is all there is to fill in, and
+//! [`RegistryTarget`] is how the list connects; others call [`ExecServerClient::connect_registry`]:
+//!
+//! ```no_run
+//! use exec_server_client::ExecServerClient;
+//! use exec_server_client::registry::{KnownEnvironments, RegistryAuth, RegistryConnectArgs, Trust};
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let auth = RegistryAuth::BearerFile("/home/me/token".into());
+//! let mut args = RegistryConnectArgs::new("https://meet.example", "build-7", auth, "example");
+//! // Without this, whatever key the registry names is believed.
+//! args.trust = Trust::FirstUse(KnownEnvironments::new("/home/me/known_environments"));
+//! let client = ExecServerClient::connect_registry(args).await?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod known;
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use exec_server_relay::keys::PublicKey;
+use exec_server_relay::noise::Identity;
+use exec_server_relay::registry::ConnectResponse;
+use exec_server_relay::{HarnessConfig, Limits};
+use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions, dial};
+use exec_server_transport::relay::{self, DialError, OpenError};
+use exec_server_transport::tls::TlsClientOptions;
+use exec_server_transport::{ConnectError, Link, identity};
+use tokio::time::Instant;
+
+use crate::backend::Reply;
+use crate::client::ExecServerClient;
+use crate::environment::connect::Connect;
+use crate::error::ExecServerError;
+use crate::options::ExecServerClientConnectOptions;
+
+pub use exec_server_relay::keys::Fingerprint;
+pub use exec_server_transport::registry::auth::RegistryAuth;
+pub use exec_server_transport::registry::{RegistryUrl, RegistryUrlParseError};
+pub use known::{KnownEnvironments, KnownEnvironmentsError};
+
+/// For each question to the registry.
+const ASK_TIMEOUT: Duration = Duration::from_secs(6);
+/// For all questions of one connection.
+const ASK_PATIENCE: Duration = Duration::from_secs(14);
+/// How often a registry that may do better is asked again.
+const ASK_RETRIES: u32 = 4;
+/// For each websocket.
+const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Whose key is believed to be the environment's.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Trust {
+    /// Whatever the registry says: it could name a key of its own and read everything.
+    Registry,
+    /// One key.
+    Fingerprint(Fingerprint),
+    /// The key that the environment had the first time, written down then.
+    FirstUse(KnownEnvironments),
+}
+
+/// How to reach an environment through a registry.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct RegistryConnectArgs {
+    /// The registry: `http://…` or `https://…`.
+    pub registry_url: String,
+    /// The environment.
+    pub environment_id: String,
+    /// How to talk to the registry, and as whom. Its TLS options are those of the meeting point too.
+    pub registry: RegistryOptions,
+    /// Who we are to the executor. A session belongs to these keys; who wants to take one up again
+    /// after a restart keeps them, see [`identity::load_or_create`].
+    pub identity: Identity,
+    /// Whom we believe to be the executor.
+    pub trust: Trust,
+    /// How much of everything the stream may have.
+    pub limits: Limits,
+    /// What to ask for once connected.
+    pub options: ExecServerClientConnectOptions,
+}
+
+impl RegistryConnectArgs {
+    /// The defaults, with new keys: whatever key the registry names is believed.
+    pub fn new(
+        registry_url: impl Into<String>,
+        environment_id: impl Into<String>,
+        auth: RegistryAuth,
+        client_name: impl Into<String>,
+    ) -> Self {
+        let mut registry = RegistryOptions::new(auth);
+        registry.timeout = ASK_TIMEOUT;
+        Self {
+            registry_url: registry_url.into(),
+            environment_id: environment_id.into(),
+            registry,
+            identity: identity::generate(),
+            trust: Trust::Registry,
+            limits: Limits::default(),
+            options: ExecServerClientConnectOptions::new(client_name),
+        }
+    }
+
+    /// As [`RegistryConnectArgs::new`], for an environment by its URL.
+    pub fn of(url: &RegistryUrl, auth: RegistryAuth, client_name: impl Into<String>) -> Self {
+        Self::new(url.registry_url(), url.environment_id(), auth, client_name)
+    }
+}
+
+/// Why an environment cannot be reached.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegistryConnectError {
+    /// The registry has no way for us.
+    #[error(transparent)]
+    Registry(#[from] RegistryError),
+    /// The meeting point cannot be reached.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The executor does not open the stream.
+    #[error("environment `{environment}` did not open a stream: {source}")]
+    Open {
+        /// Which.
+        environment: String,
+        /// Why.
+        source: OpenError,
+    },
+    /// The executor has another key than it should.
+    #[error(
+        "the key of environment `{environment}` has changed: expected {expected}, the registry now names {found}"
+    )]
+    KeyChanged {
+        /// Which.
+        environment: String,
+        /// The one that is believed.
+        expected: Fingerprint,
+        /// The one that there is.
+        found: Fingerprint,
+    },
+    /// What is known of environments cannot be read or written.
+    #[error(transparent)]
+    Known(#[from] KnownEnvironmentsError),
+}
+
+impl RegistryConnectError {
+    /// Whether another attempt may fare better without anyone's help.
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Registry(error) => error.is_retryable(),
+            Self::Connect(error) => !matches!(error, ConnectError::TlsSetup(_)),
+            Self::Open { source, .. } => match source {
+                OpenError::Dial(error) => !error.fatal,
+                OpenError::Refused(reason) => reason.is_retryable(),
+                _ => false,
+            },
+            Self::KeyChanged { .. } | Self::Known(_) => false,
+        }
+    }
+}
+
+impl ExecServerClient {
+    /// Connects to an environment of a registry.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be reached, has another key than it should, or the handshake fails.
+    pub async fn connect_registry(args: RegistryConnectArgs) -> Result<Self, ExecServerError> {
+        RegistryTarget::new(args)?.connect().await
+    }
+}
+
+/// An environment of a registry, for lists of environments: each session has a stream of its own,
+/// and all of them the same keys on both sides.
+#[derive(Debug, Clone)]
+pub struct RegistryTarget {
+    dial: RegistryDial,
+    options: ExecServerClientConnectOptions,
+}
+
+impl RegistryTarget {
+    /// Prepares; nothing is sent yet.
+    ///
+    /// # Errors
+    ///
+    /// When there can be no such environment.
+    pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
+        let options = args.options.clone();
+        let dial = RegistryDial::new(args)?;
+        Ok(Self { dial, options })
+    }
+}
+
+impl Connect for RegistryTarget {
+    fn connect(&self) -> Reply<'_, ExecServerClient> {
+        Box::pin(async {
+            let link = self.dial.dial().await?;
+            ExecServerClient::from_link(link, self.options.clone()).await
+        })
+    }
+
+    fn target(&self) -> String {
+        self.dial.url().to_string()
+    }
+}
+
+/// Opens links to one environment, again and again.
+#[derive(Debug, Clone)]
+pub struct RegistryDial {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    registry: Registry,
+    url: RegistryUrl,
+    tls: TlsClientOptions,
+    identity: Identity,
+    trust: Trust,
+    limits: Limits,
+    /// The key of the first link, which all others must have.
+    key: Mutex<Option<PublicKey>>,
+}
+
+impl RegistryDial {
+    /// Prepares; nothing is sent yet.
+    ///
+    /// # Errors
+    ///
+    /// When there can be no such environment.
+    pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
+        let url = RegistryUrl::new(&args.registry_url, &args.environment_id)?;
+        let tls = args.registry.tls.clone();
+        let registry = Registry::new(&args.registry_url, &args.environment_id, args.registry)?;
+        let shared = Shared {
+            registry,
+            url,
+            tls,
+            identity: args.identity,
+            trust: args.trust,
+            limits: args.limits,
+            key: Mutex::new(None),
+        };
+        Ok(Self {
+            shared: Arc::new(shared),
+        })
+    }
+
+    /// Which environment.
+    pub fn url(&self) -> &RegistryUrl {
+        &self.shared.url
+    }
+
+    /// The key that the registry names now, whether it is believed or not.
+    ///
+    /// # Errors
+    ///
+    /// When the registry has no way for us.
+    pub async fn current_key(&self) -> Result<Fingerprint, RegistryConnectError> {
+        let answer = self.shared.ask().await?;
+        Ok(answer.executor_public_key.fingerprint())
+    }
+
+    /// Opens a link over a new stream. Sockets that are lost are replaced while the executor can go
+    /// on with another; the link ends when it cannot.
+    ///
+    /// # Errors
+    ///
+    /// When there is no way, or the executor is not who it should be.
+    pub async fn dial(&self) -> Result<Link, RegistryConnectError> {
+        let shared = Arc::clone(&self.shared);
+        let environment = || shared.url.environment_id().to_owned();
+        let mut answer = shared.ask().await?;
+        shared.check(&answer.executor_public_key)?;
+        let mut link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
+        if matches!(link, Err(ConnectError::Refused { status: 401, .. })) {
+            // It may just have expired.
+            answer = shared.ask().await?;
+            shared.check(&answer.executor_public_key)?;
+            link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
+        }
+        let mut first = Some(link?);
+        let key = answer.executor_public_key.clone();
+        let config = HarnessConfig {
+            environment_id: environment(),
+            registration_id: answer.executor_registration_id,
+            stream_id: uuid::Uuid::new_v4().to_string(),
+            identity: shared.identity.clone(),
+            executor: key.clone(),
+            authorization: answer.harness_key_authorization,
+            limits: shared.limits.clone(),
+        };
+        let redial = {
+            let shared = Arc::clone(&shared);
+            let key = key.clone();
+            move || {
+                let (first, shared, key) = (first.take(), Arc::clone(&shared), key.clone());
+                async move {
+                    match first {
+                        Some(link) => Ok(link),
+                        None => shared.another_socket(&key).await,
+                    }
+                }
+            }
+        };
+        let opened = relay::open(config, redial).await;
+        let stream = opened.map_err(|source| RegistryConnectError::Open {
+            environment: environment(),
+            source,
+        })?;
+        // The executor has proved to have the key.
+        shared.believe(key)?;
+        Ok(stream.link)
+    }
+}
+
+impl Shared {
+    /// Asks for a way, again if the registry may do better.
+    async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
+        let until = Instant::now() + ASK_PATIENCE;
+        let mut tries = 0;
+        loop {
+            let error = match self.registry.connect(self.identity.public_key()).await {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            let pause = pause(tries, random());
+            if !error.is_retryable() || tries == ASK_RETRIES || Instant::now() + pause >= until {
+                return Err(error.into());
+            }
+            tracing::debug!(%error, "the registry has no way; asking again");
+            tries += 1;
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// A socket for a stream that is open; the pauses between attempts are the driver's.
+    async fn another_socket(&self, key: &PublicKey) -> Result<Link, DialError> {
+        let answer = match self.registry.connect(self.identity.public_key()).await {
+            Ok(answer) => answer,
+            Err(error) if error.is_retryable() => return Err(DialError::passing(error)),
+            Err(error) => return Err(DialError::fatal(error)),
+        };
+        if answer.executor_public_key != *key {
+            return Err(DialError::fatal(self.changed(
+                key.fingerprint(),
+                answer.executor_public_key.fingerprint(),
+            )));
+        }
+        dial(&answer.url, &self.tls, SOCKET_TIMEOUT)
+            .await
+            .map_err(DialError::passing)
+    }
+
+    fn changed(&self, expected: Fingerprint, found: Fingerprint) -> RegistryConnectError {
+        RegistryConnectError::KeyChanged {
+            environment: self.url.environment_id().to_owned(),
+            expected,
+            found,
+        }
+    }
+
+    /// Whether a key may be the environment's.
+    fn check(&self, key: &PublicKey) -> Result<(), RegistryConnectError> {
+        let found = key.fingerprint();
+        let before = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        let expected = match (&*before, &self.trust) {
+            (Some(before), _) => Some(before.fingerprint()),
+            (None, Trust::Registry) => None,
+            (None, Trust::Fingerprint(fingerprint)) => Some(*fingerprint),
+            (None, Trust::FirstUse(known)) => known.lookup(&self.url)?,
+        };
+        match expected {
+            Some(expected) if expected != found => Err(self.changed(expected, found)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Remembers a key that was proved.
+    fn believe(&self, key: PublicKey) -> Result<(), RegistryConnectError> {
+        let found = key.fingerprint();
+        let mut before = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        if before.is_none()
+            && let Trust::FirstUse(known) = &self.trust
+        {
+            let expected = known.add(&self.url, found)?;
+            if expected != found {
+                return Err(self.changed(expected, found));
+            }
+        }
+        *before = Some(key);
+        Ok(())
+    }
+}
+
+/// Before the retry of this number: doubling, and up to half as much again by chance, so that many
+/// who wait for the same executor do not ask together.
+fn pause(retry: u32, random: u32) -> Duration {
+    const FIRST: Duration = Duration::from_millis(500);
+    const MAX: Duration = Duration::from_secs(5);
+    let base = FIRST.saturating_mul(1 << retry.min(4)).min(MAX);
+    base.mul_f64(1.0 + f64::from(random) / f64::from(u32::MAX) / 2.0)
+}
+
+fn random() -> u32 {
+    uuid::Uuid::new_v4().as_fields().0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound() {
+        let shortest: Vec<_> = (0..7).map(|n| pause(n, 0).as_millis()).collect();
+        assert_eq!(shortest, [500, 1000, 2000, 4000, 5000, 5000, 5000]);
+        assert_eq!(pause(9, u32::MAX).as_millis(), 7500);
+    }
+
+    #[test]
+    fn one_key_is_believed_from_then_on() {
+        let auth = RegistryAuth::Open;
+        let args = |trust| {
+            let mut args = RegistryConnectArgs::new("http://127.0.0.1:1", "e", auth.clone(), "t");
+            args.trust = trust;
+            args
+        };
+        let [one, other] = [0, 1].map(|_| identity::generate().public_key().clone());
+        let fails = |outcome: Result<(), RegistryConnectError>| {
+            let error = outcome.unwrap_err();
+            assert!(matches!(error, RegistryConnectError::KeyChanged { .. }));
+            assert!(!error.is_retryable());
+            let text = error.to_string();
+            assert!(text.contains(&one.fingerprint().to_string()), "{text}");
+            assert!(text.contains(&other.fingerprint().to_string()), "{text}");
+        };
+        let shared = |trust| RegistryDial::new(args(trust)).unwrap().shared;
+
+        let any = shared(Trust::Registry);
+        any.check(&other).unwrap();
+        any.check(&one).unwrap();
+        any.believe(one.clone()).unwrap();
+        fails(any.check(&other));
+
+        let pinned = shared(Trust::Fingerprint(one.fingerprint()));
+        pinned.check(&one).unwrap();
+        fails(pinned.check(&other));
+
+        let directory = tempfile::tempdir().unwrap();
+        let known = KnownEnvironments::new(directory.path().join("known"));
+        let first = shared(Trust::FirstUse(known.clone()));
+        first.check(&other).unwrap();
+        first.believe(one.clone()).unwrap();
+        let second = shared(Trust::FirstUse(known));
+        second.check(&one).unwrap();
+        fails(second.check(&other));
+        // Another environment's key is another matter.
+        let mut args = args(second.trust.clone());
+        args.environment_id = "f".to_owned();
+        let elsewhere = RegistryDial::new(args).unwrap();
+        elsewhere.shared.check(&other).unwrap();
+    }
+}

@@ -1,0 +1,93 @@
+//! `exec-server forward`: a server that exists already, as an environment of a registry.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_service::remote::{self, Destination, Status};
+use exec_server_transport::{ConnectOptions, Secret};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use super::args::{ForwardArgs, ServeArgs};
+use super::remote::{Setup, check, hide_api_key};
+use super::serve::Stop;
+use super::settings::Settings;
+use super::{log, runtime};
+
+pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
+    let ForwardArgs {
+        connect,
+        connect_token_file,
+        connect_tls_pin,
+        connect_tls_ca,
+        remote,
+        config,
+        log,
+        command,
+    } = args;
+    let serve = ServeArgs {
+        remote,
+        config,
+        log,
+        ..ServeArgs::default()
+    };
+    let settings = Settings::resolve(&serve)?;
+    check(&settings, &serve.remote)?;
+    hide_api_key(&settings)?;
+    let destination = match connect {
+        Some(url) => {
+            let mut options = ConnectOptions::default();
+            if let Some(path) = connect_token_file {
+                let token = Secret::read(&path)
+                    .with_context(|| format!("cannot read the token in {}", path.display()))?;
+                options.bearer_token = Some(token);
+            }
+            options.tls.pin = match connect_tls_pin {
+                Some(pin) => Some(pin.parse()?),
+                None => None,
+            };
+            options.tls.ca_file = connect_tls_ca;
+            Destination::Url { url, options }
+        }
+        None => Destination::Command {
+            argv: command,
+            environment: settings.environment(),
+        },
+    };
+    let _log = log::start(&settings)?;
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(forward(&settings, &serve, destination));
+    // A thread may still wait for standard input; it must not keep us.
+    runtime.shutdown_background();
+    outcome.map(|()| ExitCode::SUCCESS)
+}
+
+async fn forward(
+    settings: &Settings,
+    args: &ServeArgs,
+    destination: Destination,
+) -> anyhow::Result<()> {
+    let mut stop = Stop::new()?;
+    let setup = Setup::new(settings, &args.remote).await?;
+    let (status, attached) = watch::channel(Status::Connecting);
+    let announce = setup.announce(attached);
+    let Setup { config, ending, .. } = setup;
+    let stopped = CancellationToken::new();
+    let forwarding = remote::forward(config, destination, status, stopped.clone());
+    let told = async {
+        let outcome = tokio::select! {
+            () = stop.signalled() => Ok(()),
+            outcome = ending => outcome,
+            outcome = announce => outcome,
+        };
+        stopped.cancel();
+        outcome
+    };
+    let mut forwarding = std::pin::pin!(forwarding);
+    let outcome = tokio::select! {
+        outcome = &mut forwarding => return Ok(outcome?),
+        outcome = told => outcome,
+    };
+    let _ = forwarding.await;
+    outcome
+}

@@ -1,0 +1,45 @@
+//! `exec-server env trust`: whose key is believed to be an environment's.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use exec_server_client::registry::{Fingerprint, RegistryDial, RegistryUrl};
+
+use super::args::TrustArgs;
+use super::{print, registry, runtime};
+
+pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
+    let known = registry::known()?;
+    let Some(environment) = &args.environment else {
+        let lines = known.list()?.into_iter();
+        let text: String = lines.map(|(url, key)| format!("{url} {key}\n")).collect();
+        print(text.as_bytes())?;
+        return Ok(ExitCode::SUCCESS);
+    };
+    let url: RegistryUrl = environment.parse()?;
+    if args.forget {
+        match known.forget(&url)? {
+            Some(key) => eprintln!("exec-server: {url} had the key {key}; it is forgotten"),
+            None => eprintln!("exec-server: {url} was not known"),
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let key: Fingerprint = match &args.fingerprint {
+        Some(text) => text.parse()?,
+        None => {
+            let dial = RegistryDial::new(registry::args(&url, &args.server, &known)?)?;
+            runtime()?
+                .block_on(dial.current_key())
+                .map_err(exec_server_client::ExecServerError::from)
+                .with_context(|| format!("cannot ask for the key of {url}"))?
+        }
+    };
+    match known.trust(&url, key)? {
+        Some(before) if before != key => {
+            eprintln!("exec-server: {url} had the key {before} before");
+        }
+        _ => {}
+    }
+    print(format!("{url} {key}\n").as_bytes())?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,313 @@
+//! Streams that go on to a server elsewhere, which need not know of any of this.
+//!
+//! Owns the way between a stream and its destination. Knows messages, and nothing of what they say.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
+use exec_server_transport::relay::RelayStream;
+use exec_server_transport::{
+    ConnectError, ConnectOptions, Incoming, Link, LinkError, Outgoing, RawEvent, connect, stdio,
+};
+use tokio::process::{Child, Command};
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+use super::{RemoteEnvironmentConfig, RemoteEnvironmentError, Status, attend};
+
+/// How long a command may take to end when its stream has.
+const COMMAND_GRACE: Duration = Duration::from_secs(5);
+
+/// A server that exists already.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Destination {
+    /// At a URL: `ws://`, `wss://` or `unix://`.
+    Url {
+        /// The URL.
+        url: String,
+        /// How to dial, and as whom.
+        options: ConnectOptions,
+    },
+    /// A command that serves its standard input and output, started for each stream.
+    Command {
+        /// The command and its arguments.
+        argv: Vec<String>,
+        /// All of its environment.
+        environment: BTreeMap<String, String>,
+    },
+}
+
+/// Why there is no way to a destination.
+#[derive(Debug, thiserror::Error)]
+enum DestinationError {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("cannot start `{program}`: {source}")]
+    Command { program: String, source: io::Error },
+}
+
+impl Destination {
+    async fn open(&self) -> Result<(Link, Option<Child>), DestinationError> {
+        match self {
+            Self::Url { url, options } => Ok((connect(url, options).await?, None)),
+            Self::Command { argv, environment } => {
+                let (program, arguments) = argv
+                    .split_first()
+                    .map_or(("", &[][..]), |(program, rest)| (program.as_str(), rest));
+                let mut command = Command::new(program);
+                command
+                    .args(arguments)
+                    .env_clear()
+                    .envs(environment)
+                    .stderr(Stdio::inherit());
+                let (link, child) =
+                    stdio::spawn(command).map_err(|source| DestinationError::Command {
+                        program: program.to_owned(),
+                        source,
+                    })?;
+                Ok((link, Some(child)))
+            }
+        }
+    }
+}
+
+/// Registers a server that exists already as an environment, until that fails for good.
+///
+/// Each stream has a connection of its own to the destination and ends with it, once all that the
+/// destination said has left; the other way round too. Told to stop, it ends all of them.
+///
+/// # Errors
+///
+/// As [`run_remote_environment`](super::run_remote_environment).
+pub async fn forward(
+    config: RemoteEnvironmentConfig,
+    destination: Destination,
+    status: watch::Sender<Status>,
+    stop: CancellationToken,
+) -> Result<(), RemoteEnvironmentError> {
+    let destination = Arc::new(destination);
+    let stopped = stop.clone();
+    attend(config, status, stop, move |stream: RelayStream| {
+        let destination = Arc::clone(&destination);
+        let stopped = stopped.clone();
+        async move {
+            let id = Arc::clone(&stream.stream_id);
+            match destination.open().await {
+                Ok((link, child)) => {
+                    tokio::select! {
+                        outcome = splice(stream.link, link) => if let Err(error) = outcome {
+                            tracing::debug!(stream = &*id, %error, "a forwarded stream ended");
+                        },
+                        () = stopped.cancelled() => {}
+                    }
+                    if let Some(mut child) = child {
+                        // Its input has ended; killed when the handle is dropped.
+                        let _ = tokio::time::timeout(COMMAND_GRACE, child.wait()).await;
+                    }
+                }
+                Err(error) => {
+                    tracing::error!(stream = &*id, %error, "no way to the destination");
+                }
+            }
+        }
+    })
+    .await
+}
+
+/// Carries messages both ways until one side ends.
+async fn splice(stream: Link, destination: Link) -> Result<(), LinkError> {
+    // The other side's pings; one that is not answered yet makes a second one superfluous.
+    let (ping, pings) = mpsc::channel(1);
+    let heard = AtomicBool::new(false);
+    let pinging = destination.has_pings();
+    let there = To {
+        outgoing: destination.outgoing,
+        text: pinging,
+        keepalive: pinging.then(|| Keepalive::new(KeepaliveConfig::default(), Instant::now())),
+        pings,
+        heard: &heard,
+    };
+    tokio::select! {
+        result = there.carry(stream.incoming) => result,
+        result = carry_back(destination.incoming, stream.outgoing, &ping, &heard) => result,
+    }
+}
+
+/// The way to a destination.
+struct To<'a> {
+    outgoing: Outgoing,
+    /// Whether messages are websocket messages rather than lines.
+    text: bool,
+    keepalive: Option<Keepalive>,
+    pings: mpsc::Receiver<Vec<u8>>,
+    /// Something came from there since this was last asked.
+    heard: &'a AtomicBool,
+}
+
+impl To<'_> {
+    async fn carry(mut self, mut incoming: Incoming) -> Result<(), LinkError> {
+        loop {
+            let wake = match self.keep_alive()? {
+                Some(wake) => wake,
+                None => Instant::now() + Duration::from_secs(3600),
+            };
+            tokio::select! {
+                event = incoming.recv_raw() => match event? {
+                    Some(RawEvent::Message { bytes, .. }) => {
+                        if !self.text {
+                            let line = without_line_ends(bytes);
+                            self.outgoing.push_message(line.len(), |out| out.extend(line));
+                        } else if std::str::from_utf8(bytes).is_ok() {
+                            self.outgoing.push_message(bytes.len(), |out| out.extend_from_slice(bytes));
+                        } else {
+                            self.outgoing.push_binary([bytes, &[]]);
+                        }
+                    }
+                    Some(_) => {}
+                    None => {
+                        self.outgoing.push_close(1000);
+                        return Ok(self.outgoing.shutdown().await?);
+                    }
+                },
+                Some(payload) = self.pings.recv() => self.outgoing.push_pong(&payload),
+                () = tokio::time::sleep_until(wake.into()) => {}
+            }
+            if self.outgoing.buffered() > 0 {
+                self.outgoing.flush().await?;
+            } else {
+                self.outgoing.relax();
+            }
+        }
+    }
+
+    /// When to look again; pings if it is time.
+    fn keep_alive(&mut self) -> Result<Option<Instant>, LinkError> {
+        let Some(keepalive) = &mut self.keepalive else {
+            return Ok(None);
+        };
+        let now = Instant::now();
+        if self.heard.swap(false, Ordering::Relaxed) {
+            keepalive.heard(now);
+        }
+        match keepalive.poll(now) {
+            Action::Wait(until) => Ok(Some(until)),
+            Action::Ping => {
+                self.outgoing.push_ping();
+                Ok(Some(now))
+            }
+            Action::GiveUp => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+        }
+    }
+}
+
+/// A message as one line. Line ends inside of JSON are mere spacing: in texts they are escaped.
+fn without_line_ends(message: &[u8]) -> Vec<u8> {
+    let space = |byte: &u8| match byte {
+        b'\n' | b'\r' => b' ',
+        byte => *byte,
+    };
+    message.iter().map(space).collect()
+}
+
+async fn carry_back(
+    mut incoming: Incoming,
+    mut outgoing: Outgoing,
+    ping: &mpsc::Sender<Vec<u8>>,
+    heard: &AtomicBool,
+) -> Result<(), LinkError> {
+    while let Some(event) = incoming.recv_raw().await? {
+        heard.store(true, Ordering::Relaxed);
+        match event {
+            RawEvent::Message { bytes, .. } => {
+                outgoing.push_message(bytes.len(), |out| out.extend_from_slice(bytes));
+                outgoing.flush().await?;
+            }
+            RawEvent::Ping(payload) => {
+                let _ = ping.try_send(payload.to_vec());
+            }
+            RawEvent::Pong => {}
+        }
+        outgoing.relax();
+    }
+    outgoing.shutdown().await?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn say(link: &mut Outgoing, text: &[u8]) {
+        link.push_message(text.len(), |out| out.extend_from_slice(text));
+        link.flush().await.unwrap();
+    }
+
+    async fn hear(link: &mut Incoming) -> Option<Vec<u8>> {
+        match link.recv_raw().await.unwrap()? {
+            RawEvent::Message { bytes, .. } => Some(bytes.to_vec()),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn prefixed() -> (Link, Link) {
+        let (here, there) = tokio::io::duplex(1 << 16);
+        let [here, there] = [here, there].map(|end| {
+            let (reader, writer) = tokio::io::split(end);
+            Link::prefixed(reader, writer)
+        });
+        (here, there)
+    }
+
+    #[tokio::test]
+    async fn messages_pass_untouched_and_the_last_words_of_the_destination_arrive() {
+        let (mut harness, stream) = prefixed();
+        let (destination, mut server) = Link::pair();
+        let splicing = tokio::spawn(splice(stream, destination));
+        // Pretty-printed JSON is one line over a pipe.
+        say(&mut harness.outgoing, b"{\n \"id\": 1\r\n}").await;
+        assert_eq!(
+            hear(&mut server.incoming).await.unwrap(),
+            b"{  \"id\": 1  }"
+        );
+        for n in 0..100 {
+            say(&mut server.outgoing, format!("{{\"n\":{n}}}").as_bytes()).await;
+        }
+        drop(server);
+        for n in 0..100 {
+            let expected = format!("{{\"n\":{n}}}");
+            assert_eq!(
+                hear(&mut harness.incoming).await.unwrap(),
+                expected.as_bytes()
+            );
+        }
+        assert_eq!(hear(&mut harness.incoming).await, None);
+        splicing.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_destination_that_pings_is_answered() {
+        use exec_server_transport::frame::Role;
+        let (harness, stream) = prefixed();
+        let (client, server) = tokio::io::duplex(1 << 16);
+        let [client, mut server] =
+            [(client, Role::Client), (server, Role::Server)].map(|(end, role)| {
+                let (reader, writer) = tokio::io::split(end);
+                Link::websocket(role, reader, writer, Vec::new())
+            });
+        let splicing = tokio::spawn(splice(stream, client));
+        server.outgoing.push_ping();
+        server.outgoing.flush().await.unwrap();
+        let event = server.incoming.recv_raw().await.unwrap();
+        assert!(matches!(event, Some(RawEvent::Pong)), "{event:?}");
+        drop(harness);
+        // The destination hears of the end of the stream.
+        assert!(server.incoming.recv_raw().await.unwrap().is_none());
+        splicing.await.unwrap().unwrap();
+    }
+}

@@ -1,0 +1,297 @@
+//! Who may open a stream: the registry's word, for as long as it counts.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use exec_server_relay::Reason;
+use exec_server_relay::keys::PublicKey;
+use exec_server_transport::registry::{Registry, RegistryError};
+use exec_server_transport::relay::Ask;
+
+/// Harnesses that are remembered; the one that was approved longest ago is forgotten first.
+const MAX_REMEMBERED: usize = 1024;
+
+/// How long the registry is asked, again if it is away. The harness waits ten seconds.
+const PATIENCE: Duration = Duration::from_secs(7);
+
+/// The same for a harness that would be admitted anyway.
+const SHORT_PATIENCE: Duration = Duration::from_secs(2);
+
+/// From one attempt to the next, at first.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long the registry's word on a harness counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ValidationPolicy {
+    /// How long a harness that was approved is not asked about again. A harness that is revoked
+    /// meanwhile is stopped by the meeting point, which is where the revocation is.
+    pub cache: Duration,
+    /// How long a harness that was approved is admitted while the registry is away.
+    pub grace: Duration,
+}
+
+impl Default for ValidationPolicy {
+    fn default() -> Self {
+        Self {
+            cache: Duration::from_secs(10),
+            grace: Duration::from_secs(10 * 60),
+        }
+    }
+}
+
+/// Asks, and remembers the answers.
+pub(super) struct Validator {
+    registry: Arc<Registry>,
+    policy: ValidationPolicy,
+    approved: Mutex<Approved>,
+}
+
+impl Validator {
+    pub(super) fn new(registry: Arc<Registry>, policy: ValidationPolicy) -> Self {
+        Self {
+            registry,
+            policy,
+            approved: Mutex::default(),
+        }
+    }
+
+    fn approved(&self) -> MutexGuard<'_, Approved> {
+        self.approved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a harness may come in, and if not, why.
+    pub(super) async fn admit(&self, ask: &Ask, registration_id: &str) -> Result<(), Reason> {
+        let age = self.approved().age(&ask.harness, Instant::now());
+        if age.is_some_and(|age| age < self.policy.cache) {
+            return Ok(());
+        }
+        let trusted = age.is_some_and(|age| age < self.policy.grace);
+        let patience = if trusted { SHORT_PATIENCE } else { PATIENCE };
+        let asking = self.ask(ask, registration_id, !trusted);
+        let reason = match tokio::time::timeout(patience, asking).await {
+            Ok(Ok(true)) => {
+                self.approved()
+                    .remember(ask.harness.clone(), Instant::now());
+                return Ok(());
+            }
+            Ok(Ok(false)) => {
+                self.forget(&ask.harness);
+                return Err(Reason::AuthorizationRefused);
+            }
+            Ok(Err(error)) if !error.is_outage() => {
+                // Whatever is wrong, the registry is there and has not said yes.
+                tracing::error!(%error, "cannot validate a harness");
+                return Err(Reason::ValidationUnavailable);
+            }
+            Ok(Err(RegistryError::Timeout { .. })) | Err(_) => Reason::ValidationTimeout,
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "cannot validate a harness");
+                Reason::ValidationUnavailable
+            }
+        };
+        if trusted {
+            tracing::warn!(
+                harness = %ask.harness.fingerprint(),
+                "admitted without asking, because the registry is away"
+            );
+            return Ok(());
+        }
+        Err(reason)
+    }
+
+    /// Asks once, or until there is an answer; ends by being dropped.
+    async fn ask(
+        &self,
+        ask: &Ask,
+        registration_id: &str,
+        again: bool,
+    ) -> Result<bool, RegistryError> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let answer = self.registry.validate(
+                &ask.stream_id,
+                registration_id,
+                &ask.harness,
+                &ask.authorization,
+            );
+            match answer.await {
+                Err(error) if again && error.is_outage() => {
+                    tracing::debug!(%error, "cannot validate a harness; trying again");
+                }
+                outcome => return outcome,
+            }
+            tokio::time::sleep(pause).await;
+            pause *= 2;
+        }
+    }
+
+    /// A harness is approved no longer.
+    pub(super) fn forget(&self, harness: &PublicKey) {
+        self.approved().since.remove(harness);
+    }
+}
+
+/// Who was approved, and when.
+#[derive(Debug, Default)]
+struct Approved {
+    since: BTreeMap<PublicKey, Instant>,
+}
+
+impl Approved {
+    fn age(&self, harness: &PublicKey, now: Instant) -> Option<Duration> {
+        let since = self.since.get(harness)?;
+        Some(now.saturating_duration_since(*since))
+    }
+
+    fn remember(&mut self, harness: PublicKey, now: Instant) {
+        if self.since.len() >= MAX_REMEMBERED
+            && !self.since.contains_key(&harness)
+            && let Some(oldest) = self
+                .since
+                .iter()
+                .min_by_key(|(_, since)| **since)
+                .map(|(key, _)| key.clone())
+        {
+            self.since.remove(&oldest);
+        }
+        self.since.insert(harness, now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_relay::keys::{Authorization, MLKEM768_BYTES};
+    use exec_server_transport::http::{Kind, read_head};
+    use exec_server_transport::registry::RegistryOptions;
+    use exec_server_transport::registry::auth::RegistryAuth;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+    use tokio::sync::mpsc;
+
+    use super::*;
+
+    fn key(n: u8) -> PublicKey {
+        PublicKey::new([n; 32], &[n; MLKEM768_BYTES]).unwrap()
+    }
+
+    fn ask(n: u8) -> Ask {
+        Ask {
+            stream_id: "s".into(),
+            harness: key(n),
+            authorization: Authorization::new("a").unwrap(),
+        }
+    }
+
+    /// A registry that says what it is told, and how often it was asked.
+    async fn scripted(
+        answers: Vec<(u16, &'static str)>,
+    ) -> (Registry, mpsc::UnboundedReceiver<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (asked, count) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            for (status, body) in answers {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                let mut head = read_head(&mut stream, Kind::Request).await.unwrap();
+                let length: usize = head.header("content-length").unwrap().parse().unwrap();
+                while head.rest.len() < length {
+                    stream.read_buf(&mut head.rest).await.unwrap();
+                }
+                asked.send(()).unwrap();
+                let answer = format!(
+                    "HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+                    body.len()
+                );
+                stream.write_all(answer.as_bytes()).await.unwrap();
+            }
+        });
+        let options = RegistryOptions::new(RegistryAuth::Open);
+        (Registry::new(&url, "e", options).unwrap(), count)
+    }
+
+    const YES: (u16, &str) = (200, r#"{"valid":true}"#);
+    const NO: (u16, &str) = (200, r#"{"valid":false}"#);
+
+    fn validator(registry: Registry, cache: Duration) -> Validator {
+        let grace = Duration::from_secs(60);
+        Validator::new(Arc::new(registry), ValidationPolicy { cache, grace })
+    }
+
+    #[tokio::test]
+    async fn an_answer_counts_for_a_while_and_for_one_harness() {
+        let (registry, mut asked) = scripted(vec![YES, YES, NO]).await;
+        let validator = validator(registry, Duration::from_secs(60));
+        validator.admit(&ask(1), "r").await.unwrap();
+        validator.admit(&ask(1), "r").await.unwrap();
+        validator.admit(&ask(2), "r").await.unwrap();
+        validator.forget(&key(1));
+        let refused = validator.admit(&ask(1), "r").await;
+        assert_eq!(refused, Err(Reason::AuthorizationRefused));
+        for _ in 0..3 {
+            asked.recv().await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn only_those_who_were_approved_come_in_while_the_registry_is_away() {
+        let answers = vec![YES, (503, ""), (503, ""), YES, NO, (500, "")];
+        let (registry, mut asked) = scripted(answers).await;
+        let validator = validator(registry, Duration::ZERO);
+        validator.admit(&ask(1), "r").await.unwrap();
+        // Away: once asked, then trusted.
+        validator.admit(&ask(1), "r").await.unwrap();
+        // Never seen: asked again until there is an answer.
+        validator.admit(&ask(2), "r").await.unwrap();
+        // A refusal ends the trust.
+        let refused = validator.admit(&ask(1), "r").await;
+        assert_eq!(refused, Err(Reason::AuthorizationRefused));
+        for _ in 0..5 {
+            asked.recv().await.unwrap();
+        }
+        assert!(validator.approved().age(&key(1), Instant::now()).is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_registry_that_is_gone_admits_nobody_new() {
+        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", closed.local_addr().unwrap());
+        drop(closed);
+        let options = RegistryOptions::new(RegistryAuth::Open);
+        let registry = Registry::new(&url, "e", options).unwrap();
+        let validator = validator(registry, Duration::ZERO);
+        assert_eq!(
+            validator.admit(&ask(1), "r").await,
+            Err(Reason::ValidationTimeout)
+        );
+    }
+
+    #[tokio::test]
+    async fn a_registry_that_refuses_us_is_not_away() {
+        let (registry, _asked) = scripted(vec![YES, (401, "")]).await;
+        let validator = validator(registry, Duration::ZERO);
+        validator.admit(&ask(1), "r").await.unwrap();
+        assert_eq!(
+            validator.admit(&ask(1), "r").await,
+            Err(Reason::ValidationUnavailable)
+        );
+    }
+
+    #[test]
+    fn memory_is_bounded_and_the_oldest_goes_first() {
+        let mut approved = Approved::default();
+        let start = Instant::now();
+        let key = |n: usize| {
+            let mut bytes = [0; 32];
+            bytes[..8].copy_from_slice(&n.to_be_bytes());
+            PublicKey::new(bytes, &[0; MLKEM768_BYTES]).unwrap()
+        };
+        for n in 0..MAX_REMEMBERED + 10 {
+            approved.remember(key(n), start + Duration::from_secs(n as u64));
+        }
+        assert_eq!(approved.since.len(), MAX_REMEMBERED);
+        assert!(approved.age(&key(9), start).is_none());
+        assert!(approved.age(&key(10), start).is_some());
+    }
+}

@@ -1,0 +1,239 @@
+//! A party's long-term keys on disk.
+//!
+//! Owns the file and who may read it. A key that others could have read is refused rather than used:
+//! whoever has it can be us.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+
+use base64_simd::STANDARD;
+use exec_server_relay::noise::{Identity, SEED_BYTES};
+use rustix::process::geteuid;
+use zeroize::Zeroizing;
+
+/// How a file begins.
+const MARK: &str = "exec-server-identity-v1 ";
+
+/// Bytes of a file that are read; a real one has 153.
+const MAX_FILE_BYTES: u64 = 4096;
+
+/// Why there are no keys.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum IdentityError {
+    /// The file cannot be read or written.
+    #[error("cannot {action} the identity file {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// Which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Others could have read it.
+    #[error(
+        "the identity file {} has mode {mode:04o}: others could have read it; delete it for a new key, or `chmod 600` it if nobody has",
+        path.display()
+    )]
+    Permissions {
+        /// Which file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// It is somebody else's.
+    #[error("the identity file {} belongs to user {owner}, not to us", path.display())]
+    Owner {
+        /// Which file.
+        path: PathBuf,
+        /// Whose it is.
+        owner: u32,
+    },
+    /// There is something else in it. Does not say what.
+    #[error("{} is no identity file", path.display())]
+    Malformed {
+        /// Which file.
+        path: PathBuf,
+    },
+}
+
+/// New keys, which nobody has seen.
+pub fn generate() -> Identity {
+    Identity::generate(&mut |out: &mut [u8]| {
+        getrandom::fill(out).expect("the system has randomness");
+    })
+}
+
+/// The keys in a file; new ones are written there if there is none.
+///
+/// Two that find no file at the same time end up with the same keys.
+///
+/// # Errors
+///
+/// When the file is not ours alone, is no such file, or cannot be made.
+pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
+    match load(path) {
+        Err(IdentityError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+        outcome => return outcome,
+    }
+    let failed = |source| IdentityError::Io {
+        action: "write",
+        path: path.to_owned(),
+        source,
+    };
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .map_err(failed)?;
+    let identity = generate();
+    let text = Zeroizing::new(format!(
+        "{MARK}{}\n",
+        *Zeroizing::new(STANDARD.encode_to_string(identity.seed()))
+    ));
+    let aside = directory.join(format!(".identity-{}", uuid::Uuid::new_v4()));
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&aside)
+        .and_then(|mut file| {
+            file.write_all(text.as_bytes())?;
+            file.sync_all()
+        })
+        // A link does not replace what another has put there meanwhile, as a rename would.
+        .and_then(|()| fs::hard_link(&aside, path));
+    let _ = fs::remove_file(&aside);
+    match written {
+        Ok(()) => Ok(identity),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => load(path),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn load(path: &Path) -> Result<Identity, IdentityError> {
+    let failed = |source| IdentityError::Io {
+        action: "read",
+        path: path.to_owned(),
+        source,
+    };
+    let malformed = || IdentityError::Malformed {
+        path: path.to_owned(),
+    };
+    let file = File::open(path).map_err(failed)?;
+    // Of what was opened, not of what may be there by now.
+    let meta = file.metadata().map_err(failed)?;
+    if !meta.is_file() {
+        return Err(malformed());
+    }
+    if meta.uid() != geteuid().as_raw() {
+        return Err(IdentityError::Owner {
+            path: path.to_owned(),
+            owner: meta.uid(),
+        });
+    }
+    let mode = meta.mode() & 0o7777;
+    if mode & 0o077 != 0 {
+        return Err(IdentityError::Permissions {
+            path: path.to_owned(),
+            mode,
+        });
+    }
+    let mut text = Zeroizing::new(String::with_capacity(MAX_FILE_BYTES as usize));
+    file.take(MAX_FILE_BYTES)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
+    let seed = text
+        .strip_prefix(MARK)
+        .and_then(|seed| STANDARD.decode_to_vec(seed.trim_end()).ok())
+        .map(Zeroizing::new);
+    let seed: Option<Zeroizing<[u8; SEED_BYTES]>> =
+        seed.and_then(|seed| Some(Zeroizing::new(seed.as_slice().try_into().ok()?)));
+    Ok(Identity::from_seed(&*seed.ok_or_else(malformed)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    struct Directory(PathBuf);
+
+    impl Directory {
+        fn new() -> Self {
+            let name = format!("exec-server-identity-{}", uuid::Uuid::new_v4());
+            Self(std::env::temp_dir().join(name))
+        }
+    }
+
+    impl Drop for Directory {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn keys_stay_the_same_and_are_for_us_alone() {
+        let directory = Directory::new();
+        let path = directory.0.join("deep/identity");
+        let made = load_or_create(&path).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o600);
+        let again = load_or_create(&path).unwrap();
+        assert_eq!(made.public_key(), again.public_key());
+        let left = fs::read_dir(path.parent().unwrap()).unwrap().count();
+        assert_eq!(left, 1, "nothing is left beside it");
+    }
+
+    #[test]
+    fn many_that_begin_together_agree() {
+        let directory = Directory::new();
+        let path = directory.0.join("identity");
+        let keys: Vec<_> = std::thread::scope(|scope| {
+            let starts: Vec<_> = (0..8)
+                .map(|_| scope.spawn(|| load_or_create(&path).unwrap().public_key().clone()))
+                .collect();
+            starts
+                .into_iter()
+                .map(|start| start.join().unwrap())
+                .collect()
+        });
+        assert!(keys.windows(2).all(|pair| pair[0] == pair[1]));
+    }
+
+    #[test]
+    fn files_that_others_could_read_or_that_are_none_are_refused() {
+        let directory = Directory::new();
+        let path = directory.0.join("identity");
+        load_or_create(&path).unwrap();
+        for mode in [0o640, 0o604, 0o660] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let error = load_or_create(&path).unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(path.to_str().unwrap()), "{text}");
+            assert!(text.contains(&format!("{mode:04o}")), "{text}");
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+        let good = fs::read_to_string(&path).unwrap();
+        let short = format!("{}\n", &good[..good.len() - 10]);
+        for bad in ["", "sekrit", &short, &good[8..], MARK] {
+            fs::write(&path, bad).unwrap();
+            let error = load_or_create(&path).unwrap_err();
+            assert!(matches!(error, IdentityError::Malformed { .. }), "{error}");
+            assert!(!error.to_string().contains("sekrit"), "{error}");
+        }
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(matches!(
+            load_or_create(&path),
+            Err(IdentityError::Malformed { .. })
+        ));
+    }
+}

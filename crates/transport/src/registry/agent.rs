@@ -1,0 +1,301 @@
+//! Agents that sign for themselves.
+//!
+//! An agent's identity is a JSON web token that carries an Ed25519 key. With the key a task is
+//! registered once, and every call then bears a signature over agent, task and time.
+
+use std::fmt;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use base64_simd::{STANDARD, URL_SAFE_NO_PAD};
+use ring::signature::Ed25519KeyPair;
+use serde::{Deserialize, Serialize};
+use tokio::sync::OnceCell;
+use url::Url;
+use zeroize::Zeroizing;
+
+use super::RegistryError;
+use super::auth::{ACCOUNT, FEDRAMP, authorization};
+use super::http::Http;
+use crate::secret::Secret;
+use crate::tls::TlsClientOptions;
+
+/// How long the registration of a task may take.
+const TASK_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Why an agent cannot sign.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgentIdentityError {
+    /// The token is no identity of an agent. Does not say what is in it.
+    #[error("the access token is no agent identity: {0}")]
+    Token(&'static str),
+    /// The service that registers tasks cannot be used.
+    #[error("cannot register a task for the agent: {0}")]
+    Task(#[source] Box<RegistryError>),
+    /// That service does not want to.
+    #[error("cannot register a task for the agent: {0}")]
+    Refused(String),
+}
+
+/// An agent's identity.
+pub struct AgentIdentity {
+    runtime_id: String,
+    account_id: Option<String>,
+    fedramp: bool,
+    key: Ed25519KeyPair,
+    service: Url,
+    http: Http,
+    /// Registered before the first call.
+    task_id: OnceCell<String>,
+}
+
+impl fmt::Debug for AgentIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgentIdentity")
+            .field("runtime_id", &self.runtime_id)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Deserialize)]
+struct Claims {
+    agent_runtime_id: String,
+    agent_private_key: String,
+    #[serde(default)]
+    account_id: Option<String>,
+    #[serde(default)]
+    chatgpt_account_is_fedramp: bool,
+}
+
+#[derive(Serialize)]
+struct TaskRequest {
+    timestamp: String,
+    signature: String,
+}
+
+#[derive(Deserialize)]
+struct TaskResponse {
+    #[serde(default)]
+    task_id: Option<String>,
+}
+
+/// Fields in the order in which they must be.
+#[derive(Serialize)]
+struct Assertion<'a> {
+    agent_runtime_id: &'a str,
+    signature: String,
+    task_id: &'a str,
+    timestamp: &'a str,
+}
+
+impl AgentIdentity {
+    /// Reads an identity; tasks are registered at `auth_api`.
+    ///
+    /// Whether the token is genuine is for the registry to say, which alone knows who signs them.
+    ///
+    /// # Errors
+    ///
+    /// When it is no identity, or there can be no service at that URL.
+    pub fn new(token: &Secret, auth_api: &str) -> Result<Self, AgentIdentityError> {
+        let bad = AgentIdentityError::Token;
+        let mut parts = token.expose().trim().split('.');
+        let (Some(_), Some(claims), Some(_), None) =
+            (parts.next(), parts.next(), parts.next(), parts.next())
+        else {
+            return Err(bad("it does not have three parts"));
+        };
+        let claims = URL_SAFE_NO_PAD
+            .decode_to_vec(claims)
+            .map(Zeroizing::new)
+            .map_err(|_| bad("its claims are not base64"))?;
+        let claims: Claims = serde_json::from_slice(&claims)
+            .map_err(|_| bad("`agent_runtime_id` or `agent_private_key` is missing"))?;
+        let key = Zeroizing::new(claims.agent_private_key);
+        let key = STANDARD
+            .decode_to_vec(key.as_bytes())
+            .map(Zeroizing::new)
+            .map_err(|_| bad("its key is not base64"))?;
+        let key = Ed25519KeyPair::from_pkcs8_maybe_unchecked(&key)
+            .map_err(|_| bad("its key is no Ed25519 key in PKCS #8"))?;
+        let service = super::parse_base(auth_api)
+            .map_err(|error| AgentIdentityError::Task(Box::new(error)))?;
+        if service.scheme() == "http" && !super::is_loopback(&service) {
+            return Err(AgentIdentityError::Task(Box::new(RegistryError::Url {
+                url: super::public(&service),
+                reason: "credentials would travel in the clear; use https",
+            })));
+        }
+        Ok(Self {
+            runtime_id: claims.agent_runtime_id,
+            account_id: claims.account_id,
+            fedramp: claims.chatgpt_account_is_fedramp,
+            key,
+            http: Http::new(&service, TlsClientOptions::default(), TASK_TIMEOUT),
+            service,
+            task_id: OnceCell::new(),
+        })
+    }
+
+    pub(super) async fn headers(&self) -> Result<Vec<(&'static str, Secret)>, AgentIdentityError> {
+        let task_id = self
+            .task_id
+            .get_or_try_init(|| self.register_task())
+            .await?;
+        let mut headers = vec![self.assertion(task_id, SystemTime::now())];
+        if let Some(account) = &self.account_id {
+            headers.push((ACCOUNT, Secret::from(account.as_str())));
+        }
+        if self.fedramp {
+            headers.push((FEDRAMP, Secret::from("true")));
+        }
+        Ok(headers)
+    }
+
+    fn assertion(&self, task_id: &str, now: SystemTime) -> (&'static str, Secret) {
+        let timestamp = timestamp(now);
+        let signed = format!("{}:{task_id}:{timestamp}", self.runtime_id);
+        let assertion = Assertion {
+            agent_runtime_id: &self.runtime_id,
+            signature: self.sign(&signed),
+            task_id,
+            timestamp: &timestamp,
+        };
+        let json = serde_json::to_vec(&assertion).expect("four texts are JSON");
+        authorization("AgentAssertion", &URL_SAFE_NO_PAD.encode_to_string(json))
+    }
+
+    fn sign(&self, text: &str) -> String {
+        STANDARD.encode_to_string(self.key.sign(text.as_bytes()))
+    }
+
+    async fn register_task(&self) -> Result<String, AgentIdentityError> {
+        let mut url = self.service.clone();
+        if let Ok(mut segments) = url.path_segments_mut() {
+            segments
+                .pop_if_empty()
+                .extend(["v1", "agent", &self.runtime_id, "task", "register"]);
+        }
+        let timestamp = timestamp(SystemTime::now());
+        let request = TaskRequest {
+            signature: self.sign(&format!("{}:{timestamp}", self.runtime_id)),
+            timestamp,
+        };
+        let body = serde_json::to_vec(&request).expect("two texts are JSON");
+        let (status, answer) = self
+            .http
+            .post(&url, &[], body)
+            .await
+            .map_err(|error| AgentIdentityError::Task(Box::new(error)))?;
+        if !(200..300).contains(&status) {
+            let name = self.http.name();
+            return Err(AgentIdentityError::Refused(format!(
+                "{name} answered HTTP {status}"
+            )));
+        }
+        let answer: Option<TaskResponse> = serde_json::from_slice(&answer).ok();
+        answer
+            .and_then(|answer| answer.task_id)
+            .filter(|id| !id.trim().is_empty())
+            .ok_or_else(|| AgentIdentityError::Refused("the answer has no `task_id`".to_owned()))
+    }
+}
+
+/// A time as RFC 3339 has it: in UTC and whole seconds.
+fn timestamp(now: SystemTime) -> String {
+    let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Howard Hinnant's calendar: years begin in March, so that leap days come last.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day_of_year = day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let march_month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
+    let month = if march_month < 10 {
+        march_month + 3
+    } else {
+        march_month - 9
+    };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use ring::rand::SystemRandom;
+    use ring::signature::{ED25519, KeyPair as _, UnparsedPublicKey};
+
+    use super::*;
+
+    fn token(claims: &serde_json::Value) -> Secret {
+        let claims = URL_SAFE_NO_PAD.encode_to_string(claims.to_string());
+        Secret::from(format!("e30.{claims}.c2ln"))
+    }
+
+    #[test]
+    fn times_are_written_as_the_rfc_has_them() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (1_709_251_200, "2024-03-01T00:00:00Z"),
+            (4_102_444_799, "2099-12-31T23:59:59Z"),
+        ] {
+            assert_eq!(
+                timestamp(UNIX_EPOCH + Duration::from_secs(seconds)),
+                text,
+                "{seconds}"
+            );
+        }
+    }
+
+    #[test]
+    fn assertions_are_signed_over_agent_task_and_time() {
+        let pkcs8 = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
+        let claims = serde_json::json!({
+            "agent_runtime_id": "agent-1",
+            "agent_private_key": STANDARD.encode_to_string(pkcs8.as_ref()),
+            "account_id": "acct",
+            "email": "ignored",
+        });
+        let agent = AgentIdentity::new(&token(&claims), "http://127.0.0.1:1").unwrap();
+        let now = UNIX_EPOCH + Duration::from_secs(1_709_251_200);
+        let (name, value) = agent.assertion("task-1", now);
+        assert_eq!(name, "authorization");
+        let encoded = value.expose().strip_prefix("AgentAssertion ").unwrap();
+        let json = String::from_utf8(URL_SAFE_NO_PAD.decode_to_vec(encoded).unwrap()).unwrap();
+        assert!(json.starts_with("{\"agent_runtime_id\":\"agent-1\",\"signature\":\""));
+        assert!(json.ends_with("\"task_id\":\"task-1\",\"timestamp\":\"2024-03-01T00:00:00Z\"}"));
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        let signature = STANDARD
+            .decode_to_vec(json["signature"].as_str().unwrap())
+            .unwrap();
+        UnparsedPublicKey::new(&ED25519, agent.key.public_key().as_ref())
+            .verify(b"agent-1:task-1:2024-03-01T00:00:00Z", &signature)
+            .unwrap();
+        assert!(!format!("{agent:?}").contains("private"));
+    }
+
+    #[test]
+    fn tokens_that_are_none_are_not_quoted() {
+        let with = |key: &str| {
+            token(&serde_json::json!({"agent_runtime_id": "a", "agent_private_key": key}))
+        };
+        for bad in [
+            Secret::from("sekrit"),
+            Secret::from("a.sekrit!.b"),
+            token(&serde_json::json!({"agent_runtime_id": "sekrit"})),
+            with("sekrit!"),
+            with("c2Vrcml0"),
+        ] {
+            let error = AgentIdentity::new(&bad, "http://127.0.0.1:1").unwrap_err();
+            let error = format!("{error} {error:?}");
+            assert!(error.contains("no agent identity"), "{error}");
+            assert!(
+                !error.contains("sekrit") && !error.contains("c2Vrcml0"),
+                "{error}"
+            );
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! One `POST` after another to one host.
+//!
+//! Owns the connection, which is kept for the next call. Follows no redirect: whoever has our
+//! credentials must be whom we were told to give them to.
+
+use std::fmt;
+use std::io;
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper::header::{ACCEPT, CONTENT_TYPE, HOST, HeaderName, HeaderValue};
+use hyper::{Method, Request};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use url::Url;
+use zeroize::Zeroizing;
+
+use super::{MAX_ANSWER_BYTES, RegistryError};
+use crate::secret::Secret;
+use crate::tls::{self, TlsClientOptions};
+
+/// A host that is asked things.
+pub(super) struct Http {
+    secure: bool,
+    host: String,
+    port: u16,
+    name: String,
+    tls: TlsClientOptions,
+    /// Made once: reading the system's certificates takes longer than a call.
+    connector: OnceLock<TlsConnector>,
+    timeout: Duration,
+    /// A connection that nobody uses at the moment.
+    idle: Mutex<Option<SendRequest<Full<Bytes>>>>,
+}
+
+impl fmt::Debug for Http {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Http")
+            .field("name", &self.name)
+            .field("secure", &self.secure)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Http {
+    /// For the host of a URL that has one.
+    pub(super) fn new(url: &Url, tls: TlsClientOptions, timeout: Duration) -> Self {
+        let secure = url.scheme() == "https";
+        let host = url.host_str().unwrap_or("").to_owned();
+        let port = url
+            .port_or_known_default()
+            .unwrap_or(if secure { 443 } else { 80 });
+        Self {
+            secure,
+            name: format!("{host}:{port}"),
+            host,
+            port,
+            tls,
+            connector: OnceLock::new(),
+            timeout,
+            idle: Mutex::new(None),
+        }
+    }
+
+    /// Host and port.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Sends JSON; the status and body of the answer.
+    pub(super) async fn post(
+        &self,
+        url: &Url,
+        headers: &[(&'static str, Secret)],
+        body: Vec<u8>,
+    ) -> Result<(u16, Vec<u8>), RegistryError> {
+        let call = async {
+            let body = Bytes::from(body);
+            let idle = self.idle.lock();
+            let idle = idle.unwrap_or_else(PoisonError::into_inner).take();
+            if let Some(mut connection) = idle
+                && connection.ready().await.is_ok()
+                // It may have been closed while it lay about; a new one tells.
+                && let Ok(answer) = self.send(&mut connection, url, headers, &body).await
+            {
+                self.keep(connection);
+                return Ok(answer);
+            }
+            let mut connection = self.open().await?;
+            let answer = self.send(&mut connection, url, headers, &body).await?;
+            self.keep(connection);
+            Ok(answer)
+        };
+        match tokio::time::timeout(self.timeout, call).await {
+            Ok(result) => result,
+            Err(_) => Err(RegistryError::Timeout {
+                registry: self.name.clone(),
+                timeout: self.timeout,
+            }),
+        }
+    }
+
+    fn keep(&self, connection: SendRequest<Full<Bytes>>) {
+        let idle = self.idle.lock();
+        *idle.unwrap_or_else(PoisonError::into_inner) = Some(connection);
+    }
+
+    async fn send(
+        &self,
+        connection: &mut SendRequest<Full<Bytes>>,
+        url: &Url,
+        headers: &[(&'static str, Secret)],
+        body: &Bytes,
+    ) -> Result<(u16, Vec<u8>), RegistryError> {
+        let target = &url[url::Position::BeforePath..url::Position::AfterQuery];
+        let mut request = Request::builder()
+            .method(Method::POST)
+            .uri(target)
+            .header(HOST, self.host_header())
+            .header(CONTENT_TYPE, "application/json")
+            .header(ACCEPT, "*/*")
+            .body(Full::new(body.clone()))
+            .map_err(|error| self.unreachable(error))?;
+        for (name, value) in headers {
+            let value = Zeroizing::new(value.expose().as_bytes().to_vec());
+            let mut value = HeaderValue::from_bytes(&value).map_err(|_| {
+                // The value may be a token; only the name is told.
+                RegistryError::Protocol {
+                    registry: self.name.clone(),
+                    reason: format!("`{name}` would hold characters that no header can carry"),
+                }
+            })?;
+            value.set_sensitive(true);
+            let name = HeaderName::from_static(name);
+            request.headers_mut().insert(name, value);
+        }
+        let answer = connection
+            .send_request(request)
+            .await
+            .map_err(|error| self.unreachable(error))?;
+        let status = answer.status().as_u16();
+        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES)
+            .collect()
+            .await
+            .map_err(|error| self.unreachable(error))?;
+        Ok((status, body.to_bytes().to_vec()))
+    }
+
+    fn host_header(&self) -> String {
+        let usual = if self.secure { 443 } else { 80 };
+        match self.port == usual {
+            true => self.host.clone(),
+            false => self.name.clone(),
+        }
+    }
+
+    fn unreachable(&self, error: impl fmt::Display) -> RegistryError {
+        RegistryError::Unreachable {
+            registry: self.name.clone(),
+            reason: error.to_string(),
+        }
+    }
+
+    async fn open(&self) -> Result<SendRequest<Full<Bytes>>, RegistryError> {
+        let bare = self.host.trim_start_matches('[').trim_end_matches(']');
+        let connect = async {
+            let stream = TcpStream::connect((bare, self.port)).await?;
+            stream.set_nodelay(true)?;
+            io::Result::Ok(stream)
+        };
+        if !self.secure {
+            let stream = connect.await.map_err(|error| self.unreachable(error))?;
+            return self.handshake(stream).await;
+        }
+        let connector = match self.connector.get() {
+            Some(connector) => connector.clone(),
+            None => {
+                let made = tls::connector(&self.tls)?;
+                self.connector.get_or_init(|| made).clone()
+            }
+        };
+        let name = ServerName::try_from(bare.to_owned())
+            .map_err(|_| self.unreachable("its name is none that TLS knows"))?;
+        let stream = connect.await.map_err(|error| self.unreachable(error))?;
+        let stream = connector.connect(name, stream).await;
+        let stream =
+            stream.map_err(|error| self.unreachable(format!("no trusted TLS: {error}")))?;
+        self.handshake(stream).await
+    }
+
+    async fn handshake(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    ) -> Result<SendRequest<Full<Bytes>>, RegistryError> {
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.unreachable(error))?;
+        // Ends when the sender is dropped, or the other side hangs up.
+        tokio::spawn(async move {
+            if let Err(error) = connection.await {
+                tracing::debug!(%error, "the connection to the registry ended");
+            }
+        });
+        Ok(sender)
+    }
+}

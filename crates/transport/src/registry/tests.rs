@@ -1,0 +1,267 @@
+use exec_server_relay::keys::MLKEM768_BYTES;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+
+use super::*;
+use crate::http::{Kind, read_head};
+
+/// A registry that gives the answers it was told to, and keeps what it was asked.
+struct Scripted {
+    url: String,
+    asked: tokio::task::JoinHandle<Vec<(crate::http::Head, Value)>>,
+}
+
+impl Scripted {
+    /// Each inner list is one connection.
+    async fn new(connections: Vec<Vec<(u16, String)>>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let asked = tokio::spawn(async move {
+            let mut asked = Vec::new();
+            for answers in connections {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                for (status, body) in answers {
+                    let mut head = read_head(&mut stream, Kind::Request).await.unwrap();
+                    let length = head.header("content-length").unwrap().parse().unwrap();
+                    let mut request = std::mem::take(&mut head.rest);
+                    while request.len() < length {
+                        stream.read_buf(&mut request).await.unwrap();
+                    }
+                    asked.push((head, serde_json::from_slice(&request).unwrap()));
+                    let answer = format!(
+                        "HTTP/1.1 {status} X\r\nLocation: http://127.0.0.1:9/\r\n\
+                         Content-Length: {}\r\n\r\n{body}",
+                        body.len()
+                    );
+                    stream.write_all(answer.as_bytes()).await.unwrap();
+                }
+            }
+            asked
+        });
+        Self { url, asked }
+    }
+
+    fn registry(&self) -> Registry {
+        let options = RegistryOptions::new(RegistryAuth::bearer("tok"));
+        Registry::new(&self.url, "env-1", options).unwrap()
+    }
+}
+
+fn key() -> PublicKey {
+    PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).unwrap()
+}
+
+fn registered() -> Value {
+    json!({"environment_id": "env-1", "url": "ws://h/x", "security_profile": SECURITY_PROFILE,
+           "executor_registration_id": "r", "more": 1})
+}
+
+#[tokio::test]
+async fn calls_have_the_form_of_the_contract_and_share_a_connection() {
+    let valid = |valid: bool| (200, json!({"valid": valid}).to_string());
+    let answers = vec![(201, registered().to_string()), valid(true), valid(false)];
+    let scripted = Scripted::new(vec![answers]).await;
+    let registry = scripted.registry();
+    let key = key();
+    let answer = registry.register(&key, None).await.unwrap();
+    assert_eq!(answer.executor_registration_id, "r");
+    let authorization = Authorization::new("secret-auth").unwrap();
+    let validate = |stream| registry.validate(stream, "r", &key, &authorization);
+    assert!(validate("s-1").await.unwrap());
+    assert!(!validate("ä").await.unwrap());
+    let asked = scripted.asked.await.unwrap();
+    let (head, body) = &asked[0];
+    assert_eq!(head.method, "POST");
+    assert_eq!(head.target, "/cloud/environment/env-1/register");
+    assert_eq!(head.header("authorization"), Some("Bearer tok"));
+    assert_eq!(head.header("content-type"), Some("application/json"));
+    assert_eq!(head.header("accept"), Some("*/*"));
+    assert_eq!(head.header("user-agent"), None);
+    assert!(head.header("host").unwrap().starts_with("127.0.0.1:"));
+    assert_eq!(body["security_profile"], SECURITY_PROFILE);
+    assert!(body.get("name").is_none());
+    let (head, body) = &asked[1];
+    assert_eq!(head.target, "/cloud/environment/env-1/validate");
+    assert_eq!(head.header(STREAM_ID_HEADER), Some("s-1"));
+    assert_eq!(body["executor_registration_id"], "r");
+    assert_eq!(body["harness_key_authorization"], "secret-auth");
+    assert_eq!(asked[2].0.header(STREAM_ID_HEADER), None);
+}
+
+#[tokio::test]
+async fn errors_say_whether_to_try_again() {
+    let offline = json!({"error": {"code": "environment_offline", "message": "no\u{1b}[31m"}});
+    let other = json!({"error": {"code": "conflict", "message": null}});
+    let cases = vec![
+        (500, String::new(), true),
+        (503, "busy".to_owned(), true),
+        (408, String::new(), true),
+        (429, String::new(), true),
+        (409, offline.to_string(), true),
+        (409, other.to_string(), false),
+        (401, String::new(), false),
+        (403, String::new(), false),
+        (404, String::new(), false),
+        (302, String::new(), false),
+        (200, "{}".to_owned(), false),
+        (200, json!({"environment_id": "other"}).to_string(), false),
+    ];
+    let answers = cases
+        .iter()
+        .map(|(status, body, _)| (*status, body.clone()));
+    let scripted = Scripted::new(vec![answers.collect()]).await;
+    let registry = scripted.registry();
+    for (status, body, retryable) in &cases {
+        let error = registry.connect(&key()).await.unwrap_err();
+        assert_eq!(error.is_retryable(), *retryable, "{status} {body}: {error}");
+        assert_eq!(
+            matches!(error, RegistryError::Auth { .. }),
+            matches!(status, 401 | 403)
+        );
+        assert!(!error.to_string().contains('\u{1b}'), "{error}");
+    }
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", closed.local_addr().unwrap());
+    drop(closed);
+    let options = RegistryOptions::new(RegistryAuth::Open);
+    let registry = Registry::new(&url, "env-1", options).unwrap();
+    let error = registry.connect(&key()).await.unwrap_err();
+    assert!(error.is_outage(), "{error}");
+}
+
+#[tokio::test]
+async fn answers_about_something_else_are_refused() {
+    let with = |name: &str, value: &str| {
+        let mut answer = registered();
+        answer[name] = json!(value);
+        (200, answer.to_string())
+    };
+    let answers = vec![
+        with("environment_id", "env-2"),
+        with("security_profile", "none"),
+        with("url", " "),
+        with("executor_registration_id", ""),
+        (200, "x".repeat(MAX_ANSWER_BYTES + 1)),
+    ];
+    let scripted = Scripted::new(vec![answers]).await;
+    let registry = scripted.registry();
+    for part in ["env-2", "none", "`url`", "`executor_registration_id`"] {
+        let error = registry.register(&key(), None).await.unwrap_err();
+        assert!(matches!(error, RegistryError::Protocol { .. }), "{error}");
+        assert!(error.to_string().contains(part), "{error}");
+    }
+    assert!(registry.register(&key(), None).await.is_err());
+}
+
+#[tokio::test]
+async fn a_connection_that_was_closed_meanwhile_costs_nothing() {
+    let answer = || (200, registered().to_string());
+    let scripted = Scripted::new(vec![vec![answer()], vec![answer()]]).await;
+    let registry = scripted.registry();
+    registry.register(&key(), None).await.unwrap();
+    registry.register(&key(), Some("here")).await.unwrap();
+    let asked = scripted.asked.await.unwrap();
+    assert_eq!(asked[1].1["name"], "here");
+}
+
+#[tokio::test]
+async fn silence_ends_in_time() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let mut options = RegistryOptions::new(RegistryAuth::Open);
+    options.timeout = Duration::from_millis(50);
+    let registry = Registry::new(&url, "env-1", options).unwrap();
+    let error = registry.connect(&key()).await.unwrap_err();
+    assert!(matches!(error, RegistryError::Timeout { .. }), "{error}");
+    assert!(error.is_outage());
+}
+
+#[test]
+fn credentials_do_not_leave_the_machine_in_the_clear() {
+    let new = |url: &str, auth, danger| {
+        let mut options = RegistryOptions::new(auth);
+        options.danger_plain_http = danger;
+        Registry::new(url, "e", options).map(|registry| registry.base.to_string())
+    };
+    let token = || RegistryAuth::bearer("t");
+    for (url, fine) in [
+        ("http://127.0.0.1:1", true),
+        ("http://localhost", true),
+        ("http://[::1]:1", true),
+        ("https://meet.example", true),
+        ("http://meet.example", false),
+        ("http://10.0.0.1", false),
+    ] {
+        assert_eq!(new(url, token(), false).is_ok(), fine, "{url}");
+        assert!(new(url, token(), true).is_ok(), "{url}");
+        assert!(new(url, RegistryAuth::Open, false).is_ok(), "{url}");
+    }
+    for bad in ["", "ws://h", "h", "http://h?x", "http://u:p@h", "file:///x"] {
+        let error = new(bad, token(), true).unwrap_err().to_string();
+        assert!(!error.contains("u:p"), "{error}");
+    }
+    assert_eq!(
+        new(" https://h/prefix/ ", token(), false).unwrap(),
+        "https://h/prefix/cloud/environment/e/"
+    );
+    let options = || RegistryOptions::new(RegistryAuth::Open);
+    for id in ["", " ", ".", ".."] {
+        assert!(Registry::new("https://h", id, options()).is_err(), "{id}");
+    }
+    let odd = Registry::new("https://h", "a/b c?", options()).unwrap();
+    assert_eq!(odd.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
+}
+
+#[test]
+fn environments_are_read_as_they_are_written() {
+    for (text, registry, environment) in [
+        ("registry://meet.example/env", "https://meet.example", "env"),
+        (
+            "registry://meet.example:8443/a/env",
+            "https://meet.example:8443/a",
+            "env",
+        ),
+        (
+            "registry://127.0.0.1:4700/env",
+            "http://127.0.0.1:4700",
+            "env",
+        ),
+        ("registry://[::1]:4700/env", "http://[::1]:4700", "env"),
+        ("registry+https://localhost/env", "https://localhost", "env"),
+        ("registry+http://10.0.0.1:80/env", "http://10.0.0.1", "env"),
+    ] {
+        let url: RegistryUrl = text.parse().unwrap();
+        assert_eq!(url.registry_url(), registry, "{text}");
+        assert_eq!(url.environment_id(), environment, "{text}");
+        let again: RegistryUrl = url.to_string().parse().unwrap();
+        assert_eq!(again, url, "{text}");
+    }
+    for bad in [
+        "registry://h",
+        "registry:///e",
+        "https://h/e",
+        "registry://h/",
+        "registry://u@h/e",
+    ] {
+        assert!(bad.parse::<RegistryUrl>().is_err(), "{bad}");
+    }
+}
+
+#[tokio::test]
+async fn urls_of_meeting_points_are_not_shown_whole_and_lead_to_no_local_socket() {
+    let tls = TlsClientOptions::default();
+    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = closed.local_addr().unwrap();
+    drop(closed);
+    for url in [
+        format!("ws://{address}/x?sig=sekrit"),
+        "unix:///run/x?sig=sekrit".to_owned(),
+        "http://127.0.0.1/?sig=sekrit".to_owned(),
+        "sekrit".to_owned(),
+    ] {
+        let error = dial(&url, &tls, Duration::from_secs(5)).await.unwrap_err();
+        let error = format!("{error} {error:?}");
+        assert!(!error.contains("sekrit"), "{error}");
+    }
+}
