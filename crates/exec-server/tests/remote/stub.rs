@@ -1,0 +1,268 @@
+//! A registry and meeting point of a few lines that can be told to misbehave.
+//!
+//! For what the real one never does: answering wrongly, forwarding changed bytes, being away for some
+//! calls only.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use exec_server::relay::frame::{self, Body, Transmit};
+use exec_server::relay::keys::PublicKey;
+use exec_server::relay::reason::Reason;
+use exec_server::transport::frame::Role;
+use exec_server::transport::http::{Kind, accept_key, read_head};
+use exec_server::transport::{Incoming, Link, Outgoing, RawEvent};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinSet;
+
+/// Bytes of a frame from which on it holds data of some length.
+const LONG_FRAME: usize = 2048;
+
+#[derive(Default)]
+pub(super) struct Stub {
+    state: Mutex<State>,
+    /// What `validate` answers instead of a yes.
+    pub(super) validate: Mutex<Option<(u16, Value)>>,
+    /// What `register` answers instead.
+    pub(super) register: Mutex<Option<(u16, Value)>>,
+    /// Another key than the executor's, told to harnesses.
+    pub(super) key: Mutex<Option<PublicKey>>,
+    /// Whether sockets are refused, as with an address that is too old.
+    pub(super) refuse_sockets: AtomicBool,
+    /// Whether to change a byte of the next long frame to a harness.
+    pub(super) flip: AtomicBool,
+    pub(super) validations: AtomicUsize,
+    pub(super) registrations: AtomicUsize,
+    pub(super) connects: AtomicUsize,
+    /// Handshakes that passed, either way.
+    pub(super) handshakes: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    executor_key: Option<Value>,
+    executor: Option<mpsc::Sender<Vec<u8>>>,
+    harnesses: HashMap<String, mpsc::Sender<Vec<u8>>>,
+    cuts: Vec<(bool, Arc<Notify>)>,
+}
+
+/// A stub that listens; ends when dropped.
+pub(super) struct Listening {
+    pub(super) stub: Arc<Stub>,
+    pub(super) address: SocketAddr,
+    _tasks: JoinSet<()>,
+}
+
+impl Listening {
+    pub(super) async fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stub = Arc::<Stub>::default();
+        let mut tasks = JoinSet::new();
+        let accepting = Arc::clone(&stub);
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                connections.spawn(Arc::clone(&accepting).serve(stream));
+            }
+        });
+        Self {
+            stub,
+            address,
+            _tasks: tasks,
+        }
+    }
+
+    pub(super) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+}
+
+impl Stub {
+    /// Cuts all sockets of one side; how many there were.
+    pub(super) fn cut(&self, executor: bool) -> usize {
+        let mut state = self.state.lock().unwrap();
+        let cut = state.cuts.extract_if(.., |(side, _)| *side == executor);
+        let cut: Vec<_> = cut.collect();
+        for (_, socket) in &cut {
+            socket.notify_one();
+        }
+        cut.len()
+    }
+
+    async fn serve(self: Arc<Self>, mut stream: TcpStream) {
+        stream.set_nodelay(true).unwrap();
+        loop {
+            let Ok(mut head) = read_head(&mut stream, Kind::Request).await else {
+                return;
+            };
+            if let Some(key) = head.header("sec-websocket-key") {
+                if self.refuse_sockets.load(Ordering::Relaxed) {
+                    let answer = "HTTP/1.1 403 X\r\nContent-Length: 0\r\n\r\n";
+                    stream.write_all(answer.as_bytes()).await.unwrap();
+                    return;
+                }
+                let answer = format!(
+                    "HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                     Sec-WebSocket-Accept: {}\r\n\r\n",
+                    accept_key(key)
+                );
+                stream.write_all(answer.as_bytes()).await.unwrap();
+                let executor = head.target.contains("role=environment");
+                let (reader, writer) = stream.into_split();
+                let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                return self.relay(executor, link).await;
+            }
+            let length: usize = head.header("content-length").unwrap().parse().unwrap();
+            while head.rest.len() < length {
+                stream.read_buf(&mut head.rest).await.unwrap();
+            }
+            let body: Value = serde_json::from_slice(&head.rest).unwrap();
+            let host = head.header("host").unwrap();
+            let (status, answer) = self.answer(&head.target, host, &body);
+            let answer = answer.to_string();
+            let answer = format!(
+                "HTTP/1.1 {status} X\r\nContent-Length: {}\r\n\r\n{answer}",
+                answer.len()
+            );
+            if stream.write_all(answer.as_bytes()).await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn answer(&self, target: &str, host: &str, body: &Value) -> (u16, Value) {
+        let parts: Vec<&str> = target.split('/').collect();
+        let [_, "cloud", "environment", environment, action] = parts[..] else {
+            return (404, json!({}));
+        };
+        let mut state = self.state.lock().unwrap();
+        let role = match action {
+            "validate" => {
+                self.validations.fetch_add(1, Ordering::Relaxed);
+                let told = self.validate.lock().unwrap().clone();
+                return told.unwrap_or((200, json!({"valid": true})));
+            }
+            "register" => {
+                self.registrations.fetch_add(1, Ordering::Relaxed);
+                if let Some(told) = self.register.lock().unwrap().clone() {
+                    return told;
+                }
+                state.executor_key = Some(body["executor_public_key"].clone());
+                "environment"
+            }
+            "connect" => {
+                self.connects.fetch_add(1, Ordering::Relaxed);
+                if state.executor.is_none() {
+                    let error = json!({"code": "environment_offline", "message": "nobody"});
+                    return (409, json!({"error": error}));
+                }
+                "harness"
+            }
+            other => panic!("{other}"),
+        };
+        let key = match &*self.key.lock().unwrap() {
+            Some(key) => serde_json::to_value(key).unwrap(),
+            None => state.executor_key.clone().unwrap(),
+        };
+        let answer = json!({
+            "environment_id": environment,
+            "url": format!("ws://{host}/{environment}?role={role}&sig=sekrit"),
+            "security_profile": "noise_hybrid_ik_v1",
+            "executor_registration_id": "registration",
+            "executor_public_key": key,
+            "harness_key_authorization": "authorization",
+        });
+        (200, answer)
+    }
+
+    async fn relay(&self, executor: bool, link: Link) {
+        let cut = Arc::new(Notify::new());
+        let (sender, receiver) = mpsc::channel(8);
+        {
+            let mut state = self.state.lock().unwrap();
+            state.cuts.push((executor, Arc::clone(&cut)));
+            if executor {
+                state.executor = Some(sender.clone());
+            }
+        }
+        let Link { incoming, outgoing } = link;
+        tokio::select! {
+            () = self.forward(executor, &sender, incoming) => {}
+            () = deliver(receiver, outgoing) => {}
+            () = cut.notified() => {}
+        }
+        self.leave(executor, &sender).await;
+    }
+
+    async fn forward(&self, executor: bool, own: &mpsc::Sender<Vec<u8>>, mut incoming: Incoming) {
+        while let Ok(Some(event)) = incoming.recv_raw().await {
+            let RawEvent::Message { bytes, text: false } = event else {
+                continue;
+            };
+            let frame = frame::decode(bytes).unwrap();
+            if matches!(frame.body, Body::Handshake { .. }) {
+                self.handshakes.fetch_add(1, Ordering::Relaxed);
+            }
+            let to = {
+                let mut state = self.state.lock().unwrap();
+                if executor {
+                    state.harnesses.get(frame.stream_id.as_ref()).cloned()
+                } else {
+                    let id = frame.stream_id.clone().into_owned();
+                    state.harnesses.entry(id).or_insert_with(|| own.clone());
+                    state.executor.clone()
+                }
+            };
+            let mut bytes = bytes.to_vec();
+            if executor && bytes.len() >= LONG_FRAME && self.flip.swap(false, Ordering::Relaxed) {
+                let middle = bytes.len() / 2;
+                bytes[middle] ^= 0x10;
+            }
+            if let Some(to) = to {
+                let _ = to.send(bytes).await;
+            }
+        }
+    }
+
+    async fn leave(&self, executor: bool, own: &mpsc::Sender<Vec<u8>>) {
+        let notices: Vec<_> = {
+            let mut state = self.state.lock().unwrap();
+            if executor {
+                if !state.executor.as_ref().is_some_and(|e| e.same_channel(own)) {
+                    return;
+                }
+                state.executor = None;
+                let all = state.harnesses.iter();
+                all.map(|(id, to)| (id.clone(), to.clone(), Reason::ExecutorDetached))
+                    .collect()
+            } else {
+                let gone = state.harnesses.extract_if(|_, to| to.same_channel(own));
+                let gone: Vec<_> = gone.map(|(id, _)| id).collect();
+                let executor = state.executor.clone();
+                gone.into_iter()
+                    .filter_map(|id| Some((id, executor.clone()?, Reason::HarnessDetached)))
+                    .collect()
+            }
+        };
+        for (id, to, reason) in notices {
+            let reset = Transmit::reset(&id, reason.as_str()).to_vec();
+            let _ = to.send(reset).await;
+        }
+    }
+}
+
+async fn deliver(mut receiver: mpsc::Receiver<Vec<u8>>, mut outgoing: Outgoing) {
+    while let Some(frame) = receiver.recv().await {
+        outgoing.push_binary([&frame, &[]]);
+        if outgoing.flush().await.is_err() {
+            return;
+        }
+    }
+}
