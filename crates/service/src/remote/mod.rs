@@ -66,7 +66,7 @@ pub struct RemoteEnvironmentConfig {
     pub limits: Limits,
     /// How long the registry's word on a harness counts.
     pub validation: ValidationPolicy,
-    /// The server behind the streams; of no concern to [`forward`].
+    /// The server behind the streams; of no concern to [`forward()`].
     pub server: ExecServerConfig,
 }
 
