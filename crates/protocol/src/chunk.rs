@@ -67,24 +67,56 @@ pub const fn encoded_len(len: usize) -> usize {
 pub(crate) fn decode_around<P: DeserializeOwned>(
     raw: &str,
     name: &str,
-    chunk: impl FnOnce(&mut P) -> &mut ByteChunk,
+    chunk: impl Fn(&mut P) -> &mut ByteChunk,
 ) -> serde_json::Result<P> {
-    let cut = || -> Option<P> {
-        let members = scan::members(raw, MAX_JSON_VALUES).ok()?;
-        let (_, value) = members.into_iter().find(|(key, _)| *key == name)?;
-        // Without escapes: base64 has no use for them, and a backslash fails to decode.
-        let text = value.strip_prefix('"')?.strip_suffix('"')?;
+    let cut = |text: Option<&str>| -> Option<P> {
+        let text = text?;
         let start = text.as_ptr().addr() - raw.as_ptr().addr();
         let rest = [&raw[..start], &raw[start + text.len()..]].concat();
         let mut params = serde_json::from_str(&rest).ok()?;
         *chunk(&mut params) = ByteChunk::decode(text)?;
         Some(params)
     };
-    match cut() {
+    match cut(at_the_ends(raw, name)).or_else(|| cut(among_members(raw, name))) {
         Some(params) => Ok(params),
         // Something is unusual or wrong; the library knows which, and can say what.
         None => serde_json::from_str(raw),
     }
+}
+
+/// What the member `name` of a JSON object may be, if it is long: it is if it decodes.
+///
+/// The whole text was looked at before, and a long string is expensive to pass again. So only both ends
+/// are searched: the key in what comes first, the closing quote in what comes last. Base64 has no
+/// quote in it, so text that decodes up to a quote is the whole string.
+fn at_the_ends<'a>(raw: &'a str, name: &str) -> Option<&'a str> {
+    const NEAR_END: usize = 512;
+    let bytes = raw.as_bytes();
+    let head = &bytes[..bytes.len().min(NEAR_END)];
+    let quoted = [b"\"", name.as_bytes(), b"\""].concat();
+    let key = memchr::memmem::find(head, &quoted)?;
+    // Up to the key there is nothing but members with plain values, so it is a key of this object
+    // (a value is not followed by a colon).
+    if head[..key].first() != Some(&b'{')
+        || memchr::memchr3(b'{', b'[', b'\\', &head[1..key]).is_some()
+    {
+        return None;
+    }
+    let value = head[key + quoted.len()..].trim_ascii_start();
+    let value = value.strip_prefix(b":")?.trim_ascii_start();
+    let value = value.strip_prefix(b"\"")?;
+    let start = value.as_ptr().addr() - bytes.as_ptr().addr();
+    let tail = start.max(bytes.len().saturating_sub(NEAR_END));
+    let end = tail + memchr::memchr(b'"', &bytes[tail..])?;
+    raw.get(start..end)
+}
+
+/// The text of the string member `name`, found by passing everything.
+fn among_members<'a>(raw: &'a str, name: &str) -> Option<&'a str> {
+    let members = scan::members(raw, MAX_JSON_VALUES).ok()?;
+    let (_, value) = members.into_iter().find(|(key, _)| *key == name)?;
+    // Without escapes: base64 has no use for them, and a backslash fails to decode.
+    value.strip_prefix('"')?.strip_suffix('"')
 }
 
 impl Serialize for ByteChunk {
@@ -128,6 +160,44 @@ mod tests {
             encode_into(&bytes, &mut direct);
             direct.push(b'"');
             prop_assert_eq!(direct, json.into_bytes());
+        }
+    }
+
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Params {
+        chunk: ByteChunk,
+        #[serde(default)]
+        note: String,
+    }
+
+    /// What the long way makes of it, whatever the shape.
+    #[track_caller]
+    fn decodes_alike(raw: &str) {
+        let around = decode_around(raw, "chunk", |params: &mut Params| &mut params.chunk);
+        let library: Result<Params, _> = serde_json::from_str(raw);
+        assert_eq!(around.ok(), library.ok(), "{raw:.200}");
+    }
+
+    #[test]
+    fn members_around_a_long_one_change_nothing() {
+        for chunk in [String::new(), "QUJD".to_owned(), "QUJD".repeat(1000)] {
+            for raw in [
+                format!(r#"{{"chunk":"{chunk}"}}"#),
+                format!(r#"{{ "chunk" : "{chunk}" , "note":"x"}}"#),
+                format!(r#"{{"note":"chunk","chunk":"{chunk}"}}"#),
+                format!(r#"{{"note":"{chunk}","chunk":"{chunk}"}}"#),
+                format!(r#"{{"chunk":"{chunk}","note":"{chunk}"}}"#),
+                format!(r#"{{"x":{{"chunk":"{chunk}"}},"chunk":"QUJD"}}"#),
+                format!(r#"{{"note":"\"chunk\":\"","chunk":"{chunk}"}}"#),
+                format!(r#"{{"chunk":"{chunk}","x":{{"chunk":"QUJD"}}}}"#),
+                format!(r#"{{"x\"chunk":"{chunk}","chunk":"QUJD"}}"#),
+                format!(r#"{{"chunk":"{chunk}\n"}}"#),
+                format!(r#"{{"chunk":"{chunk}="}}"#),
+                format!(r#"{{"chunk":["{chunk}"]}}"#),
+                format!(r#"{{"note":"{chunk}"}}"#),
+            ] {
+                decodes_alike(&raw);
+            }
         }
     }
 

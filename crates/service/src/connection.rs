@@ -417,6 +417,10 @@ enum End {
     Told,
 }
 
+/// How much a connection may send before others of its thread have their turn, its own answers among
+/// them: a client that waits for answers before it goes on would otherwise wait for all of them.
+const TURN_BYTES: usize = 192 * 1024;
+
 struct Reader {
     connection: Arc<Connection>,
     incoming: Incoming,
@@ -431,6 +435,9 @@ impl Reader {
         let closed = self.connection.closed.clone();
         let metrics = Arc::clone(self.connection.server.metrics());
         let (mut received, mut counted) = (0, 0);
+        let mut turn = 0;
+        let alarm = tokio::time::sleep(Duration::MAX);
+        tokio::pin!(alarm);
         loop {
             let total = self.incoming.received();
             metrics.received_bytes.add(total - counted);
@@ -450,21 +457,28 @@ impl Reader {
                     self.connection.outbox.ping();
                     continue;
                 }
-                Some(Action::Wait(until)) => Some(until),
-                None => None,
+                Some(Action::Wait(until)) => {
+                    // Setting a timer costs more than being woken once too early, and each message
+                    // moves the moment.
+                    if alarm.is_elapsed() || alarm.deadline() > until.into() {
+                        alarm.as_mut().reset(until.into());
+                    }
+                    true
+                }
+                None => false,
             };
             // Nothing is read while there is no room for its answer; nothing is dropped.
             let slot = tokio::select! {
                 slot = next_slot(&self.connection) => slot,
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
-                () = sleep_until(wake) => continue,
+                () = &mut alarm, if wake => continue,
             };
             let event = tokio::select! {
                 event = self.incoming.recv() => event,
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
-                () = sleep_until(wake) => continue,
+                () = &mut alarm, if wake => continue,
             };
             self.connection.heard.now();
             if let Some(keepalive) = &mut self.keepalive {
@@ -472,7 +486,12 @@ impl Reader {
             }
             match event {
                 Ok(Some(Event::Message(text))) => {
+                    turn += text.len();
                     receive(&self.connection, phase, &self.name, text, slot);
+                    if turn >= TURN_BYTES {
+                        turn = 0;
+                        tokio::task::yield_now().await;
+                    }
                 }
                 Ok(Some(Event::NotText)) => {
                     refuse(
@@ -502,13 +521,6 @@ async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
     connection.backlog.room().await;
     // The semaphore is never closed.
     Arc::clone(&connection.slots).acquire_owned().await.ok()
-}
-
-async fn sleep_until(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => tokio::time::sleep_until(moment.into()).await,
-        None => std::future::pending().await,
-    }
 }
 
 fn malformed(name: &str, reason: &str) -> String {

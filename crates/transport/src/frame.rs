@@ -9,6 +9,9 @@ use std::ops::Range;
 use bytes::Bytes;
 use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, SEND_FRAME_BYTES};
 
+/// The longest header: two bytes, a length of eight, a mask of four.
+pub(crate) const MAX_HEADER_BYTES: usize = 14;
+
 /// Which end of the websocket this side is; clients mask, servers do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {

@@ -9,7 +9,7 @@ use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
 
-use bytes::{Buf as _, Bytes};
+use bytes::{Buf as _, BufMut as _, Bytes};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
@@ -192,7 +192,7 @@ impl MessageKind {
     }
 
     fn message(self, bytes: &[u8]) -> Result<Event<'_>, LinkError> {
-        match (std::str::from_utf8(bytes), self) {
+        match (simdutf8::basic::from_utf8(bytes), self) {
             (Ok(text), _) => Ok(Event::Message(text)),
             (Err(_), Self::Line) => Err(LinkError::LineNotUtf8),
             (Err(_), Self::Text) => Err(FrameError::Utf8.into()),
@@ -204,6 +204,8 @@ impl MessageKind {
 impl Incoming {
     /// Room kept for an idle connection; it costs this much for as long as it lives.
     const IDLE_BYTES: usize = 4 * 1024;
+    /// What is long enough to be read by itself.
+    const LONG_BYTES: usize = 32 * 1024;
     /// The most read at once; also what a busy connection keeps.
     const READ_BYTES: usize = 256 * 1024;
 
@@ -365,7 +367,14 @@ impl Incoming {
             .min(self.buffer.len().max(Self::READ_BYTES))
             .max(Self::IDLE_BYTES);
         self.buffer.reserve(room);
-        let read = self.io.read_buf(&mut self.buffer).await?;
+        // Of what follows a long message no more than its header: a part would have to be moved.
+        let most = if missing >= Self::LONG_BYTES {
+            room + frame::MAX_HEADER_BYTES
+        } else {
+            usize::MAX
+        };
+        let mut buffer = (&mut self.buffer).limit(most);
+        let read = self.io.read_buf(&mut buffer).await?;
         self.ended = read == 0;
         self.received += read as u64;
         Ok(())

@@ -1,15 +1,20 @@
 //! The input of one process: what was accepted and has not been taken yet.
 
 use std::collections::VecDeque;
+use std::io::IoSlice;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use bytes::{Buf as _, Bytes};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use tokio::io::unix::AsyncFd;
 
 /// Bytes that wait for a child that does not read; beyond it, writers wait.
 pub(crate) const QUEUE_BYTES: usize = 256 * 1024;
+
+/// A write of this size is not worth waking the child for by itself.
+const TOGETHER_BYTES: usize = 32 * 1024;
 
 /// The writing end of a child's input, and what waits for it.
 #[derive(Debug)]
@@ -61,9 +66,12 @@ impl Stdin {
         if data.is_empty() {
             return Push::Accepted;
         }
+        // Each write wakes a child that waits for it, which may cost more than the copy: much data is
+        // left to the supervisor, which writes at once what has come by the time of its turn.
+        let together = data.len() >= TOGETHER_BYTES && !self.is_broken();
         self.queued += data.len();
         self.queue.push_back(data);
-        if self.queue.len() == 1 {
+        if self.queue.len() == 1 && !together {
             self.drain();
         }
         if self.file.is_none() {
@@ -102,15 +110,9 @@ impl Stdin {
         let Some(file) = self.file.clone() else {
             return false;
         };
-        while let Some(front) = self.queue.front_mut() {
-            match rustix::io::write(file.get_ref(), front) {
-                Ok(written) => {
-                    self.queued -= written;
-                    front.advance(written);
-                    if front.is_empty() {
-                        self.queue.pop_front();
-                    }
-                }
+        while !self.queue.is_empty() {
+            match self.write(file.get_ref()) {
+                Ok(written) => self.advance(written),
                 Err(Errno::AGAIN) => {
                     self.enlarge(file.get_ref());
                     return true;
@@ -127,6 +129,38 @@ impl Stdin {
             self.close();
         }
         false
+    }
+
+    fn write(&self, file: &OwnedFd) -> rustix::io::Result<usize> {
+        let mut parts = [IoSlice::new(&[]); 8];
+        for (part, data) in parts.iter_mut().zip(&self.queue) {
+            *part = IoSlice::new(data);
+        }
+        rustix::io::writev(file, &parts[..self.queue.len().min(parts.len())])
+    }
+
+    /// Takes off the queue what was written.
+    fn advance(&mut self, mut written: usize) {
+        self.queued -= written;
+        while let Some(front) = self.queue.front_mut() {
+            let part = written.min(front.len());
+            front.advance(part);
+            written -= part;
+            if !front.is_empty() {
+                return;
+            }
+            self.queue.pop_front();
+        }
+    }
+
+    /// Whether nobody has the other end any more, so that a write would fail.
+    fn is_broken(&self) -> bool {
+        let Some(file) = &self.file else { return true };
+        let mut asked = [PollFd::new(file.get_ref(), PollFlags::OUT)];
+        rustix::event::poll(&mut asked, Some(&Timespec::default())).is_err()
+            || asked[0]
+                .revents()
+                .intersects(PollFlags::ERR | PollFlags::HUP)
     }
 
     /// A child that cannot keep up gets a larger pipe, so that each of its reads brings more.
