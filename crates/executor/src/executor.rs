@@ -27,9 +27,9 @@ use crate::sandbox::{self, Errand, Launcher};
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
 
-/// Defaults and bounds for all processes.
-#[derive(Debug, Clone)]
-pub struct ExecutorConfig {
+/// Bounds that may change while processes run.
+#[derive(Debug, Clone, Copy)]
+pub struct ExecutorLimits {
     /// How much output a process retains.
     pub retention: Retention,
     /// Live processes at one time.
@@ -37,6 +37,23 @@ pub struct ExecutorConfig {
     /// How long an ended process's output may be silent before a descendant that holds it open is
     /// no longer waited for.
     pub inherited_output_grace: Duration,
+}
+
+impl Default for ExecutorLimits {
+    fn default() -> Self {
+        Self {
+            retention: Retention::default(),
+            max_processes: 4096,
+            inherited_output_grace: Duration::from_secs(2),
+        }
+    }
+}
+
+/// What all processes have in common.
+#[derive(Debug, Clone, Default)]
+pub struct ExecutorConfig {
+    /// Bounds to begin with.
+    pub limits: ExecutorLimits,
     /// The environment that policies start from: usually this program's own.
     pub environment: BTreeMap<String, String>,
     /// An `exec-server` executable that launches sandboxes; this program's own if it begins its
@@ -44,19 +61,6 @@ pub struct ExecutorConfig {
     pub launcher: Option<PathBuf>,
     /// Files and directories that no sandbox with a restricted view may see: keys, tokens.
     pub hidden: Vec<PathBuf>,
-}
-
-impl Default for ExecutorConfig {
-    fn default() -> Self {
-        Self {
-            retention: Retention::default(),
-            max_processes: 4096,
-            inherited_output_grace: Duration::from_secs(2),
-            environment: BTreeMap::new(),
-            launcher: None,
-            hidden: Vec::new(),
-        }
-    }
 }
 
 /// Starts processes; cheap to clone.
@@ -68,6 +72,8 @@ pub struct Executor {
 #[derive(Debug)]
 struct Inner {
     config: ExecutorConfig,
+    /// The bounds in force.
+    limits: RwLock<ExecutorLimits>,
     /// `/dev/null`, the input of processes without one.
     null: OwnedFd,
     /// What launches sandboxes, and what it can do here.
@@ -118,6 +124,7 @@ impl Executor {
         let launcher = Launcher::new(config.launcher.as_deref());
         Ok(Self {
             inner: Arc::new(Inner {
+                limits: RwLock::new(config.limits),
                 config,
                 null: null.into(),
                 launcher,
@@ -134,6 +141,22 @@ impl Executor {
     /// The settings.
     pub fn config(&self) -> &ExecutorConfig {
         &self.inner.config
+    }
+
+    /// The bounds in force.
+    pub fn limits(&self) -> ExecutorLimits {
+        let limits = self.inner.limits.read();
+        *limits.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets other bounds, for what is started from now on.
+    pub fn set_limits(&self, limits: ExecutorLimits) {
+        let mut current = self
+            .inner
+            .limits
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *current = limits;
     }
 
     /// Live processes right now.
@@ -177,8 +200,9 @@ impl Executor {
     pub async fn start(&self, spec: Spec) -> Result<Process, StartError> {
         let live = &self.inner.live;
         let slot = Slot(Arc::clone(live));
-        if live.count.fetch_add(1, Ordering::Relaxed) >= self.inner.config.max_processes {
-            return Err(StartError::TooMany(self.inner.config.max_processes));
+        let limit = self.limits().max_processes;
+        if live.count.fetch_add(1, Ordering::Relaxed) >= limit {
+            return Err(StartError::TooMany(limit));
         }
         live.started.notify_one();
         process::start::start(self, slot, spec).await

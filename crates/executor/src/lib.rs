@@ -25,6 +25,6 @@ pub mod spec;
 pub mod sys;
 mod tree;
 
-pub use executor::{Executor, ExecutorConfig};
+pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
 pub use spec::{Size, Spec, StartError, Stdio, Timeout};

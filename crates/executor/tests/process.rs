@@ -10,12 +10,15 @@ use exec_server_executor::limits::Limits;
 use exec_server_executor::log::{Exit, Stream};
 use exec_server_executor::process::{End, Scope, Written};
 use exec_server_executor::{
-    Executor, ExecutorConfig, Process, Size, Spec, StartError, Stdio, Timeout,
+    Executor, ExecutorConfig, ExecutorLimits, Process, Size, Spec, StartError, Stdio, Timeout,
 };
 
 fn executor() -> Executor {
     let config = ExecutorConfig {
-        inherited_output_grace: Duration::from_millis(300),
+        limits: ExecutorLimits {
+            inherited_output_grace: Duration::from_millis(300),
+            ..ExecutorLimits::default()
+        },
         ..ExecutorConfig::default()
     };
     Executor::new(config).unwrap()

@@ -55,6 +55,8 @@ pub(crate) struct Connection {
     waiting: AtomicUsize,
     /// Bounds the requests that are worked on.
     slots: Arc<Semaphore>,
+    /// How many those are in all.
+    concurrent_requests: usize,
     /// Bounds the writes that wait for a child to read.
     backlog: Arc<Backlog>,
     lifetime: Lifetime,
@@ -349,8 +351,10 @@ pub(crate) async fn serve(
     let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
     let lane = Lane::new(server.files());
     let handles = Handles::new(server.with_files());
+    let concurrent_requests = server.config().concurrent_requests.max(1);
     let connection = Arc::new(Connection {
-        slots: Arc::new(Semaphore::new(server.config().concurrent_requests.max(1))),
+        slots: Arc::new(Semaphore::new(concurrent_requests)),
+        concurrent_requests,
         server,
         outbox: Arc::clone(&outbox),
         closed: CancellationToken::new(),
@@ -383,9 +387,7 @@ pub(crate) async fn serve(
     tracing::debug!(peer = reader.name, ?end, "connection ended");
     if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
         // Over pipes the peer may still listen: what it asked before the end is answered.
-        let all = u32::try_from(connection.server.config().concurrent_requests)
-            .unwrap_or(1)
-            .max(1);
+        let all = u32::try_from(connection.concurrent_requests).unwrap_or(1);
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
     Handles::close_all(&connection);
@@ -554,7 +556,7 @@ fn receive(
             params,
             trace,
         }) => {
-            let tracer = connection.server.config().tracer.as_ref();
+            let tracer = connection.server.tracer();
             let trace = tracer.and_then(|tracer| {
                 let context = Context::of(trace.as_ref())?;
                 Some(Box::new((tracer.clone(), context)))
@@ -564,7 +566,7 @@ fn receive(
                 id,
                 outbox: Arc::clone(&connection.outbox),
                 backlog: Arc::clone(&connection.backlog),
-                serial: connection.server.config().concurrent_requests <= 1,
+                serial: connection.concurrent_requests == 1,
                 slot,
                 reserved: None,
                 unwritten: None,

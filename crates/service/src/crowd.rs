@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 #[derive(Debug)]
 pub(crate) struct Crowd {
     state: Mutex<State>,
-    limits: CrowdLimits,
 }
 
 /// Bounds of a [`Crowd`].
@@ -21,8 +20,9 @@ pub(crate) struct CrowdLimits {
 /// Connections over the limit that are told so at one time; more are closed without a word.
 const REFUSALS: usize = 64;
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    limits: CrowdLimits,
     total: usize,
     refusing: usize,
     by_address: HashMap<IpAddr, usize>,
@@ -54,10 +54,20 @@ impl Place {
 
 impl Crowd {
     pub(crate) fn new(limits: CrowdLimits) -> Self {
-        Self {
-            state: Mutex::default(),
+        let state = State {
             limits,
+            total: 0,
+            refusing: 0,
+            by_address: HashMap::new(),
+        };
+        Self {
+            state: Mutex::new(state),
         }
+    }
+
+    /// Counts by other limits from now on.
+    pub(crate) fn set_limits(&self, limits: CrowdLimits) {
+        self.state().limits = limits;
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -67,11 +77,11 @@ impl Crowd {
     /// A place for a new connection, or one for telling it why it has none; `None` if even those
     /// are taken.
     pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<Place> {
+        let mut state = self.state();
         let CrowdLimits {
             connections,
             per_address,
-        } = self.limits;
-        let mut state = self.state();
+        } = state.limits;
         let here = address.and_then(|address| state.by_address.get(&address).copied());
         let kind = if state.total >= connections {
             Kind::Refused(format!("limit of {connections} connections reached"))

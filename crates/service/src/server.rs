@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use exec_server_executor::fs::watch::Hub;
-use exec_server_executor::{Executor, ExecutorConfig, process};
+use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
 use tokio::sync::watch;
@@ -24,6 +24,7 @@ use crate::methods::environment;
 use crate::metrics::Metrics;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
+use crate::trace::Tracer;
 
 /// What becomes of a session when its connection ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,7 +56,10 @@ impl Drop for Counted {
 
 #[derive(Debug)]
 struct Inner {
-    config: ExecServerConfig,
+    /// What it was made with; [`Server::set_limits`] does not change it.
+    made_with: ExecServerConfig,
+    /// The settings in force.
+    config: RwLock<Arc<ExecServerConfig>>,
     executor: Executor,
     info: EnvironmentInfo,
     hub: Hub,
@@ -86,6 +90,21 @@ impl Drop for WithFiles {
     }
 }
 
+fn crowd_limits(config: &ExecServerConfig) -> CrowdLimits {
+    CrowdLimits {
+        connections: config.max_connections,
+        per_address: config.max_connections_per_address,
+    }
+}
+
+fn executor_limits(config: &ExecServerConfig) -> ExecutorLimits {
+    ExecutorLimits {
+        retention: config.retention,
+        max_processes: config.max_processes,
+        inherited_output_grace: config.inherited_output_grace,
+    }
+}
+
 impl Server {
     /// A server with these settings.
     ///
@@ -94,22 +113,18 @@ impl Server {
     /// When the machine lacks something basic, like `/dev/null`.
     pub fn new(config: ExecServerConfig) -> io::Result<Self> {
         let executor = Executor::new(ExecutorConfig {
-            retention: config.retention,
-            max_processes: config.max_processes,
-            inherited_output_grace: config.inherited_output_grace,
+            limits: executor_limits(&config),
             environment: config.environment.clone(),
             launcher: config.sandbox_launcher.clone(),
             hidden: config.sandbox_hidden.clone(),
         })?;
         let info = environment::describe(&config);
-        let crowd = Arc::new(Crowd::new(CrowdLimits {
-            connections: config.max_connections,
-            per_address: config.max_connections_per_address,
-        }));
+        let crowd = Arc::new(Crowd::new(crowd_limits(&config)));
         let inner = Inner {
             crowd,
             metrics: Arc::default(),
-            config,
+            config: RwLock::new(Arc::new(config.clone())),
+            made_with: config,
             executor,
             info,
             hub: Hub::default(),
@@ -126,9 +141,39 @@ impl Server {
         })
     }
 
-    /// The settings.
-    pub fn config(&self) -> &ExecServerConfig {
-        &self.inner.config
+    /// The settings in force.
+    pub fn config(&self) -> Arc<ExecServerConfig> {
+        let config = self.inner.config.read();
+        Arc::clone(&config.unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes up the limits and times of other settings; whatever else they say is left alone.
+    ///
+    /// What is there already stays, even if there is more of it than is allowed now. Connections keep
+    /// the number of requests and the keepalive they began with, processes what they may retain.
+    pub fn set_limits(&self, from: &ExecServerConfig) {
+        let made_with = &self.inner.made_with;
+        let config = ExecServerConfig {
+            environment: made_with.environment.clone(),
+            audit: made_with.audit.clone(),
+            tracer: made_with.tracer.clone(),
+            sandbox_launcher: made_with.sandbox_launcher.clone(),
+            sandbox_hidden: made_with.sandbox_hidden.clone(),
+            cwd: made_with.cwd.clone(),
+            ..from.clone()
+        };
+        self.inner.crowd.set_limits(crowd_limits(&config));
+        self.inner.executor.set_limits(executor_limits(&config));
+        let mut current = self
+            .inner
+            .config
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        *current = Arc::new(config);
+    }
+
+    pub(crate) fn tracer(&self) -> Option<&Tracer> {
+        self.inner.made_with.tracer.as_ref()
     }
 
     /// What runs the processes.
@@ -175,7 +220,7 @@ impl Server {
     }
 
     pub(crate) fn audit(&self) -> Option<&Audit> {
-        self.inner.config.audit.as_ref()
+        self.inner.made_with.audit.as_ref()
     }
 
     /// Sessions right now, waiting ones included.
@@ -226,7 +271,7 @@ impl Server {
     /// Cancel safe: [`Server::shut_down`] may be called instead at any moment.
     pub async fn drain(&self) {
         self.inner.draining.cancel();
-        let limit = self.inner.config.drain_timeout;
+        let limit = self.config().drain_timeout;
         if tokio::time::timeout(limit, self.inner.executor.idle())
             .await
             .is_err()
@@ -255,9 +300,9 @@ impl Server {
             closing,
             ended,
             connections,
-            config,
             ..
         } = &*self.inner;
+        let grace = self.config().shutdown_grace;
         draining.cancel();
         let processes: Vec<_> = self
             .all_sessions()
@@ -265,7 +310,7 @@ impl Server {
             .flat_map(|session| session.processes())
             .map(|managed| managed.process.clone())
             .collect();
-        process::end_all(&processes, config.shutdown_grace).await;
+        process::end_all(&processes, grace).await;
         let told = async {
             for process in &processes {
                 process.wait_for(|log| log.close().map(|_| ())).await;
@@ -305,7 +350,7 @@ impl Server {
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), RpcError> {
         let mut sessions = self.sessions();
-        let limit = self.inner.config.max_sessions;
+        let limit = self.config().max_sessions;
         if sessions.len() >= limit {
             return Err(RpcError::invalid_request(format!(
                 "limit of {limit} sessions reached"
@@ -314,7 +359,7 @@ impl Server {
         if self.inner.draining.is_cancelled() {
             return Err(RpcError::invalid_request("the server is shutting down"));
         }
-        let grace = self.grant(grace).unwrap_or(self.inner.config.detach_grace);
+        let grace = self.grant(grace).unwrap_or(self.config().detach_grace);
         let session = Arc::new(Session::new(
             uuid::Uuid::new_v4().to_string(),
             grace,
@@ -333,7 +378,7 @@ impl Server {
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), RpcError> {
         let session = self.session(id).ok_or_else(|| unknown_session(id))?;
-        let silence = self.inner.config.keepalive.deadline;
+        let silence = self.config().keepalive.deadline;
         let granted = session.attach(driver, self.grant(grace), silence)?;
         Ok((session, granted))
     }
@@ -343,7 +388,7 @@ impl Server {
         if self.inner.draining.is_cancelled() {
             return Err(RpcError::invalid_request("the server is shutting down"));
         }
-        let limit = self.inner.config.max_retained_bytes;
+        let limit = self.config().max_retained_bytes;
         if self.inner.executor.retained_bytes() >= limit as u64 {
             return Err(RpcError::invalid_request(format!(
                 "limit of {limit} bytes of retained output reached"
@@ -353,7 +398,7 @@ impl Server {
     }
 
     fn grant(&self, asked: Option<u64>) -> Option<Duration> {
-        asked.map(|millis| Duration::from_millis(millis).min(self.inner.config.max_detach_grace))
+        asked.map(|millis| Duration::from_millis(millis).min(self.config().max_detach_grace))
     }
 
     pub(crate) fn session(&self, id: &str) -> Option<Arc<Session>> {

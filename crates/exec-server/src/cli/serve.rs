@@ -126,7 +126,13 @@ async fn serve(
     if let Some(listener) = metrics {
         tasks.spawn(metrics::serve(listener, server.clone()));
     }
-    let upkeep = Upkeep { args, log, door };
+    let upkeep = Upkeep {
+        args,
+        log,
+        door,
+        server: server.clone(),
+        listen: listened(&settings),
+    };
     let upkeep = tokio::spawn(upkeep.run(hangup));
     systemd::notify("READY=1");
     stop.wait_and_end(&server).await;
@@ -251,11 +257,20 @@ impl Door {
     }
 }
 
+/// Where settings say to listen, as they say it.
+fn listened(settings: &Settings) -> Vec<String> {
+    let urls = settings.list("listen");
+    urls.into_iter().map(str::to_owned).collect()
+}
+
 /// What goes on beside serving.
 struct Upkeep {
     args: ServeArgs,
     log: Log,
     door: Door,
+    server: Server,
+    /// Where it was told to listen.
+    listen: Vec<String>,
 }
 
 impl Upkeep {
@@ -296,10 +311,14 @@ impl Upkeep {
                 tls.reload()?;
             }
             self.door.guard.set_rules(rules);
+            self.server.set_limits(&settings.server());
+            if listened(&settings) != self.listen {
+                tracing::warn!("another `listen` is taken up by the next start only");
+            }
             Ok(())
         });
         match outcome {
-            Ok(()) => tracing::info!("settings, tokens and certificates were read again"),
+            Ok(()) => tracing::info!("settings, limits, tokens and certificates were read again"),
             Err(error) => tracing::error!("nothing was changed: {error:#}"),
         }
     }

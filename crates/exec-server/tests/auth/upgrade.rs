@@ -4,6 +4,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use base64_simd::URL_SAFE_NO_PAD;
 use exec_server_testkit::proc;
+use exec_server_testkit::wire::Start;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -329,6 +330,44 @@ async fn others_on_the_network_may_come_with_a_token() {
     let server = exec_server_testkit::server::Server::listening(command, "ws://0.0.0.0:0").await;
     let url = server.url().replace("0.0.0.0", "127.0.0.1");
     session_with(&url, "tok123").await;
+}
+
+#[tokio::test]
+async fn limits_are_exchanged_on_sighup() {
+    let files = Files::new();
+    let limits = |sessions: usize, processes: usize| {
+        files.write(
+            "settings.toml",
+            &format!("[limits]\nsessions = {sessions}\nprocesses = {processes}\n"),
+        )
+    };
+    let file = limits(1, 1);
+    let mut server = start(&["--config", &file, "--log", "info"]).await;
+    let mut client = session_with(server.url(), "x").await;
+    let mut second = connect_with(server.url(), "x").await.unwrap();
+    let hello = json!({"clientName": "test"});
+    let refused = second.refused("initialize", hello.clone()).await;
+    assert!(
+        refused.message.contains("limit of 1 sessions"),
+        "{refused:?}"
+    );
+    client.start(Start::sh("a", "sleep 100")).await;
+    let start = Start::sh("b", "true").0;
+    let refused = client.refused("process/start", start.clone()).await;
+    assert!(refused.message.contains("limit of 1"), "{refused:?}");
+
+    limits(2, 2);
+    proc::signal(server.pid(), Signal::HUP);
+    proc::eventually("the settings to be read again", || {
+        let stderr = server.stderr();
+        stderr
+            .contains("were read again")
+            .then_some(())
+            .ok_or(stderr)
+    })
+    .await;
+    second.ok("initialize", hello).await;
+    client.ok("process/start", start).await;
 }
 
 #[tokio::test]

@@ -78,7 +78,7 @@ pub(crate) async fn start(
     slot: Slot,
     spec: Spec,
 ) -> Result<Process, StartError> {
-    let retention = spec.retention.unwrap_or(executor.config().retention);
+    let retention = spec.retention.unwrap_or(executor.limits().retention);
     let timeout = spec.timeout;
     let inner = executor.clone();
     let running = super::blocking(move || launch_child(&inner, &spec)).await?;

@@ -237,7 +237,7 @@ impl Supervisor {
     }
 
     fn grace(&self) -> Duration {
-        self.executor.config().inherited_output_grace
+        self.executor.limits().inherited_output_grace
     }
 
     fn is_quiet(&self) -> bool {

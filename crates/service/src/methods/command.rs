@@ -32,15 +32,15 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         let message = format!("cwd `{}` is not an absolute path", params.cwd);
         return call.responder.send_error(RpcError::invalid_params(message));
     };
-    let config = call.connection.server.executor().config();
-    let mut env = env::build(&config.environment, None, &params.env);
+    let executor = call.connection.server.executor();
+    let mut env = env::build(&executor.config().environment, None, &params.env);
     let stdio = if params.tty {
         request::add_shell(&mut env);
         Stdio::Terminal(Size::default())
     } else {
         Stdio::Pipes { stdin: false }
     };
-    let most = config.retention;
+    let most = executor.limits().retention;
     let retention = params.output_bytes_cap.map(|cap| Retention {
         bytes: usize::try_from(cap).unwrap_or(usize::MAX).min(most.bytes),
         ..most
