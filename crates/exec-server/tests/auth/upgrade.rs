@@ -342,7 +342,7 @@ async fn limits_are_exchanged_on_sighup() {
         )
     };
     let file = limits(1, 1);
-    let mut server = start(&["--config", &file, "--log", "info"]).await;
+    let server = start(&["--config", &file, "--log", "info"]).await;
     let mut client = session_with(server.url(), "x").await;
     let mut second = connect_with(server.url(), "x").await.unwrap();
     let hello = json!({"clientName": "test"});
