@@ -1,35 +1,48 @@
 //! A session with a server.
 //!
-//! Owns the handshake, the session's identity and what the server says of itself. What can be done
-//! with processes is in `remote`.
+//! Owns the session's identity and what the server says of itself. Its connections are the business
+//! of `line`; what can be done with processes is in `remote`.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::environment::{self, EnvironmentInfo};
-use exec_server_protocol::method::Empty;
-use exec_server_protocol::session::{End, Initialize, InitializeParams, Initialized};
+use exec_server_protocol::session::End;
 use exec_server_protocol::{Method, NoParams, codes};
-use exec_server_transport::{Link, Peer, connect, stdio};
+use exec_server_transport::{Link, stdio};
 use tokio::process::{Child, Command};
 use tokio::sync::{OnceCell, watch};
 
-use crate::caller::{Caller, millis};
+use crate::caller::Caller;
+use crate::dial::{Dial, Dialled, UrlDial};
 use crate::error::ExecServerError;
 use crate::extension;
 use crate::follow::AbortOnDrop;
 use crate::fs::RemoteFileSystem;
+use crate::line;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
-use crate::route::{Dispatch, Routes};
+use crate::route::Routes;
+use crate::state::{ConnectionState, ConnectionStates};
 
 /// How long a server that was started for us may take to clean up after its input ends.
 const CHILD_GRACE: Duration = Duration::from_secs(2);
 
 /// A session with an execution server; cheap to clone.
 ///
-/// The session ends for this client when its connection does: every request then fails with
-/// [`ExecServerError::Closed`] and every process with
+/// A connection that is lost is opened again and its session resumed, as
+/// [`RecoveryOptions`](crate::RecoveryOptions) say. Processes go on meanwhile: their events continue
+/// where they were, and what the server could not keep is a
+/// [`Gap`](crate::ExecProcessEvent::Gap). Requests wait; those under way are sent again where doing
+/// them twice is the same as doing them once, and otherwise fail with
+/// [`ExecServerError::Interrupted`]. [`states`](Self::states) tells of all this.
+///
+/// When the session cannot be resumed, or there is no way to dial again ([`connect_stdio`],
+/// [`from_link`]), it is lost to this client: every request fails with [`ExecServerError::Closed`]
+/// and every process with
 /// [`ProcessFailure::ConnectionClosed`](crate::ProcessFailure::ConnectionClosed).
+///
+/// [`connect_stdio`]: Self::connect_stdio
+/// [`from_link`]: Self::from_link
 ///
 /// Pushed output is never dropped. A consumer that does not read its events makes the whole
 /// connection wait once some megabytes have piled up, answers to requests included; a process
@@ -60,8 +73,8 @@ pub(crate) struct Inner {
     detach_grace: Option<Duration>,
     /// Nothing if the server does not know the question.
     environment: OnceCell<Option<EnvironmentInfo>>,
-    /// Fails all processes when the connection ends.
-    _watch: AbortOnDrop,
+    /// Replaces lost connections, and fails everything when there can be no more.
+    _keeper: AbortOnDrop,
     /// Dropped last, when the server's input has ended.
     _server: Option<ServerChild>,
 }
@@ -73,8 +86,8 @@ impl ExecServerClient {
     ///
     /// When the server cannot be reached or the handshake fails.
     pub async fn connect(args: RemoteExecServerConnectArgs) -> Result<Self, ExecServerError> {
-        let link = connect(&args.url, &args.dial()).await?;
-        Self::handshake(link, args.options, None).await
+        let options = args.options.clone();
+        Self::connect_with(UrlDial(args), options).await
     }
 
     /// Starts a program that serves its standard input and output, and ends it with the last clone
@@ -107,7 +120,8 @@ impl ExecServerClient {
             .into_owned();
         let (link, child) =
             stdio::spawn(command).map_err(|source| ExecServerError::Spawn { program, source })?;
-        Self::handshake(link, options, Some(ServerChild(Some(child)))).await
+        let child = ServerChild(Some(child));
+        Self::open(link.into(), None, options, Some(child)).await
     }
 
     /// Speaks over a link that somebody else has opened.
@@ -119,57 +133,48 @@ impl ExecServerClient {
         link: Link,
         options: ExecServerClientConnectOptions,
     ) -> Result<Self, ExecServerError> {
-        Self::handshake(link, options, None).await
+        Self::open(link.into(), None, options, None).await
     }
 
-    async fn handshake(
-        link: Link,
+    /// Connects to a server in a way of one's own, and again when the connection is lost.
+    ///
+    /// # Errors
+    ///
+    /// When there is no link or the handshake fails; the first try is the only one.
+    pub async fn connect_with(
+        dial: impl Dial,
+        options: ExecServerClientConnectOptions,
+    ) -> Result<Self, ExecServerError> {
+        let dial: Box<dyn Dial> = Box::new(dial);
+        let dialled = dial.dial().await?;
+        Self::open(dialled, Some(dial), options, None).await
+    }
+
+    async fn open(
+        dialled: Dialled,
+        dial: Option<Box<dyn Dial>>,
         options: ExecServerClientConnectOptions,
         server: Option<ServerChild>,
     ) -> Result<Self, ExecServerError> {
         let routes = Arc::new(Routes::default());
-        let dispatch = Dispatch(Arc::clone(&routes));
-        let peer = Peer::new(link, options.keepalive, dispatch);
-        let watch = AbortOnDrop(tokio::spawn(watch_end(peer.closed(), Arc::clone(&routes))));
-        let caller = Caller {
-            peer,
-            timeout: options.call_timeout,
-        };
-        let params = InitializeParams {
-            client_name: options.client_name,
-            resume_session_id: options.resume_session_id,
-            detach_grace_ms: options.detach_grace.map(millis),
-        };
-        let introduction = async {
-            let answer = caller.call_unbounded::<Initialize>(&params).await?;
-            caller.notify::<Initialized>(&Empty {}).await?;
-            Ok::<_, ExecServerError>(answer)
-        };
-        let answer = tokio::time::timeout(options.initialize_timeout, introduction)
-            .await
-            .map_err(|_| ExecServerError::InitializeTimedOut(options.initialize_timeout))??;
-        if let Some(asked) = params
-            .resume_session_id
-            .filter(|asked| *asked != answer.session_id)
-        {
-            let reason = format!("asked to resume `{asked}`, got `{}`", answer.session_id);
-            return Err(ExecServerError::Protocol {
-                method: Initialize::NAME,
-                reason,
-            });
-        }
+        let (timeout, repair_delay) = (options.call_timeout, options.repair_delay);
+        let line::Opened {
+            line,
+            answer,
+            keeper,
+        } = line::open(dialled, dial, options, &routes).await?;
         let environment = match answer.environment_info {
             Some(info) => OnceCell::new_with(Some(Some(info))),
             None => OnceCell::new(),
         };
         let inner = Inner {
-            caller,
+            caller: Caller { line, timeout },
             routes,
-            repair_delay: options.repair_delay,
+            repair_delay,
             session_id: answer.session_id,
             detach_grace: answer.detach_grace_ms.map(Duration::from_millis),
             environment,
-            _watch: watch,
+            _keeper: AbortOnDrop(tokio::spawn(keeper.run())),
             _server: server,
         };
         Ok(Self {
@@ -261,16 +266,34 @@ impl ExecServerClient {
     /// [`ExecServerError::Unsupported`] if the session can only be left to expire.
     pub async fn end_session(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
-        self.call::<End>(&NoParams).await?;
-        let farewell = self.inner.caller.peer.close("the session was ended");
-        // A farewell that cannot be said in time is no failure: the session has ended.
-        let _ = tokio::time::timeout(self.inner.caller.timeout, farewell).await;
+        let Caller { line, timeout } = &self.inner.caller;
+        let ended = self.call::<End>(&NoParams).await;
+        let connection = line.ready().await.ok();
+        ended?;
+        // First: what ends now must not be recovered.
+        let reason: Arc<str> = "the session was ended".into();
+        line.fail(&reason);
+        if let Some(connection) = connection {
+            // A farewell that cannot be said in time is no failure: the session has ended.
+            let farewell = connection.peer.close(&reason);
+            let _ = tokio::time::timeout(*timeout, farewell).await;
+        }
         Ok(())
     }
 
-    /// Turns to the reason when the connection has ended.
+    /// How the connection is doing.
+    pub fn state(&self) -> ConnectionState {
+        self.inner.caller.line.states().borrow().clone()
+    }
+
+    /// How the connection is doing, from now on.
+    pub fn states(&self) -> ConnectionStates {
+        ConnectionStates::new(self.inner.caller.line.states())
+    }
+
+    /// Turns to the reason when the session is lost to this client for good.
     pub fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
-        self.inner.caller.peer.closed()
+        self.inner.caller.line.closed()
     }
 
     /// Fails unless the server implements an extension.
@@ -280,14 +303,6 @@ impl ExecServerClient {
             false => Err(ExecServerError::Unsupported(extension)),
         }
     }
-}
-
-async fn watch_end(mut closed: watch::Receiver<Option<Arc<str>>>, routes: Arc<Routes>) {
-    let reason = match closed.wait_for(Option::is_some).await {
-        Ok(reason) => reason.clone(),
-        Err(_) => None,
-    };
-    routes.close(reason.unwrap_or_else(|| "connection dropped".into()));
 }
 
 /// A server that was started for one client.

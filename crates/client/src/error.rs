@@ -8,6 +8,7 @@ use std::time::Duration;
 use exec_server_protocol::codes;
 use exec_server_transport::{CallError, ConnectError};
 
+use crate::dial::DialError;
 use crate::event::ProcessFailure;
 
 /// Why a request to an execution server has no result.
@@ -21,6 +22,9 @@ pub enum ExecServerError {
     #[cfg(feature = "registry")]
     #[error(transparent)]
     Registry(#[from] crate::registry::RegistryConnectError),
+    /// A dial of the embedder's own has no link.
+    #[error(transparent)]
+    Dial(#[from] DialError),
     /// The program that should speak the protocol cannot be started.
     #[error("cannot start `{program}`")]
     Spawn {
@@ -67,9 +71,20 @@ pub enum ExecServerError {
         /// What the server said.
         message: String,
     },
-    /// The connection is gone.
+    /// The connection is gone, and the session with it.
     #[error("connection closed: {0}")]
     Closed(Arc<str>),
+    /// The connection was lost before the answer came, and the request is not one that can be sent
+    /// twice: it may have been done or not. The session goes on.
+    #[error(
+        "the connection was lost while `{method}` was under way, which may have been done: {reason}"
+    )]
+    Interrupted {
+        /// Which method.
+        method: &'static str,
+        /// Why the connection was lost.
+        reason: Arc<str>,
+    },
     /// No answer came in time; the server may still act on the request.
     #[error("no answer to `{method}` within {timeout:?}")]
     Timeout {
@@ -144,6 +159,10 @@ impl ExecServerError {
                 id: id.clone(),
                 source: Arc::clone(source),
             },
+            Self::Interrupted { method, reason } => Self::Interrupted {
+                method,
+                reason: Arc::clone(reason),
+            },
             Self::Timeout { method, timeout } => Self::Timeout {
                 method,
                 timeout: *timeout,
@@ -164,7 +183,7 @@ impl From<CallError> for ExecServerError {
             CallError::Server { code, message } => Self::Server { code, message },
             CallError::Decode { method, reason } => Self::Protocol { method, reason },
             CallError::Timeout { method, timeout } => Self::Timeout { method, timeout },
-            CallError::Closed(reason) => Self::Closed(reason),
+            CallError::Closed(reason) | CallError::Unsent(reason) => Self::Closed(reason),
             CallError::TooManyCalls => Self::TooManyCalls,
             other => Self::Protocol {
                 method: "",

@@ -12,6 +12,8 @@ pub(crate) const SNAPSHOT: &str = process::Snapshot::NAME;
 pub(crate) const LIST: &str = process::List::NAME;
 /// `delivery` of `process/start`.
 pub(crate) const DELIVERY: &str = "process/start#delivery";
+/// `startId` of `process/start`.
+pub(crate) const START_ID: &str = "process/start#startId";
 /// `scope` of `process/signal`; it came together with the signals beside `interrupt`.
 pub(crate) const SIGNAL_SCOPE: &str = "process/signal#scope";
 /// `mode` of `process/terminate`.
@@ -24,6 +26,8 @@ pub(crate) const READ_EVICTED: &str = "process/read#evicted";
 pub(crate) const OPEN_ATOMIC: &str = "fs/open#atomic";
 /// The mode `update` of `fs/open`.
 pub(crate) const OPEN_UPDATE: &str = "fs/open#update";
+/// `identity` of `fs/open`.
+pub(crate) const OPEN_IDENTITY: &str = "fs/open#identity";
 /// `commit` of `fs/close`.
 pub(crate) const CLOSE_COMMIT: &str = "fs/close#commit";
 /// `mode` of `fs/writeFile`.

@@ -1,7 +1,7 @@
 //! The task beside each process that reads what is not pushed.
 //!
-//! Owns when to read: to repair a hole, or all the time where output is only pulled. Knows nothing
-//! of how an answer is put in order.
+//! Owns when to read: to repair a hole, after a resume, or all the time where output is only pulled.
+//! Knows nothing of how an answer is put in order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,14 +43,28 @@ pub(crate) struct Follower {
     pub(crate) repair_delay: Duration,
     /// The server says in its answers what is gone.
     pub(crate) states_evicted: bool,
+    /// The connection up to which nothing was missed: on every later one, what the server sends
+    /// unasked begins wherever the process was when the session was resumed.
+    pub(crate) generation: u64,
 }
 
 impl Follower {
-    /// Fills holes between notifications.
-    pub(crate) async fn repair(self) {
+    /// Fills holes between notifications, and reads what happened between connections.
+    pub(crate) async fn repair(mut self) {
         let mut fruitless = 0;
         loop {
-            let after = self.route.hole_opened().await;
+            let after = tokio::select! {
+                biased;
+                resumed = self.caller.line.after(self.generation) => {
+                    // The session's end fails all processes together.
+                    let Ok(connection) = resumed else { return };
+                    self.generation = connection.generation;
+                    drop(connection);
+                    self.catch_up().await;
+                    continue;
+                }
+                after = self.route.hole_opened() => after,
+            };
             tokio::time::sleep(self.repair_delay).await;
             if self.route.hole() != Some(after) {
                 continue;
@@ -68,8 +82,29 @@ impl Follower {
                     }
                 }
                 // The answer may wait behind output that some consumer does not read.
-                Err(ExecServerError::Timeout { .. } | ExecServerError::TooManyCalls) => {}
-                // The connection's end fails all processes together.
+                Err(error) if may_pass(&error) => {}
+                // The session's end fails all processes together.
+                Err(ExecServerError::Closed(_)) => return,
+                Err(error) => return self.fail(after, &error.to_string()),
+            }
+        }
+    }
+
+    /// Reads until nothing is new: the endings, too, may never be told any more.
+    async fn catch_up(&self) {
+        while !self.route.is_finished() {
+            self.route.room().await;
+            let after = self.route.last();
+            match self.read(after, Duration::ZERO).await {
+                Ok(read) => {
+                    // An answer of a server that was not asked for a part is the whole.
+                    let last = !self.states_evicted || read.chunks.is_empty();
+                    self.fill(after, read, true);
+                    if last {
+                        return;
+                    }
+                }
+                Err(error) if may_pass(&error) => tokio::time::sleep(self.repair_delay).await,
                 Err(ExecServerError::Closed(_)) => return,
                 Err(error) => return self.fail(after, &error.to_string()),
             }
@@ -77,7 +112,7 @@ impl Follower {
     }
 
     /// Reads everything, once there is a consumer.
-    pub(crate) async fn pull(self) {
+    pub(crate) async fn pull(mut self) {
         self.route.consumer().await;
         let mut make_endings = false;
         while !self.route.is_finished() {
@@ -85,6 +120,10 @@ impl Follower {
             let after = self.route.last();
             match self.read(after, PULL_WAIT).await {
                 Ok(read) => {
+                    let generation = self.caller.line.generation();
+                    // Endings between two connections are told by nobody else.
+                    make_endings |= generation != self.generation;
+                    self.generation = generation;
                     let moved = self.fill(after, read, make_endings);
                     make_endings = false;
                     if !moved && self.route.hole().is_some() {
@@ -93,7 +132,7 @@ impl Follower {
                         make_endings = tokio::time::timeout(self.repair_delay, news).await.is_err();
                     }
                 }
-                Err(ExecServerError::Timeout { .. } | ExecServerError::TooManyCalls) => {
+                Err(error) if may_pass(&error) => {
                     tokio::time::sleep(self.repair_delay).await;
                 }
                 Err(ExecServerError::Closed(_)) => return,
@@ -137,4 +176,14 @@ impl Follower {
             reason: reason.into(),
         });
     }
+}
+
+/// Whether asking again may help.
+fn may_pass(error: &ExecServerError) -> bool {
+    matches!(
+        error,
+        ExecServerError::Timeout { .. }
+            | ExecServerError::TooManyCalls
+            | ExecServerError::Interrupted { .. }
+    )
 }

@@ -36,6 +36,7 @@ mod backend;
 mod caller;
 mod client;
 mod collect;
+mod dial;
 pub mod environment;
 mod error;
 mod event;
@@ -43,14 +44,17 @@ mod extension;
 mod follow;
 pub mod fs;
 mod inbox;
+mod line;
 #[cfg(feature = "local")]
 mod local;
 mod options;
 mod order;
+mod recovery;
 #[cfg(feature = "registry")]
 pub mod registry;
 mod remote;
 mod route;
+mod state;
 pub mod transfer;
 pub mod unified;
 
@@ -59,6 +63,7 @@ pub use backend::{
 };
 pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
+pub use dial::{Dial, DialError, Dialled};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
 pub use error::ExecServerError;
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
@@ -71,4 +76,6 @@ pub use fs::{ExecutorFileSystem, RemoteFileSystem};
 #[cfg(feature = "local")]
 pub use local::LocalBackend;
 pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
+pub use recovery::RecoveryOptions;
 pub use remote::AttachRequest;
+pub use state::{ConnectionState, ConnectionStates};

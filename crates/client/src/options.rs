@@ -6,6 +6,8 @@ use exec_server_transport::keepalive::KeepaliveConfig;
 use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectOptions, Secret};
 
+use crate::recovery::RecoveryOptions;
+
 /// What can be chosen about a session with a server, however it is reached.
 ///
 /// ```
@@ -15,6 +17,7 @@ use exec_server_transport::{ConnectOptions, Secret};
 ///
 /// let mut options = ExecServerClientConnectOptions::new("nightly-build");
 /// options.detach_grace = Some(Duration::from_secs(3600));
+/// options.recovery.budget = Some(Duration::from_secs(600));
 /// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
@@ -31,9 +34,19 @@ pub struct ExecServerClientConnectOptions {
     pub call_timeout: Duration,
     /// How long an event may be late before it is read from the server.
     pub repair_delay: Duration,
-    /// When to ping the server and when to give it up.
+    /// When to ping the server and when to give its connection up: how soon a link that is dead but
+    /// not closed is noticed. Links without pings, such as pipes, are trusted.
     pub keepalive: KeepaliveConfig,
+    /// How to resume the session when its connection is lost.
+    pub recovery: RecoveryOptions,
 }
+
+/// Sooner than servers ping: a session is only kept for a while, and much of it must be left when a
+/// dead link is noticed.
+const KEEPALIVE: KeepaliveConfig = KeepaliveConfig {
+    interval: Duration::from_secs(5),
+    deadline: Duration::from_secs(15),
+};
 
 impl ExecServerClientConnectOptions {
     /// The defaults, under this client name.
@@ -45,7 +58,8 @@ impl ExecServerClientConnectOptions {
             detach_grace: None,
             call_timeout: Duration::from_secs(30),
             repair_delay: Duration::from_millis(100),
-            keepalive: KeepaliveConfig::default(),
+            keepalive: KEEPALIVE,
+            recovery: RecoveryOptions::default(),
         }
     }
 }

@@ -17,11 +17,12 @@ use exec_server_protocol::process::{
 };
 use exec_server_protocol::sandbox::Enforcement;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use crate::backend::{
     BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
 };
-use crate::caller::millis;
+use crate::caller::{Caller, millis};
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
@@ -36,9 +37,16 @@ const WRITE_BYTES: usize = 1 << 20;
 const TERMINAL_EOF: &[u8] = b"\x04";
 
 impl ExecBackend for ExecServerClient {
-    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
+    fn start(&self, mut params: StartParams) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
             let registration = self.inner.routes.register(&params.process_id, 0)?;
+            let generation = self.inner.caller.line.generation();
+            // A name lets the server tell a repeat from another start, so that a start under way
+            // when its connection is lost can be asked about.
+            match self.supports(extension::START_ID).await? {
+                true => drop(params.start_id.get_or_insert_with(unique)),
+                false => params.start_id = None,
+            }
             let pull = params.delivery == Some(Delivery::Pull)
                 && self.supports(extension::DELIVERY).await?;
             let states_evicted = self.supports(extension::READ_EVICTED).await?;
@@ -47,11 +55,17 @@ impl ExecBackend for ExecServerClient {
             // In a task that ends with its request: a caller that stops waiting must not keep us
             // from learning that there is a process to terminate.
             tokio::spawn(async move {
-                let result = client.call::<Start>(&params).await;
-                let started = match result {
-                    Ok(started) => started,
+                let Caller { timeout, .. } = client.inner.caller;
+                let repeat = params.start_id.is_some();
+                let caller = &client.inner.caller;
+                let result = caller.call_noting::<Start>(&params, Some(timeout), repeat);
+                let started = match result.await {
+                    Ok((started, _)) => started,
                     Err(error) => {
-                        let may_have_started = matches!(error, ExecServerError::Timeout { .. });
+                        let may_have_started = matches!(
+                            error,
+                            ExecServerError::Timeout { .. } | ExecServerError::Interrupted { .. }
+                        );
                         let _ = sender.send(Err(error));
                         if may_have_started {
                             terminate(&client, params.process_id).await;
@@ -68,6 +82,7 @@ impl ExecBackend for ExecServerClient {
                         tty: params.tty,
                         write_ids: WriteIds::of_new_process(),
                     },
+                    generation,
                 );
                 let unclaimed = Unclaimed {
                     process: Some(process),
@@ -110,6 +125,7 @@ impl ExecServerClient {
             tty,
         } = request;
         let registration = self.inner.routes.register(&process_id, after_seq)?;
+        let generation = self.inner.caller.line.generation();
         let states_evicted = self.supports(extension::READ_EVICTED).await?;
         let process = RemoteProcess::new(
             self.clone(),
@@ -120,6 +136,7 @@ impl ExecServerClient {
                 tty,
                 write_ids: WriteIds::of_attached_process(),
             },
+            generation,
         );
         let follower = process.inner.follower();
         let read = follower.read(after_seq, Duration::ZERO).await?;
@@ -139,6 +156,11 @@ pub struct AttachRequest {
     pub delivery: Delivery,
     /// How it was started: whether it has a terminal.
     pub tty: bool,
+}
+
+/// A name that nobody else uses.
+fn unique() -> String {
+    uuid::Uuid::new_v4().to_string()
 }
 
 async fn terminate(client: &ExecServerClient, process_id: String) {
@@ -257,7 +279,13 @@ impl Inner {
     }
 
     fn follower(&self) -> Follower {
-        follower(&self.client, self.route(), self.details.states_evicted)
+        let generation = self.client.inner.caller.line.generation();
+        follower(
+            &self.client,
+            self.route(),
+            self.details.states_evicted,
+            generation,
+        )
     }
 
     fn process_id(&self) -> String {
@@ -275,7 +303,8 @@ impl Inner {
                 chunk: chunk.into(),
                 write_id,
             };
-            // No deadline: the answer may wait until the process reads.
+            // No deadline: the answer may wait until the process reads. Sent again under the same id
+            // if the connection is lost.
             let result = self
                 .client
                 .inner
@@ -300,13 +329,16 @@ impl Inner {
         let params = CloseStdinParams {
             process_id: self.process_id(),
         };
-        Ok(self
-            .client
-            .inner
-            .caller
-            .call_unbounded::<CloseStdin>(&params)
-            .await?
-            .status)
+        let caller = &self.client.inner.caller;
+        let before = caller.line.generation();
+        let closing = caller.call_noting::<CloseStdin>(&params, None, true);
+        let (result, generation) = closing.await?;
+        // After a repeat it may well be us who closed it.
+        let repeated = generation != before;
+        Ok(match result.status {
+            WriteStatus::StdinClosed if repeated => WriteStatus::Accepted,
+            status => status,
+        })
     }
 
     async fn signal(&self, signal: SignalName, scope: SignalScope) -> Result<(), ExecServerError> {
@@ -330,7 +362,16 @@ impl Inner {
             scope: (scope != SignalScope::Group).then_some(scope),
             session_id: None,
         };
-        self.client.call::<Signal>(&params).await?;
+        // Programs count most signals, but not these.
+        let repeat = matches!(
+            signal,
+            SignalName::Kill | SignalName::Stop | SignalName::Continue
+        );
+        let Caller { timeout, .. } = self.client.inner.caller;
+        let caller = &self.client.inner.caller;
+        caller
+            .call_noting::<Signal>(&params, Some(timeout), repeat)
+            .await?;
         Ok(())
     }
 
@@ -382,20 +423,21 @@ impl Inner {
         if known || !self.client.supports(extension::WAIT).await? {
             return self.wait_for_news(until, timeout).await;
         }
-        let params = WaitParams {
-            process_id: self.process_id(),
-            until: Some(until),
-            timeout_ms: timeout.map(millis),
-            session_id: None,
-        };
-        match timeout {
-            Some(timeout) => self.client.call_waiting::<Wait>(&params, timeout).await,
-            None => {
-                self.client
-                    .inner
-                    .caller
-                    .call_unbounded::<Wait>(&params)
-                    .await
+        let caller = &self.client.inner.caller;
+        let end = timeout.map(|timeout| Instant::now() + timeout);
+        loop {
+            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
+            let params = WaitParams {
+                process_id: self.process_id(),
+                until: Some(until),
+                timeout_ms: left.map(millis),
+                session_id: None,
+            };
+            let limit = left.map(|left| caller.timeout.saturating_add(left));
+            match caller.call_noting::<Wait>(&params, limit, false).await {
+                // Asked again for what is left of the time.
+                Err(ExecServerError::Interrupted { .. }) => {}
+                answer => return Ok(answer?.0),
             }
         }
     }
@@ -435,8 +477,14 @@ fn is_over(status: &Status, until: WaitUntil) -> bool {
     status.closed || (until == WaitUntil::Exited && status.exit.is_some())
 }
 
-fn follower(client: &ExecServerClient, route: &Arc<Route>, states_evicted: bool) -> Follower {
+fn follower(
+    client: &ExecServerClient,
+    route: &Arc<Route>,
+    states_evicted: bool,
+    generation: u64,
+) -> Follower {
     Follower {
+        generation,
         route: Arc::clone(route),
         caller: client.inner.caller.clone(),
         repair_delay: client.inner.repair_delay,
@@ -445,8 +493,15 @@ fn follower(client: &ExecServerClient, route: &Arc<Route>, states_evicted: bool)
 }
 
 impl RemoteProcess {
-    fn new(client: ExecServerClient, registration: Registration, details: Details) -> Self {
-        let follower = follower(&client, &registration.route, details.states_evicted);
+    /// Follows a process from the connection of `generation` on.
+    fn new(
+        client: ExecServerClient,
+        registration: Registration,
+        details: Details,
+        generation: u64,
+    ) -> Self {
+        let route = &registration.route;
+        let follower = follower(&client, route, details.states_evicted, generation);
         let task = match details.delivery {
             Delivery::Push => tokio::spawn(follower.repair()),
             Delivery::Pull => tokio::spawn(follower.pull()),

@@ -26,11 +26,12 @@
 pub mod cli;
 
 pub use exec_server_client::{
-    CollectOptions, Environment, EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess,
-    ExecProcessEvent, ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions,
-    ExecServerError, ExecutorFileSystem, LocalBackend, LocalFileSystem, ProcessExit, ProcessOutput,
-    ReadRequest, RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess, WaitForRequest,
-    environment, fs, registry, transfer, unified,
+    CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, Dialled, Environment,
+    EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess, ExecProcessEvent,
+    ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerError,
+    ExecutorFileSystem, LocalBackend, LocalFileSystem, ProcessExit, ProcessFailure, ProcessOutput,
+    ReadRequest, RecoveryOptions, RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess,
+    WaitForRequest, environment, fs, registry, transfer, unified,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_protocol as protocol;

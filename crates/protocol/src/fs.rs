@@ -191,9 +191,16 @@ pub struct OpenParams {
     /// What for.
     #[serde(default, deserialize_with = "null_is_default")]
     pub mode: OpenMode,
+    /// Extension `fs/open#identity`: tell the file's identity.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub identity: bool,
     /// The policy to run under.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// What a file is opened for.
@@ -217,6 +224,10 @@ pub enum OpenMode {
 pub struct OpenResult {
     /// The id that was asked for.
     pub handle_id: String,
+    /// The same for every opening of the same file, and of no other; absent if nobody asked, if it
+    /// cannot be told, and for files that are written aside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub identity: Option<String>,
 }
 
 /// Params of [`ReadBlock`].

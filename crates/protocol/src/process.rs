@@ -100,6 +100,10 @@ pub struct StartParams {
     /// Whether output is pushed or only read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delivery: Option<Delivery>,
+    /// Names the request: one with the same name as the process was started with is answered as that
+    /// was, and starts nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start_id: Option<String>,
 }
 
 fn is_false(value: &bool) -> bool {

@@ -26,6 +26,10 @@ pub struct InitializeParams {
     /// The session to take up again; a new one if absent.
     #[serde(default)]
     pub resume_session_id: Option<String>,
+    /// What the server gave to whoever drove the session last: with it, a session that is still
+    /// attached to a connection is taken over from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resume_key: Option<String>,
     /// How long the session should outlive its connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detach_grace_ms: Option<u64>,
@@ -43,4 +47,8 @@ pub struct InitializeResponse {
     /// How long the server grants the session without a connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detach_grace_ms: Option<u64>,
+    /// Lets this client take the session over from its own lost connection; stays the same until
+    /// somebody else takes the session up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resume_key: Option<String>,
 }

@@ -63,6 +63,8 @@ pub(crate) enum Action {
     Open {
         path: PathBuf,
         mode: OpenMode,
+        /// Tell which file it is.
+        identity: bool,
         files: Files,
     },
     Read {
@@ -233,20 +235,28 @@ impl Handle {
     ) -> Option<OpenFile> {
         let Call { action, responder } = call;
         match (action, file) {
-            (Action::Open { path, mode, files }, _) => {
-                match attempt(|| Ok(files.open(&path, mode)?)) {
-                    Ok(file) => {
-                        let handle_id = self.id.clone();
-                        responder.send(Ok(OpenResult { handle_id }));
-                        Some(file)
-                    }
-                    Err(error) => {
-                        self.forget(connection);
-                        responder.send_error(error);
-                        None
-                    }
+            (
+                Action::Open {
+                    path,
+                    mode,
+                    identity,
+                    files,
+                },
+                _,
+            ) => match attempt(|| Ok(files.open(&path, mode)?)) {
+                Ok(file) => {
+                    responder.send(Ok(OpenResult {
+                        handle_id: self.id.clone(),
+                        identity: identity.then(|| file.identity()).flatten(),
+                    }));
+                    Some(file)
                 }
-            }
+                Err(error) => {
+                    self.forget(connection);
+                    responder.send_error(error);
+                    None
+                }
+            },
             (Action::Read { offset, len }, Some(file)) => {
                 let sent = responder.try_send_result(encoded_len(len) + 32, |out| {
                     out.extend_from_slice(b"{\"chunk\":\"");

@@ -375,11 +375,12 @@ impl Server {
         &self,
         id: &str,
         driver: Driver,
+        key: Option<&str>,
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), RpcError> {
         let session = self.session(id).ok_or_else(|| unknown_session(id))?;
         let silence = self.config().keepalive.deadline;
-        let granted = session.attach(driver, self.grant(grace), silence)?;
+        let granted = session.attach(driver, key, self.grant(grace), silence)?;
         Ok((session, granted))
     }
 

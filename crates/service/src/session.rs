@@ -18,6 +18,8 @@ use exec_server_executor::Process;
 use exec_server_executor::process::Written;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
+use subtle::ConstantTimeEq as _;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::auth::Identity;
@@ -37,11 +39,16 @@ pub(crate) struct Session {
     owner: Identity,
     state: Mutex<State>,
     table: Mutex<Table>,
+    /// A connection drives it, or it has ended.
+    attended: watch::Sender<bool>,
 }
 
 #[derive(Debug)]
 struct State {
     driver: Option<Driver>,
+    /// With it, whoever drove the session last takes it over from its own connection, which may be
+    /// dead without our knowing.
+    resume_key: String,
     /// Counts attachments, so that a timer knows whether it is still about the same absence.
     attachments: u64,
     grace: Duration,
@@ -93,15 +100,34 @@ struct Table {
 }
 
 enum Slot {
-    /// Being started; what arrived meanwhile for this id, in order.
-    Starting(VecDeque<Job>),
+    Starting(Starting),
     Started(Arc<Managed>),
+}
+
+/// A process that is being started.
+#[derive(Default)]
+struct Starting {
+    /// What arrived meanwhile for its id, in order.
+    jobs: VecDeque<Job>,
+    /// What the request to start it is called.
+    start_id: Option<String>,
+    /// Why there will be none.
+    failure: Option<RpcError>,
+}
+
+/// What a request to start a process met.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reserved {
+    /// The id was free and is reserved.
+    New,
+    /// The same request came before.
+    Repeat,
 }
 
 impl std::fmt::Debug for Slot {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Starting(jobs) => write!(f, "Starting({} waiting)", jobs.len()),
+            Self::Starting(starting) => write!(f, "Starting({} waiting)", starting.jobs.len()),
             Self::Started(managed) => managed.fmt(f),
         }
     }
@@ -118,6 +144,8 @@ pub(crate) struct Managed {
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: PathUri,
     pub(crate) dialect: Dialect,
+    /// What the request to start it was called.
+    start_id: Option<String>,
     /// Its place in the order of starts.
     pub(crate) number: u64,
     input: Mutex<Input>,
@@ -163,6 +191,7 @@ impl Session {
         let owner = driver.identity.clone();
         let state = State {
             driver: Some(driver),
+            resume_key: new_key(),
             attachments: 1,
             grace,
             ended: false,
@@ -172,13 +201,21 @@ impl Session {
             owner,
             state: Mutex::new(state),
             table: Mutex::default(),
+            attended: watch::Sender::new(true),
         }
     }
 
-    /// Makes `driver` drive the session, if nobody does or whoever does has gone silent.
+    /// What lets the driver take the session over from its own connection.
+    pub(crate) fn resume_key(&self) -> String {
+        lock(&self.state).resume_key.clone()
+    }
+
+    /// Makes `driver` drive the session, if nobody does, whoever does has gone silent, or `key` shows
+    /// that it is the same client.
     pub(crate) fn attach(
         &self,
         driver: Driver,
+        key: Option<&str>,
         grace: Option<Duration>,
         silence: Duration,
     ) -> Result<Duration, RpcError> {
@@ -189,12 +226,18 @@ impl Session {
         if state.ended || !owned {
             return Err(unknown_session(&self.id));
         }
+        let same = key.is_some_and(|key| same_key(key, &state.resume_key));
         if let Some(current) = &state.driver {
-            if current.heard.silence() < silence {
+            if !same && current.heard.silence() < silence {
                 return Err(RpcError::already_attached(&self.id));
             }
             current.closed.cancel();
         }
+        if !same {
+            // Whoever had it is not the one who drives it now.
+            state.resume_key = new_key();
+        }
+        self.attended.send_replace(true);
         state.driver = Some(driver);
         state.attachments += 1;
         state.grace = grace.unwrap_or(state.grace);
@@ -210,11 +253,25 @@ impl Session {
             .driver
             .take_if(|driver| Arc::ptr_eq(&driver.outbox, outbox))?;
         let absence = (state.grace, state.attachments);
+        self.attended.send_replace(false);
         drop(state);
         for managed in self.processes() {
             managed.unfollow();
         }
         Some(absence)
+    }
+
+    /// Waits for `time` in which the session had a connection, all of it after the last that came.
+    pub(crate) async fn attended_for(&self, time: Duration) {
+        let mut attended = self.attended.subscribe();
+        loop {
+            // Neither fails: the sender is ours.
+            let _ = attended.wait_for(|attended| *attended).await;
+            let left = attended.wait_for(|attended| !attended);
+            if tokio::time::timeout(time, left).await.is_err() {
+                return;
+            }
+        }
     }
 
     /// Whether nobody has come back since that absence began.
@@ -230,6 +287,7 @@ impl Session {
             return None;
         }
         state.driver = None;
+        self.attended.send_replace(true);
         drop(state);
         let slots: Vec<Slot> = lock(&self.table)
             .slots
@@ -243,7 +301,7 @@ impl Session {
                     managed.unfollow();
                     processes.push(managed.process.clone());
                 }
-                Slot::Starting(jobs) => jobs.into_iter().for_each(|job| job(None)),
+                Slot::Starting(starting) => starting.jobs.into_iter().for_each(|job| job(None)),
             }
         }
         Some(processes)
@@ -262,10 +320,22 @@ impl Session {
         }
     }
 
-    /// Reserves an id for a process that is about to be started.
-    pub(crate) fn reserve(&self, id: &str, limit: usize) -> Result<(), RpcError> {
+    /// Reserves an id for a process that is about to be started, unless the same request did before.
+    pub(crate) fn reserve(
+        &self,
+        id: &str,
+        start_id: Option<&str>,
+        limit: usize,
+    ) -> Result<Reserved, RpcError> {
         let mut table = lock(&self.table);
-        if table.slots.contains_key(id) {
+        if let Some(slot) = table.slots.get(id) {
+            let known = match slot {
+                Slot::Starting(starting) => starting.start_id.as_deref(),
+                Slot::Started(managed) => managed.start_id.as_deref(),
+            };
+            if start_id.is_some() && start_id == known {
+                return Ok(Reserved::Repeat);
+            }
             let message = format!("process ID already exists: {id}");
             return Err(RpcError::invalid_request(message));
         }
@@ -273,10 +343,28 @@ impl Session {
             let message = format!("limit of {limit} processes per session reached");
             return Err(RpcError::invalid_request(message));
         }
-        table
-            .slots
-            .insert(id.to_owned(), Slot::Starting(VecDeque::new()));
-        Ok(())
+        let starting = Starting {
+            start_id: start_id.map(str::to_owned),
+            ..Starting::default()
+        };
+        table.slots.insert(id.to_owned(), Slot::Starting(starting));
+        Ok(Reserved::New)
+    }
+
+    /// Notes why a process will not be, for those who asked for the same start.
+    pub(crate) fn note_failure(&self, id: &str, failure: RpcError) {
+        if let Some(Slot::Starting(starting)) = lock(&self.table).slots.get_mut(id) {
+            starting.failure = Some(failure);
+        }
+    }
+
+    /// Why a process is not, from a job that waited for it.
+    pub(crate) fn failure(&self, id: &str) -> RpcError {
+        match lock(&self.table).slots.get(id) {
+            Some(Slot::Starting(starting)) => starting.failure.clone(),
+            _ => None,
+        }
+        .unwrap_or_else(|| RpcError::unknown_process(id))
     }
 
     /// Puts a started process in its place and does what has been waiting for it.
@@ -301,7 +389,7 @@ impl Session {
         }
         loop {
             let mut table = lock(&self.table);
-            let Some(Slot::Starting(jobs)) = table.slots.get_mut(id) else {
+            let Some(Slot::Starting(Starting { jobs, .. })) = table.slots.get_mut(id) else {
                 // The session ended; whoever ended it knows nothing of this process.
                 return managed.map(|managed| managed.process.clone());
             };
@@ -352,8 +440,8 @@ impl Session {
         let managed = match lock(&self.table).slots.get_mut(id) {
             None => None,
             Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
-            Some(Slot::Starting(jobs)) => {
-                jobs.push_back(Box::new(job));
+            Some(Slot::Starting(starting)) => {
+                starting.jobs.push_back(Box::new(job));
                 return;
             }
         };
@@ -395,6 +483,15 @@ impl Session {
     }
 }
 
+fn new_key() -> String {
+    uuid::Uuid::new_v4().simple().to_string()
+}
+
+/// Compares without telling by its time how much of it was right.
+fn same_key(one: &str, other: &str) -> bool {
+    one.as_bytes().ct_eq(other.as_bytes()).into()
+}
+
 pub(crate) fn unknown_session(id: &str) -> RpcError {
     RpcError::invalid_request(format!("unknown session id {id}"))
 }
@@ -405,6 +502,7 @@ pub(crate) struct ManagedParts {
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: PathUri,
     pub(crate) dialect: Dialect,
+    pub(crate) start_id: Option<String>,
 }
 
 impl ManagedParts {
@@ -415,6 +513,7 @@ impl ManagedParts {
             argv: self.argv,
             cwd: self.cwd,
             dialect: self.dialect,
+            start_id: self.start_id,
             number,
             input: Mutex::default(),
             acknowledged: AtomicU64::new(0),

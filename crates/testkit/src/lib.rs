@@ -10,5 +10,6 @@ pub mod codex;
 pub mod fake_model;
 pub mod interop;
 pub mod proc;
+pub mod proxy;
 pub mod server;
 pub mod wire;

@@ -48,9 +48,12 @@ pub enum CallError {
         /// How long we waited.
         timeout: Duration,
     },
-    /// The connection is gone.
+    /// The connection was lost before the answer came.
     #[error("connection closed: {0}")]
     Closed(Arc<str>),
+    /// The connection was gone before the call was made: the server has not heard of it.
+    #[error("connection closed: {0}")]
+    Unsent(Arc<str>),
     /// Too many calls wait for their answers already.
     #[error("limit of {MAX_CALLS} pending requests reached")]
     TooManyCalls,
@@ -158,11 +161,11 @@ impl Peer {
 
     async fn call_unbounded<M: Method>(&self, params: &M::Params) -> Result<M::Result, CallError> {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
-        let (sender, receiver) = oneshot::channel();
+        let (sender, mut receiver) = oneshot::channel();
         {
             let mut calls = self.shared.calls();
             if let Some(reason) = &calls.closed {
-                return Err(CallError::Closed(Arc::clone(reason)));
+                return Err(CallError::Unsent(Arc::clone(reason)));
             }
             if calls.waiting.len() >= MAX_CALLS {
                 return Err(CallError::TooManyCalls);
@@ -177,11 +180,19 @@ impl Peer {
             method: M::NAME,
             reason: error.to_string(),
         };
-        self.shared
-            .send(|out| envelope::encode_request(out, &RequestId::Number(id), M::NAME, params))
-            .await
-            .map_err(decode)?;
-        match receiver.await {
+        let sending = self
+            .shared
+            .send(|out| envelope::encode_request(out, &RequestId::Number(id), M::NAME, params));
+        // A link that takes nothing must not hold the call beyond the end of the connection.
+        let answer = tokio::select! {
+            biased;
+            sent = sending => {
+                sent.map_err(decode)?;
+                receiver.await
+            }
+            answer = &mut receiver => answer,
+        };
+        match answer {
             Ok(Ok(result)) => serde_json::from_str(&result).map_err(decode),
             Ok(Err(error)) => Err(CallError::Server {
                 code: error.code,
@@ -198,7 +209,7 @@ impl Peer {
     /// When the connection is gone.
     pub async fn notify<N: Notification>(&self, params: &N::Params) -> Result<(), CallError> {
         if let Some(reason) = &self.shared.calls().closed {
-            return Err(CallError::Closed(Arc::clone(reason)));
+            return Err(CallError::Unsent(Arc::clone(reason)));
         }
         self.shared
             .send(|out| envelope::encode_notification(out, N::NAME, params))
@@ -275,15 +286,23 @@ impl Shared {
             return;
         }
         let shared = Arc::clone(self);
+        let mut closed = self.closed.subscribe();
         tokio::spawn(async move {
-            let mut outgoing = shared.outgoing.lock().await;
-            match &pong {
-                Some(payload) => outgoing.push_pong(payload),
-                None => outgoing.push_ping(),
-            }
-            shared.pong_pending.store(false, Ordering::Release);
-            if let Err(error) = outgoing.flush().await {
-                drop(outgoing);
+            let sending = async {
+                let mut outgoing = shared.outgoing.lock().await;
+                match &pong {
+                    Some(payload) => outgoing.push_pong(payload),
+                    None => outgoing.push_ping(),
+                }
+                shared.pong_pending.store(false, Ordering::Release);
+                outgoing.flush().await
+            };
+            // Nobody waits for a link that takes nothing once the connection has ended.
+            let sent = tokio::select! {
+                sent = sending => sent,
+                _ = closed.wait_for(Option::is_some) => return,
+            };
+            if let Err(error) = sent {
                 shared.close(format!("cannot send: {error}").into());
             }
         });

@@ -2,11 +2,12 @@
 //!
 //! Owns the translation of the trait into requests, the choice between one request and a stream,
 //! and what stands in for extensions that a server lacks. File work waits for as long as the
-//! connection lives: a disk may be slow and a tree large, and keepalive tells when a server is gone.
+//! session lives: a disk may be slow and a tree large, and keepalive tells when a server is gone.
+//!
+//! Handles and watches are of one connection. Owns how they are had again on the next one, and when
+//! that is not possible.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
@@ -15,6 +16,7 @@ use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{Method, PathUri, codes};
 
+use super::watch::Queue;
 use super::{
     Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
     FileBlocks, FileChanges, FileReader, FileWriter, Hash, Links, MissingWatch, ReadDirectory,
@@ -22,10 +24,11 @@ use super::{
     WriteStream,
 };
 use crate::backend::{BoxFuture, Reply};
-use crate::caller::millis;
+use crate::caller::{Caller, millis};
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::extension;
+use crate::follow::AbortOnDrop;
 
 /// Bytes that are read or written in one request of a server whose limits are not known to be ours:
 /// in base64 well below the 16 MiB that a compatible peer takes and we accept in one frame.
@@ -59,6 +62,16 @@ impl RemoteFileSystem {
 
     async fn call<M: Method>(&self, params: &M::Params) -> Result<M::Result, ExecServerError> {
         self.client.inner.caller.call_unbounded::<M>(params).await
+    }
+
+    /// Calls a method that may be repeated if `repeat` says so.
+    async fn call_repeating<M: Method>(
+        &self,
+        params: &M::Params,
+        repeat: bool,
+    ) -> Result<M::Result, ExecServerError> {
+        let caller = &self.client.inner.caller;
+        Ok(caller.call_noting::<M>(params, None, repeat).await?.0)
     }
 
     /// Calls an extension, if the server has it.
@@ -195,28 +208,58 @@ impl RemoteFileSystem {
         mode: OpenMode,
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<RemoteFile>, ExecServerError> {
-        let handle_id = uuid::Uuid::new_v4().simple().to_string();
         // Before the request: whoever stops waiting for it leaves no handle behind.
-        let file = RemoteFile {
+        let mut file = RemoteFile {
             files: self.clone(),
-            handle_id: handle_id.clone(),
-            mode,
-            open: AtomicBool::new(true),
-        };
-        let params = wire::OpenParams {
-            handle_id,
             path: path.clone(),
             mode,
             sandbox,
+            identity: None,
+            open: tokio::sync::Mutex::new(Handle {
+                id: uuid::Uuid::new_v4().simple().to_string(),
+                generation: 0,
+            }),
         };
-        let opened = self.call::<wire::Open>(&params).await;
-        if opened.is_err() {
-            file.open.store(false, Ordering::Relaxed);
-        }
-        opened?;
+        let handle = file.open.get_mut();
+        let (opened, generation) = match file
+            .files
+            .open_handle(&handle.id, path, mode, &file.sandbox)
+            .await
+        {
+            Ok(opened) => opened,
+            Err(error) => {
+                handle.generation = NEVER;
+                return Err(error);
+            }
+        };
+        handle.generation = generation;
+        file.identity = opened.identity;
         Ok(Arc::new(file))
     }
+
+    /// Opens a file on whichever connection there is; what the server says and the generation.
+    async fn open_handle(
+        &self,
+        handle_id: &str,
+        path: &PathUri,
+        mode: OpenMode,
+        sandbox: &Option<Sandbox>,
+    ) -> Result<(wire::OpenResult, u64), ExecServerError> {
+        let params = wire::OpenParams {
+            handle_id: handle_id.to_owned(),
+            path: path.clone(),
+            mode,
+            identity: self.client.supports(extension::OPEN_IDENTITY).await?,
+            sandbox: sandbox.clone(),
+        };
+        // Handles end with their connection: nothing is left of a first try.
+        let caller = &self.client.inner.caller;
+        caller.call_noting::<wire::Open>(&params, None, true).await
+    }
 }
+
+/// The generation of a handle that no connection has.
+const NEVER: u64 = u64::MAX;
 
 /// Streams are opened through links, always.
 fn refuse_no_follow(links: Links) -> Result<(), ExecServerError> {
@@ -304,7 +347,10 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 follow_symlinks: options.links.follow(),
                 sandbox: options.sandbox,
             };
-            self.call::<wire::CreateDirectory>(&params).await?;
+            // With `recursive`, what is there already is no error.
+            let repeat = options.recursive;
+            self.call_repeating::<wire::CreateDirectory>(&params, repeat)
+                .await?;
             Ok(())
         })
     }
@@ -371,7 +417,9 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 follow_symlinks: options.links.follow(),
                 sandbox: options.sandbox,
             };
-            self.call::<wire::Remove>(&params).await?;
+            // With `force`, what is gone already is no error.
+            let repeat = options.force;
+            self.call_repeating::<wire::Remove>(&params, repeat).await?;
             Ok(())
         })
     }
@@ -472,10 +520,11 @@ impl ExecutorFileSystem for RemoteFileSystem {
             let watch_id = uuid::Uuid::new_v4().simple().to_string();
             // Before the request: changes may come before its answer, and whoever stops waiting
             // leaves no watch behind.
-            let changes = RemoteChanges {
+            let mut changes = RemoteChanges {
                 files: self.clone(),
                 queue: self.client.inner.routes.watches.register(&watch_id),
                 watch_id: watch_id.clone(),
+                _keeper: None,
             };
             let params = wire::WatchParams {
                 watch_id,
@@ -485,7 +534,13 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 debounce_ms: millis(options.debounce),
                 sandbox: options.sandbox,
             };
-            let result = self.call::<wire::Watch>(&params).await?;
+            let caller = &self.client.inner.caller;
+            let watching = caller.call_noting::<wire::Watch>(&params, None, true);
+            let (result, generation) = watching.await?;
+            let (queue, caller) = (Arc::clone(&changes.queue), caller.clone());
+            let keeper = keep_watching(caller, queue, params, generation);
+            // Ends with the watch.
+            changes._keeper = Some(AbortOnDrop(tokio::spawn(keeper)));
             Ok(FileChanges::new(result.path, changes))
         })
     }
@@ -513,33 +568,105 @@ impl ExecutorFileSystem for RemoteFileSystem {
     }
 }
 
-/// A handle of a file behind a connection.
+/// A file behind a connection, opened again on the next one where that is the same file for sure.
 struct RemoteFile {
     files: RemoteFileSystem,
-    handle_id: String,
+    path: PathUri,
     mode: OpenMode,
-    /// The server may still have it.
-    open: AtomicBool,
+    sandbox: Option<Sandbox>,
+    /// What the server knows the file by; absent from servers that cannot tell.
+    identity: Option<String>,
+    /// Held while it is opened again, so that this is done once.
+    open: tokio::sync::Mutex<Handle>,
+}
+
+/// What a connection knows an open file by.
+#[derive(Debug, Clone)]
+struct Handle {
+    id: String,
+    /// Of that connection; 0 while it is being opened.
+    generation: u64,
 }
 
 impl fmt::Debug for RemoteFile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RemoteFile")
-            .field("handle_id", &self.handle_id)
+            .field("path", &self.path)
             .field("mode", &self.mode)
             .finish_non_exhaustive()
+    }
+}
+
+impl RemoteFile {
+    /// Calls a method about the open file, and again on the next connection if the file can be had
+    /// there.
+    async fn call<M: Method>(
+        &self,
+        params: impl Fn(String) -> M::Params,
+    ) -> Result<M::Result, ExecServerError> {
+        let mut lost = None;
+        loop {
+            let handle = self.handle(lost).await?;
+            let caller = &self.files.client.inner.caller;
+            match caller
+                .call_at::<M>(handle.generation, &params(handle.id))
+                .await
+            {
+                Err(ExecServerError::Interrupted { method, reason }) => {
+                    if self.mode == OpenMode::Atomic || self.identity.is_none() {
+                        return Err(ExecServerError::Interrupted { method, reason });
+                    }
+                    lost = Some(handle.generation);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    /// The handle on the current connection, or on the first one after `lost`.
+    async fn handle(&self, lost: Option<u64>) -> Result<Handle, ExecServerError> {
+        let mut handle = self.open.lock().await;
+        if lost != Some(handle.generation) {
+            return Ok(handle.clone());
+        }
+        // What was to be replaced is empty no more.
+        let mode = match self.mode {
+            OpenMode::Replace => OpenMode::Update,
+            mode => mode,
+        };
+        if mode == OpenMode::Update {
+            self.files.client.require(extension::OPEN_UPDATE).await?;
+        }
+        let id = uuid::Uuid::new_v4().simple().to_string();
+        let opening = self.files.open_handle(&id, &self.path, mode, &self.sandbox);
+        let (opened, generation) = opening.await?;
+        if opened.identity != self.identity {
+            // Our handle stays the lost one: whoever asks next gets the same answer.
+            let params = wire::CloseParams {
+                handle_id: id,
+                commit: false,
+            };
+            let caller = &self.files.client.inner.caller;
+            let _ = caller.call_at::<wire::Close>(generation, &params).await;
+            return Err(ExecServerError::Interrupted {
+                method: wire::Open::NAME,
+                reason: format!("`{}` is another file by now", self.path).into(),
+            });
+        }
+        *handle = Handle { id, generation };
+        Ok(handle.clone())
     }
 }
 
 impl FileBlocks for RemoteFile {
     fn read(&self, offset: u64, len: usize) -> Reply<'_, Block> {
         Box::pin(async move {
-            let params = wire::ReadBlockParams {
-                handle_id: self.handle_id.clone(),
+            let params = |handle_id| wire::ReadBlockParams {
+                handle_id,
                 offset,
                 len,
             };
-            let result = self.files.call::<wire::ReadBlock>(&params).await?;
+            let result = self.call::<wire::ReadBlock>(params).await?;
             Ok(Block {
                 data: result.chunk.0,
                 eof: result.eof,
@@ -549,12 +676,12 @@ impl FileBlocks for RemoteFile {
 
     fn write(&self, offset: u64, data: Bytes) -> Reply<'_, ()> {
         Box::pin(async move {
-            let params = wire::WriteBlockParams {
-                handle_id: self.handle_id.clone(),
+            let params = |handle_id| wire::WriteBlockParams {
+                handle_id,
                 offset,
-                chunk: data.into(),
+                chunk: data.clone().into(),
             };
-            match self.files.call::<wire::WriteBlock>(&params).await {
+            match self.call::<wire::WriteBlock>(params).await {
                 Err(error) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
                     Err(ExecServerError::Unsupported(wire::WriteBlock::NAME))
                 }
@@ -565,12 +692,20 @@ impl FileBlocks for RemoteFile {
 
     fn close(&self, commit: bool) -> Reply<'_, ()> {
         Box::pin(async move {
+            let mut handle = self.open.lock().await;
+            let commit = commit && self.mode == OpenMode::Atomic;
             let params = wire::CloseParams {
-                handle_id: self.handle_id.clone(),
-                commit: commit && self.mode == OpenMode::Atomic,
+                handle_id: handle.id.clone(),
+                commit,
             };
-            self.files.call::<wire::Close>(&params).await?;
-            self.open.store(false, Ordering::Relaxed);
+            let caller = &self.files.client.inner.caller;
+            let closed = caller.call_at::<wire::Close>(handle.generation, &params);
+            match closed.await {
+                // Its connection has closed it.
+                Err(ExecServerError::Interrupted { .. }) if !commit => {}
+                answer => drop(answer?),
+            }
+            handle.generation = NEVER;
             Ok(())
         })
     }
@@ -578,17 +713,23 @@ impl FileBlocks for RemoteFile {
 
 impl Drop for RemoteFile {
     fn drop(&mut self) {
-        if *self.open.get_mut()
+        let Handle { id, generation } = self.open.get_mut();
+        let generation = *generation;
+        if generation != NEVER
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
-            let files = self.files.clone();
+            let caller = self.files.client.inner.caller.clone();
             let params = wire::CloseParams {
-                handle_id: std::mem::take(&mut self.handle_id),
+                handle_id: std::mem::take(id),
                 commit: false,
             };
             runtime.spawn(async move {
                 // Closing ends with the connection too.
-                let _ = files.call::<wire::Close>(&params).await;
+                let _ = match generation {
+                    // Whoever asked for it has stopped waiting.
+                    0 => caller.call_unbounded::<wire::Close>(&params).await,
+                    generation => caller.call_at::<wire::Close>(generation, &params).await,
+                };
             });
         }
     }
@@ -597,8 +738,37 @@ impl Drop for RemoteFile {
 /// A watch behind a connection.
 struct RemoteChanges {
     files: RemoteFileSystem,
-    queue: Arc<super::watch::Queue>,
+    queue: Arc<Queue>,
     watch_id: String,
+    /// Asks for it again on later connections.
+    _keeper: Option<AbortOnDrop>,
+}
+
+/// Asks for a watch on every connection after `generation`; ends when it is not to be had, or there
+/// are no more connections.
+async fn keep_watching(
+    caller: Caller,
+    queue: Arc<Queue>,
+    params: wire::WatchParams,
+    mut generation: u64,
+) {
+    loop {
+        let Ok(connection) = caller.line.after(generation).await else {
+            return;
+        };
+        generation = connection.generation;
+        drop(connection);
+        queue.renew();
+        match caller.call_at::<wire::Watch>(generation, &params).await {
+            Ok(_) => queue.overflowed(),
+            // Lost once more.
+            Err(ExecServerError::Interrupted { .. } | ExecServerError::Closed(_)) => {}
+            Err(error) => {
+                tracing::warn!(path = %params.path, %error, "cannot watch any longer");
+                return queue.end();
+            }
+        }
+    }
 }
 
 impl fmt::Debug for RemoteChanges {

@@ -55,7 +55,10 @@ impl FileChanges {
         &self.path
     }
 
-    /// The next changes; nothing when the connection has ended. Cancel safe.
+    /// The next changes; nothing when the session is lost, or the watch was not to be had again
+    /// after its connection was. Cancel safe.
+    ///
+    /// After a connection was lost and resumed, an empty batch with `overflow` comes first.
     pub async fn recv(&mut self) -> Option<ChangeBatch> {
         self.source.recv().await
     }
@@ -71,11 +74,12 @@ impl MissingWatch {
         Self(receiver)
     }
 
-    /// Waits until something has changed.
+    /// Waits until something has changed, or may have: a connection that was lost and resumed is told
+    /// as a change.
     ///
     /// # Errors
     ///
-    /// When that will never be told: a newer watch took over, or the connection has ended.
+    /// When that will never be told: a newer watch took over, or the session is lost.
     pub async fn changed(self) -> Result<(), ExecServerError> {
         self.0
             .await
@@ -83,7 +87,7 @@ impl MissingWatch {
     }
 }
 
-/// The watches of one connection.
+/// The watches of one client.
 #[derive(Debug, Default)]
 pub(crate) struct WatchRoutes {
     /// Never held across an await.
@@ -141,6 +145,13 @@ impl WatchRoutes {
     pub(crate) fn missing_changed(&self, watch_id: u64) {
         let mut table = self.table();
         if let Some((_, sender)) = table.missing.take_if(|(id, _)| *id == watch_id) {
+            let _ = sender.send(());
+        }
+    }
+
+    /// What happened while there was no connection was told by nobody: whoever waits is told to look.
+    pub(crate) fn missing_may_have_changed(&self) {
+        if let Some((_, sender)) = self.table().missing.take() {
             let _ = sender.send(());
         }
     }
@@ -239,6 +250,24 @@ impl Queue {
             }
             news.await;
         }
+    }
+
+    /// The watch is about to be asked for again: its numbers begin anew.
+    pub(crate) fn renew(&self) {
+        self.lock().seq = 0;
+    }
+
+    /// The watch is there again: what happened meanwhile is not known.
+    pub(crate) fn overflowed(&self) {
+        self.change(|waiting| waiting.overflow = true);
+    }
+
+    /// Nothing more will come.
+    pub(crate) fn end(&self) {
+        self.change(|waiting| {
+            waiting.overflow = true;
+            waiting.closed = true;
+        });
     }
 
     fn change(&self, change: impl FnOnce(&mut Waiting)) {

@@ -9,4 +9,5 @@ mod environments;
 mod handshake;
 mod processes;
 mod pulling;
+mod recovery;
 mod server;

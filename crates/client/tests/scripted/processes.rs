@@ -17,7 +17,7 @@ use crate::server::{base64, connected, read, soon, start_params, started};
 const EVICTED: &[&str] = &["process/read#evicted"];
 
 /// The remaining events, in short.
-async fn all(events: &mut ExecProcessEvents) -> Vec<String> {
+pub(crate) async fn all(events: &mut ExecProcessEvents) -> Vec<String> {
     let mut seen = Vec::new();
     while let Some(event) = soon(events.recv()).await {
         seen.push(match event {

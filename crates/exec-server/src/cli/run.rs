@@ -10,7 +10,8 @@ use anyhow::{Context as _, bail};
 use bytes::Bytes;
 use exec_server_client::executor::{Executor, ExecutorConfig};
 use exec_server_client::{
-    ExecBackend, ExecProcess, ExecProcessEvent, ExecServerClient, ExecServerError, LocalBackend,
+    ConnectionState, ConnectionStates, ExecBackend, ExecProcess, ExecProcessEvent,
+    ExecServerClient, ExecServerError, LocalBackend,
 };
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::{
@@ -96,6 +97,10 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
     let params = params(&args, &place, tty).await?;
     // Before the start, so that none is missed; they are for the command from now on.
     let mut signals = Signals::new()?;
+    if let Place::There(client) = &place {
+        // Ends with the client.
+        tokio::spawn(tell_of(client.states()));
+    }
     let started = place.backend().start(params).await?;
     let raw = if tty { terminal::Raw::enter()? } else { None };
     let outcome = attend(started.process, &mut signals, tty).await;
@@ -107,6 +112,19 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
         let _ = client.end_session().await;
     }
     outcome
+}
+
+/// Says when the connection is lost and when it is back; its final loss is the command's to tell.
+async fn tell_of(mut states: ConnectionStates) {
+    // The first is how things are.
+    states.recv().await;
+    while let Some(state) = states.recv().await {
+        match state {
+            ConnectionState::Recovering => eprintln!("exec-server: connection lost, trying again"),
+            ConnectionState::Connected => eprintln!("exec-server: session resumed"),
+            ConnectionState::Failed(_) => {}
+        }
+    }
 }
 
 async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<StartParams> {

@@ -55,6 +55,11 @@ async fn probe(client: &mut Client, name: &str) {
     let known = json!({"processId": id});
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
+        "initialize#resumeKey" => match &client.session["resumeKey"] {
+            // Over a pipe there is nothing to resume.
+            Value::Null => assert_eq!(client.session["detachGraceMs"], 0),
+            key => assert_eq!(key.as_str().unwrap().len(), 32),
+        },
         "session/end" => assert_eq!(client.ok(name, Value::Null).await, json!({})),
         name if name.starts_with("fs/getMetadata#")
             || name.starts_with("fs/open#")
@@ -204,6 +209,13 @@ async fn probe(client: &mut Client, name: &str) {
             let seen = client.run(here("stty size").tty().with("size", size)).await;
             assert_eq!(seen.text("pty"), "33 111\r\n");
         }
+        "process/start#startId" => {
+            let named = || here("echo $$; sleep 600").with("startId", "once");
+            let first = client.start(named()).await;
+            assert_eq!(client.start(named()).await, first);
+            let other = here("true").with("startId", "twice");
+            client.refused("process/start", other.0).await;
+        }
         "process/start#timeoutMs" => {
             let seen = client.run(here("sleep 600").with("timeoutMs", 1)).await;
             assert_eq!(seen.exited.as_ref().unwrap()["timedOut"], true);
@@ -281,6 +293,18 @@ async fn probe_files(client: &mut Client, name: &str) {
             assert_eq!(found(client, "l").await["symlinkTarget"], "f");
         }
         Some(("fs/getMetadata", field)) => assert!(found(client, "f").await[field].is_u64()),
+        Some(("fs/open", "identity")) => {
+            let mut identities = Vec::new();
+            for (handle, path) in [("1", "f"), ("2", "l"), ("3", "other")] {
+                std::fs::write(root.join("other"), "").unwrap();
+                let open = json!({"handleId": handle, "path": uri(path), "identity": true});
+                identities.push(client.ok("fs/open", open).await["identity"].clone());
+                client.ok("fs/close", json!({"handleId": handle})).await;
+            }
+            assert!(identities[0].is_string());
+            assert_eq!(identities[0], identities[1]);
+            assert_ne!(identities[0], identities[2]);
+        }
         Some(("fs/open" | "fs/close", mode)) => {
             let mode = if mode == "commit" { "atomic" } else { mode };
             let open = json!({"handleId": "h", "path": uri("f"), "mode": mode});

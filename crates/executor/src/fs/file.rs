@@ -3,8 +3,9 @@
 use std::fs::{self, File};
 use std::io::{self, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
 
 use exec_server_protocol::fs::OpenMode;
 use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
@@ -231,6 +232,19 @@ impl OpenFile {
             Access::Direct(file) => file,
             Access::Aside(replacement) | Access::Confined(replacement, _) => replacement.file(),
         }
+    }
+
+    /// The same for every opening of the same file, and of no other, as long as there is one of the
+    /// two; absent where that cannot be told, and for what is written aside.
+    pub fn identity(&self) -> Option<String> {
+        let Access::Direct(file) = &self.access else {
+            return None;
+        };
+        let metadata = file.metadata().ok()?;
+        // Numbers of files are used again; the moment they were made is not.
+        let created = metadata.created().ok()?.duration_since(UNIX_EPOCH).ok()?;
+        let (device, inode) = (metadata.dev(), metadata.ino());
+        Some(format!("{device:x}-{inode:x}-{:x}", created.as_nanos()))
     }
 
     /// As [`read_at`].

@@ -66,6 +66,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         argv: params.argv,
         cwd,
         dialect: Dialect::Command,
+        start_id: None,
     };
     launch(
         call.connection,

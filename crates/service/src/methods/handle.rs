@@ -30,6 +30,7 @@ pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
         action: Action::Open {
             path,
             mode: params.mode,
+            identity: params.identity,
             files,
         },
         responder: call.responder,

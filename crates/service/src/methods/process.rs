@@ -22,7 +22,7 @@ use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::follow::Dialect;
 use crate::record::Record;
-use crate::session::{Managed, ManagedParts, Session, unknown_session};
+use crate::session::{Managed, ManagedParts, Reserved, Session, unknown_session};
 
 /// The family's name in messages of the handshake.
 pub(crate) const FAMILY: &str = "exec";
@@ -52,6 +52,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         process_id,
         argv,
         cwd,
+        start_id,
         ..
     } = params;
     let id = process_id.clone();
@@ -69,6 +70,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         argv,
         cwd,
         dialect,
+        start_id,
     };
     launch(
         call.connection,
@@ -86,9 +88,11 @@ pub(crate) struct Description {
     pub(crate) argv: Vec<String>,
     pub(crate) cwd: exec_server_protocol::PathUri,
     pub(crate) dialect: Dialect,
+    pub(crate) start_id: Option<String>,
 }
 
-/// Starts a process and answers; goes on even if the connection ends meanwhile.
+/// Starts a process and answers; goes on even if the connection ends meanwhile. A repeat of the
+/// request that started it starts nothing, and has the same answer.
 pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     connection: &Arc<Connection>,
     session: Arc<Session>,
@@ -98,12 +102,23 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     result: impl FnOnce(&Process) -> R + Send + 'static,
 ) {
     let server = connection.server.clone();
-    if let Err(error) = server.accepts_processes() {
-        return responder.send_error(error);
-    }
     let limit = server.config().max_processes_per_session;
-    if let Err(error) = session.reserve(&description.process_id, limit) {
-        return responder.send_error(error);
+    let id = &description.process_id;
+    match session.reserve(id, description.start_id.as_deref(), limit) {
+        Ok(Reserved::New) => {}
+        Ok(Reserved::Repeat) => {
+            let (id, of) = (id.clone(), Arc::clone(&session));
+            return session.with_process(&id.clone(), move |managed| match managed {
+                Some(managed) => responder.send(Ok(result(&managed.process))),
+                None => responder.send_error(of.failure(&id)),
+            });
+        }
+        Err(error) => return responder.send_error(error),
+    }
+    if let Err(error) = server.accepts_processes() {
+        session.note_failure(id, error.clone());
+        session.fill(id, None, || responder.send_error(error));
+        return;
     }
     let identity = &connection.identity;
     let policy = spec.sandbox.as_ref().map(policy_name);
@@ -115,6 +130,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             argv,
             cwd,
             dialect,
+            start_id,
         } = description;
         let outcome = server.executor().start(spec).await;
         record.started(&argv, &cwd, outcome.as_ref());
@@ -132,16 +148,21 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                     argv,
                     cwd,
                     dialect,
+                    start_id,
                 };
                 session.fill(&process_id, Some(parts), || responder.send(Ok(result)))
             }
-            Err(error) => session.fill(&process_id, None, || responder.send_error(error.into())),
+            Err(error) => {
+                let error = RpcError::from(error);
+                session.note_failure(&process_id, error.clone());
+                session.fill(&process_id, None, || responder.send_error(error))
+            }
         };
         if let Some(process) = orphan {
             process.terminate(End::Now);
             return;
         }
-        // Keeps the id until the log has been closed for a while.
+        // Keeps the id until the log has been closed for a while, in which somebody could read it.
         if let Some(managed) = session.process(&process_id) {
             let retention = server.config().closed_retention;
             record.exited(&managed.process).await;
@@ -149,7 +170,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                 .process
                 .wait_for(|log| log.close().map(|_| ()))
                 .await;
-            tokio::time::sleep(retention).await;
+            session.attended_for(retention).await;
             session.forget(&managed);
         }
     });

@@ -22,7 +22,10 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
     let driver = call.connection.driver();
     let opened = match &params.resume_session_id {
         None => server.open(driver, params.detach_grace_ms),
-        Some(id) => server.resume(id, driver, params.detach_grace_ms),
+        Some(id) => {
+            let key = params.resume_key.as_deref();
+            server.resume(id, driver, key, params.detach_grace_ms)
+        }
     };
     let (session, grace) = match opened {
         Ok(opened) => opened,
@@ -42,6 +45,7 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
         session_id: session.id.clone(),
         environment_info: Some(server.info().clone()),
         detach_grace_ms: Some(u64::try_from(grace).unwrap_or(u64::MAX)),
+        resume_key: call.connection.is_resumable().then(|| session.resume_key()),
     }));
     // After the answer, so that news of resumed processes does not come before it.
     session.follow_all();

@@ -1,0 +1,433 @@
+//! The connection of a session, whichever it is at the moment.
+//!
+//! Owns the handshake, the current connection and the task that replaces it when it is lost. What
+//! is to be done when is decided in `recovery`; what a new connection means for processes, files and
+//! watches is theirs to know: they look at the generation.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server_protocol::method::Empty;
+use exec_server_protocol::session::{
+    Initialize, InitializeParams, InitializeResponse, Initialized,
+};
+use exec_server_transport::Peer;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::caller::millis;
+use crate::dial::{Dial, Dialled};
+use crate::error::ExecServerError;
+use crate::options::ExecServerClientConnectOptions;
+use crate::recovery::{Recovery, Step, may_pass};
+use crate::route::{Dispatch, Routes};
+use crate::state::ConnectionState;
+
+/// One connection of a session; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    pub(crate) peer: Peer,
+    /// Counts the connections of the session, from 1.
+    pub(crate) generation: u64,
+    /// What the link needs; dropped after it.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection")
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Whichever connection the session has.
+#[derive(Debug)]
+pub(crate) struct Line {
+    current: watch::Sender<Current>,
+    /// For those who look on: without the connection, which must not outlive its client.
+    states: watch::Sender<ConnectionState>,
+    closed: watch::Sender<Option<Arc<str>>>,
+    /// A lost connection is replaced, if the server keeps the session.
+    recovers: bool,
+}
+
+#[derive(Debug)]
+enum Current {
+    Up(Connection),
+    /// Lost, after this generation.
+    Down(u64),
+    Failed(Arc<str>),
+}
+
+impl Line {
+    fn new(connection: Connection, recovers: bool) -> Self {
+        Self {
+            current: watch::Sender::new(Current::Up(connection)),
+            states: watch::Sender::new(ConnectionState::Connected),
+            closed: watch::Sender::new(None),
+            recovers,
+        }
+    }
+
+    pub(crate) fn states(&self) -> watch::Receiver<ConnectionState> {
+        self.states.subscribe()
+    }
+
+    /// Turns to the reason when there will be no more connections.
+    pub(crate) fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
+        self.closed.subscribe()
+    }
+
+    /// The generation of the last connection.
+    pub(crate) fn generation(&self) -> u64 {
+        match &*self.current.borrow() {
+            Current::Up(connection) => connection.generation,
+            Current::Down(generation) => *generation,
+            Current::Failed(_) => u64::MAX,
+        }
+    }
+
+    /// The connection, as soon as there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Closed`] when there will be none.
+    pub(crate) async fn ready(&self) -> Result<Connection, ExecServerError> {
+        self.after(0).await
+    }
+
+    /// The first connection after this generation, as soon as there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Closed`] when there will be none.
+    pub(crate) async fn after(&self, generation: u64) -> Result<Connection, ExecServerError> {
+        let settled = |current: &Current| match current {
+            Current::Up(connection) if connection.generation > generation => {
+                Some(Ok(connection.clone()))
+            }
+            Current::Up(_) | Current::Down(_) => None,
+            Current::Failed(reason) => Some(Err(ExecServerError::Closed(Arc::clone(reason)))),
+        };
+        if let Some(settled) = settled(&self.current.borrow()) {
+            return settled;
+        }
+        let mut current = self.current.subscribe();
+        let found = current.wait_for(|current| settled(current).is_some());
+        match found.await.map(|current| settled(&current)) {
+            Ok(Some(settled)) => settled,
+            // The sender is ours, and what was waited for has been seen.
+            Ok(None) | Err(_) => Err(ExecServerError::Closed("connection dropped".into())),
+        }
+    }
+
+    /// The connection of this generation, if it is still the current one.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Interrupted`] if it is not.
+    pub(crate) fn at(
+        &self,
+        generation: u64,
+        method: &'static str,
+    ) -> Result<Connection, ExecServerError> {
+        match &*self.current.borrow() {
+            Current::Up(connection) if connection.generation == generation => {
+                Ok(connection.clone())
+            }
+            Current::Failed(reason) => Err(ExecServerError::Closed(Arc::clone(reason))),
+            _ => Err(ExecServerError::Interrupted {
+                method,
+                reason: "the connection was replaced".into(),
+            }),
+        }
+    }
+
+    /// What to say of a request whose connection was lost before the answer.
+    pub(crate) fn interrupted(&self, method: &'static str, reason: Arc<str>) -> ExecServerError {
+        match self.recovers {
+            true => ExecServerError::Interrupted { method, reason },
+            false => ExecServerError::Closed(reason),
+        }
+    }
+
+    /// There will be no more connections; the first reason stays.
+    pub(crate) fn fail(&self, reason: &Arc<str>) {
+        let first = self.current.send_if_modified(|current| {
+            let first = !matches!(current, Current::Failed(_));
+            if first {
+                *current = Current::Failed(Arc::clone(reason));
+            }
+            first
+        });
+        if first {
+            self.closed.send_replace(Some(Arc::clone(reason)));
+            self.states
+                .send_replace(ConnectionState::Failed(Arc::clone(reason)));
+        }
+    }
+
+    /// Replaces the current connection, unless there will be no more of them.
+    fn replace(&self, next: Current, state: ConnectionState) -> Result<(), Arc<str>> {
+        let mut failed = None;
+        // Dropped after the lock is: a connection's end runs code of others.
+        let mut replaced = None;
+        self.current.send_if_modified(|current| {
+            if let Current::Failed(reason) = current {
+                failed = Some(Arc::clone(reason));
+                return false;
+            }
+            replaced = Some(std::mem::replace(current, next));
+            true
+        });
+        drop(replaced);
+        match failed {
+            Some(reason) => Err(reason),
+            None => {
+                self.states.send_replace(state);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// What identifies a session to its server.
+#[derive(Debug, Clone)]
+struct Identity {
+    session_id: String,
+    /// With it the session is ours even while the server believes in the old connection.
+    resume_key: Option<String>,
+}
+
+/// A session that was opened.
+pub(crate) struct Opened {
+    pub(crate) line: Arc<Line>,
+    pub(crate) answer: InitializeResponse,
+    /// Replaces connections; to be run until the client is gone.
+    pub(crate) keeper: Keeper,
+}
+
+/// Opens a session, or the one that the options name; `dial` is for later connections.
+pub(crate) async fn open(
+    dialled: Dialled,
+    dial: Option<Box<dyn Dial>>,
+    options: ExecServerClientConnectOptions,
+    routes: &Arc<Routes>,
+) -> Result<Opened, ExecServerError> {
+    let resumed = options
+        .resume_session_id
+        .clone()
+        .map(|session_id| Identity {
+            session_id,
+            resume_key: None,
+        });
+    let (connection, answer) = introduce(dialled, 1, resumed.as_ref(), &options, routes).await?;
+    let line = Arc::new(Line::new(connection.clone(), dial.is_some()));
+    let keeper = Keeper {
+        line: Arc::clone(&line),
+        routes: Arc::clone(routes),
+        dial,
+        identity: Identity {
+            session_id: answer.session_id.clone(),
+            resume_key: answer.resume_key.clone(),
+        },
+        recovery: Recovery::new(options.recovery, granted(&answer), now()),
+        options,
+        connection,
+    };
+    Ok(Opened {
+        line,
+        answer,
+        keeper,
+    })
+}
+
+/// The handshake on a new link.
+async fn introduce(
+    dialled: Dialled,
+    generation: u64,
+    resumed: Option<&Identity>,
+    options: &ExecServerClientConnectOptions,
+    routes: &Arc<Routes>,
+) -> Result<(Connection, InitializeResponse), ExecServerError> {
+    let Dialled { link, keep } = dialled;
+    let peer = Peer::new(link, options.keepalive, Dispatch(Arc::clone(routes)));
+    let params = InitializeParams {
+        client_name: options.client_name.clone(),
+        resume_session_id: resumed.map(|identity| identity.session_id.clone()),
+        resume_key: resumed.and_then(|identity| identity.resume_key.clone()),
+        detach_grace_ms: options.detach_grace.map(millis),
+    };
+    let introduction = async {
+        let answer = peer.call::<Initialize>(&params, None).await?;
+        peer.notify::<Initialized>(&Empty {}).await?;
+        Ok::<_, ExecServerError>(answer)
+    };
+    let answer = tokio::time::timeout(options.initialize_timeout, introduction)
+        .await
+        .map_err(|_| ExecServerError::InitializeTimedOut(options.initialize_timeout))??;
+    if let Some(identity) = resumed
+        && identity.session_id != answer.session_id
+    {
+        return Err(ExecServerError::Protocol {
+            method: "initialize",
+            reason: format!(
+                "asked for session {}, got {}",
+                identity.session_id, answer.session_id
+            ),
+        });
+    }
+    let connection = Connection {
+        peer,
+        generation,
+        _keep: keep.map(Arc::from),
+    };
+    Ok((connection, answer))
+}
+
+fn granted(answer: &InitializeResponse) -> Option<Duration> {
+    answer.detach_grace_ms.map(Duration::from_millis)
+}
+
+fn now() -> std::time::Instant {
+    Instant::now().into_std()
+}
+
+fn random() -> u64 {
+    uuid::Uuid::new_v4().as_u64_pair().1
+}
+
+/// Replaces lost connections of one session.
+pub(crate) struct Keeper {
+    line: Arc<Line>,
+    routes: Arc<Routes>,
+    dial: Option<Box<dyn Dial>>,
+    identity: Identity,
+    options: ExecServerClientConnectOptions,
+    recovery: Recovery,
+    connection: Connection,
+}
+
+impl Keeper {
+    /// Ends when the session is lost to this client; its task is ended with the client.
+    pub(crate) async fn run(mut self) {
+        loop {
+            let lost = ended(self.connection.peer.closed()).await;
+            let recovered = match self.down() {
+                Ok(()) => self.recover(&lost).await,
+                Err(reason) => Err(reason),
+            };
+            let up = recovered.and_then(|connection| {
+                self.connection = connection.clone();
+                self.line
+                    .replace(Current::Up(connection), ConnectionState::Connected)
+            });
+            if let Err(reason) = up {
+                self.line.fail(&reason);
+                // Whoever failed the line first has said why.
+                let reason = self.line.closed.borrow().clone().unwrap_or(reason);
+                return self.routes.close(reason);
+            }
+            self.routes.watches.missing_may_have_changed();
+        }
+    }
+
+    /// Lets go of the lost connection, so that the server notices its end too.
+    fn down(&self) -> Result<(), Arc<str>> {
+        if self.dial.is_none() || self.recovery.budget().is_zero() {
+            return Ok(());
+        }
+        let down = Current::Down(self.connection.generation);
+        self.line.replace(down, ConnectionState::Recovering)
+    }
+
+    /// Opens connections until one resumes the session.
+    async fn recover(&mut self, lost: &str) -> Result<Connection, Arc<str>> {
+        let Some(dial) = self.dial.take() else {
+            return Err(lost.into());
+        };
+        let generation = self.connection.generation + 1;
+        tracing::debug!(session = self.identity.session_id, lost, "recovering");
+        self.recovery.lost(now(), random());
+        let mut last: Option<ExecServerError> = None;
+        let outcome = loop {
+            let until = match self.recovery.poll(now()) {
+                Step::Wait(until) => {
+                    tokio::time::sleep_until(until.into()).await;
+                    continue;
+                }
+                Step::Try { until } => until,
+                Step::GiveUp => {
+                    let budget = self.recovery.budget();
+                    break Err(match last {
+                        Some(error) => format!(
+                            "{lost}; cannot resume the session within {budget:?}: {}",
+                            with_causes(&error)
+                        ),
+                        None if budget.is_zero() => {
+                            format!("{lost}; the session cannot be resumed")
+                        }
+                        None => format!("{lost}; cannot resume the session within {budget:?}"),
+                    });
+                }
+            };
+            let attempt = async {
+                let dialled = dial.dial().await?;
+                let identity = Some(&self.identity);
+                introduce(dialled, generation, identity, &self.options, &self.routes).await
+            };
+            match tokio::time::timeout_at(until.into(), attempt).await {
+                Ok(Ok((connection, answer))) => {
+                    if answer.resume_key.is_some() {
+                        self.identity.resume_key.clone_from(&answer.resume_key);
+                    }
+                    self.recovery.recovered(now(), granted(&answer));
+                    tracing::debug!(session = self.identity.session_id, generation, "resumed");
+                    break Ok(connection);
+                }
+                Ok(Err(error)) if may_pass(&error) => {
+                    tracing::debug!(%error, "cannot resume yet");
+                    last = Some(error);
+                }
+                Ok(Err(error)) => {
+                    break Err(format!(
+                        "{lost}; cannot resume the session: {}",
+                        with_causes(&error)
+                    ));
+                }
+                Err(_) => {}
+            }
+            self.recovery.failed(now(), random());
+        };
+        self.dial = Some(dial);
+        outcome.map_err(Arc::from)
+    }
+}
+
+/// Waits for a connection's end; why it ended.
+async fn ended(mut closed: watch::Receiver<Option<Arc<str>>>) -> Arc<str> {
+    let reason = match closed.wait_for(Option::is_some).await {
+        Ok(reason) => reason.clone(),
+        Err(_) => None,
+    };
+    reason.unwrap_or_else(|| "connection dropped".into())
+}
+
+/// An error with what caused it, in one line.
+fn with_causes(error: &ExecServerError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        let next = error.to_string();
+        // Errors that only pass another one on say the same.
+        if !text.ends_with(&next) {
+            text.push_str(": ");
+            text.push_str(&next);
+        }
+        cause = error.source();
+    }
+    text
+}

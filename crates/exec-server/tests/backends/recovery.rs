@@ -1,0 +1,846 @@
+//! Connections that are lost: cut anywhere, silent, refused, taken by somebody else.
+//!
+//! What a consumer sees is compared with what the process wrote: every byte once and in order, or a
+//! gap of exactly the missing size.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server::fs::{Access, Links, ReadStream, Watch, WriteMode, WriteStream, uri};
+use exec_server::protocol::process::{
+    Delivery, SignalName, SignalScope, StartParams, Stream, TerminateMode, WaitUntil, WriteStatus,
+};
+use exec_server::transport::keepalive::KeepaliveConfig;
+use exec_server::transport::{ConnectOptions, connect};
+use exec_server::{
+    ConnectionState, ConnectionStates, Dialled, ExecBackend as _, ExecProcessEvent,
+    ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig,
+    ExecServerError, ExecutorFileSystem as _, Listener, ProcessFailure,
+    RemoteExecServerConnectArgs, Server,
+};
+use exec_server_testkit::proxy::{Cutter, Proxy};
+use exec_server_testkit::server::Server as ServerProcess;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::process::Command;
+
+use crate::subjects::{command, exited, read_until, sh};
+
+/// Longer than anything here takes; hanging is a failure.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future)
+        .await
+        .expect("it hangs")
+}
+
+/// A server in this process, on a port of its own.
+async fn server() -> (Server, String) {
+    serve(ExecServerConfig::default()).await
+}
+
+async fn serve(config: ExecServerConfig) -> (Server, String) {
+    let listener = Listener::tcp("127.0.0.1:0".parse().unwrap(), false)
+        .await
+        .unwrap();
+    let url = listener.url().to_string();
+    let server = Server::new(config).unwrap();
+    tokio::spawn(listener.serve(server.clone()));
+    (server, url)
+}
+
+/// Options for links that are cut all the time.
+fn options() -> ExecServerClientConnectOptions {
+    let mut options = ExecServerClientConnectOptions::new("test");
+    options.recovery.first_pause = Duration::from_millis(2);
+    options.recovery.longest_pause = Duration::from_millis(20);
+    options.repair_delay = Duration::from_millis(20);
+    options
+}
+
+/// A client whose every link goes through a proxy.
+async fn through(proxy: &Proxy) -> ExecServerClient {
+    through_with(proxy, options()).await
+}
+
+async fn through_with(proxy: &Proxy, options: ExecServerClientConnectOptions) -> ExecServerClient {
+    let mut args = RemoteExecServerConnectArgs::new(proxy.url(), "test");
+    args.connect_timeout = Duration::from_secs(1);
+    args.options = options;
+    ExecServerClient::connect(args).await.unwrap()
+}
+
+/// Waits for a state.
+async fn becomes(states: &mut ConnectionStates, wanted: &ConnectionState) {
+    soon(async {
+        while let Some(state) = states.recv().await {
+            if state == *wanted {
+                return;
+            }
+        }
+        panic!("it never is {wanted}");
+    })
+    .await;
+}
+
+async fn fails(client: &ExecServerClient) -> Arc<str> {
+    let mut states = client.states();
+    soon(async {
+        while let Some(state) = states.recv().await {
+            if let ConnectionState::Failed(reason) = state {
+                return reason;
+            }
+        }
+        panic!("it never fails");
+    })
+    .await
+}
+
+/// What a consumer saw of one process.
+#[derive(Debug, Default)]
+struct Seen {
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    exit_code: Option<i32>,
+    closed: bool,
+    gaps: Vec<Option<u64>>,
+}
+
+/// Reads a process to its end, holding every number against the one before.
+async fn all(mut events: ExecProcessEvents) -> Seen {
+    let mut seen = Seen::default();
+    let mut last = 0;
+    while let Some(event) = soon(events.recv()).await {
+        match &event {
+            ExecProcessEvent::Output {
+                seq, stream, chunk, ..
+            } => {
+                assert_eq!(*seq, last + 1, "{event:?}");
+                match stream {
+                    Stream::Stderr => seen.stderr.extend_from_slice(chunk),
+                    _ => seen.stdout.extend_from_slice(chunk),
+                }
+            }
+            ExecProcessEvent::Exited { exit, .. } => {
+                assert_eq!(seen.exit_code.replace(exit.exit_code), None);
+            }
+            ExecProcessEvent::Closed { .. } => seen.closed = true,
+            ExecProcessEvent::Gap {
+                after_seq, bytes, ..
+            } => {
+                assert_eq!(*after_seq, last, "{event:?}");
+                seen.gaps.push(*bytes);
+            }
+            other => panic!("{other:?}"),
+        }
+        last = last.max(event.seq().unwrap());
+    }
+    seen
+}
+
+/// A client behind a cutter.
+async fn cuttable(url: &str, cutter: &Arc<Cutter>) -> ExecServerClient {
+    let (url, cutter) = (url.to_owned(), Arc::clone(cutter));
+    let dial = move || {
+        let (url, cutter) = (url.clone(), Arc::clone(&cutter));
+        async move {
+            let link = connect(&url, &ConnectOptions::default()).await?;
+            Ok::<_, ExecServerError>(Dialled::from(cutter.join(link)))
+        }
+    };
+    ExecServerClient::connect_with(dial, options())
+        .await
+        .unwrap()
+}
+
+/// One of everything: start, output, write, output of both streams, exit, close, terminate.
+async fn session(client: &ExecServerClient, delivery: Delivery) {
+    let script = "echo ready; read line; echo got $line; echo bad >&2; exit 7";
+    let params = StartParams {
+        pipe_stdin: true,
+        delivery: Some(delivery),
+        ..sh(script)
+    };
+    let process = soon(client.start(params)).await.unwrap().process;
+    let seen = tokio::spawn(all(process.events().unwrap()));
+    let written = soon(process.write(Bytes::from_static(b"it\n"))).await;
+    assert_eq!(written.unwrap(), WriteStatus::Accepted);
+    let seen = seen.await.unwrap();
+    assert_eq!(seen.stdout, b"ready\ngot it\n");
+    assert_eq!(seen.stderr, b"bad\n");
+    assert_eq!(seen.exit_code, Some(7));
+    assert!(seen.closed && seen.gaps.is_empty(), "{seen:?}");
+    let waited = soon(process.wait(WaitUntil::Closed, None)).await.unwrap();
+    assert_eq!(waited.exit_code, Some(7));
+    let ended = process.terminate(TerminateMode::Force, false);
+    assert!(!soon(ended).await.unwrap().running);
+}
+
+/// Cuts the same session after every one of its messages, and the resumed connection too.
+async fn cut_everywhere(delivery: Delivery, later: &[u64]) {
+    let (_server, url) = server().await;
+    let cutter = Cutter::new();
+    let client = cuttable(&url, &cutter).await;
+    let before = cutter.passed();
+    session(&client, delivery).await;
+    let messages = cutter.passed() - before;
+    assert!(messages > 8, "{messages}");
+    for count in 0..=messages {
+        cutter.disarm();
+        let client = cuttable(&url, &cutter).await;
+        cutter.arm(count, later);
+        session(&client, delivery).await;
+        drop(client);
+    }
+}
+
+#[tokio::test]
+async fn a_pushed_session_survives_a_cut_after_every_message() {
+    cut_everywhere(Delivery::Push, &[]).await;
+}
+
+#[tokio::test]
+async fn a_pulled_session_survives_a_cut_after_every_message() {
+    cut_everywhere(Delivery::Pull, &[]).await;
+}
+
+/// The second connection is lost before, in and after its handshake, the third a little later.
+#[tokio::test]
+async fn a_session_survives_cuts_of_its_recovery() {
+    for later in [&[0, 1][..], &[1, 2], &[2, 3], &[3, 5, 4]] {
+        cut_everywhere(Delivery::Push, later).await;
+    }
+}
+
+/// The numbers from 1, each in a line.
+fn lines(count: u64) -> Vec<u8> {
+    (1..=count)
+        .flat_map(|number| format!("{number}\n").into_bytes())
+        .collect()
+}
+
+/// Where a piece begins that can only be in one place.
+fn find(expected: &[u8], piece: &[u8]) -> usize {
+    let piece = &piece[..piece.len().min(64)];
+    let found = expected.windows(piece.len()).position(|at| at == piece);
+    found.expect("what comes after a gap was written after it")
+}
+
+/// Reads a process that writes `expected`; how much of it fell into gaps.
+async fn compare(mut events: ExecProcessEvents, expected: &[u8]) -> u64 {
+    let (mut at, mut lost) = (0, 0);
+    let mut unknown = false;
+    while let Some(event) = soon(events.recv()).await {
+        match event {
+            ExecProcessEvent::Output { chunk, .. } => {
+                if std::mem::take(&mut unknown) {
+                    let found = find(&expected[at..], &chunk);
+                    lost += found as u64;
+                    at += found;
+                }
+                let end = at + chunk.len();
+                assert!(expected[at..end] == chunk[..], "other bytes at {at}");
+                at = end;
+            }
+            ExecProcessEvent::Gap { bytes, .. } => {
+                let Some(bytes) = bytes else {
+                    unknown = true;
+                    continue;
+                };
+                at += usize::try_from(bytes).unwrap();
+                lost += bytes;
+            }
+            ExecProcessEvent::Exited { exit, .. } => assert_eq!(exit.exit_code, 0),
+            ExecProcessEvent::Closed { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(at, expected.len(), "all of it, or a gap of its size");
+    lost
+}
+
+/// Cuts a link and waits until there is another.
+async fn cut_and_resume(proxy: &Proxy, client: &ExecServerClient) {
+    let accepted = proxy.accepted();
+    proxy.cut();
+    soon(async {
+        // States come and go faster than they can be watched.
+        while proxy.accepted() == accepted || !client.state().is_connected() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await;
+}
+
+/// Two hundred cuts while one process floods, one writes slowly and one echoes what it is told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_hundred_cuts_under_load_lose_nothing_silently() {
+    const CUTS: u64 = 200;
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let flood = client
+        .start(command(&["seq", "1", "5000000"]))
+        .await
+        .unwrap();
+    let slow = "i=0; while [ $i -lt 500 ]; do i=$((i+1)); echo $i; sleep 0.005; done";
+    let slow = client.start(sh(slow)).await.unwrap();
+    let params = StartParams {
+        pipe_stdin: true,
+        ..command(&["cat"])
+    };
+    let echo = client.start(params).await.unwrap();
+    let flood_events = flood.process.events().unwrap();
+    let flooded = tokio::spawn(async move { compare(flood_events, &lines(5_000_000)).await });
+    let slow_events = slow.process.events().unwrap();
+    let slowly = tokio::spawn(async move { compare(slow_events, &lines(500)).await });
+    let echo_events = echo.process.events().unwrap();
+    let echoed = tokio::spawn(async move { compare(echo_events, &lines(2000)).await });
+    let typing = tokio::spawn({
+        let process = Arc::clone(&echo.process);
+        async move {
+            for number in 1..=2000 {
+                let line = Bytes::from(format!("{number}\n"));
+                let written = soon(process.write(line)).await;
+                assert_eq!(written.unwrap(), WriteStatus::Accepted);
+            }
+            assert_eq!(process.close_stdin().await.unwrap(), WriteStatus::Accepted);
+        }
+    });
+    for cut in 0..CUTS {
+        // Now and then some requests get through in between.
+        if cut % 4 == 0 {
+            let root = uri("/").unwrap();
+            let files = client.file_system();
+            let found = soon(files.metadata(&root, Access::default())).await;
+            assert!(found.unwrap().is_directory);
+        }
+        cut_and_resume(&proxy, &client).await;
+    }
+    assert!(proxy.accepted() > CUTS);
+    typing.await.unwrap();
+    assert_eq!(echoed.await.unwrap(), 0, "an echo that fits is kept");
+    assert_eq!(slowly.await.unwrap(), 0, "what fits is kept");
+    flooded.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_link_that_breaks_in_the_middle_of_messages_is_resumed() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    for bytes in (1..600).step_by(29) {
+        proxy.cut_after(bytes);
+        session(&client, Delivery::Push).await;
+    }
+    assert!(proxy.accepted() > 10);
+}
+
+#[tokio::test]
+async fn a_slow_link_is_no_lost_link() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    proxy.delay(Duration::from_millis(30));
+    let client = through(&proxy).await;
+    session(&client, Delivery::Push).await;
+    assert_eq!(proxy.accepted(), 1);
+}
+
+fn impatient() -> ExecServerClientConnectOptions {
+    let mut options = options();
+    options.keepalive = KeepaliveConfig {
+        interval: Duration::from_millis(100),
+        deadline: Duration::from_millis(400),
+    };
+    options
+}
+
+/// The server cannot know that the old connection is dead: the client has to say so.
+#[tokio::test]
+async fn a_silent_link_is_noticed_and_replaced() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through_with(&proxy, impatient()).await;
+    let process = client.start(sh("cat")).await.unwrap().process;
+    let slow = "i=0; while [ $i -lt 200 ]; do i=$((i+1)); echo $i; sleep 0.01; done";
+    let slow = client.start(sh(slow)).await.unwrap().process;
+    let mut states = client.states();
+    becomes(&mut states, &ConnectionState::Connected).await;
+    proxy.stall();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    becomes(&mut states, &ConnectionState::Connected).await;
+    assert_eq!(exited(&*process).await.exit_code, 0);
+    let lost = compare(slow.events().unwrap(), &lines(200)).await;
+    assert_eq!(lost, 0);
+}
+
+/// Nothing gets through for a while, not even a new connection.
+#[tokio::test]
+async fn a_network_that_stands_still_for_a_while_is_survived() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through_with(&proxy, impatient()).await;
+    let process = client.start(sh("echo before; sleep 1; exit 4")).await;
+    let process = process.unwrap().process;
+    let mut events = process.events().unwrap();
+    read_until(&mut events, "before").await;
+    let mut states = client.states();
+    proxy.stall_all();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    // More than one try is made in vain.
+    let accepted = proxy.accepted();
+    soon(async {
+        while proxy.accepted() < accepted + 2 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
+    proxy.release();
+    becomes(&mut states, &ConnectionState::Connected).await;
+    assert_eq!(exited(&*process).await.exit_code, 4);
+}
+
+#[tokio::test]
+async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (go, done) = (directory.path().join("go"), directory.path().join("done"));
+    let script = format!(
+        "while [ ! -e {} ]; do sleep 0.01; done; seq 1 1000000; echo end; touch {}",
+        go.display(),
+        done.display()
+    );
+    let process = client.start(sh(&script)).await.unwrap().process;
+    let events = process.events().unwrap();
+    // All of it is written while nobody is there.
+    proxy.refuse(true);
+    proxy.cut();
+    let mut states = client.states();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    std::fs::write(&go, "").unwrap();
+    soon(async {
+        while !done.exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await;
+    proxy.refuse(false);
+    let mut expected = lines(1_000_000);
+    expected.extend_from_slice(b"end\n");
+    let lost = compare(events, &expected).await;
+    assert!(lost > 0, "this is more than a server keeps");
+    assert_eq!(
+        process
+            .wait(WaitUntil::Closed, None)
+            .await
+            .unwrap()
+            .exit_code,
+        Some(0)
+    );
+}
+
+#[tokio::test]
+async fn a_process_that_ended_meanwhile_is_told_of() {
+    let config = ExecServerConfig {
+        closed_retention: Duration::from_secs(1),
+        ..ExecServerConfig::default()
+    };
+    let (_server, url) = serve(config).await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let go = directory.path().join("go");
+    let script = format!(
+        "while [ ! -e {} ]; do sleep 0.01; done; echo gone; exit 3",
+        go.display()
+    );
+    let process = client.start(sh(&script)).await.unwrap();
+    let mut states = client.states();
+    proxy.refuse(true);
+    proxy.cut();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    std::fs::write(&go, "").unwrap();
+    // Nothing tells when it has ended. If this is too short, the test only shows less.
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    proxy.refuse(false);
+    // It ended long before anybody could look, and was kept for those who come back.
+    let seen = all(process.process.events().unwrap()).await;
+    assert_eq!(
+        (&seen.stdout[..], seen.exit_code),
+        (&b"gone\n"[..], Some(3))
+    );
+}
+
+#[tokio::test]
+async fn a_restarted_server_is_a_clear_failure_and_a_new_session_works() {
+    let start = || ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server")));
+    let first = start().await;
+    let proxy = Proxy::start(first.url()).await;
+    let client = through(&proxy).await;
+    let process = client.start(sh("sleep 600")).await.unwrap().process;
+    let second = start().await;
+    proxy.lead_to(second.url());
+    // Before anybody could say farewell.
+    proxy.cut();
+    drop(first);
+    let reason = fails(&client).await;
+    assert!(reason.contains("unknown session id"), "{reason}");
+    assert!(matches!(client.state(), ConnectionState::Failed(_)));
+    let seen = soon(process.events().unwrap().recv()).await;
+    let failure = ProcessFailure::ConnectionClosed(Arc::clone(&reason));
+    assert_eq!(seen, Some(ExecProcessEvent::Failed(failure)));
+    let refused = client.start(sh("true")).await.unwrap_err();
+    assert!(matches!(refused, ExecServerError::Closed(_)), "{refused}");
+    session(&through(&proxy).await, Delivery::Push).await;
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_come_back_is_given_up_in_time() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let mut options = options();
+    options.recovery.budget = Some(Duration::from_millis(300));
+    let client = through_with(&proxy, options).await;
+    proxy.refuse(true);
+    proxy.cut();
+    let reason = fails(&client).await;
+    assert!(reason.contains("within 300ms"), "{reason}");
+    assert!(proxy.accepted() > 3, "{}", proxy.accepted());
+}
+
+/// While a session is driven, nobody else gets it; once it is not, the first who comes does.
+#[tokio::test]
+async fn a_session_belongs_to_one_client_at_a_time() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let mut patient = options();
+    patient.recovery.budget = Some(Duration::from_secs(2));
+    let first = through_with(&proxy, patient).await;
+    let other = |session: &str| {
+        let mut args = RemoteExecServerConnectArgs::new(&url, "other");
+        args.options.resume_session_id = Some(session.to_owned());
+        ExecServerClient::connect(args)
+    };
+    let busy = other(first.session_id()).await.unwrap_err();
+    assert_eq!(busy.code(), Some(-32010), "{busy}");
+
+    proxy.refuse(true);
+    proxy.cut();
+    let mut states = first.states();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    // Two race for it, and one of them wins.
+    let second = soon(async {
+        loop {
+            let (one, two) = tokio::join!(other(first.session_id()), other(first.session_id()));
+            match (one, two) {
+                (Ok(client), Err(error)) | (Err(error), Ok(client)) => {
+                    assert_eq!(error.code(), Some(-32010), "{error}");
+                    return client;
+                }
+                (Ok(_), Ok(_)) => panic!("both have it"),
+                // The server has not noticed the cut yet.
+                (Err(_), Err(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+            }
+        }
+    })
+    .await;
+    // Who lost it cannot take it back, whatever it knows.
+    proxy.refuse(false);
+    let reason = fails(&first).await;
+    assert!(reason.contains("already attached"), "{reason}");
+    session(&second, Delivery::Push).await;
+    assert_eq!(second.state(), ConnectionState::Connected);
+}
+
+#[tokio::test]
+async fn a_start_under_way_is_asked_about() {
+    let (_server, url) = server().await;
+    let cutter = Cutter::new();
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    // The request arrives and its answer does not; or not even the request arrives.
+    for passed in [1, 0] {
+        let client = cuttable(&url, &cutter).await;
+        cutter.arm(passed, &[]);
+        let script = format!("echo $$ >> {}; echo hello; sleep 600", log.display());
+        let started = soon(client.start(sh(&script))).await.unwrap();
+        assert!(started.sandbox_type.is_some(), "the whole answer is there");
+        let mut events = started.process.events().unwrap();
+        read_until(&mut events, "hello\n").await;
+        let ended = started.process.terminate(TerminateMode::Force, true);
+        assert_eq!(soon(ended).await.unwrap().gone, Some(true));
+    }
+    let starts = std::fs::read_to_string(&log).unwrap();
+    assert_eq!(starts.lines().count(), 2, "each was started once: {starts}");
+    let client = cuttable(&url, &cutter).await;
+    cutter.arm(1, &[]);
+    let refused = soon(client.start(command(&["/no/such/program"]))).await;
+    let refused = refused.unwrap_err().to_string();
+    assert!(refused.contains("`/no/such/program`"), "{refused}");
+}
+
+#[tokio::test]
+async fn what_cannot_be_done_twice_says_so() {
+    let (_server, url) = server().await;
+    let cutter = Cutter::new();
+    let client = cuttable(&url, &cutter).await;
+    let process = client.start(sh("sleep 600")).await.unwrap().process;
+    cutter.arm(1, &[]);
+    let sent = process.signal(SignalName::User1, SignalScope::Group);
+    let sent = soon(sent).await.unwrap_err();
+    assert!(
+        matches!(
+            sent,
+            ExecServerError::Interrupted {
+                method: "process/signal",
+                ..
+            }
+        ),
+        "{sent}"
+    );
+    // One that has not left yet is simply sent later.
+    let mut states = client.states();
+    becomes(&mut states, &ConnectionState::Connected).await;
+    cutter.arm(0, &[]);
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    soon(process.signal(SignalName::Terminate, SignalScope::Group))
+        .await
+        .unwrap();
+    let code = exited(&*process).await.exit_code;
+    assert!([138, 143].contains(&code), "{code}");
+}
+
+#[tokio::test]
+async fn files_are_read_and_written_across_cuts() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let files = client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("data");
+    let content: Vec<u8> = (0..20_000_000_u32).map(|at| (at % 251) as u8).collect();
+    std::fs::write(&path, &content).unwrap();
+    let path_uri = uri(&path).unwrap();
+
+    let mut reader = files
+        .open_read(&path_uri, ReadStream::default())
+        .await
+        .unwrap();
+    let mut read = Vec::new();
+    while let Some(chunk) = soon(reader.next_chunk()).await.unwrap() {
+        read.extend_from_slice(&chunk);
+        proxy.cut();
+    }
+    assert!(read == content, "{} bytes", read.len());
+    let cuts = proxy.accepted();
+    assert!(cuts > 3, "{cuts}");
+
+    for mode in [WriteMode::Replace, WriteMode::Update] {
+        let copy = directory.path().join("copy");
+        let stream = WriteStream {
+            mode,
+            ..WriteStream::default()
+        };
+        let mut writer = files
+            .open_write(&uri(&copy).unwrap(), stream)
+            .await
+            .unwrap();
+        for piece in content.chunks(3_000_000) {
+            soon(writer.write_all(piece)).await.unwrap();
+            proxy.cut();
+        }
+        soon(writer.commit()).await.unwrap();
+        assert!(std::fs::read(&copy).unwrap() == content, "{mode:?}");
+    }
+
+    // What was written aside is gone with its connection: nothing is put in place.
+    let target = directory.path().join("atomic");
+    let stream = WriteStream {
+        mode: WriteMode::Atomic,
+        ..WriteStream::default()
+    };
+    let mut writer = files
+        .open_write(&uri(&target).unwrap(), stream)
+        .await
+        .unwrap();
+    writer.write_all(b"half").await.unwrap();
+    writer.flush().await.unwrap();
+    let mut states = client.states();
+    becomes(&mut states, &ConnectionState::Connected).await;
+    proxy.cut();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    let failed = soon(writer.commit()).await.unwrap_err();
+    assert!(
+        matches!(failed, ExecServerError::Interrupted { .. }),
+        "{failed}"
+    );
+    assert!(!target.exists());
+}
+
+#[tokio::test]
+async fn a_file_that_is_another_one_by_now_is_not_read_on() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("data");
+    std::fs::write(&path, vec![b'a'; 30_000_000]).unwrap();
+    let files = client.file_system();
+    let mut reader = files
+        .open_read(&uri(&path).unwrap(), ReadStream::default())
+        .await
+        .unwrap();
+    soon(reader.next_chunk()).await.unwrap();
+    let other = directory.path().join("other");
+    std::fs::write(&other, vec![b'b'; 30_000_000]).unwrap();
+    std::fs::rename(&other, &path).unwrap();
+    proxy.cut();
+    let mut rest = Vec::new();
+    let failed = soon(reader.read_to_end(&mut rest)).await.unwrap_err();
+    assert!(failed.to_string().contains("another file"), "{failed}");
+    assert!(rest.iter().all(|&byte| byte == b'a'));
+    assert!(reader.next_chunk().await.is_err(), "it stays so");
+}
+
+#[tokio::test]
+async fn watches_go_on_and_say_that_something_may_be_missing() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let files = client.file_system();
+    let path = uri(directory.path()).unwrap();
+    let mut changes = files.watch(&path, Watch::default()).await.unwrap();
+    let missing = directory.path().join("missing");
+    let waiting = files.watch_missing(&[uri(&missing).unwrap()], None).await;
+    let waiting = waiting.unwrap().expect("it is missing");
+    std::fs::write(directory.path().join("one"), "").unwrap();
+    let batch = soon(changes.recv()).await.unwrap();
+    assert!(!batch.overflow && !batch.changes.is_empty(), "{batch:?}");
+    for round in 0..3 {
+        proxy.cut();
+        let mut batch = soon(changes.recv()).await.unwrap();
+        while !batch.overflow {
+            batch = soon(changes.recv()).await.unwrap();
+        }
+        let name = directory.path().join(format!("after {round}"));
+        std::fs::write(&name, "").unwrap();
+        let name = uri(&name).unwrap();
+        while !batch.changes.iter().any(|change| change.path == name) {
+            batch = soon(changes.recv()).await.unwrap();
+        }
+    }
+    // Nobody knows whether it came and went: whoever waits has to look.
+    soon(waiting.changed()).await.unwrap();
+    std::fs::remove_dir_all(directory.path()).unwrap();
+    proxy.cut();
+    soon(async { while changes.recv().await.is_some() {} }).await;
+}
+
+#[tokio::test]
+async fn requests_are_repeated_or_wait() {
+    let (_server, url) = server().await;
+    let cutter = Cutter::new();
+    let client = cuttable(&url, &cutter).await;
+    let files = client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let path = uri(directory.path().join("file")).unwrap();
+    let access = || Access {
+        links: Links::Follow,
+        ..Access::default()
+    };
+    for passed in 0..=2 {
+        cutter.arm(passed, &[]);
+        let data = Bytes::from(vec![b'x'; 100]);
+        soon(files.write_file(&path, data, Default::default()))
+            .await
+            .unwrap();
+        cutter.arm(passed, &[]);
+        let found = soon(files.metadata(&path, access())).await.unwrap();
+        assert_eq!(found.size, 100);
+        cutter.arm(passed, &[]);
+        assert_eq!(
+            soon(files.read_file(&path, access())).await.unwrap().len(),
+            100
+        );
+        cutter.arm(passed, &[]);
+        assert!(soon(client.list()).await.unwrap().is_empty());
+    }
+}
+
+#[tokio::test]
+async fn a_unix_socket_is_dialled_again_too() {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = Listener::unix(&directory.path().join("socket")).unwrap();
+    let url = listener.url().to_string();
+    let server = Server::new(ExecServerConfig::default()).unwrap();
+    tokio::spawn(listener.serve(server.clone()));
+    let cutter = Cutter::new();
+    let client = cuttable(&url, &cutter).await;
+    for count in 0..6 {
+        cutter.arm(count, &[]);
+        session(&client, Delivery::Push).await;
+    }
+}
+
+/// A program that is started for one client takes its sessions with it: there is nothing to resume.
+#[tokio::test]
+async fn a_server_of_ones_own_is_not_started_again() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command.args(["--listen", "stdio"]);
+    let client = ExecServerClient::connect_stdio(command, options())
+        .await
+        .unwrap();
+    let process = client
+        .start(sh("echo $PPID; sleep 600"))
+        .await
+        .unwrap()
+        .process;
+    let mut events = process.events().unwrap();
+    let server = read_until(&mut events, "\n").await;
+    let killed = Command::new("kill")
+        .args(["-9", server.trim()])
+        .status()
+        .await;
+    assert!(killed.unwrap().success());
+    let reason = fails(&client).await;
+    assert!(reason.contains("closed the connection"), "{reason}");
+    let refused = client.start(sh("true")).await.unwrap_err();
+    assert!(matches!(refused, ExecServerError::Closed(_)), "{refused}");
+}
+
+#[tokio::test]
+async fn run_survives_cuts() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let script = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo $i; sleep 0.01; done; exit 5";
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command
+        .args(["run", "--url", &proxy.url(), "--", "sh", "-c", script])
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::piped())
+        .stderr(std::process::Stdio::piped());
+    let mut running = command.spawn().unwrap();
+    let mut stdout = running.stdout.take().unwrap();
+    let mut written = vec![0; 2];
+    soon(stdout.read_exact(&mut written)).await.unwrap();
+    for _ in 0..5 {
+        let accepted = proxy.accepted();
+        proxy.cut();
+        soon(async {
+            while proxy.accepted() == accepted {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+    }
+    soon(stdout.read_to_end(&mut written)).await.unwrap();
+    let output = soon(running.wait_with_output()).await.unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{said}");
+    assert_eq!(written, lines(300), "{said}");
+    assert!(said.contains("session resumed"), "{said}");
+}

@@ -1,0 +1,322 @@
+//! Links that break on purpose.
+//!
+//! [`Proxy`] stands between a client and a server and knows nothing but bytes; [`Cutter`] stands
+//! between two links and knows messages.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use exec_server_transport::{Event, Incoming, Link, Outgoing};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+
+/// A proxy for bytes, which ends with it.
+#[derive(Debug)]
+pub struct Proxy {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    task: JoinHandle<()>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    target: Mutex<String>,
+    /// Counts the cuts; connections end when it changes.
+    cuts: watch::Sender<u64>,
+    /// Connections with a number below this carry nothing.
+    stalled: watch::Sender<u64>,
+    /// Microseconds that every piece is late.
+    delay: AtomicU64,
+    /// Bytes that still pass on the way to clients before the connection ends.
+    left: AtomicI64,
+    refuses: watch::Sender<bool>,
+    accepted: AtomicU64,
+}
+
+impl Proxy {
+    /// Listens on a free port for connections to a `ws://HOST:PORT` URL.
+    ///
+    /// # Panics
+    ///
+    /// If there is no port.
+    pub async fn start(url: &str) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("the address of a listener");
+        let shared = Arc::new(Shared {
+            target: Mutex::new(host(url)),
+            cuts: watch::Sender::new(0),
+            stalled: watch::Sender::new(0),
+            delay: AtomicU64::new(0),
+            left: AtomicI64::new(i64::MAX),
+            refuses: watch::Sender::new(false),
+            accepted: AtomicU64::new(0),
+        });
+        let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
+        Self {
+            address,
+            shared,
+            task,
+        }
+    }
+
+    /// Where clients reach it.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("ws://{}", self.address)
+    }
+
+    /// Sends later connections elsewhere.
+    pub fn lead_to(&self, url: &str) {
+        *self
+            .shared
+            .target
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = host(url);
+    }
+
+    /// Ends every connection, in the middle of whatever it carries.
+    pub fn cut(&self) {
+        self.shared.cuts.send_modify(|cuts| *cuts += 1);
+    }
+
+    /// Whether new connections end at once.
+    pub fn refuse(&self, refuses: bool) {
+        self.shared.refuses.send_replace(refuses);
+    }
+
+    /// Lets nothing through any more on the connections that there are: they stay open and silent.
+    pub fn stall(&self) {
+        let accepted = self.shared.accepted.load(Ordering::SeqCst);
+        self.shared.stalled.send_replace(accepted);
+    }
+
+    /// As [`Proxy::stall`], for later connections too.
+    pub fn stall_all(&self) {
+        self.shared.stalled.send_replace(u64::MAX);
+    }
+
+    /// Lets everything through again that was stalled.
+    pub fn release(&self) {
+        self.shared.stalled.send_replace(0);
+    }
+
+    /// Makes everything late.
+    pub fn delay(&self, delay: Duration) {
+        let micros = u64::try_from(delay.as_micros()).expect("a short delay");
+        self.shared.delay.store(micros, Ordering::SeqCst);
+    }
+
+    /// Ends all connections once so many bytes more have gone to clients, which may be anywhere in a
+    /// message.
+    pub fn cut_after(&self, bytes: i64) {
+        self.shared.left.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Connections so far.
+    #[must_use]
+    pub fn accepted(&self) -> u64 {
+        self.shared.accepted.load(Ordering::SeqCst)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.task.abort();
+        self.cut();
+    }
+}
+
+fn host(url: &str) -> String {
+    let rest = url.strip_prefix("ws://").expect("a ws:// URL");
+    rest.trim_end_matches('/').to_owned()
+}
+
+async fn accept(listener: TcpListener, shared: Arc<Shared>) {
+    while let Ok((client, _)) = listener.accept().await {
+        let number = shared.accepted.fetch_add(1, Ordering::SeqCst);
+        if *shared.refuses.borrow() {
+            continue;
+        }
+        let shared = Arc::clone(&shared);
+        // Ends with either side, or with the next cut.
+        tokio::spawn(async move {
+            let mut cuts = shared.cuts.subscribe();
+            let target = shared
+                .target
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone();
+            let carried = async {
+                let server = TcpStream::connect(target).await?;
+                client.set_nodelay(true)?;
+                server.set_nodelay(true)?;
+                let (mut from_client, mut to_client) = client.into_split();
+                let (mut from_server, mut to_server) = server.into_split();
+                tokio::select! {
+                    ended = pump(&shared, number, false, &mut from_client, &mut to_server) => ended,
+                    ended = pump(&shared, number, true, &mut from_server, &mut to_client) => ended,
+                }
+            };
+            tokio::select! {
+                _ = carried => {}
+                _ = cuts.changed() => {}
+            }
+        });
+    }
+}
+
+async fn pump(
+    shared: &Shared,
+    number: u64,
+    to_client: bool,
+    from: &mut (impl tokio::io::AsyncRead + Unpin),
+    to: &mut (impl tokio::io::AsyncWrite + Unpin),
+) -> std::io::Result<()> {
+    let mut stalled = shared.stalled.subscribe();
+    let mut buffer = vec![0; 16 * 1024];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        if read == 0 {
+            return Ok(());
+        }
+        let _ = stalled.wait_for(|stalled| number >= *stalled).await;
+        let delay = shared.delay.load(Ordering::SeqCst);
+        if delay > 0 {
+            tokio::time::sleep(Duration::from_micros(delay)).await;
+        }
+        let mut part = &buffer[..read];
+        let mut last = false;
+        if to_client {
+            let length = i64::try_from(read).unwrap_or(i64::MAX);
+            let left = shared.left.fetch_sub(length, Ordering::SeqCst);
+            if left < length {
+                part = &part[..usize::try_from(left).unwrap_or(0)];
+                last = true;
+            }
+        }
+        to.write_all(part).await?;
+        if last {
+            shared.left.store(i64::MAX, Ordering::SeqCst);
+            shared.cuts.send_modify(|cuts| *cuts += 1);
+            return Ok(());
+        }
+    }
+}
+
+/// Joins two links and cuts them off after so many messages, counted over both directions.
+#[derive(Debug, Default)]
+pub struct Cutter {
+    /// Messages that each of the next connections passes.
+    limits: Mutex<Vec<u64>>,
+    /// Messages that all connections have passed.
+    passed: AtomicU64,
+    /// What the present connection may still pass.
+    left: AtomicI64,
+    changed: Notify,
+}
+
+impl Cutter {
+    /// One that passes everything.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        let cutter = Self::default();
+        cutter.left.store(i64::MAX, Ordering::SeqCst);
+        Arc::new(cutter)
+    }
+
+    /// Lets the present connection pass `now` more messages and those after it as many as `later`
+    /// says; then everything passes again.
+    ///
+    /// # Panics
+    ///
+    /// If a limit is beyond all reason.
+    pub fn arm(&self, now: u64, later: &[u64]) {
+        let mut later = later.to_vec();
+        later.reverse();
+        *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = later;
+        let now = i64::try_from(now).expect("a reasonable number");
+        self.left.store(now, Ordering::SeqCst);
+        self.changed.notify_waiters();
+    }
+
+    /// Lets everything pass again.
+    pub fn disarm(&self) {
+        self.arm(i64::MAX.unsigned_abs(), &[]);
+    }
+
+    /// Messages that passed so far.
+    #[must_use]
+    pub fn passed(&self) -> u64 {
+        self.passed.load(Ordering::SeqCst)
+    }
+
+    /// The client's end of a link to `server` that this cuts.
+    #[must_use]
+    pub fn join(self: &Arc<Self>, server: Link) -> Link {
+        let limit = self
+            .limits
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop();
+        let limit = limit.and_then(|limit| i64::try_from(limit).ok());
+        self.left.store(limit.unwrap_or(i64::MAX), Ordering::SeqCst);
+        let (here, there) = Link::pair();
+        let cutter = Arc::clone(self);
+        // Ends with either link, or when the limit is reached.
+        tokio::spawn(async move {
+            let Link {
+                incoming: mut from_client,
+                outgoing: mut to_client,
+            } = there;
+            let Link {
+                incoming: mut from_server,
+                outgoing: mut to_server,
+            } = server;
+            tokio::select! {
+                () = cutter.spent() => {}
+                () = cutter.carry(&mut from_client, &mut to_server) => {}
+                () = cutter.carry(&mut from_server, &mut to_client) => {}
+            }
+        });
+        here
+    }
+
+    /// Waits until nothing more may pass.
+    async fn spent(&self) {
+        loop {
+            let changed = self.changed.notified();
+            if self.left.load(Ordering::SeqCst) <= 0 {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    async fn carry(&self, from: &mut Incoming, to: &mut Outgoing) {
+        loop {
+            match from.recv().await {
+                Ok(Some(Event::Message(text))) => {
+                    if self.left.fetch_sub(1, Ordering::SeqCst) <= 0 {
+                        return;
+                    }
+                    to.push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
+                }
+                // A websocket's own; the other side is a pipe. Pings go unanswered: the tests are
+                // shorter than any patience.
+                Ok(Some(_)) => continue,
+                Ok(None) | Err(_) => return,
+            }
+            if to.flush().await.is_err() {
+                return;
+            }
+            self.passed.fetch_add(1, Ordering::SeqCst);
+            if self.left.load(Ordering::SeqCst) <= 0 {
+                return self.changed.notify_waiters();
+            }
+        }
+    }
+}
