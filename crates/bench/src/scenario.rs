@@ -9,6 +9,7 @@
 //! three in a small virtual machine, and chance decides it; so a figure is only ever compared with
 //! one of the same placement, and a row shows each side in the placement that suits it better.
 
+mod agents;
 mod echo;
 mod files;
 mod handshake;
@@ -76,6 +77,8 @@ pub(crate) enum Name {
     Metrics,
     /// Spawns that are written down
     Audit,
+    /// Commands for models, directly and by MCP
+    Agents,
 }
 
 /// One of the servers that are compared.
@@ -140,6 +143,7 @@ impl Bench {
                 Name::Crowd => operate::crowd(self),
                 Name::Metrics => operate::metrics(self),
                 Name::Audit => operate::audit(self),
+                Name::Agents => agents::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

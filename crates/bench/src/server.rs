@@ -61,6 +61,21 @@ impl CommandLine {
         }
     }
 
+    /// The command with these arguments instead of serving, on pipes.
+    pub(crate) fn piped(&self, arguments: &[&str]) -> anyhow::Result<Child> {
+        let [program, own @ ..] = self.words.as_slice() else {
+            bail!("no command")
+        };
+        Command::new(program)
+            .args(own)
+            .args(arguments)
+            .envs(self.environment.iter().cloned())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start `{program}`"))
+    }
+
     /// What the command prints with these arguments instead of serving.
     pub(crate) fn output(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let [program, own @ ..] = self.words.as_slice() else {

@@ -173,9 +173,23 @@ pub async fn exec_in(
     limit: Duration,
 ) -> Run {
     home.configure(&config(model, sandbox_mode));
+    run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
+}
+
+/// As [`exec`], on this machine, with more in `config.toml`.
+///
+/// # Panics
+///
+/// As [`exec`].
+pub async fn exec_configured(home: &Home, model: &FakeModel, more: &str, limit: Duration) -> Run {
+    home.configure(&(config(model, "danger-full-access") + more));
+    run(home, model, &[], limit).await
+}
+
+async fn run(home: &Home, model: &FakeModel, variables: &[(&str, &str)], limit: Duration) -> Run {
     let mut command = home.command();
     command
-        .env("CODEX_EXEC_SERVER_URL", server_url)
+        .envs(variables.iter().copied())
         .args(["exec", "--json", "--skip-git-repo-check", "-C"])
         .arg(home.work())
         .arg("follow the script")
@@ -184,7 +198,7 @@ pub async fn exec_in(
     let output = match timeout(limit, command.output()).await {
         Ok(output) => output.unwrap_or_else(|error| panic!("cannot run {command:?}: {error}")),
         Err(_) => panic!(
-            "`codex exec` on {server_url} did not end within {limit:?}; the model was asked: {:#?}",
+            "`codex exec` with {variables:?} did not end within {limit:?}; the model was asked: {:#?}",
             model.inputs()
         ),
     };

@@ -37,9 +37,23 @@ pub struct Call {
     arguments: Value,
     /// The earlier call whose session id goes into `arguments`.
     session_of: Option<String>,
+    /// The MCP server whose tool it is.
+    server: Option<String>,
 }
 
 impl Call {
+    /// Calls a tool of the MCP server that the client's configuration calls `server`.
+    #[must_use]
+    pub fn mcp(id: &str, server: &str, tool: &'static str, arguments: Value) -> Self {
+        Self {
+            id: id.to_owned(),
+            name: tool,
+            arguments,
+            session_of: None,
+            server: Some(server.to_owned()),
+        }
+    }
+
     /// Runs `cmd` and hands back what there is after at most `yield_ms`.
     #[must_use]
     pub fn exec_command(id: &str, cmd: &str, yield_ms: u64) -> Self {
@@ -49,6 +63,7 @@ impl Call {
             name: "exec_command",
             arguments,
             session_of: None,
+            server: None,
         }
     }
 
@@ -64,6 +79,7 @@ impl Call {
             name: "write_stdin",
             arguments,
             session_of,
+            server: None,
         }
     }
 
@@ -88,12 +104,16 @@ impl Call {
             })?;
             arguments["session_id"] = session.into();
         }
-        Ok(json!({
+        let mut item = json!({
             "type": "function_call",
             "call_id": self.id,
             "name": self.name,
             "arguments": arguments.to_string(),
-        }))
+        });
+        if let Some(server) = &self.server {
+            item["namespace"] = format!("mcp__{server}").into();
+        }
+        Ok(item)
     }
 }
 

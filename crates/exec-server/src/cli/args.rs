@@ -110,6 +110,23 @@ is named on standard error, the rest goes on, and the exit code is 1.")]
 They are kept in `environments.toml`, in EXEC_SERVER_HOME or in ~/.config/exec-server."
     )]
     Env(EnvCommand),
+    /// Offer commands and files to a model, as an MCP server
+    #[cfg(feature = "mcp")]
+    #[command(after_help = "Examples:
+  exec-server mcp                                  this machine, on standard input and output
+  exec-server mcp --on build-box                   an environment
+  exec-server mcp --on local --with build-box      several; tools take an environment_id
+  exec-server mcp --http 127.0.0.1:4700            streamable HTTP
+
+How to configure clients is said in docs/agents.md.")]
+    Mcp(Box<McpArgs>),
+    /// Run an MCP server on another machine, as if it ran here
+    #[cfg(feature = "mcp")]
+    #[command(after_help = "Example:
+  exec-server mcp-proxy --on build-box --cwd /srv/app -- npx -y @acme/db-mcp
+
+Exit codes: that of the server, or 1 if it could not be talked to.")]
+    McpProxy(Box<McpProxyArgs>),
     /// Make, sign and read the tokens that a server asks for
     #[command(subcommand)]
     Token(TokenCommand),
@@ -645,6 +662,65 @@ pub(super) enum SandboxArg {
 pub(super) enum SwitchArg {
     On,
     Off,
+}
+
+/// Options of `mcp`.
+#[cfg(feature = "mcp")]
+#[derive(Debug, clap::Args)]
+pub(super) struct McpArgs {
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
+
+    /// Another environment, which tools name by its id; can be given several times
+    #[arg(long = "with", value_name = "ENV")]
+    pub(super) with: Vec<String>,
+
+    /// Where relative paths begin, on the machine where the tools work
+    #[arg(long, value_name = "DIR")]
+    pub(super) cwd: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) sandbox: SandboxArgs,
+
+    /// The tools to offer, separated by commas; all if not given
+    #[arg(long, value_name = "NAMES", value_delimiter = ',')]
+    #[arg(value_parser = PossibleValuesParser::new(exec_server_mcp::TOOLS))]
+    pub(super) tools: Option<Vec<String>>,
+
+    /// Serve streamable HTTP on this `IP:PORT` instead of standard input and output
+    #[arg(long, value_name = "IP:PORT")]
+    pub(super) http: Option<std::net::SocketAddr>,
+
+    /// A file with the token that HTTP clients must bring
+    #[arg(long, value_name = "FILE", requires = "http")]
+    pub(super) http_token_file: Option<PathBuf>,
+}
+
+/// Options of `mcp-proxy`.
+#[cfg(feature = "mcp")]
+#[derive(Debug, clap::Args)]
+pub(super) struct McpProxyArgs {
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
+
+    /// Working directory, on the machine where the server runs
+    #[arg(long, value_name = "DIR")]
+    pub(super) cwd: Option<PathBuf>,
+
+    /// Set an environment variable; without a value, pass on the one that is set here
+    #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
+    pub(super) env: Vec<String>,
+
+    /// A variable that it gets from the machine where it runs, beside harmless ones
+    #[arg(long, value_name = "NAME")]
+    pub(super) inherit: Vec<String>,
+
+    #[command(flatten)]
+    pub(super) sandbox: SandboxArgs,
+
+    /// The MCP server and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    pub(super) command: Vec<String>,
 }
 
 /// Options of `doctor`.

@@ -9,6 +9,8 @@ mod forward;
 mod fs;
 mod kill;
 mod log;
+#[cfg(feature = "mcp")]
+mod mcp;
 mod on;
 mod ps;
 mod registry;
@@ -52,6 +54,10 @@ pub fn main() -> ExitCode {
         Some(Command::Cp(args)) => fs::run_cp(&args),
         Some(Command::Env(command)) => env::run(&command),
         Some(Command::Forward(args)) => forward::run(*args),
+        #[cfg(feature = "mcp")]
+        Some(Command::Mcp(args)) => mcp::run(*args),
+        #[cfg(feature = "mcp")]
+        Some(Command::McpProxy(args)) => mcp::run_proxy(*args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Status(args)) => status::run(&args),

@@ -1,0 +1,337 @@
+//! `exec-server mcp` and `exec-server mcp-proxy`: tools for models, and MCP servers elsewhere.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::{Context as _, bail};
+use exec_server_client::executor::{Executor, ExecutorConfig, host};
+use exec_server_client::{BoxFuture, ExecBackend, ExecServerClient, LocalBackend, LocalFileSystem};
+use exec_server_executor::sys::guardian;
+use exec_server_mcp::http::HttpServer;
+use exec_server_mcp::stdio::StdioServer;
+use exec_server_mcp::{
+    Environment, EnvironmentError, Environments, McpOptions, McpServer, proxy, serve_stdio,
+};
+use exec_server_protocol::PathUri;
+use exec_server_transport::Secret;
+use tokio::io::AsyncWriteExt as _;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Mutex;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::Subscriber;
+
+use super::args::{McpArgs, McpProxyArgs, SandboxArgs};
+use super::on::{self, Place};
+use super::{runtime, sandbox, settings};
+
+/// What is logged if `EXEC_SERVER_LOG_FILTER` does not say.
+const LOG_FILTER: &str = "error,exec_server_mcp=info";
+
+/// What the usual place is called where nothing else names it.
+const DEFAULT_ID: &str = "default";
+
+pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
+    let mut places = vec![named_place(&args)?];
+    for id in &args.with {
+        places.push((id.clone(), on::named(id, &args.server)?));
+    }
+    if places.iter().any(|(_, place)| matches!(place, Place::Here)) {
+        // Before any thread starts: it ends what a sudden death would leave behind.
+        guardian::split().context("cannot start the guardian")?;
+    }
+    log_to_stderr()?;
+    let token = args.http_token_file.as_deref().map(token).transpose()?;
+    let runtime = runtime()?;
+    let served = runtime.block_on(async {
+        let environments = Places::new(places, args.cwd, args.sandbox);
+        // Whoever is asked for first should be there: a client learns of it at once.
+        let first = environments.ids().into_iter().next().unwrap_or_default();
+        environments.get(&first).await?;
+        let mut options = McpOptions::default();
+        options.tools = args.tools.map(|tools| tools.into_iter().collect());
+        let server = McpServer::new(Arc::new(environments), options);
+        tokio::select! {
+            served = serve(&server, args.http, token.as_ref()) => served?,
+            told = told_to_stop() => {
+                told?;
+                server.shutdown().await;
+            }
+        }
+        anyhow::Ok(())
+    });
+    // A thread may still wait for input; it must not keep us.
+    runtime.shutdown_background();
+    served?;
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn serve(
+    server: &McpServer,
+    http: Option<std::net::SocketAddr>,
+    token: Option<&Secret>,
+) -> anyhow::Result<()> {
+    let Some(address) = http else {
+        return serve_stdio(server.clone()).await.context("the client");
+    };
+    let listening = HttpServer::bind(server.clone(), address, token).await?;
+    super::print(format!("{}\n", listening.url()).as_bytes())?;
+    listening.serve().await;
+    Ok(())
+}
+
+async fn told_to_stop() -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        _ = hangup.recv() => {}
+    }
+    Ok(())
+}
+
+/// The place that `--on`, `--url` or the configuration means, and what to call it.
+fn named_place(args: &McpArgs) -> anyhow::Result<(String, Place)> {
+    let place = on::resolve(&args.server)?;
+    let id = match (&args.server.on, &place) {
+        (Some(id), _) => id.clone(),
+        (None, Place::Here) => exec_server_client::environment::LOCAL.to_owned(),
+        (None, Place::There(there)) if !there.name.contains("://") => there.name.clone(),
+        (None, Place::There(_)) => DEFAULT_ID.to_owned(),
+    };
+    Ok((id, place))
+}
+
+/// Standard output belongs to the protocol.
+fn log_to_stderr() -> anyhow::Result<()> {
+    let text = settings::variable("EXEC_SERVER_LOG_FILTER");
+    let text = text.as_deref().unwrap_or(LOG_FILTER);
+    let filter = EnvFilter::builder()
+        .parse(text)
+        .with_context(|| format!("EXEC_SERVER_LOG_FILTER is `{text}`"))?;
+    Subscriber::builder()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    Ok(())
+}
+
+fn token(path: &Path) -> anyhow::Result<Secret> {
+    let token = Secret::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    if token.expose().is_empty() {
+        bail!("{} holds no token", path.display());
+    }
+    Ok(token)
+}
+
+/// Environments that are connected to when they are first used.
+#[derive(Debug)]
+struct Places {
+    places: Vec<(String, Place, Mutex<Option<Connected>>)>,
+    cwd: Option<PathBuf>,
+    sandbox: SandboxArgs,
+}
+
+/// An environment, and how to know that it is gone.
+#[derive(Debug)]
+struct Connected {
+    environment: Arc<Environment>,
+    client: Option<ExecServerClient>,
+}
+
+impl Connected {
+    fn is_gone(&self) -> bool {
+        let client = self.client.as_ref();
+        client.is_some_and(|client| client.closed().borrow().is_some())
+    }
+}
+
+impl Places {
+    fn new(places: Vec<(String, Place)>, cwd: Option<PathBuf>, sandbox: SandboxArgs) -> Self {
+        let places = places
+            .into_iter()
+            .map(|(id, place)| (id, place, Mutex::new(None)))
+            .collect();
+        Self {
+            places,
+            cwd,
+            sandbox,
+        }
+    }
+}
+
+impl Environments for Places {
+    fn ids(&self) -> Vec<String> {
+        self.places.iter().map(|(id, ..)| id.clone()).collect()
+    }
+
+    fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>> {
+        Box::pin(async move {
+            let found = self.places.iter().find(|(known, ..)| known == id);
+            let Some((_, place, connected)) = found else {
+                return Err(EnvironmentError::Unknown {
+                    id: id.to_owned(),
+                    known: self.ids().join(", "),
+                });
+            };
+            let mut connected = connected.lock().await;
+            if let Some(connected) = connected.as_ref().filter(|one| !one.is_gone()) {
+                return Ok(Arc::clone(&connected.environment));
+            }
+            let fresh = connect(place, self.cwd.as_deref(), &self.sandbox).await;
+            let fresh = fresh.map_err(|error| EnvironmentError::Unreachable {
+                id: id.to_owned(),
+                message: format!("{error:#}"),
+            })?;
+            let environment = Arc::clone(&fresh.environment);
+            *connected = Some(fresh);
+            Ok(environment)
+        })
+    }
+}
+
+/// An environment at a place.
+async fn connect(
+    place: &Place,
+    cwd: Option<&Path>,
+    sandbox: &SandboxArgs,
+) -> anyhow::Result<Connected> {
+    match place {
+        Place::Here => {
+            let cwd = match cwd {
+                Some(cwd) => std::path::absolute(cwd)?,
+                None => std::env::current_dir().context("no working directory")?,
+            };
+            let (_, shell) = host::shell(host::account().as_ref());
+            let environment = Environment {
+                backend: Arc::new(local_backend()?),
+                files: Arc::new(LocalFileSystem::new()),
+                shell: shell.display().to_string(),
+                sandbox: sandbox::of(sandbox, &cwd)?,
+                cwd,
+            };
+            Ok(Connected {
+                environment: Arc::new(environment),
+                client: None,
+            })
+        }
+        Place::There(there) => {
+            let client = there.connect().await?;
+            let cwd = cwd_there(&client, cwd).await?;
+            let info = client.environment_info().await.ok();
+            let shell = info.map_or("/bin/sh", |info| info.shell.path.as_str());
+            let environment = Environment {
+                files: Arc::new(client.file_system()),
+                shell: shell.to_owned(),
+                sandbox: sandbox::of(sandbox, &cwd)?,
+                cwd,
+                backend: Arc::new(client.clone()),
+            };
+            Ok(Connected {
+                environment: Arc::new(environment),
+                client: Some(client),
+            })
+        }
+    }
+}
+
+fn local_backend() -> anyhow::Result<LocalBackend> {
+    let config = ExecutorConfig {
+        environment: settings::environment(),
+        ..ExecutorConfig::default()
+    };
+    Ok(LocalBackend::new(Executor::new(config)?))
+}
+
+/// The working directory on another machine.
+async fn cwd_there(client: &ExecServerClient, cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
+    match cwd {
+        Some(cwd) if cwd.is_absolute() => Ok(cwd.to_owned()),
+        Some(cwd) => bail!(
+            "--cwd must be an absolute path on the server, not `{}`",
+            cwd.display()
+        ),
+        None => {
+            let info = client.environment_info().await.ok();
+            let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
+            Ok(cwd.unwrap_or_else(|| PathBuf::from("/")))
+        }
+    }
+}
+
+pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
+    let place = on::resolve(&args.server)?;
+    if matches!(place, Place::Here) {
+        // Before any thread starts: it ends what a sudden death would leave behind.
+        guardian::split().context("cannot start the guardian")?;
+    }
+    log_to_stderr()?;
+    let runtime = runtime()?;
+    let outcome = runtime.block_on(carry(args, &place));
+    // A thread may still wait for input; it must not keep us.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn carry(args: McpProxyArgs, place: &Place) -> anyhow::Result<ExitCode> {
+    let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
+        Place::Here => {
+            let cwd = match &args.cwd {
+                Some(cwd) => std::path::absolute(cwd)?,
+                None => std::env::current_dir().context("no working directory")?,
+            };
+            (Arc::new(local_backend()?), cwd)
+        }
+        Place::There(there) => {
+            let client = there.connect().await?;
+            let cwd = cwd_there(&client, args.cwd.as_deref()).await?;
+            (Arc::new(client), cwd)
+        }
+    };
+    let server = StdioServer {
+        argv: args.command,
+        env: variables(&args.env)?,
+        inherit: args.inherit,
+        sandbox: sandbox::of(&args.sandbox, &cwd)?,
+        cwd: PathUri::from_native(&cwd)?,
+    };
+    let (input, mut output) = (tokio::io::stdin(), tokio::io::stdout());
+    let carrying = proxy::run(&*backend, server, input, &mut output);
+    let ended = tokio::select! {
+        ended = carrying => ended?,
+        told = told_to_stop() => {
+            told?;
+            None
+        }
+    };
+    output.flush().await?;
+    // What ends the server has been asked for by dropping it; give it a turn.
+    tokio::task::yield_now().await;
+    Ok(match ended {
+        Some(code) => ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)),
+        None => ExitCode::SUCCESS,
+    })
+}
+
+/// `NAME=VALUE`, or `NAME` for the value that is set here.
+fn variables(settings: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    let mut variables = BTreeMap::new();
+    for setting in settings {
+        let (name, value) = match setting.split_once('=') {
+            Some((name, value)) => (name, value.to_owned()),
+            None => match settings::variable(setting) {
+                Some(value) => (setting.as_str(), value),
+                None => bail!("--env {setting}: the variable is not set here"),
+            },
+        };
+        if name.is_empty() {
+            bail!("--env {setting}: the name is empty");
+        }
+        variables.insert(name.to_owned(), value);
+    }
+    Ok(variables)
+}

@@ -1,0 +1,185 @@
+//! Clients that cancel, go away, send garbage or ask for what is not there.
+
+use serde_json::{Value, json};
+
+use crate::client::{Client, program, runs, until};
+
+#[tokio::test]
+async fn garbage_is_survived() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    for line in [
+        "",
+        "garbage",
+        "{",
+        "[]",
+        "null",
+        "\u{0}\u{1}",
+        r#"{"jsonrpc":"2.0"}"#,
+        r#"{"jsonrpc":"2.0","id":900,"method":"no/such"}"#,
+        r#"{"jsonrpc":"2.0","method":"notifications/cancelled","params":{"requestId":12345}}"#,
+        r#"{"jsonrpc":"2.0","id":901,"result":{}}"#,
+    ] {
+        client.line(line).await;
+    }
+    let deep = "[".repeat(100_000);
+    client.line(&deep).await;
+    client.line(&"x".repeat(20_000_000)).await;
+    let done = client
+        .tool("exec_command", json!({"cmd": "echo still here"}))
+        .await;
+    assert_eq!(done["output"], "still here\n");
+}
+
+#[tokio::test]
+async fn what_is_not_there_is_refused() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    let unknown = json!({"name": "no_such_tool", "arguments": {}});
+    let error = client.refused("tools/call", unknown).await;
+    assert_eq!(error["code"], -32602, "{error}");
+    assert!(error["message"].as_str().unwrap().contains("no_such_tool"));
+    for arguments in [
+        json!({}),
+        json!({"cmd": 5}),
+        json!({"cmd": "true", "no_such": 1}),
+        json!({"cmd": "true", "yield_time_ms": -1}),
+    ] {
+        let params = json!({"name": "exec_command", "arguments": arguments});
+        let error = client.refused("tools/call", params).await;
+        assert_eq!(error["code"], -32602, "{error}");
+    }
+    assert_eq!(
+        client.refused("no/such/method", json!({})).await["code"],
+        -32601
+    );
+    client
+        .refused("resources/read", json!({"uri": "file:///etc/passwd"}))
+        .await;
+    // What a model can do something about is a result.
+    for (tool, arguments) in [
+        (
+            "exec_command",
+            json!({"cmd": "true", "workdir": "/no/such"}),
+        ),
+        ("exec_command", json!({"cmd": "true", "shell": "/no/such"})),
+        (
+            "exec_command",
+            json!({"cmd": "true", "environment_id": "nowhere"}),
+        ),
+        ("write_stdin", json!({"session_id": 1})),
+        ("kill", json!({"session_id": 1})),
+        ("read_output", json!({"session_id": 1})),
+        ("wait_for", json!({"session_id": 1})),
+        ("read_file", json!({"path": "/no/such"})),
+        ("search", json!({"pattern": "("})),
+    ] {
+        let said = client.fails(tool, arguments).await;
+        assert!(!said.is_empty(), "{tool}");
+    }
+}
+
+#[tokio::test]
+async fn yields_stay_within_their_bounds() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    let arguments = json!({"cmd": "exec sleep 600", "yield_time_ms": 0});
+    let first = client.tool("exec_command", arguments).await;
+    assert!(
+        first["wall_time_seconds"].as_f64().unwrap() >= 0.25,
+        "{first}"
+    );
+    let session = &first["session_id"];
+    let refused = json!({"session_id": session, "chars": "text"});
+    let refused = client.fails("write_stdin", refused).await;
+    assert!(refused.contains("stdin is closed"), "{refused}");
+    // Far too long, but the interrupt ends it at once.
+    let stop = json!({"session_id": session, "chars": "\u{3}", "yield_time_ms": u64::MAX});
+    let ended = client.tool("write_stdin", stop).await;
+    assert_eq!(ended["exit_code"], 130, "{ended}");
+}
+
+#[tokio::test]
+async fn cancelling_a_call_ends_its_command() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    // One that can be interrupted, and one that does not listen.
+    for (word, cmd) in [
+        ("7201", "exec sleep 7201"),
+        ("7202", "trap '' INT; sleep 7202; sleep 7202"),
+    ] {
+        let arguments = json!({"cmd": cmd, "yield_time_ms": 30_000});
+        let params = json!({"name": "exec_command", "arguments": arguments});
+        let id = client.send("tools/call", params).await;
+        until("the command runs", || runs(word)).await;
+        let cancel = json!({
+            "jsonrpc": "2.0", "method": "notifications/cancelled",
+            "params": {"requestId": id, "reason": "enough"},
+        });
+        client.line(&cancel.to_string()).await;
+        until("the command is gone", || !runs(word)).await;
+    }
+    let listed = client.tool("list_processes", json!({})).await;
+    assert_eq!(listed["processes"], json!([]), "{listed}");
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_takes_its_commands_with_it() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    let arguments = json!({"cmd": "setsid sleep 7301 & exec sleep 7301", "yield_time_ms": 250});
+    client.tool("exec_command", arguments).await;
+    // And one in the middle of a call.
+    let arguments = json!({"cmd": "exec sleep 7302", "yield_time_ms": 30_000});
+    let params = json!({"name": "exec_command", "arguments": arguments});
+    client.send("tools/call", params).await;
+    until("both run", || runs("7301") && runs("7302")).await;
+    client.hang_up();
+    let (status, _) = client.ended().await;
+    assert!(status.success(), "{status}");
+    until("both are gone", || !runs("7301") && !runs("7302")).await;
+}
+
+/// A client that says nothing, or goes before the handshake.
+#[tokio::test]
+async fn a_client_that_never_shakes_hands() {
+    let work = tempfile::tempdir().unwrap();
+    let mut command = program(work.path());
+    command.arg("mcp");
+    let mut client = Client::spawn(command);
+    client.hang_up();
+    let (status, stderr) = client.ended().await;
+    assert_eq!(status.code(), Some(1), "{stderr}");
+}
+
+#[tokio::test]
+async fn many_calls_at_once_are_answered_or_refused() {
+    let work = tempfile::tempdir().unwrap();
+    let mut client = Client::start(work.path(), &[]).await;
+    let mut ids = Vec::new();
+    for _ in 0..200 {
+        let arguments = json!({"cmd": "true"});
+        let params = json!({"name": "exec_command", "arguments": arguments});
+        ids.push(client.send("tools/call", params).await);
+    }
+    let mut done = 0;
+    for id in ids {
+        let answer = client.answer(id).await;
+        match answer.get("error") {
+            None => {
+                assert_eq!(
+                    answer["result"]["structuredContent"]["exit_code"], 0,
+                    "{answer}"
+                );
+                done += 1;
+            }
+            Some(error) => {
+                let message = error["message"].as_str().unwrap();
+                assert!(message.contains("limit of 64 calls"), "{message}");
+            }
+        }
+    }
+    assert!(done >= 64, "{done}");
+    let value: Value = client.tool("exec_command", json!({"cmd": "echo ok"})).await;
+    assert_eq!(value["output"], "ok\n");
+}

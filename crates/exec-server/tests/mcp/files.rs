@@ -1,0 +1,149 @@
+//! Tools about files.
+
+use serde_json::json;
+
+use crate::client::{Client, text};
+
+async fn started() -> (tempfile::TempDir, Client) {
+    let work = tempfile::tempdir().unwrap();
+    let client = Client::start(work.path(), &[]).await;
+    (work, client)
+}
+
+#[tokio::test]
+async fn files_are_written_and_read() {
+    let (work, mut client) = started().await;
+    let lines: String = (1..=5000).map(|line| format!("line {line}\n")).collect();
+    let arguments = json!({"path": "new/dir/a.txt", "content": lines});
+    let wrote = client.tool("write_file", arguments).await;
+    assert_eq!(wrote["bytes"], lines.len());
+    assert_eq!(
+        std::fs::read_to_string(work.path().join("new/dir/a.txt")).unwrap(),
+        lines
+    );
+    let arguments = json!({"path": "new/dir/a.txt", "offset": 100, "limit": 2});
+    let result = client.result("read_file", arguments).await;
+    let read = &result["structuredContent"];
+    assert_eq!(read["content"], "line 100\nline 101\n");
+    assert_eq!(
+        (&read["last_line"], &read["next_offset"]),
+        (&json!(101), &json!(102))
+    );
+    assert!(text(&result).ends_with("[more from line 102]\n"));
+    // Within a budget, from line to line to the end.
+    let (mut offset, mut all) = (json!(1), String::new());
+    while !offset.is_null() {
+        let arguments =
+            json!({"path": "new/dir/a.txt", "offset": offset, "max_output_tokens": 2500});
+        let read = client.tool("read_file", arguments).await;
+        let content = read["content"].as_str().unwrap();
+        assert!(content.len() <= 10_000);
+        all += content;
+        offset = read["next_offset"].clone();
+    }
+    assert_eq!(all, lines);
+    let script = json!({"path": "run.sh", "content": "#!/bin/sh\necho ran\n", "executable": true});
+    client.tool("write_file", script).await;
+    let ran = client
+        .tool("exec_command", json!({"cmd": "./run.sh"}))
+        .await;
+    assert_eq!(ran["output"], "ran\n");
+    let binary = work.path().join("binary");
+    std::fs::write(&binary, b"a\xff\nb").unwrap();
+    let read = client.tool("read_file", json!({"path": "binary"})).await;
+    assert_eq!(read["content"], "a\u{FFFD}\nb");
+}
+
+#[tokio::test]
+async fn files_are_edited() {
+    let (work, mut client) = started().await;
+    let path = |name: &str| work.path().join(name);
+    std::fs::write(path("a"), "one\ntwo\nthree\n").unwrap();
+    std::fs::write(path("b"), "gone\n").unwrap();
+    std::fs::write(path("c"), "moved\nkept\n").unwrap();
+    let patch = "*** Begin Patch\n*** Update File: a\n one\n-two\n+2\n*** Delete File: b\n\
+                 *** Update File: c\n*** Move to: sub/d\n-moved\n+changed\n\
+                 *** Add File: sub/e\n+new\n*** End Patch";
+    let done = client.tool("edit", json!({"patch": patch})).await;
+    assert_eq!(done["files"].as_array().unwrap().len(), 5, "{done}");
+    let content = |name: &str| std::fs::read_to_string(path(name)).ok();
+    assert_eq!(content("a").unwrap(), "one\n2\nthree\n");
+    assert_eq!((content("b"), content("c")), (None, None));
+    assert_eq!(content("sub/d").unwrap(), "changed\nkept\n");
+    assert_eq!(content("sub/e").unwrap(), "new\n");
+    let arguments = json!({"path": "a", "old_text": "three\n", "new_text": "3\n"});
+    client.tool("edit", arguments).await;
+    assert_eq!(content("a").unwrap(), "one\n2\n3\n");
+    // Nothing is touched when something does not fit.
+    let patch = "*** Begin Patch\n*** Update File: a\n-one\n+1\n*** Update File: sub/d\n-zzz\n\
+                 *** End Patch";
+    let said = client.fails("edit", json!({"patch": patch})).await;
+    assert!(said.contains("sub/d") && said.contains("zzz"), "{said}");
+    assert_eq!(content("a").unwrap(), "one\n2\n3\n");
+    client.fails("edit", json!({"patch": "no patch"})).await;
+    let both = json!({"patch": "x", "path": "a"});
+    let params = json!({"name": "edit", "arguments": both});
+    assert_eq!(client.refused("tools/call", params).await["code"], -32602);
+}
+
+#[tokio::test]
+async fn directories_are_listed_and_searched() {
+    let (work, mut client) = started().await;
+    for (name, content) in [
+        ("a.rs", "fn main() {}\n"),
+        ("sub/b.rs", "// hello\nfn other() {}\n// bye\n"),
+        ("sub/c.txt", "fn nothing\n"),
+    ] {
+        let path = work.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, content).unwrap();
+    }
+    let result = client.result("list_dir", json!({})).await;
+    assert_eq!(text(&result), "a.rs\nsub/\n");
+    let listed = client.tool("list_dir", json!({"depth": 2})).await;
+    let names: Vec<&str> = listed["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| entry["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["a.rs", "sub", "sub/b.rs", "sub/c.txt"]);
+    let listed = client.tool("list_dir", json!({"max_entries": 1})).await;
+    assert_eq!(listed["truncated"], true);
+    let arguments = json!({"pattern": "fn \\w+", "globs": ["*.rs"], "context_lines": 1});
+    let result = client.result("search", arguments).await;
+    let found = &result["structuredContent"];
+    assert_eq!(found["matches"].as_array().unwrap().len(), 2, "{found}");
+    let text = text(&result);
+    assert!(
+        text.contains("sub/b.rs-1- // hello\nsub/b.rs:2: fn other() {}\n"),
+        "{text}"
+    );
+    let none = client.tool("search", json!({"pattern": "absent"})).await;
+    assert_eq!(none["matches"], json!([]));
+}
+
+#[tokio::test]
+async fn a_change_is_waited_for() {
+    let (work, mut client) = started().await;
+    let params = json!({"name": "watch_once", "arguments": {"timeout_ms": 60_000}});
+    let id = client.send("tools/call", params).await;
+    // A watch begins some time after it was asked for; changes go on until it sees one.
+    let path = work.path().to_owned();
+    let writer = tokio::spawn(async move {
+        for number in 0.. {
+            std::fs::write(path.join(format!("f{number}")), "x").unwrap();
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+    });
+    let answer = client.answer(id).await;
+    writer.abort();
+    let changes = &answer["result"]["structuredContent"]["changes"];
+    assert!(
+        changes[0]["path"].as_str().unwrap().starts_with('f'),
+        "{answer}"
+    );
+    let arguments = json!({"path": "/etc", "recursive": false, "timeout_ms": 50});
+    let nothing = client.tool("watch_once", arguments).await;
+    assert_eq!(nothing["timed_out"], true);
+}

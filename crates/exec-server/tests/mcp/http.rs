@@ -1,0 +1,175 @@
+//! The server over HTTP.
+
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::TcpStream;
+use tokio::process::Child;
+use tokio::time::timeout;
+
+use crate::client::{LIMIT, program};
+
+/// A server and the address it listens on.
+struct Served {
+    _child: Child,
+    address: String,
+}
+
+async fn served(work: &Path, args: &[&str]) -> Served {
+    let mut command = program(work);
+    command.args(["mcp", "--http", "127.0.0.1:0"]).args(args);
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let url = timeout(LIMIT, lines.next_line())
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    let address = url
+        .strip_prefix("http://")
+        .unwrap()
+        .strip_suffix("/mcp")
+        .unwrap();
+    Served {
+        address: address.to_owned(),
+        _child: child,
+    }
+}
+
+/// Posts a message; the status, the session's id and the message that came back.
+async fn post(served: &Served, headers: &[(&str, &str)], message: &Value) -> (u16, String, Value) {
+    let body = message.to_string();
+    let mut request = format!(
+        "POST /mcp HTTP/1.1\r\nhost: {}\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         accept: application/json, text/event-stream\r\ncontent-length: {}\r\n",
+        served.address,
+        body.len()
+    );
+    for (name, value) in headers {
+        request += &format!("{name}: {value}\r\n");
+    }
+    request += "\r\n";
+    let mut stream = TcpStream::connect(&served.address).await.unwrap();
+    stream.write_all(request.as_bytes()).await.unwrap();
+    stream.write_all(body.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    // A stream of events may stay open; its first message is what we want.
+    let (head, message) = loop {
+        let read = timeout(LIMIT, stream.read_buf(&mut answer))
+            .await
+            .unwrap()
+            .unwrap();
+        let text = String::from_utf8_lossy(&answer);
+        let Some((head, rest)) = text.split_once("\r\n\r\n") else {
+            assert!(read > 0, "{text}");
+            continue;
+        };
+        let json = rest
+            .lines()
+            .map(|line| line.strip_prefix("data:").unwrap_or(line).trim())
+            .find_map(|line| {
+                serde_json::from_str::<Value>(line)
+                    .ok()
+                    .filter(Value::is_object)
+            });
+        if let Some(json) = json {
+            break (head.to_owned(), json);
+        }
+        if read == 0 {
+            break (head.to_owned(), Value::Null);
+        }
+    };
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    let session = head
+        .lines()
+        .find_map(|line| {
+            line.to_ascii_lowercase()
+                .strip_prefix("mcp-session-id: ")
+                .map(str::to_owned)
+        })
+        .unwrap_or_default();
+    (status, session, message)
+}
+
+fn initialize() -> Value {
+    json!({"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {
+        "protocolVersion": "2025-06-18", "capabilities": {},
+        "clientInfo": {"name": "test", "version": "1"},
+    }})
+}
+
+fn exec(cmd: &str) -> Value {
+    json!({"jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": {
+        "name": "exec_command", "arguments": {"cmd": cmd},
+    }})
+}
+
+/// Shakes hands and runs a command.
+async fn uses(served: &Served, headers: &[(&str, &str)]) -> Value {
+    let (status, session, answer) = post(served, headers, &initialize()).await;
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(
+        answer["result"]["serverInfo"]["name"], "exec-server",
+        "{answer}"
+    );
+    let mut headers = headers.to_vec();
+    headers.push(("mcp-session-id", &session));
+    headers.push(("mcp-protocol-version", "2025-06-18"));
+    let ready = json!({"jsonrpc": "2.0", "method": "notifications/initialized"});
+    let (status, ..) = post(served, &headers, &ready).await;
+    assert_eq!(status, 202);
+    let (status, _, answer) = post(served, &headers, &exec("echo over http")).await;
+    assert_eq!(status, 200, "{answer}");
+    answer
+}
+
+#[tokio::test]
+async fn programs_of_this_machine_need_no_token() {
+    let work = tempfile::tempdir().unwrap();
+    let served = served(work.path(), &[]).await;
+    let answer = uses(&served, &[]).await;
+    assert_eq!(
+        answer["result"]["structuredContent"]["output"],
+        "over http\n"
+    );
+    // Web pages do not count as such, nor does a name that only looks like us.
+    let page = [("origin", "https://example.com")];
+    assert_eq!(post(&served, &page, &initialize()).await.0, 403);
+    let page = [("origin", "http://127.0.0.1")];
+    assert_eq!(post(&served, &page, &initialize()).await.0, 403);
+}
+
+#[tokio::test]
+async fn a_token_is_asked_for() {
+    let work = tempfile::tempdir().unwrap();
+    let file = work.path().join("token");
+    std::fs::write(&file, "secret-token\n").unwrap();
+    let file = file.to_str().unwrap();
+    let served = served(work.path(), &["--http-token-file", file]).await;
+    for header in [
+        "",
+        "Bearer",
+        "Bearer wrong",
+        "Basic secret-token",
+        "secret-token",
+    ] {
+        let (status, ..) = post(&served, &[("authorization", header)], &initialize()).await;
+        assert_eq!(status, 401, "{header}");
+    }
+    assert_eq!(post(&served, &[], &initialize()).await.0, 401);
+    let answer = uses(&served, &[("authorization", "Bearer secret-token")]).await;
+    assert_eq!(answer["result"]["structuredContent"]["exit_code"], 0);
+}
+
+#[tokio::test]
+async fn others_need_a_token() {
+    let work = tempfile::tempdir().unwrap();
+    let mut command = program(work.path());
+    command.args(["mcp", "--http", "0.0.0.0:0"]);
+    let output = timeout(LIMIT, command.output()).await.unwrap().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("token"), "{stderr}");
+}

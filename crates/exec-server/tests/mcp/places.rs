@@ -1,0 +1,83 @@
+//! Other machines than this one, and several at once.
+
+use exec_server_testkit::server::Server;
+use serde_json::json;
+
+use crate::client::{Client, program};
+
+#[tokio::test]
+async fn tools_work_on_a_server() {
+    let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let server = Server::start(program(there.path())).await;
+    let mut client = Client::start(work.path(), &["--on", server.url()]).await;
+    // Relative paths begin where the server was started.
+    let written = json!({"path": "a", "content": "there"});
+    client.tool("write_file", written).await;
+    assert_eq!(
+        std::fs::read_to_string(there.path().join("a")).unwrap(),
+        "there"
+    );
+    let done = client
+        .tool("exec_command", json!({"cmd": "cat a; echo; exit 5"}))
+        .await;
+    assert_eq!(
+        (&done["output"], &done["exit_code"]),
+        (&json!("there\n"), &json!(5))
+    );
+}
+
+#[tokio::test]
+async fn several_environments_are_told_apart() {
+    let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let server = Server::start(program(there.path())).await;
+    let url = server.url().to_owned();
+    let mut client = Client::start(work.path(), &["--on", "local", "--with", &url]).await;
+    let listed = client.ok("tools/list", json!({})).await;
+    let properties = &listed["tools"][0]["inputSchema"]["properties"];
+    assert!(properties["environment_id"].is_object(), "{listed}");
+    for (id, dir) in [
+        (Some("local"), work.path()),
+        (Some(&*url), there.path()),
+        (None, work.path()),
+    ] {
+        let done = client
+            .tool(
+                "exec_command",
+                json!({"cmd": "pwd -P", "environment_id": id}),
+            )
+            .await;
+        let dir = dir.canonicalize().unwrap();
+        assert_eq!(done["output"], format!("{}\n", dir.display()), "{id:?}");
+    }
+    // A server that goes away is said to be gone; the others stay.
+    let arguments = json!({"cmd": "exec sleep 600", "yield_time_ms": 250, "environment_id": url});
+    let session = client.tool("exec_command", arguments).await["session_id"].clone();
+    let poll = json!({"session_id": session, "yield_time_ms": 60_000});
+    let params = json!({"name": "write_stdin", "arguments": poll});
+    let id = client.send("tools/call", params).await;
+    drop(server);
+    let lost = client.answer(id).await;
+    let failure = &lost["result"]["structuredContent"]["failure"];
+    assert!(failure.as_str().unwrap().contains("closed"), "{lost}");
+    let said = client
+        .fails(
+            "exec_command",
+            json!({"cmd": "true", "environment_id": url}),
+        )
+        .await;
+    assert!(said.contains(&url), "{said}");
+    let done = client
+        .tool("exec_command", json!({"cmd": "echo here"}))
+        .await;
+    assert_eq!(done["output"], "here\n");
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_is_an_error_of_the_start() {
+    let work = tempfile::tempdir().unwrap();
+    let mut command = program(work.path());
+    command.args(["mcp", "--on", "ws://127.0.0.1:1"]);
+    let (status, stderr) = Client::spawn(command).ended().await;
+    assert_eq!(status.code(), Some(1));
+    assert!(stderr.contains("ws://127.0.0.1:1"), "{stderr}");
+}

@@ -1,0 +1,237 @@
+//! What tools take. The comments are what a model reads.
+
+use std::collections::BTreeMap;
+
+use rmcp::schemars::{self, JsonSchema};
+use serde::Deserialize;
+
+/// A stream of a process.
+#[derive(Debug, Clone, Copy, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum StreamName {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+    /// The terminal.
+    Pty,
+}
+
+/// Run a command.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ExecCommand {
+    /// The command, for a shell.
+    pub(crate) cmd: String,
+    /// Where to run it; the working directory of the environment if not given.
+    pub(crate) workdir: Option<String>,
+    /// Give it a terminal, which also keeps its input open for write_stdin. Default false.
+    #[serde(default)]
+    pub(crate) tty: bool,
+    /// How long to wait for it, in milliseconds, 250 to 30000; 10000 if not given. A command that ends
+    /// earlier is answered at once; one that goes on has a session_id.
+    pub(crate) yield_time_ms: Option<u64>,
+    /// How many tokens of output to show; 10000 if not given. The middle is left out first.
+    pub(crate) max_output_tokens: Option<usize>,
+    /// The shell, as a path; the usual one of the environment if not given.
+    pub(crate) shell: Option<String>,
+    /// Let the shell read the user's profile first. Default false.
+    #[serde(default)]
+    pub(crate) login: bool,
+    /// Variables to set.
+    #[serde(default)]
+    pub(crate) env: BTreeMap<String, String>,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// Write to a running command, or wait for more of its output.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WriteStdin {
+    /// Which session.
+    pub(crate) session_id: u32,
+    /// What to write, with line ends; nothing to only wait for output, U+0003 alone to interrupt.
+    #[serde(default)]
+    pub(crate) chars: String,
+    /// How long to wait for output, in milliseconds; 250 to 30000 after writing, 5000 to 300000 when
+    /// only waiting.
+    pub(crate) yield_time_ms: Option<u64>,
+    /// How many tokens of output to show; 10000 if not given.
+    pub(crate) max_output_tokens: Option<usize>,
+}
+
+/// Read output of a command again, or from some place on.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ReadOutput {
+    /// Which session; one that has ended can be read for a while.
+    pub(crate) session_id: u32,
+    /// Where to go on: the cursor of an earlier answer. From the oldest output that is kept if not given.
+    #[serde(default)]
+    pub(crate) cursor: u64,
+    /// How long to wait if there is nothing yet, in milliseconds, at most 60000. Default 0.
+    #[serde(default)]
+    pub(crate) wait_ms: u64,
+    /// How many tokens of output to show; 10000 if not given.
+    pub(crate) max_output_tokens: Option<usize>,
+}
+
+/// End a command with everything it started.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Kill {
+    /// Which session.
+    pub(crate) session_id: u32,
+    /// At once, without a chance to clean up. Default false.
+    #[serde(default)]
+    pub(crate) force: bool,
+    /// How long it may take to clean up, in milliseconds; 2000 if not given, at most 30000.
+    pub(crate) grace_ms: Option<u64>,
+    /// How many tokens of its last output to show; 10000 if not given.
+    pub(crate) max_output_tokens: Option<usize>,
+}
+
+/// List commands.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ListProcesses {
+    /// Also those that have ended and can still be read. Default false.
+    #[serde(default)]
+    pub(crate) all: bool,
+}
+
+/// Wait until something happens to a command: whichever comes first of what is given.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WaitFor {
+    /// Which session.
+    pub(crate) session_id: u32,
+    /// Its output matches this regular expression.
+    pub(crate) regex: Option<String>,
+    /// Only look in this stream.
+    pub(crate) stream: Option<StreamName>,
+    /// It writes nothing for this many milliseconds.
+    pub(crate) quiet_ms: Option<u64>,
+    /// It listens on this TCP port; 0 for any.
+    pub(crate) port: Option<u16>,
+    /// It waits for input from its terminal. Default false.
+    #[serde(default)]
+    pub(crate) tty_read: bool,
+    /// Search output after this cursor only; all that is kept if not given.
+    #[serde(default)]
+    pub(crate) cursor: u64,
+    /// How long to wait, in milliseconds, at most 600000; 30000 if not given. Its end always ends the wait.
+    pub(crate) timeout_ms: Option<u64>,
+}
+
+/// Read a text file.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ReadFile {
+    /// Which file.
+    pub(crate) path: String,
+    /// The first line to show, from 1. Default 1.
+    pub(crate) offset: Option<u64>,
+    /// How many lines; as many as there is room for if not given.
+    pub(crate) limit: Option<u64>,
+    /// How many tokens to show; 10000 if not given.
+    pub(crate) max_output_tokens: Option<usize>,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// Write a whole file.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WriteFile {
+    /// Which file; it is replaced if it is there, and missing directories are made.
+    pub(crate) path: String,
+    /// Its whole content.
+    pub(crate) content: String,
+    /// Make it executable. Default false; one that is stays so.
+    #[serde(default)]
+    pub(crate) executable: bool,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// Change files: either a patch, or one text for another in one file.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Edit {
+    /// A patch from `*** Begin Patch` to `*** End Patch`, with sections `*** Add File: P` (lines
+    /// begin with +), `*** Delete File: P` and `*** Update File: P` (optionally `*** Move to: P`, then
+    /// hunks: optionally `@@ a line before`, then lines that begin with a blank, - or +).
+    pub(crate) patch: Option<String>,
+    /// Which file, without a patch.
+    pub(crate) path: Option<String>,
+    /// The text to replace, exactly as it is there. It must be there once.
+    pub(crate) old_text: Option<String>,
+    /// The text to have instead.
+    pub(crate) new_text: Option<String>,
+    /// Replace it wherever it is. Default false.
+    #[serde(default)]
+    pub(crate) replace_all: bool,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// List a directory.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ListDir {
+    /// Which directory; the working directory if not given.
+    pub(crate) path: Option<String>,
+    /// How deep, 1 to 16; 1 if not given. Hidden directories are not entered.
+    pub(crate) depth: Option<usize>,
+    /// How many entries at most; 1000 if not given.
+    pub(crate) max_entries: Option<usize>,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// Search for lines.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Search {
+    /// What a line must contain: a regular expression.
+    pub(crate) pattern: String,
+    /// Where: a directory or a file; the working directory if not given.
+    pub(crate) path: Option<String>,
+    /// Take the pattern as plain text. Default false.
+    #[serde(default)]
+    pub(crate) literal: bool,
+    /// Do not tell upper from lower case. Default false.
+    #[serde(default)]
+    pub(crate) ignore_case: bool,
+    /// Which files: `*.rs` to have them, `!target` not to.
+    #[serde(default)]
+    pub(crate) globs: Vec<String>,
+    /// Also hidden files and what .gitignore names. Default false.
+    #[serde(default)]
+    pub(crate) include_ignored: bool,
+    /// How many matching lines at most; 200 if not given.
+    pub(crate) max_matches: Option<usize>,
+    /// Lines to show around each. Default 0.
+    #[serde(default)]
+    pub(crate) context_lines: usize,
+    /// How many tokens to show; 10000 if not given.
+    pub(crate) max_output_tokens: Option<usize>,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}
+
+/// Wait until a file or something in a directory changes.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WatchOnce {
+    /// Which file or directory; the working directory if not given.
+    pub(crate) path: Option<String>,
+    /// With everything below. Default true.
+    pub(crate) recursive: Option<bool>,
+    /// How long to wait, in milliseconds, at most 600000; 30000 if not given.
+    pub(crate) timeout_ms: Option<u64>,
+    /// Which environment.
+    pub(crate) environment_id: Option<String>,
+}

@@ -1,0 +1,114 @@
+//! An MCP server elsewhere, as if it had been started here: its messages on standard input and
+//! output.
+
+use std::io;
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use exec_server_client::ExecBackend;
+use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncWrite, AsyncWriteExt as _, BufReader};
+use tokio::time::Instant;
+
+use crate::stdio::{self, MAX_LINE_BYTES, Sender, StdioError, StdioServer};
+
+/// How long a server may take to end when its client has.
+const END_GRACE: Duration = Duration::from_secs(5);
+
+/// Why a proxy has ended before its time.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProxyError {
+    /// The server's side.
+    #[error(transparent)]
+    Server(#[from] StdioError),
+    /// The client's side.
+    #[error("cannot talk to the client")]
+    Client(#[source] io::Error),
+    /// The client sends a line without an end in sight.
+    #[error("the client sent a line of more than {MAX_LINE_BYTES} bytes")]
+    LineTooLong,
+}
+
+/// Launches a server and carries messages until it ends or the client does.
+///
+/// The exit code of the server, if it ended by itself.
+///
+/// # Errors
+///
+/// When the server cannot be launched, or one side breaks the rules.
+pub async fn run(
+    backend: &dyn ExecBackend,
+    server: StdioServer,
+    input: impl AsyncRead + Unpin,
+    mut output: impl AsyncWrite + Unpin,
+) -> Result<Option<i32>, ProxyError> {
+    let (mut sender, mut receiver) = stdio::launch(backend, server).await?;
+    let forward = forward(input, &mut sender);
+    tokio::pin!(forward);
+    let mut client_ended = false;
+    // How long the server may go on without its client.
+    let patience = tokio::time::sleep(Duration::MAX);
+    tokio::pin!(patience);
+    loop {
+        tokio::select! {
+            outcome = &mut forward, if !client_ended => {
+                outcome?;
+                client_ended = true;
+                patience.as_mut().reset(Instant::now() + END_GRACE);
+            }
+            () = &mut patience, if client_ended => return Ok(None),
+            message = receiver.recv() => match message? {
+                Some(message) => deliver(&mut output, &message).await.map_err(ProxyError::Client)?,
+                None => return Ok(receiver.exit_code()),
+            },
+        }
+    }
+}
+
+/// Carries the client's lines to the server until there are no more.
+async fn forward(input: impl AsyncRead + Unpin, sender: &mut Sender) -> Result<(), ProxyError> {
+    let mut input = BufReader::new(input);
+    let mut line = BytesMut::new();
+    loop {
+        let available = input.fill_buf().await.map_err(ProxyError::Client)?;
+        if available.is_empty() {
+            break;
+        }
+        let newline = memchr::memchr(b'\n', available);
+        let piece = &available[..newline.unwrap_or(available.len())];
+        if line.len() + piece.len() > MAX_LINE_BYTES {
+            return Err(ProxyError::LineTooLong);
+        }
+        line.extend_from_slice(piece);
+        let used = piece.len() + usize::from(newline.is_some());
+        input.consume(used);
+        if newline.is_some() {
+            let whole = line.split().freeze();
+            send(sender, whole).await?;
+        }
+    }
+    let rest = line.split().freeze();
+    send(sender, rest).await?;
+    match sender.finish().await {
+        // It has ended already, which the other direction tells.
+        Err(StdioError::Closed) | Ok(()) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn send(sender: &mut Sender, line: Bytes) -> Result<(), ProxyError> {
+    if line.iter().all(u8::is_ascii_whitespace) {
+        return Ok(());
+    }
+    match sender.send(line).await {
+        // What the server still has to say is worth hearing.
+        Err(StdioError::Closed) | Ok(()) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+async fn deliver(output: &mut (impl AsyncWrite + Unpin), message: &[u8]) -> io::Result<()> {
+    output.write_all(message).await?;
+    output.write_all(b"\n").await?;
+    output.flush().await
+}

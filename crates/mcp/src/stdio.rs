@@ -1,0 +1,393 @@
+//! An MCP server of any make, as a process of an environment.
+//!
+//! Owns the way of a message there and back: one line each, a write at a time, output joined across
+//! chunks and cut at line ends, each line bounded. Its standard error goes to the log. Output that is
+//! missing ends the conversation: half a message must not be joined with half of another. Knows
+//! nothing of what the messages say, except that they are JSON.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use exec_server_client::{
+    ExecBackend, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerError,
+};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::process::{
+    EnvPolicy, Inherit, StartParams, Stream, TerminateMode, WriteStatus,
+};
+use exec_server_protocol::sandbox::Sandbox;
+
+/// The longest message that a server may send.
+pub const MAX_LINE_BYTES: usize = 8 << 20;
+
+/// The longest line that a server may log.
+pub const MAX_LOG_LINE_BYTES: usize = 1 << 20;
+
+/// What to launch.
+#[derive(Debug, Clone)]
+pub struct StdioServer {
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Working directory; a server is never launched just anywhere.
+    pub cwd: PathUri,
+    /// Variables for it.
+    pub env: BTreeMap<String, String>,
+    /// Names of variables that it gets from the environment where it runs, beside harmless ones.
+    pub inherit: Vec<String>,
+    /// The policy that it runs under.
+    pub sandbox: Option<Sandbox>,
+}
+
+/// Variables that every server gets from the environment where it runs.
+const USUAL: &[&str] = &[
+    "HOME", "LOGNAME", "PATH", "SHELL", "USER", "LANG", "LC_ALL", "TERM", "TMPDIR", "TZ",
+];
+
+impl StdioServer {
+    fn params(self) -> StartParams {
+        let (inherit, include_only) = match self.inherit.is_empty() {
+            true => (Inherit::Core, Vec::new()),
+            false => {
+                let usual = USUAL.iter().map(|&name| name.to_owned());
+                (Inherit::All, usual.chain(self.inherit).collect())
+            }
+        };
+        StartParams {
+            process_id: format!("mcp-stdio-{}", uuid::Uuid::new_v4()),
+            argv: self.argv,
+            cwd: self.cwd,
+            env: self.env,
+            env_policy: Some(EnvPolicy {
+                inherit,
+                ignore_default_excludes: true,
+                exclude: Vec::new(),
+                set: BTreeMap::new(),
+                include_only,
+            }),
+            pipe_stdin: true,
+            sandbox: self.sandbox,
+            ..StartParams::default()
+        }
+    }
+}
+
+/// Why a conversation has ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StdioError {
+    /// It cannot be launched, or not reached any more.
+    #[error(transparent)]
+    Backend(#[from] ExecServerError),
+    /// A line without an end in sight.
+    #[error("the server sent a line of more than {max} bytes on {stream}")]
+    LineTooLong {
+        /// How long a line may be.
+        max: usize,
+        /// Where it was sent.
+        stream: &'static str,
+    },
+    /// Output is missing.
+    #[error("output of the server is missing after number {after_seq}")]
+    Gap {
+        /// The last number before it.
+        after_seq: u64,
+    },
+    /// It does not take messages any more.
+    #[error("the server has closed its input")]
+    Closed,
+    /// A message that would be several.
+    #[error("a message must not contain a line end")]
+    NotOneLine,
+}
+
+/// A conversation with a server; dropping both halves ends it.
+pub async fn launch(
+    backend: &dyn ExecBackend,
+    server: StdioServer,
+) -> Result<(Sender, Receiver), StdioError> {
+    let name = server.argv.first().cloned().unwrap_or_default();
+    let process = backend.start(server.params()).await?.process;
+    let guard = Arc::new(Guard(process));
+    let events = guard.0.events()?;
+    let sender = Sender {
+        process: Arc::clone(&guard),
+    };
+    let receiver = Receiver {
+        name,
+        process: guard,
+        events,
+        stdout: LineBuffer::new(MAX_LINE_BYTES),
+        stderr: LineBuffer::new(MAX_LOG_LINE_BYTES),
+        exit_code: None,
+        ended: false,
+    };
+    Ok((sender, receiver))
+}
+
+/// Ends the process with whoever holds it last.
+#[derive(Debug)]
+struct Guard(Arc<dyn ExecProcess>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+            return;
+        };
+        let process = Arc::clone(&self.0);
+        // Ends with its one request.
+        runtime.spawn(async move {
+            if let Err(error) = process.terminate(TerminateMode::Force, false).await {
+                tracing::debug!(%error, "cannot end an MCP server");
+            }
+        });
+    }
+}
+
+/// The way there.
+#[derive(Debug)]
+pub struct Sender {
+    process: Arc<Guard>,
+}
+
+impl Sender {
+    /// Sends one message; waits until the server has taken the one before.
+    ///
+    /// # Errors
+    ///
+    /// When the message is more than one line, or the server takes no more.
+    pub async fn send(&mut self, message: Bytes) -> Result<(), StdioError> {
+        if message.contains(&b'\n') {
+            return Err(StdioError::NotOneLine);
+        }
+        let mut line = BytesMut::with_capacity(message.len() + 1);
+        line.extend_from_slice(&message);
+        line.extend_from_slice(b"\n");
+        match self.process.0.write(line.freeze()).await? {
+            WriteStatus::Accepted => Ok(()),
+            _ => Err(StdioError::Closed),
+        }
+    }
+
+    /// Tells the server that no more will come; well-behaved ones end then.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be told.
+    pub async fn finish(&mut self) -> Result<(), StdioError> {
+        self.process.0.close_stdin().await?;
+        Ok(())
+    }
+}
+
+/// The way back.
+#[derive(Debug)]
+pub struct Receiver {
+    name: String,
+    process: Arc<Guard>,
+    events: ExecProcessEvents,
+    stdout: LineBuffer,
+    stderr: LineBuffer,
+    exit_code: Option<i32>,
+    ended: bool,
+}
+
+impl Receiver {
+    /// The next message, or nothing when the server has ended and all it wrote has come.
+    ///
+    /// Lines that are no JSON are logged and left out. Cancel safe.
+    ///
+    /// # Errors
+    ///
+    /// When a line is too long, output is missing, or the server cannot be followed any longer; the
+    /// conversation has ended then.
+    pub async fn recv(&mut self) -> Result<Option<Bytes>, StdioError> {
+        loop {
+            while let Some(line) = self.stdout.next_line() {
+                if let Some(message) = self.message(line) {
+                    return Ok(Some(message));
+                }
+            }
+            if self.ended {
+                // The last message may lack its line end.
+                let rest = self.stdout.finish();
+                return Ok(rest.and_then(|line| self.message(line)));
+            }
+            let Some(event) = self.events.recv().await else {
+                self.ended = true;
+                continue;
+            };
+            if let Err(error) = self.take(event) {
+                self.ended = true;
+                self.stdout = LineBuffer::new(MAX_LINE_BYTES);
+                return Err(error);
+            }
+        }
+    }
+
+    /// How the server ended, once that is known.
+    pub fn exit_code(&self) -> Option<i32> {
+        self.exit_code
+    }
+
+    /// The id of its process.
+    pub fn process_id(&self) -> &str {
+        self.process.0.process_id()
+    }
+
+    fn take(&mut self, event: ExecProcessEvent) -> Result<(), StdioError> {
+        match event {
+            ExecProcessEvent::Output { stream, chunk, .. } => {
+                let is_log = stream == Stream::Stderr;
+                let lines = if is_log {
+                    &mut self.stderr
+                } else {
+                    &mut self.stdout
+                };
+                lines.push(&chunk).map_err(|max| StdioError::LineTooLong {
+                    max,
+                    stream: stream.name(),
+                })?;
+                while is_log && let Some(line) = self.stderr.next_line() {
+                    self.log(&line);
+                }
+            }
+            ExecProcessEvent::Exited { exit, .. } => self.exit_code = Some(exit.exit_code),
+            ExecProcessEvent::Closed { .. } => {
+                self.ended = true;
+                if let Some(line) = self.stderr.finish() {
+                    self.log(&line);
+                }
+            }
+            ExecProcessEvent::Gap { after_seq, .. } => return Err(StdioError::Gap { after_seq }),
+            ExecProcessEvent::Failed(failure) => {
+                return Err(StdioError::Backend(failure.into()));
+            }
+            // Events that are yet to be invented are no output.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn log(&self, line: &[u8]) {
+        let text = String::from_utf8_lossy(line);
+        tracing::info!(server = self.name, "{text}");
+    }
+
+    /// The line if it is JSON.
+    fn message(&self, line: Bytes) -> Option<Bytes> {
+        if line.is_empty() {
+            return None;
+        }
+        if let Err(error) = serde_json::from_slice::<serde::de::IgnoredAny>(&line) {
+            let server = &self.name;
+            let start = String::from_utf8_lossy(&line[..line.len().min(200)]).into_owned();
+            tracing::warn!(server, %error, start, "a line of an MCP server is no message");
+            return None;
+        }
+        Some(line)
+    }
+}
+
+/// Joins chunks and cuts them at line ends.
+#[derive(Debug)]
+struct LineBuffer {
+    bytes: BytesMut,
+    /// Up to here there is no line end.
+    searched: usize,
+    max: usize,
+}
+
+impl LineBuffer {
+    fn new(max: usize) -> Self {
+        Self {
+            bytes: BytesMut::new(),
+            searched: 0,
+            max,
+        }
+    }
+
+    /// Adds output. `Err` with the bound when the line that is coming exceeds it.
+    fn push(&mut self, chunk: &[u8]) -> Result<(), usize> {
+        // Lines are taken out before more is pushed, so all but the last of it is one line.
+        let tail = match memchr::memchr(b'\n', chunk) {
+            Some(at) => at,
+            None => chunk.len(),
+        };
+        if self.bytes.len() + tail > self.max {
+            return Err(self.max);
+        }
+        self.bytes.extend_from_slice(chunk);
+        Ok(())
+    }
+
+    /// The next whole line, without its end.
+    fn next_line(&mut self) -> Option<Bytes> {
+        let found = memchr::memchr(b'\n', &self.bytes[self.searched..]);
+        let Some(at) = found.map(|at| self.searched + at) else {
+            self.searched = self.bytes.len();
+            return None;
+        };
+        self.searched = 0;
+        let line = self.bytes.split_to(at).freeze();
+        self.bytes.advance(1);
+        Some(without_return(line))
+    }
+
+    /// What is left at the end.
+    fn finish(&mut self) -> Option<Bytes> {
+        self.searched = 0;
+        let rest = self.bytes.split().freeze();
+        (!rest.is_empty()).then(|| without_return(rest))
+    }
+}
+
+fn without_return(line: Bytes) -> Bytes {
+    match line.strip_suffix(b"\r") {
+        Some(plain) => line.slice(..plain.len()),
+        None => line,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn lines_are_bounded() {
+        let mut lines = LineBuffer::new(4);
+        assert_eq!(lines.push(b"abcd"), Ok(()));
+        assert_eq!(lines.next_line(), None);
+        assert_eq!(lines.push(b"\nx"), Ok(()));
+        assert_eq!(lines.next_line().unwrap(), "abcd");
+        assert_eq!(lines.push(b"yzuv"), Err(4));
+        let mut lines = LineBuffer::new(4);
+        assert_eq!(lines.push(b"ab\r\n\ncd"), Ok(()));
+        assert_eq!(lines.next_line().unwrap(), "ab");
+        assert_eq!(lines.next_line().unwrap(), "");
+        assert_eq!(lines.next_line(), None);
+        assert_eq!(lines.finish().unwrap(), "cd");
+        assert_eq!(lines.finish(), None);
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_make_no_difference(text in "[ab\r\n]{0,60}", cut in 1usize..9) {
+            let mut lines = LineBuffer::new(100);
+            let mut found = Vec::new();
+            for chunk in text.as_bytes().chunks(cut) {
+                lines.push(chunk).unwrap();
+                while let Some(line) = lines.next_line() {
+                    found.push(line);
+                }
+            }
+            found.extend(lines.finish());
+            let expected: Vec<&str> = text.split_terminator('\n')
+                .map(|line| line.strip_suffix('\r').unwrap_or(line)).collect();
+            // A last line of nothing but a return is one, as it is for `split_terminator`.
+            prop_assert_eq!(found, expected);
+        }
+    }
+}

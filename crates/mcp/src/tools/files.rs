@@ -1,0 +1,640 @@
+//! Files: `read_file`, `write_file`, `edit`, `list_dir`, `search`, `watch_once`.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_client::ExecServerError;
+use exec_server_client::fs::{
+    Access, CreateDirectory, ReadDirectory, ReadStream, Remove, Search as SearchOptions, Walk,
+    Watch, WriteOptions,
+};
+use exec_server_client::unified::BYTES_PER_TOKEN;
+use exec_server_protocol::fs::{ChangeKind, WalkKind};
+use exec_server_protocol::{PathUri, codes};
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+
+use super::commands::WAITS;
+use super::{Answer, Outcome, ToolError, budget, cancellable, fitted};
+use crate::environment::Environment;
+use crate::params::{Edit, ListDir, ReadFile, Search, WatchOnce, WriteFile};
+use crate::patch::{self, Change};
+use crate::server::Call;
+
+/// The largest file that can be edited: a model that edits more means something else.
+const MAX_EDIT_BYTES: u64 = 16 << 20;
+
+/// Bytes read at once.
+const READ_BYTES: usize = 64 * 1024;
+
+/// Entries that `list_dir` shows if it is not said, and at most.
+const ENTRIES: (usize, usize) = (1_000, 20_000);
+
+/// Matches that `search` shows if it is not said, and at most.
+const MATCHES: (usize, usize) = (200, 5_000);
+
+/// How deep `list_dir` goes at most.
+const MAX_DEPTH: usize = 16;
+
+/// Changes that `watch_once` shows.
+const MAX_CHANGES: usize = 500;
+
+pub(super) async fn read_file(call: &Call, params: ReadFile) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let path = environment.path(&params.path)?;
+    let options = ReadStream {
+        offset: 0,
+        sandbox: environment.sandbox.clone(),
+    };
+    let tokens = budget(params.max_output_tokens);
+    let mut lines = Lines::new(
+        params.offset.unwrap_or(1).max(1),
+        params.limit.unwrap_or(u64::MAX),
+        tokens.saturating_mul(BYTES_PER_TOKEN),
+    );
+    cancellable(call, async {
+        let file = environment.files.open_read(&path, options).await?;
+        let mut file = BufReader::with_capacity(READ_BYTES, file);
+        loop {
+            let read = file.fill_buf().await;
+            let bytes = read.map_err(|error| ToolError::Failed(error.to_string()))?;
+            if bytes.is_empty() {
+                lines.finish();
+                return Ok(());
+            }
+            let length = bytes.len();
+            if lines.take(bytes) {
+                return Ok(());
+            }
+            file.consume(length);
+        }
+    })
+    .await?;
+    let content = String::from_utf8_lossy(&lines.taken).into_owned();
+    let mut structured = json!({
+        "path": environment.shown(&path),
+        "content": content,
+        "first_line": lines.first,
+        "last_line": lines.last_taken(),
+    });
+    let mut text = content;
+    if let Some(next) = lines.next {
+        structured["next_offset"] = next.into();
+        if !text.ends_with('\n') {
+            text.push('\n');
+        }
+        // Writing to a string cannot fail.
+        let _ = match lines.cut {
+            true => writeln!(text, "[line {} is cut; more from line {next}]", next - 1),
+            false => writeln!(text, "[more from line {next}]"),
+        };
+    }
+    Ok(Outcome { text, structured })
+}
+
+/// Picks lines out of a file as it is read.
+#[derive(Debug)]
+struct Lines {
+    /// The line that is being read, from 1.
+    line: u64,
+    first: u64,
+    /// The line after the last that is wanted.
+    end: u64,
+    room: usize,
+    taken: Vec<u8>,
+    /// Where the line that is being read begins in `taken`.
+    begun: usize,
+    /// Where to go on.
+    next: Option<u64>,
+    /// A line that alone is too long was cut.
+    cut: bool,
+}
+
+impl Lines {
+    fn new(first: u64, limit: u64, room: usize) -> Self {
+        Self {
+            line: 1,
+            first,
+            end: first.saturating_add(limit),
+            room,
+            taken: Vec::new(),
+            begun: 0,
+            next: None,
+            cut: false,
+        }
+    }
+
+    /// Takes more of the file; true when no more is wanted.
+    fn take(&mut self, mut bytes: &[u8]) -> bool {
+        while !bytes.is_empty() {
+            if self.line >= self.end {
+                // There is something, so there is a next line.
+                self.next = Some(self.line);
+                return true;
+            }
+            let newline = memchr::memchr(b'\n', bytes);
+            let (piece, rest) = bytes.split_at(newline.map_or(bytes.len(), |at| at + 1));
+            bytes = rest;
+            if self.line >= self.first {
+                if self.taken.len() + piece.len() > self.room {
+                    self.overflow(piece);
+                    return true;
+                }
+                self.taken.extend_from_slice(piece);
+            }
+            if newline.is_some() {
+                self.line += 1;
+                self.begun = self.taken.len();
+            }
+        }
+        false
+    }
+
+    /// Ends before the line that has no room; the first one is cut.
+    fn overflow(&mut self, piece: &[u8]) {
+        if self.begun > 0 {
+            self.taken.truncate(self.begun);
+            self.next = Some(self.line);
+            return;
+        }
+        let room = self.room - self.taken.len();
+        self.taken.extend_from_slice(&piece[..room]);
+        // Not in the middle of a character.
+        let whole = match std::str::from_utf8(&self.taken) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => self.taken.len(),
+        };
+        self.taken.truncate(whole);
+        self.cut = true;
+        self.next = Some(self.line + 1);
+    }
+
+    fn finish(&mut self) {
+        if self.taken.len() > self.begun {
+            // A last line without an end.
+            self.line += 1;
+        }
+    }
+
+    fn last_taken(&self) -> u64 {
+        match self.next {
+            Some(next) => next - 1,
+            None => (self.line - 1).max(self.first.saturating_sub(1)),
+        }
+    }
+}
+
+pub(super) async fn write_file(call: &Call, params: WriteFile) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let path = environment.path(&params.path)?;
+    let bytes = params.content.len();
+    let mode = params.executable.then_some(0o755);
+    write(&environment, &path, params.content, mode).await?;
+    let shown = environment.shown(&path);
+    let text = format!("wrote {bytes} bytes to {shown}");
+    let structured = json!({ "path": shown, "bytes": bytes });
+    Ok(Outcome { text, structured })
+}
+
+async fn write(
+    environment: &Environment,
+    path: &PathUri,
+    content: String,
+    mode: Option<u32>,
+) -> Result<(), ToolError> {
+    let native = path.to_native().ok();
+    let parent = native.as_deref().and_then(|native| native.parent());
+    if let Some(parent) = parent {
+        let parent = exec_server_client::fs::uri(parent)?;
+        let options = Access {
+            sandbox: environment.sandbox.clone(),
+            ..Access::default()
+        };
+        // Asked first: where one may not make directories, one may still write into them.
+        let there = environment.files.metadata(&parent, options).await;
+        if there.is_err_and(|error| error.code() == Some(codes::NOT_FOUND)) {
+            let options = CreateDirectory {
+                sandbox: environment.sandbox.clone(),
+                ..CreateDirectory::default()
+            };
+            environment.files.create_directory(&parent, options).await?;
+        }
+    }
+    let options = WriteOptions {
+        mode,
+        sandbox: environment.sandbox.clone(),
+        ..WriteOptions::default()
+    };
+    let content = Bytes::from(content);
+    environment.files.write_file(path, content, options).await?;
+    Ok(())
+}
+
+/// A text file that is small enough to be edited.
+async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, ToolError> {
+    let shown = environment.shown(path);
+    let named = |error: ExecServerError| ToolError::Failed(format!("{shown}: {error}"));
+    let access = Access {
+        sandbox: environment.sandbox.clone(),
+        ..Access::default()
+    };
+    let found = environment
+        .files
+        .metadata(path, access.clone())
+        .await
+        .map_err(named)?;
+    if found.size > MAX_EDIT_BYTES {
+        let size = found.size;
+        let message =
+            format!("{shown} has {size} bytes; files of up to {MAX_EDIT_BYTES} are edited");
+        return Err(ToolError::Failed(message));
+    }
+    let bytes = environment
+        .files
+        .read_file(path, access)
+        .await
+        .map_err(named)?;
+    String::from_utf8(bytes.to_vec())
+        .map_err(|_| ToolError::Failed(format!("{shown} is no UTF-8 text")))
+}
+
+/// What an edit does to one file, decided before any is touched.
+enum Step {
+    Write { path: PathUri, content: String },
+    Remove { path: PathUri },
+}
+
+pub(super) async fn edit(call: &Call, params: Edit) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let wrong = |message: &str| ToolError::Arguments(message.to_owned());
+    let steps = match (params.patch, params.path, params.old_text, params.new_text) {
+        (Some(patch), None, None, None) => patch_steps(&environment, &patch).await?,
+        (None, Some(path), Some(old), Some(new)) => {
+            let path = environment.path(&path)?;
+            let content = text_of(&environment, &path).await?;
+            let content = replaced(
+                &environment.shown(&path),
+                &content,
+                &old,
+                &new,
+                params.replace_all,
+            )?;
+            vec![Step::Write { path, content }]
+        }
+        _ => {
+            return Err(wrong(
+                "give either `patch`, or `path`, `old_text` and `new_text`",
+            ));
+        }
+    };
+    let mut done: Vec<Value> = Vec::new();
+    let mut text = String::new();
+    for step in steps {
+        let (path, kind, outcome) = match step {
+            Step::Write { path, content } => {
+                let outcome = write(&environment, &path, content, None).await;
+                (path, "written", outcome)
+            }
+            Step::Remove { path } => {
+                let options = Remove {
+                    sandbox: environment.sandbox.clone(),
+                    ..Remove::default()
+                };
+                let outcome = environment.files.remove(&path, options).await;
+                (path, "removed", outcome.map_err(ToolError::from))
+            }
+        };
+        let shown = environment.shown(&path);
+        if let Err(ToolError::Failed(message) | ToolError::Arguments(message)) = outcome {
+            let before = if text.is_empty() { "nothing\n" } else { &text };
+            let message = format!("{shown} could not be {kind}: {message}\ndone before:\n{before}");
+            return Err(ToolError::Failed(message));
+        }
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{shown}: {kind}");
+        done.push(json!({ "path": shown, "change": kind }));
+    }
+    let structured = json!({ "files": done });
+    Ok(Outcome { text, structured })
+}
+
+fn replaced(
+    shown: &str,
+    content: &str,
+    old: &str,
+    new: &str,
+    all: bool,
+) -> Result<String, ToolError> {
+    if old.is_empty() {
+        return Err(ToolError::Arguments("`old_text` is empty".to_owned()));
+    }
+    match content.matches(old).count() {
+        0 => Err(ToolError::Failed(format!(
+            "{shown} does not contain `old_text`"
+        ))),
+        1 => Ok(content.replacen(old, new, 1)),
+        _ if all => Ok(content.replace(old, new)),
+        count => Err(ToolError::Failed(format!(
+            "{shown} contains `old_text` {count} times; add lines around it, or set replace_all"
+        ))),
+    }
+}
+
+async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>, ToolError> {
+    let failed = |error: patch::PatchError| ToolError::Failed(error.to_string());
+    let mut steps = Vec::new();
+    for change in patch::parse(patch).map_err(failed)? {
+        match change {
+            Change::Add { path, content } => {
+                let path = environment.path(&path)?;
+                steps.push(Step::Write { path, content });
+            }
+            Change::Delete { path } => {
+                let path = environment.path(&path)?;
+                // Refused here rather than after something else was changed.
+                text_of(environment, &path).await?;
+                steps.push(Step::Remove { path });
+            }
+            Change::Update {
+                path,
+                move_to,
+                hunks,
+            } => {
+                let from = environment.path(&path)?;
+                let content = text_of(environment, &from).await?;
+                let content = patch::apply(&path, &content, &hunks).map_err(failed)?;
+                match move_to {
+                    Some(to) => {
+                        let to = environment.path(&to)?;
+                        steps.push(Step::Write { path: to, content });
+                        steps.push(Step::Remove { path: from });
+                    }
+                    None => steps.push(Step::Write {
+                        path: from,
+                        content,
+                    }),
+                }
+            }
+        }
+    }
+    Ok(steps)
+}
+
+pub(super) async fn list_dir(call: &Call, params: ListDir) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let path = environment.path(params.path.as_deref().unwrap_or("."))?;
+    let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
+    let depth = params.depth.unwrap_or(1).clamp(1, MAX_DEPTH);
+    // Name below the directory, and whether it is a directory itself.
+    let mut entries: Vec<(String, bool)> = Vec::new();
+    let mut truncated = false;
+    let mut errors = 0;
+    if depth == 1 {
+        let options = ReadDirectory {
+            sandbox: environment.sandbox.clone(),
+            ..ReadDirectory::default()
+        };
+        let found = environment.files.read_directory(&path, options).await?;
+        entries.extend(
+            found
+                .into_iter()
+                .map(|entry| (entry.file_name, entry.is_directory)),
+        );
+        entries.sort();
+    } else {
+        let options = Walk {
+            max_depth: depth - 1,
+            max_entries: max,
+            prune_hidden_directories: true,
+            sandbox: environment.sandbox.clone(),
+            ..Walk::default()
+        };
+        let walk = cancellable(call, async {
+            Ok(environment.files.walk(&path, options).await?)
+        });
+        let found = walk.await?;
+        truncated = found.truncated;
+        errors = found.errors.len();
+        let root = path.to_native().ok();
+        entries.extend(found.entries.into_iter().map(|entry| {
+            let native = entry.path.to_native().ok();
+            let below = native.as_deref().zip(root.as_deref());
+            let below = below.and_then(|(native, root)| native.strip_prefix(root).ok());
+            let name = below.map_or_else(
+                || entry.path.to_string(),
+                |below| below.display().to_string(),
+            );
+            (name, entry.kind == WalkKind::Directory)
+        }));
+        entries.sort();
+    }
+    if entries.len() > max {
+        truncated = true;
+        entries.truncate(max);
+    }
+    let mut text = String::new();
+    for (name, is_directory) in &entries {
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{name}{}", if *is_directory { "/" } else { "" });
+    }
+    if truncated {
+        let _ = writeln!(text, "[{} entries shown; there are more]", entries.len());
+    }
+    if errors > 0 {
+        let _ = writeln!(text, "[{errors} directories could not be read]");
+    }
+    let listed: Vec<Value> = entries
+        .iter()
+        .map(|(name, is_directory)| json!({ "name": name, "directory": is_directory }))
+        .collect();
+    let structured = json!({
+        "path": environment.shown(&path),
+        "entries": listed,
+        "truncated": truncated,
+    });
+    let text = fitted(&text, budget(None));
+    Ok(Outcome { text, structured })
+}
+
+pub(super) async fn search(call: &Call, params: Search) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let path = environment.path(params.path.as_deref().unwrap_or("."))?;
+    let options = SearchOptions {
+        regex: !params.literal,
+        case_sensitive: !params.ignore_case,
+        globs: params.globs,
+        gitignore: !params.include_ignored,
+        max_matches: params.max_matches.unwrap_or(MATCHES.0).min(MATCHES.1),
+        context_lines: params.context_lines,
+        sandbox: environment.sandbox.clone(),
+    };
+    let searching = environment.files.search(&path, &params.pattern, options);
+    let found = cancellable(call, async { Ok(searching.await?) }).await?;
+    let mut text = String::new();
+    let mut matches: Vec<Value> = Vec::new();
+    for one in &found.matches {
+        let file = environment.shown(&one.path);
+        // Writing to a string cannot fail.
+        let first = one.line - one.before.len() as u64;
+        for (number, line) in (first..).zip(&one.before) {
+            let _ = writeln!(text, "{file}-{number}- {line}");
+        }
+        let _ = writeln!(text, "{file}:{}: {}", one.line, one.text);
+        for (number, line) in (one.line + 1..).zip(&one.after) {
+            let _ = writeln!(text, "{file}-{number}- {line}");
+        }
+        matches.push(
+            json!({ "path": file, "line": one.line, "column": one.column, "text": one.text }),
+        );
+    }
+    if found.matches.is_empty() {
+        text.push_str("no match\n");
+    }
+    if found.truncated {
+        text.push_str("[there are more matches]\n");
+    }
+    let tokens = budget(params.max_output_tokens);
+    // What a program reads is bounded as well: the first matches that fit.
+    let mut room = tokens.saturating_mul(BYTES_PER_TOKEN);
+    let mut cut = found.truncated;
+    let shown: Vec<Value> = matches
+        .into_iter()
+        .map_while(|one| {
+            let length = one.to_string().len();
+            let fits = room.checked_sub(length);
+            cut |= fits.is_none();
+            room = fits?;
+            Some(one)
+        })
+        .collect();
+    let structured = json!({
+        "matches": shown,
+        "files_searched": found.files_searched,
+        "truncated": cut,
+    });
+    let text = fitted(&text, tokens);
+    Ok(Outcome { text, structured })
+}
+
+pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> Answer {
+    let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
+    let path = environment.path(params.path.as_deref().unwrap_or("."))?;
+    let options = Watch {
+        recursive: params.recursive.unwrap_or(true),
+        sandbox: environment.sandbox.clone(),
+        ..Watch::default()
+    };
+    let timeout = params.timeout_ms.map(Duration::from_millis);
+    let timeout = timeout.unwrap_or(WAITS.0).min(WAITS.1);
+    let batch = cancellable(call, async {
+        let mut changes = environment.files.watch(&path, options).await?;
+        match tokio::time::timeout(timeout, changes.recv()).await {
+            Ok(Some(batch)) => Ok(Some(batch)),
+            Ok(None) => Err(ToolError::Failed("the watch has ended".to_owned())),
+            Err(_) => Ok(None),
+        }
+    })
+    .await?;
+    let Some(batch) = batch else {
+        let structured = json!({ "changes": [], "timed_out": true });
+        let text = "nothing changed in time\n".to_owned();
+        return Ok(Outcome { text, structured });
+    };
+    let mut text = String::new();
+    let mut changes: Vec<Value> = Vec::new();
+    for change in batch.changes.iter().take(MAX_CHANGES) {
+        let shown = environment.shown(&change.path);
+        let kind = match change.kind {
+            ChangeKind::Created => "created",
+            ChangeKind::Modified => "modified",
+            ChangeKind::Removed => "removed",
+            ChangeKind::Renamed => "renamed",
+        };
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "{shown}: {kind}");
+        let mut one = json!({ "path": shown, "kind": kind });
+        if let Some(from) = &change.from {
+            one["from"] = environment.shown(from).into();
+        }
+        changes.push(one);
+    }
+    let more = batch.overflow || batch.changes.len() > MAX_CHANGES;
+    if more {
+        text.push_str("[there were more changes]\n");
+    }
+    let structured = json!({ "changes": changes, "timed_out": false, "more": more });
+    Ok(Outcome { text, structured })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str, first: u64, limit: u64, room: usize, cut: usize) -> Lines {
+        let mut lines = Lines::new(first, limit, room);
+        for piece in text.as_bytes().chunks(cut) {
+            if lines.take(piece) {
+                return lines;
+            }
+        }
+        lines.finish();
+        lines
+    }
+
+    #[test]
+    fn lines_are_picked_however_the_file_is_read() {
+        let text = "one\ntwo\nthree\nfour";
+        for cut in [1, 3, 4, 100] {
+            let picked = |first, limit, room| {
+                let lines = lines(text, first, limit, room, cut);
+                let taken = String::from_utf8(lines.taken.clone()).unwrap();
+                (taken, lines.last_taken(), lines.next)
+            };
+            assert_eq!(
+                picked(1, u64::MAX, 100),
+                (text.to_owned(), 4, None),
+                "{cut}"
+            );
+            assert_eq!(
+                picked(2, 2, 100),
+                ("two\nthree\n".to_owned(), 3, Some(4)),
+                "{cut}"
+            );
+            assert_eq!(
+                picked(3, 9, 100),
+                ("three\nfour".to_owned(), 4, None),
+                "{cut}"
+            );
+            assert_eq!(
+                picked(1, 9, 8),
+                ("one\ntwo\n".to_owned(), 2, Some(3)),
+                "{cut}"
+            );
+            assert_eq!(picked(9, 1, 8), (String::new(), 8, None), "{cut}");
+            assert_eq!(picked(1, 0, 8).0, "", "{cut}");
+        }
+        assert_eq!(lines("", 1, 9, 9, 1).last_taken(), 0);
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_cut_at_a_character() {
+        let cut = lines("aé€\nnext\n", 1, 9, 5, 100);
+        assert_eq!(String::from_utf8(cut.taken.clone()).unwrap(), "aé");
+        assert_eq!((cut.cut, cut.next), (true, Some(2)));
+    }
+
+    #[test]
+    fn a_text_is_replaced_once_or_wherever_it_is() {
+        let replace = |old: &str, all| replaced("f", "a b a", old, "c", all);
+        assert_eq!(replace("b", false).unwrap(), "a c a");
+        assert_eq!(replace("a", true).unwrap(), "c b c");
+        for (old, message) in [("a", "2 times"), ("x", "does not contain"), ("", "empty")] {
+            let Err(ToolError::Failed(said) | ToolError::Arguments(said)) = replace(old, false)
+            else {
+                panic!("{old} was replaced")
+            };
+            assert!(said.contains(message), "{said}");
+        }
+    }
+}
