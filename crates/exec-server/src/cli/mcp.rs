@@ -15,6 +15,7 @@ use exec_server_mcp::{
     Environment, EnvironmentError, Environments, McpOptions, McpServer, proxy, serve_stdio,
 };
 use exec_server_protocol::PathUri;
+use exec_server_service::{ExecServerConfig, Server};
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -141,6 +142,8 @@ struct Places {
 struct Connected {
     environment: Arc<Environment>,
     client: Option<ExecServerClient>,
+    /// The server, if it is in this program.
+    _server: Option<Server>,
 }
 
 impl Connected {
@@ -206,37 +209,59 @@ async fn connect(
                 Some(cwd) => std::path::absolute(cwd)?,
                 None => std::env::current_dir().context("no working directory")?,
             };
+            if sandbox.sandbox.is_some() {
+                // Files under a policy are the business of a server, so there is one in here.
+                let config = ExecServerConfig {
+                    environment: settings::environment(),
+                    ..ExecServerConfig::default()
+                };
+                let server = Server::new(config)?;
+                let client = crate::in_process(&server).await?;
+                return served(client, cwd, sandbox, Some(server)).await;
+            }
             let (_, shell) = host::shell(host::account().as_ref());
             let environment = Environment {
                 backend: Arc::new(local_backend()?),
                 files: Arc::new(LocalFileSystem::new()),
                 shell: shell.display().to_string(),
-                sandbox: sandbox::of(sandbox, &cwd)?,
+                sandbox: None,
                 cwd,
             };
             Ok(Connected {
                 environment: Arc::new(environment),
                 client: None,
+                _server: None,
             })
         }
         Place::There(there) => {
             let client = there.connect().await?;
             let cwd = cwd_there(&client, cwd).await?;
-            let info = client.environment_info().await.ok();
-            let shell = info.map_or("/bin/sh", |info| info.shell.path.as_str());
-            let environment = Environment {
-                files: Arc::new(client.file_system()),
-                shell: shell.to_owned(),
-                sandbox: sandbox::of(sandbox, &cwd)?,
-                cwd,
-                backend: Arc::new(client.clone()),
-            };
-            Ok(Connected {
-                environment: Arc::new(environment),
-                client: Some(client),
-            })
+            served(client, cwd, sandbox, None).await
         }
     }
+}
+
+/// An environment behind a server.
+async fn served(
+    client: ExecServerClient,
+    cwd: PathBuf,
+    sandbox: &SandboxArgs,
+    server: Option<Server>,
+) -> anyhow::Result<Connected> {
+    let info = client.environment_info().await.ok();
+    let shell = info.map_or("/bin/sh", |info| info.shell.path.as_str());
+    let environment = Environment {
+        files: Arc::new(client.file_system()),
+        shell: shell.to_owned(),
+        sandbox: sandbox::of(sandbox, &cwd)?,
+        cwd,
+        backend: Arc::new(client.clone()),
+    };
+    Ok(Connected {
+        environment: Arc::new(environment),
+        client: Some(client),
+        _server: server,
+    })
 }
 
 fn local_backend() -> anyhow::Result<LocalBackend> {

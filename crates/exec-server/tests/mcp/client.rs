@@ -5,6 +5,9 @@ use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
+use exec_server_testkit::proc;
+use exec_server_testkit::server::Server;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
@@ -178,6 +181,13 @@ pub(crate) async fn until(what: &str, holds: impl Fn() -> bool) {
     while !holds() {
         assert!(tokio::time::Instant::now() < deadline, "{what} in time");
         tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Kills a server so that it cannot say goodbye; the guardian above it does the rest.
+pub(crate) fn kill(server: &Server) {
+    for child in proc::children(server.pid()) {
+        proc::signal(u32::try_from(child).unwrap(), Signal::KILL);
     }
 }
 

@@ -3,7 +3,7 @@
 use exec_server_testkit::server::Server;
 use serde_json::json;
 
-use crate::client::{Client, program};
+use crate::client::{Client, kill, program};
 
 #[tokio::test]
 async fn tools_work_on_a_server() {
@@ -55,7 +55,7 @@ async fn several_environments_are_told_apart() {
     let poll = json!({"session_id": session, "yield_time_ms": 60_000});
     let params = json!({"name": "write_stdin", "arguments": poll});
     let id = client.send("tools/call", params).await;
-    drop(server);
+    kill(&server);
     let lost = client.answer(id).await;
     let failure = &lost["result"]["structuredContent"]["failure"];
     assert!(failure.as_str().unwrap().contains("closed"), "{lost}");

@@ -3,7 +3,7 @@
 use exec_server_testkit::server::Server;
 use serde_json::json;
 
-use crate::client::{Client, program, runs, until};
+use crate::client::{Client, kill, program, runs, until};
 
 /// An MCP server in a few lines: answers `echo` with what it got, and does as it is told.
 const SERVER: &str = r#"
@@ -171,7 +171,7 @@ async fn a_lost_connection_ends_the_conversation() {
     let test = Test::new().await;
     let mut client = test.proxy(&[], PYTHON);
     client.ok("echo", json!({})).await;
-    drop(test.server);
+    kill(&test.server);
     assert_eq!(client.message().await, None);
     let (status, stderr) = client.ended().await;
     assert_eq!(status.code(), Some(1), "{stderr}");
