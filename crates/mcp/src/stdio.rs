@@ -310,10 +310,7 @@ impl LineBuffer {
     /// Adds output. `Err` with the bound when the line that is coming exceeds it.
     fn push(&mut self, chunk: &[u8]) -> Result<(), usize> {
         // Lines are taken out before more is pushed, so all but the last of it is one line.
-        let tail = match memchr::memchr(b'\n', chunk) {
-            Some(at) => at,
-            None => chunk.len(),
-        };
+        let tail = memchr::memchr(b'\n', chunk).unwrap_or(chunk.len());
         if self.bytes.len() + tail > self.max {
             return Err(self.max);
         }

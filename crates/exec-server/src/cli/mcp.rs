@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use exec_server_client::executor::{Executor, ExecutorConfig, host};
-use exec_server_client::{BoxFuture, ExecBackend, ExecServerClient, LocalBackend, LocalFileSystem};
+use exec_server_client::{
+    BoxFuture, ExecBackend, ExecutorFileSystem, LocalBackend, LocalFileSystem,
+};
 use exec_server_executor::sys::guardian;
 use exec_server_mcp::http::HttpServer;
 use exec_server_mcp::stdio::StdioServer;
@@ -15,11 +17,12 @@ use exec_server_mcp::{
     Environment, EnvironmentError, Environments, McpOptions, McpServer, proxy, serve_stdio,
 };
 use exec_server_protocol::PathUri;
+use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_service::{ExecServerConfig, Server};
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::Mutex;
+use tokio::sync::OnceCell;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::Subscriber;
 
@@ -129,35 +132,19 @@ fn token(path: &Path) -> anyhow::Result<Secret> {
     Ok(token)
 }
 
-/// Environments that are connected to when they are first used.
+/// Environments that are connected to when they are first used, and again when they were lost.
 #[derive(Debug)]
 struct Places {
-    places: Vec<(String, Place, Mutex<Option<Connected>>)>,
+    places: Vec<(String, Place, OnceCell<Arc<Environment>>)>,
     cwd: Option<PathBuf>,
     sandbox: SandboxArgs,
-}
-
-/// An environment, and how to know that it is gone.
-#[derive(Debug)]
-struct Connected {
-    environment: Arc<Environment>,
-    client: Option<ExecServerClient>,
-    /// The server, if it is in this program.
-    _server: Option<Server>,
-}
-
-impl Connected {
-    fn is_gone(&self) -> bool {
-        let client = self.client.as_ref();
-        client.is_some_and(|client| client.closed().borrow().is_some())
-    }
 }
 
 impl Places {
     fn new(places: Vec<(String, Place)>, cwd: Option<PathBuf>, sandbox: SandboxArgs) -> Self {
         let places = places
             .into_iter()
-            .map(|(id, place)| (id, place, Mutex::new(None)))
+            .map(|(id, place)| (id, place, OnceCell::new()))
             .collect();
         Self {
             places,
@@ -175,24 +162,20 @@ impl Environments for Places {
     fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>> {
         Box::pin(async move {
             let found = self.places.iter().find(|(known, ..)| known == id);
-            let Some((_, place, connected)) = found else {
+            let Some((_, place, environment)) = found else {
                 return Err(EnvironmentError::Unknown {
                     id: id.to_owned(),
                     known: self.ids().join(", "),
                 });
             };
-            let mut connected = connected.lock().await;
-            if let Some(connected) = connected.as_ref().filter(|one| !one.is_gone()) {
-                return Ok(Arc::clone(&connected.environment));
-            }
-            let fresh = connect(place, self.cwd.as_deref(), &self.sandbox).await;
-            let fresh = fresh.map_err(|error| EnvironmentError::Unreachable {
-                id: id.to_owned(),
-                message: format!("{error:#}"),
-            })?;
-            let environment = Arc::clone(&fresh.environment);
-            *connected = Some(fresh);
-            Ok(environment)
+            let first = connect(place, self.cwd.as_deref(), &self.sandbox);
+            let found = environment.get_or_try_init(|| first).await;
+            found
+                .cloned()
+                .map_err(|error| EnvironmentError::Unreachable {
+                    id: id.to_owned(),
+                    message: format!("{error:#}"),
+                })
         })
     }
 }
@@ -202,66 +185,52 @@ async fn connect(
     place: &Place,
     cwd: Option<&Path>,
     sandbox: &SandboxArgs,
-) -> anyhow::Result<Connected> {
-    match place {
-        Place::Here => {
-            let cwd = match cwd {
-                Some(cwd) => std::path::absolute(cwd)?,
-                None => std::env::current_dir().context("no working directory")?,
-            };
-            if sandbox.sandbox.is_some() {
-                // Files under a policy are the business of a server, so there is one in here.
-                let config = ExecServerConfig {
-                    environment: settings::environment(),
-                    ..ExecServerConfig::default()
-                };
-                let server = Server::new(config)?;
-                let client = crate::in_process(&server).await?;
-                return served(client, cwd, sandbox, Some(server)).await;
+) -> anyhow::Result<Arc<Environment>> {
+    let (cwd, backend, files, shell): (_, Arc<dyn ExecBackend>, Arc<dyn ExecutorFileSystem>, _) =
+        match place {
+            Place::Here => {
+                let cwd = cwd_here(cwd)?;
+                let (_, shell) = host::shell(host::account().as_ref());
+                let shell = shell.display().to_string();
+                if sandbox.sandbox.is_some() {
+                    // Files under a policy are the business of a server, so there is one in here;
+                    // it lives as long as its client.
+                    let config = ExecServerConfig {
+                        environment: settings::environment(),
+                        ..ExecServerConfig::default()
+                    };
+                    let client = crate::in_process(&Server::new(config)?).await?;
+                    let files = Arc::new(client.file_system());
+                    (cwd, Arc::new(client), files, shell)
+                } else {
+                    let files = Arc::new(LocalFileSystem::new());
+                    (cwd, Arc::new(local_backend()?), files, shell)
+                }
             }
-            let (_, shell) = host::shell(host::account().as_ref());
-            let environment = Environment {
-                backend: Arc::new(local_backend()?),
-                files: Arc::new(LocalFileSystem::new()),
-                shell: shell.display().to_string(),
-                sandbox: None,
-                cwd,
-            };
-            Ok(Connected {
-                environment: Arc::new(environment),
-                client: None,
-                _server: None,
-            })
-        }
-        Place::There(there) => {
-            let client = there.connect().await?;
-            let cwd = cwd_there(&client, cwd).await?;
-            served(client, cwd, sandbox, None).await
-        }
-    }
-}
-
-/// An environment behind a server.
-async fn served(
-    client: ExecServerClient,
-    cwd: PathBuf,
-    sandbox: &SandboxArgs,
-    server: Option<Server>,
-) -> anyhow::Result<Connected> {
-    let info = client.environment_info().await.ok();
-    let shell = info.map_or("/bin/sh", |info| info.shell.path.as_str());
-    let environment = Environment {
-        files: Arc::new(client.file_system()),
-        shell: shell.to_owned(),
+            Place::There(there) => {
+                let handle = there.environment();
+                handle.ready().await?;
+                let info = handle.info().await.ok();
+                let cwd = cwd_there(info.as_ref(), cwd)?;
+                let shell = info.map_or_else(|| "/bin/sh".to_owned(), |info| info.shell.path);
+                (cwd, handle.exec(), handle.files(), shell)
+            }
+        };
+    Ok(Arc::new(Environment {
+        backend,
+        files,
+        shell,
         sandbox: sandbox::of(sandbox, &cwd)?,
         cwd,
-        backend: Arc::new(client.clone()),
-    };
-    Ok(Connected {
-        environment: Arc::new(environment),
-        client: Some(client),
-        _server: server,
-    })
+    }))
+}
+
+/// The working directory on this machine.
+fn cwd_here(cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
+    match cwd {
+        Some(cwd) => Ok(std::path::absolute(cwd)?),
+        None => std::env::current_dir().context("no working directory"),
+    }
 }
 
 fn local_backend() -> anyhow::Result<LocalBackend> {
@@ -273,7 +242,7 @@ fn local_backend() -> anyhow::Result<LocalBackend> {
 }
 
 /// The working directory on another machine.
-async fn cwd_there(client: &ExecServerClient, cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
+fn cwd_there(info: Option<&EnvironmentInfo>, cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     match cwd {
         Some(cwd) if cwd.is_absolute() => Ok(cwd.to_owned()),
         Some(cwd) => bail!(
@@ -281,7 +250,6 @@ async fn cwd_there(client: &ExecServerClient, cwd: Option<&Path>) -> anyhow::Res
             cwd.display()
         ),
         None => {
-            let info = client.environment_info().await.ok();
             let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
             Ok(cwd.unwrap_or_else(|| PathBuf::from("/")))
         }
@@ -304,16 +272,11 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
 
 async fn carry(args: McpProxyArgs, place: &Place) -> anyhow::Result<ExitCode> {
     let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
-        Place::Here => {
-            let cwd = match &args.cwd {
-                Some(cwd) => std::path::absolute(cwd)?,
-                None => std::env::current_dir().context("no working directory")?,
-            };
-            (Arc::new(local_backend()?), cwd)
-        }
+        Place::Here => (Arc::new(local_backend()?), cwd_here(args.cwd.as_deref())?),
         Place::There(there) => {
             let client = there.connect().await?;
-            let cwd = cwd_there(&client, args.cwd.as_deref()).await?;
+            let info = client.environment_info().await.ok();
+            let cwd = cwd_there(info, args.cwd.as_deref())?;
             (Arc::new(client), cwd)
         }
     };

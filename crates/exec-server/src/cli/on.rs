@@ -5,6 +5,8 @@
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
+#[cfg(feature = "mcp")]
+use exec_server_client::environment::Environment;
 use exec_server_client::environment::connect::{Connect, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
@@ -34,6 +36,12 @@ pub(super) struct There {
 }
 
 impl There {
+    /// As a value that connects when it is used, and again when it was lost.
+    #[cfg(feature = "mcp")]
+    pub(super) fn environment(&self) -> Environment {
+        Environment::remote(self.name.clone(), Arc::clone(&self.connect))
+    }
+
     /// Opens a session.
     pub(super) async fn connect(&self) -> anyhow::Result<ExecServerClient> {
         let session = self.connect.connect().await;
