@@ -280,19 +280,36 @@ impl Executor {
     /// Ends processes that wait for file work, with what they hold on the disk; blocks.
     pub fn end_helpers(&self) {
         self.inner.helpers.clear();
+        self.inner.launcher.end_standby();
         placeholder::clear();
     }
 
     /// Starts a process that does file work.
     pub(crate) fn launch_helper(&self, errand: &Errand) -> Result<OwnedFd, StartError> {
         let path = self.inner.launcher.path()?;
-        let (_, pidfd) =
-            sandbox::launch_alone(path, &self.inner.null, errand).map_err(|source| {
-                StartError::System {
-                    action: "execute the sandbox launcher",
-                    source,
-                }
-            })?;
+        let null = self.null();
+        // A launcher that was forked is found by its number, which nobody may reap meanwhile.
+        let _shared = self
+            .inner
+            .starting
+            .read()
+            .unwrap_or_else(PoisonError::into_inner);
+        let request = sandbox::Request {
+            streams: [null; 3],
+            errand,
+            limits: &[],
+            groups: &[],
+            terminal: false,
+        };
+        let launched = self
+            .inner
+            .launcher
+            .fork(null, &request)
+            .or_else(|_| sandbox::launch_alone(path, null, errand));
+        let (_, pidfd) = launched.map_err(|source| StartError::System {
+            action: "execute the sandbox launcher",
+            source,
+        })?;
         Ok(pidfd)
     }
 

@@ -173,15 +173,31 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
     let extra = errand.as_ref().map(Errand::descriptors);
     let (pid, pidfd) = executor
         .register(|| {
+            let stdout = stdout.as_ref().map_or(input, |fd| fd.as_fd());
+            let stderr = stderr.as_ref().map_or(input, |fd| fd.as_fd());
+            let controlling_terminal = terminal && !own_session;
+            if let Some(errand) = &errand {
+                let request = sandbox::Request {
+                    streams: [input, stdout, stderr],
+                    errand,
+                    limits: &rlimits,
+                    groups: &groups,
+                    terminal: controlling_terminal,
+                };
+                // What keeps it from being forked, executing it tells better.
+                if let Ok(forked) = executor.launcher().fork(executor.null(), &request) {
+                    return Ok(forked);
+                }
+            }
             launch(&Launch {
                 candidates: &pointers(&candidates),
                 argv: &pointers(&argv),
                 env: &pointers(&env),
                 cwd,
                 stdin: input,
-                stdout: stdout.as_ref().map_or(input, |fd| fd.as_fd()),
-                stderr: stderr.as_ref().map_or(input, |fd| fd.as_fd()),
-                controlling_terminal: terminal && !own_session,
+                stdout,
+                stderr,
+                controlling_terminal,
                 limits: &rlimits,
                 groups: &groups,
                 extra: extra.as_ref().map_or(&[], |extra| extra.as_slice()),

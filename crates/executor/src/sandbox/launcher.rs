@@ -31,6 +31,7 @@ use serde::{Deserialize, Serialize};
 
 use super::host::{self, Host};
 use super::plan::{Command, Confinement, Landlock, Namespaces, Plan, Text};
+use super::standby::{self, Birth};
 use super::{helper, view};
 use crate::sys::confine::{self, Fork, OneThread, Signals};
 
@@ -59,6 +60,8 @@ pub(crate) enum Order {
     Serve(Box<Confinement>),
     /// Find out what can be enforced.
     Probe,
+    /// Stay, and fork launchers.
+    StandBy,
 }
 
 /// What a launcher tells.
@@ -105,6 +108,8 @@ pub(crate) enum Step {
     Fork,
     /// Set a limit.
     Limit,
+    /// Join a control group.
+    Group,
     /// Enter the working directory.
     Directory,
     /// Execute the command.
@@ -126,6 +131,7 @@ impl Step {
             Self::Session => "start a session",
             Self::Fork => "fork",
             Self::Limit => "set a resource limit",
+            Self::Group => "join a control group",
             Self::Directory => "enter the working directory",
             Self::Execute => "execute",
         }
@@ -185,7 +191,64 @@ fn run(token: OneThread) -> ! {
             tell(&report, &Report::Host(probe(token)));
             confine::exit(0)
         }
+        Ok(Order::StandBy) => match confine::inherited(token, WORK_FD) {
+            Ok(control) => stand_by(token, control, report),
+            Err(error) => give_up(&report, failed(Step::Order, b"", error)),
+        },
         Err(error) => give_up(&report, failed(Step::Order, b"", error)),
+    }
+}
+
+/// Forks launchers until nobody can ask for more.
+fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
+    drop(report);
+    // Our memory is nobody's business.
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    while let Some((birth, files)) = standby::receive(&control) {
+        let answer = match confine::fork_sibling(token) {
+            Ok(Fork::Child) => {
+                drop(control);
+                be_born(token, &birth, files)
+            }
+            Ok(Fork::Parent(pid)) => pid.as_raw_nonzero().get(),
+            Err(error) => -error.raw_os_error().unwrap_or(libc::EAGAIN),
+        };
+        // Those who listen at them wait for the last to let go.
+        drop(files);
+        standby::answer(&control, answer);
+    }
+    confine::exit(0)
+}
+
+/// Becomes a launcher like one that was executed: a session, streams, limits and an order.
+fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
+    let groups = files.split_off(birth.kept);
+    let prepared = || -> Result<(), Failure> {
+        let failed = |step| move |error| failed(step, b"", error);
+        // Its own files in `/proc` are its own again.
+        rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
+            .map_err(|error| failed(Step::Session)(error.into()))?;
+        rustix::process::setsid().map_err(|error| failed(Step::Session)(error.into()))?;
+        if let (true, Some(terminal)) = (birth.terminal, files.first()) {
+            rustix::process::ioctl_tiocsctty(terminal)
+                .map_err(|error| failed(Step::Session)(error.into()))?;
+        }
+        for group in &groups {
+            rustix::io::write(group, b"0").map_err(|error| failed(Step::Group)(error.into()))?;
+        }
+        for &(resource, value) in &birth.limits {
+            confine::limit(resource, value).map_err(failed(Step::Limit))?;
+        }
+        Ok(())
+    };
+    let prepared = prepared();
+    if let (Err(failure), Some(report)) = (prepared, files.get(REPORT_FD as usize)) {
+        give_up(report, failure)
+    }
+    match confine::only(token, files) {
+        Ok(()) => run(token),
+        // There is nobody to tell: it ends without a word, which is an error there.
+        Err(_) => confine::exit(FAILED),
     }
 }
 

@@ -19,6 +19,7 @@ pub mod policy;
 pub(crate) mod pool;
 pub mod seatbelt;
 pub mod seccomp;
+mod standby;
 mod view;
 
 use std::ffi::{CStr, CString, OsStr};
@@ -45,6 +46,8 @@ use self::launcher::{Failure, Order, Report, Step};
 use self::placeholder::{Hold, Placeholder};
 use self::plan::{Command, Confinement, Plan};
 use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
+pub(crate) use self::standby::Request;
+use self::standby::Standby;
 use crate::spec::{Prepared, Spec, StartError};
 use crate::sys::launch::{Launch, launch};
 
@@ -375,6 +378,7 @@ pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<Insi
 pub(crate) struct Launcher {
     path: Option<CString>,
     host: OnceLock<Result<Host, String>>,
+    standby: Standby,
 }
 
 impl Launcher {
@@ -388,7 +392,28 @@ impl Launcher {
         Self {
             path,
             host: OnceLock::new(),
+            standby: Standby::default(),
         }
+    }
+
+    /// Has a launcher forked by one that stands by. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// When that does not work; executing one may.
+    pub(crate) fn fork(
+        &self,
+        null: BorrowedFd<'_>,
+        request: &Request<'_>,
+    ) -> io::Result<(Pid, OwnedFd)> {
+        let path = self.path.as_deref().ok_or(io::ErrorKind::NotFound)?;
+        self.standby
+            .fork(request, |errand| launch_alone(path, null, errand))
+    }
+
+    /// Ends what stands by; the next sandbox starts another.
+    pub(crate) fn end_standby(&self) {
+        self.standby.end();
     }
 
     /// The executable.
@@ -418,7 +443,7 @@ impl Launcher {
 /// Starts a launcher that has nothing to do with any process.
 pub(crate) fn launch_alone(
     path: &CStr,
-    null: &OwnedFd,
+    null: BorrowedFd<'_>,
     errand: &Errand,
 ) -> io::Result<(Pid, OwnedFd)> {
     launch(&Launch {
@@ -426,9 +451,9 @@ pub(crate) fn launch_alone(
         argv: &[c"exec-server", launcher::ARGUMENT],
         env: &[],
         cwd: c"/",
-        stdin: null.as_fd(),
-        stdout: null.as_fd(),
-        stderr: null.as_fd(),
+        stdin: null,
+        stdout: null,
+        stderr: null,
         controlling_terminal: false,
         limits: &[],
         groups: &[],
@@ -440,7 +465,7 @@ pub(crate) fn launch_alone(
 /// Has a launcher find out what can be enforced.
 fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
     let errand = Errand::new(&Order::Probe)?;
-    let (pid, _pidfd) = launch_alone(path, null, &errand)?;
+    let (pid, _pidfd) = launch_alone(path, null.as_fd(), &errand)?;
     let Errand { ours, theirs, .. } = errand;
     drop(theirs);
     let report = receive(&ours);

@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd as _, FromRawFd as _, IntoRawFd, OwnedFd, RawFd};
 use std::ptr;
 
 use rustix::process::Pid;
@@ -45,6 +45,38 @@ pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
             .ok_or_else(|| io::Error::other("kernel returned an odd pid")),
         _ => Err(io::Error::last_os_error()),
     }
+}
+
+/// Forks a process that is a child of this one's parent.
+pub(crate) fn fork_sibling(token: OneThread) -> io::Result<Fork> {
+    fork(token, libc::CLONE_PARENT)
+}
+
+/// Gives these the numbers from 0 on, and closes everything else.
+pub(crate) fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
+    let count = c_int::try_from(files.len()).map_err(io::Error::other)?;
+    // Out of the way of the numbers that they will have.
+    let high: io::Result<Vec<OwnedFd>> = files
+        .iter()
+        .map(|file| Ok(rustix::io::fcntl_dupfd_cloexec(file, count)?))
+        .collect();
+    let high: Vec<RawFd> = high?.into_iter().map(IntoRawFd::into_raw_fd).collect();
+    for file in files {
+        // Whatever it is, it is closed or replaced below.
+        let _ = file.into_raw_fd();
+    }
+    for (target, file) in (0..).zip(high) {
+        // SAFETY: open descriptors; nothing in this process refers to the target any more: the
+        // standard streams are the only others, and are used by number.
+        if unsafe { libc::dup2(file, target) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    // SAFETY: plain system call without pointers; nothing in this process refers to them any more.
+    if unsafe { libc::syscall(libc::SYS_close_range, count, c_int::MAX, 0) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 /// Takes charge of a descriptor that this program was started with, and keeps it from the next.
