@@ -76,6 +76,15 @@ impl CommandLine {
             .with_context(|| format!("cannot start `{program}`"))
     }
 
+    /// The command as an argument of another.
+    pub(crate) fn behind(&self, words: &[&str]) -> Self {
+        let words = words.iter().map(|&word| word.to_owned());
+        Self {
+            environment: self.environment.clone(),
+            words: words.chain(self.words.iter().cloned()).collect(),
+        }
+    }
+
     /// What the command prints with these arguments instead of serving.
     pub(crate) fn output(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let [program, own @ ..] = self.words.as_slice() else {

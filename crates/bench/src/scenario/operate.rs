@@ -179,8 +179,8 @@ pub(super) fn tls(bench: &Bench) -> Vec<Row> {
             floor::pause();
         }
         let client = Client::connect_tls(prepared.address, &prepared.config)?.ready()?;
-        let plain = rate(bench, prepared.server.client()?, &pattern, 1, total)?;
-        let tls = rate(bench, client, &pattern, 1, total)?;
+        let plain = rate(bench, prepared.server.client()?, &pattern, (1, total), None)?;
+        let tls = rate(bench, client, &pattern, (1, total), None)?;
         Ok(vec![
             Figure::plain(median(&samples)),
             Figure::against(tls, plain),

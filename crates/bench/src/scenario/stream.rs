@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use exec_server_protocol::sandbox::Sandbox;
 
 use super::{Bench, Line, middle, size};
 use crate::client::{Client, Stdio};
@@ -44,7 +45,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     };
     let lines = vec![line("one"), line("eight")];
     let mut rows = bench.placed_rounds(bench.pick(5, 3), lines, floor, |server, &floor| {
-        let rate = |processes| rate(bench, server.client()?, &pattern, processes, total);
+        let rate = |processes| rate(bench, server.client()?, &pattern, (processes, total), None);
         Ok(vec![
             Figure::against(rate(1)?, floor),
             Figure::against(rate(8)?, floor),
@@ -61,16 +62,16 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     rows
 }
 
-/// Bytes per second from processes that write `total` bytes together.
+/// Bytes per second from so many processes that write `total` bytes together, under a policy or not.
 pub(super) fn rate(
     bench: &Bench,
     mut client: Client,
     pattern: &Pattern,
-    processes: u64,
-    total: u64,
+    (processes, total): (u64, u64),
+    sandbox: Option<&Sandbox>,
 ) -> anyhow::Result<f64> {
     let start = Instant::now();
-    let emitters = Emitters::start(bench, &mut client, processes, total)?;
+    let emitters = Emitters::start(bench, &mut client, (processes, total), sandbox)?;
     emitters.drain(&mut client, pattern)?;
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
@@ -111,7 +112,7 @@ pub(super) fn sleeper(bench: &Bench) -> Vec<Row> {
         let mut client = server.client()?;
         let before = server.resident_at_rest()?;
         let peak = peak_of(&server, || {
-            let emitters = Emitters::start(bench, &mut client, 1, total)?;
+            let emitters = Emitters::start(bench, &mut client, (1, total), None)?;
             std::thread::sleep(nap);
             emitters.drain(&mut client, &pattern)
         })?;
@@ -165,13 +166,18 @@ impl Seen {
 
 impl Emitters {
     /// Starts `count` of them, which write `total` bytes together.
-    fn start(bench: &Bench, client: &mut Client, count: u64, total: u64) -> anyhow::Result<Self> {
+    fn start(
+        bench: &Bench,
+        client: &mut Client,
+        (count, total): (u64, u64),
+        sandbox: Option<&Sandbox>,
+    ) -> anyhow::Result<Self> {
         let own = bench.own.display().to_string();
         let each = total / count;
         let mut first = None;
         for _ in 0..count {
             let argv = [&own, "--emit-pattern", &each.to_string()];
-            let (_, process) = client.start(&argv, Stdio::Pipe)?;
+            let (_, process) = client.start_in(sandbox, &argv, Stdio::Pipe)?;
             first.get_or_insert(process);
         }
         let first = first.context("no process was started")?;

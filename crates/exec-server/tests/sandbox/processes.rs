@@ -2,8 +2,10 @@
 
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::chunk;
+use rustix::process::Signal;
 use serde_json::{Value, json};
 
+use crate::requests::is_standby;
 use crate::{Cell, User, for_both, read_only};
 
 for_both! {
@@ -20,6 +22,42 @@ for_both! {
     streams_end_when_the_command_closes_them,
     limits_bind,
     no_descriptor_is_inherited,
+    a_launcher_stands_by_and_may_be_killed,
+}
+
+async fn a_launcher_stands_by_and_may_be_killed(user: User) {
+    let mut cell = Cell::new(user).await;
+    let server = cell.server.server_pid().await;
+    let standby = || -> Vec<i32> {
+        let children = proc::children(server).into_iter();
+        children.filter(|&pid| is_standby(pid)).collect()
+    };
+    assert!(standby().is_empty());
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        for _ in 0..3 {
+            let outcome = cell
+                .sh(&read_only(), "echo $PPID; cat /proc/self/comm")
+                .await;
+            assert_eq!(outcome.stdout, "1\ncat\n", "{}", outcome.stderr);
+        }
+        let [one] = standby()[..] else {
+            panic!("{:?}", standby());
+        };
+        assert!(!seen.contains(&one), "{one} in {seen:?}");
+        seen.push(one);
+        proc::signal(one.unsigned_abs(), Signal::KILL);
+    }
+    // One that hangs is given up as well. (The first command here does without, the second has it.)
+    cell.sh(&read_only(), "true").await;
+    cell.sh(&read_only(), "true").await;
+    let [one] = standby()[..] else {
+        panic!("{:?}", standby());
+    };
+    proc::signal(one.unsigned_abs(), Signal::STOP);
+    let outcome = cell.sh(&read_only(), "echo works").await;
+    assert_eq!(outcome.stdout, "works\n", "{}", outcome.stderr);
+    assert!(!standby().contains(&one));
 }
 
 async fn ends_pass_through(user: User) {

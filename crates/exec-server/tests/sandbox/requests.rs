@@ -76,8 +76,14 @@ impl Cell {
                 std::fs::read(format!("/proc/{pid}/cmdline"))
                     .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
             })
+            .filter(|&pid| !is_standby(pid))
             .collect()
     }
+}
+
+/// Whether a process is the launcher that forks others.
+pub(crate) fn is_standby(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "exec-standby\n")
 }
 
 /// Every method that changes something, with what it needs, from a name that is there.

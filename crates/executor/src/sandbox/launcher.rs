@@ -204,6 +204,7 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     drop(report);
     // Our memory is nobody's business.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let _ = rustix::thread::set_name(standby::NAME);
     while let Some((birth, files)) = standby::receive(&control) {
         let answer = match confine::fork_sibling(token) {
             Ok(Fork::Child) => {
@@ -225,6 +226,7 @@ fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
     let groups = files.split_off(birth.kept);
     let prepared = || -> Result<(), Failure> {
         let failed = |step| move |error| failed(step, b"", error);
+        let _ = rustix::thread::set_name(c"exec-server");
         // Its own files in `/proc` are its own again.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
             .map_err(|error| failed(Step::Session)(error.into()))?;

@@ -9,6 +9,7 @@
 //!        └─► launcher, launcher, …     siblings that it has forked
 //! ```
 
+use std::ffi::CStr;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -25,6 +26,9 @@ use serde::{Deserialize, Serialize};
 
 use super::Errand;
 use super::launcher::Order;
+
+/// What lists of processes show.
+pub(super) const NAME: &CStr = c"exec-standby";
 
 /// How long a fork may take before something else is tried.
 const PATIENCE: Duration = Duration::from_secs(5);
