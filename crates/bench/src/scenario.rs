@@ -13,9 +13,11 @@ mod agents;
 mod echo;
 mod files;
 mod handshake;
+mod http;
 mod memory;
 mod operate;
 mod sandbox;
+mod snapshot;
 mod spawn;
 mod stdin;
 mod stream;
@@ -59,6 +61,10 @@ pub(crate) enum Name {
     Watch,
     /// Many small files to the server
     Upload,
+    /// Requests that a server makes: small ones, and a body that is streamed
+    Http,
+    /// Commands of a login shell whose start-up files are slow
+    Snapshot,
     /// Memory of an idle server
     Idle,
     /// Memory of live processes
@@ -134,6 +140,8 @@ impl Bench {
                 Name::Search => trees::search(self),
                 Name::Watch => trees::watch(self),
                 Name::Upload => trees::upload(self),
+                Name::Http => http::run(self),
+                Name::Snapshot => snapshot::run(self),
                 Name::Idle => memory::idle(self),
                 Name::Processes => memory::processes(self),
                 Name::Connections => memory::connections(self),

@@ -50,6 +50,13 @@ pub(crate) enum Message<'a> {
         /// The event's number, which is the number of all events.
         seq: u64,
     },
+    /// `http/request/bodyDelta`.
+    Delta {
+        /// The bytes as base64.
+        chunk: Cow<'a, [u8]>,
+        /// Whether it is the last.
+        done: bool,
+    },
     /// Something that no scenario asks for.
     Other,
 }
@@ -77,6 +84,12 @@ struct Params<'a> {
     seq: Option<u64>,
     #[serde(borrow, default)]
     chunk: Cow<'a, str>,
+    #[serde(borrow, default)]
+    delta_base64: Cow<'a, str>,
+    #[serde(default)]
+    done: bool,
+    #[serde(borrow)]
+    error: Option<Cow<'a, str>>,
     exit_code: Option<i32>,
 }
 
@@ -101,6 +114,10 @@ impl<'a> Message<'a> {
                 process,
                 seq,
                 chunk: Cow::Borrowed(&text[cut]),
+            },
+            Message::Delta { done, .. } => Self::Delta {
+                chunk: Cow::Borrowed(&text[cut]),
+                done,
             },
             _ => Self::Other,
         })
@@ -149,6 +166,15 @@ impl<'a> Message<'a> {
                 process: process()?,
                 seq: seq?,
             },
+            "http/request/bodyDelta" => {
+                if let Some(error) = params.error {
+                    bail!("the body broke off: {error}");
+                }
+                Self::Delta {
+                    chunk: bytes(params.delta_base64),
+                    done: params.done,
+                }
+            }
             _ => Self::Other,
         })
     }
@@ -161,12 +187,12 @@ fn bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
     }
 }
 
-/// Where the value of `chunk` or `dataBase64` lies in a long message, if it holds no escapes.
+/// Where the value of `chunk`, `dataBase64` or `deltaBase64` lies in a long message, if it holds no escapes.
 ///
 /// A JSON parser looks at every byte of it at a quarter of the speed of this search, and would be
 /// most of what the client does in a stream. What is left without it is parsed as ever.
 fn long_chunk(text: &[u8]) -> Option<Range<usize>> {
-    const KEYS: [&[u8]; 2] = [b"\"chunk\":\"", b"\"dataBase64\":\""];
+    const KEYS: [&[u8]; 3] = [b"\"chunk\":\"", b"\"dataBase64\":\"", b"\"deltaBase64\":\""];
     /// The key comes within this; a message that is not much longer is not worth it.
     const HEAD: usize = 256;
     if text.len() < 4 * HEAD {

@@ -1,7 +1,7 @@
 //! Names of the extensions that this client makes use of, as `environment/info` lists them.
 
 use exec_server_protocol::Method;
-use exec_server_protocol::{fs, process, session};
+use exec_server_protocol::{fs, http, process, session};
 
 pub(crate) const SESSION_END: &str = session::End::NAME;
 pub(crate) const CLOSE_STDIN: &str = process::CloseStdin::NAME;
@@ -42,3 +42,6 @@ pub(crate) const CREATE_SYMLINK: &str = fs::CreateSymlink::NAME;
 pub(crate) const HASH: &str = fs::Hash::NAME;
 pub(crate) const SEARCH: &str = fs::Search::NAME;
 pub(crate) const WATCH: &str = fs::Watch::NAME;
+pub(crate) const HTTP_CANCEL: &str = http::Cancel::NAME;
+/// `decompress` of `http/request`.
+pub(crate) const HTTP_DECOMPRESS: &str = "http/request#decompress";

@@ -1,7 +1,7 @@
 //! Run processes and use files on some machine as if they were your own.
 //!
 //! Owns the traits that embedders program against ([`ExecBackend`], [`ExecProcess`],
-//! [`ExecutorFileSystem`]), the connection to a server ([`ExecServerClient`]), the order of events and
+//! [`ExecutorFileSystem`], [`ExecutorHttp`]), the connection to a server ([`ExecServerClient`]), the order of events and
 //! the transfer of whole trees ([`transfer`]). Knows nothing of how a server keeps its sessions, nor
 //! of what carries the messages.
 //!
@@ -43,6 +43,7 @@ mod event;
 mod extension;
 mod follow;
 pub mod fs;
+pub mod http;
 mod inbox;
 mod line;
 #[cfg(feature = "local")]
@@ -69,10 +70,15 @@ pub use error::ExecServerError;
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 #[cfg(feature = "local")]
 pub use exec_server_executor as executor;
+#[cfg(feature = "local")]
+pub use exec_server_http as http_client;
 pub use exec_server_protocol as protocol;
 #[cfg(feature = "local")]
 pub use fs::LocalFileSystem;
 pub use fs::{ExecutorFileSystem, RemoteFileSystem};
+pub use http::ExecutorHttp;
+#[cfg(feature = "local")]
+pub use http::LocalHttp;
 #[cfg(feature = "local")]
 pub use local::LocalBackend;
 pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};

@@ -316,6 +316,8 @@ impl Keeper {
     pub(crate) async fn run(mut self) {
         loop {
             let lost = ended(self.connection.peer.closed()).await;
+            let generation = self.connection.generation;
+            self.routes.bodies.lose(generation, &lost);
             let recovered = match self.down() {
                 Ok(()) => self.recover(&lost).await,
                 Err(reason) => Err(reason),

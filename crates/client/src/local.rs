@@ -12,6 +12,7 @@ use bytes::Bytes;
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
+use exec_server_executor::snapshot::{Snapshots, Wanted};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
 use exec_server_protocol::process::{
     Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
@@ -52,6 +53,8 @@ pub struct LocalBackend {
     executor: Executor,
     /// Processes by id; an id is free again when its handle is gone.
     table: Arc<Mutex<Table>>,
+    /// What shells begin with.
+    snapshots: Arc<Snapshots>,
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +94,7 @@ impl LocalBackend {
         Self {
             executor,
             table: Arc::default(),
+            snapshots: Arc::default(),
         }
     }
 
@@ -106,7 +110,10 @@ impl LocalBackend {
         };
         // Frees the id again if this future is dropped or fails.
         let reservation = Reservation(&self.table, Some(params.process_id.clone()));
-        let spec = request::spec(&params, &self.executor.config().environment)?;
+        let mut spec = request::spec(&params, &self.executor.config().environment)?;
+        if let Some(wanted) = Wanted::of(&params, &spec)? {
+            spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
+        }
         let process = self.executor.start(spec).await?;
         let enforcement = process.enforcement().cloned();
         let delivery = params.delivery.unwrap_or_default();

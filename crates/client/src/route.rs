@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use exec_server_protocol::Notification;
 use exec_server_protocol::fs::{Changed, MissingChanged};
+use exec_server_protocol::http::BodyDelta;
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
 use exec_server_transport::peer::Handler;
 use tokio::sync::{Notify, watch};
@@ -16,6 +17,7 @@ use tokio::sync::{Notify, watch};
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ProcessExit, ProcessFailure};
 use crate::fs::WatchRoutes;
+use crate::http::BodyRoutes;
 use crate::inbox::Inbox;
 use crate::order::ReadRules;
 
@@ -26,6 +28,8 @@ pub(crate) struct Routes {
     table: Mutex<Table>,
     /// Those who watch files.
     pub(crate) watches: WatchRoutes,
+    /// Those who wait for bodies.
+    pub(crate) bodies: BodyRoutes,
 }
 
 #[derive(Debug, Default)]
@@ -75,6 +79,7 @@ impl Routes {
             route.fail(ProcessFailure::ConnectionClosed(Arc::clone(&reason)));
         }
         self.watches.close();
+        self.bodies.close(&reason);
     }
 
     fn find(&self, process_id: &str) -> Option<Arc<Route>> {
@@ -115,6 +120,10 @@ impl Handler for Dispatch {
             MissingChanged::NAME => {
                 let params = decode::<MissingChanged>(params)?;
                 self.0.watches.missing_changed(params.watch_id);
+                return Ok(());
+            }
+            BodyDelta::NAME => {
+                self.0.bodies.deliver(decode::<BodyDelta>(params)?).await;
                 return Ok(());
             }
             _ => {

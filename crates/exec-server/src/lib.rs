@@ -29,11 +29,13 @@ pub use exec_server_client::{
     CollectOptions, ConnectionState, ConnectionStates, Dial, DialError, Dialled, Environment,
     EnvironmentManager, EnvironmentProvider, ExecBackend, ExecProcess, ExecProcessEvent,
     ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerError,
-    ExecutorFileSystem, LocalBackend, LocalFileSystem, ProcessExit, ProcessFailure, ProcessOutput,
-    ReadRequest, RecoveryOptions, RemoteExecServerConnectArgs, RemoteFileSystem, StartedProcess,
-    WaitForRequest, environment, fs, registry, transfer, unified,
+    ExecutorFileSystem, ExecutorHttp, LocalBackend, LocalFileSystem, LocalHttp, ProcessExit,
+    ProcessFailure, ProcessOutput, ReadRequest, RecoveryOptions, RemoteExecServerConnectArgs,
+    RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, registry, transfer,
+    unified,
 };
 pub use exec_server_executor as executor;
+pub use exec_server_http as http_client;
 pub use exec_server_protocol as protocol;
 pub use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 pub use exec_server_relay as relay;

@@ -31,6 +31,27 @@ async fn ours() -> ((), Server) {
     ((), Server::start(command).await)
 }
 
+/// A home of its own, so that neither configuration nor start-up files of ours are in the way.
+async fn ours_at(variable: &str, home: &std::path::Path) -> Server {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command.env_remove("CODEX_HOME").env(variable, home);
+    Server::start(command).await
+}
+
+#[tokio::test]
+async fn tools_of_the_servers_configuration_are_offered() {
+    let home = tempfile::tempdir().unwrap();
+    let server = ours_at("CODEX_HOME", home.path()).await;
+    interop::tools_of_the_servers_configuration_are_offered(server.url(), home.path()).await;
+}
+
+#[tokio::test]
+async fn start_up_files_run_once() {
+    let home = tempfile::tempdir().unwrap();
+    let server = ours_at("HOME", home.path()).await;
+    interop::start_up_files_run_once(server.url(), home.path()).await;
+}
+
 /// Both kinds of tokens, brought by the real CLI.
 #[tokio::test]
 async fn the_real_client_brings_tokens() {

@@ -45,6 +45,23 @@ pub fn build(
     env
 }
 
+/// What of variables that start-up files have set passes: what a policy would let through if the
+/// server's own environment had them.
+pub(crate) fn filter(
+    set: BTreeMap<String, String>,
+    policy: Option<&EnvPolicy>,
+) -> BTreeMap<String, String> {
+    let policy = policy.map(|policy| EnvPolicy {
+        inherit: Inherit::All,
+        set: BTreeMap::new(),
+        ..policy.clone()
+    });
+    match &policy {
+        Some(policy) => build(&set, Some(policy), &BTreeMap::new()),
+        None => build(&BTreeMap::new(), None, &set),
+    }
+}
+
 fn apply(own: &BTreeMap<String, String>, policy: &EnvPolicy) -> BTreeMap<String, String> {
     let matches = |patterns: &[String], name: &str| patterns.iter().any(|p| glob(p, name));
     let mut env = match policy.inherit {

@@ -62,6 +62,13 @@ pub fn machine_id() -> Option<String> {
     .filter(|text| !text.is_empty())
 }
 
+/// What the machine calls itself.
+pub fn name() -> Option<String> {
+    let system = rustix::system::uname();
+    let name = system.nodename().to_string_lossy();
+    (!name.is_empty()).then(|| name.into_owned())
+}
+
 /// The user's home: `HOME` of the given environment, else the account's.
 pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option<PathBuf> {
     let from_env = env

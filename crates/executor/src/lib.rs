@@ -9,6 +9,7 @@ compile_error!(
 );
 
 pub mod conditions;
+pub mod configuration;
 pub mod env;
 mod executor;
 pub mod fs;
@@ -21,6 +22,7 @@ pub mod report;
 pub mod request;
 pub mod sandbox;
 pub mod signal;
+pub mod snapshot;
 pub mod spec;
 pub mod sys;
 mod tree;

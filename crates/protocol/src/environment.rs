@@ -12,6 +12,58 @@ methods! {
     Info = "environment/info" (NoParams) -> EnvironmentInfo;
     /// `environment/status`: whether the environment can be used.
     Status = "environment/status" (NoParams) -> EnvironmentStatus;
+    /// `environmentConfig/read`: parts of the files that configure clients on this machine.
+    ConfigRead = "environmentConfig/read" (ConfigReadParams) -> ConfigReadResult;
+}
+
+/// Params of [`ConfigRead`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ConfigReadParams {
+    /// Where the client works; it need not exist.
+    pub cwd: PathUri,
+    /// Which keys of the configuration are wanted, each as the keys that lead to it.
+    pub config_paths: Vec<Vec<String>>,
+    /// Which keys of the requirements.
+    pub requirements_paths: Vec<Vec<String>>,
+}
+
+/// Result of [`ConfigRead`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ConfigReadResult {
+    /// The home directory of the server's user.
+    pub user_home_dir: Option<PathUri>,
+    /// Where that user's configuration is.
+    pub codex_home_dir: PathUri,
+    /// What the machine calls itself.
+    pub hostname: Option<String>,
+    /// What was wanted of the configuration.
+    pub config: ConfigStack,
+    /// What was wanted of the requirements.
+    pub requirements: ConfigStack,
+}
+
+/// What several files say of the same keys.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ConfigStack {
+    /// Files that have something to say, those that win last.
+    pub layers: Vec<ConfigLayer>,
+    /// How many of them come before what a client is configured with from elsewhere.
+    pub cloud_insertion_index: usize,
+}
+
+/// What one file says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ConfigLayer {
+    /// Which kind of file, and where it is; for people.
+    pub source: String,
+    /// What relative paths in it are relative to.
+    pub base_dir: PathUri,
+    /// What was wanted of it, as TOML.
+    pub toml: String,
 }
 
 /// Result of [`Status`].

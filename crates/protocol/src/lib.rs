@@ -11,6 +11,7 @@ pub mod environment;
 pub mod fs;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;
+pub mod http;
 pub mod limits;
 pub mod method;
 pub mod path;

@@ -72,3 +72,15 @@ pub const MAX_CHANGES: usize = 1000;
 
 /// Paths that one `fs/watchMissing` may wait for.
 pub const MAX_MISSING_PATHS: usize = 64;
+
+/// Keys that one `environmentConfig/read` may ask for.
+pub const MAX_CONFIG_PATHS: usize = 1024;
+
+/// Bytes in one file that `environmentConfig/read` looks at.
+pub const MAX_CONFIG_BYTES: usize = 1 << 20;
+
+/// Bytes in one `http/request/bodyDelta`; compatible clients fail a stream whose piece is larger.
+pub const MAX_DELTA_BYTES: usize = 1 << 20;
+
+/// Requests over HTTP that one connection may have under way, streamed bodies included.
+pub const MAX_HTTP_REQUESTS: usize = 256;

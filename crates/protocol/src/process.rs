@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::chunk::{self, ByteChunk};
+use crate::environment::Shell;
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
 use crate::sandbox::{Denial, Enforcement, Sandbox};
@@ -81,7 +82,7 @@ pub struct StartParams {
     pub network_proxy: Option<Value>,
     /// A captured shell state to start from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub shell_snapshot: Option<Value>,
+    pub shell_snapshot: Option<ShellSnapshot>,
     /// Where the call comes from; shown to the child.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<StartMetadata>,
@@ -108,6 +109,16 @@ pub struct StartParams {
 
 fn is_false(value: &bool) -> bool {
     !value
+}
+
+/// Whose captured state a shell shall begin with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ShellSnapshot {
+    /// Chosen by the client: commands of one scope share a snapshot.
+    pub scope_id: String,
+    /// The shell.
+    pub shell: Shell,
 }
 
 /// How to derive a child's environment from the server's own.

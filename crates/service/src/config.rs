@@ -4,7 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use exec_server_executor::configuration::ConfigFiles;
 use exec_server_executor::log::Retention;
+use exec_server_executor::snapshot::CAPTURE_TIME;
+use exec_server_http::HttpConfig;
 use exec_server_transport::keepalive::KeepaliveConfig;
 
 use crate::audit::Audit;
@@ -48,10 +51,16 @@ pub struct ExecServerConfig {
     pub handshake_timeout: Duration,
     /// Sessions at one time.
     pub max_sessions: usize,
+    /// How long a login shell may take to tell its state for a snapshot.
+    pub snapshot_time: Duration,
     /// Pings and how long to wait for a sign of life.
     pub keepalive: KeepaliveConfig,
     /// The environment that policies of children start from: usually the server's own.
     pub environment: BTreeMap<String, String>,
+    /// What `http/request` may do; its environment is the one above.
+    pub http: HttpConfig,
+    /// The files that `environmentConfig/read` tells of.
+    pub config_files: ConfigFiles,
     /// Where it is written down who ran what.
     pub audit: Option<Audit>,
     /// Where traces of requests are sent.
@@ -83,8 +92,11 @@ impl Default for ExecServerConfig {
             max_connections_per_address: 8192,
             handshake_timeout: Duration::from_secs(10),
             max_sessions: 4096,
+            snapshot_time: CAPTURE_TIME,
             keepalive: KeepaliveConfig::default(),
             environment: BTreeMap::new(),
+            http: HttpConfig::default(),
+            config_files: ConfigFiles::codex("/nonexistent".into()),
             audit: None,
             tracer: None,
             sandbox_launcher: None,

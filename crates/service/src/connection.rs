@@ -20,6 +20,7 @@ use crate::dispatch;
 use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
+use crate::methods::http::Requests;
 use crate::methods::search::Searches;
 use crate::methods::watch::Watches;
 use crate::metrics::MethodIndex;
@@ -49,6 +50,8 @@ pub(crate) struct Connection {
     pub(crate) handles: Handles,
     /// Where its file work is done.
     pub(crate) lane: Arc<Lane>,
+    /// Requests over HTTP that are under way.
+    pub(crate) requests: Requests,
     pub(crate) searches: Searches,
     pub(crate) watches: Watches,
     /// Requests that wait for something to happen.
@@ -361,6 +364,7 @@ pub(crate) async fn serve(
         heard: Arc::new(Heard::new()),
         handles,
         lane,
+        requests: Requests::default(),
         searches: Searches::default(),
         watches: Watches::default(),
         waiting: AtomicUsize::new(0),

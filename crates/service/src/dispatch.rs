@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use exec_server_protocol::session::{self, Initialized};
-use exec_server_protocol::{Method, Notification as _, command, environment, fs, process};
+use exec_server_protocol::{Method, Notification as _, command, environment, fs, http, process};
 
 use crate::connection::{Connection, Phase, Responder};
 use crate::error::RpcError;
@@ -37,6 +37,8 @@ pub(crate) const EXTENSIONS: &[&str] = &[
     "fs/watch",
     "fs/writeFile#mode",
     "fs/writeFile#modifiedAtMs",
+    "http/cancel",
+    "http/request#decompress",
     "initialize#detachGraceMs",
     "initialize#resumeKey",
     "process/closeStdin",
@@ -72,10 +74,8 @@ pub(crate) const EXTENSIONS: &[&str] = &[
 /// Methods of the compatible wire that this server does not offer: refused like any unknown one,
 /// but only after the handshake has been checked.
 const NOT_OFFERED: &[(&str, &str)] = &[
-    ("environmentConfig/read", "environment config"),
     ("capabilityRoots/discoverV1", "capability discovery"),
     ("capabilities/discoverV2", "capability discovery"),
-    ("http/request", "http"),
 ];
 
 /// One request on its way to its function.
@@ -117,6 +117,9 @@ pub(crate) fn request(
         environment::Info::NAME => call.plain::<environment::Info>(methods::environment::info),
         environment::Status::NAME => {
             call.plain::<environment::Status>(methods::environment::status);
+        }
+        environment::ConfigRead::NAME => {
+            call.plain::<environment::ConfigRead>(methods::environment::config_read);
         }
 
         process::Start::NAME => call.plain::<process::Start>(methods::process::start),
@@ -174,6 +177,9 @@ pub(crate) fn request(
             call.plain::<fs::WatchMissing>(methods::watch::watch_missing);
         }
         fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
+
+        http::Request::NAME => call.plain::<http::Request>(methods::http::request),
+        http::Cancel::NAME => call.plain::<http::Cancel>(methods::http::cancel),
 
         other => {
             let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);

@@ -6,6 +6,7 @@ use exec_server_executor::StartError;
 use exec_server_executor::fs::search::SearchError;
 use exec_server_executor::fs::watch::WatchError;
 use exec_server_executor::fs::{FsError, LinkAt};
+use exec_server_http::HttpError;
 use exec_server_protocol::ErrorObject;
 use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
@@ -147,6 +148,17 @@ impl From<WatchError> for RpcError {
             WatchError::Fs(error) => error.into(),
             WatchError::Pattern { .. } => Self::invalid_params(message),
             WatchError::TooMany | WatchError::Cancelled => Self::invalid_request(message),
+            _ => Self::internal(message),
+        }
+    }
+}
+
+impl From<HttpError> for RpcError {
+    fn from(error: HttpError) -> Self {
+        let message = error.to_string();
+        match error {
+            HttpError::Invalid(_) => Self::invalid_params(message),
+            HttpError::Denied(_) | HttpError::Cancelled => Self::invalid_request(message),
             _ => Self::internal(message),
         }
     }

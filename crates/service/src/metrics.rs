@@ -62,6 +62,7 @@ const METHODS: &[&str] = &[
     "fs/watchMissing",
     "fs/writeBlock",
     "fs/writeFile",
+    "http/cancel",
     "http/request",
     "initialize",
     "process/closeStdin",

@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use exec_server_executor::fs::watch::Hub;
+use exec_server_executor::snapshot::Snapshots;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
+use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
 use tokio::sync::watch;
@@ -63,6 +65,7 @@ struct Inner {
     executor: Executor,
     info: EnvironmentInfo,
     hub: Hub,
+    http: HttpClient,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Does the file work of all connections.
     files: FileThreads,
@@ -120,6 +123,10 @@ impl Server {
         })?;
         let info = environment::describe(&config);
         let crowd = Arc::new(Crowd::new(crowd_limits(&config)));
+        let http = HttpClient::new(HttpConfig {
+            environment: config.environment.clone(),
+            ..config.http.clone()
+        });
         let inner = Inner {
             crowd,
             metrics: Arc::default(),
@@ -128,6 +135,7 @@ impl Server {
             executor,
             info,
             hub: Hub::default(),
+            http,
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
@@ -155,6 +163,8 @@ impl Server {
         let made_with = &self.inner.made_with;
         let config = ExecServerConfig {
             environment: made_with.environment.clone(),
+            http: made_with.http.clone(),
+            config_files: made_with.config_files.clone(),
             audit: made_with.audit.clone(),
             tracer: made_with.tracer.clone(),
             sandbox_launcher: made_with.sandbox_launcher.clone(),
@@ -194,6 +204,11 @@ impl Server {
     /// What watches files.
     pub(crate) fn hub(&self) -> &Hub {
         &self.inner.hub
+    }
+
+    /// What makes requests for clients.
+    pub(crate) fn http(&self) -> &HttpClient {
+        &self.inner.http
     }
 
     pub(crate) fn info(&self) -> &EnvironmentInfo {
@@ -364,6 +379,7 @@ impl Server {
             uuid::Uuid::new_v4().to_string(),
             grace,
             driver,
+            Snapshots::new(self.config().snapshot_time),
         ));
         sessions.insert(session.id.clone(), Arc::clone(&session));
         self.inner.metrics.sessions.add(1);

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_executor::Process;
 use exec_server_executor::process::Written;
+use exec_server_executor::snapshot::Snapshots;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
 use subtle::ConstantTimeEq as _;
@@ -41,6 +42,8 @@ pub(crate) struct Session {
     table: Mutex<Table>,
     /// A connection drives it, or it has ended.
     attended: watch::Sender<bool>,
+    /// What its shells begin with.
+    pub(crate) snapshots: Snapshots,
 }
 
 #[derive(Debug)]
@@ -187,7 +190,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Session {
-    pub(crate) fn new(id: String, grace: Duration, driver: Driver) -> Self {
+    pub(crate) fn new(id: String, grace: Duration, driver: Driver, snapshots: Snapshots) -> Self {
         let owner = driver.identity.clone();
         let state = State {
             driver: Some(driver),
@@ -202,6 +205,7 @@ impl Session {
             state: Mutex::new(state),
             table: Mutex::default(),
             attended: watch::Sender::new(true),
+            snapshots,
         }
     }
 
@@ -294,7 +298,7 @@ impl Session {
             .drain()
             .map(|(_, slot)| slot)
             .collect();
-        let mut processes = Vec::new();
+        let mut processes = self.snapshots.end();
         for slot in slots {
             match slot {
                 Slot::Started(managed) => {

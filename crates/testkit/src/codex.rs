@@ -172,7 +172,23 @@ pub async fn exec_in(
     sandbox_mode: &str,
     limit: Duration,
 ) -> Run {
-    home.configure(&config(model, sandbox_mode));
+    exec_with(home, model, server_url, sandbox_mode, "", limit).await
+}
+
+/// As [`exec_in`], with more tables in `config.toml`.
+///
+/// # Panics
+///
+/// As [`exec`].
+pub async fn exec_with(
+    home: &Home,
+    model: &FakeModel,
+    server_url: &str,
+    sandbox_mode: &str,
+    tables: &str,
+    limit: Duration,
+) -> Run {
+    home.configure(&(config(model, sandbox_mode) + tables));
     run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
 }
 

@@ -4,8 +4,10 @@
 //! what reaches the model is checked. The server under test is a parameter, so that the same
 //! bodies run against ours and, to prove the bodies, against the reference.
 
+use std::path::Path;
 use std::time::Duration;
 
+use serde_json::{Value, json};
 use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
@@ -15,6 +17,7 @@ use tokio::time::timeout;
 use crate::codex::{self, Home, Run};
 use crate::fake_model::{Call, FakeModel, Turn};
 use crate::server::Server;
+use crate::site::{self, Site, say};
 
 /// Both output streams and the exit code of a short command reach the model.
 pub async fn command_reports_streams_and_exit_code(url: &str) {
@@ -233,6 +236,101 @@ pub async fn running_process_ends_with_the_run(url: &str) {
     tether.loosened().await;
 }
 
+/// A site that offers one tool over HTTP, `greet`, as an MCP server.
+async fn tool_site() -> Site {
+    Site::start(|asked, mut stream| async move {
+        let message: Value = serde_json::from_slice(&asked.body).unwrap_or_default();
+        let result = match message["method"].as_str() {
+            Some("initialize") => json!({
+                "protocolVersion": message["params"]["protocolVersion"],
+                "capabilities": {"tools": {}},
+                "serverInfo": {"name": "site", "version": "1"},
+            }),
+            Some("tools/list") => json!({"tools": [{
+                "name": "greet", "description": "greets",
+                "inputSchema": {"type": "object", "properties": {}},
+            }]}),
+            Some("tools/call") => json!({"content": [{"type": "text", "text": "greetings"}]}),
+            Some(_) => return say(&mut stream, &site::answer("202 Accepted", "", "")).await,
+            // It has nothing to say by itself.
+            None => {
+                let refused = site::answer("405 Method Not Allowed", "", "");
+                return say(&mut stream, &refused).await;
+            }
+        };
+        let body = json!({"jsonrpc": "2.0", "id": message["id"], "result": result});
+        let answer = site::answer(
+            "200 OK",
+            "content-type: application/json\r\n",
+            body.to_string(),
+        );
+        say(&mut stream, &answer).await;
+    })
+    .await
+}
+
+/// A tool server that the CLI is configured with is reached from the server's machine, with a token
+/// that only that machine knows.
+///
+/// Start the server with [`MARKER`] in its environment.
+pub async fn tools_over_http_are_reached_from_the_server(url: &str) {
+    let site = tool_site().await;
+    let tables = format!(
+        "\n[mcp_servers.web]\nurl = \"{}\"\nenvironment_id = \"remote\"\n\
+         bearer_token_env_var = \"{}\"\n",
+        site.url("/mcp"),
+        MARKER.0
+    );
+    let script = [Turn::Calls(vec![Call::mcp(
+        "call",
+        "web",
+        "greet",
+        json!({}),
+    )])];
+    let session = Session::run_with(Home::new(), url, &tables, script).await;
+    expect(&session.answer("call"), &["greetings"]);
+    let token = format!("Bearer {}", MARKER.1);
+    for asked in site.asked() {
+        assert_eq!(asked.header("authorization"), Some(&*token), "{asked:?}");
+    }
+}
+
+/// A tool server that only the configuration on the server's machine names is offered.
+///
+/// Start the server with `CODEX_HOME` set to `home`.
+pub async fn tools_of_the_servers_configuration_are_offered(url: &str, home: &Path) {
+    let site = tool_site().await;
+    let config = format!("[mcp_servers.web]\nurl = \"{}\"\n", site.url("/mcp"));
+    std::fs::write(home.join("config.toml"), config).expect("a home that can be written");
+    let script = [Turn::Calls(vec![Call::mcp(
+        "call",
+        "web",
+        "greet",
+        json!({}),
+    )])];
+    let session = Session::run_with(Home::new(), url, "", script).await;
+    expect(&session.answer("call"), &["greetings"]);
+}
+
+/// Commands of one conversation share what start-up files of their shell do, which run once.
+///
+/// Start the server with `HOME` set to `home`.
+pub async fn start_up_files_run_once(url: &str, home: &Path) {
+    let profile = "echo ran >> \"$HOME/count\"\nf() { echo \"this is f\"; }\n";
+    for name in [".bash_profile", ".zprofile", ".profile"] {
+        std::fs::write(home.join(name), profile).expect("a home that can be written");
+    }
+    let ids = ["a", "b", "c"];
+    let turn = |id| Turn::Calls(vec![Call::exec_command(id, "f", LONG)]);
+    let tables = "\n[features]\nshell_snapshot_v2 = true\n";
+    let session = Session::run_with(Home::new(), url, tables, ids.map(turn)).await;
+    for id in ids {
+        expect(&session.answer(id), &["this is f\n"]);
+    }
+    let count = std::fs::read_to_string(home.join("count")).expect("start-up files that ran");
+    assert_eq!(count, "ran\n");
+}
+
 /// Writes one `#[tokio::test]` per behaviour of this module, against the servers that `$start`
 /// starts.
 ///
@@ -251,6 +349,7 @@ macro_rules! interop_tests {
             interrupt_reaches_a_pipe_process(server => server.url());
             running_process_ends_with_the_run(server => server.url());
             a_workspace_is_all_that_is_writable(server => server.url());
+            tools_over_http_are_reached_from_the_server(server => server.url());
         }
     };
     ($start:path => $($name:ident($server:ident => $subject:expr);)*) => {$(
@@ -286,9 +385,29 @@ impl Session {
         mode: &str,
         script: impl IntoIterator<Item = Turn>,
     ) -> Self {
+        Self::follow(home, url, mode, "", script).await
+    }
+
+    /// As [`Session::run`], with more tables of configuration.
+    async fn run_with(
+        home: Home,
+        url: &str,
+        tables: &str,
+        script: impl IntoIterator<Item = Turn>,
+    ) -> Self {
+        Self::follow(home, url, "danger-full-access", tables, script).await
+    }
+
+    async fn follow(
+        home: Home,
+        url: &str,
+        mode: &str,
+        tables: &str,
+        script: impl IntoIterator<Item = Turn>,
+    ) -> Self {
         let end = Turn::Message("done".to_owned());
         let model = FakeModel::start(script.into_iter().chain([end])).await;
-        let run = codex::exec_in(&home, &model, url, mode, RUN_LIMIT).await;
+        let run = codex::exec_with(&home, &model, url, mode, tables, RUN_LIMIT).await;
         model.finish();
         Self { model, run, home }
     }

@@ -12,4 +12,5 @@ pub mod interop;
 pub mod proc;
 pub mod proxy;
 pub mod server;
+pub mod site;
 pub mod wire;

@@ -690,7 +690,7 @@ impl Client {
     fn take(&mut self, message: Value) {
         if let Some(method) = message["method"].as_str() {
             let params = &message["params"];
-            if method.starts_with("fs/") {
+            if method.starts_with("fs/") || method.starts_with("http/") {
                 return self.notices.push_back((method.to_owned(), params.clone()));
             }
             let process = params["processId"].as_str().unwrap_or_default().to_owned();

@@ -68,7 +68,7 @@ fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow
             }
             Message::Closed { .. } => closed = true,
             Message::Output { .. } => bail!("the child complained"),
-            Message::Data { .. } | Message::Other => {}
+            Message::Data { .. } | Message::Delta { .. } | Message::Other => {}
         }
     }
     ensure!(

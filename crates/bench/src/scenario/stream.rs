@@ -219,7 +219,10 @@ impl Emitters {
                     seen.closed = Some(seq);
                     seen
                 }
-                Message::Response { .. } | Message::Data { .. } | Message::Other => continue,
+                Message::Response { .. }
+                | Message::Data { .. }
+                | Message::Delta { .. }
+                | Message::Other => continue,
             };
             seen.events += 1;
             left -= usize::from(seen.is_complete());

@@ -77,7 +77,7 @@ async fn serve(
 ) -> anyhow::Result<()> {
     let stop = Stop::new()?;
     let hangup = signal(SignalKind::hangup())?;
-    let mut config = settings.server();
+    let mut config = settings.server()?;
     config.audit = audit(&settings)?;
     if let Some(endpoint) = settings.text("traces.endpoint") {
         let service = settings.text("traces.service").unwrap_or("exec-server");
@@ -295,6 +295,7 @@ impl Upkeep {
     fn reload(&self) {
         let outcome = Settings::resolve(&self.args).and_then(|settings| {
             let rules = access::rules(&settings)?;
+            let config = settings.server()?;
             if self.door.exposed && !settings.flag("auth.danger_no_auth") {
                 let proven = rules.auth.is_required()
                     || self
@@ -311,7 +312,7 @@ impl Upkeep {
                 tls.reload()?;
             }
             self.door.guard.set_rules(rules);
-            self.server.set_limits(&settings.server());
+            self.server.set_limits(&config);
             if listened(&settings) != self.listen {
                 tracing::warn!("another `listen` is taken up by the next start only");
             }

@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
+use exec_server_executor::configuration::ConfigFiles;
+use exec_server_executor::host;
 use exec_server_executor::log::Retention;
+use exec_server_http::{DEFAULT_DENY, HttpConfig, ProxyChoice, Rules};
 use exec_server_service::{DEFAULT_LISTEN_URL, ExecServerConfig, ListenUrl, auth};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use toml::Value;
@@ -124,8 +127,21 @@ pub(super) const KEYS: &[(&str, Kind)] = &[
     ("times.max_detach_grace", Kind::Time),
     ("times.closed_retention", Kind::Time),
     ("times.inherited_output", Kind::Time),
+    ("times.shell_snapshot", Kind::Time),
     ("times.drain", Kind::Time),
     ("times.shutdown_grace", Kind::Time),
+    ("http.allow", Kind::List),
+    ("http.deny", Kind::List),
+    ("http.proxy", Kind::Text),
+    ("http.max_response_bytes", Kind::Size),
+    ("http.max_stream_bytes", Kind::Size),
+    ("client_config.system", Kind::Text),
+    ("client_config.home", Kind::Text),
+    ("client_config.file", Kind::Text),
+    ("client_config.requirements_file", Kind::Text),
+    ("client_config.managed_file", Kind::Text),
+    ("client_config.project_directory", Kind::Text),
+    ("client_config.project_marker", Kind::Text),
     ("log.format", Kind::Choice(FORMATS)),
     ("log.filter", Kind::Text),
     ("metrics.listen", Kind::Text),
@@ -390,12 +406,60 @@ impl Settings {
         environment
     }
 
+    /// What requests over HTTP may do.
+    fn http(&self) -> anyhow::Result<HttpConfig> {
+        let defaults = HttpConfig::default();
+        let rules = Rules::new(&self.list("http.allow"), &self.list("http.deny"));
+        Ok(HttpConfig {
+            rules: rules.context("`http.allow` and `http.deny`")?,
+            proxy: match self.text("http.proxy") {
+                None | Some("none") => ProxyChoice::Direct,
+                Some("environment") => ProxyChoice::Environment,
+                Some(url) => ProxyChoice::Through(url.to_owned()),
+            },
+            max_response_bytes: self
+                .size("http.max_response_bytes")
+                .unwrap_or(defaults.max_response_bytes),
+            max_stream_bytes: self.size("http.max_stream_bytes").map(|bytes| bytes as u64),
+            ..defaults
+        })
+    }
+
+    /// The files that configure clients on this machine: those of Codex, unless somebody says
+    /// otherwise.
+    fn config_files(&self, environment: &BTreeMap<String, String>) -> ConfigFiles {
+        let user = host::home(environment, host::account().as_ref());
+        let own = environment.get("CODEX_HOME").map(PathBuf::from);
+        let home = self
+            .path("client_config.home")
+            .or(own.filter(|home| home.is_absolute()))
+            .unwrap_or_else(|| user.unwrap_or_else(|| "/".into()).join(".codex"));
+        let codex = ConfigFiles::codex(home);
+        let name = |key, usual: String| self.text(key).map_or(usual, str::to_owned);
+        ConfigFiles {
+            system: self.path("client_config.system").unwrap_or(codex.system),
+            home: codex.home,
+            config: name("client_config.file", codex.config),
+            requirements: name("client_config.requirements_file", codex.requirements),
+            managed: name("client_config.managed_file", codex.managed),
+            project_directory: name("client_config.project_directory", codex.project_directory),
+            project_marker: name("client_config.project_marker", codex.project_marker),
+        }
+    }
+
     /// The settings of the server itself.
-    pub(super) fn server(&self) -> ExecServerConfig {
+    ///
+    /// # Errors
+    ///
+    /// When a value is of the right kind and yet makes no sense.
+    pub(super) fn server(&self) -> anyhow::Result<ExecServerConfig> {
         let defaults = ExecServerConfig::default();
         let count = |name, default| self.count(name).unwrap_or(default);
         let time = |name, default| self.time(name).unwrap_or(default);
-        ExecServerConfig {
+        let environment = self.environment();
+        Ok(ExecServerConfig {
+            http: self.http()?,
+            config_files: self.config_files(&environment),
             max_connections: count("limits.connections", defaults.max_connections),
             max_connections_per_address: count(
                 "limits.connections_per_address",
@@ -427,15 +491,16 @@ impl Settings {
             max_detach_grace: time("times.max_detach_grace", defaults.max_detach_grace),
             closed_retention: time("times.closed_retention", defaults.closed_retention),
             inherited_output_grace: time("times.inherited_output", defaults.inherited_output_grace),
+            snapshot_time: time("times.shell_snapshot", defaults.snapshot_time),
             drain_timeout: time("times.drain", defaults.drain_timeout),
             shutdown_grace: time("times.shutdown_grace", defaults.shutdown_grace),
-            environment: self.environment(),
+            environment,
             sandbox_launcher: None,
             sandbox_hidden: self.secret_files(),
             audit: None,
             tracer: None,
             cwd: std::env::current_dir().ok(),
-        }
+        })
     }
 }
 
@@ -510,6 +575,7 @@ fn defaults() -> Vec<(&'static str, Value)> {
     };
     let text = |text: &str| Value::String(text.to_owned());
     let none = || Value::Array(Vec::new());
+    let codex = ConfigFiles::codex(PathBuf::new());
     vec![
         ("listen", Value::Array(vec![text(DEFAULT_LISTEN_URL)])),
         ("auth.token_files", none()),
@@ -554,8 +620,31 @@ fn defaults() -> Vec<(&'static str, Value)> {
             "times.inherited_output",
             time(config.inherited_output_grace),
         ),
+        ("times.shell_snapshot", time(config.snapshot_time)),
         ("times.drain", time(config.drain_timeout)),
         ("times.shutdown_grace", time(config.shutdown_grace)),
+        ("http.allow", none()),
+        (
+            "http.deny",
+            Value::Array(DEFAULT_DENY.iter().map(|rule| text(rule)).collect()),
+        ),
+        ("http.proxy", text("environment")),
+        (
+            "http.max_response_bytes",
+            count(config.http.max_response_bytes),
+        ),
+        (
+            "client_config.system",
+            text(&codex.system.to_string_lossy()),
+        ),
+        ("client_config.file", text(&codex.config)),
+        ("client_config.requirements_file", text(&codex.requirements)),
+        ("client_config.managed_file", text(&codex.managed)),
+        (
+            "client_config.project_directory",
+            text(&codex.project_directory),
+        ),
+        ("client_config.project_marker", text(&codex.project_marker)),
         ("log.format", text("text")),
         ("log.filter", text("error")),
         ("traces.service", text("exec-server")),
@@ -745,7 +834,7 @@ mod tests {
             ],
         )
         .unwrap();
-        let config = settings.server();
+        let config = settings.server().unwrap();
         assert_eq!(
             (
                 config.max_sessions,
@@ -783,7 +872,7 @@ mod tests {
             ],
         )
         .unwrap();
-        let config = settings.server();
+        let config = settings.server().unwrap();
         assert_eq!(config.retention.bytes, 65_536);
         assert_eq!(config.drain_timeout, Duration::from_secs(90));
         assert_eq!(config.keepalive.interval, Duration::from_millis(500));

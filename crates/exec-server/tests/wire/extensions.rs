@@ -3,6 +3,7 @@
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 
+use exec_server_testkit::site::{Site, answer};
 use exec_server_testkit::wire::{Client, Start, Transport};
 use serde_json::{Value, json};
 
@@ -87,6 +88,18 @@ async fn probe(client: &mut Client, name: &str) {
             let ended = client.ok("fs/unwatch", json!({"watchId": id})).await;
             assert_eq!(ended, json!({}));
             client.notices();
+        }
+        "http/cancel" => {
+            let params = json!({"requestId": "nobody"});
+            assert_eq!(client.ok(name, params).await, json!({"cancelled": false}));
+        }
+        "http/request#decompress" => {
+            let site = Site::saying(answer("200 OK", "", "")).await;
+            let params = json!({
+                "method": "GET", "url": site.url("/"), "requestId": id, "decompress": true
+            });
+            client.ok("http/request", params).await;
+            assert!(site.asked()[0].header("accept-encoding").is_some());
         }
         "process/closeStdin" => {
             client.start(here("cat").piped()).await;

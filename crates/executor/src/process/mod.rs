@@ -385,6 +385,12 @@ impl Process {
         (running, left.into_iter().map(name).collect())
     }
 
+    /// Whether none of its descendants lives any more.
+    pub(crate) async fn is_alone(&self) -> bool {
+        let tags = HashSet::from([self.shared.tag]);
+        blocking(move || tree::members(&tags)).await.is_empty()
+    }
+
     /// Sends the first signal at once.
     fn begin_to_end(&self, end: End) -> bool {
         let running = *lock(&self.shared.life) == Life::Running;

@@ -67,6 +67,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         cwd,
         dialect: Dialect::Command,
         start_id: None,
+        snapshot: None,
     };
     launch(
         call.connection,

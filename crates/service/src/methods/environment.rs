@@ -3,13 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use exec_server_executor::configuration::ConfigError;
 use exec_server_executor::host;
-use exec_server_protocol::environment::{EnvironmentInfo, EnvironmentStatus, Readiness, Shell};
+use exec_server_protocol::environment::{
+    ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness, Shell,
+};
+use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::{NoParams, PathUri};
 use sha2::{Digest as _, Sha256};
 
 use crate::config::ExecServerConfig;
 use crate::dispatch::{Call, EXTENSIONS};
+use crate::error::RpcError;
 
 /// What this machine is like; asked once, at start.
 pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
@@ -39,9 +44,12 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
             .collect(),
         temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
         capabilities: BTreeMap::from([
+            ("environmentConfigRead".to_owned(), true),
             ("fileWriteStreaming".to_owned(), true),
             ("fsWatchMissing".to_owned(), true),
+            ("httpHeaderEnvVars".to_owned(), true),
             ("sandboxedFileStreaming".to_owned(), true),
+            ("shellSnapshotV2".to_owned(), true),
         ]),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
     }
@@ -58,6 +66,59 @@ fn provider_id(machine: &str) -> String {
         .map(|byte| format!("{byte:02x}"))
         .collect();
     format!("sha256:{hex}")
+}
+
+/// What files on this machine say to its clients.
+pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
+    let checked = call.phase.ready("environment config").and_then(|_| {
+        let ConfigReadParams {
+            cwd,
+            config_paths,
+            requirements_paths,
+        } = params;
+        let paths = || config_paths.iter().chain(&requirements_paths);
+        let count = paths().count();
+        let message = if count == 0 {
+            "at least one config or requirements path is required".to_owned()
+        } else if paths().any(Vec::is_empty) {
+            "TOML paths must contain at least one key segment".to_owned()
+        } else if count > MAX_CONFIG_PATHS {
+            format!("{count} paths exceed the limit of {MAX_CONFIG_PATHS}")
+        } else {
+            let cwd = cwd.to_native().map_err(|error| {
+                let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
+                RpcError::invalid_params(message)
+            })?;
+            return Ok((cwd, config_paths, requirements_paths));
+        };
+        Err(RpcError::invalid_params(message))
+    });
+    let (cwd, config_paths, requirements_paths) = match checked {
+        Ok(checked) => checked,
+        Err(error) => return call.responder.send_error(error),
+    };
+    let (server, responder) = (call.connection.server.clone(), call.responder);
+    call.connection.file_work(move || {
+        let config = server.config();
+        let files = &config.config_files;
+        let read = || -> Result<ConfigReadResult, RpcError> {
+            let failed = |error: ConfigError| {
+                let message = format!("failed to load executor-local config: {error}");
+                RpcError::internal(message)
+            };
+            let home = PathUri::from_native(&files.home);
+            Ok(ConfigReadResult {
+                user_home_dir: server.info().user_home_dir.clone(),
+                codex_home_dir: home.map_err(|error| RpcError::internal(error.to_string()))?,
+                hostname: host::name(),
+                config: files.read_config(&cwd, &config_paths).map_err(failed)?,
+                requirements: files
+                    .read_requirements(&requirements_paths)
+                    .map_err(failed)?,
+            })
+        };
+        responder.send(read());
+    });
 }
 
 pub(crate) fn info(call: Call<'_>, _: NoParams) {

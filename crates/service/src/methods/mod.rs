@@ -4,6 +4,7 @@ pub(crate) mod command;
 pub(crate) mod environment;
 pub(crate) mod fs;
 pub(crate) mod handle;
+pub(crate) mod http;
 pub(crate) mod process;
 pub(crate) mod search;
 pub(crate) mod session;

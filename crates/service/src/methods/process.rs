@@ -6,6 +6,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
+use exec_server_executor::snapshot::Wanted;
 use exec_server_executor::{Process, Spec, report, request, signal as signals};
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
@@ -48,6 +49,10 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
             return call.responder.send_error(error.into());
         }
     };
+    let snapshot = match Wanted::of(&params, &spec) {
+        Ok(snapshot) => snapshot,
+        Err(error) => return call.responder.send_error(error.into()),
+    };
     let StartParams {
         process_id,
         argv,
@@ -71,6 +76,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         cwd,
         dialect,
         start_id,
+        snapshot,
     };
     launch(
         call.connection,
@@ -89,6 +95,8 @@ pub(crate) struct Description {
     pub(crate) cwd: exec_server_protocol::PathUri,
     pub(crate) dialect: Dialect,
     pub(crate) start_id: Option<String>,
+    /// What its shell may begin with.
+    pub(crate) snapshot: Option<Wanted>,
 }
 
 /// Starts a process and answers; goes on even if the connection ends meanwhile. A repeat of the
@@ -131,7 +139,15 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             cwd,
             dialect,
             start_id,
+            snapshot,
         } = description;
+        let spec = match &snapshot {
+            Some(wanted) => {
+                let snapshots = &session.snapshots;
+                snapshots.restore(server.executor(), spec, wanted).await
+            }
+            None => spec,
+        };
         let outcome = server.executor().start(spec).await;
         record.started(&argv, &cwd, outcome.as_ref());
         let orphan = match outcome {

@@ -59,6 +59,7 @@ pub(crate) fn end(call: Call<'_>, _: NoParams) {
         Err(error) => return call.responder.send_error(error),
     };
     *call.phase = Phase::New;
+    call.connection.requests.cancel_all();
     call.connection.searches.cancel();
     call.connection.watches.end();
     let (server, responder) = (call.connection.server.clone(), call.responder);

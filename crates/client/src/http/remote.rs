@@ -1,0 +1,461 @@
+//! Requests that a server makes.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_protocol::http::{
+    BodyDelta, BodyDeltaParams, Cancel, CancelParams, Request, RequestParams, RequestResult,
+};
+use exec_server_protocol::{ByteChunk, Notification as _};
+use tokio::sync::Notify;
+
+use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
+use crate::backend::{BoxFuture, Reply};
+use crate::caller::millis;
+use crate::client::ExecServerClient;
+use crate::error::ExecServerError;
+use crate::extension;
+
+/// Bytes of a body that may wait for its consumer before the connection waits.
+const MAX_WAITING: usize = 16 << 20;
+
+impl ExecutorHttp for ExecServerClient {
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer> {
+        Box::pin(async move {
+            let (params, mut guard) = self.prepare(request, false).await?;
+            let (answer, _) = self.ask(&params).await?;
+            guard.over = true;
+            Ok(HttpAnswer {
+                status: answer.status,
+                headers: answer.headers,
+                body: answer.body_base64.0,
+            })
+        })
+    }
+
+    fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
+        Box::pin(async move {
+            let (params, guard) = self.prepare(request, true).await?;
+            // Before the request: its pieces may come right after the answer.
+            let queue = self.inner.routes.bodies.register(&params.request_id);
+            let body = RemoteBody { queue, guard };
+            let (answer, generation) = self.ask(&params).await?;
+            let bodies = &self.inner.routes.bodies;
+            bodies.begin(&params.request_id, generation);
+            Ok(HttpStream {
+                status: answer.status,
+                headers: answer.headers,
+                body: HttpBody::new(body),
+            })
+        })
+    }
+}
+
+impl ExecServerClient {
+    async fn prepare(
+        &self,
+        request: HttpRequest,
+        stream_response: bool,
+    ) -> Result<(RequestParams, Guard), ExecServerError> {
+        if request.decompress {
+            self.require(extension::HTTP_DECOMPRESS).await?;
+        }
+        let params = RequestParams {
+            method: request.method,
+            url: request.url,
+            request_id: uuid::Uuid::new_v4().simple().to_string(),
+            headers: request.headers,
+            body_base64: request.body.map(ByteChunk),
+            timeout_ms: request.timeout.map(millis),
+            redirect_policy: request.redirect,
+            stream_response,
+            decompress: request.decompress,
+        };
+        let guard = Guard {
+            client: self.clone(),
+            request_id: params.request_id.clone(),
+            over: false,
+        };
+        Ok((params, guard))
+    }
+
+    /// The answer, and the generation of the connection that it came over, which brings the body.
+    async fn ask(&self, params: &RequestParams) -> Result<(RequestResult, u64), ExecServerError> {
+        let caller = &self.inner.caller;
+        let wait = params.timeout_ms.map(Duration::from_millis);
+        let wait = wait.map(|wait| caller.timeout.saturating_add(wait));
+        // Once: it is not for us to say what a second request would do.
+        caller.call_noting::<Request>(params, wait, false).await
+    }
+}
+
+/// Ends a request that nobody waits for any more.
+#[derive(Debug)]
+struct Guard {
+    client: ExecServerClient,
+    request_id: String,
+    /// It has come to its own end.
+    over: bool,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let client = self.client.clone();
+        client.inner.routes.bodies.remove(&self.request_id);
+        if self.over {
+            return;
+        }
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            let request_id = std::mem::take(&mut self.request_id);
+            runtime.spawn(async move {
+                // Without it, the request ends with its body or the connection.
+                if let Ok(true) = client.supports(extension::HTTP_CANCEL).await {
+                    let _ = client.call::<Cancel>(&CancelParams { request_id }).await;
+                }
+            });
+        }
+    }
+}
+
+/// A body behind a connection.
+#[derive(Debug)]
+struct RemoteBody {
+    queue: Arc<Queue>,
+    guard: Guard,
+}
+
+impl BodySource for RemoteBody {
+    fn chunk(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, ExecServerError>> {
+        Box::pin(async move {
+            let piece = self.queue.take().await?;
+            self.guard.over |= piece.is_none();
+            Ok(piece)
+        })
+    }
+}
+
+/// The bodies that one connection brings.
+#[derive(Debug, Default)]
+pub(crate) struct BodyRoutes {
+    /// Never held across an await.
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    bodies: HashMap<String, Arc<Queue>>,
+    /// The latest connection that was lost, and why.
+    lost: Option<(u64, Arc<str>)>,
+    /// Why there will be no more.
+    closed: Option<Arc<str>>,
+}
+
+impl BodyRoutes {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn register(&self, request_id: &str) -> Arc<Queue> {
+        let queue = Arc::new(Queue::default());
+        let mut table = self.table();
+        match &table.closed {
+            Some(reason) => queue.change(|waiting| waiting.cut_off(reason)),
+            None => {
+                table
+                    .bodies
+                    .insert(request_id.to_owned(), Arc::clone(&queue));
+            }
+        }
+        queue
+    }
+
+    /// The answer is there; its body comes over the same connection, or not at all.
+    fn begin(&self, request_id: &str, generation: u64) {
+        let table = self.table();
+        let Some(queue) = table.bodies.get(request_id) else {
+            return;
+        };
+        match &table.lost {
+            Some((lost, reason)) if *lost >= generation => {
+                queue.change(|waiting| waiting.cut_off(reason));
+            }
+            _ => queue.change(|waiting| waiting.generation = Some(generation)),
+        }
+    }
+
+    /// Fails the bodies that a lost connection was to bring; those of requests that were not answered
+    /// yet are another matter.
+    pub(crate) fn lose(&self, generation: u64, reason: &Arc<str>) {
+        let mut table = self.table();
+        table.lost = Some((generation, Arc::clone(reason)));
+        for queue in table.bodies.values() {
+            queue.change(|waiting| {
+                if waiting.generation.is_some_and(|own| own <= generation) {
+                    waiting.cut_off(reason);
+                }
+            });
+        }
+    }
+
+    fn remove(&self, request_id: &str) {
+        let queue = self.table().bodies.remove(request_id);
+        if let Some(queue) = queue {
+            // Whoever waits to deliver need not.
+            queue.change(|waiting| waiting.abandoned = true);
+        }
+    }
+
+    /// Takes a piece, waiting for room first.
+    pub(crate) async fn deliver(&self, delta: BodyDeltaParams) {
+        let queue = self.table().bodies.get(&delta.request_id).cloned();
+        match queue {
+            Some(queue) => queue.deliver(delta).await,
+            None => {
+                let id = delta.request_id;
+                tracing::debug!(id, "ignoring a piece of an unknown body");
+            }
+        }
+    }
+
+    /// Fails every body, now and from now on.
+    pub(crate) fn close(&self, reason: &Arc<str>) {
+        let bodies = {
+            let mut table = self.table();
+            table.closed.get_or_insert_with(|| Arc::clone(reason));
+            std::mem::take(&mut table.bodies)
+        };
+        for queue in bodies.values() {
+            queue.change(|waiting| waiting.cut_off(reason));
+        }
+    }
+}
+
+/// What waits for the consumer of one body.
+#[derive(Debug, Default)]
+struct Queue {
+    /// Never held across an await.
+    waiting: Mutex<Waiting>,
+    readable: Notify,
+    writable: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    pieces: VecDeque<Bytes>,
+    bytes: usize,
+    /// The last number that came.
+    seq: u64,
+    end: Option<End>,
+    /// The connection that it comes over, once that is known.
+    generation: Option<u64>,
+    /// Nobody will read it.
+    abandoned: bool,
+}
+
+#[derive(Debug, Clone)]
+enum End {
+    Complete,
+    Failed(String),
+    Closed(Arc<str>),
+}
+
+impl Waiting {
+    fn accept(&mut self, delta: BodyDeltaParams) {
+        if self.end.is_some() || self.abandoned {
+            return;
+        }
+        if delta.seq != self.seq + 1 {
+            let reason = format!("piece {} came after {}", delta.seq, self.seq);
+            self.end = Some(End::Failed(reason));
+            return;
+        }
+        self.seq = delta.seq;
+        let piece = delta.delta_base64.0;
+        if !piece.is_empty() {
+            self.bytes += piece.len();
+            self.pieces.push_back(piece);
+        }
+        if delta.done {
+            self.end = Some(delta.error.map_or(End::Complete, End::Failed));
+        }
+    }
+
+    fn cut_off(&mut self, reason: &Arc<str>) {
+        self.end
+            .get_or_insert_with(|| End::Closed(Arc::clone(reason)));
+    }
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Waiting)) {
+        change(&mut self.lock());
+        self.readable.notify_waiters();
+        self.writable.notify_waiters();
+    }
+
+    async fn deliver(&self, delta: BodyDeltaParams) {
+        loop {
+            // Made before looking, so that no news in between is missed.
+            let writable = self.writable.notified();
+            {
+                let waiting = self.lock();
+                if waiting.bytes < MAX_WAITING || waiting.abandoned || waiting.end.is_some() {
+                    break;
+                }
+            }
+            writable.await;
+        }
+        self.lock().accept(delta);
+        self.readable.notify_waiters();
+    }
+
+    /// The next piece; cancel safe.
+    async fn take(&self) -> Result<Option<Bytes>, ExecServerError> {
+        loop {
+            let readable = self.readable.notified();
+            {
+                let mut waiting = self.lock();
+                if let Some(piece) = waiting.pieces.pop_front() {
+                    waiting.bytes -= piece.len();
+                    self.writable.notify_waiters();
+                    return Ok(Some(piece));
+                }
+                match &waiting.end {
+                    None => {}
+                    Some(End::Complete) => return Ok(None),
+                    Some(End::Closed(reason)) => {
+                        return Err(ExecServerError::Closed(Arc::clone(reason)));
+                    }
+                    Some(End::Failed(reason)) => {
+                        return Err(ExecServerError::Protocol {
+                            method: BodyDelta::NAME,
+                            reason: reason.clone(),
+                        });
+                    }
+                }
+            }
+            readable.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn delta(seq: u64, bytes: &[u8], done: bool, error: Option<&str>) -> BodyDeltaParams {
+        BodyDeltaParams {
+            request_id: "r".to_owned(),
+            seq,
+            delta_base64: bytes.into(),
+            done,
+            error: error.map(str::to_owned),
+        }
+    }
+
+    #[tokio::test]
+    async fn pieces_come_in_order_and_end() {
+        let routes = BodyRoutes::default();
+        let queue = routes.register("r");
+        routes.deliver(delta(1, b"a", false, None)).await;
+        routes.deliver(delta(2, b"", true, None)).await;
+        assert_eq!(queue.take().await.unwrap().unwrap(), "a");
+        assert_eq!(queue.take().await.unwrap(), None);
+        // Nothing after the end counts.
+        routes.deliver(delta(9, b"z", false, None)).await;
+        assert_eq!(queue.take().await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn holes_and_errors_and_lost_connections_fail_the_body() {
+        let routes = BodyRoutes::default();
+        let queue = routes.register("r");
+        routes.deliver(delta(2, b"a", false, None)).await;
+        assert!(
+            queue
+                .take()
+                .await
+                .unwrap_err()
+                .to_string()
+                .contains("piece 2")
+        );
+        routes.remove("r");
+        let queue = routes.register("r");
+        routes.deliver(delta(1, b"", true, Some("it broke"))).await;
+        assert!(
+            queue
+                .take()
+                .await
+                .unwrap_err()
+                .to_string()
+                .contains("it broke")
+        );
+        let queue = routes.register("r");
+        routes.close(&"gone".into());
+        assert!(matches!(
+            queue.take().await,
+            Err(ExecServerError::Closed(_))
+        ));
+        let late = routes.register("s");
+        assert!(matches!(late.take().await, Err(ExecServerError::Closed(_))));
+    }
+
+    #[tokio::test]
+    async fn a_lost_connection_takes_its_own_bodies_along() {
+        let routes = BodyRoutes::default();
+        let (old, new, late) = (
+            routes.register("r"),
+            routes.register("s"),
+            routes.register("t"),
+        );
+        routes.begin("r", 1);
+        routes.lose(1, &"cut".into());
+        assert!(matches!(old.take().await, Err(ExecServerError::Closed(_))));
+        // Answered over the next connection, or over the lost one when that was not known yet.
+        routes.begin("s", 2);
+        routes
+            .deliver(BodyDeltaParams {
+                request_id: "s".to_owned(),
+                ..delta(1, b"a", true, None)
+            })
+            .await;
+        assert_eq!(new.take().await.unwrap().unwrap(), "a");
+        routes.begin("t", 1);
+        assert!(matches!(late.take().await, Err(ExecServerError::Closed(_))));
+    }
+
+    #[tokio::test]
+    async fn a_full_queue_waits_until_it_is_read_or_dropped() {
+        let routes = Arc::new(BodyRoutes::default());
+        let queue = routes.register("r");
+        routes
+            .deliver(delta(1, &vec![0; MAX_WAITING], false, None))
+            .await;
+        let next = tokio::spawn({
+            let routes = Arc::clone(&routes);
+            async move { routes.deliver(delta(2, b"b", false, None)).await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!next.is_finished());
+        queue.take().await.unwrap();
+        next.await.unwrap();
+        assert_eq!(queue.take().await.unwrap().unwrap(), "b");
+        routes
+            .deliver(delta(3, &vec![0; MAX_WAITING], false, None))
+            .await;
+        let routes_too = Arc::clone(&routes);
+        let next = tokio::spawn(async move {
+            routes_too.deliver(delta(4, b"c", false, None)).await;
+        });
+        tokio::task::yield_now().await;
+        routes.remove("r");
+        next.await.unwrap();
+    }
+}

@@ -1,0 +1,804 @@
+//! `http/*`: what the executor asks of others on behalf of a client.
+
+use std::sync::Arc;
+
+use exec_server_testkit::proc::{PATIENCE, eventually};
+use exec_server_testkit::site::{Site, answer, say};
+use exec_server_testkit::wire::{Client, Failure, Subject, Transport, bytes};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::{Notify, Semaphore};
+use tokio::time::timeout;
+
+use crate::{over_all, program, served};
+
+over_all! {
+    a_request_brings_status_headers_and_body,
+    a_body_is_streamed_after_the_answer,
+}
+
+/// `hello ` twenty times.
+const GZIP: &str = "H4sIAAAAAAACA8tIzcnJV8igOwkAL/r4SHgAAAA=";
+const ZLIB: &str = "eNrLSM3JyVfIoDsJAHe6LBE=";
+/// A quarter of a mebibyte of zeros.
+const BOMB: &str = "H4sIAAAAAAACA+3BMQEAAADCoPVP7W0HoAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA3gAi6g7iAAAEAA==";
+
+fn get(url: &str) -> Value {
+    json!({"method": "GET", "url": url, "requestId": "r"})
+}
+
+fn with(mut params: Value, field: &str, value: impl Into<Value>) -> Value {
+    params[field] = value.into();
+    params
+}
+
+/// A server with these settings, over a websocket.
+async fn set(settings: &[&str]) -> (Subject, Client) {
+    let mut command = program();
+    for setting in settings {
+        command.args(["--set", setting]);
+    }
+    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let client = subject.session().await;
+    (subject, client)
+}
+
+/// A streamed body: its pieces, and how it ended.
+async fn body(client: &mut Client, request_id: &str) -> (Vec<u8>, Option<String>) {
+    let mut all = Vec::new();
+    for seq in 1.. {
+        let delta = client.notice("http/request/bodyDelta").await;
+        assert_eq!(
+            (&delta["requestId"], &delta["seq"]),
+            (&json!(request_id), &json!(seq))
+        );
+        let piece = bytes(&delta["deltaBase64"]);
+        assert!(piece.len() <= 1 << 20);
+        if delta["done"] == true {
+            assert!(piece.is_empty());
+            return (all, delta["error"].as_str().map(str::to_owned));
+        }
+        assert_eq!(delta["error"], Value::Null);
+        all.extend(piece);
+    }
+    unreachable!()
+}
+
+async fn a_request_brings_status_headers_and_body(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let site = Site::saying(answer(
+        "418 Odd",
+        "X-One: 1\r\nset-cookie: a\r\nX-Two: 2\r\nset-cookie: b\r\nx-bytes: \u{fffd}\r\n",
+        [0, 255, 10],
+    ))
+    .await;
+    let params = json!({
+        "method": "pAtCh", "url": site.url("/a?b=c#d"), "requestId": "r", "bodyBase64": "aGk=",
+        "headers": [
+            {"name": "X-B", "value": "1"}, {"name": "x-a", "value": ""},
+            {"name": "X-B", "value": "2", "valueEnvVar": null},
+        ],
+    });
+    let result = client.ok("http/request", params).await;
+    assert_eq!(result["status"], 418);
+    assert_eq!(bytes(&result["bodyBase64"]), [0, 255, 10]);
+    let headers: Vec<(&str, &str)> = result["headers"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|header| {
+            let text = |key: &str| header[key].as_str().unwrap();
+            (text("name"), text("value"))
+        })
+        .collect();
+    let expected = [
+        ("x-one", "1"),
+        ("set-cookie", "a"),
+        ("set-cookie", "b"),
+        ("x-two", "2"),
+        ("content-length", "3"),
+        ("connection", "close"),
+    ];
+    assert_eq!(headers, expected);
+    let [asked] = &site.asked()[..] else { panic!() };
+    assert_eq!(asked.line, "pAtCh /a?b=c HTTP/1.1");
+    assert_eq!(asked.body, b"hi");
+    let sent: Vec<(&str, &str)> = asked.headers.iter().map(|(n, v)| (&**n, &**v)).collect();
+    let host = site.address().to_string();
+    let expected = [
+        ("x-b", "1"),
+        ("x-b", "2"),
+        ("x-a", ""),
+        ("accept", "*/*"),
+        ("host", &host),
+        ("content-length", "2"),
+    ];
+    assert_eq!(sent, expected);
+}
+
+async fn a_body_is_streamed_after_the_answer(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let go = Arc::new(Notify::new());
+    let wait = Arc::clone(&go);
+    let site = Site::start(move |_, mut stream| {
+        let wait = Arc::clone(&wait);
+        async move {
+            say(
+                &mut stream,
+                b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
+            )
+            .await;
+            wait.notified().await;
+            for byte in [b'a', b'b'] {
+                let piece = vec![byte; 1_500_000];
+                say(&mut stream, format!("{:x}\r\n", piece.len()).as_bytes()).await;
+                say(&mut stream, &piece).await;
+                say(&mut stream, b"\r\n").await;
+            }
+            say(&mut stream, b"0\r\n\r\n").await;
+        }
+    })
+    .await;
+    let params = with(get(&site.url("/")), "streamResponse", true);
+    // Before any of the body is there.
+    let result = client.ok("http/request", params.clone()).await;
+    assert_eq!(
+        (&result["status"], &result["bodyBase64"]),
+        (&json!(200), &json!(""))
+    );
+    let refused = client.refused("http/request", params.clone()).await;
+    assert_eq!(refused.code, -32602);
+    assert_eq!(
+        refused.message,
+        "http/request streamResponse requestId `r` is already active"
+    );
+    go.notify_one();
+    let (all, error) = body(&mut client, "r").await;
+    assert_eq!(error, None);
+    assert!(all.len() == 3_000_000 && all[1_499_999] == b'a' && all[1_500_000] == b'b');
+    // The id is free again.
+    client.ok("http/request", params).await;
+    go.notify_one();
+    assert_eq!(body(&mut client, "r").await.0.len(), 3_000_000);
+}
+
+#[tokio::test]
+async fn header_values_come_from_the_environment_but_not_secrets() {
+    let mut command = program();
+    command
+        .env("MY_TOKEN", "t0p")
+        .env("OPENAI_API_KEY", "never")
+        .env("NODE_REPL_AUTH_TOKEN", "allowed here");
+    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut client = subject.session().await;
+    let info = &client.session["environmentInfo"];
+    assert_eq!(info["capabilities"]["httpHeaderEnvVars"], true);
+    let elsewhere = Site::saying(answer("200 OK", "", "")).await;
+    let target = elsewhere.url("/there");
+    let site = Site::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
+    let header = |name: &str, variable: &str| {
+        let header = json!({"name": name, "value": "x ", "valueEnvVar": variable});
+        with(
+            get(&site.url("/")),
+            "headers",
+            json!([header, {"name": "y", "value": "1"}]),
+        )
+    };
+    client
+        .ok("http/request", header("Authorization", "MY_TOKEN"))
+        .await;
+    client
+        .ok("http/request", header("X-Own", "NODE_REPL_AUTH_TOKEN"))
+        .await;
+    let asked = site.asked();
+    assert_eq!(asked[0].header("authorization"), Some("x t0p"));
+    assert_eq!(asked[1].header("x-own"), Some("x allowed here"));
+    // What this machine alone knows stays with the host that it was meant for.
+    for asked in elsewhere.asked() {
+        let kept = ["authorization", "x-own", "y"].map(|name| asked.header(name));
+        assert_eq!(kept, [None, None, Some("1")]);
+    }
+    assert_eq!(elsewhere.asked().len(), 2);
+    for (variable, reason) in [
+        (
+            "openai_api_key",
+            "cannot use executor environment variable openai_api_key",
+        ),
+        (
+            "AWS_SECRET_ACCESS_KEY",
+            "cannot use executor environment variable AWS",
+        ),
+        ("UNHEARD_OF", "variable UNHEARD_OF, which is not set"),
+    ] {
+        let refused = client.refused("http/request", header("h", variable)).await;
+        assert_eq!(refused.code, -32602);
+        assert!(refused.message.contains(reason), "{}", refused.message);
+    }
+}
+
+#[tokio::test]
+async fn redirects_are_followed_as_browsers_do() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let site = Site::start(|asked, mut stream| async move {
+        let (status, location) = match asked.path() {
+            "/see" => ("303 See Other", "/end"),
+            "/moved" => ("301 Moved", "/end"),
+            "/same" => ("307 Same", "end"),
+            "/loop" => ("302 Found", "/loop"),
+            "/ftp" => ("302 Found", "ftp://127.0.0.1/"),
+            _ => ("200 OK", ""),
+        };
+        let headers = match location {
+            "" => String::new(),
+            location => format!("location: {location}\r\n"),
+        };
+        say(&mut stream, &answer(status, &headers, "body")).await;
+    })
+    .await;
+    let post = |path: &str| {
+        let params = json!({"method": "POST", "url": site.url(path), "requestId": "r"});
+        with(params, "bodyBase64", "aGk=")
+    };
+    for (path, line, body) in [
+        ("/see", "GET /end HTTP/1.1", &b""[..]),
+        ("/moved", "GET /end HTTP/1.1", b""),
+        ("/same", "POST /end HTTP/1.1", b"hi"),
+    ] {
+        let result = client.ok("http/request", post(path)).await;
+        assert_eq!(result["status"], 200, "{path}");
+        let last = site.asked().pop().unwrap();
+        assert_eq!((&*last.line, &*last.body), (line, body), "{path}");
+        assert_eq!(last.header("referer"), Some(&*site.url(path)));
+    }
+    let stop = with(post("/see"), "redirectPolicy", "stop");
+    let result = client.ok("http/request", stop).await;
+    assert_eq!(result["status"], 303);
+    assert_eq!(bytes(&result["bodyBase64"]), b"body");
+    let before = site.asked().len();
+    let failed = client
+        .refused("http/request", get(&site.url("/loop")))
+        .await;
+    assert_eq!(failed.code, -32603);
+    assert!(
+        failed.message.contains("more than 10 redirects"),
+        "{failed}"
+    );
+    assert_eq!(site.asked().len(), before + 11);
+    let failed = client.refused("http/request", get(&site.url("/ftp"))).await;
+    assert!(failed.message.contains("ftp"), "{failed}");
+}
+
+#[tokio::test]
+async fn what_cannot_be_asked_is_refused() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    for (field, value, reason) in [
+        ("method", "G T", "http/request method is invalid"),
+        ("url", "nowhere", "http/request url is invalid: "),
+        (
+            "url",
+            "file:///etc/passwd",
+            "http/request only supports http and https URLs, got file",
+        ),
+        ("bodyBase64", "***", "invalid base64"),
+        ("redirectPolicy", "maybe", "maybe"),
+    ] {
+        let params = with(get("http://127.0.0.1:9/"), field, value);
+        let refused = client.refused("http/request", params).await;
+        assert_eq!(refused.code, -32602, "{field} {value}");
+        assert!(refused.message.contains(reason), "{}", refused.message);
+    }
+    let headers = json!([{"name": "a", "value": "1\r\nb: 2"}]);
+    let params = with(get("http://127.0.0.1:9/"), "headers", headers);
+    assert_eq!(client.refused("http/request", params).await.code, -32602);
+    let unknown = client
+        .ok("http/cancel", json!({"requestId": "nobody"}))
+        .await;
+    assert_eq!(unknown, json!({"cancelled": false}));
+}
+
+/// Asks sites that behave badly; each failure is one answer, and the connection lives on.
+#[tokio::test]
+async fn bad_sites_fail_their_request_alone() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let gone = {
+        let site = Site::saying("").await;
+        site.address()
+    };
+    let refused = client
+        .refused("http/request", get(&format!("http://{gone}/")))
+        .await;
+    assert_eq!(refused.code, -32603);
+    assert!(
+        refused.message.starts_with("http/request failed: "),
+        "{refused}"
+    );
+    for nonsense in [
+        &b""[..],
+        b"hello\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n12345",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+    ] {
+        let site = Site::saying(nonsense).await;
+        let failed = client.refused("http/request", get(&site.url("/"))).await;
+        assert_eq!(failed.code, -32603, "{}", String::from_utf8_lossy(nonsense));
+        assert!(
+            failed.message.starts_with("http/request failed: "),
+            "{failed}"
+        );
+    }
+    for broken in [
+        &b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort"[..],
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhel",
+    ] {
+        let site = Site::saying(broken).await;
+        let failed = client.refused("http/request", get(&site.url("/"))).await;
+        assert_eq!(failed.code, -32603);
+        let start = "failed to read http/request response body: ";
+        assert!(failed.message.starts_with(start), "{failed}");
+        // Streamed, it is the last piece that tells.
+        let params = with(get(&site.url("/")), "streamResponse", true);
+        client.ok("http/request", params).await;
+        let (_, error) = body(&mut client, "r").await;
+        assert!(error.unwrap().starts_with(start));
+    }
+    // Headers without end.
+    let site = Site::start(|_, mut stream| async move {
+        say(&mut stream, b"HTTP/1.1 200 OK\r\n").await;
+        while stream
+            .write_all(b"x: yyyyyyyyyyyyyyyyyyyyyyyyy\r\n")
+            .await
+            .is_ok()
+        {}
+    })
+    .await;
+    let failed = client.refused("http/request", get(&site.url("/"))).await;
+    assert_eq!(failed.code, -32603);
+}
+
+#[tokio::test]
+async fn a_site_that_hangs_holds_up_nobody_and_times_out() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let site = Site::start(|asked, mut stream| async move {
+        if asked.path() == "/body" {
+            say(
+                &mut stream,
+                b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart",
+            )
+            .await;
+        }
+        std::future::pending::<()>().await;
+    })
+    .await;
+    let hung = client.send("http/request", get(&site.url("/"))).await;
+    let id = with(get(&site.url("/body")), "requestId", "b");
+    let hung_body = client.send("http/request", id).await;
+    // Neither the process nor the file waits for them.
+    client.ok("environment/status", Value::Null).await;
+    let path = json!({"path": "file:///proc/self/status"});
+    client.ok("fs/readFile", path).await;
+    for path in ["/", "/body"] {
+        let params = with(get(&site.url(path)), "timeoutMs", 300);
+        let failed = client.refused("http/request", params).await;
+        assert_eq!(failed.code, -32603);
+        assert!(failed.message.contains("300ms"), "{failed}");
+    }
+    let params = with(
+        with(get(&site.url("/body")), "timeoutMs", 300),
+        "streamResponse",
+        true,
+    );
+    client
+        .ok("http/request", with(params, "requestId", "s"))
+        .await;
+    let (part, error) = body(&mut client, "s").await;
+    assert_eq!(part, b"part");
+    assert!(error.unwrap().contains("300ms"));
+    assert!(!client.has_answer(hung) && !client.has_answer(hung_body));
+    for (id, sent) in [("r", hung), ("b", hung_body)] {
+        let cancelled = client.ok("http/cancel", json!({"requestId": id})).await;
+        assert_eq!(cancelled, json!({"cancelled": true}));
+        let Failure { code, message } = client.answer(sent).await.unwrap_err();
+        assert_eq!((code, &*message), (-32600, "http/request was cancelled"));
+    }
+}
+
+/// A site that sends for ever, and tells when nobody listens any more.
+async fn endless() -> (Site, Arc<Semaphore>) {
+    let left = Arc::new(Semaphore::new(0));
+    let told = Arc::clone(&left);
+    let site = Site::start(move |_, mut stream| {
+        let told = Arc::clone(&told);
+        async move {
+            say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
+            while stream.write_all(&[b'x'; 65536]).await.is_ok() {}
+            told.add_permits(1);
+        }
+    })
+    .await;
+    (site, left)
+}
+
+/// Waits until one more of its listeners has left.
+async fn one_left(left: &Semaphore) {
+    let one = timeout(PATIENCE, left.acquire()).await.unwrap();
+    one.unwrap().forget();
+}
+
+#[tokio::test]
+async fn an_endless_body_is_cancelled_by_its_id() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let (site, left) = endless().await;
+    let params = with(get(&site.url("/")), "streamResponse", true);
+    client.ok("http/request", params).await;
+    client.notice("http/request/bodyDelta").await;
+    let cancelled = client.ok("http/cancel", json!({"requestId": "r"})).await;
+    assert_eq!(cancelled, json!({"cancelled": true}));
+    let end = loop {
+        let delta = client.notice("http/request/bodyDelta").await;
+        if delta["done"] == true {
+            break delta;
+        }
+    };
+    assert_eq!(end["error"], "http/request was cancelled");
+    one_left(&left).await;
+}
+
+#[tokio::test]
+async fn requests_end_with_their_connection_and_their_session() {
+    let mut subject = Subject::start(Transport::Websocket, program()).await;
+    let (site, left) = endless().await;
+    let params = with(get(&site.url("/")), "streamResponse", true);
+    // Gone without a word while the body is under way.
+    let mut client = subject.session().await;
+    client.ok("http/request", params.clone()).await;
+    client.notice("http/request/bodyDelta").await;
+    drop(client);
+    one_left(&left).await;
+    // Gone while the server cannot even send: nothing is read, and all buffers are full.
+    let mut client = subject.session().await;
+    client.send("http/request", params.clone()).await;
+    client
+        .send("http/request", with(params.clone(), "requestId", "s"))
+        .await;
+    eventually("both requests", || match site.asked().len() {
+        3 => Ok(()),
+        other => Err(other.to_string()),
+    })
+    .await;
+    drop(client);
+    for _ in 0..2 {
+        one_left(&left).await;
+    }
+    let mut client = subject.session().await;
+    client.ok("http/request", params).await;
+    client.ok("session/end", Value::Null).await;
+    one_left(&left).await;
+}
+
+#[tokio::test]
+async fn answers_have_a_largest_size() {
+    let settings = [
+        "http.max_response_bytes=64KiB",
+        "http.max_stream_bytes=1MiB",
+    ];
+    let (_server, mut client) = set(&settings).await;
+    let (endless, left) = endless().await;
+    let known = Site::saying(answer("200 OK", "", vec![0; 65537])).await;
+    let fits = Site::saying(answer("200 OK", "", vec![7; 65536])).await;
+    for site in [&endless, &known] {
+        let failed = client.refused("http/request", get(&site.url("/"))).await;
+        assert_eq!(failed.code, -32603);
+        assert!(failed.message.contains("limit of 65536 bytes"), "{failed}");
+    }
+    one_left(&left).await;
+    let result = client.ok("http/request", get(&fits.url("/"))).await;
+    assert_eq!(bytes(&result["bodyBase64"]), vec![7; 65536]);
+    let params = with(get(&endless.url("/")), "streamResponse", true);
+    client.ok("http/request", params).await;
+    let (all, error) = body(&mut client, "r").await;
+    assert!(all.len() <= 1 << 20, "{}", all.len());
+    assert!(error.unwrap().contains("limit of 1048576 bytes"));
+}
+
+/// Many large answers at once are made one after the other, not all in memory.
+#[tokio::test]
+async fn large_answers_share_a_budget() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let site = Site::saying(answer("200 OK", "", vec![1; 20 << 20])).await;
+    let mut sent = Vec::new();
+    for n in 0..8 {
+        let params = with(get(&site.url("/")), "requestId", n.to_string());
+        sent.push(client.send("http/request", params).await);
+    }
+    for id in sent {
+        let result = client.answer(id).await.unwrap();
+        assert_eq!(bytes(&result["bodyBase64"]).len(), 20 << 20);
+    }
+}
+
+#[tokio::test]
+async fn a_connection_has_a_limit_of_requests() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let site = Site::start(|_, _stream| std::future::pending()).await;
+    for n in 0..256 {
+        let params = with(get(&site.url("/")), "requestId", n.to_string());
+        client.send("http/request", params).await;
+    }
+    let refused = client.refused("http/request", get(&site.url("/"))).await;
+    assert!(
+        refused.message.contains("limit of 256 http requests"),
+        "{refused}"
+    );
+    client.ok("http/cancel", json!({"requestId": "7"})).await;
+    let again = client.send("http/request", get(&site.url("/"))).await;
+    client.ok("environment/status", Value::Null).await;
+    assert!(!client.has_answer(again));
+}
+
+#[tokio::test]
+async fn metadata_addresses_are_out_of_reach() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let target = "http://2852039166/latest";
+    let site = Site::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
+    for url in [
+        "http://169.254.169.254/latest/meta-data",
+        "http://0xa9.0xfe.0xa9.0xfe/",
+        "http://[::ffff:169.254.169.254]/",
+        "http://[fe80::1]/",
+        "http://metadata.google.internal/",
+        &site.url("/"),
+    ] {
+        let refused = client.refused("http/request", get(url)).await;
+        assert_eq!(refused.code, -32600, "{url}");
+        assert!(
+            refused.message.contains("is denied by the rule"),
+            "{refused}"
+        );
+    }
+}
+
+/// A name is judged by what it resolves to, so that its owner cannot decide.
+#[tokio::test]
+async fn rules_look_at_addresses_after_names_are_resolved() {
+    let deny = r#"http.deny=["127.0.0.0/8", "::1"]"#;
+    let (_server, mut client) = set(&[deny]).await;
+    let site = Site::saying(answer("200 OK", "", "")).await;
+    let port = site.address().port();
+    let by_name = format!("http://localhost:{port}/");
+    for url in [&by_name, &site.url("/")] {
+        let refused = client.refused("http/request", get(url)).await;
+        assert!(
+            refused.message.contains("is denied by the rule"),
+            "{refused}"
+        );
+    }
+    assert!(site.asked().is_empty());
+    // Who is not on the list is not asked; who is, by name or by address, is.
+    let (_server, mut client) = set(&[r#"http.allow=["example.com"]"#]).await;
+    for url in [&by_name, &site.url("/")] {
+        let refused = client.refused("http/request", get(url)).await;
+        assert_eq!(refused.code, -32600);
+        assert!(refused.message.contains("not among those"), "{refused}");
+    }
+    let (_server, mut client) = set(&[r#"http.allow=["localhost"]"#]).await;
+    assert_eq!(
+        client.ok("http/request", get(&by_name)).await["status"],
+        200
+    );
+    client.refused("http/request", get(&site.url("/"))).await;
+    let (_server, mut client) = set(&[r#"http.allow=["127.0.0.0/8"]"#]).await;
+    assert_eq!(
+        client.ok("http/request", get(&by_name)).await["status"],
+        200
+    );
+    assert_eq!(
+        client.ok("http/request", get(&site.url("/"))).await["status"],
+        200
+    );
+    assert_eq!(site.asked().len(), 3);
+}
+
+#[tokio::test]
+async fn bodies_are_unpacked_when_that_is_asked_for() {
+    let (_server, mut client) = set(&["http.max_response_bytes=64KiB"]).await;
+    let packed = |encoding: &str, base64: &str| {
+        let body = bytes(&json!(base64));
+        let headers = format!("content-encoding: {encoding}\r\n");
+        Site::saying(answer("200 OK", &headers, body))
+    };
+    let named = |result: &Value, name: &str| {
+        let headers = result["headers"].as_array().unwrap();
+        headers.iter().any(|header| header["name"] == name)
+    };
+    for (encoding, base64) in [("gzip", GZIP), ("deflate", ZLIB)] {
+        let site = packed(encoding, base64).await;
+        let result = client.ok("http/request", get(&site.url("/"))).await;
+        assert_eq!(result["bodyBase64"], base64);
+        assert!(named(&result, "content-encoding"));
+        let params = with(get(&site.url("/")), "decompress", true);
+        let result = client.ok("http/request", params.clone()).await;
+        assert_eq!(bytes(&result["bodyBase64"]), "hello ".repeat(20).as_bytes());
+        assert!(!named(&result, "content-encoding") && !named(&result, "content-length"));
+        client
+            .ok("http/request", with(params, "streamResponse", true))
+            .await;
+        assert_eq!(
+            body(&mut client, "r").await.0,
+            "hello ".repeat(20).as_bytes()
+        );
+        let asked = site.asked();
+        assert_eq!(asked[0].header("accept-encoding"), None);
+        assert_eq!(asked[1].header("accept-encoding"), Some("gzip, deflate"));
+    }
+    let bomb = packed("gzip", BOMB).await;
+    let params = with(get(&bomb.url("/")), "decompress", true);
+    let failed = client.refused("http/request", params).await;
+    assert!(failed.message.contains("limit of 65536 bytes"), "{failed}");
+    let broken = packed("gzip", "AAAA").await;
+    let params = with(get(&broken.url("/")), "decompress", true);
+    let failed = client.refused("http/request", params).await;
+    assert!(
+        failed
+            .message
+            .starts_with("failed to read http/request response body"),
+        "{failed}"
+    );
+}
+
+#[tokio::test]
+async fn proxies_are_used_for_others_but_not_for_this_machine() {
+    let proxy = Site::saying(answer("200 OK", "x-proxied: 1\r\n", "by proxy")).await;
+    let here = Site::saying(answer("200 OK", "", "directly")).await;
+    let by_environment = {
+        let mut command = program();
+        command.env(
+            "http_proxy",
+            proxy.url("").replace("http://", "http://me:it@"),
+        );
+        let mut subject = Subject::start(Transport::Websocket, command).await;
+        let client = subject.session().await;
+        (subject, client)
+    };
+    let setting = format!("http.proxy={}", proxy.url(""));
+    let by_setting = set(&[&setting]).await;
+    for (_server, mut client) in [by_environment, by_setting] {
+        let result = client
+            .ok("http/request", get("http://nowhere.test/x?y"))
+            .await;
+        assert_eq!(bytes(&result["bodyBase64"]), b"by proxy");
+        let result = client.ok("http/request", get(&here.url("/"))).await;
+        assert_eq!(bytes(&result["bodyBase64"]), b"directly");
+        // The rules about names and literal addresses hold before it.
+        let url = "http://169.254.169.254/";
+        assert_eq!(client.refused("http/request", get(url)).await.code, -32600);
+    }
+    let asked = proxy.asked();
+    assert_eq!(asked.len(), 2);
+    assert_eq!(asked[0].line, "GET http://nowhere.test/x?y HTTP/1.1");
+    assert_eq!(
+        asked[0].header("proxy-authorization"),
+        Some("Basic bWU6aXQ=")
+    );
+    assert_eq!(asked[1].header("proxy-authorization"), None);
+    let (_server, mut client) = set(&["http.proxy=none"]).await;
+    client
+        .refused("http/request", get("http://nowhere.test/"))
+        .await;
+    assert_eq!(proxy.asked().len(), 2);
+}
+
+#[tokio::test]
+async fn wrong_rules_keep_the_server_from_starting() {
+    let mut command = program();
+    command.args([
+        "--listen",
+        "ws://127.0.0.1:0",
+        "--set",
+        r#"http.deny=["not a rule"]"#,
+    ]);
+    let output = timeout(PATIENCE, command.output()).await.unwrap().unwrap();
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && told.contains("`not a rule`"),
+        "{told}"
+    );
+}
+
+/// A body that nobody takes stops at its source rather than in our memory.
+#[tokio::test]
+async fn a_slow_client_slows_the_site() {
+    let (_server, mut client) = served(Transport::Websocket).await;
+    let sent = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let stuck = Arc::new(Notify::new());
+    let (count, told) = (Arc::clone(&sent), Arc::clone(&stuck));
+    let site = Site::start(move |_, mut stream| {
+        let (count, told) = (Arc::clone(&count), Arc::clone(&told));
+        async move {
+            say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
+            let piece = [b'x'; 65536];
+            loop {
+                let write = stream.write_all(&piece);
+                match timeout(std::time::Duration::from_secs(2), write).await {
+                    Ok(Ok(())) => {
+                        count.fetch_add(piece.len(), std::sync::atomic::Ordering::Relaxed)
+                    }
+                    Ok(Err(_)) => return,
+                    Err(_) => break,
+                };
+            }
+            told.notify_one();
+            let _ = stream.read(&mut [0]).await;
+        }
+    })
+    .await;
+    let params = with(get(&site.url("/")), "streamResponse", true);
+    client.send("http/request", params).await;
+    timeout(PATIENCE, stuck.notified()).await.unwrap();
+    let sent = sent.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(
+        sent < 64 << 20,
+        "{sent} bytes were taken for a client that takes none"
+    );
+}
+
+/// A site behind TLS whose certificate says `localhost`, and the file to trust it by.
+async fn secure_site() -> (std::net::SocketAddr, tempfile::NamedTempFile) {
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
+    let certificate = params.self_signed(&key).unwrap().pem();
+    let secret = exec_server::Secret::from(key.serialize_pem());
+    let tls = exec_server::transport::tls::TlsServer::in_memory(&certificate, &secret, None);
+    let acceptor = tls.unwrap().acceptor();
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            if let Ok(mut stream) = acceptor.accept(stream).await {
+                let _ = stream.read(&mut [0; 4096]).await;
+                let _ = stream.write_all(&answer("200 OK", "", "secret")).await;
+                let _ = stream.shutdown().await;
+            }
+        }
+    });
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), certificate).unwrap();
+    (address, file)
+}
+
+#[tokio::test]
+async fn certificates_are_checked_directly_and_through_a_tunnel() {
+    let (address, authority) = secure_site().await;
+    // Forwards every tunnel to the site, whatever name it is asked for.
+    let proxy = Site::start(move |asked, mut stream| async move {
+        if asked.line.starts_with("CONNECT ") {
+            let mut there = tokio::net::TcpStream::connect(address).await.unwrap();
+            say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
+            let _ = tokio::io::copy_bidirectional(&mut stream, &mut there).await;
+        }
+    })
+    .await;
+    let mut command = program();
+    command.env("SSL_CERT_FILE", authority.path());
+    command.env("HTTPS_PROXY", proxy.url(""));
+    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut client = subject.session().await;
+    let at = |host: &str| get(&format!("https://{host}:{}/", address.port()));
+    let result = client.ok("http/request", at("localhost")).await;
+    assert_eq!(bytes(&result["bodyBase64"]), b"secret");
+    let failed = client.refused("http/request", at("127.0.0.1")).await;
+    assert_eq!(failed.code, -32603);
+    assert!(failed.message.contains("certificate"), "{failed}");
+    assert!(proxy.asked().is_empty());
+    // Through the tunnel it is the same certificate for another name.
+    let failed = client.refused("http/request", at("elsewhere.test")).await;
+    assert!(failed.message.contains("certificate"), "{failed}");
+    let line = format!("CONNECT elsewhere.test:{} HTTP/1.1", address.port());
+    assert_eq!(proxy.asked()[0].line, line);
+    // A tunnel to whom the rules forbid is not asked for.
+    let denied = client.refused("http/request", at("169.254.1.1")).await;
+    assert_eq!(denied.code, -32600);
+    assert_eq!(proxy.asked().len(), 1);
+}

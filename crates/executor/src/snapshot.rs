@@ -1,0 +1,633 @@
+//! What a login shell knows after its start-up files, kept so that they need not run again.
+//!
+//! Owns how a shell is asked for its state, how another is given it, and how many are remembered.
+//! Nothing is written to a disk: state is kept in memory and goes to a shell in its environment,
+//! which drops it before the command runs. Whatever goes wrong, the command runs as it was asked to.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use exec_server_protocol::process::{EnvPolicy, StartParams};
+use exec_server_protocol::sandbox::Sandbox;
+use tokio::sync::OnceCell;
+
+use crate::env;
+use crate::executor::Executor;
+use crate::log::{EntryKind, Log, Retention, Stream};
+use crate::process::{End, Process};
+use crate::spec::{Spec, StartError, Stdio};
+
+/// Snapshots that one session keeps; the least used goes first.
+const MAX_SNAPSHOTS: usize = 16;
+
+/// Bytes of state and environment that one may have.
+const MAX_STATE_BYTES: usize = 512 * 1024;
+
+/// Bytes of output that are kept while a shell tells: its state, and what came before.
+const CAPTURE_RETENTION: Retention = Retention {
+    bytes: 2 * MAX_STATE_BYTES,
+    chunks: 4096,
+};
+
+/// Bytes in the name of a scope.
+const MAX_SCOPE_BYTES: usize = 256;
+
+/// Bytes of one text that the kernel takes along with a program, its name and its end aside.
+const MAX_TEXT_BYTES: usize = 120 * 1024;
+
+/// How long a shell may take to tell, unless somebody says otherwise.
+pub const CAPTURE_TIME: Duration = Duration::from_secs(10);
+
+/// Variables that carry the state; the shell drops them before the command runs.
+const VARIABLE: &str = "__EXEC_SERVER_SNAPSHOT_";
+
+/// Variables that are about one shell rather than what its start-up files did.
+const NOT_STATE: [&str; 4] = ["OLDPWD", "PWD", "SHLVL", "_"];
+
+/// A kind of shell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Bash,
+    Zsh,
+    Sh,
+}
+
+impl Kind {
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "bash" => Some(Self::Bash),
+            "zsh" => Some(Self::Zsh),
+            "sh" => Some(Self::Sh),
+            _ => None,
+        }
+    }
+
+    /// What runs a text without start-up files.
+    fn bare(self) -> &'static str {
+        match self {
+            Self::Bash => "-pc",
+            Self::Zsh => "-fc",
+            Self::Sh => "-c",
+        }
+    }
+
+    /// Commands that print state as commands. Options that decide how functions are read come
+    /// first, those that decide what becomes of errors last.
+    fn state(self) -> &'static str {
+        match self {
+            // Inside a substitution bash forgets about errors.
+            Self::Bash => {
+                "$(builtin shopt -p; builtin declare -f; builtin declare -Fx; builtin alias -p)\n\
+                 $(builtin trap -p)\numask $(builtin umask)\n$(builtin set +o)\n\
+                 $(case $- in *e*) builtin echo set -e;; esac)"
+            }
+            Self::Zsh => {
+                "$(builtin set +o; builtin typeset -f; builtin alias -L; builtin alias -sL)\n\
+                 umask $(builtin umask)"
+            }
+            // A shell that cannot tell its functions has none to tell.
+            Self::Sh => {
+                "$(if command -v typeset >/dev/null 2>&1; then typeset -f; fi\n\
+                 alias | while IFS= read -r line; do printf 'alias %s\\n' \"${line#alias }\"; done)\n\
+                 umask $(umask)\n$(set +o)"
+            }
+        }
+    }
+
+    /// A text that tells everything, after a mark that nothing else prints, with lengths in bytes.
+    ///
+    /// All is gathered first: what start-up files have left running may write at any time, and what
+    /// it writes in between shows in the lengths.
+    fn capture(self, mark: &str) -> String {
+        let state = self.state();
+        let print = match self {
+            Self::Bash | Self::Zsh => "builtin printf",
+            Self::Sh => "command printf",
+        };
+        format!(
+            "__env=$(command env -0 | command tr '\\000\\012' '\\012\\001')\n__state=\"{state}\"\n\
+             LC_ALL=C\n\
+             {print} '\\n%s %s %s\\n%s\\n%s\\n%s end\\n' {mark} \"${{#__env}}\" \"${{#__state}}\" \
+             \"$__env\" \"$__state\" {mark}\n"
+        )
+    }
+}
+
+/// What a snapshot is of: commands for which all of this is the same share one.
+#[derive(Debug, Clone, PartialEq)]
+struct Key {
+    scope_id: String,
+    kind: Kind,
+    path: String,
+    cwd: PathBuf,
+    policy: Option<EnvPolicy>,
+    sandbox: Option<Sandbox>,
+}
+
+/// A command that may begin with a snapshot.
+#[derive(Debug, Clone)]
+pub struct Wanted {
+    key: Key,
+    /// What the request says of the environment, which wins over what start-up files do.
+    asked: BTreeMap<String, String>,
+}
+
+impl Wanted {
+    /// What a request wants, if it is a command that a snapshot is of use to.
+    ///
+    /// # Errors
+    ///
+    /// When the scope or the shell cannot be.
+    pub fn of(params: &StartParams, spec: &Spec) -> Result<Option<Self>, StartError> {
+        let Some(wanted) = &params.shell_snapshot else {
+            return Ok(None);
+        };
+        let length = wanted.scope_id.len();
+        if length == 0 || length > MAX_SCOPE_BYTES {
+            return Err(StartError::Refused(format!(
+                "shell snapshot scope must be 1 to {MAX_SCOPE_BYTES} bytes, not {length}"
+            )));
+        }
+        let Some(kind) = Kind::named(&wanted.shell.name) else {
+            return Err(StartError::Refused(format!(
+                "shell snapshots are unsupported for shell `{}`",
+                wanted.shell.name
+            )));
+        };
+        let fits = matches!(&spec.argv[..], [shell, flag, _, ..]
+            if *shell == wanted.shell.path && flag == "-lc");
+        Ok(fits.then(|| Self {
+            key: Key {
+                scope_id: wanted.scope_id.clone(),
+                kind,
+                path: wanted.shell.path.clone(),
+                cwd: spec.cwd.clone(),
+                policy: params.env_policy.clone(),
+                sandbox: spec.sandbox.clone(),
+            },
+            asked: params.env.clone(),
+        }))
+    }
+}
+
+/// The snapshots of one session.
+#[derive(Debug)]
+pub struct Snapshots {
+    /// How long a shell may take to tell.
+    time: Duration,
+    /// The most recently used last.
+    kept: Mutex<VecDeque<(Key, Cell)>>,
+}
+
+/// Filled once, by whoever comes first; nothing if the shell would not tell.
+type Cell = Arc<OnceCell<Option<Snapshot>>>;
+
+impl Default for Snapshots {
+    fn default() -> Self {
+        Self::new(CAPTURE_TIME)
+    }
+}
+
+impl Snapshots {
+    /// None yet; a shell may take this long to tell.
+    pub fn new(time: Duration) -> Self {
+        Self {
+            time,
+            kept: Mutex::default(),
+        }
+    }
+
+    /// The same command, begun with what its shell's start-up files did before; or as it is.
+    pub async fn restore(&self, executor: &Executor, spec: Spec, wanted: &Wanted) -> Spec {
+        let cell = self.cell(&wanted.key);
+        let take = || async {
+            let taken = take(executor, &spec, wanted, self.time).await;
+            if let Err(reason) = &taken {
+                tracing::debug!(scope = wanted.key.scope_id, reason, "no shell snapshot");
+            }
+            taken.ok()
+        };
+        let snapshot = cell.get_or_init(take).await;
+        let restored = snapshot
+            .as_ref()
+            .and_then(|snapshot| snapshot.begin(&spec, wanted));
+        restored.unwrap_or(spec)
+    }
+
+    /// Forgets all of them; what their shells have left running, to be ended.
+    pub fn end(&self) -> Vec<Process> {
+        let kept = std::mem::take(&mut *self.kept());
+        kept.iter().filter_map(|(_, cell)| left(cell)).collect()
+    }
+
+    fn kept(&self) -> MutexGuard<'_, VecDeque<(Key, Cell)>> {
+        // Nothing panics while the lock is held, so the list is whole even if it is poisoned.
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn cell(&self, key: &Key) -> Cell {
+        let mut kept = self.kept();
+        let known = kept.iter().position(|(known, _)| known == key);
+        let entry = known.and_then(|at| kept.remove(at));
+        let (key, cell) = entry.unwrap_or_else(|| (key.clone(), Cell::default()));
+        kept.push_back((key, Arc::clone(&cell)));
+        if kept.len() > MAX_SNAPSHOTS
+            && let Some((_, old)) = kept.pop_front()
+            && let Some(process) = left(&old)
+        {
+            // Ends by itself, once nothing is left.
+            tokio::spawn(async move {
+                process.terminate_and_wait(End::Now).await;
+            });
+        }
+        cell
+    }
+}
+
+fn left(cell: &Cell) -> Option<Process> {
+    cell.get()?.as_ref()?.left.clone()
+}
+
+/// What a shell has told.
+#[derive(Debug)]
+struct Snapshot {
+    /// Commands that lead to its state.
+    state: String,
+    /// Variables that its start-up files have set, or changed.
+    set: BTreeMap<String, String>,
+    /// Variables that they have removed.
+    removed: Vec<String>,
+    /// The shell, if it has left something running that the state may tell of, like an agent.
+    left: Option<Process>,
+}
+
+impl Snapshot {
+    /// The same command in a shell that is given the state; nothing if it is too long for that.
+    fn begin(&self, spec: &Spec, wanted: &Wanted) -> Option<Spec> {
+        let [shell, _, command, rest @ ..] = &spec.argv[..] else {
+            return None;
+        };
+        let mut env = spec.env.clone();
+        for (name, value) in &self.set {
+            if !wanted.asked.contains_key(name) {
+                env.insert(name.clone(), value.clone());
+            }
+        }
+        for name in &self.removed {
+            if !wanted.asked.contains_key(name) {
+                env.remove(name);
+            }
+        }
+        let mut names = Vec::new();
+        for (number, part) in parts(&self.state).enumerate() {
+            let name = format!("{VARIABLE}{number}");
+            env.insert(name.clone(), part.to_owned());
+            names.push(name);
+        }
+        let values: String = names.iter().map(|name| format!("${{{name}}}")).collect();
+        let names = names.join(" ");
+        // What a shell says of its own state, as that some of it is given, is nobody's concern.
+        let text = format!(
+            "{{ eval \"{values}\"; }} 2>/dev/null\nunset {names}\neval {}",
+            quoted(command)
+        );
+        if text.len() > MAX_TEXT_BYTES {
+            return None;
+        }
+        let bare = wanted.key.kind.bare().to_owned();
+        let argv = [shell.clone(), bare, text];
+        Some(Spec {
+            argv: argv.into_iter().chain(rest.iter().cloned()).collect(),
+            env,
+            ..spec.clone()
+        })
+    }
+}
+
+/// A text in pieces that each fit into a variable; at least one.
+fn parts(text: &str) -> impl Iterator<Item = &str> {
+    let mut rest = Some(text);
+    std::iter::from_fn(move || {
+        let text = rest?;
+        let mut end = text.len().min(MAX_TEXT_BYTES);
+        while !text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let (part, more) = text.split_at(end);
+        rest = (!more.is_empty()).then_some(more);
+        Some(part)
+    })
+}
+
+/// One word for any shell.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+/// Has a shell tell its state, and another show that it can be given it.
+async fn take(
+    executor: &Executor,
+    spec: &Spec,
+    wanted: &Wanted,
+    time: Duration,
+) -> Result<Snapshot, String> {
+    let deadline = tokio::time::Instant::now() + time;
+    let mark = format!("exec-server-{}", uuid::Uuid::new_v4().simple());
+    let key = &wanted.key;
+    let script = key.kind.capture(&mark);
+    let argv = vec![key.path.clone(), "-lc".to_owned(), script];
+    let end = format!("\n{mark} end\n");
+    let (said, process) = hear(executor, spec, argv, &end, deadline).await?;
+    let mut snapshot = understand(&said, &mark, spec, key.policy.as_ref())?;
+    snapshot.left = process;
+    // Background work of start-up files may have written in between.
+    let mut trial = Spec {
+        argv: spec.argv.clone(),
+        ..spec.clone()
+    };
+    trial.argv[2] = format!("printf '\\n%s end\\n' {mark}");
+    let trial = snapshot.begin(&trial, wanted).ok_or("too long")?;
+    let (argv, spec) = (trial.argv.clone(), trial);
+    let heard = hear(executor, &spec, argv, &end, deadline).await;
+    let outcome = match heard {
+        Ok((said, _)) if said.starts_with(end.as_bytes()) => Ok(snapshot),
+        Ok(_) => Err((snapshot, "its state cannot be given to another".to_owned())),
+        Err(reason) => Err((snapshot, reason)),
+    };
+    match outcome {
+        Ok(snapshot) => Ok(snapshot),
+        Err((snapshot, reason)) => {
+            if let Some(process) = snapshot.left {
+                process.terminate_and_wait(End::Now).await;
+            }
+            Err(reason)
+        }
+    }
+}
+
+/// Runs a shell until it has said `end`: all that it said, and the shell if it leaves others behind.
+async fn hear(
+    executor: &Executor,
+    spec: &Spec,
+    argv: Vec<String>,
+    end: &str,
+    deadline: tokio::time::Instant,
+) -> Result<(Vec<u8>, Option<Process>), String> {
+    let spec = Spec {
+        argv,
+        stdio: Stdio::Pipes { stdin: false },
+        timeout: None,
+        retention: Some(CAPTURE_RETENTION),
+        ..spec.clone()
+    };
+    let process = executor
+        .start(spec)
+        .await
+        .map_err(|error| error.to_string())?;
+    let mut search = Search::new(end);
+    let said = process.wait_for(|log| search.look(log));
+    let outcome = match tokio::time::timeout_at(deadline, said).await {
+        Ok(true) => {
+            let exited = process.wait_for(|log| log.exit().map(|_| ()));
+            match tokio::time::timeout_at(deadline, exited).await {
+                Ok(()) => Ok(process.with_log(output)),
+                Err(_) => Err("the shell does not end"),
+            }
+        }
+        Ok(false) => Err("the shell ended before it could tell"),
+        Err(_) => Err("the shell took too long"),
+    };
+    match outcome {
+        Ok(said) if process.is_alone().await => Ok((said, None)),
+        Ok(said) => Ok((said, Some(process))),
+        Err(reason) => {
+            process.terminate_and_wait(End::Now).await;
+            Err(reason.to_owned())
+        }
+    }
+}
+
+/// Looks for a text in output as it comes.
+struct Search {
+    text: Vec<u8>,
+    cursor: u64,
+    /// The end of what was looked at, shorter than the text.
+    tail: Vec<u8>,
+}
+
+impl Search {
+    fn new(text: &str) -> Self {
+        Self {
+            text: text.as_bytes().to_vec(),
+            cursor: 0,
+            tail: Vec::new(),
+        }
+    }
+
+    /// Whether the text came, once that is known.
+    fn look(&mut self, log: &Log) -> Option<bool> {
+        while let Some(entry) = log.entry_after(self.cursor) {
+            self.cursor = entry.seq;
+            let EntryKind::Output(Stream::Stdout, bytes) = &entry.kind else {
+                continue;
+            };
+            self.tail.extend_from_slice(bytes);
+            let found = self.tail.windows(self.text.len());
+            if found.into_iter().any(|window| window == self.text) {
+                return Some(true);
+            }
+            let spare = self.tail.len().saturating_sub(self.text.len() - 1);
+            self.tail.drain(..spare);
+        }
+        log.close().map(|_| false)
+    }
+}
+
+/// What is retained of standard output.
+fn output(log: &Log) -> Vec<u8> {
+    let mut all = Vec::new();
+    let mut cursor = 0;
+    while let Some(entry) = log.entry_after(cursor) {
+        cursor = entry.seq;
+        if let EntryKind::Output(Stream::Stdout, bytes) = &entry.kind {
+            all.extend_from_slice(bytes);
+        }
+    }
+    all
+}
+
+/// Makes sense of what a shell said.
+fn understand(
+    said: &[u8],
+    mark: &str,
+    spec: &Spec,
+    policy: Option<&EnvPolicy>,
+) -> Result<Snapshot, String> {
+    let incomplete = || "what the shell told is incomplete".to_owned();
+    let (variables, state) = sections(said, mark).ok_or_else(incomplete)?;
+    if variables.len() + state.len() > MAX_STATE_BYTES {
+        return Err(format!(
+            "its state exceeds the limit of {MAX_STATE_BYTES} bytes"
+        ));
+    }
+    let odd = |_| "its state is not UTF-8".to_owned();
+    let state = std::str::from_utf8(state).map_err(odd)?.to_owned();
+    let variables = std::str::from_utf8(variables).map_err(odd)?;
+    let after: BTreeMap<String, String> = variables
+        .lines()
+        .filter_map(|pair| pair.split_once('='))
+        .filter(|(name, _)| !name.is_empty())
+        .map(|(name, value)| (name.to_owned(), value.replace('\x01', "\n")))
+        .collect();
+    if after.is_empty() {
+        return Err("its environment could not be listed".to_owned());
+    }
+    // Exported functions are among the functions.
+    let is_state =
+        |name: &String| !NOT_STATE.contains(&name.as_str()) && !name.starts_with("BASH_FUNC_");
+    let set = after
+        .iter()
+        .filter(|(name, value)| is_state(name) && spec.env.get(*name) != Some(*value))
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect();
+    let removed = spec.env.keys();
+    let removed = removed.filter(|name| is_state(name) && !after.contains_key(*name));
+    Ok(Snapshot {
+        state,
+        set: env::filter(set, policy),
+        removed: removed.cloned().collect(),
+        left: None,
+    })
+}
+
+/// The environment and the state, if they are there as long as they were said to be.
+fn sections<'a>(said: &'a [u8], mark: &str) -> Option<(&'a [u8], &'a [u8])> {
+    let begin = format!("\n{mark} ");
+    let at = said
+        .windows(begin.len())
+        .position(|window| window == begin.as_bytes())?;
+    let rest = &said[at + begin.len()..];
+    let line = rest.iter().position(|&byte| byte == b'\n')?;
+    let (lengths, rest) = (std::str::from_utf8(&rest[..line]).ok()?, &rest[line + 1..]);
+    let (first, second) = lengths.split_once(' ')?;
+    let (first, second): (usize, usize) = (first.parse().ok()?, second.parse().ok()?);
+    let (variables, rest) = (rest.get(..first)?, rest.get(first..)?.strip_prefix(b"\n")?);
+    let (state, rest) = (rest.get(..second)?, rest.get(second..)?);
+    let end = format!("\n{mark} end\n");
+    rest.starts_with(end.as_bytes())
+        .then_some((variables, state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(env: &[(&str, &str)]) -> Spec {
+        Spec {
+            argv: ["/bin/sh", "-lc", "it's"].map(str::to_owned).to_vec(),
+            env: env
+                .iter()
+                .map(|&(name, value)| (name.to_owned(), value.to_owned()))
+                .collect(),
+            ..Spec::default()
+        }
+    }
+
+    #[test]
+    fn only_what_start_up_files_did_is_taken_over() {
+        let said = "noise\n\nM 30 10\nSAME=1\nCHANGED=new\nADDED=a=b\u{1}c\nf() { :; }\nM end\nbye";
+        let before = spec(&[
+            ("SAME", "1"),
+            ("CHANGED", "old"),
+            ("GONE", "x"),
+            ("OLDPWD", "/"),
+        ]);
+        let taken = understand(said.as_bytes(), "M", &before, None).unwrap();
+        assert_eq!(taken.state, "f() { :; }");
+        let set: Vec<_> = taken.set.iter().map(|(n, v)| (&**n, &**v)).collect();
+        assert_eq!(set, [("ADDED", "a=b\nc"), ("CHANGED", "new")]);
+        assert_eq!(taken.removed, ["GONE"]);
+        for broken in [
+            &b"\nM 3 1\nA=1\nx"[..],
+            b"\nM 3 1\nA=noise\n1\nx\nM end\n",
+            b"\nM 3 1\nA=1\nnoise\nx\nM end\n",
+            b"\nM 0 1\n\nx\nM end\n",
+            b"\nM 3 1\nA=\xff\nx\nM end\n",
+            b"\nM 3\nA=1\nx\nM end\n",
+            b"",
+        ] {
+            assert!(understand(broken, "M", &before, None).is_err());
+        }
+    }
+
+    #[test]
+    fn a_request_wins_over_a_snapshot() {
+        let snapshot = Snapshot {
+            state: "x".repeat(MAX_TEXT_BYTES + 1),
+            set: [("A", "snapshot"), ("B", "snapshot")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into(),
+            removed: vec!["C".to_owned(), "D".to_owned()],
+            left: None,
+        };
+        let spec = spec(&[("A", "asked"), ("C", "asked"), ("D", "policy")]);
+        let wanted = Wanted {
+            key: Key {
+                scope_id: "s".to_owned(),
+                kind: Kind::Sh,
+                path: "/bin/sh".to_owned(),
+                cwd: PathBuf::new(),
+                policy: None,
+                sandbox: None,
+            },
+            asked: [("A", "asked"), ("C", "asked")]
+                .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                .into(),
+        };
+        let begun = snapshot.begin(&spec, &wanted).unwrap();
+        let env: Vec<_> = begun.env.iter().map(|(n, v)| (&**n, v.len())).collect();
+        assert_eq!(
+            env,
+            [
+                ("A", 5),
+                ("B", 8),
+                ("C", 5),
+                ("__EXEC_SERVER_SNAPSHOT_0", MAX_TEXT_BYTES),
+                ("__EXEC_SERVER_SNAPSHOT_1", 1)
+            ]
+        );
+        assert_eq!(begun.argv[1], "-c");
+        assert!(
+            begun.argv[2].ends_with("\neval 'it'\\''s'"),
+            "{}",
+            begun.argv[2]
+        );
+        let mut long = spec;
+        long.argv[2] = "x".repeat(MAX_TEXT_BYTES);
+        assert!(snapshot.begin(&long, &wanted).is_none());
+    }
+
+    #[test]
+    fn the_least_used_goes_first() {
+        let snapshots = Snapshots::default();
+        let key = |n: usize| Key {
+            scope_id: n.to_string(),
+            kind: Kind::Bash,
+            path: String::new(),
+            cwd: PathBuf::new(),
+            policy: None,
+            sandbox: None,
+        };
+        let first = snapshots.cell(&key(0));
+        for n in 1..MAX_SNAPSHOTS {
+            snapshots.cell(&key(n));
+        }
+        assert!(Arc::ptr_eq(&first, &snapshots.cell(&key(0))));
+        snapshots.cell(&key(99));
+        assert!(Arc::ptr_eq(&first, &snapshots.cell(&key(0))));
+        assert!(snapshots.kept().iter().all(|(kept, _)| *kept != key(1)));
+        assert_eq!(snapshots.kept().len(), MAX_SNAPSHOTS);
+    }
+}

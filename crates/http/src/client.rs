@@ -1,0 +1,474 @@
+//! One exchange: the request, redirects, the answer and its body.
+//!
+//! Owns what a redirect changes, how long everything may take and how much a body may bring. An
+//! exchange ends when its future or its body is dropped.
+
+use std::collections::BTreeMap;
+use std::error::Error as StdError;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_compression::tokio::bufread::{GzipDecoder, ZlibDecoder};
+use bytes::{Bytes, BytesMut};
+use exec_server_protocol::http::ResponseHeader;
+use http::header::{
+    ACCEPT, ACCEPT_ENCODING, AUTHORIZATION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, COOKIE,
+    HeaderName, HeaderValue, LOCATION, PROXY_AUTHORIZATION, REFERER, TRANSFER_ENCODING,
+    WWW_AUTHENTICATE,
+};
+use http::{HeaderMap, Method, Request, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Body as _, Incoming};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+use tokio::time::Instant;
+use tokio_util::io::StreamReader;
+use url::Url;
+
+use crate::connect::{Connector, ProxyChoice};
+use crate::request::{Prepared, check_scheme, take_credentials};
+use crate::rules::{Denied, Rules};
+
+/// Places that one request may be sent on to.
+const MAX_REDIRECTS: usize = 10;
+
+/// How long an idle connection is kept for the next request to the same host, and how many.
+const IDLE: Duration = Duration::from_secs(30);
+const MAX_IDLE_PER_HOST: usize = 16;
+
+/// Bytes of a body that are unpacked at once.
+const UNPACK_BYTES: usize = 64 * 1024;
+
+/// What requests may do.
+#[derive(Debug, Clone)]
+pub struct HttpConfig {
+    /// Whom they may reach.
+    pub rules: Rules,
+    /// Through whom they go.
+    pub proxy: ProxyChoice,
+    /// The environment that proxies and values of headers are looked up in.
+    pub environment: BTreeMap<String, String>,
+    /// The largest body of an answer that is not streamed.
+    pub max_response_bytes: usize,
+    /// The largest body of one that is.
+    pub max_stream_bytes: Option<u64>,
+}
+
+impl Default for HttpConfig {
+    fn default() -> Self {
+        Self {
+            rules: Rules::usual(),
+            proxy: ProxyChoice::default(),
+            environment: BTreeMap::new(),
+            max_response_bytes: 32 << 20,
+            max_stream_bytes: None,
+        }
+    }
+}
+
+/// Why a request has no answer, or its body no end.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum HttpError {
+    /// It cannot be sent.
+    #[error("{0}")]
+    Invalid(String),
+    /// The rules forbid it.
+    #[error("http/request refused: {0}")]
+    Denied(#[from] Denied),
+    /// It failed on its way, or the answer is none.
+    #[error("http/request failed: {0}")]
+    Failed(String),
+    /// The body broke off.
+    #[error("failed to read http/request response body: {0}")]
+    Body(String),
+    /// The body is larger than allowed.
+    #[error("failed to read http/request response body: it exceeds the limit of {0} bytes")]
+    TooLarge(u64),
+    /// It took too long.
+    #[error("http/request failed: not finished within its timeout of {0:?}")]
+    TimedOut(Duration),
+    /// Somebody ended it.
+    #[error("http/request was cancelled")]
+    Cancelled,
+}
+
+/// Makes requests; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct HttpClient {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    config: HttpConfig,
+    connector: Connector,
+    pool: Client<Connector, Full<Bytes>>,
+}
+
+/// An answer whose body is still to come.
+#[derive(Debug)]
+pub struct Response {
+    /// The status code.
+    pub status: u16,
+    /// Headers in order, with lower-case names; values that are not text are left out.
+    pub headers: Vec<ResponseHeader>,
+    /// The body.
+    pub body: Body,
+}
+
+/// The moment when everything must be done, and how far off it was.
+#[derive(Debug, Clone, Copy)]
+struct Deadline(Option<(Instant, Duration)>);
+
+impl Deadline {
+    fn after(timeout: Option<Duration>) -> Self {
+        Self(timeout.and_then(|timeout| Some((Instant::now().checked_add(timeout)?, timeout))))
+    }
+
+    async fn within<T>(
+        self,
+        work: impl Future<Output = Result<T, HttpError>>,
+    ) -> Result<T, HttpError> {
+        match self.0 {
+            None => work.await,
+            Some((moment, timeout)) => match tokio::time::timeout_at(moment, work).await {
+                Ok(outcome) => outcome,
+                Err(_) => Err(HttpError::TimedOut(timeout)),
+            },
+        }
+    }
+}
+
+impl HttpClient {
+    /// A client with these settings; opens nothing yet.
+    pub fn new(config: HttpConfig) -> Self {
+        let rules = Arc::new(config.rules.clone());
+        let connector = Connector::new(rules, &config.proxy, &config.environment);
+        let pool = Client::builder(TokioExecutor::new())
+            .pool_timer(TokioTimer::new())
+            .pool_idle_timeout(IDLE)
+            .pool_max_idle_per_host(MAX_IDLE_PER_HOST)
+            .build(connector.clone());
+        Self {
+            inner: Arc::new(Inner {
+                config,
+                connector,
+                pool,
+            }),
+        }
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &HttpConfig {
+        &self.inner.config
+    }
+
+    /// Sends a request and waits for the headers of its answer; any status is one.
+    ///
+    /// # Errors
+    ///
+    /// When there is no answer in time, or somebody on the way may not be reached.
+    pub async fn send(&self, request: Prepared) -> Result<Response, HttpError> {
+        let deadline = Deadline::after(request.timeout);
+        deadline.within(self.exchange(request, deadline)).await
+    }
+
+    async fn exchange(&self, request: Prepared, deadline: Deadline) -> Result<Response, HttpError> {
+        let decompress = request.decompress;
+        let mut hop = Hop::first(request);
+        let mut redirects = 0;
+        loop {
+            let response = self.one(&hop).await?;
+            let Some(next) = hop.elsewhere(response.status(), response.headers()) else {
+                return Ok(answer(response, decompress, deadline));
+            };
+            redirects += 1;
+            if redirects > MAX_REDIRECTS {
+                let message = format!("more than {MAX_REDIRECTS} redirects, the last to {next}");
+                return Err(HttpError::Failed(message));
+            }
+            hop.go(response.status(), next)?;
+        }
+    }
+
+    /// One request and its answer.
+    async fn one(&self, hop: &Hop) -> Result<http::Response<Incoming>, HttpError> {
+        let Inner {
+            config,
+            connector,
+            pool,
+        } = &*self.inner;
+        let host = hop.url.host();
+        let host = host.ok_or_else(|| HttpError::Failed("the URL has no host".to_owned()))?;
+        config.rules.check_host(&host)?;
+        let uri: Uri = hop.url.as_str().parse().map_err(|error| {
+            HttpError::Invalid(format!(
+                "http/request url is invalid: {error}: `{}`",
+                hop.url
+            ))
+        })?;
+        let mut request = Request::new(Full::new(hop.body.clone()));
+        *request.method_mut() = hop.method.clone();
+        *request.headers_mut() = hop.headers.clone();
+        if let Some(authorization) = connector.proxy_authorization(&uri) {
+            request
+                .headers_mut()
+                .insert(PROXY_AUTHORIZATION, authorization);
+        }
+        *request.uri_mut() = uri;
+        pool.request(request).await.map_err(|error| failed(&error))
+    }
+}
+
+/// What is to be sent next.
+struct Hop {
+    method: Method,
+    url: Url,
+    headers: HeaderMap,
+    secret: Vec<HeaderName>,
+    body: Bytes,
+    follow: bool,
+}
+
+impl Hop {
+    fn first(request: Prepared) -> Self {
+        let Prepared {
+            method,
+            url,
+            mut headers,
+            secret,
+            body,
+            follow,
+            decompress,
+            ..
+        } = request;
+        headers
+            .entry(ACCEPT)
+            .or_insert(HeaderValue::from_static("*/*"));
+        if decompress {
+            headers
+                .entry(ACCEPT_ENCODING)
+                .or_insert(HeaderValue::from_static("gzip, deflate"));
+        }
+        Self {
+            method,
+            url,
+            headers,
+            secret,
+            body,
+            follow,
+        }
+    }
+
+    /// Where the answer says to go, if it does and that is to be followed.
+    fn elsewhere(&self, status: StatusCode, headers: &HeaderMap) -> Option<Url> {
+        let redirects = matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308);
+        if !self.follow || !redirects {
+            return None;
+        }
+        let location = headers.get(LOCATION)?;
+        // What makes no sense is not followed: the answer is what there is.
+        let location = std::str::from_utf8(location.as_bytes()).ok()?;
+        self.url.join(location).ok()
+    }
+
+    /// Makes it a request to another place.
+    fn go(&mut self, status: StatusCode, mut next: Url) -> Result<(), HttpError> {
+        check_scheme(&next)
+            .map_err(|error| HttpError::Failed(format!("redirected to {next}: {error}")))?;
+        next.set_fragment(None);
+        let safe = self.method == Method::GET || self.method == Method::HEAD;
+        if matches!(status.as_u16(), 301..=303) && !safe {
+            self.method = Method::GET;
+            self.body = Bytes::new();
+            for name in [CONTENT_ENCODING, CONTENT_TYPE] {
+                self.headers.remove(name);
+            }
+        }
+        if origin(&self.url) != origin(&next) {
+            let usual = [AUTHORIZATION, COOKIE, PROXY_AUTHORIZATION, WWW_AUTHENTICATE];
+            for name in usual.iter().chain(&self.secret) {
+                self.headers.remove(name);
+            }
+        }
+        take_credentials(&mut next, &mut self.headers)?;
+        let downgraded = self.url.scheme() == "https" && next.scheme() == "http";
+        self.headers.remove(REFERER);
+        if !downgraded && let Ok(value) = HeaderValue::from_str(self.url.as_str()) {
+            self.headers.insert(REFERER, value);
+        }
+        self.url = next;
+        Ok(())
+    }
+}
+
+fn origin(url: &Url) -> (String, Option<String>, Option<u16>) {
+    (
+        url.scheme().to_owned(),
+        url.host_str().map(str::to_owned),
+        url.port_or_known_default(),
+    )
+}
+
+fn answer(response: http::Response<Incoming>, decompress: bool, deadline: Deadline) -> Response {
+    let (mut head, body) = response.into_parts();
+    let source = if decompress {
+        unpack(&mut head.headers, body)
+    } else {
+        Source::Plain(body)
+    };
+    let headers = head.headers.iter().filter_map(|(name, value)| {
+        Some(ResponseHeader {
+            name: name.as_str().to_owned(),
+            value: value.to_str().ok()?.to_owned(),
+        })
+    });
+    Response {
+        status: head.status.as_u16(),
+        headers: headers.collect(),
+        body: Body {
+            source,
+            limit: None,
+            received: 0,
+            deadline,
+        },
+    }
+}
+
+/// Unpacks a body if it is packed in a way that we know; then the headers tell of what comes out.
+fn unpack(headers: &mut HeaderMap, body: Incoming) -> Source {
+    let encoding = headers.get(CONTENT_ENCODING).and_then(|value| {
+        let value = value.to_str().ok()?;
+        Some(value.trim().to_ascii_lowercase())
+    });
+    let packed =
+        |body: Incoming| StreamReader::new(body.map_err(std::io::Error::other).into_data_stream());
+    let unpacked: Pin<Box<dyn AsyncRead + Send>> = match encoding.as_deref() {
+        Some("gzip" | "x-gzip") => {
+            let mut decoder = GzipDecoder::new(packed(body));
+            decoder.multiple_members(true);
+            Box::pin(decoder)
+        }
+        Some("deflate") => Box::pin(ZlibDecoder::new(packed(body))),
+        _ => return Source::Plain(body),
+    };
+    for name in [CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING] {
+        headers.remove(name);
+    }
+    Source::Unpacked(unpacked)
+}
+
+/// A body that is being received.
+#[derive(Debug)]
+pub struct Body {
+    source: Source,
+    limit: Option<u64>,
+    received: u64,
+    deadline: Deadline,
+}
+
+enum Source {
+    Plain(Incoming),
+    Unpacked(Pin<Box<dyn AsyncRead + Send>>),
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Plain(_) => "Plain",
+            Self::Unpacked(_) => "Unpacked",
+        })
+    }
+}
+
+impl Body {
+    /// Bounds what may come.
+    ///
+    /// # Errors
+    ///
+    /// When it is known to be more.
+    pub fn limit(&mut self, bytes: u64) -> Result<(), HttpError> {
+        self.limit = Some(bytes);
+        match self.known_bytes() {
+            Some(known) if known > bytes => Err(HttpError::TooLarge(bytes)),
+            _ => Ok(()),
+        }
+    }
+
+    /// How much will come, if that is known.
+    pub fn known_bytes(&self) -> Option<u64> {
+        match &self.source {
+            Source::Plain(body) => body.size_hint().exact(),
+            Source::Unpacked(_) => None,
+        }
+    }
+
+    /// The next piece, never empty; nothing at the end. Cancel safe.
+    ///
+    /// # Errors
+    ///
+    /// When it breaks off, takes too long or exceeds its limit.
+    pub async fn chunk(&mut self) -> Result<Option<Bytes>, HttpError> {
+        let source = &mut self.source;
+        let chunk = self.deadline.within(next(source)).await?;
+        let Some(chunk) = chunk else { return Ok(None) };
+        self.received += chunk.len() as u64;
+        match self.limit {
+            Some(limit) if self.received > limit => Err(HttpError::TooLarge(limit)),
+            _ => Ok(Some(chunk)),
+        }
+    }
+}
+
+async fn next(source: &mut Source) -> Result<Option<Bytes>, HttpError> {
+    match source {
+        Source::Plain(body) => {
+            while let Some(frame) = body.frame().await {
+                let frame = frame.map_err(|error| HttpError::Body(chain(&error)))?;
+                // Trailers are not told of.
+                if let Ok(data) = frame.into_data()
+                    && !data.is_empty()
+                {
+                    return Ok(Some(data));
+                }
+            }
+            Ok(None)
+        }
+        Source::Unpacked(body) => {
+            let mut out = BytesMut::with_capacity(UNPACK_BYTES);
+            let read = body.read_buf(&mut out).await;
+            let read = read.map_err(|error| HttpError::Body(chain(&error)))?;
+            Ok((read > 0).then(|| out.freeze()))
+        }
+    }
+}
+
+fn failed(error: &hyper_util::client::legacy::Error) -> HttpError {
+    let mut source: Option<&(dyn StdError + 'static)> = Some(error);
+    while let Some(cause) = source {
+        if let Some(denied) = cause.downcast_ref::<Denied>() {
+            return HttpError::Denied(denied.clone());
+        }
+        source = cause.source();
+    }
+    HttpError::Failed(chain(error))
+}
+
+/// An error and what caused it, in one line.
+fn chain(error: &dyn StdError) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        source = cause.source();
+    }
+    text
+}

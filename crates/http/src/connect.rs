@@ -1,0 +1,419 @@
+//! How a host is reached: resolved and checked, directly or through a proxy, with TLS or without.
+//!
+//! Owns the connector that the pool of connections calls. Knows nothing of requests.
+
+use std::collections::BTreeMap;
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use http::Uri;
+use http::header::HeaderValue;
+use hyper::rt::{Read, ReadBufCursor, Write};
+use hyper_util::client::legacy::connect::dns::{GaiResolver, Name};
+use hyper_util::client::legacy::connect::proxy::{SocksV5, Tunnel};
+use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
+use hyper_util::client::proxy::matcher::{Intercept, Matcher};
+use hyper_util::rt::TokioIo;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, RootCertStore};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::OnceCell;
+use tokio_rustls::TlsConnector;
+use tower_service::Service;
+use url::Host;
+
+use crate::rules::{self, Rules};
+
+/// How long it may take to reach one host, whatever the request allows.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Through whom requests go.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum ProxyChoice {
+    /// As `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` of the environment say.
+    #[default]
+    Environment,
+    /// Straight to their hosts.
+    Direct,
+    /// Through this one: `http`, `https`, `socks5` (names are resolved and checked here) or
+    /// `socks5h`.
+    Through(String),
+}
+
+type BoxError = Box<dyn StdError + Send + Sync>;
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Opens connections; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Connector {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    rules: Arc<Rules>,
+    proxies: Matcher,
+    /// Resolves and checks.
+    direct: HttpConnector<Checked>,
+    /// To proxies, which whoever runs the server has chosen.
+    to_proxy: HttpConnector<GaiResolver>,
+    /// Reading the system's certificates takes its time, and most never need them.
+    tls: OnceCell<TlsConnector>,
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector")
+            .field("rules", &self.inner.rules)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Connector {
+    pub(crate) fn new(
+        rules: Arc<Rules>,
+        proxy: &ProxyChoice,
+        environment: &BTreeMap<String, String>,
+    ) -> Self {
+        let mut direct = HttpConnector::new_with_resolver(Checked {
+            rules: Arc::clone(&rules),
+            inner: GaiResolver::new(),
+        });
+        let mut to_proxy = HttpConnector::new();
+        direct.enforce_http(false);
+        direct.set_nodelay(true);
+        direct.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        to_proxy.enforce_http(false);
+        to_proxy.set_nodelay(true);
+        to_proxy.set_connect_timeout(Some(CONNECT_TIMEOUT));
+        Self {
+            inner: Arc::new(Inner {
+                rules,
+                proxies: matcher(proxy, environment),
+                direct,
+                to_proxy,
+                tls: OnceCell::new(),
+            }),
+        }
+    }
+
+    /// The proxy on the way to a host, if there is one; never to this machine itself, which a proxy
+    /// on another would take for its own.
+    fn proxy(&self, uri: &Uri) -> Option<Intercept> {
+        let host = host_of(uri).ok()?;
+        if rules::is_loopback(&borrowed(&host)) {
+            return None;
+        }
+        self.inner.proxies.intercept(uri)
+    }
+
+    /// What a request must say to the proxy that it is sent to, if it is.
+    pub(crate) fn proxy_authorization(&self, uri: &Uri) -> Option<HeaderValue> {
+        if uri.scheme_str() != Some("http") {
+            return None;
+        }
+        self.proxy(uri)?.basic_auth().cloned()
+    }
+
+    async fn connect(self, uri: Uri) -> Result<Stream, BoxError> {
+        let host = host_of(&uri)?;
+        let secure = uri.scheme_str() == Some("https");
+        let (io, proxied) = match self.proxy(&uri) {
+            None => {
+                self.inner.rules.check_host(&borrowed(&host))?;
+                (boxed(self.dial(uri.clone()).await?), false)
+            }
+            Some(proxy) => self.through(&proxy, &uri, &host, secure).await?,
+        };
+        let io = if secure {
+            let name = host.to_string();
+            let name = name
+                .trim_start_matches('[')
+                .trim_end_matches(']')
+                .to_owned();
+            self.secure(io, ServerName::try_from(name)?).await?
+        } else {
+            io
+        };
+        Ok(Stream {
+            io: TokioIo::new(io),
+            proxied,
+        })
+    }
+
+    async fn dial(&self, uri: Uri) -> Result<tokio::net::TcpStream, BoxError> {
+        let mut direct = self.inner.direct.clone();
+        Ok(direct.call(uri).await?.into_inner())
+    }
+
+    /// By way of a proxy. Whoever resolves the name decides what can be checked: here that is the
+    /// proxy, except for `socks5`.
+    async fn through(
+        &self,
+        proxy: &Intercept,
+        uri: &Uri,
+        host: &Host,
+        secure: bool,
+    ) -> Result<(Box<dyn Duplex>, bool), BoxError> {
+        let proxy_uri = proxy.uri().clone();
+        let to_proxy = ToProxy(self.clone());
+        let scheme = proxy_uri.scheme_str().unwrap_or_default().to_owned();
+        if scheme != "socks5" {
+            self.inner.rules.check_unresolved(&borrowed(host))?;
+        }
+        match scheme.as_str() {
+            "http" | "https" if !secure => {
+                let mut to_proxy = to_proxy;
+                Ok((to_proxy.call(proxy_uri).await?.into_inner(), true))
+            }
+            "http" | "https" => {
+                let mut tunnel = Tunnel::new(proxy_uri, to_proxy);
+                if let Some(auth) = proxy.basic_auth() {
+                    tunnel = tunnel.with_auth(auth.clone());
+                }
+                Ok((tunnel.call(uri.clone()).await?.into_inner(), false))
+            }
+            "socks5" | "socks5h" => {
+                let mut socks = SocksV5::new(proxy_uri, to_proxy);
+                if let Some((user, password)) = proxy.raw_auth() {
+                    socks = socks.with_auth(user.to_owned(), password.to_owned());
+                }
+                let target = if scheme == "socks5" {
+                    let port = port_of(uri);
+                    let address = self.resolve(host, port).await?;
+                    format!("{}://{address}/", uri.scheme_str().unwrap_or("http")).parse()?
+                } else {
+                    uri.clone()
+                };
+                Ok((socks.call(target).await?.into_inner(), false))
+            }
+            other => Err(format!("proxies of the kind `{other}` are not supported").into()),
+        }
+    }
+
+    async fn resolve(&self, host: &Host, port: u16) -> Result<SocketAddr, BoxError> {
+        self.inner.rules.check_host(&borrowed(host))?;
+        let name = match host {
+            Host::Ipv4(address) => return Ok(SocketAddr::new((*address).into(), port)),
+            Host::Ipv6(address) => return Ok(SocketAddr::new((*address).into(), port)),
+            Host::Domain(name) => name,
+        };
+        let found = tokio::net::lookup_host((name.as_str(), port)).await?;
+        let allowed = self.inner.rules.filter(name, found)?;
+        let first = allowed.into_iter().next();
+        first.ok_or_else(|| format!("host `{name}` has no address").into())
+    }
+
+    async fn secure(
+        &self,
+        io: Box<dyn Duplex>,
+        name: ServerName<'static>,
+    ) -> Result<Box<dyn Duplex>, BoxError> {
+        let tls = self.inner.tls.get_or_try_init(tls).await?;
+        let handshake = tls.connect(name, io);
+        let stream = tokio::time::timeout(CONNECT_TIMEOUT, handshake)
+            .await
+            .map_err(|_| format!("no TLS handshake within {CONNECT_TIMEOUT:?}"))??;
+        Ok(boxed(stream))
+    }
+}
+
+fn matcher(choice: &ProxyChoice, environment: &BTreeMap<String, String>) -> Matcher {
+    let variable = |name: &str| {
+        let upper = environment.get(&name.to_uppercase());
+        let value = environment.get(name).or(upper);
+        value.cloned().unwrap_or_default()
+    };
+    let no = variable("no_proxy");
+    match choice {
+        ProxyChoice::Direct => Matcher::builder().build(),
+        ProxyChoice::Through(url) => Matcher::builder().all(url.clone()).no(no).build(),
+        // In a CGI program `HTTP_PROXY` is a header of the request that it serves.
+        ProxyChoice::Environment if environment.contains_key("REQUEST_METHOD") => {
+            Matcher::builder().build()
+        }
+        ProxyChoice::Environment => Matcher::builder()
+            .all(variable("all_proxy"))
+            .http(variable("http_proxy"))
+            .https(variable("https_proxy"))
+            .no(no)
+            .build(),
+    }
+}
+
+fn host_of(uri: &Uri) -> Result<Host, BoxError> {
+    let host = uri.host().ok_or("the URL has no host")?;
+    Ok(Host::parse(host)?)
+}
+
+fn port_of(uri: &Uri) -> u16 {
+    let usual = if uri.scheme_str() == Some("https") {
+        443
+    } else {
+        80
+    };
+    uri.port_u16().unwrap_or(usual)
+}
+
+fn borrowed(host: &Host) -> Host<&str> {
+    match host {
+        Host::Domain(name) => Host::Domain(name),
+        Host::Ipv4(address) => Host::Ipv4(*address),
+        Host::Ipv6(address) => Host::Ipv6(*address),
+    }
+}
+
+/// TLS as this machine trusts it.
+async fn tls() -> Result<TlsConnector, BoxError> {
+    let found = tokio::task::spawn_blocking(rustls_native_certs::load_native_certs).await?;
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates(found.certs);
+    if roots.is_empty() {
+        let reason = found
+            .errors
+            .first()
+            .map_or_else(|| "none are installed".to_owned(), ToString::to_string);
+        return Err(format!("no certificate authorities to trust: {reason}").into());
+    }
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(TlsConnector::from(Arc::new(config)))
+}
+
+impl Service<Uri> for Connector {
+    type Response = Stream;
+    type Error = BoxError;
+    type Future = BoxFuture<Result<Stream, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        Box::pin(self.clone().connect(uri))
+    }
+}
+
+/// Opens connections to proxies, which may themselves be behind TLS.
+#[derive(Debug, Clone)]
+struct ToProxy(Connector);
+
+impl Service<Uri> for ToProxy {
+    type Response = TokioIo<Box<dyn Duplex>>;
+    type Error = BoxError;
+    type Future = BoxFuture<Result<Self::Response, BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let connector = self.0.clone();
+        Box::pin(async move {
+            let mut dial = connector.inner.to_proxy.clone();
+            let io = boxed(dial.call(uri.clone()).await?.into_inner());
+            if uri.scheme_str() != Some("https") {
+                return Ok(TokioIo::new(io));
+            }
+            let name = uri.host().unwrap_or_default().to_owned();
+            let io = connector.secure(io, ServerName::try_from(name)?).await?;
+            Ok(TokioIo::new(io))
+        })
+    }
+}
+
+/// Resolves names to the addresses that the rules allow.
+#[derive(Debug, Clone)]
+struct Checked {
+    rules: Arc<Rules>,
+    inner: GaiResolver,
+}
+
+impl Service<Name> for Checked {
+    type Response = std::vec::IntoIter<SocketAddr>;
+    type Error = BoxError;
+    type Future = BoxFuture<Result<Self::Response, BoxError>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.inner.poll_ready(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, name: Name) -> Self::Future {
+        let (rules, text) = (Arc::clone(&self.rules), name.as_str().to_owned());
+        let found = self.inner.call(name);
+        Box::pin(async move {
+            let kept = rules.filter(&text, found.await?)?;
+            Ok(kept.into_iter())
+        })
+    }
+}
+
+/// A way in both directions.
+pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
+
+fn boxed(io: impl Duplex + 'static) -> Box<dyn Duplex> {
+    Box::new(io)
+}
+
+/// A connection to a host, or to the proxy that forwards requests to it.
+pub(crate) struct Stream {
+    io: TokioIo<Box<dyn Duplex>>,
+    proxied: bool,
+}
+
+impl Connection for Stream {
+    fn connected(&self) -> Connected {
+        Connected::new().proxy(self.proxied)
+    }
+}
+
+impl Read for Stream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(cx, buf)
+    }
+}
+
+impl Write for Stream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.io).poll_write_vectored(cx, bufs)
+    }
+}

@@ -1,0 +1,15 @@
+//! HTTP requests on behalf of somebody else.
+//!
+//! Owns who may be asked ([`Rules`]), how they are reached (names, proxies, TLS), how redirects are
+//! followed and what a body may cost. Knows nothing of connections and sessions: what a request
+//! means is in [`request`], and whoever drops an exchange ends it.
+
+mod client;
+mod connect;
+pub mod request;
+mod rules;
+
+pub use client::{Body, HttpClient, HttpConfig, HttpError, Response};
+pub use connect::ProxyChoice;
+pub use request::Prepared;
+pub use rules::{DEFAULT_DENY, Denied, RuleError, Rules};

@@ -1,0 +1,437 @@
+//! Whom requests may reach.
+//!
+//! Owns the rules about names and addresses, on values alone: it resolves nothing. Names are
+//! looked at before they are resolved, addresses after, so that a name which answers differently
+//! the second time gains nothing.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::str::FromStr;
+
+use ipnet::IpNet;
+use url::Host;
+
+/// What is out of reach unless somebody says otherwise: addresses of the link, where clouds keep
+/// the credentials of a machine, and the places elsewhere that serve the same purpose.
+pub const DEFAULT_DENY: &[&str] = &[
+    "169.254.0.0/16",
+    "fe80::/10",
+    "100.100.100.200",
+    "168.63.129.16",
+    "192.0.0.192",
+    "fd00:ec2::/32",
+    "fd20:ce::254",
+    "metadata.google.internal",
+];
+
+/// Whom requests may reach.
+#[derive(Debug, Clone, Default)]
+pub struct Rules {
+    /// If there are any, one must hold.
+    allow: Vec<Rule>,
+    /// None may hold.
+    deny: Vec<Rule>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Rule {
+    Anyone,
+    Name(String),
+    /// Everything below a name, the name itself or not.
+    Below {
+        name: String,
+        itself: bool,
+    },
+    Range(IpNet),
+}
+
+/// A rule that cannot be one.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "`{0}` is no rule: expected a host name, `*.NAME` (below it), `**.NAME` (it and below), an \
+     address, a range like 10.0.0.0/8, or `*`"
+)]
+pub struct RuleError(String);
+
+/// Somebody who may not be reached.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Denied {
+    /// The name is denied.
+    #[error("host `{host}` is denied by the rule `{rule}` of this server")]
+    Name {
+        /// Who was to be reached.
+        host: String,
+        /// The rule.
+        rule: String,
+    },
+    /// Every address of the name is denied.
+    #[error("address {address} of host `{host}` is denied by the rule `{rule}` of this server")]
+    Address {
+        /// Who was to be reached.
+        host: String,
+        /// The first of its addresses.
+        address: IpAddr,
+        /// The rule.
+        rule: String,
+    },
+    /// There is a list of whom to reach, and this is not on it.
+    #[error("host `{host}` is not among those that this server allows")]
+    NotAllowed {
+        /// Who was to be reached.
+        host: String,
+    },
+}
+
+impl Rules {
+    /// Rules from texts; an empty `allow` allows everybody who is not denied.
+    ///
+    /// # Errors
+    ///
+    /// Names the text that is no rule.
+    pub fn new<S: AsRef<str>>(allow: &[S], deny: &[S]) -> Result<Self, RuleError> {
+        let parse = |texts: &[S]| -> Result<Vec<Rule>, RuleError> {
+            texts.iter().map(|text| text.as_ref().parse()).collect()
+        };
+        Ok(Self {
+            allow: parse(allow)?,
+            deny: parse(deny)?,
+        })
+    }
+
+    /// The rules that hold unless somebody says otherwise.
+    pub fn usual() -> Self {
+        // All of them are rules: a test says so.
+        Self::new(&[], DEFAULT_DENY).unwrap_or_default()
+    }
+
+    /// What can be said before anything is resolved: names that are denied, and all about literal
+    /// addresses.
+    ///
+    /// # Errors
+    ///
+    /// Says which rule forbids it.
+    pub fn check_host(&self, host: &Host<&str>) -> Result<(), Denied> {
+        match literal(host) {
+            Some(address) => self.check_address(&host.to_string(), address, false),
+            None => {
+                let host = host.to_string();
+                self.check_name(&host)
+            }
+        }
+    }
+
+    /// As [`Rules::check_host`], for a name that somebody else will resolve: then it is the name
+    /// that must be allowed.
+    ///
+    /// # Errors
+    ///
+    /// Says which rule forbids it.
+    pub fn check_unresolved(&self, host: &Host<&str>) -> Result<(), Denied> {
+        self.check_host(host)?;
+        if literal(host).is_none() && !self.allow.is_empty() && !self.allows_name(&host.to_string())
+        {
+            let host = host.to_string();
+            return Err(Denied::NotAllowed { host });
+        }
+        Ok(())
+    }
+
+    /// Those of a name's addresses that may be reached.
+    ///
+    /// # Errors
+    ///
+    /// When there is none left; says why the first is not.
+    pub fn filter(
+        &self,
+        name: &str,
+        addresses: impl IntoIterator<Item = SocketAddr>,
+    ) -> Result<Vec<SocketAddr>, Denied> {
+        self.check_name(name)?;
+        let named = self.allows_name(name);
+        let mut kept = Vec::new();
+        let mut denied = None;
+        for address in addresses {
+            match self.check_address(name, address.ip(), named) {
+                Ok(()) => kept.push(address),
+                Err(error) => denied = denied.or(Some(error)),
+            }
+        }
+        match denied {
+            Some(denied) if kept.is_empty() => Err(denied),
+            _ => Ok(kept),
+        }
+    }
+
+    fn check_name(&self, host: &str) -> Result<(), Denied> {
+        match self.deny.iter().find(|rule| rule.names(host)) {
+            Some(rule) => Err(Denied::Name {
+                host: host.to_owned(),
+                rule: rule.to_string(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    fn allows_name(&self, host: &str) -> bool {
+        self.allow.iter().any(|rule| rule.names(host))
+    }
+
+    /// `named`: the name through which it was found is allowed.
+    fn check_address(&self, host: &str, address: IpAddr, named: bool) -> Result<(), Denied> {
+        for form in forms(address) {
+            if let Some(rule) = self.deny.iter().find(|rule| rule.covers(form)) {
+                return Err(Denied::Address {
+                    host: host.to_owned(),
+                    address,
+                    rule: rule.to_string(),
+                });
+            }
+        }
+        let plain = address.to_canonical();
+        let allowed =
+            named || self.allow.is_empty() || self.allow.iter().any(|rule| rule.covers(plain));
+        if allowed {
+            Ok(())
+        } else {
+            let host = host.to_owned();
+            Err(Denied::NotAllowed { host })
+        }
+    }
+}
+
+fn literal(host: &Host<&str>) -> Option<IpAddr> {
+    match host {
+        Host::Domain(_) => None,
+        Host::Ipv4(address) => Some((*address).into()),
+        Host::Ipv6(address) => Some((*address).into()),
+    }
+}
+
+/// An address and the IPv4 addresses that it may stand for: a gateway or the kernel takes a packet
+/// for the one to the other.
+fn forms(address: IpAddr) -> Vec<IpAddr> {
+    let mut forms = vec![address];
+    if let IpAddr::V6(address) = address {
+        let parts = address.segments();
+        let v4 = |high: u16, low: u16| {
+            let number = u32::from(high) << 16 | u32::from(low);
+            IpAddr::from(Ipv4Addr::from(number))
+        };
+        let mapped_or_compatible = parts[..5] == [0; 5] && matches!(parts[5], 0 | 0xffff);
+        let translated = parts[..2] == [0x64, 0xff9b];
+        if mapped_or_compatible || translated {
+            forms.push(v4(parts[6], parts[7]));
+        }
+        if parts[0] == 0x2002 {
+            forms.push(v4(parts[1], parts[2]));
+        }
+    }
+    forms
+}
+
+impl Rule {
+    fn names(&self, host: &str) -> bool {
+        let host = host.strip_suffix('.').unwrap_or(host);
+        match self {
+            Self::Anyone => true,
+            Self::Name(name) => host.eq_ignore_ascii_case(name),
+            Self::Below { name, itself } => {
+                let below =
+                    host.len() > name.len() && host.is_char_boundary(host.len() - name.len()) && {
+                        let (head, tail) = host.split_at(host.len() - name.len());
+                        head.ends_with('.') && tail.eq_ignore_ascii_case(name)
+                    };
+                below || (*itself && host.eq_ignore_ascii_case(name))
+            }
+            Self::Range(_) => false,
+        }
+    }
+
+    fn covers(&self, address: IpAddr) -> bool {
+        match self {
+            Self::Anyone => true,
+            Self::Range(range) => range.contains(&address),
+            Self::Name(_) | Self::Below { .. } => false,
+        }
+    }
+}
+
+impl FromStr for Rule {
+    type Err = RuleError;
+
+    fn from_str(text: &str) -> Result<Self, RuleError> {
+        let wrong = || RuleError(text.to_owned());
+        if text == "*" {
+            return Ok(Self::Anyone);
+        }
+        let bare = text
+            .strip_prefix('[')
+            .and_then(|text| text.strip_suffix(']'))
+            .unwrap_or(text);
+        if let Ok(address) = bare.parse::<IpAddr>() {
+            return Ok(Self::Range(address.into()));
+        }
+        if let Ok(range) = text.parse::<IpNet>() {
+            return Ok(Self::Range(range.trunc()));
+        }
+        let name = |name: &str| match Host::parse(name.strip_suffix('.').unwrap_or(name)) {
+            Ok(Host::Domain(name)) if !name.contains('*') => Ok(name),
+            _ => Err(wrong()),
+        };
+        if let Some(rest) = text.strip_prefix("**.") {
+            let name = name(rest)?;
+            return Ok(Self::Below { name, itself: true });
+        }
+        if let Some(rest) = text.strip_prefix("*.") {
+            return Ok(Self::Below {
+                name: name(rest)?,
+                itself: false,
+            });
+        }
+        name(text).map(Self::Name)
+    }
+}
+
+impl fmt::Display for Rule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Anyone => f.write_str("*"),
+            Self::Name(name) => f.write_str(name),
+            Self::Below { name, itself: true } => write!(f, "**.{name}"),
+            Self::Below { name, .. } => write!(f, "*.{name}"),
+            Self::Range(range) if range.prefix_len() == range.max_prefix_len() => {
+                range.addr().fmt(f)
+            }
+            Self::Range(range) => range.fmt(f),
+        }
+    }
+}
+
+/// Whether a host is this machine itself, by its name or literally.
+pub(crate) fn is_loopback(host: &Host<&str>) -> bool {
+    match host {
+        Host::Domain(name) => {
+            let name = name.strip_suffix('.').unwrap_or(name);
+            name.eq_ignore_ascii_case("localhost")
+        }
+        Host::Ipv4(address) => address.is_loopback(),
+        Host::Ipv6(address) => {
+            *address == Ipv6Addr::LOCALHOST
+                || address.to_ipv4_mapped().is_some_and(|v4| v4.is_loopback())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(rules: &Rules, host: &str) -> Result<(), Denied> {
+        let host = Host::parse(host).unwrap();
+        let host = match &host {
+            Host::Domain(name) => Host::Domain(name.as_str()),
+            Host::Ipv4(address) => Host::Ipv4(*address),
+            Host::Ipv6(address) => Host::Ipv6(*address),
+        };
+        rules.check_host(&host)
+    }
+
+    fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
+        let socket = |text: &&str| SocketAddr::new(text.parse().unwrap(), 80);
+        texts.iter().map(socket).collect()
+    }
+
+    #[test]
+    fn the_usual_rules_keep_metadata_out_in_every_spelling() {
+        let rules = Rules::usual();
+        assert_eq!(rules.deny.len(), DEFAULT_DENY.len());
+        for denied in [
+            "169.254.169.254",
+            "0xa9fea9fe",
+            "2852039166",
+            "0251.0376.0251.0376",
+            "[::ffff:169.254.169.254]",
+            "[::169.254.169.254]",
+            "[64:ff9b::a9fe:a9fe]",
+            "[2002:a9fe:a9fe::1]",
+            "[fe80::1]",
+            "[fd00:ec2::254]",
+            "100.100.100.200",
+            "metadata.google.internal",
+            "METADATA.google.internal.",
+        ] {
+            assert!(check(&rules, denied).is_err(), "{denied}");
+        }
+        for allowed in [
+            "127.0.0.1",
+            "10.0.0.1",
+            "example.com",
+            "[::1]",
+            "[2001:db8::1]",
+        ] {
+            assert_eq!(check(&rules, allowed), Ok(()), "{allowed}");
+        }
+    }
+
+    #[test]
+    fn addresses_count_whatever_the_name() {
+        let rules = Rules::usual();
+        let mixed = addresses(&["169.254.1.1", "192.0.2.1"]);
+        assert_eq!(
+            rules.filter("x.test", mixed).unwrap(),
+            addresses(&["192.0.2.1"])
+        );
+        let denied = rules.filter("x.test", addresses(&["169.254.1.1"]));
+        let text = denied.unwrap_err().to_string();
+        assert!(
+            text.contains("169.254.1.1") && text.contains("`x.test`"),
+            "{text}"
+        );
+        assert!(text.contains("169.254.0.0/16"), "{text}");
+    }
+
+    #[test]
+    fn a_list_of_whom_to_reach_excludes_all_others() {
+        let rules = Rules::new(
+            &["*.ok.test", "**.both.test", "10.0.0.0/8"],
+            &["bad.ok.test"],
+        );
+        let rules = rules.unwrap();
+        let somewhere = || addresses(&["192.0.2.1"]);
+        for good in [
+            "a.ok.test",
+            "a.b.ok.test",
+            "both.test",
+            "x.both.test",
+            "A.OK.TEST",
+        ] {
+            assert!(rules.filter(good, somewhere()).is_ok(), "{good}");
+        }
+        for bad in [
+            "ok.test",
+            "notok.test",
+            "xboth.test",
+            "bad.ok.test",
+            "other.test",
+        ] {
+            assert!(rules.filter(bad, somewhere()).is_err(), "{bad}");
+        }
+        // By their address, whatever they are called; but only if we resolve it.
+        assert!(rules.filter("other.test", addresses(&["10.1.2.3"])).is_ok());
+        assert!(rules.check_unresolved(&Host::Domain("other.test")).is_err());
+        assert!(rules.check_unresolved(&Host::Domain("a.ok.test")).is_ok());
+        assert!(check(&rules, "10.9.9.9").is_ok());
+        assert!(check(&rules, "192.0.2.1").is_err());
+    }
+
+    #[test]
+    fn what_is_no_rule_is_named() {
+        for bad in ["", "*x", "a/b", "10.0.0.0/33", "a b", "*.*.x", "http://x"] {
+            let error = Rules::new(&[bad], &[]).unwrap_err();
+            assert!(error.to_string().contains(&format!("`{bad}`")), "{error}");
+        }
+        let none = Rules::new(&[], &["*"]).unwrap();
+        assert!(check(&none, "example.com").is_err() && check(&none, "127.0.0.1").is_err());
+    }
+}

@@ -1,0 +1,479 @@
+//! `http/*`, and the notifications that bring a streamed body.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use bytes::Bytes;
+use exec_server_http::{Body, HttpClient, HttpError, Prepared, Response, request as checks};
+use exec_server_protocol::http::{
+    BodyDelta, BodyDeltaParams, CancelParams, CancelResult, RequestParams, RequestResult,
+};
+use exec_server_protocol::limits::{MAX_DELTA_BYTES, MAX_HTTP_REQUESTS, MAX_MESSAGE_BYTES};
+use exec_server_protocol::{ByteChunk, Notification as _, chunk};
+use exec_server_transport::Outgoing;
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+
+use crate::connection::{Connection, Responder};
+use crate::dispatch::Call;
+use crate::error::RpcError;
+use crate::follow;
+use crate::outbox::{Feed, Outbox};
+
+/// The family's name in messages of the handshake.
+const FAMILY: &str = "http";
+
+/// Bytes of a body that is not streamed beyond which it needs a share of the connection's budget.
+///
+/// With as many requests as there may be, the bodies below it are as much as one message.
+const SMALL_BODY: usize = MAX_MESSAGE_BYTES / MAX_HTTP_REQUESTS;
+
+/// Granularity of that budget: permits are counted in 32 bits.
+const BUDGET_UNIT: usize = 1024;
+
+/// Bytes of a streamed body that may wait for the peer before its host is made to wait.
+const WAITING_BYTES: usize = 1 << 20;
+
+/// The requests that one connection has under way.
+#[derive(Debug)]
+pub(crate) struct Requests {
+    shared: Arc<Shared>,
+    /// Bounds the large bodies that are being received. A budget of their own: one that never
+    /// comes to its end must hold up neither files nor processes.
+    budget: Arc<Semaphore>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    active: Mutex<Active>,
+}
+
+#[derive(Debug, Default)]
+struct Active {
+    requests: HashMap<u64, Entry>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Entry {
+    request_id: String,
+    streamed: bool,
+    cancelled: CancellationToken,
+}
+
+/// A request's place among those under way.
+#[derive(Debug)]
+struct Place {
+    number: u64,
+    cancelled: CancellationToken,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.shared.active().requests.remove(&self.number);
+    }
+}
+
+impl Shared {
+    fn active(&self) -> MutexGuard<'_, Active> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Default for Requests {
+    fn default() -> Self {
+        Self {
+            shared: Arc::default(),
+            budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
+        }
+    }
+}
+
+impl Requests {
+    fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, RpcError> {
+        let mut active = self.shared.active();
+        // Pieces bear the id alone, so a stream must have it for itself.
+        let taken = |entry: &Entry| streamed && entry.streamed && entry.request_id == request_id;
+        if active.requests.values().any(taken) {
+            return Err(RpcError::invalid_params(format!(
+                "http/request streamResponse requestId `{request_id}` is already active"
+            )));
+        }
+        if active.requests.len() >= MAX_HTTP_REQUESTS {
+            return Err(RpcError::invalid_request(format!(
+                "limit of {MAX_HTTP_REQUESTS} http requests per connection reached"
+            )));
+        }
+        active.next += 1;
+        let (number, cancelled) = (active.next, CancellationToken::new());
+        let entry = Entry {
+            request_id: request_id.to_owned(),
+            streamed,
+            cancelled: cancelled.clone(),
+        };
+        active.requests.insert(number, entry);
+        Ok(Place {
+            number,
+            cancelled,
+            shared: Arc::clone(&self.shared),
+        })
+    }
+
+    /// Ends all requests of this id; whether there were any.
+    fn cancel(&self, request_id: &str) -> bool {
+        let active = self.shared.active();
+        let mut any = false;
+        for entry in active.requests.values() {
+            if entry.request_id == request_id {
+                entry.cancelled.cancel();
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// Ends all of them.
+    pub(crate) fn cancel_all(&self) {
+        for entry in self.shared.active().requests.values() {
+            entry.cancelled.cancel();
+        }
+    }
+}
+
+pub(crate) fn request(call: Call<'_>, params: RequestParams) {
+    let streamed = params.stream_response;
+    let request_id = params.request_id.clone();
+    let client = call.connection.server.http().clone();
+    let admitted = call.phase.ready(FAMILY).and_then(|_| {
+        let prepared = checks::prepare(params, &client.config().environment)?;
+        let place = call.connection.requests.enter(&request_id, streamed)?;
+        Ok((prepared, place))
+    });
+    let mut responder = call.responder;
+    let admitted = admitted.and_then(|admitted| {
+        let waiting = call.connection.wait(&mut responder)?;
+        Ok((admitted, waiting))
+    });
+    let ((prepared, place), waiting) = match admitted {
+        Ok(admitted) => admitted,
+        Err(error) => return responder.send_error(error),
+    };
+    let connection = Arc::clone(call.connection);
+    // Ends with the connection: then nobody is there to be told.
+    call.connection.spawn(async move {
+        let _waiting = waiting;
+        if streamed {
+            stream(&connection, &client, prepared, request_id, place, responder).await;
+        } else {
+            whole(&connection, &client, prepared, &place, responder).await;
+        }
+    });
+}
+
+pub(crate) fn cancel(call: Call<'_>, params: CancelParams) {
+    let answer = call.phase.ready(FAMILY).map(|_| CancelResult {
+        cancelled: call.connection.requests.cancel(&params.request_id),
+    });
+    call.responder.send(answer);
+}
+
+/// Does something unless it is cancelled first.
+async fn unless_cancelled<T>(
+    place: &Place,
+    work: impl Future<Output = Result<T, HttpError>>,
+) -> Result<T, HttpError> {
+    tokio::select! {
+        outcome = work => outcome,
+        () = place.cancelled.cancelled() => Err(HttpError::Cancelled),
+    }
+}
+
+/// Answers with the whole body.
+async fn whole(
+    connection: &Arc<Connection>,
+    client: &HttpClient,
+    prepared: Prepared,
+    place: &Place,
+    mut responder: Responder,
+) {
+    let timeout = prepared.timeout();
+    let received = unless_cancelled(place, async {
+        let work = async {
+            let response = client.send(prepared).await?;
+            receive(connection, client, response).await
+        };
+        match timeout {
+            // Of waiting for room as well.
+            Some(timeout) => match tokio::time::timeout(timeout, work).await {
+                Ok(received) => received,
+                Err(_) => Err(HttpError::TimedOut(timeout)),
+            },
+            None => work.await,
+        }
+    });
+    let (status, headers, body, reserved) = match received.await {
+        Ok(received) => received,
+        Err(error) => return responder.send_error(error.into()),
+    };
+    let hint = chunk::encoded_len(body.len()) + 4096;
+    responder.reserve(hint).await;
+    let result = RequestResult {
+        status,
+        headers,
+        body_base64: ByteChunk::default(),
+    };
+    responder.send_result(hint, |out| {
+        let encoded = serde_json::to_writer(&mut *out, &result);
+        debug_assert!(encoded.is_ok(), "texts and numbers always serialise");
+        // The last member is the empty body: its bytes are encoded once, straight into place.
+        out.truncate(out.len() - 2);
+        chunk::encode_into(&body, out);
+        out.extend_from_slice(b"\"}");
+    });
+    drop(reserved);
+}
+
+type Received = (
+    u16,
+    Vec<exec_server_protocol::http::ResponseHeader>,
+    Vec<u8>,
+    Option<OwnedSemaphorePermit>,
+);
+
+async fn receive(
+    connection: &Arc<Connection>,
+    client: &HttpClient,
+    response: Response,
+) -> Result<Received, HttpError> {
+    let Response {
+        status,
+        headers,
+        mut body,
+    } = response;
+    let limit = client.config().max_response_bytes.min(largest_body());
+    body.limit(limit as u64)?;
+    let known = body
+        .known_bytes()
+        .and_then(|known| usize::try_from(known).ok());
+    let mut reserved = None;
+    let mut bytes = Vec::with_capacity(known.unwrap_or(0).min(SMALL_BODY));
+    while let Some(piece) = body.chunk().await? {
+        if reserved.is_none() && bytes.len() + piece.len() > SMALL_BODY {
+            // All that it may become at once, so that nobody waits for more while holding some.
+            let most = known.unwrap_or(limit).max(piece.len());
+            reserved = connection.requests.reserve(most).await;
+            bytes.reserve_exact(known.map_or(0, |known| known.saturating_sub(bytes.len())));
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    Ok((status, headers, bytes, reserved))
+}
+
+/// The largest body whose text fits into a message.
+fn largest_body() -> usize {
+    (MAX_MESSAGE_BYTES - (1 << 20)) / 4 * 3
+}
+
+impl Requests {
+    async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        // Never more than the budget, so it can be had; the semaphore is never closed.
+        let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
+        let units = u32::try_from(units).unwrap_or(u32::MAX);
+        let budget = Arc::clone(&self.budget);
+        budget.acquire_many_owned(units).await.ok()
+    }
+}
+
+/// Answers with the headers, then sends the body in pieces.
+async fn stream(
+    connection: &Arc<Connection>,
+    client: &HttpClient,
+    prepared: Prepared,
+    request_id: String,
+    place: Place,
+    responder: Responder,
+) {
+    let begun = unless_cancelled(&place, async {
+        let mut response = client.send(prepared).await?;
+        if let Some(limit) = client.config().max_stream_bytes {
+            response.body.limit(limit)?;
+        }
+        Ok(response)
+    });
+    let Response {
+        status,
+        headers,
+        body,
+    } = match begun.await {
+        Ok(response) => response,
+        Err(error) => return responder.send_error(error.into()),
+    };
+    let cancelled = place.cancelled.clone();
+    let stream = Arc::new(Stream {
+        request_id,
+        state: Mutex::new(State {
+            place: Some(place),
+            ..State::default()
+        }),
+        room: Notify::new(),
+        queued: AtomicBool::new(false),
+        outbox: Arc::downgrade(&connection.outbox),
+    });
+    responder.send(Ok(RequestResult {
+        status,
+        headers,
+        body_base64: ByteChunk::default(),
+    }));
+    let outcome = tokio::select! {
+        outcome = stream.take(body) => outcome,
+        () = cancelled.cancelled() => Err(HttpError::Cancelled),
+    };
+    stream.finish(outcome.err());
+}
+
+/// Feeds one connection with a body as it comes.
+#[derive(Debug)]
+struct Stream {
+    request_id: String,
+    state: Mutex<State>,
+    /// The peer has taken something.
+    room: Notify,
+    /// It is on the ready list, or about to be pulled.
+    queued: AtomicBool,
+    outbox: Weak<Outbox>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: VecDeque<Bytes>,
+    /// Bytes that wait.
+    bytes: usize,
+    /// The last number that was used.
+    seq: u64,
+    /// How it ended, once it has.
+    end: Option<Option<String>>,
+    /// Kept until the last piece has been told.
+    place: Option<Place>,
+}
+
+impl Stream {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Receives the body, no faster than the peer takes it.
+    async fn take(self: &Arc<Self>, mut body: Body) -> Result<(), HttpError> {
+        while let Some(mut piece) = body.chunk().await? {
+            while !piece.is_empty() {
+                self.until_room().await;
+                let part = piece.split_to(piece.len().min(MAX_DELTA_BYTES));
+                let mut state = self.state();
+                state.bytes += part.len();
+                state.waiting.push_back(part);
+                drop(state);
+                Arc::clone(self).ready();
+            }
+        }
+        Ok(())
+    }
+
+    async fn until_room(&self) {
+        loop {
+            let room = self.room.notified();
+            if self.state().bytes < WAITING_BYTES {
+                return;
+            }
+            room.await;
+        }
+    }
+
+    fn finish(self: &Arc<Self>, error: Option<HttpError>) {
+        let mut state = self.state();
+        if matches!(error, Some(HttpError::Cancelled)) {
+            // Whoever does not want the rest does not want this either.
+            state.waiting.clear();
+            state.bytes = 0;
+        }
+        state.end = Some(error.map(|error| error.to_string()));
+        drop(state);
+        Arc::clone(self).ready();
+    }
+
+    fn ready(self: Arc<Self>) {
+        if !self.queued.swap(true, Ordering::AcqRel)
+            && let Some(outbox) = self.outbox.upgrade()
+        {
+            outbox.ready(self);
+        }
+    }
+
+    /// The next piece and its number, or the end.
+    fn next(&self) -> Option<(u64, Next)> {
+        let mut state = self.state();
+        let next = match state.waiting.pop_front() {
+            Some(piece) => {
+                state.bytes -= piece.len();
+                Next::Piece(piece)
+            }
+            None => {
+                // Told once.
+                let error = state.end.take()?;
+                state.place = None;
+                Next::End(error)
+            }
+        };
+        state.seq += 1;
+        Some((state.seq, next))
+    }
+}
+
+enum Next {
+    Piece(Bytes),
+    End(Option<String>),
+}
+
+impl Feed for Stream {
+    fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
+        self.queued.store(false, Ordering::Release);
+        match self.next() {
+            None => false,
+            Some((seq, Next::Piece(piece))) => {
+                push_delta(outgoing, &self.request_id, seq, &piece);
+                self.room.notify_waiters();
+                // Nobody else puts it on the list meanwhile.
+                !self.queued.swap(true, Ordering::AcqRel)
+            }
+            Some((seq, Next::End(error))) => {
+                let params = BodyDeltaParams {
+                    request_id: self.request_id.clone(),
+                    seq,
+                    delta_base64: ByteChunk::default(),
+                    done: true,
+                    error,
+                };
+                follow::push(outgoing, BodyDelta::NAME, &params);
+                false
+            }
+        }
+    }
+}
+
+/// Writes a piece by hand: its bytes are encoded once, straight into the frame.
+fn push_delta(outgoing: &mut Outgoing, request_id: &str, seq: u64, bytes: &[u8]) {
+    let hint = chunk::encoded_len(bytes.len()) + request_id.len() + 130;
+    outgoing.push_message(hint, |out| {
+        out.reserve(hint);
+        out.extend_from_slice(b"{\"method\":\"");
+        out.extend_from_slice(BodyDelta::NAME.as_bytes());
+        out.extend_from_slice(b"\",\"params\":{\"requestId\":");
+        let encoded = serde_json::to_writer(&mut *out, request_id);
+        debug_assert!(encoded.is_ok(), "a string always serialises");
+        out.extend_from_slice(b",\"seq\":");
+        out.extend_from_slice(seq.to_string().as_bytes());
+        out.extend_from_slice(b",\"deltaBase64\":\"");
+        chunk::encode_into(bytes, out);
+        out.extend_from_slice(b"\",\"done\":false,\"error\":null}}");
+    });
+}

@@ -1,0 +1,183 @@
+//! A web site on loopback that answers as a test wants it to, however wrong that is.
+//!
+//! Owns the reading of requests and the record of them. What is answered is bytes that the test
+//! writes to the socket by itself.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+
+/// One request, as it came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Asked {
+    /// The first line.
+    pub line: String,
+    /// Headers in order, as they were written.
+    pub headers: Vec<(String, String)>,
+    /// The body, as long as `content-length` says.
+    pub body: Vec<u8>,
+}
+
+impl Asked {
+    /// The value of a header.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
+        let same = |(key, _): &&(String, String)| key.eq_ignore_ascii_case(name);
+        self.headers.iter().find(same).map(|(_, value)| &**value)
+    }
+
+    /// What comes after the method in the first line.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        self.line.split(' ').nth(1).unwrap_or_default()
+    }
+}
+
+/// A site that is there until it is dropped.
+pub struct Site {
+    address: SocketAddr,
+    asked: Arc<Mutex<Vec<Asked>>>,
+    task: JoinHandle<()>,
+}
+
+impl fmt::Debug for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Site").field("at", &self.address).finish()
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Site {
+    /// Opens a site; `answer` gets the first request of each connection and the connection.
+    ///
+    /// # Panics
+    ///
+    /// If no port is to be had.
+    pub async fn start<F, A>(answer: F) -> Self
+    where
+        F: Fn(Asked, TcpStream) -> A + Send + Sync + 'static,
+        A: Future<Output = ()> + Send + 'static,
+    {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener
+            .local_addr()
+            .expect("a bound socket has an address");
+        let asked: Arc<Mutex<Vec<Asked>>> = Arc::default();
+        let (record, answer) = (Arc::clone(&asked), Arc::new(answer));
+        // Ends with the site.
+        let task = tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let (record, answer) = (Arc::clone(&record), Arc::clone(&answer));
+                tokio::spawn(async move {
+                    let _ = stream.set_nodelay(true);
+                    if let Some(request) = read(&mut stream).await {
+                        note(&record, &request);
+                        answer(request, stream).await;
+                    }
+                });
+            }
+        });
+        Self {
+            address,
+            asked,
+            task,
+        }
+    }
+
+    /// A site that answers every request with the same bytes and closes.
+    ///
+    /// # Panics
+    ///
+    /// As [`Site::start`].
+    pub async fn saying(answer: impl Into<Vec<u8>>) -> Self {
+        let answer: Arc<[u8]> = answer.into().into();
+        Self::start(move |_, mut stream| {
+            let answer = Arc::clone(&answer);
+            async move { say(&mut stream, &answer).await }
+        })
+        .await
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The URL of a path, which begins with a slash.
+    #[must_use]
+    pub fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    /// What was asked so far.
+    #[must_use]
+    pub fn asked(&self) -> Vec<Asked> {
+        self.asked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+}
+
+fn note(record: &Mutex<Vec<Asked>>, request: &Asked) {
+    let mut seen = record.lock().unwrap_or_else(PoisonError::into_inner);
+    seen.push(request.clone());
+}
+
+/// Writes to a peer that may be gone already.
+pub async fn say(stream: &mut TcpStream, bytes: &[u8]) {
+    let _ = stream.write_all(bytes).await;
+}
+
+/// A whole answer with these headers (lines with their ends) and this body.
+#[must_use]
+pub fn answer(status: &str, headers: &str, body: impl AsRef<[u8]>) -> Vec<u8> {
+    let body = body.as_ref();
+    let length = body.len();
+    let head = format!(
+        "HTTP/1.1 {status}\r\n{headers}content-length: {length}\r\nconnection: close\r\n\r\n"
+    );
+    [head.as_bytes(), body].concat()
+}
+
+async fn read(stream: &mut TcpStream) -> Option<Asked> {
+    let mut bytes = Vec::new();
+    let end = loop {
+        if let Some(end) = bytes.windows(4).position(|window| window == b"\r\n\r\n") {
+            break end;
+        }
+        if stream.read_buf(&mut bytes).await.ok()? == 0 {
+            return None;
+        }
+    };
+    let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
+    let mut lines = head.split("\r\n");
+    let line = lines.next().unwrap_or_default().to_owned();
+    let headers: Vec<(String, String)> = lines
+        .filter_map(|line| line.split_once(": "))
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect();
+    let mut request = Asked {
+        line,
+        headers,
+        body: bytes[end + 4..].to_vec(),
+    };
+    let length = request.header("content-length");
+    let length: usize = length.and_then(|text| text.parse().ok()).unwrap_or(0);
+    while request.body.len() < length {
+        if stream.read_buf(&mut request.body).await.ok()? == 0 {
+            return None;
+        }
+    }
+    Some(request)
+}
