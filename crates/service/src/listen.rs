@@ -528,18 +528,9 @@ fn route(head: &Head, draining: bool) -> Route {
 }
 
 fn upgrade(head: &Head) -> Route {
-    if !head.has_token("connection", "upgrade") {
-        return Route::Answer(400, "Connection header did not include 'upgrade'");
-    }
-    if !head.has_token("upgrade", "websocket") {
-        return Route::Answer(400, "Upgrade header did not include 'websocket'");
-    }
-    if head.header("sec-websocket-version") != Some("13") {
-        return Route::Answer(400, "Sec-WebSocket-Version header did not include '13'");
-    }
-    match head.header("sec-websocket-key") {
-        Some(key) => Route::Upgrade(key.to_owned()),
-        None => Route::Answer(400, "Sec-WebSocket-Key header is missing"),
+    match head.websocket_key() {
+        Ok(key) => Route::Upgrade(key.to_owned()),
+        Err(reason) => Route::Answer(400, reason),
     }
 }
 

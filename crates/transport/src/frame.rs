@@ -95,8 +95,13 @@ pub enum FrameError {
         limit: usize,
     },
     /// One message is too large.
-    #[error("websocket message of {0} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")]
-    MessageTooLarge(usize),
+    #[error("websocket message of {bytes} bytes exceeds the limit of {limit}")]
+    MessageTooLarge {
+        /// How long it is.
+        bytes: usize,
+        /// How long it may be.
+        limit: usize,
+    },
     /// A text message that is not UTF-8.
     #[error("websocket text message is not valid UTF-8")]
     Utf8,
@@ -130,6 +135,8 @@ pub enum Step {
 #[derive(Debug)]
 pub struct Decoder {
     role: Role,
+    /// Bytes of one message.
+    limit: usize,
     /// Payload of the fragments so far.
     assembly: Vec<u8>,
     /// Kind of the fragmented message being assembled, if any.
@@ -159,10 +166,18 @@ impl Decoder {
     pub fn new(role: Role) -> Self {
         Self {
             role,
+            limit: MAX_MESSAGE_BYTES,
             assembly: Vec::new(),
             assembling: None,
             partial: None,
         }
+    }
+
+    /// Takes no message longer than `bytes`, where less than usual is allowed.
+    #[must_use]
+    pub fn limited(self, bytes: usize) -> Self {
+        let limit = self.limit.min(bytes);
+        Self { limit, ..self }
     }
 
     /// The payload of the message that [`Step::Assembled`] announced, until the next step.
@@ -221,6 +236,7 @@ impl Decoder {
             Role::Server => MAX_FRAME_BYTES,
             Role::Client => MAX_MESSAGE_BYTES,
         };
+        let limit = limit.min(self.limit);
         if length > limit as u64 {
             return Err(FrameError::FrameTooLarge {
                 bytes: length,
@@ -304,8 +320,11 @@ impl Decoder {
             return Err(FrameError::Fragments);
         }
         let total = self.assembly.len() + length;
-        if total > MAX_MESSAGE_BYTES {
-            return Err(FrameError::MessageTooLarge(total));
+        if total > self.limit {
+            return Err(FrameError::MessageTooLarge {
+                bytes: total,
+                limit: self.limit,
+            });
         }
         Ok(())
     }
@@ -326,6 +345,35 @@ pub fn push_parts(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, part
     if let Some(key) = mask {
         apply_mask(key, &mut out[start..]);
     }
+}
+
+/// Makes of a message that was received masked, and lies at `payload` of `buffer`, one that a server
+/// sends, where it is: its header takes the place of the one it came with. Gives where it begins.
+///
+/// The header without a mask is never longer than the one that was there.
+pub fn readdress(buffer: &mut [u8], payload: &Range<usize>, opcode: Opcode) -> usize {
+    let mut header = [0; 10];
+    let length = payload.len();
+    header[0] = 0x80 | opcode.bits();
+    let size = match length {
+        0..=125 => {
+            header[1] = length as u8;
+            2
+        }
+        126..=0xffff => {
+            header[1] = 126;
+            header[2..4].copy_from_slice(&(length as u16).to_be_bytes());
+            4
+        }
+        _ => {
+            header[1] = 127;
+            header[2..].copy_from_slice(&(length as u64).to_be_bytes());
+            10
+        }
+    };
+    let start = payload.start - size;
+    buffer[start..payload.start].copy_from_slice(&header[..size]);
+    start
 }
 
 /// Appends one text message whose payload `write` appends, in place.
@@ -554,6 +602,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_message_is_sent_on_from_where_it_lies() {
+        for size in [0, 125, 126, 65_535, 65_536] {
+            let payload: Vec<u8> = (0..size).map(|i| i as u8).collect();
+            let mut wire = Vec::new();
+            push_frame(&mut wire, Opcode::Binary, Some([1, 2, 3, 4]), &payload);
+            let mut decoder = Decoder::new(Role::Server).limited(65_536);
+            let Step::Whole { payload, .. } = decoder.step(&mut wire, &mut 0).unwrap() else {
+                panic!("{size}");
+            };
+            let start = readdress(&mut wire, &payload, Opcode::Binary);
+            let mut sent = Vec::new();
+            push_frame(&mut sent, Opcode::Binary, None, &wire[payload]);
+            assert!(wire[start..] == sent, "{size}");
+        }
+    }
+
+    #[test]
+    fn less_than_usual_can_be_allowed() {
+        let mut whole = Vec::new();
+        push_frame(&mut whole, Opcode::Binary, Some([0; 4]), &[7; 101]);
+        let mut decoder = Decoder::new(Role::Server).limited(100);
+        let refused = decoder.step(&mut whole, &mut 0);
+        let (bytes, limit) = (101, 100);
+        assert_eq!(refused, Err(FrameError::FrameTooLarge { bytes, limit }));
+        // Nor in pieces.
+        let mut wire = vec![0x02, 0x80 | 100, 0, 0, 0, 0];
+        wire.extend([7; 100]);
+        wire.extend([0x80, 0x81, 0, 0, 0, 0, 7]);
+        let mut decoder = Decoder::new(Role::Server).limited(100);
+        let mut at = 0;
+        assert_eq!(decoder.step(&mut wire, &mut at), Ok(Step::Fragment));
+        let refused = decoder.step(&mut wire, &mut at);
+        let bytes = 101;
+        assert_eq!(refused, Err(FrameError::MessageTooLarge { bytes, limit }));
     }
 
     #[test]

@@ -69,6 +69,25 @@ impl Head {
             .any(|part| part.trim().eq_ignore_ascii_case(token))
     }
 
+    /// The key of a websocket that a request asks for.
+    ///
+    /// # Errors
+    ///
+    /// What is missing, as a text for the one who asks.
+    pub fn websocket_key(&self) -> Result<&str, &'static str> {
+        if !self.has_token("connection", "upgrade") {
+            return Err("Connection header did not include 'upgrade'");
+        }
+        if !self.has_token("upgrade", "websocket") {
+            return Err("Upgrade header did not include 'websocket'");
+        }
+        if self.header("sec-websocket-version") != Some("13") {
+            return Err("Sec-WebSocket-Version header did not include '13'");
+        }
+        self.header("sec-websocket-key")
+            .ok_or("Sec-WebSocket-Key header is missing")
+    }
+
     /// The target without its query.
     pub fn path(&self) -> &str {
         self.target.split(['?', '#']).next().unwrap_or("")
@@ -90,8 +109,21 @@ pub enum Kind {
 ///
 /// `InvalidData` when it is not HTTP or too large, `UnexpectedEof` when the peer leaves before its end.
 pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io::Result<Head> {
+    read_next_head(reader, kind, Vec::with_capacity(1024)).await
+}
+
+/// As [`read_head`], after another one; `received` is what came behind that.
+///
+/// # Errors
+///
+/// As [`read_head`].
+pub async fn read_next_head(
+    reader: &mut (impl AsyncRead + Unpin),
+    kind: Kind,
+    received: Vec<u8>,
+) -> io::Result<Head> {
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
-    let mut buffer = Vec::with_capacity(1024);
+    let mut buffer = received;
     loop {
         if let Some(head) = parse_head(&buffer, kind).map_err(|error| invalid(error.to_string()))? {
             return Ok(head);

@@ -10,6 +10,7 @@ pub mod fuzz;
 pub mod http;
 #[cfg(feature = "relay")]
 pub mod identity;
+pub mod journal;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
@@ -19,6 +20,7 @@ pub mod registry;
 pub mod relay;
 mod secret;
 pub mod stdio;
+pub mod throttle;
 pub mod tls;
 
 pub use connect::{ConnectError, ConnectOptions, connect};

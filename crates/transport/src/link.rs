@@ -298,7 +298,12 @@ impl Incoming {
                 };
                 let length = u32::from_be_bytes(*prefix) as usize;
                 if length > MAX_MESSAGE_BYTES {
-                    return Err(FrameError::MessageTooLarge(length).into());
+                    let limit = MAX_MESSAGE_BYTES;
+                    return Err(FrameError::MessageTooLarge {
+                        bytes: length,
+                        limit,
+                    }
+                    .into());
                 }
                 let end = 4 + length;
                 if rest.len() < end {

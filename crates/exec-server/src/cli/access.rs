@@ -197,10 +197,38 @@ pub(super) fn tls(
         }
         return Ok(None);
     }
+    let files = TlsFiles {
+        cert,
+        key,
+        client_ca,
+        self_signed,
+    };
+    tls_identity(files, &addresses).map(Some)
+}
+
+/// Where an identity comes from.
+pub(super) struct TlsFiles {
+    pub(super) cert: Option<PathBuf>,
+    pub(super) key: Option<PathBuf>,
+    pub(super) client_ca: Option<PathBuf>,
+    pub(super) self_signed: bool,
+}
+
+/// The identity for these addresses. Prints the pin of one that nobody else has signed.
+pub(super) fn tls_identity(
+    files: TlsFiles,
+    addresses: &[SocketAddr],
+) -> anyhow::Result<Arc<TlsServer>> {
+    let TlsFiles {
+        cert,
+        key,
+        client_ca,
+        self_signed,
+    } = files;
     let server = match (cert, key) {
         (Some(cert), Some(key)) => {
             if self_signed && !cert.exists() && !key.exists() {
-                let (made, secret) = make_certificate(&addresses)?;
+                let (made, secret) = make_certificate(addresses)?;
                 write_new(&key, secret.expose(), 0o600)?;
                 write_new(&cert, &made, 0o644)?;
             }
@@ -211,18 +239,20 @@ pub(super) fn tls(
             })?
         }
         (None, None) if self_signed => {
-            let (cert, key) = make_certificate(&addresses)?;
+            let (cert, key) = make_certificate(addresses)?;
             TlsServer::in_memory(&cert, &key, client_ca.as_deref())?
         }
         (None, None) => {
-            bail!("a `wss://` listener needs `--tls-cert` and `--tls-key`, or `--tls-self-signed`")
+            bail!(
+                "a `wss://` or `https://` listener needs `--tls-cert` and `--tls-key`, or `--tls-self-signed`"
+            )
         }
         _ => bail!("`--tls-cert` and `--tls-key` belong together"),
     };
     if self_signed {
         eprintln!("tls pin: {}", server.pin());
     }
-    Ok(Some(Arc::new(server)))
+    Ok(Arc::new(server))
 }
 
 /// A certificate for this machine that nobody else has signed, and its key.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Parser, Subcommand, ValueEnum};
+use exec_server_rendezvous::Role;
 
 use super::settings::{FORMATS, MODES};
 
@@ -127,6 +128,30 @@ How to configure clients is said in docs/agents.md.")]
 
 Exit codes: that of the server, or 1 if it could not be talked to.")]
     McpProxy(Box<McpProxyArgs>),
+    /// Let machines behind NAT be reached: registry and relay, which cannot see what passes
+    #[command(
+        args_conflicts_with_subcommands = true,
+        after_help = "Without options it listens on loopback, makes a token of each role in its state directory and prints
+what to type next. Examples:
+  exec-server rendezvous                                      try it on this machine
+  exec-server rendezvous --listen https://0.0.0.0:443 \\
+      --tls-cert cert.pem --tls-key key.pem                   for everybody
+  exec-server rendezvous --listen https://0.0.0.0:4700 --tls-self-signed
+  exec-server rendezvous token-add ci --role harness --environment 'build-*'
+
+Executors register, harnesses connect, and both keep a websocket to it. What they say to each other is
+encrypted from end to end: it sees who talks to whom, when and how much, and nothing else.
+
+The file of tokens has a line for each: NAME ROLES TOKEN [ENVIRONMENTS]. Roles are executor, harness and
+admin, with commas between them; TOKEN is `sha256:` and the hash of one, or the token itself; ENVIRONMENTS
+are ids or beginnings with a `*`. The file is read again when it changes: whoever's line is gone is out
+within a second. SIGHUP reads tokens and certificates again, SIGTERM ends it; all come back by themselves.
+
+For admins, with a bearer token: GET /cloud/environments, POST /cloud/environment/ID/remove,
+POST /cloud/revoke and /cloud/permit {\"harness\": \"token:NAME\" or \"key:SHA256\", \"environment_id\": ID},
+GET /cloud/revocations. For everybody: /healthz and /readyz."
+    )]
+    Rendezvous(Box<RendezvousArgs>),
     /// Make, sign and read the tokens that a server asks for
     #[command(subcommand)]
     Token(TokenCommand),
@@ -383,6 +408,124 @@ pub(super) struct TrustArgs {
     /// The environment: `registry://HOST[:PORT]/ENVIRONMENT`
     #[arg(required_unless_present = "list", value_name = "URL")]
     pub(super) environment: Option<String>,
+}
+
+/// Options of `rendezvous`.
+#[derive(Debug, clap::Args)]
+pub(super) struct RendezvousArgs {
+    #[command(subcommand)]
+    pub(super) command: Option<RendezvousCommand>,
+
+    /// Where to listen: `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`; port 0 takes a free one
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4700")]
+    pub(super) listen: String,
+
+    /// Where registrations, the signing secret and generated tokens are kept
+    ///
+    /// Without it: `$XDG_STATE_HOME/exec-server/rendezvous` or `~/.local/state/exec-server/rendezvous`.
+    #[arg(long, value_name = "DIR", global = true)]
+    pub(super) state_dir: Option<PathBuf>,
+
+    /// The file of tokens; `tokens` in the state directory if not given
+    #[arg(long, value_name = "FILE", global = true)]
+    pub(super) tokens: Option<PathBuf>,
+
+    /// How others reach it, as in `https://meet.example`; as they did if not given
+    #[arg(long, value_name = "URL")]
+    pub(super) public_url: Option<String>,
+
+    /// Listen where others can reach it, without TLS: for a proxy in front of it that speaks TLS
+    #[arg(long)]
+    pub(super) danger_no_tls: bool,
+
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
+
+    /// How long the address that an executor gets is good; then it registers again
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1h")]
+    pub(super) executor_url_lifetime: Duration,
+
+    /// How long the address and the authorization that a harness gets are good
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "60s")]
+    pub(super) harness_url_lifetime: Duration,
+
+    /// Connections at one time
+    #[arg(long, value_name = "COUNT", default_value = "16384")]
+    pub(super) max_connections: usize,
+
+    /// Sockets of harnesses with the same token in one environment
+    #[arg(long, value_name = "COUNT", default_value = "4096")]
+    pub(super) max_harness_sockets: usize,
+
+    /// Serve Prometheus metrics at `/metrics` on this `IP:PORT`
+    #[arg(long, value_name = "IP:PORT")]
+    pub(super) metrics_listen: Option<String>,
+
+    /// Append who registered, connected and was refused to this file, one JSON object per line
+    #[arg(long, value_name = "FILE")]
+    pub(super) audit_file: Option<PathBuf>,
+
+    /// Threads that serve sockets; as many as suit the machine if not given
+    #[arg(long, value_name = "COUNT")]
+    pub(super) threads: Option<NonZeroUsize>,
+
+    /// How log lines look
+    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
+    pub(super) log_format: Option<String>,
+
+    /// What is logged, as in `info` or `exec_server_rendezvous=debug`
+    #[arg(long, value_name = "FILTER")]
+    pub(super) log: Option<String>,
+}
+
+/// What can be done with a meeting point besides running it.
+#[derive(Debug, Subcommand)]
+pub(super) enum RendezvousCommand {
+    /// Make a token and add it to the file of tokens; a running meeting point takes it up
+    #[command(after_help = "Examples:
+  exec-server rendezvous token-add build-7 --role executor --environment build-7 --out build-7.token
+  exec-server rendezvous token-add ci --role harness --environment 'build-*'")]
+    TokenAdd(TokenAddArgs),
+}
+
+/// Options of `rendezvous token-add`.
+#[derive(Debug, clap::Args)]
+pub(super) struct TokenAddArgs {
+    /// What to call it; appears in the audit log, and revoking goes by it
+    pub(super) name: String,
+
+    /// What it is good for; can be given several times
+    #[arg(long, value_enum, required = true)]
+    pub(super) role: Vec<RoleArg>,
+
+    /// An environment that it is good for, or the beginning of some with a `*`; all if not given
+    #[arg(long, value_name = "ID")]
+    pub(super) environment: Vec<String>,
+
+    /// Write it to this file, which only this user can read; it must not be there yet
+    #[arg(long, value_name = "FILE")]
+    pub(super) out: Option<PathBuf>,
+}
+
+/// Roles by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(super) enum RoleArg {
+    /// Registers environments
+    Executor,
+    /// Connects to environments
+    Harness,
+    /// Lists, removes and revokes
+    Admin,
+}
+
+impl RoleArg {
+    pub(super) fn role(self) -> Role {
+        match self {
+            Self::Executor => Role::Executor,
+            Self::Harness => Role::Harness,
+            Self::Admin => Role::Admin,
+        }
+    }
 }
 
 /// How to reach a server.

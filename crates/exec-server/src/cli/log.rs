@@ -12,18 +12,27 @@ use super::settings::Settings;
 pub(super) struct Log(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
 
 fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
-    let text = settings.text("log.filter").unwrap_or("error");
+    parse(settings.text("log.filter").unwrap_or("error"))
+}
+
+fn parse(text: &str) -> anyhow::Result<EnvFilter> {
     EnvFilter::builder()
         .parse(text)
-        .with_context(|| format!("`log.filter` is `{text}`"))
+        .with_context(|| format!("the log filter is `{text}`"))
 }
 
 /// Starts logging.
 pub(super) fn start(settings: &Settings) -> anyhow::Result<Log> {
+    let json = settings.text("log.format") == Some("json");
+    start_with(settings.text("log.filter").unwrap_or("error"), json)
+}
+
+/// As [`start`], with these settings.
+pub(super) fn start_with(filter: &str, json: bool) -> anyhow::Result<Log> {
     let builder = Subscriber::builder()
-        .with_env_filter(filter(settings)?)
+        .with_env_filter(parse(filter)?)
         .with_writer(std::io::stderr);
-    if settings.text("log.format") == Some("json") {
+    if json {
         let builder = builder.json().with_filter_reloading();
         let handle = builder.reload_handle();
         builder.init();

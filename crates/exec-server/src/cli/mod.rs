@@ -15,6 +15,7 @@ mod on;
 mod ps;
 mod registry;
 mod remote;
+mod rendezvous;
 mod run;
 mod sandbox;
 mod serve;
@@ -58,6 +59,7 @@ pub fn main() -> ExitCode {
         Some(Command::Mcp(args)) => mcp::run(*args),
         #[cfg(feature = "mcp")]
         Some(Command::McpProxy(args)) => mcp::run_proxy(*args),
+        Some(Command::Rendezvous(args)) => rendezvous::run(*args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Status(args)) => status::run(&args),

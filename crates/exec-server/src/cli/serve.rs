@@ -51,7 +51,7 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
 }
 
 /// A runtime with this many worker threads, or as many as suit the machine.
-fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime::Runtime> {
+pub(super) fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime::Runtime> {
     /// How many task polls may pass before sockets are looked at again. The usual sixty are a few
     /// milliseconds while output floods, which a keystroke would have to wait for.
     const EVENT_INTERVAL: u32 = 2;

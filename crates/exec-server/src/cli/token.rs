@@ -87,7 +87,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// 32 bytes of the system's randomness, as text.
-fn random() -> anyhow::Result<Secret> {
+pub(super) fn random() -> anyhow::Result<Secret> {
     let mut bytes = [0; 32];
     let got = getrandom(&mut bytes, GetRandomFlags::empty()).context("no randomness")?;
     if got != bytes.len() {
@@ -96,7 +96,7 @@ fn random() -> anyhow::Result<Secret> {
     Ok(Secret::from(hex(&bytes)))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -1,0 +1,482 @@
+//! `exec-server rendezvous`: the meeting point of remote mode, and its tokens.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::Write as _;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use exec_server_executor::sys::{memory, own};
+use exec_server_rendezvous::mailbox::Backlog;
+use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::tokens::is_name;
+use exec_server_rendezvous::{
+    Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
+};
+use exec_server_transport::Secret;
+use exec_server_transport::journal::Journal;
+use exec_server_transport::tls::TlsServer;
+use sha2::{Digest as _, Sha256};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::args::{RendezvousArgs, RendezvousCommand, TokenAddArgs};
+use super::settings::variable;
+use super::{access, log, print, serve, systemd, token};
+
+/// How often tokens and certificates are looked at for changes: whoever loses a token is out
+/// within a second.
+const UPKEEP_PERIOD: Duration = Duration::from_millis(500);
+
+/// Connections that wait to be accepted; after a restart all come back at once.
+const ACCEPT_QUEUE: u32 = 4096;
+
+pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
+    match &args.command {
+        Some(RendezvousCommand::TokenAdd(add)) => return add_token(&args, add),
+        None => {}
+    }
+    let place = Place::resolve(&args)?;
+    memory::return_large_allocations();
+    log::start_with(
+        args.log.as_deref().unwrap_or("warn"),
+        args.log_format.as_deref() == Some("json"),
+    )?;
+    let files = own::raise_open_files();
+    tracing::debug!(files, "files that may be open");
+    let threads = args.threads.map(std::num::NonZero::get);
+    let runtime = serve::runtime(threads).context("cannot start the runtime")?;
+    runtime.block_on(meet(args, place))?;
+    runtime.shutdown_background();
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where to listen, and whether TLS is spoken there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Listen {
+    address: SocketAddr,
+    secure: bool,
+}
+
+/// `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`.
+fn parse_listen(text: &str, secure: bool) -> anyhow::Result<Listen> {
+    let (scheme, address) = text.split_once("://").unwrap_or(("", text));
+    let secure = match scheme {
+        "" => secure,
+        "http" | "ws" => false,
+        "https" | "wss" => true,
+        _ => bail!("`{text}`: expected IP:PORT, http://IP:PORT or https://IP:PORT"),
+    };
+    let address = address.trim_end_matches('/');
+    let address = address.parse().with_context(|| {
+        format!("`{text}`: expected an IP address and a port, as in 127.0.0.1:4700")
+    })?;
+    Ok(Listen { address, secure })
+}
+
+/// Where things are.
+struct Place {
+    state: PathBuf,
+    tokens: PathBuf,
+    listen: Listen,
+}
+
+impl Place {
+    fn resolve(args: &RendezvousArgs) -> anyhow::Result<Self> {
+        let with_tls = args.tls.tls_cert.is_some() || args.tls.tls_self_signed;
+        let listen = parse_listen(&args.listen, with_tls)?;
+        if with_tls && !listen.secure {
+            bail!("TLS options need `--listen https://IP:PORT`");
+        }
+        let exposed = !listen.address.ip().is_loopback() && !listen.secure;
+        if exposed && !args.danger_no_tls {
+            bail!(
+                "refusing to listen on {} without TLS: tokens would cross the network in clear; \
+                 use --tls-cert and --tls-key, or --tls-self-signed, or pass --danger-no-tls if \
+                 something in front of it speaks TLS",
+                listen.address
+            );
+        }
+        let state = match &args.state_dir {
+            Some(path) => path.clone(),
+            None => default_state()?,
+        };
+        let tokens = args.tokens.clone();
+        Ok(Self {
+            tokens: tokens.unwrap_or_else(|| state.join("tokens")),
+            state,
+            listen,
+        })
+    }
+
+    fn make_directory(&self) -> anyhow::Result<()> {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&self.state)
+            .with_context(|| format!("cannot make the directory {}", self.state.display()))
+    }
+
+    /// The secret that signs; made on first use.
+    fn signer(&self) -> anyhow::Result<Signer> {
+        let path = self.state.join("secret");
+        if !path.exists() {
+            let secret = token::random()?;
+            access::write_new(&path, &format!("{}\n", secret.expose()), 0o600)?;
+        }
+        let secret = Secret::read(&path)
+            .with_context(|| format!("cannot read the secret in {}", path.display()))?;
+        Signer::new(secret).with_context(|| {
+            format!(
+                "the secret in {} must be at least {} bytes",
+                path.display(),
+                Signer::MIN_SECRET_BYTES
+            )
+        })
+    }
+
+    /// Makes a token of each role, if there is no file of tokens.
+    fn make_tokens(&self) -> anyhow::Result<()> {
+        if self.tokens.exists() {
+            return Ok(());
+        }
+        let mut text =
+            "# NAME ROLES TOKEN [ENVIRONMENTS]; see `exec-server rendezvous --help`\n".to_owned();
+        for role in Role::ALL {
+            let token = token::random()?;
+            let file = self.state.join(format!("{role}.token"));
+            match fs::remove_file(&file) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(error).with_context(|| format!("cannot write {}", file.display()));
+                }
+                _ => {}
+            }
+            access::write_new(&file, &format!("{}\n", token.expose()), 0o600)?;
+            text.push_str(&line(role.name(), &[role], &token, &[]));
+        }
+        access::write_new(&self.tokens, &text, 0o600)
+    }
+
+    fn read_tokens(&self) -> anyhow::Result<Tokens> {
+        let path = self.tokens.display();
+        let text = fs::read_to_string(&self.tokens);
+        let text = text.with_context(|| format!("cannot read the tokens in {path}"))?;
+        let tokens: Tokens = text.parse().with_context(|| format!("{path}"))?;
+        if tokens.is_empty() {
+            bail!("{path} has no tokens; `exec-server rendezvous token-add` adds one");
+        }
+        Ok(tokens)
+    }
+
+    /// Changes when the file of tokens does.
+    fn stamp(&self) -> Option<(u64, u64, i64, i64)> {
+        let meta = fs::metadata(&self.tokens).ok()?;
+        Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+    }
+}
+
+/// Where state goes unless said otherwise.
+fn default_state() -> anyhow::Result<PathBuf> {
+    // A service manager names one for us.
+    if let Some(path) = variable("STATE_DIRECTORY") {
+        return Ok(PathBuf::from(path));
+    }
+    let home = || Some(PathBuf::from(variable("HOME")?).join(".local/state"));
+    let base = variable("XDG_STATE_HOME").map(PathBuf::from).or_else(home);
+    let base = base.context("no HOME: say where state goes with --state-dir DIR")?;
+    Ok(base.join("exec-server/rendezvous"))
+}
+
+/// A line of the file of tokens.
+fn line(name: &str, roles: &[Role], token: &Secret, environments: &[String]) -> String {
+    let roles: Vec<_> = roles.iter().map(|role| role.name()).collect();
+    let hash = token::hex(&Sha256::digest(token.expose()));
+    let mut line = format!("{name} {} sha256:{hash}", roles.join(","));
+    if !environments.is_empty() {
+        line.push(' ');
+        line.push_str(&environments.join(","));
+    }
+    line.push('\n');
+    line
+}
+
+fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCode> {
+    let place = Place::resolve(args)?;
+    if !is_name(&add.name) {
+        bail!(
+            "`{}`: a name is 1 to 64 letters, digits, `-`, `_` and `.`",
+            add.name
+        );
+    }
+    for pattern in &add.environment {
+        let id = pattern.strip_suffix('*').unwrap_or(pattern);
+        if !id.is_empty() && !is_environment_id(id) {
+            bail!("`{pattern}` is no environment id, nor the beginning of one with a `*`");
+        }
+    }
+    place.make_directory()?;
+    let mut text = match fs::read_to_string(&place.tokens) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => {
+            let path = place.tokens.display();
+            return Err(error).with_context(|| format!("cannot read the tokens in {path}"));
+        }
+    };
+    let token = token::random()?;
+    if !text.is_empty() && !text.ends_with('\n') {
+        text.push('\n');
+    }
+    let roles: Vec<Role> = add.role.iter().map(|role| role.role()).collect();
+    text.push_str(&line(&add.name, &roles, &token, &add.environment));
+    // Says so if there is one of that name.
+    let path = place.tokens.display();
+    text.parse::<Tokens>().with_context(|| format!("{path}"))?;
+    // In one step: a meeting point that reads meanwhile sees all of the old or all of the new.
+    let fresh = place.tokens.with_extension("new");
+    let write = || -> std::io::Result<()> {
+        let mut file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&fresh)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        fs::rename(&fresh, &place.tokens)
+    };
+    write().with_context(|| format!("cannot write {path}"))?;
+    match &add.out {
+        Some(out) => access::write_new(out, &format!("{}\n", token.expose()), 0o600)?,
+        None => print(format!("{}\n", token.expose()).as_bytes())?,
+    }
+    eprintln!(
+        "added to {path}; a running meeting point knows it within a second, and forgets it when \
+         its line is removed"
+    );
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut hangup = signal(SignalKind::hangup())?;
+    place.make_directory()?;
+    place.make_tokens()?;
+    let mut stamp = place.stamp();
+    let tokens = place.read_tokens()?;
+    let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
+        let state = place.state.display();
+        format!("cannot use {state}; is another meeting point running on it?")
+    })?;
+    let tls = tls(&args, place.listen)?;
+    let audit = match &args.audit_file {
+        Some(path) => Some(
+            Journal::open(path)
+                .with_context(|| format!("cannot open the audit log {}", path.display()))?,
+        ),
+        None => None,
+    };
+    let listener = listen(place.listen.address)?;
+    let metrics = match &args.metrics_listen {
+        Some(address) => Some(
+            TcpListener::bind(address)
+                .await
+                .with_context(|| format!("cannot serve metrics on {address}"))?,
+        ),
+        None => None,
+    };
+    let mut config = Config::default();
+    config.public_url.clone_from(&args.public_url);
+    config.executor_lifetime = args.executor_url_lifetime;
+    config.harness_lifetime = args.harness_url_lifetime;
+    config.connections = args.max_connections;
+    let mut limits = RouterLimits::default();
+    limits.harness_sockets = args.max_harness_sockets;
+    let backlog = Arc::new(Backlog::default());
+    let rendezvous = Rendezvous::new(
+        config,
+        Parts {
+            store: Arc::new(store),
+            router: Arc::new(Local::new(limits, Arc::clone(&backlog))),
+            backlog,
+            signer: place.signer()?,
+            tokens,
+            audit,
+        },
+    );
+    announce(&args, &place, &listener, metrics.as_ref())?;
+    if let Some(metrics) = metrics {
+        let rendezvous = rendezvous.clone();
+        // Ends when the meeting point stops.
+        tokio::spawn(async move { rendezvous.serve_metrics(metrics).await });
+    }
+    let serving = tokio::spawn({
+        let (rendezvous, tls) = (rendezvous.clone(), tls.clone());
+        async move { rendezvous.serve(listener, tls).await }
+    });
+    systemd::notify("READY=1");
+    let mut upkeep = tokio::time::interval(UPKEEP_PERIOD);
+    let mut alive = tokio::time::interval(systemd::watchdog().unwrap_or(Duration::MAX));
+    loop {
+        tokio::select! {
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            _ = hangup.recv() => {
+                stamp = None;
+                if let Some(tls) = &tls {
+                    log_reload("certificate", tls.reload().map(|()| true));
+                }
+            }
+            _ = upkeep.tick() => {
+                if let Some(tls) = &tls {
+                    log_reload("certificate", tls.reload_if_changed());
+                }
+                let now = place.stamp();
+                if now != stamp {
+                    stamp = now;
+                    match place.read_tokens() {
+                        Ok(tokens) => {
+                            rendezvous.set_tokens(tokens).await;
+                            tracing::info!("the tokens were read again");
+                        }
+                        // What cannot be read must not lock everybody out.
+                        Err(error) => tracing::error!("the old tokens stay in use: {error:#}"),
+                    }
+                }
+            }
+            _ = alive.tick() => systemd::notify("WATCHDOG=1"),
+        }
+    }
+    systemd::notify("STOPPING=1");
+    tracing::info!("told to stop");
+    rendezvous.stop();
+    let _ = serving.await;
+    Ok(())
+}
+
+fn log_reload<E: std::fmt::Display>(what: &str, outcome: Result<bool, E>) {
+    match outcome {
+        Ok(false) => {}
+        Ok(true) => tracing::info!("the {what} was read again"),
+        Err(error) => tracing::error!("the old {what} stays in use: {error}"),
+    }
+}
+
+fn tls(args: &RendezvousArgs, listen: Listen) -> anyhow::Result<Option<Arc<TlsServer>>> {
+    if !listen.secure {
+        return Ok(None);
+    }
+    let files = access::TlsFiles {
+        cert: args.tls.tls_cert.clone(),
+        key: args.tls.tls_key.clone(),
+        client_ca: args.tls.tls_client_ca.clone(),
+        self_signed: args.tls.tls_self_signed,
+    };
+    access::tls_identity(files, &[listen.address]).map(Some)
+}
+
+fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
+    let bind = || -> std::io::Result<TcpListener> {
+        let socket = match address {
+            SocketAddr::V4(_) => TcpSocket::new_v4()?,
+            SocketAddr::V6(_) => TcpSocket::new_v6()?,
+        };
+        socket.set_reuseaddr(true)?;
+        socket.bind(address)?;
+        socket.listen(ACCEPT_QUEUE)
+    };
+    bind().with_context(|| format!("cannot listen on {address}"))
+}
+
+/// Tells where it can be reached on standard output, and what to type next on standard error.
+fn announce(
+    args: &RendezvousArgs,
+    place: &Place,
+    listener: &TcpListener,
+    metrics: Option<&TcpListener>,
+) -> anyhow::Result<()> {
+    let address = listener.local_addr()?;
+    let scheme = if place.listen.secure { "https" } else { "http" };
+    let url = format!("{scheme}://{address}");
+    print(format!("{url}\n").as_bytes())?;
+    if let Some(metrics) = metrics {
+        eprintln!("metrics: http://{}/metrics", metrics.local_addr()?);
+    }
+    let reach = args.public_url.as_deref().unwrap_or(&url);
+    let host = reach.split_once("://").map_or(reach, |(_, host)| host);
+    let host = host.trim_end_matches('/');
+    let token = |role: Role| {
+        let file = place.state.join(format!("{role}.token"));
+        quoted(if file.exists() {
+            &file
+        } else {
+            Path::new("TOKEN-FILE")
+        })
+    };
+    let (executor, harness) = (token(Role::Executor), token(Role::Harness));
+    eprintln!(
+        "\nOn the machine to be used:
+  exec-server --remote {reach} --environment-id my-machine --remote-token-file {executor}
+or, with Codex:
+  CODEX_API_KEY=\"$(cat {executor})\" codex exec-server --remote {reach} --environment-id my-machine
+
+Wherever it is used from:
+  exec-server run --url registry://{host}/my-machine --token-file {harness} -- uname -a
+
+Tokens: {}   State: {}",
+        quoted(&place.tokens),
+        quoted(&place.state),
+    );
+    Ok(())
+}
+
+/// A path as it can be typed.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+~@:,".contains(c);
+    if text.chars().all(plain) {
+        return text;
+    }
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_to_listen() {
+        let listen =
+            |text, secure| parse_listen(text, secure).map(|l| (l.address.port(), l.secure));
+        assert_eq!(listen("127.0.0.1:4700", false).unwrap(), (4700, false));
+        assert_eq!(listen("127.0.0.1:4700", true).unwrap(), (4700, true));
+        assert_eq!(listen("https://[::1]:443/", false).unwrap(), (443, true));
+        assert_eq!(listen("http://127.0.0.1:1", true).unwrap(), (1, false));
+        for bad in ["", "4700", "localhost:1", "ftp://127.0.0.1:1"] {
+            assert!(listen(bad, false).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn lines_of_tokens_are_read_as_they_are_written() {
+        let token = Secret::from("t");
+        let patterns = ["a-*".to_owned(), "b".to_owned()];
+        let roles = [Role::Executor, Role::Harness];
+        let tokens: Tokens = line("x", &roles, &token, &patterns).parse().unwrap();
+        assert!(tokens.still_allows("x", Role::Executor, "a-1"));
+        assert!(tokens.still_allows("x", Role::Harness, "b"));
+        assert!(!tokens.still_allows("x", Role::Admin, "b"));
+        assert!(!tokens.still_allows("x", Role::Harness, "c"));
+    }
+
+    #[test]
+    fn paths_can_be_typed() {
+        assert_eq!(quoted(Path::new("/a/b.c")), "/a/b.c");
+        assert_eq!(quoted(Path::new("/a b/it's")), r"'/a b/it'\''s'");
+    }
+}

@@ -1,0 +1,27 @@
+//! The meeting point of remote mode: where executors behind NAT and harnesses find each other.
+//!
+//! Owns the registry (who is registered, who may connect), the addresses and authorizations that it
+//! signs, and the router that passes frames on. Cannot decrypt: it is built without the keys of a
+//! stream, sees stream ids, numbers and sizes, and forwards bytes as they are. Cannot execute.
+//!
+//! ```text
+//!  executor ──POST register──►┐                        ┌◄──POST connect── harness
+//!           ──POST validate──►│ Registry ── Store      │
+//!           ══ websocket ════►│ Router ══ frames ══════│◄═══ websocket ══
+//! ```
+
+pub mod mailbox;
+mod metrics;
+mod registry;
+pub mod router;
+mod server;
+pub mod signature;
+mod socket;
+pub mod store;
+pub mod tokens;
+
+pub use registry::is_environment_id;
+pub use router::local::{Local, RouterLimits};
+pub use server::{Config, Parts, Rendezvous};
+pub use store::embedded::Embedded;
+pub use tokens::{Role, Tokens};

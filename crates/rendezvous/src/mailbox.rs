@@ -1,0 +1,258 @@
+//! What waits for one socket: a lane for each stream, taken from in turn.
+//!
+//! Bounded by whoever puts something in, lane by lane, so that a full one stops its own stream and
+//! no other. What is put in is ready to be written: whole websocket frames.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::Bytes;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use crate::store::Pending;
+
+/// What a message costs besides its bytes.
+const OVERHEAD_BYTES: usize = 64;
+
+/// Bytes that wait in all mailboxes of one process.
+#[derive(Debug, Default)]
+pub struct Backlog(AtomicUsize);
+
+impl Backlog {
+    /// How many there are.
+    pub fn bytes(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What waits for one socket.
+#[derive(Debug)]
+pub struct Mailbox {
+    inner: Mutex<Inner>,
+    /// There is something to write.
+    filled: Notify,
+    /// Nothing more is to come, and nothing more is to be read from the socket.
+    closed: CancellationToken,
+    backlog: Arc<Backlog>,
+}
+
+/// Under the lock; nobody waits while holding it.
+#[derive(Debug, Default)]
+struct Inner {
+    lanes: HashMap<Arc<str>, Lane>,
+    /// Lanes with something in them, the next first.
+    turns: VecDeque<Arc<str>>,
+}
+
+#[derive(Debug, Default)]
+struct Lane {
+    messages: VecDeque<Bytes>,
+    bytes: usize,
+    /// Told when half of what was too much has left; made when somebody waits.
+    room: Option<Arc<Notify>>,
+}
+
+impl Mailbox {
+    /// An empty one; its bytes count as a part of `backlog`.
+    pub fn new(backlog: Arc<Backlog>) -> Arc<Self> {
+        Arc::new(Self {
+            inner: Mutex::default(),
+            filled: Notify::new(),
+            closed: CancellationToken::new(),
+            backlog,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a message into a lane that has room for it within `limit` bytes.
+    ///
+    /// A lane that is empty takes anything.
+    ///
+    /// # Errors
+    ///
+    /// What to wait for before trying again.
+    pub fn offer(
+        &self,
+        lane: &Arc<str>,
+        message: &Bytes,
+        limit: usize,
+    ) -> Result<(), Pending<'static, ()>> {
+        let mut inner = self.lock();
+        if let Some(found) = inner.lanes.get_mut(lane)
+            && found.bytes + message.len() > limit
+            && !self.closed.is_cancelled()
+        {
+            let room = found.room.get_or_insert_with(Arc::default);
+            // Made under the lock, so that no notice is missed.
+            return Err(Box::pin(Arc::clone(room).notified_owned()));
+        }
+        self.insert(&mut inner, lane, message.clone());
+        Ok(())
+    }
+
+    /// Puts a message into a lane, however full that is: for the few that must not be lost.
+    pub fn push(&self, lane: &Arc<str>, message: Bytes) {
+        let mut inner = self.lock();
+        self.insert(&mut inner, lane, message);
+    }
+
+    fn insert(&self, inner: &mut Inner, lane: &Arc<str>, message: Bytes) {
+        if self.closed.is_cancelled() {
+            return;
+        }
+        let cost = message.len() + OVERHEAD_BYTES;
+        let found = match inner.lanes.get_mut(lane) {
+            Some(found) => found,
+            None => inner.lanes.entry(Arc::clone(lane)).or_default(),
+        };
+        if found.messages.is_empty() {
+            inner.turns.push_back(Arc::clone(lane));
+        }
+        found.bytes += cost;
+        found.messages.push_back(message);
+        self.backlog.0.fetch_add(cost, Ordering::Relaxed);
+        self.filled.notify_one();
+    }
+
+    /// Throws away what is in a lane.
+    pub fn clear(&self, lane: &str) {
+        let mut inner = self.lock();
+        if let Some(found) = inner.lanes.remove(lane) {
+            self.backlog.0.fetch_sub(found.bytes, Ordering::Relaxed);
+            if let Some(room) = found.room {
+                room.notify_waiters();
+            }
+            inner.turns.retain(|turn| **turn != *lane);
+        }
+    }
+
+    /// Takes messages, one of each lane in turn, up to about `bytes`.
+    pub fn take(&self, bytes: usize, out: &mut VecDeque<Bytes>) {
+        let mut inner = self.lock();
+        let mut taken = 0;
+        while taken < bytes
+            && let Some(turn) = inner.turns.pop_front()
+        {
+            let Some(lane) = inner.lanes.get_mut(&turn) else {
+                continue;
+            };
+            let Some(message) = lane.messages.pop_front() else {
+                continue;
+            };
+            taken += message.len();
+            let cost = message.len() + OVERHEAD_BYTES;
+            lane.bytes -= cost;
+            self.backlog.0.fetch_sub(cost, Ordering::Relaxed);
+            out.push_back(message);
+            if let Some(room) = lane.room.take() {
+                room.notify_waiters();
+            }
+            if lane.messages.is_empty() {
+                inner.lanes.remove(&turn);
+            } else {
+                inner.turns.push_back(turn);
+            }
+        }
+        if inner.lanes.is_empty() && inner.lanes.capacity() > 64 {
+            *inner = Inner::default();
+        }
+    }
+
+    /// Waits until there may be something to take. Cancel safe.
+    pub async fn filled(&self) {
+        self.filled.notified().await;
+    }
+
+    /// Has whoever waits for something to take look around.
+    pub fn wake(&self) {
+        self.filled.notify_one();
+    }
+
+    /// Takes nothing more; what is in it may still be taken. The socket is to be given up.
+    pub fn close(&self) {
+        self.closed.cancel();
+        let inner = self.lock();
+        for room in inner.lanes.values().filter_map(|lane| lane.room.as_ref()) {
+            room.notify_waiters();
+        }
+        self.filled.notify_one();
+    }
+
+    /// Waits until it is closed. Cancel safe.
+    pub async fn closed(&self) {
+        self.closed.cancelled().await;
+    }
+
+    /// Whether it is closed.
+    pub fn is_closed(&self) -> bool {
+        self.closed.is_cancelled()
+    }
+}
+
+impl Drop for Mailbox {
+    fn drop(&mut self) {
+        let inner = self.lock();
+        let left: usize = inner.lanes.values().map(|lane| lane.bytes).sum();
+        self.backlog.0.fetch_sub(left, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn take(mailbox: &Mailbox, bytes: usize) -> Vec<String> {
+        let mut out = VecDeque::new();
+        mailbox.take(bytes, &mut out);
+        let text = |message: Bytes| String::from_utf8(message.to_vec()).unwrap();
+        out.into_iter().map(text).collect()
+    }
+
+    #[tokio::test]
+    async fn lanes_take_turns_and_fill_apart() {
+        let backlog = Arc::new(Backlog::default());
+        let mailbox = Mailbox::new(Arc::clone(&backlog));
+        let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
+        for text in ["a1", "a2", "a3"] {
+            assert!(mailbox.offer(&a, &Bytes::from(text), 200).is_ok());
+        }
+        let Err(room) = mailbox.offer(&a, &Bytes::from("a4"), 190) else {
+            panic!("there is no room");
+        };
+        assert!(mailbox.offer(&b, &Bytes::from("b1"), 190).is_ok());
+        assert_eq!(backlog.bytes(), 4 * 66);
+        assert_eq!(take(&mailbox, 3), ["a1", "b1"]);
+        room.await;
+        assert!(mailbox.offer(&a, &Bytes::from("a4"), 190).is_ok());
+        mailbox.push(&a, Bytes::from("a5"));
+        assert_eq!(take(&mailbox, usize::MAX), ["a2", "a3", "a4", "a5"]);
+        assert_eq!(backlog.bytes(), 0);
+        mailbox.push(&a, Bytes::from("a6"));
+        mailbox.push(&b, Bytes::from("b2"));
+        mailbox.clear("a");
+        assert_eq!(take(&mailbox, usize::MAX), ["b2"]);
+        mailbox.push(&a, Bytes::from("a7"));
+        drop(mailbox);
+        assert_eq!(backlog.bytes(), 0);
+    }
+
+    #[tokio::test]
+    async fn closing_frees_who_waits_for_room() {
+        let mailbox = Mailbox::new(Arc::default());
+        let lane: Arc<str> = "a".into();
+        mailbox.push(&lane, Bytes::from("1"));
+        let Err(room) = mailbox.offer(&lane, &Bytes::from("2"), 0) else {
+            panic!("there is no room");
+        };
+        mailbox.close();
+        room.await;
+        mailbox.closed().await;
+        assert!(mailbox.offer(&lane, &Bytes::from("2"), 0).is_ok());
+        assert_eq!(take(&mailbox, usize::MAX), ["1"], "nothing was added");
+    }
+}

@@ -1,0 +1,195 @@
+//! What a meeting point counts, and how it tells.
+
+use std::fmt::{Display, Write as _};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A number that only grows, or goes up and down.
+#[derive(Debug, Default)]
+pub(crate) struct Counter(AtomicU64);
+
+impl Counter {
+    pub(crate) fn add(&self, amount: u64) {
+        self.0.fetch_add(amount, Ordering::Relaxed);
+    }
+
+    fn sub(&self, amount: u64) {
+        self.0.fetch_sub(amount, Ordering::Relaxed);
+    }
+
+    pub(crate) fn value(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Counts one until the answer is dropped.
+    pub(crate) fn hold(&self) -> Held<'_> {
+        self.add(1);
+        Held(self)
+    }
+}
+
+/// One more, until dropped.
+pub(crate) struct Held<'a>(&'a Counter);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.sub(1);
+    }
+}
+
+/// The calls of the registry, in the order of [`Metrics::calls`].
+pub(crate) const CALLS: [&str; 8] = [
+    "register", "connect", "validate", "list", "remove", "revoke", "permit", "other",
+];
+
+/// The counters of one meeting point.
+#[derive(Debug, Default)]
+pub(crate) struct Metrics {
+    pub(crate) connections: Counter,
+    pub(crate) executors: Counter,
+    pub(crate) harnesses: Counter,
+    pub(crate) executor_sockets: Counter,
+    pub(crate) harness_sockets: Counter,
+    /// Refused upgrades.
+    pub(crate) tickets_refused: Counter,
+    /// Requests without a good token.
+    pub(crate) unauthorized: Counter,
+    /// Sockets whose peer broke the rules.
+    pub(crate) violations: Counter,
+    /// Harnesses that were turned out because they were revoked.
+    pub(crate) revoked: Counter,
+    /// Handshakes that the registry did not vouch for.
+    pub(crate) invalid: Counter,
+    /// Frames that had to wait for room.
+    pub(crate) waits: Counter,
+    /// Streams that were ended because they were too slow.
+    pub(crate) slow: Counter,
+    frames: Counter,
+    received_bytes: Counter,
+    sent_bytes: Counter,
+    /// By call: those that went well, and those that did not.
+    calls: [[Counter; 2]; CALLS.len()],
+}
+
+impl Metrics {
+    pub(crate) fn received(&self, bytes: usize) {
+        self.frames.add(1);
+        self.received_bytes.add(bytes as u64);
+    }
+
+    pub(crate) fn sent(&self, bytes: usize) {
+        self.sent_bytes.add(bytes as u64);
+    }
+
+    pub(crate) fn called(&self, call: &str, status: u16) {
+        let index = CALLS.iter().position(|name| *name == call);
+        let index = index.unwrap_or(CALLS.len() - 1);
+        self.calls[index][usize::from(status >= 400)].add(1);
+    }
+
+    /// The text that Prometheus reads.
+    pub(crate) fn render(&self, backlog: usize, draining: bool) -> String {
+        let mut page = Page(String::with_capacity(4096));
+        page.family("build_info", "gauge", "The version that runs.");
+        let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
+        page.sample("build_info", version, 1);
+        for (name, help, value) in [
+            ("connections", "Open connections.", self.connections.value()),
+            ("executors", "Attached executors.", self.executors.value()),
+            ("harnesses", "Attached harnesses.", self.harnesses.value()),
+            (
+                "backlog_bytes",
+                "Bytes that wait for a socket.",
+                backlog as u64,
+            ),
+            ("draining", "1 while it shuts down.", draining.into()),
+        ] {
+            page.single(name, "gauge", help, value);
+        }
+        for (name, help, counter) in [
+            (
+                "executor_sockets_total",
+                "Sockets of executors so far.",
+                &self.executor_sockets,
+            ),
+            (
+                "harness_sockets_total",
+                "Sockets of harnesses so far.",
+                &self.harness_sockets,
+            ),
+            (
+                "sockets_refused_total",
+                "Upgrades with a bad address.",
+                &self.tickets_refused,
+            ),
+            (
+                "unauthorized_total",
+                "Requests without a good token.",
+                &self.unauthorized,
+            ),
+            (
+                "violations_total",
+                "Sockets dropped for what they sent.",
+                &self.violations,
+            ),
+            (
+                "revoked_total",
+                "Harness sockets ended by a revocation.",
+                &self.revoked,
+            ),
+            (
+                "invalid_handshakes_total",
+                "Handshakes not vouched for.",
+                &self.invalid,
+            ),
+            (
+                "frame_waits_total",
+                "Frames that had to wait for room.",
+                &self.waits,
+            ),
+            (
+                "slow_streams_total",
+                "Streams ended as too slow.",
+                &self.slow,
+            ),
+            ("frames_total", "Relay frames received.", &self.frames),
+            (
+                "received_bytes_total",
+                "Bytes of relay frames received.",
+                &self.received_bytes,
+            ),
+            (
+                "sent_bytes_total",
+                "Bytes written to sockets.",
+                &self.sent_bytes,
+            ),
+        ] {
+            page.single(name, "counter", help, counter.value());
+        }
+        page.family("calls_total", "counter", "Calls of the registry.");
+        for (name, counters) in CALLS.iter().zip(&self.calls) {
+            for (outcome, counter) in ["ok", "error"].iter().zip(counters) {
+                let labels = format!("{{call=\"{name}\",outcome=\"{outcome}\"}}");
+                page.sample("calls_total", &labels, counter.value());
+            }
+        }
+        page.0
+    }
+}
+
+struct Page(String);
+
+impl Page {
+    fn family(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP exec_server_rendezvous_{name} {help}");
+        let _ = writeln!(self.0, "# TYPE exec_server_rendezvous_{name} {kind}");
+    }
+
+    fn sample(&mut self, name: &str, labels: &str, value: impl Display) {
+        let _ = writeln!(self.0, "exec_server_rendezvous_{name}{labels} {value}");
+    }
+
+    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
+        self.family(name, kind, help);
+        self.sample(name, "", value);
+    }
+}

@@ -1,0 +1,532 @@
+//! The calls of the registry, without HTTP: who may register, connect and be vouched for.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use exec_server_relay::Reason;
+use exec_server_relay::keys::{PublicKey, SECURITY_PROFILE};
+use exec_server_relay::registry::{
+    ConnectRequest, ConnectResponse, RegisterRequest, RegisterResponse, ValidateRequest,
+    ValidateResponse,
+};
+use exec_server_transport::journal;
+use serde::{Deserialize, Serialize};
+
+use crate::router::{AttachError, Executor, Harness, Router, Whom};
+use crate::signature::{Fingerprint, Holder, Signer, Ticket};
+use crate::store::{Registration, Revocation, Store, StoreError};
+use crate::tokens::{Caller, Role, Tokens};
+
+/// Bytes of an environment's id.
+const MAX_ID_BYTES: usize = 128;
+
+/// Bytes of the name that people give a machine.
+const MAX_NAME_BYTES: usize = 256;
+
+/// Whether an environment may have this id: it is pasted into addresses as it is.
+pub fn is_environment_id(id: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
+    (1..=MAX_ID_BYTES).contains(&id.len()) && id.bytes().all(allowed) && !id.starts_with('.')
+}
+
+/// Why a call failed: what its caller hears.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CallError {
+    pub(crate) status: u16,
+    pub(crate) code: &'static str,
+    pub(crate) message: String,
+}
+
+impl CallError {
+    pub(crate) fn new(status: u16, code: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            code,
+            message: message.into(),
+        }
+    }
+}
+
+impl From<StoreError> for CallError {
+    fn from(error: StoreError) -> Self {
+        // What the disk says is for those who look after it.
+        tracing::error!(%error, "the store failed");
+        Self::new(
+            503,
+            "store_unavailable",
+            "the registry cannot reach its store",
+        )
+    }
+}
+
+/// Everything that decides who meets whom.
+#[derive(Debug)]
+pub(crate) struct Registry {
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) router: Arc<dyn Router>,
+    pub(crate) signer: Signer,
+    tokens: RwLock<Arc<Tokens>>,
+    /// How long the address of an executor's socket is good.
+    executor_lifetime: Duration,
+    /// How long the address of a harness's socket and its authorization are good.
+    harness_lifetime: Duration,
+}
+
+/// One environment, in a list.
+#[derive(Debug, Serialize)]
+pub(crate) struct Listed {
+    environment_id: String,
+    executor_registration_id: String,
+    executor_key: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    owner: String,
+    registered_at: u64,
+    online: bool,
+    harnesses: usize,
+    streams: usize,
+}
+
+/// Whom to revoke, or to let in again.
+#[derive(Debug, Deserialize)]
+pub(crate) struct RevokeRequest {
+    /// `token:NAME`, `key:SHA256`, or the name of a token.
+    #[serde(default)]
+    harness: Option<String>,
+    /// The harness's keys, instead.
+    #[serde(default)]
+    harness_public_key: Option<PublicKey>,
+    /// Where; everywhere if not given.
+    #[serde(default)]
+    environment_id: Option<String>,
+}
+
+impl RevokeRequest {
+    fn harness(&self) -> Result<String, CallError> {
+        let invalid = |message: &str| CallError::new(400, "invalid_request", message);
+        match (&self.harness, &self.harness_public_key) {
+            (None, Some(key)) => Ok(format!("key:{}", Fingerprint::of(key))),
+            (Some(text), None) => match text.split_once(':') {
+                Some(("key", key)) => key
+                    .parse::<Fingerprint>()
+                    .map(|key| format!("key:{key}"))
+                    .map_err(|error| invalid(&error.to_string())),
+                Some(("token", name)) if crate::tokens::is_name(name) => Ok(text.clone()),
+                None if crate::tokens::is_name(text) => Ok(format!("token:{text}")),
+                _ => Err(invalid(
+                    "`harness` is `token:NAME`, `key:SHA256` or the name of a token",
+                )),
+            },
+            _ => Err(invalid(
+                "one of `harness` and `harness_public_key` is expected",
+            )),
+        }
+    }
+
+    fn environment(&self) -> Result<Option<String>, CallError> {
+        self.environment_id.as_deref().map(checked_id).transpose()
+    }
+}
+
+fn checked_id(id: &str) -> Result<String, CallError> {
+    if is_environment_id(id) {
+        return Ok(id.to_owned());
+    }
+    Err(CallError::new(
+        400,
+        "invalid_environment_id",
+        format!(
+            "an environment id is 1 to {MAX_ID_BYTES} letters, digits, `-`, `_`, `~` and `.`, and \
+             does not begin with a dot"
+        ),
+    ))
+}
+
+/// Seconds since 1970.
+pub(crate) fn unix_now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.unwrap_or_default().as_secs()
+}
+
+impl Registry {
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        router: Arc<dyn Router>,
+        signer: Signer,
+        tokens: Tokens,
+        (executor_lifetime, harness_lifetime): (Duration, Duration),
+    ) -> Self {
+        Self {
+            store,
+            router,
+            signer,
+            tokens: RwLock::new(Arc::new(tokens)),
+            executor_lifetime,
+            harness_lifetime,
+        }
+    }
+
+    pub(crate) fn tokens(&self) -> Arc<Tokens> {
+        Arc::clone(&self.tokens.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Exchanges the tokens; harnesses whose token is gone are turned out. Says how many.
+    pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
+        let tokens = Arc::new(tokens);
+        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&tokens);
+        self.router.review(
+            &|who| tokens.still_allows(&who.token, Role::Harness, &who.environment),
+            Reason::AuthorizationRevoked,
+        )
+    }
+
+    fn permit(caller: &Caller, role: Role, environment: &str) -> Result<String, CallError> {
+        let environment = checked_id(environment)?;
+        if !caller.is(role) {
+            let message = format!("the token `{}` is not one of an {role}", caller.name);
+            return Err(CallError::new(403, "wrong_role", message));
+        }
+        if !caller.may_use(&environment) {
+            let message = format!("the token `{}` is not for `{environment}`", caller.name);
+            return Err(CallError::new(403, "wrong_environment", message));
+        }
+        Ok(environment)
+    }
+
+    /// `POST …/register`; `address` makes an address of a path and its query.
+    pub(crate) async fn register(
+        &self,
+        caller: &Caller,
+        environment: &str,
+        request: RegisterRequest,
+        address: &(dyn Fn(&str, &str) -> String + Sync),
+    ) -> Result<RegisterResponse, CallError> {
+        let environment = Self::permit(caller, Role::Executor, environment)?;
+        if request.security_profile != SECURITY_PROFILE {
+            let message = format!("`security_profile` must be `{SECURITY_PROFILE}`");
+            return Err(CallError::new(400, "unknown_security_profile", message));
+        }
+        let name = request.name.filter(|name| !name.trim().is_empty());
+        if name
+            .as_ref()
+            .is_some_and(|name| name.len() > MAX_NAME_BYTES)
+        {
+            let message = format!("`name` is longer than {MAX_NAME_BYTES} bytes");
+            return Err(CallError::new(400, "invalid_request", message));
+        }
+        let registration = loop {
+            let before = self.store.registration(&environment).await?;
+            if let Some(before) = &before
+                && *before.owner != *caller.name
+            {
+                let message = format!("`{environment}` belongs to another token");
+                return Err(CallError::new(403, "environment_taken", message));
+            }
+            let same = before
+                .as_ref()
+                .is_some_and(|before| before.executor == request.executor_public_key);
+            // The same executor again: what it and its harnesses know of it stays true.
+            if let Some(before) = &before
+                && same
+                && before.name == name
+            {
+                break before.registration.clone();
+            }
+            let id = match &before {
+                Some(before) if same => before.registration.clone(),
+                _ => uuid::Uuid::new_v4().to_string(),
+            };
+            let registration = Registration {
+                environment: environment.clone(),
+                registration: id.clone(),
+                executor: request.executor_public_key.clone(),
+                name: name.clone(),
+                owner: caller.name.to_string(),
+                registered_at: journal::now(),
+            };
+            let replaces = before.map(|before| before.registration);
+            if self.store.register(registration, replaces).await? {
+                break id;
+            }
+            // Somebody was faster; look again.
+        };
+        let others = Whom::Others {
+            environment: environment.clone(),
+            registration: registration.clone(),
+        };
+        let turned_out = self.router.turn_out(others, Reason::ExecutorDetached).await;
+        if turned_out > 0 {
+            tracing::warn!(environment, "another executor has taken the place of one");
+        }
+        let ticket = Ticket {
+            environment: environment.clone(),
+            registration: registration.clone(),
+            holder: Holder::Executor,
+            expires: unix_now() + self.executor_lifetime.as_secs(),
+        };
+        Ok(RegisterResponse {
+            url: address(&environment, &self.signer.query(&ticket)),
+            environment_id: environment,
+            security_profile: SECURITY_PROFILE.to_owned(),
+            executor_registration_id: registration,
+        })
+    }
+
+    /// `POST …/connect`.
+    pub(crate) async fn connect(
+        &self,
+        caller: &Caller,
+        environment: &str,
+        request: &ConnectRequest,
+        address: &(dyn Fn(&str, &str) -> String + Sync),
+    ) -> Result<ConnectResponse, CallError> {
+        let environment = Self::permit(caller, Role::Harness, environment)?;
+        let key = Fingerprint::of(&request.harness_public_key);
+        if self.is_revoked(&environment, &caller.name, &key).await? {
+            let message = format!("the harness was revoked for `{environment}`");
+            return Err(CallError::new(403, "harness_revoked", message));
+        }
+        let offline = || {
+            let message = format!("no executor of `{environment}` is attached");
+            CallError::new(409, "environment_offline", message)
+        };
+        // Whether it was ever registered is nothing to tell.
+        if self.store.registration(&environment).await?.is_none() {
+            return Err(offline());
+        }
+        let attached = self
+            .router
+            .attached(&environment)
+            .await
+            .ok_or_else(offline)?;
+        let registration = self.store.registration(&environment).await?;
+        let registration = registration
+            .filter(|registration| *registration.registration == *attached)
+            .ok_or_else(offline)?;
+        let expires = unix_now() + self.harness_lifetime.as_secs();
+        let authorization = self.signer.authorize(
+            &environment,
+            &attached,
+            &request.harness_public_key,
+            &caller.name,
+            expires,
+        );
+        let authorization = authorization
+            .ok_or_else(|| CallError::new(500, "internal", "the authorization is too long"))?;
+        let ticket = Ticket {
+            environment: environment.clone(),
+            registration: registration.registration.clone(),
+            holder: Holder::Harness {
+                token: caller.name.to_string(),
+                key,
+            },
+            expires,
+        };
+        Ok(ConnectResponse {
+            url: address(&environment, &self.signer.query(&ticket)),
+            environment_id: environment,
+            security_profile: SECURITY_PROFILE.to_owned(),
+            executor_registration_id: registration.registration,
+            executor_public_key: registration.executor,
+            harness_key_authorization: authorization,
+        })
+    }
+
+    /// `POST …/validate`; also who asked to be let in, for the record.
+    pub(crate) async fn validate(
+        &self,
+        caller: &Caller,
+        environment: &str,
+        request: &ValidateRequest,
+    ) -> Result<(ValidateResponse, Option<String>), CallError> {
+        let environment = Self::permit(caller, Role::Executor, environment)?;
+        let refused = Ok((ValidateResponse { valid: false }, None));
+        let registered = self.store.registration(&environment).await?;
+        let known = registered.is_some_and(|registered| {
+            registered.registration == request.executor_registration_id
+                && *registered.owner == *caller.name
+        });
+        if !known {
+            return refused;
+        }
+        let token = self.signer.authorized(
+            &environment,
+            &request.executor_registration_id,
+            &request.harness_public_key,
+            &request.harness_key_authorization,
+            unix_now(),
+        );
+        let Some(token) = token else {
+            return refused;
+        };
+        let key = Fingerprint::of(&request.harness_public_key);
+        let valid = self
+            .tokens()
+            .still_allows(&token, Role::Harness, &environment)
+            && !self.is_revoked(&environment, &token, &key).await?;
+        Ok((ValidateResponse { valid }, Some(token)))
+    }
+
+    async fn is_revoked(
+        &self,
+        environment: &str,
+        token: &str,
+        key: &Fingerprint,
+    ) -> Result<bool, StoreError> {
+        let names = [format!("token:{token}"), format!("key:{key}")];
+        self.store.is_revoked(environment, names).await
+    }
+
+    /// Whether the address of a socket still leads somewhere, and to whom it belongs.
+    pub(crate) async fn admit(&self, ticket: Ticket) -> Result<Admitted, Refused> {
+        let registered = self.store.registration(&ticket.environment).await;
+        let registered = registered.map_err(|_| Refused::Unavailable)?;
+        let registered = registered.ok_or(Refused::Route("unknown_route"))?;
+        if registered.registration != ticket.registration {
+            return Err(Refused::Route("unexpected_executor_registration_id"));
+        }
+        let environment: Arc<str> = ticket.environment.as_str().into();
+        let registration: Arc<str> = ticket.registration.as_str().into();
+        match ticket.holder {
+            Holder::Executor => {
+                let tokens = self.tokens();
+                if !tokens.still_allows(&registered.owner, Role::Executor, &environment) {
+                    return Err(Refused::Route("unknown_route"));
+                }
+                Ok(Admitted::Executor(Executor {
+                    environment,
+                    registration,
+                }))
+            }
+            Holder::Harness { token, key } => {
+                let revoked = self.is_revoked(&environment, &token, &key).await;
+                let allowed = self
+                    .tokens()
+                    .still_allows(&token, Role::Harness, &environment);
+                if revoked.map_err(|_| Refused::Unavailable)? || !allowed {
+                    return Err(Refused::Route("unknown_route"));
+                }
+                Ok(Admitted::Harness(Harness {
+                    environment,
+                    registration,
+                    token: token.into(),
+                    key,
+                }))
+            }
+        }
+    }
+
+    /// The environments that a caller may know of.
+    pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<Listed>, CallError> {
+        let mut listed = Vec::new();
+        for registration in self.store.registrations().await? {
+            let own = *registration.owner == *caller.name;
+            let reachable = caller.is(Role::Harness) && caller.may_use(&registration.environment);
+            if !caller.is(Role::Admin) && !own && !reachable {
+                continue;
+            }
+            let presence = self.router.presence(&registration.environment).await;
+            listed.push(Listed {
+                executor_key: Fingerprint::of(&registration.executor).to_string(),
+                environment_id: registration.environment,
+                executor_registration_id: registration.registration,
+                name: registration.name,
+                owner: registration.owner,
+                registered_at: registration.registered_at,
+                online: presence.is_some(),
+                harnesses: presence.unwrap_or_default().harnesses,
+                streams: presence.unwrap_or_default().streams,
+            });
+        }
+        Ok(listed)
+    }
+
+    /// Forgets an environment and turns out all who are there.
+    pub(crate) async fn remove(&self, caller: &Caller, environment: &str) -> Result<(), CallError> {
+        let environment = checked_id(environment)?;
+        let unknown = || {
+            let message = format!("there is no environment `{environment}`");
+            CallError::new(404, "unknown_environment", message)
+        };
+        let there = self.store.registration(&environment).await?;
+        let own = there.is_some_and(|there| *there.owner == *caller.name);
+        let may = caller.is(Role::Admin) || (own && caller.is(Role::Executor));
+        if !may {
+            let message = "only an admin, or who registered an environment, can remove it";
+            return Err(CallError::new(403, "wrong_role", message));
+        }
+        if !self.store.remove(&environment).await? {
+            return Err(unknown());
+        }
+        let whom = Whom::Environment(environment);
+        self.router.turn_out(whom, Reason::Closed).await;
+        Ok(())
+    }
+
+    fn admin(caller: &Caller) -> Result<(), CallError> {
+        if caller.is(Role::Admin) {
+            return Ok(());
+        }
+        let message = format!("the token `{}` is not one of an admin", caller.name);
+        Err(CallError::new(403, "wrong_role", message))
+    }
+
+    /// Lets a harness in nowhere, or not somewhere; ends what it has. Says how many sockets.
+    pub(crate) async fn revoke(
+        &self,
+        caller: &Caller,
+        request: &RevokeRequest,
+    ) -> Result<(String, usize), CallError> {
+        Self::admin(caller)?;
+        let (harness, environment) = (request.harness()?, request.environment()?);
+        let revocation = Revocation {
+            environment: environment.clone(),
+            harness: harness.clone(),
+            revoked_at: journal::now(),
+        };
+        // Written first: one who comes back at once finds the door shut.
+        self.store.revoke(revocation).await?;
+        let whom = Whom::Harness {
+            environment,
+            harness: harness.clone(),
+        };
+        let ended = self.router.turn_out(whom, Reason::AuthorizationRevoked);
+        Ok((harness, ended.await))
+    }
+
+    /// Takes a revocation back; whether there was one.
+    pub(crate) async fn permit_again(
+        &self,
+        caller: &Caller,
+        request: &RevokeRequest,
+    ) -> Result<(String, bool), CallError> {
+        Self::admin(caller)?;
+        let (harness, environment) = (request.harness()?, request.environment()?);
+        let permitted = self.store.permit(environment, harness.clone()).await?;
+        Ok((harness, permitted))
+    }
+
+    /// Everybody who is revoked.
+    pub(crate) async fn revocations(&self, caller: &Caller) -> Result<Vec<Revocation>, CallError> {
+        Self::admin(caller)?;
+        Ok(self.store.revocations().await?)
+    }
+}
+
+/// Who is at a socket.
+#[derive(Debug)]
+pub(crate) enum Admitted {
+    Executor(Executor),
+    Harness(Harness),
+}
+
+/// Why a socket with a signed address is not let in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Refused {
+    /// It leads nowhere any more; the text is for the peer's records.
+    Route(&'static str),
+    /// It cannot be told now.
+    Unavailable,
+    /// There is no place.
+    Attach(AttachError),
+}

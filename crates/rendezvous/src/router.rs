@@ -1,0 +1,203 @@
+//! Who is attached, and which frame goes to whom.
+//!
+//! Owns the trait that sockets use. [`local::Local`] is the implementation for one process; one that
+//! spans many needs nothing but this trait: a socket is known by its [`Mailbox`], and gives what it
+//! receives to an [`Uplink`].
+
+pub mod local;
+
+use std::fmt;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use exec_server_relay::Reason;
+use exec_server_relay::frame::{Body, Frame};
+
+use crate::mailbox::Mailbox;
+use crate::signature::Fingerprint;
+use crate::store::Pending;
+
+/// The executor at a socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Executor {
+    /// Its environment.
+    pub environment: Arc<str>,
+    /// Its registration.
+    pub registration: Arc<str>,
+}
+
+/// The harness at a socket.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Harness {
+    /// Where it wants to.
+    pub environment: Arc<str>,
+    /// Which executor it expects there.
+    pub registration: Arc<str>,
+    /// The token with which it asked.
+    pub token: Arc<str>,
+    /// Its keys.
+    pub key: Fingerprint,
+}
+
+/// What a frame is, as far as a router has to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// The stream starts or goes on.
+    Resume,
+    /// A handshake message.
+    Handshake,
+    /// The stream is over.
+    Reset {
+        /// As an answer to a handshake: it is the harness's fault.
+        blames: bool,
+    },
+    /// Anything else.
+    Other,
+}
+
+impl Kind {
+    /// Of a valid frame.
+    pub fn of(frame: &Frame<'_>) -> Self {
+        match &frame.body {
+            Body::Resume { .. } => Self::Resume,
+            Body::Handshake { .. } => Self::Handshake,
+            Body::Reset { reason } => Self::Reset {
+                blames: matches!(
+                    Reason::parse(reason),
+                    Reason::ProtocolError
+                        | Reason::InvalidFrame
+                        | Reason::HandshakeFailed
+                        | Reason::HandshakeReplayed
+                        | Reason::AuthorizationInvalid
+                        | Reason::AuthorizationRefused
+                        | Reason::Other(_)
+                ),
+            },
+            Body::Data { .. } | Body::Ack | Body::Heartbeat => Self::Other,
+        }
+    }
+}
+
+/// Who waits when a frame has to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HoldingUp {
+    /// Its sender alone, whose own fault it is or who can bear it.
+    Nobody,
+    /// An executor, which has no other stream.
+    Executor,
+    /// Other streams of an executor.
+    Neighbours,
+}
+
+/// What became of a frame.
+pub enum Outcome {
+    /// It is on its way, or nobody wants it.
+    Sent,
+    /// There is no room for it now.
+    Full {
+        /// When to try again.
+        ready: Pending<'static, ()>,
+        /// Who else has to wait meanwhile.
+        holding_up: HoldingUp,
+    },
+    /// Its sender breaks the rules, and is to be told so and dropped.
+    Refused(Reason),
+}
+
+/// Where a socket's frames go. Dropping it tells the other side that the socket is gone.
+pub trait Uplink: Send {
+    /// Passes on one frame, `message` being all of it, ready to be written.
+    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome;
+
+    /// Ends a stream whose reader is too slow for its neighbours.
+    fn give_up(&mut self, stream_id: &str, reason: Reason);
+}
+
+/// Why a socket cannot be attached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AttachError {
+    /// The executor that the harness expects is not there.
+    #[error("the executor is not attached")]
+    Offline,
+    /// The harness has as many sockets as it may.
+    #[error("limit of {0} sockets of one harness reached")]
+    TooManySockets(usize),
+}
+
+/// Whom to turn out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Whom {
+    /// The executor of an environment, and with it every harness there.
+    Environment(String),
+    /// The executor of an environment, if it is not of this registration any more.
+    Others {
+        /// Where.
+        environment: String,
+        /// Who may stay.
+        registration: String,
+    },
+    /// A harness, by token and key, in one environment or in all.
+    Harness {
+        /// Where.
+        environment: Option<String>,
+        /// As in a revocation: `token:NAME` or `key:SHA256`.
+        harness: String,
+    },
+}
+
+impl Whom {
+    /// Whether this harness is meant.
+    pub fn is_harness(&self, who: &Harness) -> bool {
+        let Self::Harness {
+            environment,
+            harness,
+        } = self
+        else {
+            return false;
+        };
+        let here = environment
+            .as_ref()
+            .is_none_or(|environment| **environment == *who.environment);
+        let meant = match harness.split_once(':') {
+            Some(("token", name)) => *name == *who.token,
+            Some(("key", key)) => key == who.key.to_string(),
+            _ => false,
+        };
+        here && meant
+    }
+}
+
+/// Who is there, for lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Presence {
+    /// Harness sockets.
+    pub harnesses: usize,
+    /// Streams with a harness on them.
+    pub streams: usize,
+}
+
+/// Brings the sockets of an environment together.
+pub trait Router: fmt::Debug + Send + Sync {
+    /// Attaches an executor; one that is there already is replaced.
+    fn attach_executor(&self, who: Executor, mailbox: Arc<Mailbox>)
+    -> Pending<'_, Box<dyn Uplink>>;
+
+    /// Attaches a harness.
+    fn attach_harness(
+        &self,
+        who: Harness,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>>;
+
+    /// The registration of the executor that is attached; waits a little for one that has just gone.
+    fn attached(&self, environment: &str) -> Pending<'_, Option<Arc<str>>>;
+
+    /// Who is at an environment: `None` if its executor is not.
+    fn presence(&self, environment: &str) -> Pending<'_, Option<Presence>>;
+
+    /// Ends the sockets and streams of somebody; says how many sockets that were.
+    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize>;
+
+    /// Ends the sockets of harnesses that `stays` does not want any more.
+    fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
+}

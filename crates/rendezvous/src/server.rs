@@ -1,0 +1,921 @@
+//! The HTTP side: requests in, answers and websockets out.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use exec_server_relay::Reason;
+use exec_server_relay::registry::{ErrorBody, ErrorResponse};
+use exec_server_transport::http::{self, Head, Kind};
+use exec_server_transport::journal::{self, Journal};
+use exec_server_transport::keepalive::KeepaliveConfig;
+use exec_server_transport::throttle::{Throttle, network};
+use exec_server_transport::tls::TlsServer;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+
+use crate::mailbox::{Backlog, Mailbox};
+use crate::metrics::Metrics;
+use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest, unix_now};
+use crate::router::{AttachError, Router, Uplink, Whom};
+use crate::signature::{Fingerprint, Holder, Signer, TicketError};
+use crate::socket::{self, Halves, SocketEnd};
+use crate::store::Store;
+use crate::tokens::{Caller, Role, TokenError, Tokens};
+
+/// Bytes of a request's body; the largest, a validation, has less than 8 KiB.
+const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// What a meeting point may be told.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Config {
+    /// How peers reach it, as in `https://meet.example`; without it, as the peer that asks did.
+    pub public_url: Option<String>,
+    /// How long the address of an executor's socket is good. One that comes back later registers
+    /// again by itself.
+    pub executor_lifetime: Duration,
+    /// How long the address of a harness's socket, and its authorization, are good.
+    pub harness_lifetime: Duration,
+    /// Connections at one time.
+    pub connections: usize,
+    /// How long a request may take to arrive.
+    pub request_timeout: Duration,
+    /// How long a connection may stay without a request.
+    pub idle_timeout: Duration,
+    /// When sockets are pinged, and given up.
+    pub keepalive: KeepaliveConfig,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            public_url: None,
+            executor_lifetime: Duration::from_secs(3600),
+            harness_lifetime: Duration::from_secs(60),
+            connections: 16_384,
+            request_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(60),
+            keepalive: KeepaliveConfig::default(),
+        }
+    }
+}
+
+/// What a meeting point is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// Remembers.
+    pub store: Arc<dyn Store>,
+    /// Connects.
+    pub router: Arc<dyn Router>,
+    /// What waits in the router's mailboxes.
+    pub backlog: Arc<Backlog>,
+    /// Signs addresses and authorizations.
+    pub signer: Signer,
+    /// Who may do what.
+    pub tokens: Tokens,
+    /// Where to write down what happened.
+    pub audit: Option<Journal>,
+}
+
+/// A meeting point; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Rendezvous(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    config: Config,
+    registry: Registry,
+    backlog: Arc<Backlog>,
+    audit: Option<Journal>,
+    metrics: Metrics,
+    /// Who has shown bad tokens.
+    throttle: Mutex<Throttle>,
+    places: Semaphore,
+    stop: CancellationToken,
+}
+
+impl Rendezvous {
+    /// A meeting point that nobody can reach yet.
+    pub fn new(config: Config, parts: Parts) -> Self {
+        let lifetimes = (config.executor_lifetime, config.harness_lifetime);
+        let Parts {
+            store,
+            router,
+            backlog,
+            signer,
+            tokens,
+            audit,
+        } = parts;
+        Self(Arc::new(Shared {
+            places: Semaphore::new(config.connections),
+            config,
+            registry: Registry::new(store, router, signer, tokens, lifetimes),
+            backlog,
+            audit,
+            metrics: Metrics::default(),
+            throttle: Mutex::default(),
+            stop: CancellationToken::new(),
+        }))
+    }
+
+    /// Serves whoever comes to a listener, until [`Rendezvous::stop`]; then until all are gone, for
+    /// a few seconds.
+    pub async fn serve(&self, listener: TcpListener, tls: Option<Arc<TlsServer>>) {
+        /// How long sockets may take to end.
+        const PATIENCE: Duration = Duration::from_secs(3);
+        // Dropped, and so aborted, with this future.
+        let mut tasks = JoinSet::new();
+        let stop = self.0.stop.clone();
+        loop {
+            tokio::select! {
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, peer)) => {
+                        let visitor = Visitor { shared: Arc::clone(&self.0), peer };
+                        tasks.spawn(visitor.handle(stream, tls.clone()));
+                    }
+                    Err(error) => {
+                        // Out of descriptors, most likely: who is there stays, and so do we.
+                        tracing::warn!(%error, "cannot accept a connection");
+                        tokio::time::sleep(Duration::from_millis(50)).await;
+                    }
+                },
+                Some(_) = tasks.join_next() => {}
+                () = stop.cancelled() => break,
+            }
+        }
+        drop(listener);
+        let ended = async { while tasks.join_next().await.is_some() {} };
+        let _ = tokio::time::timeout(PATIENCE, ended).await;
+    }
+
+    /// Serves metrics and health to whoever comes to a listener, until [`Rendezvous::stop`].
+    pub async fn serve_metrics(&self, listener: TcpListener) {
+        /// Requests at one time.
+        const AT_ONCE: usize = 16;
+        let mut tasks = JoinSet::new();
+        let stop = self.0.stop.clone();
+        loop {
+            tokio::select! {
+                Ok((stream, _)) = listener.accept(), if tasks.len() < AT_ONCE => {
+                    let shared = Arc::clone(&self.0);
+                    tasks.spawn(async move {
+                        let limit = shared.config.request_timeout;
+                        let _ = tokio::time::timeout(limit, tell_metrics(&shared, stream)).await;
+                    });
+                }
+                Some(_) = tasks.join_next() => {}
+                () = stop.cancelled() => return,
+            }
+        }
+    }
+
+    /// Exchanges the tokens. Whoever came with one that is gone is turned out at once.
+    pub async fn set_tokens(&self, tokens: Tokens) {
+        let shared = &*self.0;
+        let ended = shared.registry.set_tokens(tokens);
+        shared.metrics.revoked.add(ended as u64);
+        let Ok(registrations) = shared.registry.store.registrations().await else {
+            return;
+        };
+        let tokens = shared.registry.tokens();
+        for registration in registrations {
+            let (owner, environment) = (&registration.owner, registration.environment);
+            if !tokens.still_allows(owner, Role::Executor, &environment) {
+                let whom = Whom::Environment(environment);
+                let router = &shared.registry.router;
+                router.turn_out(whom, Reason::AuthorizationRevoked).await;
+            }
+        }
+    }
+
+    /// Ends every socket; they come back to whoever listens next.
+    pub fn stop(&self) {
+        self.0.stop.cancel();
+    }
+
+    /// The text that Prometheus reads.
+    pub fn metrics(&self) -> String {
+        self.0.render_metrics()
+    }
+}
+
+impl Shared {
+    fn render_metrics(&self) -> String {
+        self.metrics
+            .render(self.backlog.bytes(), self.stop.is_cancelled())
+    }
+
+    fn note(&self, event: &str, mut line: Value) {
+        if let Some(audit) = &self.audit {
+            line["time"] = json!(journal::now());
+            line["event"] = json!(event);
+            audit.append(&line);
+        }
+    }
+
+    /// Health, for those who watch; `None` if that is not what was asked.
+    fn health(&self, head: &Head) -> Option<Answer> {
+        let readable = head.method == "GET" || head.method == "HEAD";
+        Some(match head.path() {
+            "/healthz" | "/readyz" if !readable => Answer::text(405, ""),
+            "/readyz" if self.stop.is_cancelled() => Answer::text(503, "shutting down"),
+            "/healthz" | "/readyz" => Answer::text(200, ""),
+            _ => return None,
+        })
+    }
+}
+
+async fn tell_metrics(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
+    let head = http::read_head(&mut stream, Kind::Request).await?;
+    let answer = match (shared.health(&head), head.path()) {
+        // Web pages have no business here.
+        _ if head.header("origin").is_some() => Answer::text(403, ""),
+        (Some(answer), _) => answer,
+        (None, "/metrics") if head.method == "GET" => Answer::text(200, &shared.render_metrics()),
+        _ => Answer::text(404, ""),
+    };
+    stream.write_all(&answer.encode(false)).await?;
+    stream.shutdown().await
+}
+
+/// Somebody at the door.
+struct Visitor {
+    shared: Arc<Shared>,
+    peer: SocketAddr,
+}
+
+impl Visitor {
+    async fn handle(self, stream: TcpStream, tls: Option<Arc<TlsServer>>) {
+        let shared = Arc::clone(&self.shared);
+        let Ok(_place) = shared.places.try_acquire() else {
+            return;
+        };
+        let _counted = shared.metrics.connections.hold();
+        let _ = stream.set_nodelay(true);
+        let Some(tls) = tls else {
+            let (reader, writer) = stream.into_split();
+            return self
+                .converse(Box::new(reader), Box::new(writer), false)
+                .await;
+        };
+        let limit = shared.config.request_timeout;
+        let handshake = async {
+            let mut first = [0];
+            // Whoever forgot the `s` of `https` is told so in words that it understands.
+            if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
+                let mut stream = stream;
+                let answer = Answer::text(400, "this port speaks TLS: use https://");
+                let _ = stream.write_all(&answer.encode(false)).await;
+                return Err(io::Error::other("plain HTTP"));
+            }
+            tls.acceptor().accept(stream).await
+        };
+        match tokio::time::timeout(limit, handshake).await {
+            Ok(Ok(stream)) => {
+                let (reader, writer) = tokio::io::split(stream);
+                Box::pin(self.converse(Box::new(reader), Box::new(writer), true)).await;
+            }
+            Ok(Err(error)) => tracing::debug!(peer = %self.peer, %error, "no TLS handshake"),
+            Err(_) => tracing::debug!(peer = %self.peer, "no TLS handshake in time"),
+        }
+    }
+
+    /// Answers requests until the peer has no more, or wants a websocket.
+    async fn converse(
+        self,
+        mut reader: Box<dyn AsyncRead + Send + Unpin>,
+        mut writer: Box<dyn AsyncWrite + Send + Unpin>,
+        secure: bool,
+    ) {
+        let shared = Arc::clone(&self.shared);
+        let mut received = Vec::new();
+        let mut patience = shared.config.request_timeout;
+        loop {
+            let request = read_request(&mut reader, std::mem::take(&mut received));
+            let request = tokio::select! {
+                request = tokio::time::timeout(patience, request) => request,
+                () = shared.stop.cancelled() => return,
+            };
+            patience = shared.config.idle_timeout;
+            let (head, body) = match request {
+                Ok(Ok(request)) => request,
+                Ok(Err(Some(answer))) => {
+                    let _ = writer.write_all(&answer.encode(false)).await;
+                    let _ = writer.shutdown().await;
+                    return;
+                }
+                Ok(Err(None)) | Err(_) => return,
+            };
+            let answer = match Path::of(head.path()) {
+                _ if head.header("origin").is_some() => {
+                    // A web page: any could otherwise reach a meeting point on this machine.
+                    Answer::text(403, "")
+                }
+                Some(Path {
+                    call: Call::Socket(environment),
+                    ..
+                }) => {
+                    match self.open(&head, environment).await {
+                        Ok(opened) => {
+                            let halves = Halves {
+                                reader,
+                                writer,
+                                received: head.rest.clone(),
+                            };
+                            // The request is not needed any more, and this may last.
+                            let Opened { accept, .. } = &opened;
+                            let answer = format!(
+                                "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
+                                 Upgrade: websocket\r\nSec-WebSocket-Accept: {accept}\r\n\r\n"
+                            );
+                            drop((head, body));
+                            return Box::pin(self.run(opened, halves, answer)).await;
+                        }
+                        Err(answer) => answer,
+                    }
+                }
+                Some(path) => self.call(&head, path, &body, secure).await,
+                None => shared
+                    .health(&head)
+                    .unwrap_or_else(|| Answer::text(404, "")),
+            };
+            let keep = !head.has_token("connection", "close") && !shared.stop.is_cancelled();
+            if writer.write_all(&answer.encode(keep)).await.is_err()
+                || writer.flush().await.is_err()
+            {
+                return;
+            }
+            if !keep {
+                let _ = writer.shutdown().await;
+                return;
+            }
+            received = head.rest;
+        }
+    }
+
+    /// A call of the registry.
+    async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> Answer {
+        let shared = &*self.shared;
+        let name = path.call.name();
+        let answer = match self.caller(head) {
+            Ok(caller) => {
+                let outcome = self.act(head, path, body, &caller, secure).await;
+                outcome.unwrap_or_else(|error| {
+                    self.note_failure(name, &caller, &error);
+                    Answer::error(&error)
+                })
+            }
+            Err(answer) => answer,
+        };
+        shared.metrics.called(name, answer.status);
+        answer
+    }
+
+    fn note_failure(&self, call: &str, caller: &Caller, error: &CallError) {
+        // Nobody is there yet: nothing that anyone will want to read about.
+        if error.code != "environment_offline" {
+            self.shared.note(
+                "refused",
+                json!({
+                    "call": call, "token": &*caller.name, "peer": self.peer.to_string(),
+                    "code": error.code, "reason": error.message,
+                }),
+            );
+        }
+    }
+
+    /// Whom a request speaks for.
+    fn caller(&self, head: &Head) -> Result<Caller, Answer> {
+        let shared = &*self.shared;
+        let from: IpAddr = network(self.peer.ip());
+        let throttle = || {
+            shared
+                .throttle
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        if let Some(wait) = throttle().wait(from, Instant::now()) {
+            let seconds = wait.as_secs() + 1;
+            let message = format!("too many bad tokens; try again in {seconds} s");
+            let mut answer = Answer::error(&CallError::new(429, "throttled", message));
+            answer.header = Some(("Retry-After", seconds.to_string()));
+            return Err(answer);
+        }
+        shared.registry.tokens().caller(head).map_err(|error| {
+            if error == TokenError::Unknown {
+                throttle().failed(from, Instant::now());
+            }
+            shared.metrics.unauthorized.add(1);
+            let (peer, reason) = (self.peer.to_string(), error.to_string());
+            shared.note("unauthorized", json!({"peer": peer, "reason": reason}));
+            Answer::error(&CallError::new(401, "unauthorized", error.to_string()))
+        })
+    }
+
+    async fn act(
+        &self,
+        head: &Head,
+        path: Path<'_>,
+        body: &[u8],
+        caller: &Caller,
+        secure: bool,
+    ) -> Result<Answer, CallError> {
+        let shared = &*self.shared;
+        let registry = &shared.registry;
+        let expected = path.call.method();
+        if head.method != expected && !(expected == "GET" && head.method == "HEAD") {
+            let message = format!("expected {expected}");
+            return Err(CallError::new(405, "wrong_method", message));
+        }
+        let token = &*caller.name;
+        let base = self.base(head, path.prefix, secure)?;
+        let address = |environment: &str, query: &str| {
+            format!("{base}/cloud/environment/{environment}/ws?{query}")
+        };
+        match path.call {
+            Call::Register(environment) => {
+                let request = parse(body)?;
+                let response = registry
+                    .register(caller, environment, request, &address)
+                    .await?;
+                shared.note(
+                    "registered",
+                    json!({
+                        "environment": environment, "token": token,
+                        "registration": response.executor_registration_id,
+                        "peer": self.peer.to_string(),
+                    }),
+                );
+                Ok(Answer::json(200, &response))
+            }
+            Call::Connect(environment) => {
+                let request = parse(body)?;
+                let response = registry
+                    .connect(caller, environment, &request, &address)
+                    .await?;
+                let key = Fingerprint::of(&request.harness_public_key);
+                shared.note(
+                    "authorized",
+                    json!({
+                        "environment": environment, "token": token, "key": key.to_string(),
+                        "registration": response.executor_registration_id,
+                        "peer": self.peer.to_string(),
+                    }),
+                );
+                Ok(Answer::json(200, &response))
+            }
+            Call::Validate(environment) => {
+                let request = parse(body)?;
+                let (response, harness) = registry.validate(caller, environment, &request).await?;
+                if !response.valid {
+                    shared.metrics.invalid.add(1);
+                }
+                let key = Fingerprint::of(&request.harness_public_key);
+                shared.note(
+                    "validated",
+                    json!({
+                        "environment": environment, "token": token, "harness": harness,
+                        "key": key.to_string(), "valid": response.valid,
+                        "stream": head.header("x-codex-noise-stream-id"),
+                    }),
+                );
+                Ok(Answer::json(200, &response))
+            }
+            Call::Remove(environment) => {
+                registry.remove(caller, environment).await?;
+                shared.note(
+                    "removed",
+                    json!({"environment": environment, "token": token}),
+                );
+                Ok(Answer::json(200, &json!({"removed": true})))
+            }
+            Call::List => {
+                let environments = registry.list(caller).await?;
+                Ok(Answer::json(200, &json!({"environments": environments})))
+            }
+            Call::Revocations => {
+                let revocations = registry.revocations(caller).await?;
+                Ok(Answer::json(200, &json!({"revocations": revocations})))
+            }
+            Call::Revoke => {
+                let request: RevokeRequest = parse(body)?;
+                let (harness, ended) = registry.revoke(caller, &request).await?;
+                shared.metrics.revoked.add(ended as u64);
+                shared.note(
+                    "revoked",
+                    json!({"harness": harness, "token": token, "ended": ended}),
+                );
+                let answer = json!({"revoked": harness, "sockets_ended": ended});
+                Ok(Answer::json(200, &answer))
+            }
+            Call::Permit => {
+                let request: RevokeRequest = parse(body)?;
+                let (harness, permitted) = registry.permit_again(caller, &request).await?;
+                shared.note("permitted", json!({"harness": harness, "token": token}));
+                Ok(Answer::json(200, &json!({"permitted": permitted})))
+            }
+            Call::Socket(_) => Err(CallError::new(
+                400,
+                "not_a_websocket",
+                "expected an upgrade",
+            )),
+        }
+    }
+
+    /// What addresses begin with: how this peer reached us, or how all should.
+    fn base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
+        if let Some(url) = &self.shared.config.public_url {
+            let url = url.trim_end_matches('/');
+            return Ok(match url.split_once("://") {
+                Some(("http", rest)) => format!("ws://{rest}"),
+                Some(("https", rest)) => format!("wss://{rest}"),
+                _ => url.to_owned(),
+            });
+        }
+        let host = head.header("host").unwrap_or_default();
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
+        if host.is_empty() || !host.bytes().all(allowed) {
+            return Err(CallError::new(
+                400,
+                "invalid_request",
+                "no valid Host header",
+            ));
+        }
+        let scheme = if secure { "wss" } else { "ws" };
+        Ok(format!("{scheme}://{host}{prefix}"))
+    }
+
+    /// Decides about an upgrade, and attaches its socket.
+    async fn open(&self, head: &Head, environment: &str) -> Result<Opened, Answer> {
+        let shared = &*self.shared;
+        let reject = |status: u16, reason: &str| {
+            shared.metrics.tickets_refused.add(1);
+            tracing::debug!(peer = %self.peer, environment, reason, "a socket was refused");
+            let (peer, reason) = (self.peer.to_string(), reason.to_owned());
+            shared.note(
+                "socketRefused",
+                json!({"environment": environment, "peer": peer, "reason": reason}),
+            );
+            let mut answer = Answer::text(status, &reason);
+            answer.header = Some(("x-codex-rendezvous-rejection-reason", reason));
+            answer
+        };
+        if shared.stop.is_cancelled() {
+            return Err(reject(503, "pod_draining"));
+        }
+        let key = head.websocket_key().map_err(|why| Answer::text(400, why))?;
+        let accept = http::accept_key(key);
+        let (_, query) = head.target.split_once('?').unwrap_or(("", ""));
+        let ticket = shared
+            .registry
+            .signer
+            .ticket(environment, query, unix_now());
+        // Whatever is wrong with an address, a new one is to be had: 401 says so to both sides.
+        let ticket = ticket.map_err(|error| match error {
+            TicketError::Malformed | TicketError::Extra => reject(400, &error.to_string()),
+            error => reject(401, &error.to_string()),
+        })?;
+        let role = match ticket.holder {
+            Holder::Executor => Role::Executor,
+            Holder::Harness { .. } => Role::Harness,
+        };
+        let mailbox = Mailbox::new(Arc::clone(&shared.backlog));
+        let refused = |refused: Refused| match refused {
+            Refused::Route(reason) => reject(401, reason),
+            Refused::Unavailable => reject(503, "route_unavailable"),
+            Refused::Attach(AttachError::Offline) => reject(401, "route_unavailable"),
+            Refused::Attach(error @ AttachError::TooManySockets(_)) => {
+                reject(429, &error.to_string())
+            }
+        };
+        let admitted = shared.registry.admit(ticket).await.map_err(refused)?;
+        let router = &shared.registry.router;
+        let (uplink, who) = match admitted {
+            Admitted::Executor(who) => {
+                let line = json!({
+                    "environment": &*who.environment, "role": role.name(),
+                    "registration": &*who.registration, "peer": self.peer.to_string(),
+                });
+                let uplink = router.attach_executor(who, Arc::clone(&mailbox)).await;
+                (uplink, line)
+            }
+            Admitted::Harness(who) => {
+                let line = json!({
+                    "environment": &*who.environment, "role": role.name(),
+                    "token": &*who.token, "key": who.key.to_string(),
+                    "peer": self.peer.to_string(),
+                });
+                let attached = router.attach_harness(who, Arc::clone(&mailbox)).await;
+                let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
+                (uplink, line)
+            }
+        };
+        Ok(Opened {
+            accept,
+            role,
+            who,
+            mailbox,
+            uplink,
+        })
+    }
+
+    /// Serves a websocket until it ends.
+    async fn run(self, opened: Opened, mut halves: Halves, answer: String) {
+        let shared = Arc::clone(&self.shared);
+        let metrics = &shared.metrics;
+        let Opened {
+            role,
+            who,
+            mailbox,
+            uplink,
+            ..
+        } = opened;
+        let (present, total) = match role {
+            Role::Executor => (&metrics.executors, &metrics.executor_sockets),
+            _ => (&metrics.harnesses, &metrics.harness_sockets),
+        };
+        // Encryption has a buffer of its own, hence the flush.
+        if halves.writer.write_all(answer.as_bytes()).await.is_err()
+            || halves.writer.flush().await.is_err()
+        {
+            return;
+        }
+        total.add(1);
+        let _present = present.hold();
+        if shared.audit.is_some() {
+            shared.note("attached", who.clone());
+        }
+        drop(answer);
+        let config = shared.config.keepalive;
+        let closing = Arc::clone(&mailbox);
+        let end = {
+            let mut serving = pin!(socket::serve(halves, mailbox, uplink, config, metrics));
+            tokio::select! {
+                end = &mut serving => end,
+                () = shared.stop.cancelled() => {
+                    closing.close();
+                    serving.await
+                }
+            }
+        };
+        let violation = !matches!(
+            end,
+            SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Io(_)
+        );
+        if violation {
+            metrics.violations.add(1);
+            tracing::warn!(peer = %self.peer, reason = %end, "a socket was dropped");
+        }
+        if shared.audit.is_some() {
+            let mut line = who;
+            line["reason"] = json!(end.to_string());
+            shared.note("detached", line);
+        }
+    }
+}
+
+/// A websocket that may be opened.
+struct Opened {
+    accept: String,
+    role: Role,
+    /// For the record.
+    who: Value,
+    mailbox: Arc<Mailbox>,
+    uplink: Box<dyn Uplink>,
+}
+
+/// What a path asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Path<'a> {
+    /// What comes before `/cloud`, for those who live below another path.
+    prefix: &'a str,
+    call: Call<'a>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Call<'a> {
+    Register(&'a str),
+    Connect(&'a str),
+    Validate(&'a str),
+    Remove(&'a str),
+    Socket(&'a str),
+    List,
+    Revoke,
+    Permit,
+    Revocations,
+}
+
+impl<'a> Path<'a> {
+    fn of(path: &'a str) -> Option<Self> {
+        let (prefix, rest) = path.split_once("/cloud/")?;
+        let call = match rest.split('/').collect::<Vec<_>>()[..] {
+            ["environment", id, "register"] => Call::Register(id),
+            ["environment", id, "connect"] => Call::Connect(id),
+            ["environment", id, "validate"] => Call::Validate(id),
+            ["environment", id, "remove"] => Call::Remove(id),
+            ["environment", id, "ws"] => Call::Socket(id),
+            ["environments"] => Call::List,
+            ["revoke"] => Call::Revoke,
+            ["permit"] => Call::Permit,
+            ["revocations"] => Call::Revocations,
+            _ => return None,
+        };
+        Some(Self { prefix, call })
+    }
+}
+
+impl Call<'_> {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Register(_) => "register",
+            Self::Connect(_) => "connect",
+            Self::Validate(_) => "validate",
+            Self::Remove(_) => "remove",
+            Self::List => "list",
+            Self::Revoke => "revoke",
+            Self::Permit => "permit",
+            Self::Socket(_) | Self::Revocations => "other",
+        }
+    }
+
+    fn method(self) -> &'static str {
+        match self {
+            Self::List | Self::Revocations | Self::Socket(_) => "GET",
+            _ => "POST",
+        }
+    }
+}
+
+/// One request; what came behind it is in the head. The error is what to answer, if anything.
+async fn read_request(
+    reader: &mut (impl AsyncRead + Unpin),
+    received: Vec<u8>,
+) -> Result<(Head, Vec<u8>), Option<Answer>> {
+    let mut head = match http::read_next_head(reader, Kind::Request, received).await {
+        Ok(head) => head,
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            return Err(Some(Answer::text(400, &error.to_string())));
+        }
+        Err(_) => return Err(None),
+    };
+    if head.header("transfer-encoding").is_some() {
+        return Err(Some(Answer::text(411, "expected Content-Length")));
+    }
+    let lengths: Vec<&str> = head.headers_named("content-length").collect();
+    let length = match lengths[..] {
+        [] => Some(0),
+        [length] => length.parse::<usize>().ok(),
+        _ => None,
+    };
+    let length = length.ok_or_else(|| Some(Answer::text(400, "invalid Content-Length")))?;
+    if length > MAX_BODY_BYTES {
+        let text = format!("a body is at most {MAX_BODY_BYTES} bytes");
+        return Err(Some(Answer::text(413, &text)));
+    }
+    let mut body = std::mem::take(&mut head.rest);
+    if body.len() > length {
+        head.rest = body.split_off(length);
+    }
+    while body.len() < length {
+        let missing = (length - body.len()) as u64;
+        let read = (&mut *reader).take(missing).read_buf(&mut body).await;
+        if !matches!(read, Ok(1..)) {
+            return Err(None);
+        }
+    }
+    Ok((head, body))
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, CallError> {
+    serde_json::from_slice(body)
+        .map_err(|error| CallError::new(400, "invalid_request", error.to_string()))
+}
+
+/// An answer, before it is HTTP.
+#[derive(Debug)]
+struct Answer {
+    status: u16,
+    content_type: &'static str,
+    header: Option<(&'static str, String)>,
+    body: Vec<u8>,
+}
+
+impl Answer {
+    fn text(status: u16, text: &str) -> Self {
+        Self {
+            status,
+            content_type: "text/plain; charset=utf-8",
+            header: None,
+            body: text.as_bytes().to_vec(),
+        }
+    }
+
+    fn json(status: u16, value: &impl Serialize) -> Self {
+        Self {
+            status,
+            content_type: "application/json",
+            header: None,
+            body: serde_json::to_vec(value).unwrap_or_default(),
+        }
+    }
+
+    fn error(error: &CallError) -> Self {
+        let body = ErrorBody {
+            code: Some(error.code.to_owned()),
+            message: Some(error.message.clone()),
+        };
+        Self::json(error.status, &ErrorResponse { error: body })
+    }
+
+    fn encode(&self, keep: bool) -> Vec<u8> {
+        let reason = match self.status {
+            200 => "OK",
+            400 => "Bad Request",
+            401 => "Unauthorized",
+            403 => "Forbidden",
+            404 => "Not Found",
+            405 => "Method Not Allowed",
+            409 => "Conflict",
+            411 => "Length Required",
+            413 => "Content Too Large",
+            429 => "Too Many Requests",
+            500 => "Internal Server Error",
+            503 => "Service Unavailable",
+            _ => "",
+        };
+        let Self {
+            status,
+            content_type,
+            ..
+        } = self;
+        let length = self.body.len();
+        let connection = if keep { "keep-alive" } else { "close" };
+        let more = match &self.header {
+            Some((name, value)) => format!("{name}: {value}\r\n"),
+            None => String::new(),
+        };
+        let mut bytes = format!(
+            "HTTP/1.1 {status} {reason}\r\nContent-Type: {content_type}\r\n\
+             Content-Length: {length}\r\n{more}Connection: {connection}\r\n\r\n"
+        )
+        .into_bytes();
+        bytes.extend_from_slice(&self.body);
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_may_have_a_prefix() {
+        let of = |path| Path::of(path).map(|path| (path.prefix, path.call));
+        let register = Some(("", Call::Register("env-1")));
+        assert_eq!(of("/cloud/environment/env-1/register"), register);
+        let connect = Some(("/a/b", Call::Connect("x")));
+        assert_eq!(of("/a/b/cloud/environment/x/connect"), connect);
+        assert_eq!(of("/cloud/environments"), Some(("", Call::List)));
+        for other in [
+            "/",
+            "/cloud",
+            "/cloud/environment/a/b/register",
+            "/cloud/environment/a/direct/register",
+            "/cloud/x/register",
+        ] {
+            assert_eq!(of(other), None, "{other}");
+        }
+    }
+
+    #[tokio::test]
+    async fn requests_follow_each_other() {
+        let mut bytes: &[u8] =
+            b"POST /a HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcPOST /b HTTP/1.1\r\n\
+            Content-Length: 2\r\n\r\nde";
+        let (head, body) = read_request(&mut bytes, Vec::new()).await.unwrap();
+        assert_eq!((head.path(), &body[..]), ("/a", &b"abc"[..]));
+        let (head, body) = read_request(&mut bytes, head.rest).await.unwrap();
+        assert_eq!((head.path(), &body[..]), ("/b", &b"de"[..]));
+        assert!(head.rest.is_empty());
+        for (text, status) in [
+            ("Transfer-Encoding: chunked\r\n", 411),
+            ("Content-Length: -1\r\n", 400),
+            ("Content-Length: 1\r\nContent-Length: 2\r\n", 400),
+            ("Content-Length: 65537\r\n", 413),
+        ] {
+            let text = format!("POST / HTTP/1.1\r\n{text}\r\n");
+            let refused = read_request(&mut text.as_bytes(), Vec::new()).await;
+            let answer = refused.unwrap_err().expect("an answer");
+            assert_eq!(answer.status, status, "{text}");
+        }
+    }
+}

@@ -1,0 +1,395 @@
+//! What a meeting point signs: addresses of sockets, and the authorization that a harness shows.
+//!
+//! Owns one secret. Everything that is signed says until when it is valid and for whom, so that
+//! nothing about it has to be remembered.
+
+use std::fmt;
+use std::str::FromStr;
+
+use base64_simd::URL_SAFE_NO_PAD;
+use exec_server_relay::keys::{Authorization, PublicKey};
+use exec_server_transport::Secret;
+use hmac::{Hmac, KeyInit as _, Mac as _};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+
+/// The SHA-256 of a harness's or executor's two public keys.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fingerprint([u8; 32]);
+
+impl Fingerprint {
+    /// Of these keys.
+    pub fn of(key: &PublicKey) -> Self {
+        let mut hash = Sha256::new();
+        hash.update(key.x25519);
+        hash.update(key.mlkem768());
+        Self(hash.finalize().into())
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Not a fingerprint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a fingerprint is 64 hexadecimal digits")]
+pub struct FingerprintParseError;
+
+impl FromStr for Fingerprint {
+    type Err = FingerprintParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let text = text.as_bytes();
+        if text.len() != 64 {
+            return Err(FingerprintParseError);
+        }
+        let mut bytes = [0; 32];
+        for (byte, pair) in bytes.iter_mut().zip(text.chunks(2)) {
+            let digit = |c: u8| char::from(c).to_digit(16).ok_or(FingerprintParseError);
+            *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
+        }
+        Ok(Self(bytes))
+    }
+}
+
+/// Who a socket is for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Holder {
+    /// The executor of a registration.
+    Executor,
+    /// A harness.
+    Harness {
+        /// The token with which it asked.
+        token: String,
+        /// Its keys.
+        key: Fingerprint,
+    },
+}
+
+/// What the address of a socket says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ticket {
+    /// Where to.
+    pub environment: String,
+    /// Which executor.
+    pub registration: String,
+    /// Who may use it.
+    pub holder: Holder,
+    /// Until when, in seconds since 1970.
+    pub expires: u64,
+}
+
+/// Why an address is not good; the texts are those that compatible executors know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[expect(missing_docs, reason = "each is its text")]
+pub enum TicketError {
+    #[error("malformed_query")]
+    Malformed,
+    #[error("extra_query_param")]
+    Extra,
+    #[error("missing_version")]
+    MissingVersion,
+    #[error("missing_role")]
+    MissingRole,
+    #[error("invalid_role")]
+    InvalidRole,
+    #[error("missing_expiry")]
+    MissingExpiry,
+    #[error("invalid_expiry")]
+    InvalidExpiry,
+    #[error("missing_signature")]
+    MissingSignature,
+    #[error("invalid_signature")]
+    InvalidSignature,
+    #[error("expired")]
+    Expired,
+}
+
+/// The authorization of a harness, before it is text.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Grant {
+    /// The token with which it asked.
+    token: String,
+    /// Until when, in seconds since 1970.
+    expires: u64,
+}
+
+/// The secret that signs.
+#[derive(Debug, Clone)]
+pub struct Signer(Secret);
+
+impl Signer {
+    /// The shortest secret: as long as what it makes.
+    pub const MIN_SECRET_BYTES: usize = 32;
+
+    /// Signs with this secret; `None` if it is shorter than [`Signer::MIN_SECRET_BYTES`].
+    pub fn new(secret: Secret) -> Option<Self> {
+        (secret.expose().len() >= Self::MIN_SECRET_BYTES).then_some(Self(secret))
+    }
+
+    /// The signature of some parts; each with its length, so that none can run into the next.
+    fn mac(&self, purpose: &str, parts: &[&str]) -> Hmac<Sha256> {
+        let mut mac = Hmac::<Sha256>::new_from_slice(self.0.expose().as_bytes())
+            .expect("HMAC takes keys of any length");
+        for part in [purpose].iter().chain(parts) {
+            mac.update(&(part.len() as u64).to_be_bytes());
+            mac.update(part.as_bytes());
+        }
+        mac
+    }
+
+    /// The query of a socket's address.
+    pub fn query(&self, ticket: &Ticket) -> String {
+        let signature = self.ticket_mac(ticket).finalize().into_bytes();
+        let signature = URL_SAFE_NO_PAD.encode_to_string(signature);
+        let Ticket {
+            registration,
+            expires,
+            ..
+        } = ticket;
+        match &ticket.holder {
+            Holder::Executor => format!(
+                "v=1&role=environment&registration={registration}&exp={expires}&sig={signature}"
+            ),
+            Holder::Harness { token, key } => format!(
+                "v=1&role=harness&registration={registration}&token={token}&key={key}\
+                 &exp={expires}&sig={signature}"
+            ),
+        }
+    }
+
+    fn ticket_mac(&self, ticket: &Ticket) -> Hmac<Sha256> {
+        let expires = ticket.expires.to_string();
+        let (environment, registration) = (&*ticket.environment, &*ticket.registration);
+        match &ticket.holder {
+            Holder::Executor => self.mac("executor socket", &[environment, registration, &expires]),
+            Holder::Harness { token, key } => {
+                let key = key.to_string();
+                let parts = [environment, registration, &expires, token, &key];
+                self.mac("harness socket", &parts)
+            }
+        }
+    }
+
+    /// Reads the query of a socket's address.
+    ///
+    /// # Errors
+    ///
+    /// When we have not signed it, or its time is over.
+    pub fn ticket(&self, environment: &str, query: &str, now: u64) -> Result<Ticket, TicketError> {
+        let (mut version, mut role, mut registration, mut token, mut key, mut exp, mut sig) =
+            (None, None, None, None, None, None, None);
+        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            let (name, value) = pair.split_once('=').ok_or(TicketError::Malformed)?;
+            let slot = match name {
+                "v" => &mut version,
+                "role" => &mut role,
+                "registration" => &mut registration,
+                "token" => &mut token,
+                "key" => &mut key,
+                "exp" => &mut exp,
+                "sig" => &mut sig,
+                _ => return Err(TicketError::Extra),
+            };
+            if slot.replace(value).is_some() {
+                return Err(TicketError::Malformed);
+            }
+        }
+        if version != Some("1") {
+            return Err(TicketError::MissingVersion);
+        }
+        let holder = match (role.ok_or(TicketError::MissingRole)?, token, key) {
+            ("environment", None, None) => Holder::Executor,
+            ("harness", Some(token), Some(key)) => Holder::Harness {
+                token: token.to_owned(),
+                key: key.parse().map_err(|_| TicketError::Malformed)?,
+            },
+            ("environment" | "harness", ..) => return Err(TicketError::Malformed),
+            _ => return Err(TicketError::InvalidRole),
+        };
+        let expires = exp.ok_or(TicketError::MissingExpiry)?;
+        let expires = expires.parse().map_err(|_| TicketError::InvalidExpiry)?;
+        let ticket = Ticket {
+            environment: environment.to_owned(),
+            registration: registration.ok_or(TicketError::Malformed)?.to_owned(),
+            holder,
+            expires,
+        };
+        let signature = sig.ok_or(TicketError::MissingSignature)?;
+        let signature = URL_SAFE_NO_PAD
+            .decode_to_vec(signature)
+            .map_err(|_| TicketError::InvalidSignature)?;
+        // In a time that does not depend on where they differ.
+        self.ticket_mac(&ticket)
+            .verify_slice(&signature)
+            .map_err(|_| TicketError::InvalidSignature)?;
+        if now > expires {
+            return Err(TicketError::Expired);
+        }
+        Ok(ticket)
+    }
+
+    /// What a harness shows to the executor of a registration, and nobody else can use.
+    pub fn authorize(
+        &self,
+        environment: &str,
+        registration: &str,
+        harness: &PublicKey,
+        token: &str,
+        expires: u64,
+    ) -> Option<Authorization> {
+        let grant = Grant {
+            token: token.to_owned(),
+            expires,
+        };
+        let claims = URL_SAFE_NO_PAD.encode_to_string(serde_json::to_vec(&grant).ok()?);
+        let mac = self.grant_mac(environment, registration, harness, &claims);
+        let signature = URL_SAFE_NO_PAD.encode_to_string(mac.finalize().into_bytes());
+        Authorization::new(format!("{claims}.{signature}"))
+    }
+
+    fn grant_mac(
+        &self,
+        environment: &str,
+        registration: &str,
+        harness: &PublicKey,
+        claims: &str,
+    ) -> Hmac<Sha256> {
+        let key = Fingerprint::of(harness).to_string();
+        self.mac("authorization", &[environment, registration, &key, claims])
+    }
+
+    /// The name of the token with which a harness got its authorization; `None` if it is none, is
+    /// for another environment, executor or harness, or its time is over.
+    pub fn authorized(
+        &self,
+        environment: &str,
+        registration: &str,
+        harness: &PublicKey,
+        authorization: &Authorization,
+        now: u64,
+    ) -> Option<String> {
+        let (claims, signature) = authorization.reveal().split_once('.')?;
+        let signature = URL_SAFE_NO_PAD.decode_to_vec(signature).ok()?;
+        self.grant_mac(environment, registration, harness, claims)
+            .verify_slice(&signature)
+            .ok()?;
+        let claims = URL_SAFE_NO_PAD.decode_to_vec(claims).ok()?;
+        let grant: Grant = serde_json::from_slice(&claims).ok()?;
+        (now <= grant.expires).then_some(grant.token)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_relay::keys::MLKEM768_BYTES;
+
+    use super::*;
+
+    fn signer(byte: &str) -> Signer {
+        Signer::new(byte.repeat(32).into()).unwrap()
+    }
+
+    fn key(byte: u8) -> PublicKey {
+        PublicKey::new([byte; 32], &[byte; MLKEM768_BYTES]).unwrap()
+    }
+
+    fn ticket() -> Ticket {
+        Ticket {
+            environment: "env-1".to_owned(),
+            registration: "r".to_owned(),
+            holder: Holder::Harness {
+                token: "alice".to_owned(),
+                key: Fingerprint::of(&key(1)),
+            },
+            expires: 100,
+        }
+    }
+
+    #[test]
+    fn short_secrets_sign_nothing() {
+        assert!(Signer::new("s".repeat(31).into()).is_none());
+    }
+
+    #[test]
+    fn addresses_are_good_for_what_they_say_alone() {
+        let (signer, stranger) = (signer("s"), signer("t"));
+        for holder in [Holder::Executor, ticket().holder] {
+            let ticket = Ticket { holder, ..ticket() };
+            let query = signer.query(&ticket);
+            assert_eq!(signer.ticket("env-1", &query, 100), Ok(ticket));
+            assert_eq!(
+                signer.ticket("env-1", &query, 101),
+                Err(TicketError::Expired)
+            );
+            let forged = Err(TicketError::InvalidSignature);
+            assert_eq!(signer.ticket("env-2", &query, 1), forged);
+            assert_eq!(stranger.ticket("env-1", &query, 1), forged);
+            let later = query.replace("exp=100", "exp=101");
+            assert_eq!(signer.ticket("env-1", &later, 1), forged);
+            let other = query.replace("registration=r", "registration=q");
+            assert_eq!(signer.ticket("env-1", &other, 1), forged);
+        }
+        let query = signer.query(&ticket());
+        for (from, to, error) in [
+            ("token=alice", "token=bob", TicketError::InvalidSignature),
+            ("role=harness", "role=environment", TicketError::Malformed),
+            ("role=harness", "role=admin", TicketError::InvalidRole),
+            ("role=harness&", "", TicketError::MissingRole),
+            ("exp=100&", "", TicketError::MissingExpiry),
+            ("exp=100", "exp=x", TicketError::InvalidExpiry),
+            ("v=1", "v=2", TicketError::MissingVersion),
+            ("v=1", "v=1&v=1", TicketError::Malformed),
+            ("v=1", "v=1&x=1", TicketError::Extra),
+            ("v=1", "v", TicketError::Malformed),
+        ] {
+            let query = query.replace(from, to);
+            assert_eq!(signer.ticket("env-1", &query, 1), Err(error), "{query}");
+        }
+        let unsigned = query.split("&sig=").next().unwrap();
+        let missing = Err(TicketError::MissingSignature);
+        assert_eq!(signer.ticket("env-1", unsigned, 1), missing);
+    }
+
+    #[test]
+    fn an_authorization_is_bound_to_all_it_is_for() {
+        let signer = signer("s");
+        let authorization = signer.authorize("e", "r", &key(1), "alice", 50).unwrap();
+        let check = |environment: &str, registration: &str, harness, now| {
+            signer.authorized(
+                environment,
+                registration,
+                &key(harness),
+                &authorization,
+                now,
+            )
+        };
+        assert_eq!(check("e", "r", 1, 50).as_deref(), Some("alice"));
+        assert_eq!(check("e", "r", 1, 51), None);
+        assert_eq!(check("f", "r", 1, 1), None);
+        assert_eq!(check("e", "q", 1, 1), None);
+        assert_eq!(check("e", "r", 2, 1), None);
+        for text in ["x", ".", "e30.", "e30.AAAA"] {
+            let made_up = Authorization::new(text).unwrap();
+            assert_eq!(signer.authorized("e", "r", &key(1), &made_up, 1), None);
+        }
+    }
+
+    #[test]
+    fn fingerprints_are_read_as_they_are_written() {
+        let fingerprint = Fingerprint::of(&key(3));
+        assert_eq!(fingerprint.to_string().parse(), Ok(fingerprint));
+        for bad in ["", "ab", &"z".repeat(64), &"é".repeat(32)] {
+            assert!(bad.parse::<Fingerprint>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,567 @@
+//! One websocket: what comes is checked and passed on, what waits in its mailbox is written.
+//!
+//! Frames are looked at, never into: a large one goes from the buffer in which it was received to
+//! the other socket without a copy.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use exec_server_relay::Reason;
+use exec_server_relay::frame::{FrameError as RelayError, decode};
+use exec_server_relay::limits::MAX_FRAME_BYTES;
+use exec_server_transport::frame::{
+    Decoder, FrameError, Opcode, Role, Step, push_frame, readdress,
+};
+use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+
+use crate::mailbox::Mailbox;
+use crate::metrics::Metrics;
+use crate::router::local::reset;
+use crate::router::{HoldingUp, Kind, Outcome, Uplink};
+
+/// Bytes taken from the mailbox at a time: enough for one write, and little enough that what comes
+/// up meanwhile does not wait long.
+const BATCH_BYTES: usize = 128 << 10;
+
+/// How long a write may make no progress. Shorter than what peers wait for the answer to a ping, so
+/// that those who wait for a stuck executor hear of it in time.
+const WRITE_LIMIT: Duration = Duration::from_secs(30);
+
+/// How long the last words to a peer may take.
+const FAREWELL: Duration = Duration::from_millis(500);
+
+/// How long a stream may keep an executor's other streams waiting at a time. Streams of peers that
+/// count what they send never do; the others have no other way to make their executor wait.
+const STALL: Duration = Duration::from_millis(100);
+
+/// How long it may in all, less a tenth of the time that passes.
+const STALL_TOTAL: Duration = Duration::from_secs(1);
+
+/// How long it may where there is no other stream.
+const STALL_ALONE: Duration = Duration::from_secs(2);
+
+/// Why a socket ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(crate) enum SocketEnd {
+    /// The peer left.
+    #[error("the peer left")]
+    Left,
+    /// We have told it to go.
+    #[error("turned out")]
+    TurnedOut,
+    /// The connection failed.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// No websocket.
+    #[error(transparent)]
+    Websocket(#[from] FrameError),
+    /// No relay frame.
+    #[error(transparent)]
+    Relay(#[from] RelayError),
+    /// Text, of which there is none.
+    #[error("text where only relay frames are expected")]
+    Text,
+    /// A frame that its sender may not send.
+    #[error("refused: {0}")]
+    Refused(Reason),
+}
+
+impl SocketEnd {
+    /// The websocket's close code.
+    fn code(&self) -> u16 {
+        match self {
+            Self::Left => 1000,
+            Self::TurnedOut | Self::Io(_) => 1001,
+            Self::Websocket(
+                FrameError::FrameTooLarge { .. } | FrameError::MessageTooLarge { .. },
+            ) => 1009,
+            Self::Websocket(_) => 1002,
+            Self::Text => 1003,
+            Self::Relay(_) => 1007,
+            Self::Refused(_) => 1008,
+        }
+    }
+}
+
+/// Both halves of a connection.
+pub(crate) struct Halves {
+    pub(crate) reader: Box<dyn AsyncRead + Send + Unpin>,
+    pub(crate) writer: Box<dyn AsyncWrite + Send + Unpin>,
+    /// What came after the handshake.
+    pub(crate) received: Vec<u8>,
+}
+
+/// Serves a socket until it ends.
+pub(crate) async fn serve(
+    halves: Halves,
+    mailbox: Arc<Mailbox>,
+    uplink: Box<dyn Uplink>,
+    keepalive: KeepaliveConfig,
+    metrics: &Metrics,
+) -> SocketEnd {
+    let signs = Signs::default();
+    let mut reader = Reader::new(halves.reader, &halves.received);
+    drop(halves.received);
+    let mut writer = Writer {
+        io: halves.writer,
+        queue: VecDeque::new(),
+    };
+    let mut writing = pin!(writer.run(&mailbox, &signs, keepalive, metrics));
+    let end = {
+        // The uplink goes with the reading: the other side hears at once.
+        let reading = read(&mut reader, uplink, &mailbox, &signs, metrics);
+        tokio::select! {
+            end = reading => end,
+            error = &mut writing => return SocketEnd::Io(error),
+        }
+    };
+    *signs.farewell() = Some(end.code());
+    mailbox.close();
+    // A peer that does not take even this has had its chance.
+    let _ = tokio::time::timeout(FAREWELL, writing).await;
+    end
+}
+
+/// What the two halves of one socket tell each other.
+#[derive(Default)]
+struct Signs {
+    /// Something came since this was last asked.
+    heard: AtomicBool,
+    /// Nothing can come, because we do not read.
+    deaf: AtomicBool,
+    /// A ping to be answered; a second one replaces it, as the protocol allows.
+    ping: Mutex<Option<Bytes>>,
+    /// The close code to leave with.
+    farewell: Mutex<Option<u16>>,
+}
+
+impl Signs {
+    fn farewell(&self) -> std::sync::MutexGuard<'_, Option<u16>> {
+        self.farewell.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ping(&self) -> std::sync::MutexGuard<'_, Option<Bytes>> {
+        self.ping.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Passes on what comes.
+async fn read(
+    reader: &mut Reader,
+    mut uplink: Box<dyn Uplink>,
+    mailbox: &Mailbox,
+    signs: &Signs,
+    metrics: &Metrics,
+) -> SocketEnd {
+    let mut stalls = Stalls::default();
+    loop {
+        let received = tokio::select! {
+            received = reader.next() => received,
+            () = mailbox.closed() => return SocketEnd::TurnedOut,
+        };
+        signs.heard.store(true, Ordering::Relaxed);
+        let (message, payload) = match received {
+            Ok(Received::Message { message, payload }) => (message, payload),
+            Ok(Received::Text) => return SocketEnd::Text,
+            Ok(Received::Ping(payload)) => {
+                *signs.ping() = Some(payload);
+                mailbox.wake();
+                continue;
+            }
+            Ok(Received::Pong) => continue,
+            Ok(Received::End) => return SocketEnd::Left,
+            Err(end) => return end,
+        };
+        metrics.received(message.len() - payload);
+        let frame = match decode(&message[payload..]) {
+            Ok(frame) => frame,
+            Err(error) => return error.into(),
+        };
+        let kind = Kind::of(&frame);
+        loop {
+            match uplink.forward(&frame.stream_id, kind, &message) {
+                Outcome::Sent => break,
+                Outcome::Refused(reason) => {
+                    let id: Arc<str> = (&*frame.stream_id).into();
+                    mailbox.push(&id, reset(&id, &reason));
+                    return SocketEnd::Refused(reason);
+                }
+                Outcome::Full { ready, holding_up } => {
+                    signs.deaf.store(true, Ordering::Relaxed);
+                    metrics.waits.add(1);
+                    let patience = stalls.patience(&frame.stream_id, holding_up, now());
+                    let began = now();
+                    let waited = tokio::select! {
+                        waited = tokio::time::timeout(patience, ready) => waited,
+                        () = mailbox.closed() => return SocketEnd::TurnedOut,
+                    };
+                    signs.deaf.store(false, Ordering::Relaxed);
+                    signs.heard.store(true, Ordering::Relaxed);
+                    if holding_up == HoldingUp::Neighbours {
+                        stalls.add(&frame.stream_id, began, now());
+                    }
+                    if waited.is_err() {
+                        metrics.slow.add(1);
+                        uplink.give_up(&frame.stream_id, Reason::ReceiveOverflow);
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Which streams have kept others waiting, and for how long.
+#[derive(Default)]
+struct Stalls(HashMap<String, (Duration, Instant)>);
+
+impl Stalls {
+    /// Streams that are remembered; what they owe is gone soon.
+    const CAPACITY: usize = 256;
+
+    fn debt(&self, stream_id: &str, now: Instant) -> Duration {
+        self.0.get(stream_id).map_or(Duration::ZERO, |(debt, at)| {
+            debt.saturating_sub(now.duration_since(*at) / 10)
+        })
+    }
+
+    /// How long a stream may be waited for now.
+    fn patience(&self, stream_id: &str, holding_up: HoldingUp, now: Instant) -> Duration {
+        match holding_up {
+            // Until the executor takes it, or is given up.
+            HoldingUp::Nobody => Duration::MAX,
+            HoldingUp::Executor => STALL_ALONE,
+            HoldingUp::Neighbours => {
+                STALL.min(STALL_TOTAL.saturating_sub(self.debt(stream_id, now)))
+            }
+        }
+    }
+
+    fn add(&mut self, stream_id: &str, began: Instant, now: Instant) {
+        let debt = self.debt(stream_id, began) + now.duration_since(began);
+        if self.0.len() >= Self::CAPACITY {
+            let owing: Vec<_> = self.0.keys().cloned().collect();
+            for id in owing {
+                if self.debt(&id, now).is_zero() {
+                    self.0.remove(&id);
+                }
+            }
+            if self.0.len() >= Self::CAPACITY {
+                self.0.clear();
+            }
+        }
+        self.0.insert(stream_id.to_owned(), (debt, now));
+    }
+}
+
+fn now() -> Instant {
+    // Tokio's clock, which tests can stop.
+    tokio::time::Instant::now().into_std()
+}
+
+/// Something that came.
+enum Received {
+    /// A message, as a frame that a server sends, and where its payload begins in it.
+    Message {
+        message: Bytes,
+        payload: usize,
+    },
+    Text,
+    Ping(Bytes),
+    Pong,
+    End,
+}
+
+/// Finds messages in what comes.
+struct Reader {
+    io: Box<dyn AsyncRead + Send + Unpin>,
+    decoder: Decoder,
+    buffer: BytesMut,
+    /// Everything before is used up.
+    at: usize,
+    /// What the last read brought.
+    last: usize,
+}
+
+impl Reader {
+    /// Room of an idle socket; it costs this much for as long as it lives.
+    const IDLE_BYTES: usize = 4 << 10;
+    /// Room of a busy one: a few frames of the largest kind that peers send.
+    const BUSY_BYTES: usize = 256 << 10;
+    /// A frame from this size on is not copied. Much less would let a short frame that waits keep a
+    /// long buffer alive.
+    const SHARED_BYTES: usize = 32 << 10;
+
+    fn new(io: Box<dyn AsyncRead + Send + Unpin>, received: &[u8]) -> Self {
+        Self {
+            io,
+            decoder: Decoder::new(Role::Server).limited(MAX_FRAME_BYTES),
+            buffer: BytesMut::from(received),
+            at: 0,
+            last: 0,
+        }
+    }
+
+    /// Cancel safe: what has come stays in the buffer.
+    async fn next(&mut self) -> Result<Received, SocketEnd> {
+        loop {
+            match self.decoder.step(&mut self.buffer, &mut self.at)? {
+                Step::NeedMore(missing) => {
+                    if self.fill(missing).await? == 0 {
+                        return Ok(Received::End);
+                    }
+                }
+                Step::Fragment => {}
+                Step::Control(Opcode::Ping, payload) => {
+                    return Ok(Received::Ping(Bytes::copy_from_slice(
+                        &self.buffer[payload],
+                    )));
+                }
+                Step::Control(Opcode::Pong, _) => return Ok(Received::Pong),
+                Step::Control(..) => return Ok(Received::End),
+                Step::Whole { text: true, .. } | Step::Assembled { text: true } => {
+                    return Ok(Received::Text);
+                }
+                Step::Whole { payload, .. } => {
+                    let start = readdress(&mut self.buffer, &payload, Opcode::Binary);
+                    let header = payload.start - start;
+                    let message = if payload.len() < Self::SHARED_BYTES {
+                        Bytes::copy_from_slice(&self.buffer[start..payload.end])
+                    } else {
+                        let mut whole = self.buffer.split_to(payload.end);
+                        self.at = 0;
+                        whole.advance(start);
+                        whole.freeze()
+                    };
+                    return Ok(Received::Message {
+                        message,
+                        payload: header,
+                    });
+                }
+                Step::Assembled { .. } => {
+                    let assembled = self.decoder.assembled();
+                    let mut message = Vec::with_capacity(assembled.len() + 10);
+                    push_frame(&mut message, Opcode::Binary, None, assembled);
+                    let payload = message.len() - assembled.len();
+                    return Ok(Received::Message {
+                        message: message.into(),
+                        payload,
+                    });
+                }
+            }
+        }
+    }
+
+    async fn fill(&mut self, missing: usize) -> io::Result<usize> {
+        self.buffer.advance(self.at);
+        self.at = 0;
+        let busy = self.last >= Self::IDLE_BYTES;
+        if self.buffer.is_empty() && !busy && self.buffer.capacity() > Self::IDLE_BYTES {
+            self.buffer = BytesMut::new();
+        }
+        // Frames are bounded, and so is what is missing of one.
+        let room = if busy {
+            Self::BUSY_BYTES
+        } else {
+            missing.max(Self::IDLE_BYTES)
+        };
+        let free = self.buffer.capacity() - self.buffer.len();
+        if free < missing.max(Self::IDLE_BYTES / 2) {
+            self.buffer.reserve(room.max(missing));
+        }
+        self.last = self.io.read_buf(&mut self.buffer).await?;
+        Ok(self.last)
+    }
+}
+
+/// Writes what waits.
+struct Writer {
+    io: Box<dyn AsyncWrite + Send + Unpin>,
+    queue: VecDeque<Bytes>,
+}
+
+impl Writer {
+    /// Ends when the socket fails, or the mailbox is closed and empty.
+    async fn run(
+        &mut self,
+        mailbox: &Mailbox,
+        signs: &Signs,
+        config: KeepaliveConfig,
+        metrics: &Metrics,
+    ) -> io::Error {
+        match self.write_all(mailbox, signs, config, metrics).await {
+            Ok(()) => io::ErrorKind::ConnectionAborted.into(),
+            Err(error) => error,
+        }
+    }
+
+    async fn write_all(
+        &mut self,
+        mailbox: &Mailbox,
+        signs: &Signs,
+        config: KeepaliveConfig,
+        metrics: &Metrics,
+    ) -> io::Result<()> {
+        let mut keepalive = Keepalive::new(config, now());
+        loop {
+            if let Some(payload) = signs.ping().take() {
+                self.queue.push_back(control(Opcode::Pong, &payload));
+            }
+            if signs.heard.swap(false, Ordering::Relaxed) || signs.deaf.load(Ordering::Relaxed) {
+                keepalive.heard(now());
+            }
+            let wait = match keepalive.poll(now()) {
+                Action::Wait(until) => until,
+                Action::Ping => {
+                    self.queue.push_back(control(Opcode::Ping, &[]));
+                    continue;
+                }
+                Action::GiveUp => return Err(io::ErrorKind::TimedOut.into()),
+            };
+            let closed = mailbox.is_closed();
+            mailbox.take(BATCH_BYTES, &mut self.queue);
+            if !self.queue.is_empty() {
+                let bytes = self.queue.iter().map(Bytes::len).sum();
+                if self.flush().await? {
+                    // It takes what it is sent, so it is there.
+                    keepalive.heard(now());
+                }
+                metrics.sent(bytes);
+                continue;
+            }
+            if closed {
+                let code = signs.farewell().unwrap_or(1001);
+                self.queue
+                    .push_back(control(Opcode::Close, &code.to_be_bytes()));
+                self.flush().await?;
+                return self.io.shutdown().await;
+            }
+            // What a burst needed is not kept.
+            self.queue.shrink_to(16);
+            tokio::select! {
+                () = mailbox.filled() => {}
+                () = tokio::time::sleep_until(wait.into()) => {}
+            }
+        }
+    }
+
+    /// Writes the queue; whether the peer had to make room for it.
+    async fn flush(&mut self) -> io::Result<bool> {
+        /// Parts written at once.
+        const MAX_SLICES: usize = 32;
+        let mut waited = false;
+        while !self.queue.is_empty() {
+            let write = std::future::poll_fn(|cx| {
+                let mut slices = [IoSlice::new(&[]); MAX_SLICES];
+                let mut count = 0;
+                for (slice, part) in slices.iter_mut().zip(&self.queue) {
+                    *slice = IoSlice::new(part);
+                    count += 1;
+                }
+                let poll = Pin::new(&mut self.io).poll_write_vectored(cx, &slices[..count]);
+                waited |= poll.is_pending();
+                poll
+            });
+            let mut written = tokio::time::timeout(WRITE_LIMIT, write)
+                .await
+                .map_err(|_| io::ErrorKind::TimedOut)??;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            while let Some(part) = self.queue.front_mut() {
+                let now = written.min(part.len());
+                part.advance(now);
+                written -= now;
+                if !part.is_empty() {
+                    break;
+                }
+                self.queue.pop_front();
+            }
+        }
+        // Encryption has a buffer of its own.
+        tokio::time::timeout(WRITE_LIMIT, self.io.flush())
+            .await
+            .map_err(|_| io::ErrorKind::TimedOut)??;
+        Ok(waited)
+    }
+}
+
+fn control(opcode: Opcode, payload: &[u8]) -> Bytes {
+    let mut frame = Vec::with_capacity(payload.len() + 2);
+    push_frame(&mut frame, opcode, None, payload);
+    frame.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stream_that_keeps_others_waiting_runs_out_of_patience() {
+        let mut stalls = Stalls::default();
+        let start = now();
+        let at = |millis| start + Duration::from_millis(millis);
+        assert_eq!(
+            stalls.patience("s", HoldingUp::Executor, start),
+            STALL_ALONE
+        );
+        assert_eq!(stalls.patience("s", HoldingUp::Neighbours, start), STALL);
+        for turn in 0..10 {
+            stalls.add("s", at(turn * 100), at(turn * 100 + 100));
+        }
+        // Ten times a tenth of a second, less a tenth of what passed.
+        let left = stalls.patience("s", HoldingUp::Neighbours, at(1000));
+        assert!(left < Duration::from_millis(100), "{left:?}");
+        stalls.add("s", at(1000), at(1100));
+        assert_eq!(
+            stalls.patience("s", HoldingUp::Neighbours, at(1100)),
+            Duration::ZERO
+        );
+        assert_eq!(
+            stalls.patience("other", HoldingUp::Neighbours, at(1100)),
+            STALL
+        );
+        assert_eq!(
+            stalls.patience("s", HoldingUp::Neighbours, at(60_000)),
+            STALL
+        );
+        for number in 0..1000 {
+            stalls.add(&number.to_string(), at(0), at(10));
+        }
+        assert!(stalls.0.len() <= Stalls::CAPACITY);
+    }
+
+    #[tokio::test]
+    async fn large_messages_are_not_copied_and_small_ones_are() {
+        let mut wire = Vec::new();
+        let (large, small) = (vec![7; Reader::SHARED_BYTES], vec![8; 10]);
+        for payload in [&small, &large, &small, &large] {
+            push_frame(&mut wire, Opcode::Binary, Some([1, 2, 3, 4]), payload);
+        }
+        push_frame(&mut wire, Opcode::Ping, Some([1, 2, 3, 4]), b"hi");
+        let (here, mut there) = tokio::io::duplex(1 << 20);
+        let sender = tokio::spawn(async move { there.write_all(&wire).await });
+        let mut reader = Reader::new(Box::new(here), &[]);
+        for expected in [&small, &large, &small, &large] {
+            let Received::Message { message, payload } = reader.next().await.unwrap() else {
+                panic!("a message");
+            };
+            let mut sent = Vec::new();
+            push_frame(&mut sent, Opcode::Binary, None, expected);
+            assert!(message == sent && message[payload..] == expected[..]);
+        }
+        let Received::Ping(payload) = reader.next().await.unwrap() else {
+            panic!("a ping");
+        };
+        assert_eq!(payload, "hi");
+        sender.await.unwrap().unwrap();
+        assert!(matches!(reader.next().await.unwrap(), Received::End));
+    }
+}

@@ -1,0 +1,97 @@
+//! What a meeting point must not forget: who is registered, and who is not to come back.
+//!
+//! Owns the records and the trait that keeps them. The embedded implementation is
+//! [`embedded::Embedded`]; one that many meeting points share needs nothing but this trait.
+
+pub mod embedded;
+
+use std::fmt;
+use std::pin::Pin;
+
+use exec_server_relay::keys::PublicKey;
+use serde::{Deserialize, Serialize};
+
+/// What a trait object's function gives that may have to wait.
+pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// One environment and the executor that stands for it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    /// Its id, chosen by whoever started the executor.
+    pub environment: String,
+    /// Names this registration; goes into every handshake with the executor.
+    pub registration: String,
+    /// Whom harnesses will talk to.
+    pub executor: PublicKey,
+    /// How people call the machine.
+    pub name: Option<String>,
+    /// The token that registered it first, and alone may do so again.
+    pub owner: String,
+    /// When, in milliseconds since 1970.
+    pub registered_at: u64,
+}
+
+/// A harness that is not to come in any more.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Revocation {
+    /// Where; everywhere if `None`.
+    pub environment: Option<String>,
+    /// Who: `token:NAME` or `key:SHA256`.
+    pub harness: String,
+    /// When, in milliseconds since 1970.
+    pub revoked_at: u64,
+}
+
+/// The store cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("the store failed to {doing}: {source}")]
+pub struct StoreError {
+    /// What it was asked to do.
+    pub doing: &'static str,
+    /// What it said.
+    #[source]
+    pub source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+/// Keeps registrations and revocations.
+pub trait Store: fmt::Debug + Send + Sync {
+    /// The registration of an environment.
+    fn registration(
+        &self,
+        environment: &str,
+    ) -> Pending<'_, Result<Option<Registration>, StoreError>>;
+
+    /// All registrations, by environment.
+    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>>;
+
+    /// Writes a registration in place of the one with the id `replaces`, or of none; `false`, and
+    /// nothing is changed, if another one is there.
+    fn register(
+        &self,
+        registration: Registration,
+        replaces: Option<String>,
+    ) -> Pending<'_, Result<bool, StoreError>>;
+
+    /// Forgets an environment; `false` if it was not there.
+    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>>;
+
+    /// Whether any of these harness names is revoked, everywhere or in this environment.
+    fn is_revoked(
+        &self,
+        environment: &str,
+        harnesses: [String; 2],
+    ) -> Pending<'_, Result<bool, StoreError>>;
+
+    /// Everybody who is revoked.
+    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>>;
+
+    /// Revokes a harness.
+    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>>;
+
+    /// Takes a revocation back; `false` if there was none.
+    fn permit(
+        &self,
+        environment: Option<String>,
+        harness: String,
+    ) -> Pending<'_, Result<bool, StoreError>>;
+}

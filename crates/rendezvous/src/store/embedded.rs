@@ -1,0 +1,299 @@
+//! The store of one process: a database file beside it.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use redb::{Database, ReadableDatabase as _, ReadableTable as _, TableDefinition};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Pending, Registration, Revocation, Store, StoreError};
+
+/// By environment.
+const REGISTRATIONS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("registrations");
+
+/// By environment, or `*`, and harness; see [`revocation_key`].
+const REVOCATIONS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("revocations");
+
+/// Memory for pages; a registration is less than two kilobytes.
+const CACHE_BYTES: usize = 4 << 20;
+
+/// A store in one file, which only one process can have open.
+#[derive(Clone)]
+pub struct Embedded {
+    database: Arc<Database>,
+    path: PathBuf,
+}
+
+impl std::fmt::Debug for Embedded {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Embedded")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Any error of the database.
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+impl Embedded {
+    /// Opens the file, or makes it, readable by its owner alone.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be had: another process may have it open.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let open = || -> Result<Database, Failure> {
+            let file = OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(path)?;
+            let database = Database::builder()
+                .set_cache_size(CACHE_BYTES)
+                .create_file(file)?;
+            // Both tables are there from now on, so that readers need not ask.
+            let write = database.begin_write()?;
+            write.open_table(REGISTRATIONS)?;
+            write.open_table(REVOCATIONS)?;
+            write.commit()?;
+            Ok(database)
+        };
+        let database = open().map_err(|source| StoreError {
+            doing: "open its file",
+            source,
+        })?;
+        Ok(Self {
+            database: Arc::new(database),
+            path: path.to_owned(),
+        })
+    }
+
+    /// Works on the database where waiting for a disk holds up nobody.
+    fn work<T: Send + 'static>(
+        &self,
+        doing: &'static str,
+        work: impl FnOnce(&Database) -> Result<T, Failure> + Send + 'static,
+    ) -> Pending<'static, Result<T, StoreError>> {
+        let database = Arc::clone(&self.database);
+        Box::pin(async move {
+            match tokio::task::spawn_blocking(move || work(&database)).await {
+                Ok(result) => result,
+                Err(error) => Err(io::Error::other(error).into()),
+            }
+            .map_err(|source| StoreError { doing, source })
+        })
+    }
+
+    /// Reads, which never waits long: what matters is in memory.
+    fn look<T: Send + 'static>(
+        &self,
+        doing: &'static str,
+        look: impl FnOnce(&Database) -> Result<T, Failure>,
+    ) -> Pending<'static, Result<T, StoreError>> {
+        let result = look(&self.database).map_err(|source| StoreError { doing, source });
+        Box::pin(std::future::ready(result))
+    }
+}
+
+impl Store for Embedded {
+    fn registration(
+        &self,
+        environment: &str,
+    ) -> Pending<'_, Result<Option<Registration>, StoreError>> {
+        self.look("read a registration", |database| {
+            let table = database.begin_read()?.open_table(REGISTRATIONS)?;
+            table
+                .get(environment)?
+                .map(|found| read(found.value()))
+                .transpose()
+        })
+    }
+
+    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>> {
+        self.work("list registrations", |database| {
+            let table = database.begin_read()?.open_table(REGISTRATIONS)?;
+            table.iter()?.map(|entry| read(entry?.1.value())).collect()
+        })
+    }
+
+    fn register(
+        &self,
+        registration: Registration,
+        replaces: Option<String>,
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        self.work("write a registration", move |database| {
+            let write = database.begin_write()?;
+            {
+                let mut table = write.open_table(REGISTRATIONS)?;
+                let environment = registration.environment.as_str();
+                let there = match table.get(environment)? {
+                    Some(found) => Some(read::<Registration>(found.value())?.registration),
+                    None => None,
+                };
+                if there != replaces {
+                    return Ok(false);
+                }
+                table.insert(environment, text(&registration)?.as_slice())?;
+            }
+            write.commit()?;
+            Ok(true)
+        })
+    }
+
+    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>> {
+        let environment = environment.to_owned();
+        self.work("remove a registration", move |database| {
+            let write = database.begin_write()?;
+            let there = {
+                let mut table = write.open_table(REGISTRATIONS)?;
+                table.remove(environment.as_str())?.is_some()
+            };
+            write.commit()?;
+            Ok(there)
+        })
+    }
+
+    fn is_revoked(
+        &self,
+        environment: &str,
+        harnesses: [String; 2],
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        self.look("read revocations", |database| {
+            let table = database.begin_read()?.open_table(REVOCATIONS)?;
+            for harness in &harnesses {
+                for place in [None, Some(environment)] {
+                    if table
+                        .get(revocation_key(place, harness).as_str())?
+                        .is_some()
+                    {
+                        return Ok(true);
+                    }
+                }
+            }
+            Ok(false)
+        })
+    }
+
+    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>> {
+        self.work("list revocations", |database| {
+            let table = database.begin_read()?.open_table(REVOCATIONS)?;
+            table.iter()?.map(|entry| read(entry?.1.value())).collect()
+        })
+    }
+
+    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>> {
+        self.work("write a revocation", move |database| {
+            let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
+            let write = database.begin_write()?;
+            write
+                .open_table(REVOCATIONS)?
+                .insert(key.as_str(), text(&revocation)?.as_slice())?;
+            write.commit()?;
+            Ok(())
+        })
+    }
+
+    fn permit(
+        &self,
+        environment: Option<String>,
+        harness: String,
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        self.work("take back a revocation", move |database| {
+            let key = revocation_key(environment.as_deref(), &harness);
+            let write = database.begin_write()?;
+            let there = write
+                .open_table(REVOCATIONS)?
+                .remove(key.as_str())?
+                .is_some();
+            write.commit()?;
+            Ok(there)
+        })
+    }
+}
+
+/// Environments have no `*` and no line break in their ids.
+fn revocation_key(environment: Option<&str>, harness: &str) -> String {
+    format!("{}\n{harness}", environment.unwrap_or("*"))
+}
+
+fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Failure> {
+    Ok(serde_json::from_slice(bytes)?)
+}
+
+fn text(value: &impl Serialize) -> Result<Vec<u8>, Failure> {
+    Ok(serde_json::to_vec(value)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey};
+
+    use super::*;
+
+    fn registration(id: &str) -> Registration {
+        Registration {
+            environment: "env-1".to_owned(),
+            registration: id.to_owned(),
+            executor: PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).unwrap(),
+            name: None,
+            owner: "me".to_owned(),
+            registered_at: 5,
+        }
+    }
+
+    #[tokio::test]
+    async fn registrations_survive_and_are_replaced_only_knowingly() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("store");
+        let store = Embedded::open(&path).unwrap();
+        assert!(store.register(registration("a"), None).await.unwrap());
+        assert!(!store.register(registration("b"), None).await.unwrap());
+        let replaces = Some("x".to_owned());
+        assert!(!store.register(registration("b"), replaces).await.unwrap());
+        let replaces = Some("a".to_owned());
+        assert!(store.register(registration("b"), replaces).await.unwrap());
+        // One process at a time.
+        let error = Embedded::open(&path).unwrap_err().to_string();
+        assert!(error.contains("open its file"), "{error}");
+        drop(store);
+        let store = Embedded::open(&path).unwrap();
+        let found = store.registration("env-1").await.unwrap();
+        assert_eq!(found, Some(registration("b")));
+        assert_eq!(store.registrations().await.unwrap(), [registration("b")]);
+        assert!(store.remove("env-1").await.unwrap());
+        assert!(!store.remove("env-1").await.unwrap());
+        assert_eq!(store.registration("env-1").await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn revocations_hold_where_they_are_meant() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&directory.path().join("store")).unwrap();
+        let revoked = async |environment: &str, token: &str| {
+            let names = [format!("token:{token}"), "key:00".to_owned()];
+            store.is_revoked(environment, names).await.unwrap()
+        };
+        let revocation = |environment: Option<&str>, harness: &str| Revocation {
+            environment: environment.map(str::to_owned),
+            harness: harness.to_owned(),
+            revoked_at: 1,
+        };
+        store
+            .revoke(revocation(Some("a"), "token:x"))
+            .await
+            .unwrap();
+        assert!(revoked("a", "x").await && !revoked("b", "x").await && !revoked("a", "y").await);
+        store.revoke(revocation(None, "key:00")).await.unwrap();
+        assert!(revoked("b", "y").await);
+        assert_eq!(store.revocations().await.unwrap().len(), 2);
+        assert!(store.permit(None, "key:00".to_owned()).await.unwrap());
+        assert!(!store.permit(None, "key:00".to_owned()).await.unwrap());
+        assert!(!revoked("b", "y").await);
+    }
+}

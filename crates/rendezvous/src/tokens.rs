@@ -1,0 +1,312 @@
+//! Who may use a meeting point, and as what: bearer tokens from a file.
+//!
+//! ```text
+//! # name    roles             token                  environments
+//! build-1   executor          sha256:9f86d081…       build-1
+//! alice     harness           sha256:60303ae2…       build-*,test-*
+//! ops       admin             sha256:fd61a03a…
+//! ```
+//!
+//! One token a line. The token itself may stand in place of its hash, without `sha256:`; whoever
+//! can read the file can then use it. Environments are ids or beginnings of ids with a `*`; without
+//! any the token is good for all.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use exec_server_transport::http::Head;
+use sha2::{Digest as _, Sha256};
+use subtle::ConstantTimeEq as _;
+
+/// Bytes of a token's name.
+const MAX_NAME_BYTES: usize = 64;
+
+/// What a token is good for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Registering environments, and asking who comes in.
+    Executor,
+    /// Connecting to environments.
+    Harness,
+    /// Seeing everything, removing environments and revoking harnesses.
+    Admin,
+}
+
+impl Role {
+    /// Every role there is.
+    pub const ALL: [Self; 3] = [Self::Executor, Self::Harness, Self::Admin];
+
+    /// Its name in the file.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Executor => "executor",
+            Self::Harness => "harness",
+            Self::Admin => "admin",
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Role {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let found = Self::ALL.into_iter().find(|role| role.name() == text);
+        found.ok_or_else(|| format!("unknown role `{text}`; there are executor, harness and admin"))
+    }
+}
+
+/// Whom a request speaks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Caller {
+    /// The name of the token.
+    pub name: Arc<str>,
+    roles: Arc<[Role]>,
+    /// None: all.
+    environments: Arc<[String]>,
+}
+
+impl Caller {
+    /// Whether it may act as this.
+    pub fn is(&self, role: Role) -> bool {
+        self.roles.contains(&role)
+    }
+
+    /// Whether its token is good for this environment.
+    pub fn may_use(&self, environment: &str) -> bool {
+        self.environments.is_empty()
+            || self
+                .environments
+                .iter()
+                .any(|pattern| match pattern.strip_suffix('*') {
+                    Some(beginning) => environment.starts_with(beginning),
+                    None => environment == pattern,
+                })
+    }
+}
+
+#[derive(Clone)]
+struct Token {
+    hash: [u8; 32],
+    caller: Caller,
+}
+
+/// All tokens that a meeting point knows.
+#[derive(Clone, Default)]
+pub struct Tokens(Vec<Token>);
+
+impl fmt::Debug for Tokens {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list()
+            .entries(self.0.iter().map(|token| &token.caller))
+            .finish()
+    }
+}
+
+/// A line that makes no sense. Never says what the token is.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}: {problem}")]
+pub struct TokensParseError {
+    /// Which, counted from 1.
+    pub line: usize,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+/// Why a request speaks for nobody.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum TokenError {
+    /// No token.
+    #[error("missing bearer token")]
+    Missing,
+    /// Not one bearer token.
+    #[error("invalid authorization header")]
+    Header,
+    /// Not one of ours.
+    #[error("unknown bearer token")]
+    Unknown,
+}
+
+impl FromStr for Tokens {
+    type Err = TokensParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut tokens: Vec<Token> = Vec::new();
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let number = index + 1;
+            let token = parse_line(line).map_err(|problem| TokensParseError {
+                line: number,
+                problem,
+            })?;
+            let name = &token.caller.name;
+            if tokens.iter().any(|other| other.caller.name == *name) {
+                return Err(TokensParseError {
+                    line: number,
+                    problem: format!("there are two tokens with the name `{name}`"),
+                });
+            }
+            tokens.push(token);
+        }
+        Ok(Self(tokens))
+    }
+}
+
+fn parse_line(line: &str) -> Result<Token, String> {
+    let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+    let (name, roles, token, environments) = match fields[..] {
+        [name, roles, token] => (name, roles, token, ""),
+        [name, roles, token, environments] => (name, roles, token, environments),
+        _ => return Err("expected NAME ROLES TOKEN [ENVIRONMENTS]".to_owned()),
+    };
+    if !is_name(name) {
+        return Err(format!(
+            "a name is 1 to {MAX_NAME_BYTES} letters, digits, `-`, `_` and `.`"
+        ));
+    }
+    let roles: Vec<Role> = roles.split(',').map(str::parse).collect::<Result<_, _>>()?;
+    let hash = match token.strip_prefix("sha256:") {
+        Some(hex) => {
+            let problem = || "`sha256:` is followed by 64 hexadecimal digits".to_owned();
+            let mut hash = [0; 32];
+            if hex.len() != 64 || !hex.is_ascii() {
+                return Err(problem());
+            }
+            for (byte, pair) in hash.iter_mut().zip(hex.as_bytes().chunks(2)) {
+                let digit = |c: u8| char::from(c).to_digit(16).ok_or_else(problem);
+                *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
+            }
+            hash
+        }
+        None => Sha256::digest(token).into(),
+    };
+    let environments: Vec<String> = environments
+        .split(',')
+        .filter(|pattern| !pattern.is_empty())
+        .map(str::to_owned)
+        .collect();
+    let caller = Caller {
+        name: name.into(),
+        roles: roles.into(),
+        environments: environments.into(),
+    };
+    Ok(Token { hash, caller })
+}
+
+/// Whether a token may have this name; it goes into addresses as it is.
+pub fn is_name(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(allowed)
+}
+
+impl Tokens {
+    /// Whether there is a token of this name for this role and environment.
+    pub fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
+        self.0.iter().any(|token| {
+            *token.caller.name == *name
+                && token.caller.is(role)
+                && token.caller.may_use(environment)
+        })
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Whom the head of a request speaks for.
+    ///
+    /// # Errors
+    ///
+    /// Why it speaks for nobody.
+    pub fn caller(&self, head: &Head) -> Result<Caller, TokenError> {
+        let mut headers = head.headers_named("authorization");
+        let header = headers.next().ok_or(TokenError::Missing)?;
+        // Which of two would count is not for us to guess.
+        if headers.next().is_some() {
+            return Err(TokenError::Header);
+        }
+        let (scheme, token) = header.split_once(' ').ok_or(TokenError::Header)?;
+        let token = token.trim();
+        if !scheme.eq_ignore_ascii_case("bearer") || token.is_empty() {
+            return Err(TokenError::Header);
+        }
+        let hash: [u8; 32] = Sha256::digest(token).into();
+        // All are compared, so that time tells nothing.
+        let mut found = None;
+        for known in &self.0 {
+            if known.hash.ct_eq(&hash).into() {
+                found = Some(&known.caller);
+            }
+        }
+        found.cloned().ok_or(TokenError::Unknown)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn head(values: &[&str]) -> Head {
+        let header = |value: &&str| ("authorization".to_owned(), (*value).to_owned());
+        Head {
+            headers: values.iter().map(header).collect(),
+            ..Head::default()
+        }
+    }
+
+    #[test]
+    fn tokens_have_roles_and_environments() {
+        let hash = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"; // foo
+        let text = format!(
+            "# comment\n\n  all executor,harness plain \n  alice harness sha256:{hash} a,b-*\n"
+        );
+        let tokens: Tokens = text.parse().unwrap();
+        let all = tokens.caller(&head(&["Bearer plain"])).unwrap();
+        assert!(all.is(Role::Executor) && all.is(Role::Harness) && !all.is(Role::Admin));
+        assert!(all.may_use("anything"));
+        let alice = tokens.caller(&head(&["bearer  foo "])).unwrap();
+        assert_eq!(&*alice.name, "alice");
+        assert!(alice.may_use("a") && alice.may_use("b-1") && alice.may_use("b-"));
+        assert!(!alice.may_use("ab") && !alice.may_use("b") && !alice.may_use("c"));
+        assert!(tokens.still_allows("alice", Role::Harness, "a"));
+        assert!(!tokens.still_allows("alice", Role::Executor, "a"));
+        assert!(!tokens.still_allows("alice", Role::Harness, "c"));
+        for (headers, error) in [
+            (&[][..], TokenError::Missing),
+            (&["Bearer"], TokenError::Header),
+            (&["Basic plain"], TokenError::Header),
+            (&["Bearer plain", "Bearer plain"], TokenError::Header),
+            (&["Bearer other"], TokenError::Unknown),
+        ] {
+            assert_eq!(tokens.caller(&head(headers)), Err(error), "{headers:?}");
+        }
+        assert!(!format!("{tokens:?}").contains("plain"));
+    }
+
+    #[test]
+    fn bad_lines_are_named_and_not_quoted() {
+        for (text, line, problem) in [
+            ("a executor", 1, "expected"),
+            ("#\na executor secret x y", 2, "expected"),
+            ("a boss secret", 1, "unknown role `boss`"),
+            ("a/b executor secret", 1, "letters"),
+            ("a executor sha256:12", 1, "64"),
+            ("a executor secret\na harness secret2", 2, "two tokens"),
+        ] {
+            let error = text.parse::<Tokens>().unwrap_err();
+            assert_eq!(error.line, line);
+            assert!(error.problem.contains(problem), "{error}");
+            assert!(!error.problem.contains("secret"), "{error}");
+        }
+    }
+}

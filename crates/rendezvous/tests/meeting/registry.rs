@@ -1,0 +1,257 @@
+//! The calls of the registry: who may do what, and what is remembered.
+
+use std::time::Duration;
+
+use exec_server_rendezvous::Config;
+use serde_json::{Value, json};
+
+use super::support::{Meeting, Socket, introduce, key, quick};
+
+fn code(answer: &(u16, Value)) -> (u16, &str) {
+    (answer.0, answer.1["error"]["code"].as_str().unwrap_or(""))
+}
+
+#[tokio::test]
+async fn executors_register_and_harnesses_find_them() {
+    let meeting = Meeting::start().await;
+    let registered = meeting.register("env-1", 1).await;
+    assert_eq!(registered["environment_id"], "env-1");
+    assert_eq!(registered["security_profile"], "noise_hybrid_ik_v1");
+    let id = registered["executor_registration_id"].as_str().unwrap();
+    assert!(!id.is_empty());
+
+    // Registered is not attached.
+    let asked = meeting.ask("env-1", "alice-token", 2).await;
+    assert_eq!(code(&asked), (409, "environment_offline"));
+    // Nor is unknown told from offline.
+    let asked = meeting.ask("never", "alice-token", 2).await;
+    assert_eq!(code(&asked), (409, "environment_offline"));
+
+    let _executor = Socket::open(&registered).await;
+    let (status, answer) = meeting.ask("env-1", "alice-token", 2).await;
+    assert_eq!(status, 200, "{answer}");
+    assert_eq!(answer["environment_id"], "env-1");
+    assert_eq!(answer["executor_registration_id"], id);
+    assert_eq!(answer["executor_public_key"], json!(key(1)));
+
+    let validate = async |token: &str, seed: u8, registration: &str, authorization: &Value| {
+        let body = json!({
+            "executor_registration_id": registration, "harness_public_key": key(seed),
+            "harness_key_authorization": authorization,
+        });
+        let path = "/cloud/environment/env-1/validate";
+        meeting.post(token, path, body).await
+    };
+    let authorization = &answer["harness_key_authorization"];
+    let good = validate("executor-token", 2, id, authorization).await;
+    assert_eq!(good, (200, json!({"valid": true})));
+    // Asked twice, it is as good.
+    let good = validate("executor-token", 2, id, authorization).await;
+    assert_eq!(good, (200, json!({"valid": true})));
+    // Stolen by somebody with another key; for another registration; made up.
+    for (seed, registration, authorization) in [
+        (3, id, authorization),
+        (2, "other", authorization),
+        (2, id, &json!("made-up")),
+    ] {
+        let refused = validate("executor-token", seed, registration, authorization).await;
+        assert_eq!(refused, (200, json!({"valid": false})));
+    }
+    let wrong = validate("alice-token", 2, id, authorization).await;
+    assert_eq!(code(&wrong), (403, "wrong_role"));
+    // An executor of somebody else learns nothing.
+    let other = validate("builder-token", 2, id, authorization).await;
+    assert_eq!(code(&other), (403, "wrong_environment"));
+}
+
+#[tokio::test]
+async fn the_same_executor_keeps_its_registration_and_another_does_not() {
+    let meeting = Meeting::start().await;
+    let first = meeting.register("env-1", 1).await;
+    let again = meeting.register("env-1", 1).await;
+    let id = |answer: &Value| answer["executor_registration_id"].clone();
+    assert_eq!(id(&first), id(&again));
+    let mut attached = Socket::open(&first).await;
+    let other = meeting.register("env-1", 2).await;
+    assert_ne!(id(&first), id(&other));
+    // The one before is out, and its address leads nowhere any more.
+    attached.ends().await;
+    let refused = Socket::try_open(first["url"].as_str().unwrap()).await;
+    let error = refused.err().unwrap().to_string();
+    assert!(error.contains("401"), "{error}");
+    let _attached = Socket::open(&other).await;
+    let (_, answer) = meeting.ask("env-1", "alice-token", 9).await;
+    assert_eq!(answer["executor_public_key"], json!(key(2)));
+}
+
+#[tokio::test]
+async fn tokens_are_good_for_what_their_line_says() {
+    let meeting = Meeting::start().await;
+    let register = async |token: &str, environment: &str| {
+        let body = json!({
+            "security_profile": "noise_hybrid_ik_v1", "executor_public_key": key(1),
+        });
+        let path = format!("/cloud/environment/{environment}/register");
+        meeting.post(token, &path, body).await
+    };
+    assert_eq!(
+        code(&register("no-token", "a").await),
+        (401, "unauthorized")
+    );
+    assert_eq!(
+        code(&register("alice-token", "a").await),
+        (403, "wrong_role")
+    );
+    assert_eq!(code(&register("ops-token", "a").await), (403, "wrong_role"));
+    let elsewhere = register("builder-token", "a").await;
+    assert_eq!(code(&elsewhere), (403, "wrong_environment"));
+    assert_eq!(register("builder-token", "build-1").await.0, 200);
+    // Who came first keeps it.
+    let taken = register("executor-token", "build-1").await;
+    assert_eq!(code(&taken), (403, "environment_taken"));
+    let carol = meeting.ask("build-1", "carol-token", 1).await;
+    assert_eq!(code(&carol), (403, "wrong_environment"));
+    for bad in ["a%20b", ".", "x".repeat(129).as_str()] {
+        let answer = register("executor-token", bad).await;
+        assert_eq!(code(&answer), (400, "invalid_environment_id"), "{bad}");
+    }
+    let path = "/cloud/environment/a/register";
+    for body in [
+        json!({}),
+        json!({"security_profile": "x", "executor_public_key": key(1)}),
+        json!({"security_profile": "noise_hybrid_ik_v1", "executor_public_key": {"suite": "x"}}),
+    ] {
+        let (status, answer) = meeting.post("executor-token", path, body).await;
+        assert_eq!(status, 400, "{answer}");
+    }
+    assert_eq!(meeting.get("executor-token", path).await.0, 405);
+    assert_eq!(meeting.get("", "/cloud/nothing").await.0, 404);
+    assert_eq!(meeting.get("", "/healthz").await.0, 200);
+    assert_eq!(meeting.get("", "/readyz").await.0, 200);
+}
+
+#[tokio::test]
+async fn guessing_tokens_is_slowed() {
+    let meeting = Meeting::start().await;
+    let mut statuses = Vec::new();
+    for _ in 0..12 {
+        statuses.push(meeting.ask("a", "guess", 1).await.0);
+    }
+    assert_eq!(statuses[..10], [401; 10]);
+    assert_eq!(statuses[11], 429, "{statuses:?}");
+}
+
+#[tokio::test]
+async fn everybody_lists_what_concerns_them() {
+    let meeting = Meeting::start().await;
+    let _first = meeting.executor("env-1", 1).await;
+    meeting.register("other-2", 2).await;
+    let list = async |token: &str| {
+        let (status, answer) = meeting.get(token, "/cloud/environments").await;
+        assert_eq!(status, 200, "{answer}");
+        let environments = answer["environments"].as_array().unwrap().clone();
+        let short = |e: &Value| {
+            (
+                e["environment_id"].as_str().unwrap().to_owned(),
+                e["online"] == true,
+            )
+        };
+        environments.iter().map(short).collect::<Vec<_>>()
+    };
+    let all = [("env-1".to_owned(), true), ("other-2".to_owned(), false)];
+    assert_eq!(list("ops-token").await, all);
+    assert_eq!(list("executor-token").await, all);
+    assert_eq!(list("alice-token").await, all);
+    assert_eq!(list("carol-token").await, all[1..]);
+    assert_eq!(list("builder-token").await, []);
+}
+
+#[tokio::test]
+async fn removed_environments_are_gone_with_all_who_were_there() {
+    let meeting = Meeting::start().await;
+    let mut executor = meeting.executor("env-1", 1).await;
+    let mut harness = meeting.harness("env-1", "alice-token", 2).await;
+    introduce(&mut executor, &mut harness, "s").await;
+    let remove = async |token: &str| {
+        let path = "/cloud/environment/env-1/remove";
+        meeting.post(token, path, json!({})).await
+    };
+    assert_eq!(code(&remove("alice-token").await), (403, "wrong_role"));
+    assert_eq!(code(&remove("builder-token").await), (403, "wrong_role"));
+    assert_eq!(remove("ops-token").await.0, 200);
+    harness.hears_reset("s", "closed").await;
+    harness.ends().await;
+    while executor.hear().await.is_some() {}
+    assert_eq!(
+        code(&remove("ops-token").await),
+        (404, "unknown_environment")
+    );
+    let asked = meeting.ask("env-1", "alice-token", 2).await;
+    assert_eq!(code(&asked), (409, "environment_offline"));
+}
+
+#[tokio::test]
+async fn a_restart_forgets_no_registration_and_no_revocation() {
+    let meeting = Meeting::start().await;
+    let before = meeting.register("env-1", 1).await;
+    let revoke = json!({"harness": "bob"});
+    let (status, answer) = meeting.post("ops-token", "/cloud/revoke", revoke).await;
+    assert_eq!((status, &answer["revoked"]), (200, &json!("token:bob")));
+    let mut executor = Socket::open(&before).await;
+
+    let meeting = meeting.restart().await;
+    executor.ends().await;
+    // The address it has is still good, at the new port.
+    let url = before["url"].as_str().unwrap();
+    let rest = &url[url.find("/cloud").unwrap()..];
+    let url = format!("ws://{}{rest}", meeting.address);
+    let mut executor = Socket::try_open(&url).await.unwrap();
+    let mut harness = meeting.harness("env-1", "alice-token", 2).await;
+    introduce(&mut executor, &mut harness, "s").await;
+    let bob = meeting.ask("env-1", "bob-token", 2).await;
+    assert_eq!(code(&bob), (403, "harness_revoked"));
+}
+
+#[tokio::test]
+async fn a_harness_waits_a_little_for_an_executor_that_is_on_its_way() {
+    let mut limits = quick();
+    limits.arrival = Duration::from_secs(20);
+    let meeting = Meeting::with(Config::default(), limits).await;
+    let registered = meeting.register("env-1", 1).await;
+    let (answer, _executor) = tokio::join!(meeting.ask("env-1", "alice-token", 2), async {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        Socket::open(&registered).await
+    });
+    assert_eq!(answer.0, 200, "{}", answer.1);
+}
+
+#[tokio::test]
+async fn addresses_are_short_lived_and_bound_to_their_holder() {
+    let mut config = Config::default();
+    config.executor_lifetime = Duration::ZERO;
+    config.harness_lifetime = Duration::ZERO;
+    let meeting = Meeting::with(config, quick()).await;
+    let registered = meeting.register("env-1", 1).await;
+    let url = registered["url"].as_str().unwrap().to_owned();
+    let _executor = Socket::open(&registered).await;
+    let (_, asked) = meeting.ask("env-1", "alice-token", 2).await;
+    let harness = asked["url"].as_str().unwrap().to_owned();
+    tokio::time::sleep(Duration::from_millis(2100)).await;
+    for url in [&url, &harness] {
+        let error = Socket::try_open(url).await.err().unwrap().to_string();
+        assert!(
+            error.contains("401") && error.contains("expired"),
+            "{error}"
+        );
+    }
+    for (from, to, reason) in [
+        ("role=environment", "role=harness", "malformed_query"),
+        ("env-1", "env-2", "invalid_signature"),
+        ("exp=", "exp=9", "invalid_signature"),
+        ("&sig=", "&sig=A", "invalid_signature"),
+    ] {
+        let url = url.replace(from, to);
+        let error = Socket::try_open(&url).await.err().unwrap().to_string();
+        assert!(error.contains(reason), "{url}: {error}");
+    }
+}

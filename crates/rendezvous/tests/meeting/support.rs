@@ -1,0 +1,300 @@
+//! A meeting point on a free port, and raw peers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey, SECURITY_PROFILE};
+use exec_server_rendezvous::mailbox::Backlog;
+use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::{Config, Embedded, Local, Parts, Rendezvous, RouterLimits, Tokens};
+use exec_server_transport::http::{Kind, read_head};
+use exec_server_transport::link::{Link, RawEvent};
+use exec_server_transport::{ConnectError, ConnectOptions, connect};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+/// Generous: only a broken test waits this long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) const TOKENS: &str = "\
+    executor executor executor-token\n\
+    builder executor builder-token build-*\n\
+    alice harness alice-token\n\
+    bob harness bob-token\n\
+    carol harness carol-token other-*\n\
+    ops admin ops-token\n";
+
+/// A meeting point; dropping it ends it.
+pub(crate) struct Meeting {
+    pub(crate) address: String,
+    pub(crate) rendezvous: Rendezvous,
+    serving: JoinHandle<()>,
+    directory: Option<TempDir>,
+}
+
+impl Meeting {
+    pub(crate) async fn start() -> Self {
+        Self::with(Config::default(), quick()).await
+    }
+
+    pub(crate) async fn with(config: Config, limits: RouterLimits) -> Self {
+        Self::resumed(tempfile::tempdir().unwrap(), config, limits).await
+    }
+
+    async fn resumed(directory: TempDir, config: Config, limits: RouterLimits) -> Self {
+        let store = Embedded::open(&directory.path().join("store")).unwrap();
+        let backlog = Arc::new(Backlog::default());
+        let parts = Parts {
+            store: Arc::new(store),
+            router: Arc::new(Local::new(limits, Arc::clone(&backlog))),
+            backlog,
+            signer: Signer::new("s".repeat(32).into()).unwrap(),
+            tokens: TOKENS.parse::<Tokens>().unwrap(),
+            audit: None,
+        };
+        let rendezvous = Rendezvous::new(config, parts);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let serving = tokio::spawn({
+            let rendezvous = rendezvous.clone();
+            async move { rendezvous.serve(listener, None).await }
+        });
+        Self {
+            address,
+            rendezvous,
+            serving,
+            directory: Some(directory),
+        }
+    }
+
+    /// Ends it and starts another on the same state.
+    pub(crate) async fn restart(mut self) -> Self {
+        self.rendezvous.stop();
+        (&mut self.serving).await.unwrap();
+        let directory = self.directory.take().unwrap();
+        // Connections that were being answered may hold the store a moment longer.
+        drop(self);
+        Self::resumed(directory, Config::default(), quick()).await
+    }
+
+    pub(crate) async fn post(&self, token: &str, path: &str, body: Value) -> (u16, Value) {
+        self.request("POST", token, path, &body.to_string()).await
+    }
+
+    pub(crate) async fn get(&self, token: &str, path: &str) -> (u16, Value) {
+        self.request("GET", token, path, "").await
+    }
+
+    pub(crate) async fn request(
+        &self,
+        method: &str,
+        token: &str,
+        path: &str,
+        body: &str,
+    ) -> (u16, Value) {
+        let mut stream = TcpStream::connect(&self.address).await.unwrap();
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n\
+             Authorization: Bearer {token}\r\nContent-Type: application/json\r\n\
+             Content-Length: {}\r\n\r\n{body}",
+            self.address,
+            body.len()
+        );
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let head = read_head(&mut stream, Kind::Response).await.unwrap();
+        let mut text = head.rest;
+        stream.read_to_end(&mut text).await.unwrap();
+        let value = serde_json::from_slice(&text)
+            .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&text).into_owned()));
+        (head.status, value)
+    }
+
+    /// Registers an executor with the key `seed`.
+    pub(crate) async fn register(&self, environment: &str, seed: u8) -> Value {
+        let body = json!({
+            "security_profile": SECURITY_PROFILE, "executor_public_key": key(seed),
+        });
+        let path = format!("/cloud/environment/{environment}/register");
+        let (status, answer) = self.post("executor-token", &path, body).await;
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
+    /// Registers an executor and attaches its socket.
+    pub(crate) async fn executor(&self, environment: &str, seed: u8) -> Socket {
+        let answer = self.register(environment, seed).await;
+        Socket::open(&answer).await
+    }
+
+    pub(crate) async fn ask(&self, environment: &str, token: &str, seed: u8) -> (u16, Value) {
+        let path = format!("/cloud/environment/{environment}/connect");
+        let body = json!({"harness_public_key": key(seed)});
+        self.post(token, &path, body).await
+    }
+
+    /// Attaches a harness's socket.
+    pub(crate) async fn harness(&self, environment: &str, token: &str, seed: u8) -> Socket {
+        let (status, answer) = self.ask(environment, token, seed).await;
+        assert_eq!(status, 200, "{answer}");
+        Socket::open(&answer).await
+    }
+
+    pub(crate) fn metric(&self, name: &str) -> u64 {
+        let page = self.rendezvous.metrics();
+        let prefix = format!("exec_server_rendezvous_{name} ");
+        let line = page.lines().find_map(|line| line.strip_prefix(&prefix));
+        line.unwrap_or_else(|| panic!("no {name} in {page}"))
+            .parse()
+            .unwrap()
+    }
+
+    /// Waits until a metric has a value.
+    pub(crate) async fn metric_is(&self, name: &str, value: u64) {
+        let reached = async {
+            while self.metric(name) != value {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let waited = timeout(PATIENCE, reached).await;
+        assert!(
+            waited.is_ok(),
+            "{name} is {}, not {value}",
+            self.metric(name)
+        );
+    }
+}
+
+impl Drop for Meeting {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+/// Limits for tests: nobody waits for an executor that is not there.
+pub(crate) fn quick() -> RouterLimits {
+    let mut limits = RouterLimits::default();
+    limits.arrival = Duration::ZERO;
+    limits
+}
+
+/// Public keys, as good as any to a meeting point.
+pub(crate) fn key(seed: u8) -> PublicKey {
+    PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
+}
+
+/// A raw websocket to the meeting point.
+pub(crate) struct Socket {
+    pub(crate) link: Link,
+}
+
+/// What a peer hears, in short.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Heard {
+    Resume(String),
+    Handshake(String),
+    Data(String, u32, usize),
+    Reset(String, String),
+    Other(String),
+}
+
+impl Socket {
+    pub(crate) async fn open(answer: &Value) -> Self {
+        match Self::try_open(answer["url"].as_str().unwrap()).await {
+            Ok(socket) => socket,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    pub(crate) async fn try_open(url: &str) -> Result<Self, ConnectError> {
+        let link = connect(url, &ConnectOptions::default()).await?;
+        Ok(Self { link })
+    }
+
+    pub(crate) async fn send(&mut self, frame: &Transmit) {
+        self.link.outgoing.push_binary(frame.parts());
+        self.link.outgoing.flush().await.unwrap();
+    }
+
+    pub(crate) async fn resume(&mut self, stream: &str) {
+        self.send(&Transmit::resume(stream, Acks::default(), 0))
+            .await;
+    }
+
+    pub(crate) async fn handshake(&mut self, stream: &str) {
+        let payload = Bytes::from_static(b"not really");
+        let frame = Transmit::handshake(stream, Acks::default(), payload);
+        self.send(&frame).await;
+    }
+
+    pub(crate) async fn data(&mut self, stream: &str, seq: u32, size: usize) {
+        let payload = Bytes::from(vec![seq as u8; size]);
+        self.send(&Transmit::data(stream, Acks::default(), seq, payload))
+            .await;
+    }
+
+    pub(crate) async fn reset(&mut self, stream: &str, reason: &str) {
+        self.send(&Transmit::reset(stream, reason)).await;
+    }
+
+    /// The next frame, or `None` when the socket has ended.
+    pub(crate) async fn hear(&mut self) -> Option<Heard> {
+        timeout(PATIENCE, self.listen())
+            .await
+            .expect("something is heard in time")
+    }
+
+    async fn listen(&mut self) -> Option<Heard> {
+        loop {
+            let Ok(Some(event)) = self.link.incoming.recv_raw().await else {
+                return None;
+            };
+            let RawEvent::Message { bytes, text: false } = event else {
+                continue;
+            };
+            let frame = decode(bytes).unwrap();
+            let id = frame.stream_id.into_owned();
+            return Some(match frame.body {
+                Body::Resume { .. } => Heard::Resume(id),
+                Body::Handshake { .. } => Heard::Handshake(id),
+                Body::Data { seq, payload } => {
+                    assert!(payload.iter().all(|byte| *byte == seq as u8), "changed");
+                    Heard::Data(id, seq, payload.len())
+                }
+                Body::Reset { reason } => Heard::Reset(id, reason.into_owned()),
+                _ => Heard::Other(id),
+            });
+        }
+    }
+
+    /// Expects exactly this next.
+    pub(crate) async fn hears(&mut self, expected: Heard) {
+        assert_eq!(self.hear().await, Some(expected));
+    }
+
+    pub(crate) async fn hears_reset(&mut self, stream: &str, reason: &str) {
+        self.hears(Heard::Reset(stream.to_owned(), reason.to_owned()))
+            .await;
+    }
+
+    /// Expects the socket to end without another frame.
+    pub(crate) async fn ends(&mut self) {
+        assert_eq!(self.hear().await, None);
+    }
+}
+
+/// A stream between an executor and a harness, handshake and all.
+pub(crate) async fn introduce(executor: &mut Socket, harness: &mut Socket, stream: &str) {
+    let id = || stream.to_owned();
+    harness.resume(stream).await;
+    executor.hears(Heard::Resume(id())).await;
+    harness.handshake(stream).await;
+    executor.hears(Heard::Handshake(id())).await;
+    executor.handshake(stream).await;
+    harness.hears(Heard::Handshake(id())).await;
+}
