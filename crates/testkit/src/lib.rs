@@ -8,6 +8,7 @@
 
 pub mod codex;
 pub mod fake_model;
+pub mod http;
 pub mod interop;
 pub mod proc;
 pub mod proxy;

@@ -3,4 +3,6 @@
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 mod faults;
+mod meeting;
+mod rendezvous;
 mod stub;
