@@ -10,7 +10,7 @@ use exec_server_relay::noise::{Identity, SEED_BYTES};
 use exec_server_relay::{ExecutorConfig, HarnessConfig, Limits};
 use exec_server_testkit::http;
 use exec_server_transport::link::{Link, RawEvent};
-use exec_server_transport::relay::{self, DialError, RelayStream};
+use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
 use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectOptions, connect};
 use rustix::process::Signal;
@@ -329,11 +329,16 @@ fn echo(meeting: &Meeting, environment: &'static str, identity: Identity, regist
     );
     let validate = format!("{base}/cloud/environment/{environment}/validate");
     tokio::spawn(async move {
+        let registered = id.clone();
         let dial = move || {
-            let url = url.clone();
+            let (url, registration_id) = (url.clone(), registered.clone());
             async move {
                 let link = connect(&url, &ConnectOptions::default()).await;
-                link.map_err(DialError::passing)
+                let link = link.map_err(DialError::passing)?;
+                Ok(Attachment {
+                    link,
+                    registration_id,
+                })
             }
         };
         let admit = move |ask: relay::Ask| {
