@@ -19,6 +19,7 @@ use exec_server::{
     ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
 };
 use exec_server_client::AttachRequest;
+use exec_server_testkit::rendezvous::Rendezvous;
 use exec_server_testkit::{codex, interop, server::Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
@@ -425,4 +426,130 @@ async fn our_client_moves_trees_to_and_from_their_server() {
     options.archive = true;
     let refused = upload(&root.join("source"), files, &there, options).await;
     assert!(refused.is_err(), "modes and times cannot be kept there");
+}
+
+/// Our meeting point, and what the two real ends are told of it.
+struct Meeting {
+    rendezvous: Rendezvous,
+    state: tempfile::TempDir,
+}
+
+impl Meeting {
+    async fn start() -> Self {
+        let state = tempfile::tempdir().unwrap();
+        let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+        Self {
+            rendezvous: Rendezvous::start(command, state.path()).await,
+            state,
+        }
+    }
+
+    fn registry(&self, role: &str) -> codex::Registry {
+        codex::Registry {
+            url: self.rendezvous.url().to_owned(),
+            environment: "env-1".to_owned(),
+            token: self.rendezvous.token(role),
+        }
+    }
+
+    /// The real executor, attached.
+    async fn executor(&self, home: &codex::Home) -> codex::Executor {
+        let executor = codex::remote_executor(home, &self.registry("executor"), &[interop::MARKER]);
+        self.rendezvous.wait_online("env-1", true).await;
+        executor
+    }
+}
+
+/// A real executor registers at our meeting point, and comes back to it when that has gone.
+#[tokio::test]
+async fn a_real_executor_registers_and_comes_back() {
+    let meeting = Meeting::start().await;
+    let home = codex::Home::new();
+    let mut executor = meeting.executor(&home).await;
+    let Meeting { rendezvous, state } = meeting;
+    let listen = format!("127.0.0.1:{}", rendezvous.port());
+    let command = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    let options = ["--listen", &listen];
+    rendezvous.signal(rustix::process::Signal::KILL);
+    rendezvous.ended().await;
+    let rendezvous = Rendezvous::with(command(), state.path(), &options).await;
+    rendezvous.wait_online("env-1", true).await;
+    // With another secret its address is void, and it registers anew.
+    rendezvous.signal(rustix::process::Signal::TERM);
+    rendezvous.ended().await;
+    std::fs::write(state.path().join("secret"), "z".repeat(32)).unwrap();
+    std::fs::remove_file(state.path().join("rendezvous.redb")).unwrap();
+    let rendezvous = Rendezvous::with(command(), state.path(), &options).await;
+    rendezvous.wait_online("env-1", true).await;
+    assert!(executor.is_running());
+}
+
+/// The real executor and the real CLI through our meeting point.
+#[tokio::test]
+async fn real_ends_meet() {
+    let meeting = Meeting::start().await;
+    let home = codex::Home::new();
+    let mut executor = meeting.executor(&home).await;
+    interop::command_runs_through_a_registry(&meeting.registry("harness")).await;
+    assert!(executor.is_running());
+}
+
+/// A harness's socket is cut while a command runs for ten seconds.
+#[tokio::test]
+async fn real_ends_survive_a_cut_socket() {
+    let meeting = Meeting::start().await;
+    let home = codex::Home::new();
+    let _executor = meeting.executor(&home).await;
+    let proxy = Proxy::start(meeting.rendezvous.port()).await;
+    let mut registry = meeting.registry("harness");
+    registry.url = format!("http://127.0.0.1:{}", proxy.port);
+    let connections = Arc::clone(&proxy.connections);
+    interop::command_survives_a_cut(&registry, async move {
+        let cut: Vec<_> = std::mem::take(&mut *connections.lock().unwrap());
+        assert!(!cut.is_empty(), "there was nothing to cut");
+        for connection in cut {
+            connection.abort();
+        }
+    })
+    .await;
+}
+
+/// Forwards connections, which can be cut.
+struct Proxy {
+    port: u16,
+    connections: Arc<std::sync::Mutex<Vec<tokio::task::AbortHandle>>>,
+    accepting: tokio::task::JoinHandle<()>,
+}
+
+impl Proxy {
+    async fn start(to: u16) -> Self {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let connections: Arc<std::sync::Mutex<Vec<tokio::task::AbortHandle>>> = Arc::default();
+        let kept = Arc::clone(&connections);
+        let accepting = tokio::spawn(async move {
+            while let Ok((mut here, _)) = listener.accept().await {
+                let forward = tokio::spawn(async move {
+                    let there = tokio::net::TcpStream::connect(("127.0.0.1", to));
+                    if let Ok(mut there) = there.await {
+                        let _ = tokio::io::copy_bidirectional(&mut here, &mut there).await;
+                    }
+                });
+                let mut kept = kept.lock().unwrap();
+                kept.retain(|connection| !connection.is_finished());
+                kept.push(forward.abort_handle());
+            }
+        });
+        Self {
+            port,
+            connections,
+            accepting,
+        }
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
 }

@@ -4,7 +4,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use exec_server_relay::Reason;
-use exec_server_relay::keys::{PublicKey, SECURITY_PROFILE};
+use exec_server_relay::keys::{Fingerprint, PublicKey, SECURITY_PROFILE};
 use exec_server_relay::registry::{
     ConnectRequest, ConnectResponse, RegisterRequest, RegisterResponse, ValidateRequest,
     ValidateResponse,
@@ -13,7 +13,7 @@ use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
 use crate::router::{AttachError, Executor, Harness, Router, Whom};
-use crate::signature::{Fingerprint, Holder, Signer, Ticket};
+use crate::signature::{Holder, Signer, Ticket};
 use crate::store::{Registration, Revocation, Store, StoreError};
 use crate::tokens::{Caller, Role, Tokens};
 
@@ -105,7 +105,7 @@ impl RevokeRequest {
     fn harness(&self) -> Result<String, CallError> {
         let invalid = |message: &str| CallError::new(400, "invalid_request", message);
         match (&self.harness, &self.harness_public_key) {
-            (None, Some(key)) => Ok(format!("key:{}", Fingerprint::of(key))),
+            (None, Some(key)) => Ok(format!("key:{}", key.fingerprint())),
             (Some(text), None) => match text.split_once(':') {
                 Some(("key", key)) => key
                     .parse::<Fingerprint>()
@@ -281,7 +281,7 @@ impl Registry {
         address: &(dyn Fn(&str, &str) -> String + Sync),
     ) -> Result<ConnectResponse, CallError> {
         let environment = Self::permit(caller, Role::Harness, environment)?;
-        let key = Fingerprint::of(&request.harness_public_key);
+        let key = request.harness_public_key.fingerprint();
         if self.is_revoked(&environment, &caller.name, &key).await? {
             let message = format!("the harness was revoked for `{environment}`");
             return Err(CallError::new(403, "harness_revoked", message));
@@ -359,7 +359,7 @@ impl Registry {
         let Some(token) = token else {
             return refused;
         };
-        let key = Fingerprint::of(&request.harness_public_key);
+        let key = request.harness_public_key.fingerprint();
         let valid = self
             .tokens()
             .still_allows(&token, Role::Harness, &environment)
@@ -427,7 +427,7 @@ impl Registry {
             }
             let presence = self.router.presence(&registration.environment).await;
             listed.push(Listed {
-                executor_key: Fingerprint::of(&registration.executor).to_string(),
+                executor_key: registration.executor.fingerprint().to_string(),
                 environment_id: registration.environment,
                 executor_registration_id: registration.registration,
                 name: registration.name,

@@ -12,9 +12,9 @@ use std::sync::Arc;
 use bytes::Bytes;
 use exec_server_relay::Reason;
 use exec_server_relay::frame::{Body, Frame};
+use exec_server_relay::keys::Fingerprint;
 
 use crate::mailbox::Mailbox;
-use crate::signature::Fingerprint;
 use crate::store::Pending;
 
 /// The executor at a socket.

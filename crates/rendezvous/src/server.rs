@@ -26,7 +26,7 @@ use crate::mailbox::{Backlog, Mailbox};
 use crate::metrics::Metrics;
 use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest, unix_now};
 use crate::router::{AttachError, Router, Uplink, Whom};
-use crate::signature::{Fingerprint, Holder, Signer, TicketError};
+use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
 use crate::store::Store;
 use crate::tokens::{Caller, Role, TokenError, Tokens};
@@ -462,7 +462,7 @@ impl Visitor {
                 let response = registry
                     .connect(caller, environment, &request, &address)
                     .await?;
-                let key = Fingerprint::of(&request.harness_public_key);
+                let key = request.harness_public_key.fingerprint();
                 shared.note(
                     "authorized",
                     json!({
@@ -479,7 +479,7 @@ impl Visitor {
                 if !response.valid {
                     shared.metrics.invalid.add(1);
                 }
-                let key = Fingerprint::of(&request.harness_public_key);
+                let key = request.harness_public_key.fingerprint();
                 shared.note(
                     "validated",
                     json!({

@@ -3,63 +3,12 @@
 //! Owns one secret. Everything that is signed says until when it is valid and for whom, so that
 //! nothing about it has to be remembered.
 
-use std::fmt;
-use std::str::FromStr;
-
 use base64_simd::URL_SAFE_NO_PAD;
-use exec_server_relay::keys::{Authorization, PublicKey};
+use exec_server_relay::keys::{Authorization, Fingerprint, PublicKey};
 use exec_server_transport::Secret;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest as _, Sha256};
-
-/// The SHA-256 of a harness's or executor's two public keys.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Fingerprint([u8; 32]);
-
-impl Fingerprint {
-    /// Of these keys.
-    pub fn of(key: &PublicKey) -> Self {
-        let mut hash = Sha256::new();
-        hash.update(key.x25519);
-        hash.update(key.mlkem768());
-        Self(hash.finalize().into())
-    }
-}
-
-impl fmt::Display for Fingerprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl fmt::Debug for Fingerprint {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-/// Not a fingerprint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a fingerprint is 64 hexadecimal digits")]
-pub struct FingerprintParseError;
-
-impl FromStr for Fingerprint {
-    type Err = FingerprintParseError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let text = text.as_bytes();
-        if text.len() != 64 {
-            return Err(FingerprintParseError);
-        }
-        let mut bytes = [0; 32];
-        for (byte, pair) in bytes.iter_mut().zip(text.chunks(2)) {
-            let digit = |c: u8| char::from(c).to_digit(16).ok_or(FingerprintParseError);
-            *byte = (digit(pair[0])? * 16 + digit(pair[1])?) as u8;
-        }
-        Ok(Self(bytes))
-    }
-}
+use sha2::Sha256;
 
 /// Who a socket is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -264,7 +213,7 @@ impl Signer {
         harness: &PublicKey,
         claims: &str,
     ) -> Hmac<Sha256> {
-        let key = Fingerprint::of(harness).to_string();
+        let key = harness.fingerprint().to_string();
         self.mac("authorization", &[environment, registration, &key, claims])
     }
 
@@ -309,7 +258,7 @@ mod tests {
             registration: "r".to_owned(),
             holder: Holder::Harness {
                 token: "alice".to_owned(),
-                key: Fingerprint::of(&key(1)),
+                key: key(1).fingerprint(),
             },
             expires: 100,
         }
@@ -381,15 +330,6 @@ mod tests {
         for text in ["x", ".", "e30.", "e30.AAAA"] {
             let made_up = Authorization::new(text).unwrap();
             assert_eq!(signer.authorized("e", "r", &key(1), &made_up, 1), None);
-        }
-    }
-
-    #[test]
-    fn fingerprints_are_read_as_they_are_written() {
-        let fingerprint = Fingerprint::of(&key(3));
-        assert_eq!(fingerprint.to_string().parse(), Ok(fingerprint));
-        for bad in ["", "ab", &"z".repeat(64), &"é".repeat(32)] {
-            assert!(bad.parse::<Fingerprint>().is_err(), "{bad}");
         }
     }
 }

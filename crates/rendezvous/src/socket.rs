@@ -162,7 +162,11 @@ async fn read(
 ) -> SocketEnd {
     let mut stalls = Stalls::default();
     loop {
+        if mailbox.is_closed() {
+            return SocketEnd::TurnedOut;
+        }
         let received = tokio::select! {
+            biased;
             received = reader.next() => received,
             () = mailbox.closed() => return SocketEnd::TurnedOut,
         };

@@ -129,6 +129,84 @@ pub async fn exec_server_with(home: &Home, flags: &[&str]) -> Server {
     Server::start(command).await
 }
 
+/// Where environments are registered, as the CLI is told.
+#[derive(Debug, Clone)]
+pub struct Registry {
+    /// Its address, `http://` on this machine.
+    pub url: String,
+    /// Which environment is meant.
+    pub environment: String,
+    /// The bearer token for it.
+    pub token: String,
+}
+
+/// The CLI's executor; dropping it ends the process.
+#[derive(Debug)]
+pub struct Executor {
+    child: tokio::process::Child,
+    pid: u32,
+}
+
+impl Executor {
+    /// Whether the process is still there.
+    pub fn is_running(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        crate::server::end(&mut self.child, self.pid);
+    }
+}
+
+/// Starts `codex exec-server --remote` with extra environment variables.
+///
+/// # Panics
+///
+/// If it cannot be started.
+#[must_use]
+pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &str)]) -> Executor {
+    let mut command = home.command();
+    command
+        .envs(variables.iter().copied())
+        .env("CODEX_API_KEY", &registry.token)
+        .args(["exec-server", "--remote", &registry.url])
+        .args(["--environment-id", &registry.environment])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true);
+    let child = command
+        .spawn()
+        .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+    let pid = child.id().expect("a child that was not awaited has a pid");
+    Executor { child, pid }
+}
+
+/// As [`exec`], on an environment of a registry.
+///
+/// # Panics
+///
+/// As [`exec`].
+pub async fn exec_registered(
+    home: &Home,
+    model: &FakeModel,
+    registry: &Registry,
+    limit: Duration,
+) -> Run {
+    home.configure(&config(model, "danger-full-access"));
+    let variables = [
+        ("CODEX_EXEC_SERVER_NOISE_REGISTRY_URL", &*registry.url),
+        (
+            "CODEX_EXEC_SERVER_NOISE_ENVIRONMENT_ID",
+            &registry.environment,
+        ),
+        ("CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN", &registry.token),
+    ];
+    run(home, model, &variables, limit).await
+}
+
 /// What `codex exec --json` left behind.
 #[derive(Debug)]
 pub struct Run {

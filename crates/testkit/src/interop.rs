@@ -86,6 +86,79 @@ pub async fn command_runs_with_a_token(url: &str, token: &str) {
     expect(&answer, &["Process exited with code 4\n", "let-in\n"]);
 }
 
+/// A command runs on the executor of an environment, whoever its ends are.
+///
+/// # Panics
+///
+/// If its output or exit code do not reach the model.
+pub async fn command_runs_through_a_registry(registry: &codex::Registry) {
+    let home = Home::new();
+    let (name, value) = MARKER;
+    let command = format!("echo \"marker=${name}\"; seq 1 100000; exit 6");
+    let call = Call::exec_command("run", &command, LONG).with("max_output_tokens", 2000);
+    let end = Turn::Message("done".to_owned());
+    let model = FakeModel::start([Turn::Calls(vec![call]), end]).await;
+    let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
+    model.finish();
+    let answer = model
+        .output("run")
+        .unwrap_or_else(|| panic!("no answer\n{}", run.stderr));
+    let marker = format!("marker={value}\n");
+    expect(
+        &answer,
+        &["Process exited with code 6\n", &marker, "\n99999\n100000\n"],
+    );
+}
+
+/// What happens to the sockets in between, while a command runs for ten seconds, is not seen in its
+/// output.
+///
+/// `cut` is called when the command has started.
+///
+/// # Panics
+///
+/// If something is missing.
+pub async fn command_survives_a_cut(
+    registry: &codex::Registry,
+    cut: impl Future<Output = ()> + Send + 'static,
+) {
+    let home = Home::new();
+    let mut tether = Tether::new().await;
+    let command = format!(
+        "{}; for i in 1 2 3 4 5 6 7 8 9 10; do echo line-$i; sleep 1; done; exit 8",
+        tether.command()
+    );
+    let tied = tether.tied();
+    let (started, begun) = oneshot::channel();
+    let cutting = tokio::spawn(async move {
+        let _ = tied.await;
+        cut.await;
+        let _ = started.send(());
+    });
+    let script = [
+        Turn::Calls(vec![Call::exec_command("run", &command, SHORT)]),
+        Turn::Wait(begun),
+        Turn::Calls(vec![Call::write_stdin("wait", "run", "", LONG)]),
+        Turn::Message("done".to_owned()),
+    ];
+    let model = FakeModel::start(script).await;
+    let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
+    model.finish();
+    cutting.await.expect("the cut was made");
+    let said = |id: &str| {
+        model
+            .output(id)
+            .unwrap_or_else(|| panic!("no answer to `{id}`\n{}", run.stderr))
+    };
+    let answers = [said("run"), said("wait")].concat();
+    for number in 1..=10 {
+        let line = format!("line-{number}\n");
+        assert_eq!(answers.matches(&line).count(), 1, "{line} in\n{answers}");
+    }
+    expect(&said("wait"), &["Process exited with code 8\n"]);
+    tether.loosened().await;
+}
+
 /// Under the CLI's sandbox a command writes to the project, and not beside it.
 pub async fn a_workspace_is_all_that_is_writable(url: &str) {
     let command = "echo inside > made; cat made; echo outside > ../beside; mkdir .codex/x; \

@@ -12,6 +12,7 @@ pub mod http;
 pub mod interop;
 pub mod proc;
 pub mod proxy;
+pub mod rendezvous;
 pub mod server;
 pub mod site;
 pub mod wire;

@@ -422,7 +422,8 @@ pub(super) struct RendezvousArgs {
 
     /// Where registrations, the signing secret and generated tokens are kept
     ///
-    /// Without it: `$XDG_STATE_HOME/exec-server/rendezvous` or `~/.local/state/exec-server/rendezvous`.
+    /// Without it: `rendezvous` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
+    /// `~/.local/state/exec-server`.
     #[arg(long, value_name = "DIR", global = true)]
     pub(super) state_dir: Option<PathBuf>,
 

@@ -25,7 +25,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::{RendezvousArgs, RendezvousCommand, TokenAddArgs};
-use super::settings::variable;
+use super::settings::state_directory;
 use super::{access, log, print, serve, systemd, token};
 
 /// How often tokens and certificates are looked at for changes: whoever loses a token is out
@@ -181,14 +181,8 @@ impl Place {
 
 /// Where state goes unless said otherwise.
 fn default_state() -> anyhow::Result<PathBuf> {
-    // A service manager names one for us.
-    if let Some(path) = variable("STATE_DIRECTORY") {
-        return Ok(PathBuf::from(path));
-    }
-    let home = || Some(PathBuf::from(variable("HOME")?).join(".local/state"));
-    let base = variable("XDG_STATE_HOME").map(PathBuf::from).or_else(home);
-    let base = base.context("no HOME: say where state goes with --state-dir DIR")?;
-    Ok(base.join("exec-server/rendezvous"))
+    let base = state_directory().context("no HOME: say where state goes with --state-dir DIR")?;
+    Ok(base.join("rendezvous"))
 }
 
 /// A line of the file of tokens.
@@ -309,7 +303,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
             audit,
         },
     );
-    announce(&args, &place, &listener, metrics.as_ref())?;
+    announce(&args, &place, &listener, metrics.as_ref(), tls.as_deref())?;
     if let Some(metrics) = metrics {
         let rendezvous = rendezvous.clone();
         // Ends when the meeting point stops.
@@ -399,6 +393,7 @@ fn announce(
     place: &Place,
     listener: &TcpListener,
     metrics: Option<&TcpListener>,
+    tls: Option<&TlsServer>,
 ) -> anyhow::Result<()> {
     let address = listener.local_addr()?;
     let scheme = if place.listen.secure { "https" } else { "http" };
@@ -408,8 +403,21 @@ fn announce(
         eprintln!("metrics: http://{}/metrics", metrics.local_addr()?);
     }
     let reach = args.public_url.as_deref().unwrap_or(&url);
-    let host = reach.split_once("://").map_or(reach, |(_, host)| host);
+    let (scheme, host) = reach.split_once("://").unwrap_or((scheme, reach));
     let host = host.trim_end_matches('/');
+    // Without more words a registry means TLS, except on this machine itself.
+    let here = ["127.", "localhost", "[::1]"]
+        .iter()
+        .any(|name| host.starts_with(name));
+    let registry = match (scheme, here) {
+        ("http", true) | ("https", false) => "registry".to_owned(),
+        _ => format!("registry+{scheme}"),
+    };
+    let pin = match tls {
+        Some(tls) if args.tls.tls_self_signed => format!(" --remote-tls-pin {}", tls.pin()),
+        _ => String::new(),
+    };
+    let their_pin = pin.replace("--remote-tls-pin", "--tls-pin");
     let token = |role: Role| {
         let file = place.state.join(format!("{role}.token"));
         quoted(if file.exists() {
@@ -421,12 +429,12 @@ fn announce(
     let (executor, harness) = (token(Role::Executor), token(Role::Harness));
     eprintln!(
         "\nOn the machine to be used:
-  exec-server --remote {reach} --environment-id my-machine --remote-token-file {executor}
+  exec-server --remote {reach} --environment-id my-machine --remote-token-file {executor}{pin}
 or, with Codex:
   CODEX_API_KEY=\"$(cat {executor})\" codex exec-server --remote {reach} --environment-id my-machine
 
 Wherever it is used from:
-  exec-server run --url registry://{host}/my-machine --token-file {harness} -- uname -a
+  exec-server run --url {registry}://{host}/my-machine --token-file {harness}{their_pin} -- uname -a
 
 Tokens: {}   State: {}",
         quoted(&place.tokens),

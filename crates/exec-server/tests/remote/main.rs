@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
 mod faults;
+mod guide;
 mod meeting;
 mod rendezvous;
 mod stub;

@@ -18,13 +18,13 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::meeting::{Meeting, PATIENCE, program};
+use super::meeting::{self, PATIENCE, Rendezvous, program};
 
 fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
 }
 
-async fn register(meeting: &Meeting, environment: &str, key: &PublicKey) -> Value {
+async fn register(meeting: &Rendezvous, environment: &str, key: &PublicKey) -> Value {
     let body = json!({"security_profile": SECURITY_PROFILE, "executor_public_key": key});
     let path = format!("/cloud/environment/{environment}/register");
     let (status, answer) = meeting
@@ -34,7 +34,7 @@ async fn register(meeting: &Meeting, environment: &str, key: &PublicKey) -> Valu
     answer
 }
 
-async fn ask(meeting: &Meeting, environment: &str, key: &PublicKey) -> (u16, Value) {
+async fn ask(meeting: &Rendezvous, environment: &str, key: &PublicKey) -> (u16, Value) {
     let body = json!({"harness_public_key": key}).to_string();
     let path = format!("/cloud/environment/{environment}/connect");
     meeting.call("harness", "POST", &path, &body).await
@@ -66,13 +66,10 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[tokio::test]
-async fn it_works_without_any_configuration() {
+async fn it_prepares_what_it_needs_and_says_what_to_do_next() {
     let home = tempfile::tempdir().unwrap();
-    let mut command = program();
-    command.env("HOME", home.path());
-    // A fixed port is the default; another test may have it.
-    let state = home.path().join(".local/state/exec-server/rendezvous");
-    let meeting = Meeting::start(&state).await;
+    let state = home.path().join("not/there/yet");
+    let meeting = meeting::start(&state).await;
     for name in [
         "secret",
         "tokens",
@@ -95,7 +92,7 @@ async fn it_works_without_any_configuration() {
 
     // What it prints is what there is to do next.
     meeting.signal(Signal::TERM);
-    let url = meeting.url.clone();
+    let url = meeting.url().to_owned();
     let (status, text) = meeting.ended().await;
     assert!(status.success(), "{text}");
     for expected in [
@@ -111,7 +108,7 @@ async fn it_works_without_any_configuration() {
 #[tokio::test]
 async fn two_cannot_share_their_state() {
     let state = tempfile::tempdir().unwrap();
-    let _meeting = Meeting::start(state.path()).await;
+    let _meeting = meeting::start(state.path()).await;
     let mut second = program();
     second.args(["rendezvous", "--listen", "127.0.0.1:0", "--state-dir"]);
     let output = second.arg(state.path()).output().await.unwrap();
@@ -138,7 +135,7 @@ async fn tokens_do_not_cross_a_network_in_clear() {
 #[tokio::test]
 async fn tokens_are_added_and_taken_away_while_it_runs() {
     let state = tempfile::tempdir().unwrap();
-    let meeting = Meeting::start(state.path()).await;
+    let meeting = meeting::start(state.path()).await;
     let mut add = program();
     add.args(["rendezvous", "token-add", "ci", "--role", "harness"])
         .args(["--environment", "build-*", "--state-dir"])
@@ -155,7 +152,7 @@ async fn tokens_are_added_and_taken_away_while_it_runs() {
     let mut executor = dial(&registered["url"]).await;
     let body = json!({"harness_public_key": key(2)}).to_string();
     let ask = async |environment: &str| {
-        let url = format!("{}/cloud/environment/{environment}/connect", meeting.url);
+        let url = format!("{}/cloud/environment/{environment}/connect", meeting.url());
         http::request("POST", &url, Some(token.trim()), &body).await
     };
     let known = async {
@@ -203,14 +200,14 @@ async fn it_speaks_tls_and_hands_out_such_addresses() {
         "--tls-key",
         key_file.to_str().unwrap(),
     ];
-    let meeting = Meeting::with(state.path(), &options).await;
+    let meeting = meeting::start_with(state.path(), &options).await;
     assert!(
-        meeting.url.starts_with("https://127.0.0.1:"),
+        meeting.url().starts_with("https://127.0.0.1:"),
         "{}",
-        meeting.url
+        meeting.url()
     );
     // Who forgets the `s` is told.
-    let plain = meeting.url.replace("https", "http");
+    let plain = meeting.url().replace("https", "http");
     let (status, text) = http::request("GET", &format!("{plain}/healthz"), None, "").await;
     assert_eq!(
         (status, text),
@@ -244,7 +241,7 @@ async fn it_counts_and_writes_down_but_no_secrets() {
         "--audit-file",
         audit.to_str().unwrap(),
     ];
-    let meeting = Meeting::with(state.path(), &options).await;
+    let meeting = meeting::start_with(state.path(), &options).await;
     let registered = register(&meeting, "env-1", &key(1)).await;
     let executor = dial(&registered["url"]).await;
     let (_, asked) = ask(&meeting, "env-1", &key(2)).await;
@@ -258,12 +255,12 @@ async fn it_counts_and_writes_down_but_no_secrets() {
         .call("executor", "POST", path, &body.to_string())
         .await;
     assert_eq!(valid, json!({"valid": true}));
-    let url = format!("{}/cloud/environments", meeting.url);
+    let url = format!("{}/cloud/environments", meeting.url());
     assert_eq!(
         http::request("GET", &url, Some("nonsense"), "").await.0,
         401
     );
-    let (status, _) = http::request("GET", &format!("{}/readyz", meeting.url), None, "").await;
+    let (status, _) = http::request("GET", &format!("{}/readyz", meeting.url()), None, "").await;
     assert_eq!(status, 200);
     drop(executor);
     meeting.wait_online("env-1", false).await;
@@ -312,7 +309,7 @@ fn identity(seed: u8) -> Identity {
 }
 
 /// An executor of our kind that answers every message with itself.
-fn echo(meeting: &Meeting, environment: &'static str, identity: Identity, registered: &Value) {
+fn echo(meeting: &Rendezvous, environment: &'static str, identity: Identity, registered: &Value) {
     let url = registered["url"].as_str().unwrap().to_owned();
     let id = registered["executor_registration_id"].as_str().unwrap();
     let config = ExecutorConfig {
@@ -323,7 +320,7 @@ fn echo(meeting: &Meeting, environment: &'static str, identity: Identity, regist
     };
     let (accepted, mut streams) = mpsc::channel::<RelayStream>(16);
     let (base, token, id) = (
-        meeting.url.clone(),
+        meeting.url().to_owned(),
         meeting.token("executor"),
         id.to_owned(),
     );
@@ -379,7 +376,7 @@ fn echo(meeting: &Meeting, environment: &'static str, identity: Identity, regist
 }
 
 /// A harness of our kind, which asks the registry for every socket.
-async fn open(meeting: &Meeting, environment: &'static str, seed: u8) -> RelayStream {
+async fn open(meeting: &Rendezvous, environment: &'static str, seed: u8) -> RelayStream {
     let identity = identity(seed);
     let public = identity.public_key().clone();
     let (status, first) = ask(meeting, environment, &public).await;
@@ -402,7 +399,7 @@ async fn open(meeting: &Meeting, environment: &'static str, seed: u8) -> RelaySt
         identity,
         limits: Limits::default(),
     };
-    let url = format!("{}/cloud/environment/{environment}/connect", meeting.url);
+    let url = format!("{}/cloud/environment/{environment}/connect", meeting.url());
     let token = meeting.token("harness");
     let body = json!({"harness_public_key": public}).to_string();
     let dial = move || {
@@ -441,7 +438,7 @@ async fn bounce(stream: &mut RelayStream, message: &[u8]) {
 #[tokio::test]
 async fn streams_go_on_when_it_is_killed_and_started_again() {
     let state = tempfile::tempdir().unwrap();
-    let meeting = Meeting::start(state.path()).await;
+    let meeting = meeting::start(state.path()).await;
     let identity = identity(1);
     let registered = register(&meeting, "env-1", identity.public_key()).await;
     echo(&meeting, "env-1", identity, &registered);
@@ -459,7 +456,7 @@ async fn streams_go_on_when_it_is_killed_and_started_again() {
     meeting.ended().await;
 
     let began = Instant::now();
-    let _meeting = Meeting::with(state.path(), &["--listen", &listen]).await;
+    let _meeting = meeting::start_with(state.path(), &["--listen", &listen]).await;
     for stream in &mut streams {
         bounce(stream, b"after").await;
     }

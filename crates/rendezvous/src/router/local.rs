@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use exec_server_relay::Reason;
 use exec_server_relay::frame::Transmit;
+use exec_server_relay::keys::Fingerprint;
 use exec_server_transport::frame::{Opcode, push_parts};
 use tokio::sync::Notify;
 
@@ -23,7 +24,6 @@ use super::{
     AttachError, Executor, Harness, HoldingUp, Kind, Outcome, Presence, Router, Uplink, Whom,
 };
 use crate::mailbox::{Backlog, Mailbox};
-use crate::signature::Fingerprint;
 use crate::store::Pending;
 
 /// Bounds of a router.

@@ -1,0 +1,158 @@
+//! A meeting point under test, as a child process.
+
+use std::path::{Path, PathBuf};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
+
+use crate::http;
+use crate::proc::PATIENCE;
+
+/// A running meeting point; dropping it ends the process.
+#[derive(Debug)]
+pub struct Rendezvous {
+    child: Child,
+    url: String,
+    state: PathBuf,
+}
+
+impl Rendezvous {
+    /// Starts `command` as a meeting point on a free port, with its state in `state`.
+    ///
+    /// # Panics
+    ///
+    /// If it does not start.
+    pub async fn start(command: Command, state: &Path) -> Self {
+        Self::with(command, state, &["--listen", "127.0.0.1:0"]).await
+    }
+
+    /// Starts `command` as a meeting point with these options.
+    ///
+    /// # Panics
+    ///
+    /// If it does not start.
+    pub async fn with(mut command: Command, state: &Path, options: &[&str]) -> Self {
+        command
+            .arg("rendezvous")
+            .arg("--state-dir")
+            .arg(state)
+            .args(options)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        let mut child = command
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let stdout = child.stdout.take().expect("stdout was piped above");
+        let mut lines = BufReader::new(stdout).lines();
+        let line = timeout(PATIENCE, lines.next_line()).await;
+        let Ok(Ok(Some(url))) = line else {
+            let mut text = String::new();
+            if let Some(stderr) = child.stderr.as_mut() {
+                let _ = timeout(PATIENCE, stderr.read_to_string(&mut text)).await;
+            }
+            panic!("{command:?} printed no URL; its stderr:\n{text}");
+        };
+        Self {
+            child,
+            url,
+            state: state.to_owned(),
+        }
+    }
+
+    /// Where it listens: `http://127.0.0.1:PORT`.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The port that it listens on.
+    ///
+    /// # Panics
+    ///
+    /// If its URL has none.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        let port = self.url.rsplit(':').next();
+        port.and_then(|port| port.parse().ok())
+            .unwrap_or_else(|| panic!("no port in {}", self.url))
+    }
+
+    /// The file with the generated token of a role.
+    #[must_use]
+    pub fn token_file(&self, role: &str) -> PathBuf {
+        self.state.join(format!("{role}.token"))
+    }
+
+    /// The generated token of a role.
+    ///
+    /// # Panics
+    ///
+    /// If there is none.
+    #[must_use]
+    pub fn token(&self, role: &str) -> String {
+        let text = std::fs::read_to_string(self.token_file(role)).expect("a generated token");
+        text.trim().to_owned()
+    }
+
+    /// Calls its registry with the generated token of a role.
+    pub async fn call(&self, role: &str, method: &str, path: &str, body: &str) -> (u16, Value) {
+        let token = self.token(role);
+        http::request(method, &format!("{}{path}", self.url), Some(&token), body).await
+    }
+
+    /// Waits until an environment is attached, or is not any more.
+    ///
+    /// # Panics
+    ///
+    /// If that does not happen.
+    pub async fn wait_online(&self, environment: &str, online: bool) {
+        let wait = async {
+            loop {
+                let (_, listed) = self.call("admin", "GET", "/cloud/environments", "").await;
+                let found = listed["environments"].as_array().is_some_and(|list| {
+                    list.iter()
+                        .any(|e| e["environment_id"] == environment && e["online"] == online)
+                });
+                if found {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        let waited = timeout(PATIENCE, wait).await;
+        assert!(waited.is_ok(), "`{environment}` is not online={online}");
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Panics
+    ///
+    /// If it is gone.
+    pub fn signal(&self, signal: Signal) {
+        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
+        let pid = pid.and_then(Pid::from_raw).expect("it still runs");
+        kill_process(pid, signal).expect("it still runs");
+    }
+
+    /// Waits for it to end; gives what it wrote to standard error.
+    ///
+    /// # Panics
+    ///
+    /// If it still runs after [`PATIENCE`].
+    pub async fn ended(mut self) -> (ExitStatus, String) {
+        let mut text = String::new();
+        if let Some(mut stderr) = self.child.stderr.take() {
+            let read = timeout(PATIENCE, stderr.read_to_string(&mut text)).await;
+            assert!(read.is_ok(), "the meeting point did not end");
+        }
+        let status = self.child.wait().await;
+        (status.expect("a child can be waited for"), text)
+    }
+}
