@@ -28,11 +28,20 @@ use tokio::sync::Semaphore;
 
 use crate::server::McpServer;
 
+/// Names the session of a request.
+const SESSION_HEADER: &str = "mcp-session-id";
+
 /// Where the protocol is spoken.
 pub const PATH: &str = "/mcp";
 
 /// Connections at the same time.
 const MAX_CONNECTIONS: usize = 256;
+
+/// Sessions of clients that speak the older lifecycle; newer ones have none.
+const MAX_SESSIONS: usize = 256;
+
+/// How long such a session may be idle: longer than any call takes.
+const SESSION_IDLE: Duration = Duration::from_secs(3600);
 
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
@@ -69,6 +78,7 @@ pub struct HttpServer {
 /// What each connection needs.
 struct Door {
     service: StreamableHttpService<McpServer, LocalSessionManager>,
+    sessions: Arc<LocalSessionManager>,
     /// The hash of the token, so that comparing takes as long for any other.
     token: Option<[u8; 32]>,
 }
@@ -104,12 +114,16 @@ impl HttpServer {
             config = config.disable_allowed_hosts();
         }
         let factory = move || Ok(server.clone());
-        let service = StreamableHttpService::new(factory, Arc::default(), config);
+        let mut sessions = LocalSessionManager::default();
+        sessions.session_config.keep_alive = Some(SESSION_IDLE);
+        let sessions = Arc::new(sessions);
+        let service = StreamableHttpService::new(factory, Arc::clone(&sessions), config);
         Ok(Self {
             listener,
             address,
             door: Arc::new(Door {
                 service,
+                sessions,
                 token: token.map(|token| digest(token.expose().as_bytes())),
             }),
         })
@@ -173,6 +187,11 @@ impl Door {
             let challenge = HeaderValue::from_static("Bearer");
             answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
             return answer;
+        }
+        // Whatever has no session may open one.
+        let opens = !request.headers().contains_key(SESSION_HEADER);
+        if opens && self.sessions.sessions.read().await.len() >= MAX_SESSIONS {
+            return refusal(StatusCode::SERVICE_UNAVAILABLE, "too many sessions\n");
         }
         self.service.handle(request).await
     }

@@ -348,6 +348,8 @@ fn without_return(line: Bytes) -> Bytes {
 
 #[cfg(test)]
 mod tests {
+    use exec_server_client::executor::{Executor, ExecutorConfig};
+    use exec_server_client::{BoxFuture, EventSource, LocalBackend};
     use proptest::prelude::*;
 
     use super::*;
@@ -367,6 +369,79 @@ mod tests {
         assert_eq!(lines.next_line(), None);
         assert_eq!(lines.finish().unwrap(), "cd");
         assert_eq!(lines.finish(), None);
+    }
+
+    struct Source(Vec<ExecProcessEvent>);
+
+    impl EventSource for Source {
+        fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>> {
+            let next = self.0.pop();
+            Box::pin(async { next })
+        }
+    }
+
+    /// What a receiver makes of these events; the process behind it is any.
+    async fn received(mut events: Vec<ExecProcessEvent>) -> Receiver {
+        let executor = Executor::new(ExecutorConfig::default()).unwrap();
+        let params = StartParams {
+            process_id: "p".to_owned(),
+            argv: vec!["/bin/cat".to_owned()],
+            pipe_stdin: true,
+            ..StartParams::default()
+        };
+        let started = LocalBackend::new(executor).start(params).await.unwrap();
+        events.reverse();
+        Receiver {
+            name: "test".to_owned(),
+            process: Arc::new(Guard(started.process)),
+            events: ExecProcessEvents::new(Source(events)),
+            stdout: LineBuffer::new(MAX_LINE_BYTES),
+            stderr: LineBuffer::new(MAX_LOG_LINE_BYTES),
+            exit_code: None,
+            ended: false,
+        }
+    }
+
+    fn output(seq: u64, stream: Stream, text: &'static [u8]) -> ExecProcessEvent {
+        ExecProcessEvent::Output {
+            seq,
+            stream,
+            chunk: Bytes::from_static(text),
+        }
+    }
+
+    #[tokio::test]
+    async fn halves_of_messages_are_not_joined_over_a_gap() {
+        let gap = ExecProcessEvent::Gap {
+            after_seq: 2,
+            through_seq: 3,
+            bytes: Some(10),
+        };
+        let mut receiver = received(vec![
+            output(1, Stream::Stdout, b"{\"whole\":1}\n{\"half\":"),
+            output(2, Stream::Stderr, b"noise"),
+            gap,
+            output(4, Stream::Stdout, b"2}\n{\"next\":3}\n"),
+        ])
+        .await;
+        let whole = receiver.recv().await.unwrap().unwrap();
+        assert_eq!(whole, &br#"{"whole":1}"#[..]);
+        let error = receiver.recv().await.unwrap_err();
+        assert!(matches!(error, StdioError::Gap { after_seq: 2 }), "{error}");
+        // Nothing more is said, however much comes.
+        assert!(receiver.recv().await.unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_log_line_without_an_end_is_too_long_in_the_end() {
+        static LONG: [u8; MAX_LOG_LINE_BYTES] = [b'x'; MAX_LOG_LINE_BYTES];
+        let mut receiver = received(vec![
+            output(1, Stream::Stderr, &LONG),
+            output(2, Stream::Stderr, b"x"),
+        ])
+        .await;
+        let error = receiver.recv().await.unwrap_err().to_string();
+        assert!(error.contains("1048576 bytes on stderr"), "{error}");
     }
 
     proptest! {

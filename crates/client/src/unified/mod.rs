@@ -293,7 +293,14 @@ impl UnifiedExec {
             ..
         } = backend.start(params).await?;
         // From here to the end of `keep` nothing waits: a process is never without a session.
-        let events = process.events()?;
+        let events = match process.events() {
+            Ok(events) => events,
+            Err(error) => {
+                // Only a backend that hands out old handles does this. Ends with its one request.
+                tokio::spawn(async move { process.terminate(TerminateMode::Force, false).await });
+                return Err(error.into());
+            }
+        };
         let birth = Birth {
             id: reservation.id,
             call_id,
