@@ -10,6 +10,7 @@ use exec_server::unified::{
 };
 use exec_server::{ExecBackend, ExecServerClient, RemoteExecServerConnectArgs};
 use exec_server_testkit::proc;
+use exec_server_testkit::proxy::Proxy;
 use exec_server_testkit::server::Server as ServerProcess;
 use rustix::process::Signal;
 use tokio::process::Command;
@@ -127,6 +128,31 @@ pub(crate) mod cases {
         // is in this process, that as well.
         assert!(grown <= 8 << 20, "grew by {grown} bytes");
     }
+}
+
+/// The connection is cut several times in the middle of a call, and nothing is missing.
+#[tokio::test]
+async fn unified_goes_on_over_cuts() {
+    let server = ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server"))).await;
+    let proxy = Proxy::start(server.url()).await;
+    let args = RemoteExecServerConnectArgs::new(proxy.url(), "test");
+    let client = ExecServerClient::connect(args).await.unwrap();
+    let backend: Arc<dyn ExecBackend> = Arc::new(client);
+    let unified = unified();
+    let script = "for i in $(seq 1 40); do echo line $i; sleep 0.05; done; exit 6";
+    let command = launch(&backend, ProcessIo::default(), script);
+    let cuts = async {
+        for _ in 0..4 {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            proxy.cut();
+        }
+    };
+    let (answer, ()) = tokio::join!(unified.exec_command(command), cuts);
+    let answer = answer.unwrap();
+    let expected: String = (1..=40).map(|line| format!("line {line}\n")).collect();
+    assert_eq!(answer.output, expected);
+    assert_eq!((answer.exit_code, answer.has_gaps), (Some(6), false));
+    assert!(proxy.accepted() > 1);
 }
 
 /// The connection dies in the middle of a call: it answers with what came, and says so.
