@@ -19,6 +19,7 @@ mod operate;
 mod sandbox;
 mod snapshot;
 mod spawn;
+mod ssh;
 mod stdin;
 mod stream;
 mod trees;
@@ -85,6 +86,8 @@ pub(crate) enum Name {
     Audit,
     /// Commands for models, directly and by MCP
     Agents,
+    /// Commands on a machine behind ssh
+    Ssh,
 }
 
 /// One of the servers that are compared.
@@ -152,6 +155,7 @@ impl Bench {
                 Name::Metrics => operate::metrics(self),
                 Name::Audit => operate::audit(self),
                 Name::Agents => agents::run(self),
+                Name::Ssh => ssh::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

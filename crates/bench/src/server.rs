@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{BufRead as _, BufReader};
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -83,6 +83,12 @@ impl CommandLine {
             environment: self.environment.clone(),
             words: words.chain(self.words.iter().cloned()).collect(),
         }
+    }
+
+    /// The executable, as other machines and directories see it.
+    pub(crate) fn executable(&self) -> anyhow::Result<PathBuf> {
+        let program = self.words.first().context("no command")?;
+        std::path::absolute(program).with_context(|| format!("no path `{program}`"))
     }
 
     /// What the command prints with these arguments instead of serving.

@@ -10,6 +10,8 @@ use exec_server_transport::{CallError, ConnectError};
 
 use crate::dial::DialError;
 use crate::event::ProcessFailure;
+use crate::map::MapError;
+use crate::ssh::SshError;
 
 /// Why a request to an execution server has no result.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +27,12 @@ pub enum ExecServerError {
     /// A dial of the embedder's own has no link.
     #[error(transparent)]
     Dial(#[from] DialError),
+    /// The machine cannot be reached by ssh, or cannot be used.
+    #[error(transparent)]
+    Ssh(#[from] SshError),
+    /// A path has no counterpart on the other machine.
+    #[error(transparent)]
+    Map(#[from] MapError),
     /// The program that should speak the protocol cannot be started.
     #[error("cannot start `{program}`")]
     Spawn {

@@ -48,6 +48,7 @@ mod inbox;
 mod line;
 #[cfg(feature = "local")]
 mod local;
+pub mod map;
 mod options;
 mod order;
 mod recovery;
@@ -55,6 +56,7 @@ mod recovery;
 pub mod registry;
 mod remote;
 mod route;
+pub mod ssh;
 mod state;
 pub mod transfer;
 pub mod unified;

@@ -31,8 +31,8 @@ pub use exec_server_client::{
     ExecProcessEvents, ExecServerClient, ExecServerClientConnectOptions, ExecServerError,
     ExecutorFileSystem, ExecutorHttp, LocalBackend, LocalFileSystem, LocalHttp, ProcessExit,
     ProcessFailure, ProcessOutput, ReadRequest, RecoveryOptions, RemoteExecServerConnectArgs,
-    RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, registry, transfer,
-    unified,
+    RemoteFileSystem, StartedProcess, WaitForRequest, environment, fs, http, map, registry, ssh,
+    transfer, unified,
 };
 pub use exec_server_executor as executor;
 pub use exec_server_http as http_client;

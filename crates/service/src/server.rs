@@ -239,7 +239,7 @@ impl Server {
     }
 
     /// Sessions right now, waiting ones included.
-    pub(crate) fn session_count(&self) -> usize {
+    pub fn session_count(&self) -> usize {
         self.sessions().len()
     }
 

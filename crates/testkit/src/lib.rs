@@ -15,4 +15,5 @@ pub mod proxy;
 pub mod rendezvous;
 pub mod server;
 pub mod site;
+pub mod sshd;
 pub mod wire;

@@ -113,6 +113,31 @@ pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, Connec
     }
 }
 
+/// As [`connect`], over a stream that somebody else has opened to a server; `url` is for messages.
+///
+/// # Errors
+///
+/// When nobody answers in time, or the websocket is refused.
+pub async fn connect_over<R, W>(
+    url: &str,
+    options: &ConnectOptions,
+    reader: R,
+    writer: W,
+) -> Result<Link, ConnectError>
+where
+    R: AsyncRead + Send + Unpin + 'static,
+    W: AsyncWrite + Send + Unpin + 'static,
+{
+    let upgraded = upgrade(url, "localhost", "/", options, reader, writer);
+    match tokio::time::timeout(options.timeout, upgraded).await {
+        Ok(result) => result,
+        Err(_) => Err(ConnectError::Timeout {
+            url: url.to_owned(),
+            timeout: options.timeout,
+        }),
+    }
+}
+
 async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
     let bad = |reason: &str| ConnectError::Url {
         url: url.to_owned(),

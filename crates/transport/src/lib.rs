@@ -23,7 +23,7 @@ pub mod stdio;
 pub mod throttle;
 pub mod tls;
 
-pub use connect::{ConnectError, ConnectOptions, connect};
+pub use connect::{ConnectError, ConnectOptions, connect, connect_over};
 pub use link::{Event, Incoming, Link, LinkError, Outgoing, RawEvent};
 pub use peer::{CallError, Peer};
 pub use secret::Secret;

@@ -18,13 +18,20 @@ use url::{Host, Url};
 use crate::backend::Reply;
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
+use crate::map::PathMap;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
+use crate::ssh::{self, SshOptions, SshTarget, SshUrlError};
 
 /// What sessions of environments call themselves, unless told otherwise.
 pub const ENVIRONMENT_CLIENT_NAME: &str = "exec-server-environment";
 
 /// The kinds of address that [`from_url`] understands, as they are shown to people.
-pub const URL_FORMS: &[&str] = &["ws://HOST:PORT", "wss://HOST:PORT", "unix:///PATH"];
+pub const URL_FORMS: &[&str] = &[
+    "ws://HOST:PORT",
+    "wss://HOST:PORT",
+    "unix:///PATH",
+    "ssh://[USER@]HOST[:PORT][/PATH]",
+];
 
 /// Variables that hold secrets of this program; programs that it starts do not get them.
 pub const SECRET_VARIABLES: &[&str] = &[
@@ -54,6 +61,17 @@ pub trait Connect: Send + Sync + fmt::Debug {
     /// When to connect unless asked to.
     fn start(&self) -> Start {
         Start::AtOnce
+    }
+
+    /// How paths of this machine are to be translated for it, if they are: an environment does so.
+    fn map(&self) -> Option<&PathMap> {
+        None
+    }
+
+    /// How it leads there by ssh, if it does: programs that can be installed there, or have a
+    /// terminal to ask at, know more about that than a list of environments.
+    fn ssh(&self) -> Option<&SshTarget> {
+        None
     }
 }
 
@@ -108,8 +126,26 @@ pub fn from_url(
     let scheme = url.split_once("://").map(|(scheme, _)| scheme);
     match scheme {
         Some("ws" | "wss" | "unix") => Ok(Arc::new(UrlTarget::new(url, args)?)),
+        Some("ssh") => {
+            let mut target = at_ssh(url)?;
+            target.ssh.connect_timeout = args.connect_timeout;
+            target.options = args.options;
+            Ok(Arc::new(target))
+        }
         _ => Err(AddressError::Kind(url.to_owned())),
     }
+}
+
+/// A machine behind ssh, reached with what is usual.
+pub(super) fn at_ssh(url: &str) -> Result<SshTarget, AddressError> {
+    let parsed = url
+        .parse()
+        .map_err(|error: SshUrlError| AddressError::Invalid {
+            url: url.to_owned(),
+            reason: error.reason.to_owned(),
+        })?;
+    let directory = ssh::default_directory();
+    Ok(SshTarget::new(SshOptions::new(parsed, directory)))
 }
 
 /// A server that is dialled: `ws://`, `wss://` or `unix://`.
@@ -328,6 +364,7 @@ mod tests {
             ("unix://run", "absolute"),
             ("http://h", "expected ws://HOST:PORT"),
             ("h:4600", "expected"),
+            ("ssh://-x", "names"),
             ("", "expected"),
         ] {
             let args = RemoteExecServerConnectArgs::new("", "test");

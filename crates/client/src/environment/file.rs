@@ -15,9 +15,11 @@ use exec_server_transport::Secret;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::connect::{Connect, ENVIRONMENT_CLIENT_NAME, StdioTarget, UrlTarget};
+use super::connect::{Connect, ENVIRONMENT_CLIENT_NAME, StdioTarget, UrlTarget, at_ssh};
 use super::id::{self, LOCAL, NONE};
+use crate::map::PathMap;
 use crate::options::RemoteExecServerConnectArgs;
+use crate::ssh::SshTarget;
 
 /// The file's name, in the directory of settings.
 pub const FILE_NAME: &str = "environments.toml";
@@ -41,10 +43,15 @@ const KEYS: &[&str] = &[
     "auth_bearer_token",
     "auth_token_file",
     "tls_pin",
+    "ssh",
+    "ssh_options",
+    "remote_binary",
+    "local_root",
+    "remote_root",
     "skills",
 ];
 /// Exactly one of these says how an environment is reached.
-const WAYS: &[&str] = &["url", "program"];
+const WAYS: &[&str] = &["url", "program", "ssh"];
 
 /// What is in an `environments.toml`.
 ///
@@ -61,12 +68,11 @@ const WAYS: &[&str] = &["url", "program"];
 ///     auth_token_file = "worker.token"
 ///     [[environments]]
 ///     id = "box"
-///     program = "ssh"
-///     args = ["box", "exec-server --listen stdio"]
+///     ssh = "ssh://me@box/srv/app"
 /// "#;
 /// let file = EnvironmentsFile::parse(text, Path::new("/etc/x/environments.toml"))?;
 /// assert_eq!(file.default, DefaultEnvironment::Id("worker".to_owned()));
-/// assert_eq!(file.environments[1].connect.target(), r#"ssh box "exec-server --listen stdio""#);
+/// assert_eq!(file.environments[1].connect.target(), "ssh://me@box/srv/app");
 ///
 /// let error = EnvironmentsFile::parse("defualt = 1", Path::new("e.toml")).unwrap_err();
 /// assert!(error.to_string().starts_with("e.toml:1: `defualt`: unknown key"));
@@ -264,17 +270,18 @@ fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileEr
         }
     };
     only(&["args", "env", "cwd"], &["program"])?;
+    only(&["connect_timeout_sec"], &["url", "ssh"])?;
     only(
-        &[
-            "connect_timeout_sec",
-            "auth_bearer_token",
-            "auth_token_file",
-            "tls_pin",
-        ],
+        &["ssh_options", "remote_binary", "local_root", "remote_root"],
+        &["ssh"],
+    )?;
+    only(
+        &["auth_bearer_token", "auth_token_file", "tls_pin"],
         &["url"],
     )?;
     let connect: Arc<dyn Connect> = match way {
         "url" => Arc::new(url(table)?),
+        "ssh" => Arc::new(ssh(table)?),
         _ => Arc::new(program(table)?),
     };
     Ok(EnvironmentEntry {
@@ -284,8 +291,49 @@ fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileEr
     })
 }
 
+/// `ssh = "ssh://…"`, and what belongs to it.
+fn ssh(table: &Table<'_>) -> Result<SshTarget, EnvironmentsFileError> {
+    let url = table.text("ssh")?.unwrap_or_default().trim();
+    let mut target = at_ssh(url).map_err(|error| table.wrong("ssh", error))?;
+    if let Some(timeout) = table.seconds("connect_timeout_sec")? {
+        target.ssh.connect_timeout = timeout;
+    }
+    if let Some(timeout) = table.seconds("initialize_timeout_sec")? {
+        target.options.initialize_timeout = timeout;
+    }
+    if let Some(options) = table.texts("ssh_options")? {
+        target.ssh.options = options;
+    }
+    target.ssh.remote_binary = table.text("remote_binary")?.map(str::to_owned);
+    let remote = match table.text("remote_root")? {
+        Some(root) if !root.starts_with('/') => {
+            return Err(table.wrong("remote_root", "it is no absolute path"));
+        }
+        root => root.map(PathBuf::from),
+    };
+    let path = target.ssh.url.path().map(Path::to_owned);
+    target.map = match (table.path("local_root")?, remote.clone().or(path)) {
+        (Some(local), Some(remote)) => {
+            let map = PathMap::new(local, remote);
+            Some(map.map_err(|error| table.wrong("local_root", error))?)
+        }
+        (Some(_), None) => {
+            let reason = "requires `remote_root`, or a path in `ssh`";
+            return Err(table.wrong("local_root", reason));
+        }
+        (None, _) if remote.is_some() => {
+            return Err(table.wrong("remote_root", "requires `local_root`"));
+        }
+        (None, _) => None,
+    };
+    Ok(target)
+}
+
 fn url(table: &Table<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
     let url = table.text("url")?.unwrap_or_default().trim();
+    if url.starts_with("ssh://") {
+        return Err(table.wrong("url", "write `ssh = \"ssh://…\"` for a machine behind ssh"));
+    }
     let mut args = RemoteExecServerConnectArgs::new("", ENVIRONMENT_CLIENT_NAME);
     if let Some(timeout) = table.seconds("connect_timeout_sec")? {
         args.connect_timeout = timeout;
@@ -666,7 +714,33 @@ mod tests {
                 table("colour = 1"),
                 "4: `colour`: unknown key; known are id, url, ",
             ),
-            (table(""), "3: `id`: `a` needs one of url, program"),
+            (table(""), "3: `id`: `a` needs one of url, program, ssh"),
+            (table("url = 'ssh://h'"), "4: `url`: write `ssh = "),
+            (table("ssh = 'box'"), "4: `ssh`: "),
+            (
+                table("url = 'ws://h'\nremote_binary = 'x'"),
+                "5: `remote_binary`: requires `ssh`",
+            ),
+            (
+                table("ssh = 'ssh://h'\ntls_pin = 'x'"),
+                "5: `tls_pin`: requires `url`",
+            ),
+            (
+                table("ssh = 'ssh://h'\nlocal_root = 'x'"),
+                "5: `local_root`: requires `remote_root`",
+            ),
+            (
+                table("ssh = 'ssh://h/r'\nremote_root = '/r'"),
+                "5: `remote_root`: requires `local_root`",
+            ),
+            (
+                table("ssh = 'ssh://h'\nlocal_root = 'x'\nremote_root = 'r'"),
+                "6: `remote_root`: it is no absolute path",
+            ),
+            (
+                table("ssh = 'ssh://h'\nssh_options = 'x'"),
+                "5: `ssh_options`: expected a list",
+            ),
             (
                 table("url = 'ws://h'\nprogram = 'x'"),
                 "5: `program`: `a` has `url` already",

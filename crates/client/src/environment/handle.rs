@@ -20,6 +20,7 @@ use crate::backend::{ExecBackend, Reply, StartedProcess};
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::fs::ExecutorFileSystem;
+use crate::map::{MappedBackend, MappedFileSystem};
 
 /// How long a probe waits for an answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -111,8 +112,19 @@ impl Environment {
     }
 
     /// A machine that is reached this way; nothing happens until it is used or asked to begin.
+    ///
+    /// Where the way says how paths are to be translated, [`exec`](Self::exec) and
+    /// [`files`](Self::files) do so; what is asked of the [`client`](Self::client) itself is in
+    /// terms of the other machine.
     pub fn remote(id: impl Into<String>, connect: Arc<dyn Connect>) -> Self {
-        Self::lazy(id.into(), Way::Known(connect))
+        let map = connect.map().cloned();
+        let mut environment = Self::lazy(id.into(), Way::Known(connect));
+        if let Some(map) = map {
+            let Self { exec, files, .. } = &mut environment;
+            *exec = Arc::new(MappedBackend::new(Arc::clone(exec), map.clone()));
+            *files = Arc::new(MappedFileSystem::new(Arc::clone(files), map));
+        }
+        environment
     }
 
     pub(super) fn gated(id: impl Into<String>, gate: Arc<Gate>) -> Self {

@@ -25,6 +25,7 @@ use super::fs::args::{CpArgs, FsArgs};
   exec-server ps --url ws://127.0.0.1:4600          what runs there
   exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
   exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
+  exec-server run --on ssh://build -- make test     run it on any machine that has an sshd
   exec-server --remote https://meet.example --environment-id build-7 \\
       --remote-token-file token                     serve through a registry, from behind NAT
   exec-server run --url registry://meet.example/build-7 -- make    use it from anywhere
@@ -103,7 +104,7 @@ is named on standard error, the rest goes on, and the exit code is 1.")]
         subcommand,
         after_help = "Examples:
   exec-server env add worker wss://build-host:4600 --token-file worker.token
-  exec-server env add box -- ssh box exec-server --listen stdio
+  exec-server env add box ssh://me@box/srv/app
   exec-server env use worker                 what `run`, `ps`, `fs` and `cp` use unless told otherwise
   exec-server run --on box -- make test
   exec-server env status                     which of them answer, and what they can do
@@ -158,6 +159,11 @@ GET /cloud/revocations. For everybody: /healthz and /readyz."
     /// Show the settings of a server and where each came from
     #[command(subcommand)]
     Config(ConfigCommand),
+    /// Start this user's server in the background, and tell where it listens
+    ///
+    /// `ssh://` uses it on the far side: it outlives the connection, and ends by itself when nobody
+    /// needs it any more.
+    Daemon(DaemonArgs),
     /// Tell how a server is
     Status(StatusArgs),
     /// Tell what this machine can enforce on sandboxed commands, and what is in the way
@@ -539,8 +545,9 @@ pub(super) struct ServerArgs {
     #[arg(long, global = true, value_name = "ENV", conflicts_with = "url")]
     pub(super) on: Option<String>,
 
-    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH` or
-    /// `registry://HOST[:PORT]/ENVIRONMENT` [env: EXEC_SERVER_URL]
+    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH`,
+    /// `registry://HOST[:PORT]/ENVIRONMENT` or `ssh://[USER@]HOST[:PORT][/PATH]` [env:
+    /// EXEC_SERVER_URL]
     #[arg(long, global = true, value_name = "URL")]
     pub(super) url: Option<String>,
 
@@ -566,6 +573,61 @@ pub(super) struct ServerArgs {
     /// The key of our certificate (PEM)
     #[arg(long, global = true, value_name = "FILE", requires = "tls_client_cert")]
     pub(super) tls_client_key: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(super) ssh: SshArgs,
+}
+
+/// How to get to a server by ssh, and which paths there are which here.
+#[derive(Debug, Clone, Default, clap::Args)]
+#[command(next_help_heading = "SSH")]
+pub(super) struct SshArgs {
+    /// An option for ssh, as after its -o; can be given several times
+    #[arg(long, global = true, value_name = "NAME=VALUE")]
+    pub(super) ssh_option: Vec<String>,
+
+    /// The exec-server of the far side: a path, or a name in PATH; nothing is installed there
+    #[arg(long, global = true, value_name = "PATH")]
+    pub(super) remote_binary: Option<String>,
+
+    /// The executable to install on the far side, instead of this one [env:
+    /// EXEC_SERVER_LOCAL_BINARY]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(super) local_binary: Option<PathBuf>,
+
+    /// A directory here that --remote-root stands for: paths are given and shown as those of this
+    /// machine, and those outside of it are refused
+    #[arg(long, global = true, value_name = "DIR")]
+    pub(super) local_root: Option<PathBuf>,
+
+    /// The directory there that stands for --local-root; the path of an ssh:// URL if not given
+    #[arg(long, global = true, value_name = "DIR", requires = "local_root")]
+    pub(super) remote_root: Option<PathBuf>,
+}
+
+/// Options of `daemon`.
+#[derive(Debug, clap::Args)]
+pub(super) struct DaemonArgs {
+    /// Carry bytes between standard input and output and the daemon
+    #[arg(long, conflicts_with = "stop")]
+    pub(super) stdio: bool,
+
+    /// End the daemon, with its sessions and everything they run
+    #[arg(long)]
+    pub(super) stop: bool,
+
+    /// How long a daemon that is started now waits for something to do before it ends
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10m")]
+    pub(super) idle: Duration,
+
+    /// Where its socket, lock and log are; a directory of this machine in the user's cache if not
+    /// given
+    #[arg(long, value_name = "DIR")]
+    pub(super) directory: Option<PathBuf>,
+
+    /// Be the daemon
+    #[arg(long, hide = true)]
+    pub(super) serve: bool,
 }
 
 impl ServerArgs {
@@ -576,6 +638,8 @@ impl ServerArgs {
             (self.tls_pin.is_some(), "--tls-pin"),
             (self.tls_ca.is_some(), "--tls-ca"),
             (self.tls_client_cert.is_some(), "--tls-client-cert"),
+            (!self.ssh.ssh_option.is_empty(), "--ssh-option"),
+            (self.ssh.remote_binary.is_some(), "--remote-binary"),
         ];
         given
             .into_iter()
@@ -594,7 +658,7 @@ pub(super) enum EnvCommand {
         json: bool,
     },
     /// Add an environment, or change one
-    Add(EnvAddArgs),
+    Add(Box<EnvAddArgs>),
     /// Forget an environment
     Remove {
         /// Which one
@@ -625,7 +689,7 @@ pub(super) enum EnvCommand {
 
 The first key that an environment shows is believed and written down; a client that meets another
 does not connect. The executor prints its fingerprint when it starts: compare.")]
-    Trust(TrustArgs),
+    Trust(Box<TrustArgs>),
 }
 
 /// Options of `env add`.
@@ -634,7 +698,8 @@ pub(super) struct EnvAddArgs {
     /// What to call it: letters, digits, `-` and `_`
     pub(super) id: String,
 
-    /// Where it is: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
+    /// Where it is: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH` or
+    /// `ssh://[USER@]HOST[:PORT][/PATH]`
     #[arg(required_unless_present = "program", conflicts_with = "program")]
     pub(super) url: Option<String>,
 
@@ -645,6 +710,22 @@ pub(super) struct EnvAddArgs {
     /// Believe the server with this key (`sha256//…`)
     #[arg(long, value_name = "PIN", requires = "url")]
     pub(super) tls_pin: Option<String>,
+
+    /// An option for ssh, as after its -o; can be given several times
+    #[arg(long, value_name = "NAME=VALUE", requires = "url")]
+    pub(super) ssh_option: Vec<String>,
+
+    /// The exec-server of the machine behind ssh: a path, or a name in PATH
+    #[arg(long, value_name = "PATH", requires = "url")]
+    pub(super) remote_binary: Option<String>,
+
+    /// A directory here that a directory of the machine behind ssh stands for
+    #[arg(long, value_name = "DIR", requires = "url")]
+    pub(super) local_root: Option<PathBuf>,
+
+    /// The directory there that stands for it; the path of the URL if not given
+    #[arg(long, value_name = "DIR", requires = "local_root")]
+    pub(super) remote_root: Option<String>,
 
     /// Where the program is run
     #[arg(long, value_name = "DIR", requires = "program")]

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, value};
 
 use super::args::{EnvAddArgs, EnvCommand};
-use super::{on, print, runtime, trust};
+use super::{on, print, runtime, ssh, trust};
 
 /// What stands for no environment.
 const NONE: &str = "none";
@@ -68,7 +68,11 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         let mut entry = Table::new();
         entry["id"] = value(&args.id);
         if let Some(url) = &args.url {
-            entry["url"] = value(url);
+            let way = match url.starts_with(ssh::SCHEME) {
+                true => "ssh",
+                false => "url",
+            };
+            entry[way] = value(url);
         }
         if let [program, rest @ ..] = &args.program[..] {
             entry["program"] = value(program);
@@ -89,6 +93,18 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         }
         if let Some(path) = &args.cwd {
             entry["cwd"] = absolute(path)?;
+        }
+        if !args.ssh_option.is_empty() {
+            entry["ssh_options"] = value(args.ssh_option.iter().collect::<Array>());
+        }
+        if let Some(binary) = &args.remote_binary {
+            entry["remote_binary"] = value(binary);
+        }
+        if let Some(path) = &args.local_root {
+            entry["local_root"] = absolute(path)?;
+        }
+        if let Some(path) = &args.remote_root {
+            entry["remote_root"] = value(path);
         }
         if let Some(pin) = &args.tls_pin {
             entry["tls_pin"] = value(pin);
@@ -306,7 +322,10 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
             .ids()
             .filter(|id| wanted(id))
             .map(|id| {
-                let connect = list.entry(id).map(|entry| Arc::clone(&entry.connect));
+                let connect = list.entry(id).map(|entry| {
+                    let own = on::way(&entry.connect, None);
+                    own.unwrap_or_else(|_| Arc::clone(&entry.connect))
+                });
                 let target = connect.as_ref().map(|connect| connect.target());
                 let asking = connect.map(|connect| tokio::spawn(ask(connect, timeout)));
                 (id.to_owned(), target, asking)

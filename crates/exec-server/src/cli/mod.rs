@@ -3,6 +3,7 @@
 mod access;
 mod args;
 mod config;
+mod daemon;
 mod doctor;
 mod env;
 mod forward;
@@ -20,6 +21,7 @@ mod run;
 mod sandbox;
 mod serve;
 mod settings;
+mod ssh;
 mod status;
 mod systemd;
 mod terminal;
@@ -46,8 +48,8 @@ pub fn main() -> ExitCode {
     }
     let args = Args::parse();
     let outcome = match args.command {
-        None => serve::run(args.serve),
-        Some(Command::Serve(args)) => serve::run(*args),
+        None => serve::run(args.serve, None),
+        Some(Command::Serve(args)) => serve::run(*args, None),
         Some(Command::Run(args)) => return run::run(args),
         Some(Command::Ps(args)) => ps::run(&args),
         Some(Command::Kill(args)) => kill::run(&args),
@@ -62,6 +64,7 @@ pub fn main() -> ExitCode {
         Some(Command::Rendezvous(args)) => rendezvous::run(*args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
+        Some(Command::Daemon(args)) => daemon::run(args),
         Some(Command::Status(args)) => status::run(&args),
         Some(Command::Man { out }) => man(out.as_deref()),
         Some(Command::Doctor(args)) => doctor::run(&args),

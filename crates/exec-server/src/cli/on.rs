@@ -2,6 +2,7 @@
 //!
 //! The one place that knows `--on`, `--url`, the variables and the list of environments.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
@@ -11,12 +12,14 @@ use exec_server_client::environment::connect::{Connect, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
+use exec_server_client::fs::uri;
+use exec_server_client::map::PathMap;
 use exec_server_client::registry::RegistryUrl;
-use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
+use exec_server_client::{ExecServerClient, ExecutorFileSystem as _, RemoteExecServerConnectArgs};
 
 use super::args::ServerArgs;
 use super::settings::variable;
-use super::{access, registry};
+use super::{access, registry, ssh};
 
 /// Where a command works.
 #[derive(Debug)]
@@ -33,9 +36,65 @@ pub(super) struct There {
     /// The environment, or the URL.
     pub(super) name: String,
     connect: Arc<dyn Connect>,
+    /// A directory here and the one there that stands for it.
+    roots: Option<(PathBuf, PathBuf)>,
+    /// Where commands run unless they say otherwise, if that was said.
+    directory: Option<PathBuf>,
+}
+
+/// A session, and how its paths are to be taken.
+pub(super) struct Reached {
+    pub(super) client: ExecServerClient,
+    /// Paths are those of this machine, and translated by this.
+    pub(super) map: Option<PathMap>,
+    /// Where commands run unless they say otherwise, if that was said.
+    pub(super) directory: Option<PathBuf>,
 }
 
 impl There {
+    fn new(name: &str, connect: Arc<dyn Connect>, server: &ServerArgs) -> anyhow::Result<Self> {
+        let behind_ssh = connect.ssh();
+        let directory = behind_ssh.and_then(|target| target.ssh.url.path().map(Path::to_owned));
+        let own = connect.map();
+        let roots = match &server.ssh.local_root {
+            None => own.map(|own| (own.local_root().to_owned(), own.remote_root().to_owned())),
+            Some(local) => {
+                let remote = server.ssh.remote_root.clone();
+                let remote = remote
+                    .or_else(|| Some(own?.remote_root().to_owned()))
+                    .or_else(|| directory.clone())
+                    .context("--local-root needs --remote-root, or a path in an ssh:// URL")?;
+                if !remote.is_absolute() {
+                    bail!(
+                        "--remote-root must be an absolute path, not `{}`",
+                        remote.display()
+                    );
+                }
+                Some((std::path::absolute(local)?, remote))
+            }
+        };
+        Ok(Self {
+            name: name.to_owned(),
+            connect,
+            roots,
+            directory,
+        })
+    }
+
+    /// Opens a session, and finds out how its paths are to be taken.
+    pub(super) async fn reach(&self) -> anyhow::Result<Reached> {
+        let client = self.connect().await?;
+        let map = match &self.roots {
+            Some((local, remote)) => Some(map(local, remote, &client).await?),
+            None => None,
+        };
+        Ok(Reached {
+            client,
+            map,
+            directory: self.directory.clone(),
+        })
+    }
+
     /// As a value that connects when it is used, and again when it was lost.
     #[cfg(feature = "mcp")]
     pub(super) fn environment(&self) -> Environment {
@@ -50,6 +109,35 @@ impl There {
             return Ok(session?);
         }
         session.with_context(|| format!("environment `{}`", self.name))
+    }
+}
+
+/// The map between a directory here and one there.
+async fn map(local: &Path, remote: &Path, client: &ExecServerClient) -> anyhow::Result<PathMap> {
+    let real = local
+        .canonicalize()
+        .with_context(|| format!("cannot use the local root `{}`", local.display()))?;
+    // Only that machine knows its links; and a root that is not there is better told now.
+    let there = client
+        .file_system()
+        .canonicalize(&uri(remote)?, None)
+        .await
+        .with_context(|| format!("cannot use the remote root `{}`", remote.display()))?;
+    let map = PathMap::new(local, remote)?.with_real_local(real);
+    Ok(map.with_real_remote(there.to_native()?))
+}
+
+/// How to reach a configured environment, with what this program knows about itself.
+pub(super) fn way(
+    connect: &Arc<dyn Connect>,
+    server: Option<&ServerArgs>,
+) -> anyhow::Result<Arc<dyn Connect>> {
+    match connect.ssh() {
+        None => Ok(Arc::clone(connect)),
+        Some(target) => {
+            let args = server.map(|server| server.ssh.clone()).unwrap_or_default();
+            Ok(Arc::new(ssh::adapt(target.clone(), &args)?))
+        }
     }
 }
 
@@ -93,18 +181,18 @@ pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<Place> {
 /// How to reach a URL, with what flags and variables say about it.
 fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<Place> {
     if RegistryUrl::matches(url) {
-        return Ok(Place::There(There {
-            name: url.to_owned(),
-            connect: Arc::new(registry::target(url, server)?),
-        }));
+        let target = registry::target(url, server)?;
+        return Ok(Place::There(There::new(url, Arc::new(target), server)?));
+    }
+    if url.starts_with(ssh::SCHEME) {
+        let target = ssh::at_url(url, &server.ssh)?;
+        return Ok(Place::There(There::new(url, Arc::new(target), server)?));
     }
     let name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
     let mut args = RemoteExecServerConnectArgs::new("", name);
     access::introduce(server, &mut args)?;
-    Ok(Place::There(There {
-        name: url.to_owned(),
-        connect: from_url(url, args)?,
-    }))
+    let connect = from_url(url, args)?;
+    Ok(Place::There(There::new(url, connect, server)?))
 }
 
 /// How to reach an environment; only what is said about itself counts.
@@ -117,10 +205,10 @@ fn in_environment(id: &str, list: &EnvironmentList, server: &ServerArgs) -> anyh
         return Ok(Place::Here);
     }
     match list.entry(id) {
-        Some(entry) => Ok(Place::There(There {
-            name: id.to_owned(),
-            connect: Arc::clone(&entry.connect),
-        })),
+        Some(entry) => {
+            let connect = way(&entry.connect, Some(server))?;
+            Ok(Place::There(There::new(id, connect, server)?))
+        }
         None => bail!("there is no environment `{id}`; there are {}", ids(list)),
     }
 }

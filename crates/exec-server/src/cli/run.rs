@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use bytes::Bytes;
 use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::map::MappedBackend;
 use exec_server_client::{
     ConnectionState, ConnectionStates, ExecBackend, ExecProcess, ExecProcessEvent,
     ExecServerClient, ExecServerError, LocalBackend,
@@ -70,34 +71,59 @@ fn failure_code(error: &anyhow::Error) -> u8 {
 /// Where the command runs.
 enum Place {
     Here(LocalBackend),
-    There(ExecServerClient),
+    There {
+        client: ExecServerClient,
+        backend: Arc<dyn ExecBackend>,
+        /// Paths are those of this machine.
+        mapped: bool,
+        /// Where commands run unless they say otherwise.
+        directory: Option<PathBuf>,
+    },
 }
 
 impl Place {
     fn backend(&self) -> &dyn ExecBackend {
         match self {
             Self::Here(backend) => backend,
-            Self::There(client) => client,
+            Self::There { backend, .. } => &**backend,
         }
     }
-}
 
-async fn execute(args: RunArgs) -> anyhow::Result<u8> {
-    let place = match on::resolve(&args.server)? {
-        on::Place::There(there) => Place::There(there.connect().await?),
-        on::Place::Here => {
+    /// Where was said, or else here.
+    async fn new(place: on::Place) -> anyhow::Result<Self> {
+        let on::Place::There(there) = place else {
             let config = ExecutorConfig {
                 environment: settings::environment(),
                 ..ExecutorConfig::default()
             };
-            Place::Here(LocalBackend::new(Executor::new(config)?))
-        }
-    };
+            return Ok(Self::Here(LocalBackend::new(Executor::new(config)?)));
+        };
+        let on::Reached {
+            client,
+            map,
+            directory,
+        } = there.reach().await?;
+        let mapped = map.is_some();
+        let backend: Arc<dyn ExecBackend> = match map {
+            Some(map) => Arc::new(MappedBackend::new(Arc::new(client.clone()), map)),
+            None => Arc::new(client.clone()),
+        };
+        Ok(Self::There {
+            client,
+            backend,
+            mapped,
+            directory,
+        })
+    }
+}
+
+async fn execute(args: RunArgs) -> anyhow::Result<u8> {
+    let place = Place::new(on::resolve(&args.server)?).await?;
     let tty = args.tty || (!args.no_tty && terminal::is_interactive());
     let params = params(&args, &place, tty).await?;
     // Before the start, so that none is missed; they are for the command from now on.
     let mut signals = Signals::new()?;
-    if let Place::There(client) = &place {
+    if let Place::There { client, .. } = &place {
         // Ends with the client.
         tokio::spawn(tell_of(client.states()));
     }
@@ -105,7 +131,7 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
     let raw = if tty { terminal::Raw::enter()? } else { None };
     let outcome = attend(started.process, &mut signals, tty).await;
     drop(raw);
-    if let Place::There(client) = place
+    if let Place::There { client, .. } = place
         && client.supports("session/end").await.unwrap_or(false)
     {
         // Whatever the command left behind ends here, as it would with a terminal.
@@ -129,20 +155,32 @@ async fn tell_of(mut states: ConnectionStates) {
 
 async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<StartParams> {
     let cwd = match (&args.cwd, place) {
-        (Some(cwd), Place::Here(_)) => std::path::absolute(cwd)?,
-        (Some(cwd), Place::There(_)) if cwd.is_absolute() => cwd.clone(),
-        (Some(cwd), Place::There(_)) => {
+        (Some(cwd), Place::Here(_) | Place::There { mapped: true, .. }) => {
+            std::path::absolute(cwd)?
+        }
+        (Some(cwd), Place::There { .. }) if cwd.is_absolute() => cwd.clone(),
+        (Some(cwd), Place::There { .. }) => {
             bail!(
                 "--cwd must be an absolute path on the server, not `{}`",
                 cwd.display()
             )
         }
-        (None, Place::Here(_)) => std::env::current_dir().context("no working directory")?,
-        (None, Place::There(client)) => {
-            let info = client.environment_info().await.ok();
-            let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
-            cwd.unwrap_or_else(|| PathBuf::from("/"))
+        (None, Place::Here(_) | Place::There { mapped: true, .. }) => {
+            std::env::current_dir().context("no working directory")?
         }
+        (
+            None,
+            Place::There {
+                client, directory, ..
+            },
+        ) => match directory {
+            Some(directory) => directory.clone(),
+            None => {
+                let info = client.environment_info().await.ok();
+                let cwd = info.and_then(|info| info.cwd.as_ref()?.to_native().ok());
+                cwd.unwrap_or_else(|| PathBuf::from("/"))
+            }
+        },
     };
     let mut env = BTreeMap::new();
     if tty && let Ok(term) = std::env::var("TERM") {

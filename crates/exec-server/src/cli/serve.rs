@@ -18,6 +18,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::task::JoinSet;
 
 use super::args::ServeArgs;
+use super::daemon::Idle;
 use super::log::{self, Log};
 use super::settings::Settings;
 use super::{access, remote, systemd};
@@ -25,7 +26,8 @@ use super::{access, remote, systemd};
 /// How often certificates are looked at for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 
-pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
+/// Serves until told to stop; a daemon also until nobody needs it.
+pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCode> {
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
     remote::check(&settings, &args.remote)?;
@@ -44,7 +46,8 @@ pub(super) fn run(args: ServeArgs) -> anyhow::Result<ExitCode> {
         "protected from a lack of memory; files that may be open"
     );
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
-    runtime.block_on(serve(args, settings, handed_over, log))?;
+    // Held to the very end: whoever starts the next daemon finds nothing of this one.
+    let _lock = runtime.block_on(serve(args, settings, handed_over, log, idle))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
     Ok(ExitCode::SUCCESS)
@@ -74,7 +77,8 @@ async fn serve(
     settings: Settings,
     handed_over: usize,
     log: Log,
-) -> anyhow::Result<()> {
+    idle: Option<Idle>,
+) -> anyhow::Result<Option<std::fs::File>> {
     let stop = Stop::new()?;
     let hangup = signal(SignalKind::hangup())?;
     let mut config = settings.server()?;
@@ -92,7 +96,8 @@ async fn serve(
         let metrics = metrics_listener(&settings).await?;
         let _metrics =
             metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
-        return remote::serve(&server, &settings, &args.remote, stop).await;
+        remote::serve(&server, &settings, &args.remote, stop).await?;
+        return Ok(None);
     }
     let urls = settings.listen()?;
     let rules = access::rules(&settings)?;
@@ -103,7 +108,8 @@ async fn serve(
         let metrics = metrics_listener(&settings).await?;
         let _metrics =
             metrics.map(|listener| tokio::spawn(metrics::serve(listener, server.clone())));
-        return serve_stdio(&server, stop).await;
+        serve_stdio(&server, stop).await?;
+        return Ok(None);
     }
     let tls = access::tls(&settings, &urls, handed_over > 0)?;
     let proven = rules.auth.is_required()
@@ -117,6 +123,9 @@ async fn serve(
     };
     let listeners = door.open(&settings, &urls, handed_over).await?;
     let metrics = metrics_listener(&settings).await?;
+    if let Some(idle) = &idle {
+        idle.introduce()?;
+    }
     announce(&listeners)?;
     let mut tasks = JoinSet::new();
     for listener in listeners {
@@ -135,10 +144,24 @@ async fn serve(
     };
     let upkeep = tokio::spawn(upkeep.run(hangup));
     systemd::notify("READY=1");
-    stop.wait_and_end(&server).await;
+    let lock = tokio::select! {
+        () = stop.wait_and_end(&server) => None,
+        lock = over(idle, &server) => {
+            server.shut_down().await;
+            lock?
+        }
+    };
     upkeep.abort();
     tasks.join_all().await;
-    Ok(())
+    Ok(lock)
+}
+
+/// Returns when a daemon is no longer needed; never for other servers.
+async fn over(idle: Option<Idle>, server: &Server) -> anyhow::Result<Option<std::fs::File>> {
+    match idle {
+        Some(idle) => idle.over(server).await,
+        None => std::future::pending().await,
+    }
 }
 
 /// The audit log, if there is to be one.

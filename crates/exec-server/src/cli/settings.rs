@@ -4,6 +4,7 @@
 //! reads its environment. Reads no secret: those are read where they are used.
 
 use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -790,6 +791,44 @@ pub(super) fn state_directory() -> Option<PathBuf> {
         .map(PathBuf::from)
         .or_else(|| given("XDG_STATE_HOME").map(|home| PathBuf::from(home).join("exec-server")))
         .or_else(|| given("HOME").map(|home| PathBuf::from(home).join(".local/state/exec-server")))
+}
+
+/// The user's home.
+pub(super) fn home_directory() -> Option<PathBuf> {
+    let home = std::env::var_os("HOME").map(PathBuf::from);
+    home.filter(|home| home.is_absolute())
+}
+
+/// Where this program keeps what it can make again.
+pub(super) fn cache_directory() -> Option<PathBuf> {
+    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+    let cache = cache.filter(|cache| cache.is_absolute());
+    let cache = cache.or_else(|| Some(home_directory()?.join(".cache")))?;
+    Some(cache.join("exec-server"))
+}
+
+/// Where sockets of this login session go, if it has such a place.
+pub(super) fn runtime_directory() -> Option<PathBuf> {
+    let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+    let runtime = runtime.filter(|runtime| runtime.is_absolute())?;
+    Some(runtime.join("exec-server"))
+}
+
+/// Variables that mean something for one login or another server only: a daemon, which outlives
+/// one and is not the other, starts without them.
+pub(super) fn names_of_one_login() -> Vec<OsString> {
+    /// What a daemon's user may well set.
+    const KEPT: [&str; 4] = ["LIMITS_", "TIMES_", "LOG_", "AUDIT_"];
+    let names = std::env::vars_os().map(|(name, _)| name);
+    names
+        .filter(|name| {
+            let text = name.to_string_lossy();
+            let ours = text.strip_prefix("EXEC_SERVER_");
+            text.starts_with("SSH_")
+                || PRIVATE_VARIABLES.contains(&&*text)
+                || ours.is_some_and(|ours| KEPT.iter().all(|kept| !ours.starts_with(kept)))
+        })
+        .collect()
 }
 
 /// This program's environment, without what concerns it alone; variables that are not text cannot

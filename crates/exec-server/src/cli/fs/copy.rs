@@ -183,6 +183,7 @@ fn url_length(text: &[u8]) -> Option<usize> {
     let scheme = [
         b"ws://".as_slice(),
         b"wss://",
+        b"ssh://",
         b"registry://",
         b"registry+http://",
         b"registry+https://",
@@ -402,6 +403,8 @@ mod tests {
             ("ws://h:/x", there(Some("ws://h"), "/x")),
             ("ws://h:12x", there(Some("ws://h"), "12x")),
             ("ws://h:1/p:q", there(Some("ws://h:1/p"), "q")),
+            ("ssh://u@h:22/p:/q", there(Some("ssh://u@h:22/p"), "/q")),
+            ("ssh://h:x", there(Some("ssh://h"), "x")),
             ("ws://[::1]:46:", there(Some("ws://[::1]:46"), ".")),
             ("worker:/x", there(Some("worker"), "/x")),
             ("worker:", there(Some("worker"), ".")),

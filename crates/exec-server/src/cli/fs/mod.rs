@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use anyhow::{Context as _, bail};
 use exec_server_client::fs::uri;
+use exec_server_client::map::MappedFileSystem;
 use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
 use rustix::termios::isatty;
@@ -70,17 +71,32 @@ struct Place {
 impl Place {
     /// In the place that was named.
     async fn new(place: on::Place) -> anyhow::Result<Self> {
+        let here = || std::env::current_dir().context("no working directory");
         let on::Place::There(there) = place else {
             return Ok(Self {
                 files: Arc::new(LocalFileSystem::new()),
-                directory: Some(std::env::current_dir().context("no working directory")?),
+                directory: Some(here()?),
             });
         };
-        let client = there.connect().await?;
+        let on::Reached {
+            client,
+            map,
+            directory,
+        } = there.reach().await?;
+        let files: Arc<dyn ExecutorFileSystem> = Arc::new(client.file_system());
+        if let Some(map) = map {
+            return Ok(Self {
+                files: Arc::new(MappedFileSystem::new(files, map)),
+                directory: Some(here()?),
+            });
+        }
+        if directory.is_some() {
+            return Ok(Self { files, directory });
+        }
         let info = client.environment_info().await.ok();
         Ok(Self {
             directory: info.and_then(|info| info.cwd.as_ref()?.to_native().ok()),
-            files: Arc::new(client.file_system()),
+            files,
         })
     }
 

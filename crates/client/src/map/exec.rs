@@ -1,0 +1,49 @@
+//! Processes of the other machine, with paths of this one.
+
+use std::sync::Arc;
+
+use exec_server_protocol::process::{ListedProcess, StartParams};
+
+use super::PathMap;
+use crate::backend::{ExecBackend, Reply, StartedProcess};
+
+/// A backend whose working directories and policies are given as local paths.
+///
+/// Arguments, variables and output are passed on as they are.
+#[derive(Debug, Clone)]
+pub struct MappedBackend {
+    inner: Arc<dyn ExecBackend>,
+    map: PathMap,
+}
+
+impl MappedBackend {
+    /// Applies a map to a backend.
+    pub fn new(inner: Arc<dyn ExecBackend>, map: PathMap) -> Self {
+        Self { inner, map }
+    }
+}
+
+impl ExecBackend for MappedBackend {
+    fn start(&self, mut params: StartParams) -> Reply<'_, StartedProcess> {
+        Box::pin(async move {
+            params.cwd = self.map.uri_to_remote(&params.cwd)?;
+            if let Some(sandbox) = &params.sandbox {
+                params.sandbox = Some(self.map.sandbox_to_remote(sandbox)?);
+            }
+            self.inner.start(params).await
+        })
+    }
+
+    fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
+        Box::pin(async move {
+            let mut listed = self.inner.list().await?;
+            for process in &mut listed {
+                // One that somebody started elsewhere is shown where it is.
+                if let Ok(cwd) = self.map.uri_to_local(&process.cwd) {
+                    process.cwd = cwd;
+                }
+            }
+            Ok(listed)
+        })
+    }
+}

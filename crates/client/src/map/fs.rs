@@ -1,0 +1,341 @@
+//! Files of the other machine, with paths of this one.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult};
+use exec_server_protocol::sandbox::Sandbox;
+use tokio::sync::OnceCell;
+
+use super::PathMap;
+use crate::backend::{BoxFuture, Reply};
+use crate::error::ExecServerError;
+use crate::fs::{
+    Access, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
+    FileChanges, FileReader, FileWriter, Hash, MissingWatch, ReadDirectory, ReadStream, Remove,
+    Rename, Search, SetMetadata, Walk, Watch, WriteOptions, WriteStream, bad_path, uri,
+};
+
+/// A filesystem whose paths are given and told as local ones.
+///
+/// What links say is neither translated nor followed here: it is text of the other machine. Where
+/// the remote root itself is reached through links, the other machine is asked for its path without
+/// them when that first matters.
+#[derive(Debug, Clone)]
+pub struct MappedFileSystem {
+    inner: Arc<dyn ExecutorFileSystem>,
+    map: PathMap,
+    /// The map with all that can be known about its remote root.
+    resolved: OnceCell<PathMap>,
+}
+
+impl MappedFileSystem {
+    /// Applies a map to a filesystem.
+    pub fn new(inner: Arc<dyn ExecutorFileSystem>, map: PathMap) -> Self {
+        let resolved = OnceCell::new();
+        Self {
+            inner,
+            map,
+            resolved,
+        }
+    }
+
+    fn there(&self, path: &PathUri) -> Result<PathUri, ExecServerError> {
+        self.map.uri_to_remote(path)
+    }
+
+    async fn here(&self, path: &mut PathUri) -> Result<(), ExecServerError> {
+        *path = match self.map.uri_to_local(path) {
+            Ok(path) => path,
+            Err(_) => self.resolved().await.uri_to_local(path)?,
+        };
+        Ok(())
+    }
+
+    async fn resolved(&self) -> &PathMap {
+        let ask = async || {
+            if self.map.knows_real_remote() {
+                return self.map.clone();
+            }
+            let real = async {
+                let root = uri(self.map.remote_root())?;
+                let real = self.inner.canonicalize(&root, None).await?;
+                real.to_native().map_err(bad_path)
+            };
+            match real.await {
+                Ok(real) => self.map.clone().with_real_remote(real),
+                // Then nothing can be below it.
+                Err(_) => self.map.clone(),
+            }
+        };
+        self.resolved.get_or_init(ask).await
+    }
+
+    fn policy(&self, sandbox: &mut Option<Sandbox>) -> Result<(), ExecServerError> {
+        if let Some(policy) = sandbox {
+            *policy = self.map.sandbox_to_remote(policy)?;
+        }
+        Ok(())
+    }
+}
+
+impl ExecutorFileSystem for MappedFileSystem {
+    fn supports(&self, feature: Feature) -> Reply<'_, bool> {
+        self.inner.supports(feature)
+    }
+
+    fn read_file<'a>(&'a self, path: &'a PathUri, mut options: Access) -> Reply<'a, Bytes> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.read_file(&self.there(path)?, options).await
+        })
+    }
+
+    fn write_file<'a>(
+        &'a self,
+        path: &'a PathUri,
+        data: Bytes,
+        mut options: WriteOptions,
+    ) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let path = self.there(path)?;
+            self.inner.write_file(&path, data, options).await
+        })
+    }
+
+    fn open_read<'a>(
+        &'a self,
+        path: &'a PathUri,
+        mut options: ReadStream,
+    ) -> Reply<'a, FileReader> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.open_read(&self.there(path)?, options).await
+        })
+    }
+
+    fn open_write<'a>(
+        &'a self,
+        path: &'a PathUri,
+        mut options: WriteStream,
+    ) -> Reply<'a, FileWriter> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.open_write(&self.there(path)?, options).await
+        })
+    }
+
+    fn create_directory<'a>(
+        &'a self,
+        path: &'a PathUri,
+        mut options: CreateDirectory,
+    ) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let path = self.there(path)?;
+            self.inner.create_directory(&path, options).await
+        })
+    }
+
+    fn metadata<'a>(&'a self, path: &'a PathUri, mut options: Access) -> Reply<'a, Metadata> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.metadata(&self.there(path)?, options).await
+        })
+    }
+
+    fn canonicalize<'a>(
+        &'a self,
+        path: &'a PathUri,
+        mut sandbox: Option<Sandbox>,
+    ) -> Reply<'a, PathUri> {
+        Box::pin(async move {
+            self.policy(&mut sandbox)?;
+            let path = self.there(path)?;
+            let mut found = self.inner.canonicalize(&path, sandbox).await?;
+            self.here(&mut found).await?;
+            Ok(found)
+        })
+    }
+
+    fn read_directory<'a>(
+        &'a self,
+        path: &'a PathUri,
+        mut options: ReadDirectory,
+    ) -> Reply<'a, Vec<DirectoryEntry>> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.read_directory(&self.there(path)?, options).await
+        })
+    }
+
+    fn walk<'a>(&'a self, path: &'a PathUri, mut options: Walk) -> Reply<'a, WalkResult> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let mut walked = self.inner.walk(&self.there(path)?, options).await?;
+            for entry in &mut walked.entries {
+                self.here(&mut entry.path).await?;
+            }
+            for error in &mut walked.errors {
+                self.here(&mut error.path).await?;
+            }
+            Ok(walked)
+        })
+    }
+
+    fn remove<'a>(&'a self, path: &'a PathUri, mut options: Remove) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.remove(&self.there(path)?, options).await
+        })
+    }
+
+    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, mut options: Copy) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let (from, to) = (self.there(from)?, self.there(to)?);
+            self.inner.copy(&from, &to, options).await
+        })
+    }
+
+    fn rename<'a>(
+        &'a self,
+        from: &'a PathUri,
+        to: &'a PathUri,
+        mut options: Rename,
+    ) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let (from, to) = (self.there(from)?, self.there(to)?);
+            self.inner.rename(&from, &to, options).await
+        })
+    }
+
+    fn set_metadata<'a>(&'a self, path: &'a PathUri, mut options: SetMetadata) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.set_metadata(&self.there(path)?, options).await
+        })
+    }
+
+    fn create_symlink<'a>(
+        &'a self,
+        path: &'a PathUri,
+        target: &'a str,
+        mut sandbox: Option<Sandbox>,
+    ) -> Reply<'a, ()> {
+        Box::pin(async move {
+            self.policy(&mut sandbox)?;
+            let path = self.there(path)?;
+            self.inner.create_symlink(&path, target, sandbox).await
+        })
+    }
+
+    fn hash<'a>(&'a self, path: &'a PathUri, mut options: Hash) -> Reply<'a, HashResult> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            self.inner.hash(&self.there(path)?, options).await
+        })
+    }
+
+    fn search<'a>(
+        &'a self,
+        path: &'a PathUri,
+        pattern: &'a str,
+        mut options: Search,
+    ) -> Reply<'a, SearchResult> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let path = self.there(path)?;
+            let mut found = self.inner.search(&path, pattern, options).await?;
+            for found in &mut found.matches {
+                self.here(&mut found.path).await?;
+            }
+            Ok(found)
+        })
+    }
+
+    fn watch<'a>(&'a self, path: &'a PathUri, mut options: Watch) -> Reply<'a, FileChanges> {
+        Box::pin(async move {
+            self.policy(&mut options.sandbox)?;
+            let inner = self.inner.watch(&self.there(path)?, options).await?;
+            let mut path = inner.path().clone();
+            self.here(&mut path).await?;
+            // Changes are told below the path without links.
+            let map = self.resolved().await.clone();
+            Ok(FileChanges::new(path, MappedChanges { inner, map }))
+        })
+    }
+
+    fn watch_missing<'a>(
+        &'a self,
+        missing: &'a [PathUri],
+        present: Option<&'a PathUri>,
+    ) -> Reply<'a, Option<MissingWatch>> {
+        Box::pin(async move {
+            let missing: Result<Vec<_>, _> = missing.iter().map(|path| self.there(path)).collect();
+            let present = present.map(|path| self.there(path)).transpose()?;
+            self.inner.watch_missing(&missing?, present.as_ref()).await
+        })
+    }
+}
+
+/// Changes, told as local ones.
+#[derive(Debug)]
+struct MappedChanges {
+    inner: FileChanges,
+    map: PathMap,
+}
+
+impl ChangeSource for MappedChanges {
+    fn recv(&mut self) -> BoxFuture<'_, Option<ChangeBatch>> {
+        Box::pin(async move {
+            let mut batch = self.inner.recv().await?;
+            let told = batch.changes.len();
+            batch.changes.retain_mut(|change| {
+                let paths = [Some(&mut change.path), change.from.as_mut()];
+                paths.into_iter().flatten().all(|path| {
+                    let here = self.map.uri_to_local(path);
+                    here.map(|here| *path = here).is_ok()
+                })
+            });
+            // What cannot be said here must not be taken for nothing.
+            batch.overflow |= batch.changes.len() < told;
+            Some(batch)
+        })
+    }
+}
+
+#[cfg(all(test, feature = "local"))]
+mod tests {
+    use super::*;
+    use crate::fs::LocalFileSystem;
+
+    #[tokio::test]
+    async fn a_root_behind_a_link_is_asked_for() {
+        let home = tempfile::tempdir().unwrap();
+        let (real, link) = (home.path().join("real"), home.path().join("link"));
+        std::fs::create_dir(&real).unwrap();
+        std::fs::write(real.join("file"), "x").unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        std::os::unix::fs::symlink("/etc", real.join("out")).unwrap();
+        let map = PathMap::new("/here", &link).unwrap();
+        let files = MappedFileSystem::new(Arc::new(LocalFileSystem::new()), map);
+        let file = uri("/here/file").unwrap();
+        assert_eq!(files.canonicalize(&file, None).await.unwrap(), file);
+        assert_eq!(
+            files.read_file(&file, Access::default()).await.unwrap(),
+            "x"
+        );
+        let out = uri("/here/out").unwrap();
+        let refused = files.canonicalize(&out, None).await.unwrap_err();
+        assert!(
+            refused.to_string().contains("outside of the remote root"),
+            "{refused}"
+        );
+        let elsewhere = uri(&real).unwrap();
+        assert!(files.metadata(&elsewhere, Access::default()).await.is_err());
+    }
+}

@@ -1,0 +1,429 @@
+//! What is asked of ssh, and what it answers.
+
+use std::io;
+use std::pin::Pin;
+use std::process::{ExitStatus, Stdio};
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use exec_server_transport::{ConnectOptions, Link, connect_over};
+use tokio::io::{AsyncRead, AsyncReadExt as _, ReadBuf};
+use tokio::process::{Child, ChildStdout, Command};
+
+use super::{SshError, SshHost};
+
+/// What ssh ends with when it failed itself.
+const SSH_FAILED: i32 = 255;
+
+/// The most that is kept of what a command says; the rest is read and forgotten.
+const MAX_SAID: usize = 64 * 1024;
+
+/// How long what a command said may still be on its way when it has ended.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// How long a question may take that only our own master answers.
+const MASTER_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long a daemon may take to start.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Begins every line that is meant for us: shells may print what they like before.
+pub(super) const MARK: &str = "exec-server-ssh ";
+
+/// What a command came to.
+pub(super) struct Said {
+    status: ExitStatus,
+    pub(super) stdout: String,
+    stderr: String,
+}
+
+impl Said {
+    pub(super) fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
+    /// The words after our mark.
+    pub(super) fn marked(&self) -> Option<&str> {
+        self.stdout.lines().find_map(|line| line.strip_prefix(MARK))
+    }
+
+    /// What it said about its failure.
+    pub(super) fn reason(&self) -> String {
+        let lines: Vec<&str> = self.stderr.lines().map(str::trim_end).collect();
+        let lines: Vec<&str> = lines.into_iter().filter(|line| !line.is_empty()).collect();
+        let last = &lines[lines.len().saturating_sub(8)..];
+        match last.is_empty() {
+            true => format!("it ended with {} and said nothing", self.status),
+            false => last.join("\n"),
+        }
+    }
+}
+
+/// How a command of ssh gets to the machine.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// Becomes the master.
+    Master,
+    /// Through the master.
+    Through,
+    /// On its own.
+    Alone,
+}
+
+impl SshHost {
+    /// ssh with everything but the destination and what to do there.
+    fn ssh(&self, way: Way) -> Command {
+        let options = &self.inner.options;
+        let mut command = Command::new(&options.program);
+        command.arg("-T");
+        let mut set = |option: String| {
+            command.arg("-o").arg(option);
+        };
+        // The first value counts: what must be so, what the caller wants, what would be good.
+        match way {
+            Way::Master => {
+                set("ControlMaster=yes".to_owned());
+                set(format!("ControlPersist={}", options.keep.as_secs().max(1)));
+                set("ClearAllForwardings=yes".to_owned());
+            }
+            Way::Through => set("ControlMaster=no".to_owned()),
+            Way::Alone => {
+                set("ControlPath=none".to_owned());
+                set("ClearAllForwardings=yes".to_owned());
+            }
+        }
+        if way != Way::Alone {
+            set(format!(
+                "ControlPath={}",
+                // The only character that ssh expands in a path.
+                self.inner.control.to_string_lossy().replace('%', "%%")
+            ));
+        }
+        set("RemoteCommand=none".to_owned());
+        set("RequestTTY=no".to_owned());
+        set("PermitLocalCommand=no".to_owned());
+        for option in &options.options {
+            set(option.clone());
+        }
+        let asks = options.interactive && !self.inner.connected.load(Ordering::Relaxed);
+        // Through a master that is gone, it must not make a connection of its own that asks.
+        if !asks || way == Way::Through {
+            set("BatchMode=yes".to_owned());
+        }
+        set(format!(
+            "ConnectTimeout={}",
+            options.connect_timeout.as_secs().max(1)
+        ));
+        set("ServerAliveInterval=15".to_owned());
+        set("ServerAliveCountMax=3".to_owned());
+        if way != Way::Through && !asks {
+            // Keys typed for the command are not for ssh, and neither is the terminal's interrupt.
+            command.process_group(0);
+        }
+        if let Some(port) = options.url.port() {
+            command.arg("-p").arg(port.to_string());
+        }
+        command.stdin(Stdio::null()).kill_on_drop(true);
+        if way == Way::Through {
+            command.process_group(0);
+        }
+        command
+    }
+
+    fn destination(&self, command: &mut Command) {
+        command.arg("--").arg(self.url().destination());
+    }
+
+    /// Sees that there is a master.
+    pub(super) async fn master(&self) -> Result<(), SshError> {
+        if self.control("check", None).await {
+            return Ok(());
+        }
+        // It is gone, or it answers nobody.
+        let _ = std::fs::remove_file(&self.inner.control);
+        let mut command = self.ssh(Way::Master);
+        command.args(["-f", "-N"]);
+        self.destination(&mut command);
+        let options = &self.inner.options;
+        let patience = match options.interactive {
+            true => Duration::MAX,
+            // Connecting is limited by ssh; who is there may take as long again to let us in.
+            false => options.connect_timeout * 3,
+        };
+        let said = self.finish(command, patience, "let us in").await?;
+        match said.status.success() {
+            true => Ok(()),
+            false => Err(SshError::Connect {
+                url: self.name(),
+                reason: said.reason(),
+            }),
+        }
+    }
+
+    /// Ends a master that carries nothing any more.
+    pub(super) async fn end_master(&self) {
+        self.control("exit", None).await;
+        let _ = std::fs::remove_file(&self.inner.control);
+    }
+
+    /// Lets our socket lead to one there; whether it leads anywhere shows when it is used.
+    pub(super) async fn forward(&self, there: &str) -> bool {
+        // A colon would end the path.
+        if there.contains(':') {
+            return false;
+        }
+        let _ = std::fs::remove_file(&self.inner.socket);
+        let pair = format!("{}:{there}", self.inner.socket.display());
+        // The master may still hold the one that was removed.
+        self.control("cancel", Some(&pair)).await;
+        self.control("forward", Some(&pair)).await
+    }
+
+    /// Asks something of the master itself.
+    async fn control(&self, what: &str, forward: Option<&str>) -> bool {
+        if !self.inner.control.exists() {
+            return false;
+        }
+        let mut command = self.ssh(Way::Through);
+        command.args(["-o", "StreamLocalBindUnlink=yes", "-O", what]);
+        if let Some(pair) = forward {
+            command.args(["-L", pair]);
+        }
+        self.destination(&mut command);
+        let said = self.finish(command, MASTER_PATIENCE, "answer").await;
+        said.is_ok_and(|said| said.status.success())
+    }
+
+    /// Runs a script there, in the shell that POSIX knows, whatever the user's own is.
+    pub(super) async fn script(
+        &self,
+        script: &str,
+        args: &[&str],
+        stdin: Stdio,
+        patience: Duration,
+    ) -> Result<Said, SshError> {
+        let mut command = self.there(script, args);
+        command.stdin(stdin);
+        let said = self.finish(command, patience, "answer").await?;
+        match said.code() {
+            Some(SSH_FAILED) => Err(SshError::Connect {
+                url: self.name(),
+                reason: said.reason(),
+            }),
+            _ => Ok(said),
+        }
+    }
+
+    fn there(&self, script: &str, args: &[&str]) -> Command {
+        let way = match self.inner.options.share {
+            true => Way::Through,
+            false => Way::Alone,
+        };
+        let mut command = self.ssh(way);
+        self.destination(&mut command);
+        let mut line = format!("exec sh -c {} exec-server", quoted(script));
+        for arg in args {
+            line.push(' ');
+            line.push_str(&quoted(arg));
+        }
+        command.arg(line);
+        command
+    }
+
+    /// Runs ssh to its end; it is killed if that takes too long or nobody waits any more.
+    async fn finish(
+        &self,
+        mut command: Command,
+        patience: Duration,
+        what: &'static str,
+    ) -> Result<Said, SshError> {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = self.spawn(&mut command)?;
+        let (mut stdout, mut stderr) = (child.stdout.take(), child.stderr.take());
+        let (mut said, mut complained) = (Vec::new(), Vec::new());
+        let run = async {
+            let status = {
+                let reading = async {
+                    tokio::join!(
+                        gather(&mut stdout, &mut said),
+                        gather(&mut stderr, &mut complained)
+                    )
+                };
+                tokio::pin!(reading);
+                tokio::select! {
+                    status = child.wait() => {
+                        // What went to the background may hold the streams open for ever.
+                        let _ = tokio::time::timeout(LAST_WORDS, reading).await;
+                        status
+                    }
+                    _ = &mut reading => child.wait().await,
+                }
+            };
+            status.map_err(|source| self.cannot_run(source))
+        };
+        let late = |_| SshError::Timeout {
+            url: self.name(),
+            what,
+            timeout: patience,
+        };
+        let status = tokio::time::timeout(patience, run).await.map_err(late)??;
+        Ok(Said {
+            status,
+            stdout: String::from_utf8_lossy(&said).into_owned(),
+            stderr: String::from_utf8_lossy(&complained).into_owned(),
+        })
+    }
+
+    fn spawn(&self, command: &mut Command) -> Result<Child, SshError> {
+        command.spawn().map_err(|source| self.cannot_run(source))
+    }
+
+    fn cannot_run(&self, source: io::Error) -> SshError {
+        SshError::Spawn {
+            program: self.inner.options.program.display().to_string(),
+            source,
+        }
+    }
+
+    /// A link through the standard streams of a command there, which installs what is missing.
+    pub(super) async fn stdio(&self) -> Result<Link, SshError> {
+        let mut installed = false;
+        loop {
+            let (script, args) = self.start_script(Some("--stdio")).await?;
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let mut command = self.there(script, &args);
+            command
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            let mut child = self.spawn(&mut command)?;
+            let (Some(stdin), Some(mut stdout), Some(stderr)) =
+                (child.stdin.take(), child.stdout.take(), child.stderr.take())
+            else {
+                return Err(self.cannot_run(io::Error::other("it has no streams")));
+            };
+            let mut complaints = Some(stderr);
+            let patience = self.inner.options.connect_timeout * 3 + START_PATIENCE;
+            let first = tokio::time::timeout(patience, marked_line(&mut stdout)).await;
+            let first = first.map_err(|_| SshError::Timeout {
+                url: self.name(),
+                what: "start exec-server",
+                timeout: patience,
+            })?;
+            let Some(first) = first else {
+                // The end came first.
+                let mut stderr = Vec::new();
+                gather(&mut complaints, &mut stderr).await;
+                let status = child.wait().await.map_err(|error| self.cannot_run(error))?;
+                let said = Said {
+                    status,
+                    stdout: String::new(),
+                    stderr: String::from_utf8_lossy(&stderr).into_owned(),
+                };
+                return Err(match said.code() {
+                    Some(SSH_FAILED) => SshError::Connect {
+                        url: self.name(),
+                        reason: said.reason(),
+                    },
+                    _ => SshError::Daemon {
+                        url: self.name(),
+                        reason: said.reason(),
+                    },
+                });
+            };
+            if let Some(machine) = first.strip_prefix("missing ")
+                && !installed
+            {
+                self.install(machine).await?;
+                installed = true;
+                continue;
+            }
+            self.take_state(&first)?;
+            // Whatever ssh says from now on must not fill the pipe up. Ends with the child.
+            tokio::spawn(async move { gather(&mut complaints, &mut Vec::new()).await });
+            let reader = OfChild {
+                stdout,
+                _child: child,
+            };
+            let options = ConnectOptions::default();
+            return Ok(connect_over(&self.name(), &options, reader, stdin).await?);
+        }
+    }
+}
+
+/// The output of a child that ends with whoever reads it.
+struct OfChild {
+    stdout: ChildStdout,
+    _child: Child,
+}
+
+impl AsyncRead for OfChild {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stdout).poll_read(context, buffer)
+    }
+}
+
+/// The words of the first line that is for us, without reading past it; nothing at the end.
+async fn marked_line(stream: &mut (impl AsyncRead + Unpin)) -> Option<String> {
+    let mut total = 0;
+    let mut line = Vec::new();
+    while total < MAX_SAID {
+        let byte = stream.read_u8().await.ok()?;
+        total += 1;
+        if byte != b'\n' {
+            line.push(byte);
+            continue;
+        }
+        let text = String::from_utf8_lossy(&line);
+        if let Some(words) = text.strip_prefix(MARK) {
+            return Some(words.trim_end().to_owned());
+        }
+        line.clear();
+    }
+    None
+}
+
+/// Reads a stream to its end and keeps the beginning.
+async fn gather(stream: &mut Option<impl AsyncRead + Unpin>, kept: &mut Vec<u8>) {
+    let Some(stream) = stream else { return };
+    let mut buffer = [0; 4096];
+    while let Ok(read @ 1..) = stream.read(&mut buffer).await {
+        let room = MAX_SAID.saturating_sub(kept.len());
+        kept.extend_from_slice(&buffer[..read.min(room)]);
+    }
+}
+
+/// A word for a shell.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_shells_print_before_is_passed_over() {
+        let mut text = &b"Welcome!\nnot exec-server-ssh x\nexec-server-ssh ready {}\nGET"[..];
+        assert_eq!(marked_line(&mut text).await.unwrap(), "ready {}");
+        assert_eq!(text, b"GET", "nothing after it is taken");
+        assert_eq!(marked_line(&mut &b"exec-server-ssh cut"[..]).await, None);
+        let flood = b"x\n".repeat(MAX_SAID);
+        assert_eq!(marked_line(&mut &flood[..]).await, None);
+    }
+
+    #[test]
+    fn words_for_a_shell() {
+        let output = std::process::Command::new("sh")
+            .arg("-c")
+            .arg(format!("printf %s {}", quoted("it's $HOME; `x` \"y\"\n")))
+            .output()
+            .unwrap();
+        assert_eq!(output.stdout, b"it's $HOME; `x` \"y\"\n");
+    }
+}

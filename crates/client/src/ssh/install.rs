@@ -1,0 +1,380 @@
+//! The executable there: found, or put there whole.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+
+use super::{SshError, SshHost, hex};
+
+/// How long starting a daemon may take, an old one's farewell included.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+
+/// Executes what is there, or says what kind of machine it is.
+const START: &str = r#"
+b="${XDG_CACHE_HOME:-$HOME/.cache}/exec-server/bin/$1"
+shift
+if [ -x "$b" ]; then exec "$b" daemon "$@"; fi
+echo "exec-server-ssh missing $(uname -s) $(uname -m)"
+"#;
+
+/// Executes what was named.
+const START_NAMED: &str = r#"
+b=$1
+shift
+exec "$b" daemon "$@"
+"#;
+
+/// Executes what is in `PATH`, if there is one.
+const START_FOUND: &str = r#"
+shift
+if command -v exec-server >/dev/null 2>&1; then exec exec-server daemon "$@"; fi
+echo "exec-server-ssh missing $(uname -s) $(uname -m)"
+"#;
+
+/// Puts standard input in place under a name, if it is what it should be and runs; otherwise leaves
+/// nothing behind. Old ones are removed, but for the last few that somebody may still use.
+const INSTALL: &str = r#"
+d="${XDG_CACHE_HOME:-$HOME/.cache}/exec-server/bin"
+umask 077
+mkdir -p "$d" || exit 71
+cd "$d" || exit 71
+t=".$1.$$"
+trap "rm -f \"\$t\"" EXIT
+trap "exit 71" HUP INT TERM PIPE
+cat >"$t" || exit 71
+if [ "$(wc -c <"$t")" -ne "$3" ]; then
+    echo "$(wc -c <"$t") of $3 bytes arrived" >&2
+    exit 71
+fi
+if command -v sha256sum >/dev/null 2>&1; then s=$(sha256sum <"$t")
+elif command -v shasum >/dev/null 2>&1; then s=$(shasum -a 256 <"$t")
+elif command -v openssl >/dev/null 2>&1; then s=$(openssl dgst -sha256 <"$t")
+else
+    echo "there is neither sha256sum nor shasum nor openssl to check what arrived" >&2
+    exit 71
+fi
+case "$s" in
+*"$2"*) ;;
+*)
+    echo "what arrived has another SHA-256 than what was sent" >&2
+    exit 71
+    ;;
+esac
+chmod 700 "$t" || exit 71
+v=$("./$t" --version 2>&1) || {
+    echo "$v" >&2
+    exit 73
+}
+mv -f "$t" "$1" || exit 71
+find . -name ".exec-server-*" -mmin +1440 -exec rm -f {} + 2>/dev/null
+ls -t | grep "^exec-server-" | tail -n +4 | while read -r old; do rm -f "./$old"; done
+echo "exec-server-ssh installed"
+"#;
+
+/// What the script ends with when the machine cannot run it.
+const UNFIT: i32 = 73;
+
+impl SshHost {
+    /// The script that starts the daemon, and its arguments.
+    pub(super) async fn start_script(
+        &self,
+        flag: Option<&str>,
+    ) -> Result<(&'static str, Vec<String>), SshError> {
+        let options = &self.inner.options;
+        let (script, first) = match (&options.remote_binary, &options.local_binary) {
+            (Some(named), _) => (START_NAMED, named.clone()),
+            (None, Some(_)) => (START, self.binary().await?.name.clone()),
+            (None, None) => (START_FOUND, String::new()),
+        };
+        let mut args = vec![first];
+        args.extend(flag.map(str::to_owned));
+        if let Some(idle) = options.daemon_idle {
+            args.push("--idle".to_owned());
+            args.push(format!("{}ms", idle.as_millis()));
+        }
+        Ok((script, args))
+    }
+
+    /// Sees that a daemon runs there; its socket.
+    pub(super) async fn daemon(&self) -> Result<String, SshError> {
+        let mut installed = false;
+        loop {
+            let (script, args) = self.start_script(None).await?;
+            let args: Vec<&str> = args.iter().map(String::as_str).collect();
+            let said = self
+                .script(script, &args, Stdio::null(), START_PATIENCE)
+                .await?;
+            match said.marked() {
+                Some(words) => match words.strip_prefix("missing ") {
+                    Some(machine) if !installed => {
+                        self.install(machine).await?;
+                        installed = true;
+                    }
+                    _ => return self.take_state(words),
+                },
+                None => {
+                    return Err(SshError::Daemon {
+                        url: self.name(),
+                        reason: said.reason(),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Reads what a daemon's starter says; its socket.
+    pub(super) fn take_state(&self, words: &str) -> Result<String, SshError> {
+        let bad = || SshError::Daemon {
+            url: self.name(),
+            reason: format!("it said `{}`", words.escape_debug()),
+        };
+        let state = words.strip_prefix("ready ").ok_or_else(bad)?;
+        let state: Value = serde_json::from_str(state).map_err(|_| bad())?;
+        if let Some(kept) = state["kept"].as_str() {
+            self.notice(&format!("{}: {kept}", self.name()));
+        }
+        // A colon or a blank would mean something else to ssh.
+        match state["socket"].as_str() {
+            Some(socket) if socket.starts_with('/') => Ok(socket.to_owned()),
+            _ => Err(bad()),
+        }
+    }
+
+    /// Puts our executable there. `machine` is what `uname -s` and `uname -m` say there.
+    pub(super) async fn install(&self, machine: &str) -> Result<(), SshError> {
+        let Some(path) = &self.inner.options.local_binary else {
+            return Err(SshError::Missing { url: self.name() });
+        };
+        let binary = self.binary().await?;
+        let there = Machine::told(machine);
+        if there != binary.machine {
+            return Err(SshError::Architecture {
+                url: self.name(),
+                there: there.0,
+                here: binary.machine.0.clone(),
+                binary: path.clone(),
+            });
+        }
+        self.notice(&format!(
+            "installing exec-server {} ({} MB) on {}",
+            self.inner.options.version,
+            binary.bytes.div_ceil(1_000_000),
+            self.name()
+        ));
+        let file = File::open(path).map_err(|source| unreadable(path, source))?;
+        let size = binary.bytes.to_string();
+        let args = [binary.name.as_str(), &binary.sha256, &size];
+        // As long as it takes: ssh itself notices when nothing moves any more.
+        let said = self
+            .script(INSTALL, &args, Stdio::from(file), Duration::MAX)
+            .await?;
+        match (said.code(), said.marked()) {
+            (Some(0), Some("installed")) => Ok(()),
+            (Some(UNFIT), _) => Err(SshError::Unfit {
+                url: self.name(),
+                binary: path.clone(),
+                reason: said.reason(),
+            }),
+            _ => Err(SshError::Install {
+                url: self.name(),
+                reason: said.reason(),
+            }),
+        }
+    }
+
+    /// Our executable; looked at once.
+    async fn binary(&self) -> Result<&Binary, SshError> {
+        let look = async || {
+            let (path, version) = match &self.inner.options.local_binary {
+                Some(path) => (path.clone(), self.inner.options.version.clone()),
+                None => return Err(SshError::Missing { url: self.name() }),
+            };
+            let read = tokio::task::spawn_blocking({
+                let path = path.clone();
+                move || Binary::read(&path, &version)
+            });
+            read.await
+                .map_err(io::Error::other)
+                .and_then(|read| read)
+                .map_err(|source| unreadable(&path, source))
+        };
+        self.inner.binary.get_or_try_init(look).await
+    }
+}
+
+fn unreadable(path: &Path, source: io::Error) -> SshError {
+    SshError::LocalBinary {
+        path: path.to_owned(),
+        source,
+    }
+}
+
+/// What tells an executable from the one that was here before, without reading it.
+pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
+    let Some(path) = path else {
+        return Ok(String::new());
+    };
+    let found = path.metadata().map_err(|source| unreadable(path, source))?;
+    Ok(format!(
+        "{}:{}:{}.{}",
+        found.ino(),
+        found.size(),
+        found.mtime(),
+        found.mtime_nsec()
+    ))
+}
+
+/// An executable to install.
+#[derive(Debug)]
+pub(super) struct Binary {
+    /// Its name there, unique to its content.
+    name: String,
+    sha256: String,
+    bytes: u64,
+    machine: Machine,
+}
+
+impl Binary {
+    fn read(path: &Path, version: &str) -> io::Result<Self> {
+        let mut file = File::open(path)?;
+        let mut hash = Sha256::new();
+        let mut bytes = 0;
+        let mut machine = None;
+        let mut buffer = vec![0; 256 * 1024];
+        loop {
+            let read = file.read(&mut buffer)?;
+            if read == 0 {
+                break;
+            }
+            let piece = &buffer[..read];
+            machine.get_or_insert_with(|| Machine::of_executable(piece));
+            hash.update(piece);
+            bytes += read as u64;
+        }
+        let sha256 = hex(&hash.finalize());
+        // Also what the far side sees as a word: no more than names need.
+        let version: String = version
+            .chars()
+            .filter(|c| c.is_ascii_alphanumeric() || ".-+".contains(*c))
+            .collect();
+        Ok(Self {
+            name: format!("exec-server-{version}-{}", &sha256[..16]),
+            sha256,
+            bytes,
+            machine: machine.unwrap_or_else(|| Machine::of_executable(&[])),
+        })
+    }
+}
+
+/// A kind of machine, in the words of Linux.
+#[derive(Debug, PartialEq, Eq)]
+struct Machine(String);
+
+impl Machine {
+    /// From what `uname -s` and `uname -m` say.
+    fn told(words: &str) -> Self {
+        let mut words = words.split_whitespace();
+        let system = words.next().unwrap_or("unknown");
+        let machine = match words.next().unwrap_or("unknown") {
+            "amd64" => "x86_64",
+            "arm64" => "aarch64",
+            "i386" | "i486" | "i586" | "i686" => "x86",
+            arm if arm.starts_with("armv") => "arm",
+            other => other,
+        };
+        Self(format!("{system} {machine}"))
+    }
+
+    /// From the beginning of an executable.
+    fn of_executable(head: &[u8]) -> Self {
+        let [0x7f, b'E', b'L', b'F', class, order, ..] = head else {
+            return Self("no Linux machine".to_owned());
+        };
+        let Some(&[low, high]) = head.get(18..20) else {
+            return Self("no Linux machine".to_owned());
+        };
+        let little = *order == 1;
+        let code = match little {
+            true => u16::from_le_bytes([low, high]),
+            false => u16::from_be_bytes([low, high]),
+        };
+        let name = match (code, class) {
+            (3, _) => "x86",
+            (20, _) => "ppc",
+            (21, _) if little => "ppc64le",
+            (21, _) => "ppc64",
+            (22, 2) => "s390x",
+            (40, _) => "arm",
+            (62, _) => "x86_64",
+            (183, _) => "aarch64",
+            (243, 2) => "riscv64",
+            (243, _) => "riscv32",
+            (258, _) => "loongarch64",
+            _ => return Self(format!("Linux with ELF machine {code}")),
+        };
+        Self(format!("Linux {name}"))
+    }
+}
+
+/// The executable of this very program, for those that are one with the server.
+///
+/// Where the kernel can name it even after a newer one has taken its place, as that.
+///
+/// # Errors
+///
+/// When it cannot be told.
+pub fn own_executable() -> io::Result<PathBuf> {
+    let kernel = PathBuf::from("/proc/self/exe");
+    match kernel.exists() {
+        true => Ok(kernel),
+        false => std::env::current_exe(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machines_have_one_name_each() {
+        for (told, name) in [
+            ("Linux x86_64", "Linux x86_64"),
+            ("Linux amd64", "Linux x86_64"),
+            ("Linux arm64\r", "Linux aarch64"),
+            ("Linux armv7l", "Linux arm"),
+            ("Darwin arm64", "Darwin aarch64"),
+            ("", "unknown unknown"),
+        ] {
+            assert_eq!(Machine::told(told).0, name, "{told}");
+        }
+        let own = Binary::read(&own_executable().unwrap(), "1.0 $(x)").unwrap();
+        let arch = std::env::consts::ARCH;
+        assert_eq!(own.machine.0, format!("Linux {arch}"));
+        assert_eq!(own.name, format!("exec-server-1.0x-{}", &own.sha256[..16]));
+        assert_eq!(Machine::of_executable(b"#!/bin/sh\n").0, "no Linux machine");
+        assert_eq!(Machine::of_executable(b"\x7fELF").0, "no Linux machine");
+        let mut arm = b"\x7fELF\x02\x01\x01".to_vec();
+        arm.resize(18, 0);
+        arm.extend([183, 0]);
+        assert_eq!(Machine::of_executable(&arm).0, "Linux aarch64");
+    }
+
+    #[test]
+    fn scripts_are_plain_words_for_any_login_shell() {
+        for script in [START, START_NAMED, START_FOUND, INSTALL] {
+            // Both mean something inside the quotes of some shells.
+            assert!(!script.contains(['\'', '!']), "{script}");
+            let checked = std::process::Command::new("sh")
+                .args(["-n", "-c", script])
+                .status()
+                .unwrap();
+            assert!(checked.success(), "{script}");
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! The directory for our sockets, and who may set them up.
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+
+use super::SshError;
+
+/// The longest path of a socket that every kernel takes, what ssh adds while it makes one included.
+const MAX_SOCKET_PATH: usize = 104 - 18;
+
+/// The longest name that we give a socket there.
+const NAME_BYTES: usize = 16 + 1 + 8 + 5;
+
+/// Makes a directory for sockets, or sees that nobody else can use the one that is there.
+pub(super) fn private_directory(path: &Path) -> Result<(), SshError> {
+    let refuse = |reason: String| SshError::Directory {
+        path: path.to_owned(),
+        reason,
+    };
+    if !path.is_absolute() {
+        return Err(refuse("it is no absolute path".to_owned()));
+    }
+    if path.as_os_str().len() + 1 + NAME_BYTES > MAX_SOCKET_PATH {
+        return Err(refuse("the path is too long for a socket".to_owned()));
+    }
+    DirBuilder::new()
+        .mode(0o700)
+        .recursive(true)
+        .create(path)
+        .map_err(|error| refuse(error.to_string()))?;
+    let found = path
+        .symlink_metadata()
+        .map_err(|error| refuse(error.to_string()))?;
+    let own = found.uid() == rustix::process::geteuid().as_raw();
+    match found.is_dir() && own && found.mode() & 0o077 == 0 {
+        true => Ok(()),
+        false => Err(refuse(
+            "it must be a directory that only this user can use (mode 0700)".to_owned(),
+        )),
+    }
+}
+
+/// Waits until nobody else sets things up; the lock is released by dropping the file.
+///
+/// Takes as long as the other one does, who may be sending an executable. Cancel safe.
+pub(super) async fn hold(path: &Path) -> Result<File, SshError> {
+    /// Nobody waits here but those who come at the same moment as the first.
+    const PERIOD: Duration = Duration::from_millis(20);
+    let refuse = |reason: String| SshError::Directory {
+        path: path.to_owned(),
+        reason,
+    };
+    let file = OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .mode(0o600)
+        .open(path)
+        .map_err(|error| refuse(error.to_string()))?;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(rustix::io::Errno::WOULDBLOCK) => tokio::time::sleep(PERIOD).await,
+            Err(error) => return Err(refuse(error.to_string())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_directory_that_others_could_use_is_refused() {
+        let home = tempfile::tempdir().unwrap();
+        let own = home.path().join("own");
+        private_directory(&own).unwrap();
+        private_directory(&own).unwrap();
+        std::fs::set_permissions(&own, Permissions::from_mode(0o755)).unwrap();
+        assert!(private_directory(&own).is_err());
+        std::fs::set_permissions(&own, Permissions::from_mode(0o700)).unwrap();
+        let link = home.path().join("link");
+        std::os::unix::fs::symlink(&own, &link).unwrap();
+        assert!(private_directory(&link).is_err());
+        assert!(private_directory(Path::new("relative")).is_err());
+        let long = home.path().join("x".repeat(100));
+        assert!(private_directory(&long).is_err() && !long.exists());
+    }
+
+    #[tokio::test]
+    async fn one_at_a_time() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("lock");
+        let first = hold(&path).await.unwrap();
+        let second = tokio::spawn({
+            let path = path.clone();
+            async move { hold(&path).await.map(drop) }
+        });
+        tokio::task::yield_now().await;
+        assert!(!second.is_finished());
+        drop(first);
+        second.await.unwrap().unwrap();
+    }
+}

@@ -1,0 +1,479 @@
+//! Servers behind ssh: a daemon of the user there, reached through the system's ssh.
+//!
+//! Owns the ssh processes of this machine: one master per host that stays for a while, so that the
+//! next connection costs no handshake and no process. Through it the daemon's socket is forwarded
+//! to one here; where forwarding is not allowed, the same bytes go through the standard streams of
+//! a command. Knows nothing of sessions: whoever loses a link dials again.
+//!
+//! ```text
+//! dial ── forwarded socket answers ───────────────────────────────────────────► link
+//!   └─ else, one at a time: master ─► find or install ─► start daemon ─► forward ─┘
+//! ```
+
+mod command;
+mod install;
+mod lock;
+mod target;
+mod url;
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use exec_server_transport::{ConnectError, ConnectOptions, Link, connect_over};
+use sha2::{Digest as _, Sha256};
+use tokio::net::UnixStream;
+use tokio::sync::OnceCell;
+
+use crate::backend::BoxFuture;
+use crate::client::ExecServerClient;
+use crate::dial::{Dial, DialError, Dialled};
+use crate::error::ExecServerError;
+use crate::options::ExecServerClientConnectOptions;
+
+pub use install::own_executable;
+pub use target::SshTarget;
+pub use url::{SshUrl, SshUrlError};
+
+/// How long a master that is still there may take to carry the first answer before another one
+/// takes its place: a network that has changed lets old connections hang.
+const WARM_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Whoever is told what takes long, and what is not as it should be.
+pub type NoticeFn = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// How to reach a machine by ssh.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct SshOptions {
+    /// Which machine.
+    pub url: SshUrl,
+    /// The ssh to run.
+    pub program: PathBuf,
+    /// Options for it, as after `-o`; they win over its configuration.
+    pub options: Vec<String>,
+    /// Whether it may ask for passwords and host keys on the terminal; after the first connection
+    /// it never does.
+    pub interactive: bool,
+    /// An exec-server that is there already: a path, or a name in `PATH`. Nothing is installed.
+    pub remote_binary: Option<String>,
+    /// The executable to install there, unless it is there already.
+    pub local_binary: Option<PathBuf>,
+    /// The version of the executable, for its name there.
+    pub version: String,
+    /// Where sockets of this machine are kept; made if missing, and refused if others could use it.
+    pub directory: PathBuf,
+    /// Keep the connection for the next ones, even those of other programs; the default.
+    pub share: bool,
+    /// How long an unused connection is kept.
+    pub keep: Duration,
+    /// How long ssh may take to connect.
+    pub connect_timeout: Duration,
+    /// How long the daemon there stays without anything to do; its own choice if absent.
+    pub daemon_idle: Option<Duration>,
+    /// Is told what takes long and what is not as it should be.
+    pub notice: Option<NoticeFn>,
+}
+
+impl SshOptions {
+    /// The defaults for a machine: the system's ssh, asking nothing and installing nothing, with
+    /// sockets in this directory.
+    pub fn new(url: SshUrl, directory: impl Into<PathBuf>) -> Self {
+        Self {
+            url,
+            program: "ssh".into(),
+            options: Vec::new(),
+            interactive: false,
+            remote_binary: None,
+            local_binary: None,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            directory: directory.into(),
+            share: true,
+            keep: Duration::from_secs(600),
+            connect_timeout: Duration::from_secs(10),
+            daemon_idle: None,
+            notice: None,
+        }
+    }
+}
+
+impl fmt::Debug for SshOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SshOptions")
+            .field("url", &self.url)
+            .field("options", &self.options)
+            .field("remote_binary", &self.remote_binary)
+            .field("local_binary", &self.local_binary)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A directory for sockets that every user can have; see [`SshOptions::directory`].
+pub fn default_directory() -> PathBuf {
+    let uid = rustix::process::geteuid().as_raw();
+    PathBuf::from(format!("/tmp/exec-server-ssh-{uid}"))
+}
+
+/// Why a machine cannot be reached by ssh, or cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SshError {
+    /// There is no ssh here.
+    #[error("cannot run `{program}`; is an ssh client installed?")]
+    Spawn {
+        /// What was to be run.
+        program: String,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// ssh did not get there, or not in.
+    #[error("ssh cannot connect to {url}: {reason}")]
+    Connect {
+        /// Where.
+        url: String,
+        /// What ssh said.
+        reason: String,
+    },
+    /// Nothing came in time.
+    #[error("{url} did not {what} within {timeout:?}")]
+    Timeout {
+        /// Where.
+        url: String,
+        /// What it should have done.
+        what: &'static str,
+        /// How long we waited.
+        timeout: Duration,
+    },
+    /// The directory for our sockets cannot be used.
+    #[error("cannot keep sockets in `{}`: {reason}", path.display())]
+    Directory {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// What should be installed cannot be read.
+    #[error("cannot read `{}`, which should be installed there", path.display())]
+    LocalBinary {
+        /// Which.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// What should be installed is for another kind of machine.
+    #[error(
+        "{url} is {there}, and `{}` is for {here}: install an exec-server for {there} there and name \
+         it with --remote-binary, or name one here with --local-binary", binary.display()
+    )]
+    Architecture {
+        /// Where.
+        url: String,
+        /// What that machine is.
+        there: String,
+        /// What the executable is for.
+        here: String,
+        /// The executable.
+        binary: PathBuf,
+    },
+    /// There is none, and there is none to install.
+    #[error("there is no exec-server on {url}, and none to install: name one with --remote-binary")]
+    Missing {
+        /// Where.
+        url: String,
+    },
+    /// It could not be put there; nothing is left of it.
+    #[error("cannot install exec-server on {url}: {reason}")]
+    Install {
+        /// Where.
+        url: String,
+        /// What was said there.
+        reason: String,
+    },
+    /// It was put there and does not run; nothing is left of it.
+    #[error(
+        "{url} cannot run `{}`: {reason}; `make static` builds an exec-server that needs nothing of \
+         the machine: run that one, name it with --local-binary, or install one there and name it \
+         with --remote-binary", binary.display()
+    )]
+    Unfit {
+        /// Where.
+        url: String,
+        /// The executable here.
+        binary: PathBuf,
+        /// What was said there.
+        reason: String,
+    },
+    /// The daemon there does not start.
+    #[error("cannot start exec-server on {url}: {reason}")]
+    Daemon {
+        /// Where.
+        url: String,
+        /// What was said there.
+        reason: String,
+    },
+    /// The daemon there does not answer as it should.
+    #[error(transparent)]
+    Link(#[from] ConnectError),
+}
+
+impl SshError {
+    /// Whether it is worth trying again: what happened to the connection, not what is there.
+    fn may_pass(&self) -> bool {
+        matches!(
+            self,
+            Self::Connect { .. } | Self::Timeout { .. } | Self::Link(_)
+        )
+    }
+}
+
+/// A machine that is reached by ssh; cheap to clone.
+///
+/// ```no_run
+/// use exec_server_client::ssh::{SshHost, SshOptions};
+/// use exec_server_client::ExecServerClientConnectOptions;
+///
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let mut options = SshOptions::new("ssh://build".parse()?, "/run/user/1000/exec-server");
+/// options.remote_binary = Some("exec-server".to_owned());
+/// let host = SshHost::new(options)?;
+/// let client = host.connect(ExecServerClientConnectOptions::new("example")).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone)]
+pub struct SshHost {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    options: SshOptions,
+    /// The control socket of our master.
+    control: PathBuf,
+    /// Held by whoever sets things up, in any program.
+    lock: PathBuf,
+    /// Leads to the daemon.
+    socket: PathBuf,
+    /// What to install; read when it is needed first.
+    binary: OnceCell<install::Binary>,
+    /// There has been a connection: nobody sits at a terminal waiting for the next one.
+    connected: AtomicBool,
+}
+
+impl SshHost {
+    /// Prepares to reach a machine; connects nowhere.
+    ///
+    /// # Errors
+    ///
+    /// When the directory for our sockets cannot be used, or what should be installed not be read.
+    pub fn new(options: SshOptions) -> Result<Self, SshError> {
+        lock::private_directory(&options.directory)?;
+        // One master for all that ssh would treat alike, one socket for all that want the same
+        // executable there: a newer one must not be met by what an older one has set up.
+        let url = &options.url;
+        let port = url.port().map(|port| port.to_string()).unwrap_or_default();
+        let host = [url.destination(), port].into_iter();
+        let host = host.chain(options.options.iter().cloned());
+        let name = digest(host.chain([options.program.display().to_string()]));
+        let build = digest([
+            options.version.clone(),
+            options.remote_binary.clone().unwrap_or_default(),
+            install::stamp(options.local_binary.as_deref())?,
+        ]);
+        let file = |tail: &str| options.directory.join(format!("{}{tail}", &name[..16]));
+        let inner = Inner {
+            control: file(".ctl"),
+            lock: file(".lock"),
+            socket: file(&format!("-{}.sock", &build[..8])),
+            binary: OnceCell::new(),
+            connected: AtomicBool::new(false),
+            options,
+        };
+        Ok(Self {
+            inner: Arc::new(inner),
+        })
+    }
+
+    /// Where it is.
+    pub fn url(&self) -> &SshUrl {
+        &self.inner.options.url
+    }
+
+    /// Opens a session there; a link that is lost is opened again, by another ssh if need be.
+    ///
+    /// # Errors
+    ///
+    /// When the machine cannot be reached or used, or the handshake fails.
+    pub async fn connect(
+        &self,
+        options: ExecServerClientConnectOptions,
+    ) -> Result<ExecServerClient, ExecServerError> {
+        ExecServerClient::connect_with(self.clone(), options).await
+    }
+
+    /// Opens a link to the daemon there, which is started and even installed if need be.
+    ///
+    /// # Errors
+    ///
+    /// When the machine cannot be reached or used. The error says what ssh said.
+    pub async fn dial(&self) -> Result<Link, SshError> {
+        let link = match self.inner.options.share {
+            true => self.dial_shared().await?,
+            // One ssh for this link alone.
+            false => self.stdio().await?,
+        };
+        self.inner.connected.store(true, Ordering::Relaxed);
+        Ok(link)
+    }
+
+    async fn dial_shared(&self) -> Result<Link, SshError> {
+        if let Ok(link) = self.warm().await {
+            return Ok(link);
+        }
+        let _lock = lock::hold(&self.inner.lock).await?;
+        // Whoever held the lock may have done it all.
+        match self.warm().await {
+            Ok(link) => return Ok(link),
+            Err(Unready::Cold) => {}
+            Err(Unready::Hangs) => self.end_master().await,
+        }
+        self.master().await?;
+        let place = self.daemon().await?;
+        if self.forward(&place).await
+            && let Ok(link) = self.warm().await
+        {
+            return Ok(link);
+        }
+        // This sshd forwards no sockets.
+        let _ = std::fs::remove_file(&self.inner.socket);
+        self.stdio().await
+    }
+
+    /// The link through what is set up already.
+    async fn warm(&self) -> Result<Link, Unready> {
+        let Ok(stream) = UnixStream::connect(&self.inner.socket).await else {
+            return Err(Unready::Cold);
+        };
+        let (reader, writer) = stream.into_split();
+        let mut options = ConnectOptions::default();
+        options.timeout = WARM_PATIENCE;
+        match connect_over(&self.url().to_string(), &options, reader, writer).await {
+            Ok(link) => Ok(link),
+            Err(ConnectError::Timeout { .. }) => Err(Unready::Hangs),
+            Err(_) => Err(Unready::Cold),
+        }
+    }
+
+    fn notice(&self, text: &str) {
+        match &self.inner.options.notice {
+            Some(notice) => notice(text),
+            None => tracing::info!("{text}"),
+        }
+    }
+
+    fn name(&self) -> String {
+        self.url().to_string()
+    }
+
+    #[cfg(test)]
+    fn socket(&self) -> &std::path::Path {
+        &self.inner.socket
+    }
+}
+
+impl Dial for SshHost {
+    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+        Box::pin(async {
+            let first = !self.inner.connected.load(Ordering::Relaxed);
+            match Self::dial(self).await {
+                Ok(link) => Ok(link.into()),
+                Err(error) if error.may_pass() && !first => Err(DialError::passing(error).into()),
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+}
+
+/// Why what is set up already does not do.
+enum Unready {
+    /// Nothing is there, or what it leads to is gone.
+    Cold,
+    /// Something is there and carries nothing.
+    Hangs,
+}
+
+/// A name for things that belong together.
+fn digest(parts: impl IntoIterator<Item = String>) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part.as_bytes());
+    }
+    hex(&hash.finalize())
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn host(directory: &Path, change: impl FnOnce(&mut SshOptions)) -> SshHost {
+        let mut options = SshOptions::new("ssh://h".parse().unwrap(), directory);
+        change(&mut options);
+        SshHost::new(options).unwrap()
+    }
+
+    #[test]
+    fn only_what_is_alike_is_shared() {
+        let directory = tempfile::tempdir().unwrap();
+        let directory = directory.path().join("sockets");
+        let plain = host(&directory, |_| {});
+        let same = host(&directory, |options| {
+            options.url = "ssh://h/srv".parse().unwrap();
+        });
+        assert_eq!(
+            plain.socket(),
+            same.socket(),
+            "the path is no other machine"
+        );
+        let port = host(&directory, |options| {
+            options.url = "ssh://h:23".parse().unwrap();
+        });
+        let option = host(&directory, |options| {
+            options.options.push("User=x".to_owned());
+        });
+        let version = host(&directory, |options| options.version = "9".to_owned());
+        for other in [&port, &option, &version] {
+            assert_ne!(plain.socket(), other.socket());
+        }
+        assert_eq!(
+            plain.inner.control, version.inner.control,
+            "another version needs no other ssh"
+        );
+        assert_ne!(plain.inner.control, port.inner.control);
+    }
+
+    #[tokio::test]
+    async fn a_missing_ssh_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let host = host(&directory.path().join("s"), |options| {
+            options.program = "/nowhere/ssh".into();
+        });
+        let error = host.dial().await.unwrap_err();
+        assert!(error.to_string().contains("/nowhere/ssh"), "{error}");
+    }
+}

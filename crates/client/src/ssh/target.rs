@@ -1,0 +1,57 @@
+//! A machine behind ssh, as a way to reach an environment.
+
+use super::{SshHost, SshOptions};
+use crate::backend::Reply;
+use crate::client::ExecServerClient;
+use crate::environment::connect::{Connect, ENVIRONMENT_CLIENT_NAME, Start};
+use crate::map::PathMap;
+use crate::options::ExecServerClientConnectOptions;
+
+/// A machine behind ssh.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct SshTarget {
+    /// How to get there.
+    pub ssh: SshOptions,
+    /// A directory here and the one there that stands for it, if paths are to be translated.
+    pub map: Option<PathMap>,
+    /// What to ask for once connected.
+    pub options: ExecServerClientConnectOptions,
+}
+
+impl SshTarget {
+    /// A target that this leads to.
+    pub fn new(ssh: SshOptions) -> Self {
+        Self {
+            ssh,
+            map: None,
+            options: ExecServerClientConnectOptions::new(ENVIRONMENT_CLIENT_NAME),
+        }
+    }
+}
+
+impl Connect for SshTarget {
+    fn connect(&self) -> Reply<'_, ExecServerClient> {
+        Box::pin(async move {
+            let host = SshHost::new(self.ssh.clone())?;
+            host.connect(self.options.clone()).await
+        })
+    }
+
+    fn target(&self) -> String {
+        self.ssh.url.to_string()
+    }
+
+    fn start(&self) -> Start {
+        // It may ask for a password, or install something.
+        Start::OnUse
+    }
+
+    fn map(&self) -> Option<&PathMap> {
+        self.map.as_ref()
+    }
+
+    fn ssh(&self) -> Option<&SshTarget> {
+        Some(self)
+    }
+}

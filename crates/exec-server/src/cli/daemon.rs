@@ -1,0 +1,406 @@
+//! `exec-server daemon`: one server per user that waits in the background for those who come by ssh.
+//!
+//! Owns the directory that it is found in, who may start it, and when it ends by itself. The server
+//! is the same as in `serve`, on a socket that only this user can use.
+//!
+//! ```text
+//! daemon [--stdio] ── lock ─► connects? ── yes, same build ──────────────► tell where (and splice)
+//!                               │ no           └─ other build: retire it, or keep it if it is busy
+//!                               └─► daemon --serve, detached ─► it listens ─┘
+//! ```
+
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
+use std::net::Shutdown;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use clap::Parser as _;
+use exec_server_service::Server;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{FlockOperation, flock};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tokio::signal::unix::{SignalKind, signal};
+
+use super::args::{Args, DaemonArgs};
+use super::{print, serve, settings};
+
+/// Begins the line that tells where the daemon is; whoever reads it skips what shells print before.
+const MARK: &str = "exec-server-ssh";
+
+/// How long a daemon may take to listen.
+const START_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a daemon of another build may take to end if it has nothing to do.
+const RETIRE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long one may take that is told to stop, its processes included.
+const STOP_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Between two looks at something that tells nobody.
+const PERIOD: Duration = Duration::from_millis(20);
+
+/// The longest path of a socket, and what the listener's name adds to the directory at most.
+const MAX_SOCKET_PATH: usize = 107;
+const NAME_BYTES: usize = "/daemon.1234567890.tmp".len();
+
+/// The largest log that a new daemon goes on with.
+const MAX_LOG_BYTES: u64 = 1 << 20;
+
+pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
+    let place = Place::find(args.directory)?;
+    if args.serve {
+        return place.serve(args.idle);
+    }
+    if args.stop {
+        return place.stop();
+    }
+    let kept = place.see_that_it_runs(args.idle)?;
+    let state = place.state();
+    let told = json!({
+        "socket": place.socket(),
+        "version": state["version"],
+        "program": state["program"],
+        "kept": kept,
+    });
+    print(format!("{MARK} ready {told}\n").as_bytes())?;
+    if args.stdio {
+        splice(&place.socket())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where the daemon of this user is found.
+struct Place(PathBuf);
+
+impl Place {
+    /// The directory that was given, one in the user's cache, or one in `/tmp` where that is too long
+    /// for a socket or the user has no home.
+    ///
+    /// Not where the login session keeps its sockets: that directory goes with the last connection,
+    /// and the daemon is there to outlive it. The machine's name is part of it, as homes may be
+    /// shared.
+    fn find(given: Option<PathBuf>) -> anyhow::Result<Self> {
+        let uid = rustix::process::geteuid().as_raw();
+        let host = rustix::system::uname()
+            .nodename()
+            .to_string_lossy()
+            .into_owned();
+        let cache = settings::cache_directory().map(|cache| cache.join(format!("run-{host}")));
+        let fits = |path: &PathBuf| path.as_os_str().len() + NAME_BYTES <= MAX_SOCKET_PATH;
+        let path = match given {
+            Some(path) if !fits(&path) => {
+                bail!("`{}` is too long for a socket", path.display())
+            }
+            Some(path) => std::path::absolute(path)?,
+            None => cache
+                .filter(fits)
+                .unwrap_or_else(|| PathBuf::from(format!("/tmp/exec-server-{uid}"))),
+        };
+        let failed = || format!("cannot use `{}`", path.display());
+        DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(&path)
+            .with_context(failed)?;
+        let found = path.symlink_metadata().with_context(failed)?;
+        if !found.is_dir() || found.uid() != uid || found.mode() & 0o077 != 0 {
+            bail!(
+                "`{}` must be a directory that only this user can use (mode 0700)",
+                path.display()
+            );
+        }
+        Ok(Self(path))
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.file("daemon.sock")
+    }
+
+    /// What the daemon wrote down about itself; nothing if it did not.
+    fn state(&self) -> Value {
+        let text = std::fs::read(self.file("daemon.json")).unwrap_or_default();
+        serde_json::from_slice(&text).unwrap_or_default()
+    }
+
+    /// Starters and a daemon that is about to end hold this.
+    fn lock_file(&self) -> io::Result<File> {
+        OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .mode(0o600)
+            .open(self.file("daemon.lock"))
+    }
+
+    fn lock(&self) -> anyhow::Result<File> {
+        let failed = || format!("cannot lock `{}`", self.file("daemon.lock").display());
+        let file = self.lock_file().with_context(failed)?;
+        flock(&file, FlockOperation::LockExclusive).with_context(failed)?;
+        Ok(file)
+    }
+
+    /// The process behind the socket, if there is one.
+    fn daemon(&self) -> Option<rustix::process::Pid> {
+        let stream = UnixStream::connect(self.socket()).ok()?;
+        // Of whoever listens: unlike a number in a file, it cannot be somebody else's by now.
+        let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+        Some(peer.pid)
+    }
+
+    /// Waits until nobody listens any more.
+    fn wait_for_end(&self, patience: Duration) -> bool {
+        let deadline = Instant::now() + patience;
+        while self.daemon().is_some() {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(PERIOD);
+        }
+        true
+    }
+
+    /// Sees that a daemon listens. If it had to be one of another build, says why.
+    fn see_that_it_runs(&self, idle: Duration) -> anyhow::Result<Option<String>> {
+        let _lock = self.lock()?;
+        if let Some(pid) = self.daemon() {
+            let state = self.state();
+            if state["build"] == build()? {
+                return Ok(None);
+            }
+            let _ = rustix::process::kill_process(pid, Signal::USR1);
+            if !self.wait_for_end(RETIRE_PATIENCE) {
+                let version = state["version"].as_str().unwrap_or("unknown");
+                return Ok(Some(format!(
+                    "exec-server {version} (pid {}) goes on there because it is in use; {} takes its \
+                     place when it has nothing to do",
+                    pid.as_raw_nonzero(),
+                    env!("CARGO_PKG_VERSION"),
+                )));
+            }
+        }
+        self.start(idle)?;
+        Ok(None)
+    }
+
+    /// Starts a daemon that outlives us, and waits until it listens.
+    fn start(&self, idle: Duration) -> anyhow::Result<()> {
+        let log = self.log().context("cannot write the daemon's log")?;
+        let begun = log.metadata()?.len();
+        let program = std::env::current_exe().context("cannot tell which program this is")?;
+        let mut command = Command::new(program);
+        command
+            .args(["daemon", "--serve", "--directory"])
+            .arg(&self.0)
+            .arg("--idle")
+            .arg(format!("{}ms", idle.as_millis()))
+            .current_dir(settings::home_directory().unwrap_or_else(|| "/".into()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log);
+        for name in settings::names_of_one_login() {
+            command.env_remove(name);
+        }
+        let mut child = command.spawn().context("cannot start the daemon")?;
+        let Some(mut stdout) = child.stdout.take() else {
+            bail!("the daemon has no output");
+        };
+        let limit = rustix::time::Timespec::try_from(START_PATIENCE).ok();
+        let mut fds = [PollFd::new(&stdout, PollFlags::IN)];
+        let ready = poll(&mut fds, limit.as_ref()).context("cannot wait for the daemon")?;
+        let mut first = [0];
+        if ready > 0 && stdout.read(&mut first)? == 1 {
+            return Ok(());
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+        let said = std::fs::read(self.file("daemon.log")).unwrap_or_default();
+        let from = usize::try_from(begun).unwrap_or(0).min(said.len());
+        let said = String::from_utf8_lossy(&said[from..]).trim().to_owned();
+        match (ready, said.as_str()) {
+            (0, _) => bail!("the daemon does not listen after {START_PATIENCE:?}"),
+            (_, "") => bail!("the daemon ended at once and said nothing"),
+            (_, said) => bail!("the daemon ended at once: {said}"),
+        }
+    }
+
+    /// The log, from the beginning if the old one has grown long.
+    fn log(&self) -> io::Result<File> {
+        let path = self.file("daemon.log");
+        let long = path
+            .metadata()
+            .is_ok_and(|found| found.len() > MAX_LOG_BYTES);
+        if long {
+            std::fs::remove_file(&path)?;
+        }
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .mode(0o600)
+            .open(path)
+    }
+
+    /// Is the daemon.
+    fn serve(self, idle: Duration) -> anyhow::Result<ExitCode> {
+        // Away from the terminal and the connection that started us.
+        let _ = rustix::process::setsid();
+        let url = format!("unix://{}", self.socket().display());
+        let args = Args::try_parse_from(["exec-server", "--listen", &url])?.serve;
+        let watch = Idle {
+            limit: idle,
+            place: self,
+        };
+        serve::run(args, Some(watch))
+    }
+
+    /// Ends the daemon and everything that it runs.
+    fn stop(&self) -> anyhow::Result<ExitCode> {
+        let _lock = self.lock()?;
+        match self.daemon() {
+            None => eprintln!("no daemon runs"),
+            Some(pid) => {
+                rustix::process::kill_process(pid, Signal::TERM)
+                    .with_context(|| format!("cannot end the daemon {}", pid.as_raw_nonzero()))?;
+                if !self.wait_for_end(STOP_PATIENCE) {
+                    bail!("the daemon goes on after {STOP_PATIENCE:?}");
+                }
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// What tells this executable from others.
+fn build() -> anyhow::Result<String> {
+    let program = std::env::current_exe().context("cannot tell which program this is")?;
+    Ok(format!(
+        "{} {}",
+        env!("CARGO_PKG_VERSION"),
+        program.display()
+    ))
+}
+
+/// Knows when a daemon is no longer needed.
+pub(super) struct Idle {
+    limit: Duration,
+    place: Place,
+}
+
+impl Idle {
+    /// Writes down who we are; before anybody is told that we listen.
+    pub(super) fn introduce(&self) -> anyhow::Result<()> {
+        let state = json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "program": std::env::current_exe().ok(),
+            "build": build()?,
+            "pid": std::process::id(),
+        });
+        let path = self.place.file("daemon.json");
+        let aside = self.place.file("daemon.json.tmp");
+        let written = File::create(&aside)
+            .and_then(|mut file| file.write_all(state.to_string().as_bytes()))
+            .and_then(|()| std::fs::rename(&aside, &path));
+        written.with_context(|| format!("cannot write `{}`", path.display()))
+    }
+
+    /// Returns when nobody has needed the server for a while, or at once when somebody would rather
+    /// have another build and nobody needs this one. Nobody can start another one until what is
+    /// returned is dropped.
+    pub(super) async fn over(self, server: &Server) -> anyhow::Result<Option<File>> {
+        let mut retire = signal(SignalKind::user_defined1())?;
+        let mut limit = self.limit;
+        let mut since = Instant::now();
+        loop {
+            let period = (limit / 4).clamp(PERIOD, Duration::from_secs(5));
+            tokio::select! {
+                () = tokio::time::sleep(period) => {}
+                _ = retire.recv() => {
+                    // Whoever sent it holds the lock, and waits.
+                    if !is_needed(server) {
+                        return Ok(None);
+                    }
+                    limit = Duration::ZERO;
+                }
+            }
+            if is_needed(server) {
+                since = Instant::now();
+                continue;
+            }
+            if since.elapsed() < limit {
+                continue;
+            }
+            // A starter that holds it has just told somebody that we are here.
+            let lock = self.place.lock_file()?;
+            if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
+                if !is_needed(server) {
+                    return Ok(Some(lock));
+                }
+            } else {
+                since = Instant::now();
+            }
+        }
+    }
+}
+
+/// Whether anybody is connected, may come back to a session, or runs something.
+fn is_needed(server: &Server) -> bool {
+    server.connections() > 0 || server.session_count() > 0 || server.executor().live() > 0
+}
+
+/// Carries bytes between our standard streams and the daemon, until one of them ends.
+fn splice(socket: &Path) -> anyhow::Result<()> {
+    let failed = || format!("cannot connect to `{}`", socket.display());
+    let stream = UnixStream::connect(socket).with_context(failed)?;
+    let mut input = File::from(rustix::stdio::stdin().try_clone_to_owned()?);
+    let mut output = File::from(rustix::stdio::stdout().try_clone_to_owned()?);
+    let mut up = stream.try_clone()?;
+    // Ends with the process, at the latest.
+    std::thread::spawn(move || {
+        let _ = carry(&mut input, &mut up);
+        let _ = up.shutdown(Shutdown::Write);
+    });
+    // Whoever is cut off dials again: there is nothing to tell.
+    let _ = carry(&mut &stream, &mut output);
+    Ok(())
+}
+
+/// Copies by hand: the standard library would splice, and the kernel keeps a pipe locked, for its
+/// reader too, while it waits for the socket that it is to be filled from.
+fn carry(from: &mut impl io::Read, to: &mut impl io::Write) -> io::Result<()> {
+    let mut buffer = vec![0; 64 * 1024];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(read) => to.write_all(&buffer[..read])?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    #[test]
+    fn a_place_that_others_could_use_is_refused() {
+        let home = tempfile::tempdir().unwrap();
+        let path = home.path().join("run");
+        Place::find(Some(path.clone())).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o750)).unwrap();
+        assert!(Place::find(Some(path)).is_err());
+        let long = home.path().join("x".repeat(100));
+        assert!(Place::find(Some(long)).is_err());
+    }
+}

@@ -1,0 +1,173 @@
+//! What is put on the far side, and what is not.
+
+use std::os::unix::fs::MetadataExt as _;
+
+use super::*;
+
+impl Lab {
+    /// `run` that has to install what it needs.
+    fn run_installing(&self, command: &[&str]) -> Command {
+        let mut program = self.program();
+        program
+            .arg("run")
+            .args(self.flags(&self.sshd.url()))
+            .arg("--")
+            .args(command);
+        program
+    }
+
+    /// What is installed there, files that are only begun included.
+    fn installed(&self) -> Vec<PathBuf> {
+        tree(&self.sshd.home().join(".cache/exec-server/bin"))
+    }
+}
+
+#[tokio::test]
+async fn what_is_missing_is_installed_once() {
+    let lab = Lab::new();
+    // Shells may say what they like.
+    fs::write(lab.sshd.home().join(".bashrc"), "echo welcome\n").unwrap();
+    let (out, err, code) = seen(lab.run_installing(&["echo", "hi"])).await;
+    assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
+    assert!(err.contains("installing exec-server"), "{err}");
+    let installed = lab.installed();
+    let [only] = &installed[..] else {
+        panic!("{installed:?}");
+    };
+    let name = only.file_name().unwrap().to_str().unwrap();
+    let version = env!("CARGO_PKG_VERSION");
+    assert!(
+        name.starts_with(&format!("exec-server-{version}-")),
+        "{name}"
+    );
+    assert_eq!(only.metadata().unwrap().mode() & 0o777, 0o700);
+    assert!(fs::read(only).unwrap() == fs::read(BINARY).unwrap());
+    // Everything of this side is forgotten, nothing of the other.
+    for pid in lab.sshd.masters() {
+        proc::signal(u32::try_from(pid).unwrap(), rustix::process::Signal::TERM);
+    }
+    proc::eventually("ssh to end", || match lab.sshd.masters() {
+        left if left.is_empty() => Ok(()),
+        left => Err(format!("{left:?}")),
+    })
+    .await;
+    fs::remove_dir_all(lab.sshd.path().join("run")).unwrap();
+    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    assert_eq!((err.as_str(), code), ("", 0));
+    assert_eq!(lab.installed(), installed);
+}
+
+#[tokio::test]
+async fn another_kind_of_machine_is_named() {
+    let lab = Lab::new();
+    lab.sshd.script(
+        "uname",
+        "#!/bin/sh\n[ \"$1\" = -s ] && echo Linux || echo riscv64\n",
+    );
+    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    assert_eq!(code, 125, "{err}");
+    let own = format!("Linux {}", std::env::consts::ARCH);
+    for part in [
+        &lab.sshd.url(),
+        "Linux riscv64",
+        own.as_str(),
+        "--remote-binary",
+    ] {
+        assert!(err.contains(part), "{part} is not in: {err}");
+    }
+    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+}
+
+#[tokio::test]
+async fn a_full_disk_leaves_nothing_half_installed() {
+    // A limit on the size of files ends the writer as a full disk does, and needs no privilege.
+    let lab =
+        Lab::with(&["ForceCommand ulimit -f 2000; trap '' XFSZ; eval \"$SSH_ORIGINAL_COMMAND\""]);
+    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    assert_eq!(code, 125, "{err}");
+    assert!(
+        err.contains("cannot install exec-server") && err.contains("File too large"),
+        "{err}"
+    );
+    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+}
+
+#[tokio::test]
+async fn a_full_file_system_is_told_in_its_own_words() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("only root can mount a small file system; the limit on files stands in for it");
+        return;
+    }
+    let lab = Lab::new();
+    let cache = lab.sshd.home().join(".cache");
+    fs::create_dir(&cache).unwrap();
+    let mounted = std::process::Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"])
+        .arg(&cache)
+        .status()
+        .unwrap();
+    if !mounted.success() {
+        eprintln!("this container does not let root mount; the limit on files stands in for it");
+        return;
+    }
+    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    let left = lab.installed();
+    let unmounted = std::process::Command::new("umount")
+        .arg("-l")
+        .arg(&cache)
+        .status()
+        .unwrap();
+    assert!(unmounted.success());
+    assert_eq!(code, 125, "{err}");
+    assert!(err.contains("No space left on device"), "{err}");
+    assert_eq!(left, [] as [PathBuf; 0]);
+}
+
+#[tokio::test]
+async fn what_arrives_changed_is_refused() {
+    let lab = Lab::new();
+    lab.sshd.script(
+        "sha256sum",
+        "#!/bin/sh\nexec /usr/bin/sha256sum /dev/null\n",
+    );
+    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    assert_eq!(code, 125, "{err}");
+    assert!(err.contains("another SHA-256"), "{err}");
+    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+}
+
+#[tokio::test]
+async fn what_does_not_run_there_is_not_left_there() {
+    let lab = Lab::new();
+    // An executable of the right kind that no kernel takes.
+    let broken = lab.sshd.path().join("broken");
+    let mut head = fs::read(BINARY).unwrap();
+    head.truncate(64);
+    fs::write(&broken, head).unwrap();
+    let mut program = lab.program();
+    program
+        .arg("run")
+        .args(lab.flags(&lab.sshd.url()))
+        .arg("--local-binary")
+        .arg(&broken)
+        .args(["--", "true"]);
+    let (_, err, code) = seen(program).await;
+    assert_eq!(code, 125, "{err}");
+    assert!(err.contains("make static"), "{err}");
+    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+}
+
+#[tokio::test]
+async fn a_named_executable_that_is_not_there_is_told() {
+    let lab = Lab::new();
+    let mut program = lab.program();
+    program.arg("run").args(lab.flags(&lab.sshd.url())).args([
+        "--remote-binary",
+        "/nowhere/exec-server",
+        "--",
+        "true",
+    ]);
+    let (_, err, code) = seen(program).await;
+    assert_eq!(code, 125, "{err}");
+    assert!(err.contains("/nowhere/exec-server"), "{err}");
+}

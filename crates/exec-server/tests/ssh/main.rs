@@ -1,0 +1,156 @@
+//! Machines behind ssh: the built binary on both sides of a real sshd on loopback.
+
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+
+use exec_server_testkit::proc;
+use exec_server_testkit::sshd::Sshd;
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+
+mod daemon;
+mod docs;
+mod faults;
+mod install;
+mod mapping;
+mod run;
+
+const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
+
+/// A machine to go to, and what belongs to those who go.
+struct Lab {
+    sshd: Sshd,
+}
+
+impl Lab {
+    fn new() -> Self {
+        Self::with(&[])
+    }
+
+    /// With more lines in the configuration of sshd.
+    fn with(lines: &[&str]) -> Self {
+        Self {
+            sshd: Sshd::start(lines),
+        }
+    }
+
+    /// The program of this side, in an environment of its own.
+    fn program(&self) -> Command {
+        let mut command = Command::new(BINARY);
+        command
+            .env_clear()
+            .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+            .env("HOME", self.sshd.path())
+            .env("XDG_RUNTIME_DIR", self.sshd.path().join("run"))
+            .kill_on_drop(true);
+        command
+    }
+
+    /// What every command about this machine says.
+    fn flags(&self, url: &str) -> Vec<String> {
+        let mut flags = vec!["--on".to_owned(), url.to_owned()];
+        for option in self.sshd.options() {
+            flags.push("--ssh-option".to_owned());
+            flags.push(option);
+        }
+        flags
+    }
+
+    /// `run` with these flags and this command, with an executable that is there already.
+    fn run(&self, flags: &[&str], command: &[&str]) -> Command {
+        let mut program = self.program();
+        program
+            .arg("run")
+            .args(self.flags(&self.sshd.url()))
+            .args(["--remote-binary", BINARY])
+            .args(flags)
+            .arg("--")
+            .args(command);
+        program
+    }
+
+    /// `fs` with these arguments.
+    fn fs(&self, args: &[&str]) -> Command {
+        let mut program = self.program();
+        program
+            .arg("fs")
+            .args(self.flags(&self.sshd.url()))
+            .args(["--remote-binary", BINARY])
+            .args(args);
+        program
+    }
+
+    /// Where the daemon of this machine is.
+    fn place(&self) -> PathBuf {
+        let host = rustix::system::uname();
+        let host = host.nodename().to_string_lossy();
+        self.sshd
+            .home()
+            .join(format!(".cache/exec-server/run-{host}"))
+    }
+
+    /// The daemon, as it wrote itself down.
+    fn daemon_pid(&self) -> u64 {
+        let text = fs::read(self.place().join("daemon.json")).unwrap();
+        let state: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        state["pid"].as_u64().unwrap()
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if self.place().exists() {
+            let _ = std::process::Command::new(BINARY)
+                .args(["daemon", "--stop", "--directory"])
+                .arg(self.place())
+                .stderr(Stdio::null())
+                .status();
+        }
+    }
+}
+
+/// Runs a command to its end, with this input.
+async fn output_of(mut command: Command, input: &[u8]) -> Output {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stdin = child.stdin.take().unwrap();
+    let input = input.to_vec();
+    let feeding = tokio::spawn(async move {
+        // A command that takes no input may be gone already.
+        let _ = stdin.write_all(&input).await;
+    });
+    let output = tokio::time::timeout(proc::PATIENCE, child.wait_with_output());
+    let output = output.await.expect("the program to end").unwrap();
+    feeding.abort();
+    output
+}
+
+/// What was printed where, and the exit code.
+async fn seen(command: Command) -> (String, String, i32) {
+    let output = output_of(command, b"").await;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (
+        text(&output.stdout),
+        text(&output.stderr),
+        output.status.code().unwrap(),
+    )
+}
+
+/// Everything below a directory.
+fn tree(path: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(path).into_iter().flatten().flatten() {
+        found.push(entry.path());
+        if entry.file_type().unwrap().is_dir() {
+            found.extend(tree(&entry.path()));
+        }
+    }
+    found
+}
