@@ -16,6 +16,7 @@ mod handshake;
 mod http;
 mod memory;
 mod operate;
+mod recovery;
 mod sandbox;
 mod snapshot;
 mod spawn;
@@ -88,6 +89,8 @@ pub(crate) enum Name {
     Agents,
     /// Commands on a machine behind ssh
     Ssh,
+    /// Lost connections, and what the client library costs
+    Recovery,
 }
 
 /// One of the servers that are compared.
@@ -156,6 +159,7 @@ impl Bench {
                 Name::Audit => operate::audit(self),
                 Name::Agents => agents::run(self),
                 Name::Ssh => ssh::run(self),
+                Name::Recovery => recovery::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
