@@ -66,9 +66,15 @@ impl Inbox {
     }
 
     pub(crate) fn accept(&mut self, event: ExecProcessEvent) {
-        if self.failure.is_none() {
-            self.order.accept(event);
-            self.release();
+        if self.failure.is_some() {
+            return;
+        }
+        match self.order.pass(event) {
+            Ok(event) => self.push(event),
+            Err(event) => {
+                self.order.accept(event);
+                self.release();
+            }
         }
     }
 

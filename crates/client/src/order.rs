@@ -114,6 +114,27 @@ impl Order {
         }
     }
 
+    /// An event arrived that may be released at once: the usual case, without looking at anything
+    /// held. Gives it back if that is not so.
+    pub(crate) fn pass(
+        &mut self,
+        event: ExecProcessEvent,
+    ) -> Result<ExecProcessEvent, ExecProcessEvent> {
+        match &event {
+            ExecProcessEvent::Output { seq, .. }
+                if *seq == self.next()
+                    && self.held.is_empty()
+                    && !self.closed
+                    && !matches!(self.exit, ExitState::Late { .. }) =>
+            {
+                self.last = *seq;
+                self.seen = self.seen.max(*seq);
+                Ok(event)
+            }
+            _ => Err(event),
+        }
+    }
+
     /// An answer to `process/read` arrived; to be followed by [`Order::poll`] until there is nothing.
     ///
     /// Afterwards every number that the answer accounts for can be released, as output, ending or

@@ -102,8 +102,9 @@ impl Handler for Dispatch {
     async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
         let (process_id, event) = match method {
             Output::NAME => {
-                let params = decode::<Output>(params)?;
-                (params.process_id.clone(), ExecProcessEvent::from(params))
+                let mut params = decode::<Output>(params)?;
+                let process_id = std::mem::take(&mut params.process_id);
+                (process_id, ExecProcessEvent::from(params))
             }
             Exited::NAME => {
                 let params = decode::<Exited>(params)?;
@@ -356,7 +357,8 @@ impl Route {
                 inbox.order().has_hole(),
             )
         };
-        self.readable.notify_waiters();
+        // There is one consumer: a permit is enough for it, and cheaper than looking for waiters.
+        self.readable.notify_one();
         // The usual case, one event after the other, wakes the consumer alone.
         if had_hole || has_hole {
             self.moved.notify_waiters();

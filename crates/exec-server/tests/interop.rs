@@ -20,7 +20,7 @@ use exec_server::{
 };
 use exec_server_client::AttachRequest;
 use exec_server_testkit::rendezvous::Rendezvous;
-use exec_server_testkit::{codex, interop, server::Server};
+use exec_server_testkit::{codex, interop, proxy, server::Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
 
@@ -552,4 +552,62 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.accepting.abort();
     }
+}
+
+/// The real server has none of our extensions: sessions are resumed with what it knows.
+#[tokio::test]
+async fn our_client_resumes_their_sessions() {
+    let home = codex::Home::new();
+    let server = codex::exec_server(&home, &[]).await;
+    let proxy = proxy::Proxy::start(server.url()).await;
+    let mut args = RemoteExecServerConnectArgs::new(proxy.url(), "interop");
+    args.options.recovery.longest_pause = Duration::from_millis(100);
+    let client = ExecServerClient::connect(args).await.unwrap();
+    let params = |id: &str, script: &str| StartParams {
+        process_id: id.to_owned(),
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        tty: id == "echo",
+        ..StartParams::default()
+    };
+    let slow = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo $i; sleep 0.01; done; exit 6";
+    let slow = client.start(params("slow", slow)).await.unwrap().process;
+    let echo = "stty -echo -onlcr; echo up; read a; echo got $a; read b; echo got $b";
+    let echo = client.start(params("echo", echo)).await.unwrap().process;
+    let mut echoed = echo.events().unwrap();
+    let mut heard = String::new();
+    let mut hear = async |wanted: &str| {
+        while !heard.contains(wanted) {
+            match echoed.recv().await {
+                Some(ExecProcessEvent::Output { chunk, .. }) => {
+                    heard.push_str(&String::from_utf8_lossy(&chunk));
+                }
+                other => panic!("{other:?} before {wanted:?} in {heard:?}"),
+            }
+        }
+    };
+    hear("up").await;
+    for line in ["one", "two"] {
+        proxy.cut();
+        let written = echo.write(Bytes::from(format!("{line}\n"))).await.unwrap();
+        assert_eq!(written, WriteStatus::Accepted);
+        hear(&format!("got {line}")).await;
+    }
+    assert!(proxy.accepted() >= 3);
+    let output = slow.output(CollectOptions::default()).await.unwrap();
+    let expected: String = (1..=300).map(|number| format!("{number}\n")).collect();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), expected);
+    assert!(!output.has_gaps);
+    assert_eq!(output.exit.unwrap().exit_code, 6);
+
+    // A session that is gone is a failure at once, and the next client works.
+    proxy.refuse(true);
+    proxy.cut();
+    let other = codex::Home::new();
+    let other = (codex::exec_server(&other, &[]).await, other);
+    proxy.lead_to(other.0.url());
+    proxy.refuse(false);
+    let mut closed = client.closed();
+    let reason = closed.wait_for(Option::is_some).await.unwrap().clone();
+    assert!(reason.unwrap().contains("unknown session"));
 }
