@@ -92,7 +92,7 @@ fn work(bench: &Bench) -> Vec<Row> {
         lines,
         || Ok(()),
         |server, ()| {
-            let mut looked = |sandbox: Option<&Sandbox>| -> anyhow::Result<f64> {
+            let looked = |sandbox: Option<&Sandbox>| -> anyhow::Result<f64> {
                 let mut client = server.client()?;
                 let mut samples = Vec::new();
                 for _ in 0..5 {
