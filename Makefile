@@ -13,10 +13,10 @@ BENCH_ARGS ?=
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
 .DEFAULT_GOAL := help
-.PHONY: help build static man deb cargo-deb start check test interop conformance bench fuzz demo clean
+.PHONY: help build static man deb cargo-deb start check test interop interop-matrix conformance bench fuzz demo clean
 
 help: ## List the targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 build: ## Build the server as it is released
 	cargo build --release --bin exec-server
@@ -48,6 +48,9 @@ test: ## All that CI runs
 
 interop: ## The real Codex CLI on our server; installs it on first use
 	scripts/test interop
+
+interop-matrix: ## The same with several published versions of it: VERSIONS="0.165.0 0.166.0"
+	scripts/interop-matrix $(VERSIONS)
 
 conformance: ## The conformance suite, from CONFORMANCE_SUITE
 	scripts/test conformance

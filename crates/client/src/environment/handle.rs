@@ -20,6 +20,7 @@ use crate::backend::{ExecBackend, Reply, StartedProcess};
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::fs::ExecutorFileSystem;
+use crate::http::{ExecutorHttp, HttpAnswer, HttpRequest, HttpStream};
 use crate::map::{MappedBackend, MappedFileSystem};
 
 /// How long a probe waits for an answer.
@@ -59,6 +60,7 @@ pub struct Environment {
     id: String,
     exec: Arc<dyn ExecBackend>,
     files: Arc<dyn ExecutorFileSystem>,
+    http: Arc<dyn ExecutorHttp>,
     kind: Kind,
 }
 
@@ -89,15 +91,21 @@ impl Environment {
     #[cfg(feature = "local")]
     pub fn local(executor: exec_server_executor::Executor) -> Self {
         let info = super::local::describe(executor.config());
+        let http = crate::http_client::HttpClient::new(crate::http_client::HttpConfig {
+            environment: executor.config().environment.clone(),
+            ..Default::default()
+        });
         let exec = Arc::new(crate::LocalBackend::new(executor));
         let files = Arc::new(crate::LocalFileSystem::new());
         Self {
             kind: Kind::Present(Some(Box::new(info))),
+            http: Arc::new(crate::LocalHttp::new(http)),
             ..Self::from_parts(LOCAL, exec, files)
         }
     }
 
-    /// A machine that is always there, made of one's own parts.
+    /// A machine that is always there, made of one's own parts; it makes no requests over HTTP
+    /// unless [`Environment::with_http`] says who does.
     pub fn from_parts(
         id: impl Into<String>,
         exec: Arc<dyn ExecBackend>,
@@ -107,8 +115,15 @@ impl Environment {
             id: id.into(),
             exec,
             files,
+            http: Arc::new(NoHttp),
             kind: Kind::Present(None),
         }
+    }
+
+    /// The same, with requests over HTTP made by `http`.
+    #[must_use]
+    pub fn with_http(self, http: Arc<dyn ExecutorHttp>) -> Self {
+        Self { http, ..self }
     }
 
     /// A machine that is reached this way; nothing happens until it is used or asked to begin.
@@ -137,6 +152,7 @@ impl Environment {
             id,
             exec: Arc::new(LazyExec(Arc::clone(&lazy))),
             files: Arc::new(LazyFiles(Arc::clone(&lazy))),
+            http: Arc::new(LazyHttp(Arc::clone(&lazy))),
             kind: Kind::Lazy(lazy),
         }
     }
@@ -154,6 +170,11 @@ impl Environment {
     /// The files there.
     pub fn files(&self) -> Arc<dyn ExecutorFileSystem> {
         Arc::clone(&self.files)
+    }
+
+    /// What makes requests over HTTP there.
+    pub fn http(&self) -> Arc<dyn ExecutorHttp> {
+        Arc::clone(&self.http)
     }
 
     /// Whether it is reached through a session.
@@ -299,5 +320,33 @@ impl ExecBackend for LazyExec {
 
     fn list(&self) -> Reply<'_, Vec<exec_server_protocol::process::ListedProcess>> {
         Box::pin(async move { self.0.client().await?.list().await })
+    }
+}
+
+/// Requests over HTTP behind a session that is opened when it is needed.
+#[derive(Debug)]
+struct LazyHttp(Arc<Lazy>);
+
+impl ExecutorHttp for LazyHttp {
+    fn fetch(&self, request: HttpRequest) -> Reply<'_, HttpAnswer> {
+        Box::pin(async move { self.0.client().await?.fetch(request).await })
+    }
+
+    fn open(&self, request: HttpRequest) -> Reply<'_, HttpStream> {
+        Box::pin(async move { self.0.client().await?.open(request).await })
+    }
+}
+
+/// For machines of which nobody said who makes requests there.
+#[derive(Debug)]
+struct NoHttp;
+
+impl ExecutorHttp for NoHttp {
+    fn fetch(&self, _: HttpRequest) -> Reply<'_, HttpAnswer> {
+        Box::pin(async { Err(ExecServerError::Unsupported("http/request")) })
+    }
+
+    fn open(&self, _: HttpRequest) -> Reply<'_, HttpStream> {
+        Box::pin(async { Err(ExecServerError::Unsupported("http/request")) })
     }
 }

@@ -9,6 +9,7 @@ use exec_server_testkit::wire::{Client, Subject, Transport};
 use tokio::process::Command;
 
 mod command;
+mod compatibility;
 mod config;
 mod death;
 mod extensions;

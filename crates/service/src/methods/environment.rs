@@ -1,6 +1,5 @@
 //! `environment/*`.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use exec_server_executor::configuration::ConfigError;
@@ -15,6 +14,25 @@ use sha2::{Digest as _, Sha256};
 use crate::config::ExecServerConfig;
 use crate::dispatch::{Call, EXTENSIONS};
 use crate::error::RpcError;
+
+/// The flags of the compatible wire, each true only if all of it works here.
+const CAPABILITIES: &[(&str, bool)] = &[
+    ("capabilityDiscoverySandbox", false),
+    ("capabilityDiscoveryV2", false),
+    ("credentialMasking", false),
+    ("credentialMaskingCustomProviders", false),
+    ("environmentConfigRead", true),
+    ("fileWriteStreaming", true),
+    ("fsWatchMissing", true),
+    ("httpHeaderEnvVars", true),
+    ("linuxApprovedRootWritePreservesRestrictions", false),
+    ("linuxRootWritePreservesDevices", false),
+    ("networkProxyLaunch", false),
+    ("networkProxyReviewDomains", false),
+    ("sandboxedFileStreaming", true),
+    ("shellSnapshotV2", true),
+    ("windowsMxc", false),
+];
 
 /// What this machine is like; asked once, at start.
 pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
@@ -43,14 +61,10 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
             .into_iter()
             .collect(),
         temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
-        capabilities: BTreeMap::from([
-            ("environmentConfigRead".to_owned(), true),
-            ("fileWriteStreaming".to_owned(), true),
-            ("fsWatchMissing".to_owned(), true),
-            ("httpHeaderEnvVars".to_owned(), true),
-            ("sandboxedFileStreaming".to_owned(), true),
-            ("shellSnapshotV2".to_owned(), true),
-        ]),
+        capabilities: CAPABILITIES
+            .iter()
+            .map(|&(name, whole)| (name.to_owned(), whole))
+            .collect(),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
     }
 }
