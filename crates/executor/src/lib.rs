@@ -8,6 +8,7 @@ compile_error!(
     "exec-server-executor supports Linux only: it needs pidfds, /proc and vfork-style clone"
 );
 
+pub mod capability;
 pub mod conditions;
 pub mod configuration;
 pub mod env;

@@ -3,6 +3,7 @@
 //! Owns the message envelope, the method names bound to their parameter and result types, `file:`
 //! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
 
+pub mod capability;
 pub mod chunk;
 pub mod codes;
 pub mod command;

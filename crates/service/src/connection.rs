@@ -53,6 +53,8 @@ pub(crate) struct Connection {
     /// Requests over HTTP that are under way.
     pub(crate) requests: Requests,
     pub(crate) searches: Searches,
+    /// Turns of looking for plugins and skills.
+    pub(crate) discoveries: Arc<Semaphore>,
     pub(crate) watches: Watches,
     /// Requests that wait for something to happen.
     waiting: AtomicUsize,
@@ -366,6 +368,7 @@ pub(crate) async fn serve(
         lane,
         requests: Requests::default(),
         searches: Searches::default(),
+        discoveries: Arc::new(Semaphore::new(1)),
         watches: Watches::default(),
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use exec_server_protocol::session::{self, Initialized};
-use exec_server_protocol::{Method, Notification as _, command, environment, fs, http, process};
+use exec_server_protocol::{
+    Method, Notification as _, capability, command, environment, fs, http, process,
+};
 
 use crate::connection::{Connection, Phase, Responder};
 use crate::error::RpcError;
@@ -74,7 +76,6 @@ pub(crate) const EXTENSIONS: &[&str] = &[
 /// Methods of the compatible wire that this server does not offer: refused like any unknown one,
 /// but only after the handshake has been checked.
 const NOT_OFFERED: &[(&str, &str)] = &[
-    ("capabilityRoots/discoverV1", "capability discovery"),
     ("capabilities/discoverV2", "capability discovery"),
 ];
 
@@ -120,6 +121,10 @@ pub(crate) fn request(
         }
         environment::ConfigRead::NAME => {
             call.plain::<environment::ConfigRead>(methods::environment::config_read);
+        }
+
+        capability::DiscoverV1::NAME => {
+            call.plain::<capability::DiscoverV1>(methods::capability::discover_v1);
         }
 
         process::Start::NAME => call.plain::<process::Start>(methods::process::start),

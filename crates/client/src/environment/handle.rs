@@ -6,8 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_protocol::capability::{
+    DiscoverParams, DiscoverV1, DiscoveredRoot, RootParams, SANDBOX_CAPABILITY,
+};
 use exec_server_protocol::environment::{self, EnvironmentInfo};
-use exec_server_protocol::{NoParams, codes};
+use exec_server_protocol::{Method as _, NoParams, codes};
 
 use super::connect::{Connect, Start};
 use super::files::LazyFiles;
@@ -25,6 +28,9 @@ use crate::map::{MappedBackend, MappedFileSystem};
 
 /// How long a probe waits for an answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a look at directories may take, besides what any request may.
+const DISCOVERY_TIME: Duration = Duration::from_secs(60);
 
 /// A machine to run processes on and to use files of: this one, or another.
 ///
@@ -66,8 +72,11 @@ pub struct Environment {
 
 #[derive(Debug)]
 enum Kind {
-    /// Always there.
-    Present(Option<Box<EnvironmentInfo>>),
+    /// This machine.
+    #[cfg(feature = "local")]
+    Here(Box<super::local::Here>),
+    /// Something of its maker's own.
+    Parts,
     Lazy(Arc<Lazy>),
 }
 
@@ -90,7 +99,7 @@ impl Environment {
     /// This machine, under the id `local`.
     #[cfg(feature = "local")]
     pub fn local(executor: exec_server_executor::Executor) -> Self {
-        let info = super::local::describe(executor.config());
+        let here = super::local::Here::new(executor.clone());
         let http = crate::http_client::HttpClient::new(crate::http_client::HttpConfig {
             environment: executor.config().environment.clone(),
             ..Default::default()
@@ -98,7 +107,7 @@ impl Environment {
         let exec = Arc::new(crate::LocalBackend::new(executor));
         let files = Arc::new(crate::LocalFileSystem::new());
         Self {
-            kind: Kind::Present(Some(Box::new(info))),
+            kind: Kind::Here(Box::new(here)),
             http: Arc::new(crate::LocalHttp::new(http)),
             ..Self::from_parts(LOCAL, exec, files)
         }
@@ -116,7 +125,7 @@ impl Environment {
             exec,
             files,
             http: Arc::new(NoHttp),
-            kind: Kind::Present(None),
+            kind: Kind::Parts,
         }
     }
 
@@ -179,17 +188,14 @@ impl Environment {
 
     /// Whether it is reached through a session.
     pub fn is_remote(&self) -> bool {
-        matches!(self.kind, Kind::Lazy(_))
+        self.lazy_session().is_some()
     }
 
     /// Where it is, for people to read; nothing for this machine, or while it is not known.
     pub fn target(&self) -> Option<String> {
-        match &self.kind {
-            Kind::Present(_) => None,
-            Kind::Lazy(lazy) => match lazy.way() {
-                Way::Known(connect) => Some(connect.target()),
-                Way::Gated(gate) => gate.target(),
-            },
+        match self.lazy_session()?.way() {
+            Way::Known(connect) => Some(connect.target()),
+            Way::Gated(gate) => gate.target(),
         }
     }
 
@@ -197,14 +203,14 @@ impl Environment {
     ///
     /// Needs a tokio runtime; without one nothing happens, and the first use connects.
     pub fn begin(&self) {
-        if let Kind::Lazy(lazy) = &self.kind {
+        if let Some(lazy) = self.lazy_session() {
             lazy.begin();
         }
     }
 
     /// Starts to connect if it is of the kind that does so unasked.
     pub(super) fn begin_unasked(&self) {
-        if let Kind::Lazy(lazy) = &self.kind
+        if let Some(lazy) = self.lazy_session()
             && let Way::Known(connect) = lazy.way()
             && connect.start() == Start::AtOnce
         {
@@ -219,23 +225,21 @@ impl Environment {
     ///
     /// When it cannot be used.
     pub async fn ready(&self) -> Result<(), ExecServerError> {
-        match &self.kind {
-            Kind::Present(_) => Ok(()),
-            Kind::Lazy(lazy) => lazy.client().await.map(|_| ()),
+        match self.lazy_session() {
+            None => Ok(()),
+            Some(lazy) => lazy.client().await.map(|_| ()),
         }
     }
 
     /// How it is, without connecting, asking or waiting.
     pub fn readiness(&self) -> Readiness {
-        match &self.kind {
-            Kind::Present(_) => Readiness::Ready,
-            Kind::Lazy(lazy) => lazy.readiness(),
-        }
+        self.lazy_session()
+            .map_or(Readiness::Ready, Lazy::readiness)
     }
 
     /// Asks it how it is, if there is a session; never opens one, nor waits for one.
     pub async fn status(&self) -> EnvironmentStatus {
-        let Kind::Lazy(lazy) = &self.kind else {
+        let Some(lazy) = self.lazy_session() else {
             return EnvironmentStatus::Ready;
         };
         let disconnected = |error: String| EnvironmentStatus::Disconnected { error };
@@ -264,8 +268,9 @@ impl Environment {
     /// [`ExecServerError::Unsupported`] if it cannot tell, or it cannot be used.
     pub async fn info(&self) -> Result<EnvironmentInfo, ExecServerError> {
         match &self.kind {
-            Kind::Present(Some(info)) => Ok((**info).clone()),
-            Kind::Present(None) => Err(ExecServerError::Unsupported("environment/info")),
+            #[cfg(feature = "local")]
+            Kind::Here(here) => Ok(here.info().clone()),
+            Kind::Parts => Err(ExecServerError::Unsupported("environment/info")),
             Kind::Lazy(lazy) => Ok(lazy.client().await?.environment_info().await?.clone()),
         }
     }
@@ -276,20 +281,66 @@ impl Environment {
     ///
     /// [`ExecServerError::Unsupported`] where there is none, or it cannot be opened.
     pub async fn client(&self) -> Result<ExecServerClient, ExecServerError> {
-        match &self.kind {
-            Kind::Present(_) => Err(ExecServerError::Unsupported("a session with this machine")),
-            Kind::Lazy(lazy) => lazy.client().await,
+        match self.lazy_session() {
+            None => Err(ExecServerError::Unsupported("a session with this machine")),
+            Some(lazy) => lazy.client().await,
         }
     }
 
     /// Capability roots that came along when it was reported to be ready.
     pub fn roots(&self) -> Vec<SelectedCapabilityRoot> {
+        match self.lazy_session().map(Lazy::way) {
+            Some(Way::Gated(gate)) => gate.roots(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Looks for plugins and skills below directories there, at most
+    /// [`MAX_ROOTS`](exec_server_protocol::capability::MAX_ROOTS) of them; the answer is in the same
+    /// order.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] where nobody can look, or not under a policy; what is wrong
+    /// with one directory is part of the answer.
+    pub async fn discover(
+        &self,
+        roots: Vec<RootParams>,
+    ) -> Result<Vec<DiscoveredRoot>, ExecServerError> {
         match &self.kind {
-            Kind::Lazy(lazy) => match lazy.way() {
-                Way::Gated(gate) => gate.roots(),
-                Way::Known(_) => Vec::new(),
-            },
-            Kind::Present(_) => Vec::new(),
+            #[cfg(feature = "local")]
+            Kind::Here(here) => here.discover(roots).await,
+            Kind::Parts => Err(ExecServerError::Unsupported(DiscoverV1::NAME)),
+            Kind::Lazy(lazy) => {
+                let client = lazy.client().await?;
+                if roots.iter().any(|root| root.sandbox.is_some()) {
+                    let info = client.environment_info().await?;
+                    if !info
+                        .capabilities
+                        .get(SANDBOX_CAPABILITY)
+                        .is_some_and(|can| *can)
+                    {
+                        return Err(ExecServerError::Unsupported(SANDBOX_CAPABILITY));
+                    }
+                }
+                let params = DiscoverParams { roots };
+                let answer = client
+                    .call_waiting::<DiscoverV1>(&params, DISCOVERY_TIME)
+                    .await;
+                match answer {
+                    Err(error) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
+                        Err(ExecServerError::Unsupported(DiscoverV1::NAME))
+                    }
+                    answer => Ok(answer?.roots),
+                }
+            }
+        }
+    }
+
+    fn lazy_session(&self) -> Option<&Lazy> {
+        match &self.kind {
+            Kind::Lazy(lazy) => Some(lazy),
+            _ => None,
         }
     }
 }

@@ -1,13 +1,72 @@
-//! What this machine is like.
+//! This machine, without a server.
 
 use std::path::Path;
+use std::sync::Arc;
 
-use exec_server_executor::{ExecutorConfig, host};
+use exec_server_executor::capability;
+use exec_server_executor::sandbox::files::Intent;
+use exec_server_executor::{Executor, ExecutorConfig, host};
 use exec_server_protocol::PathUri;
+use exec_server_protocol::capability::{DiscoveredRoot, MAX_ROOTS, PARALLEL_ROOTS, RootParams};
+use exec_server_protocol::codes;
 use exec_server_protocol::environment::{EnvironmentInfo, Shell};
+use tokio::sync::Semaphore;
+
+use crate::error::ExecServerError;
+
+/// What can be asked of this machine besides processes and files.
+#[derive(Debug)]
+pub(super) struct Here {
+    executor: Executor,
+    info: EnvironmentInfo,
+}
+
+impl Here {
+    pub(super) fn new(executor: Executor) -> Self {
+        let info = describe(executor.config());
+        Self { executor, info }
+    }
+
+    pub(super) fn info(&self) -> &EnvironmentInfo {
+        &self.info
+    }
+
+    /// Looks for plugins and skills, as a server on this machine would.
+    pub(super) async fn discover(
+        &self,
+        roots: Vec<RootParams>,
+    ) -> Result<Vec<DiscoveredRoot>, ExecServerError> {
+        if roots.len() > MAX_ROOTS {
+            return Err(ExecServerError::Server {
+                code: codes::INVALID_REQUEST,
+                message: format!("capability root discovery accepts at most {MAX_ROOTS} roots"),
+            });
+        }
+        let parallel = Arc::new(Semaphore::new(PARALLEL_ROOTS));
+        let mut looking = Vec::with_capacity(roots.len());
+        for RootParams { id, path, sandbox } in roots {
+            // The semaphore is never closed.
+            let permit = Arc::clone(&parallel).acquire_owned().await;
+            let files = self.executor.files(sandbox, Intent::Read);
+            looking.push(tokio::task::spawn_blocking(move || {
+                let found = capability::discover(&files, id, path, &|| false);
+                drop(permit);
+                found
+            }));
+        }
+        let mut found = Vec::with_capacity(looking.len());
+        for looked in looking {
+            found.push(looked.await.map_err(|error| ExecServerError::Server {
+                code: codes::INTERNAL,
+                message: format!("looking for capabilities failed: {error}"),
+            })?);
+        }
+        Ok(found)
+    }
+}
 
 /// Describes this machine as a server on it would, but for what only servers offer.
-pub(super) fn describe(config: &ExecutorConfig) -> EnvironmentInfo {
+fn describe(config: &ExecutorConfig) -> EnvironmentInfo {
     let account = host::account();
     let (name, path) = host::shell(account.as_ref());
     let uri = |path: &Path| PathUri::from_native(path).ok();

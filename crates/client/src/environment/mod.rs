@@ -5,6 +5,7 @@
 //! [`Environment`]) and what one step of work sees of them ([`Step`]).
 
 pub mod connect;
+mod discovery;
 mod file;
 mod files;
 mod gate;
@@ -18,6 +19,7 @@ mod roots;
 mod source;
 mod step;
 
+pub use discovery::{CapabilityCache, DiscoveredRoots};
 pub use file::{
     DefaultEnvironment, EnvironmentEntry, EnvironmentsFile, EnvironmentsFileError, FILE_NAME,
 };

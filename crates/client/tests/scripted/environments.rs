@@ -34,6 +34,29 @@ pub(crate) struct Machine {
     permits: Semaphore,
     /// Attempts that are under way.
     attempts: watch::Sender<usize>,
+    /// Roots of each `capabilityRoots/discoverV1` that came, and what to answer.
+    pub(crate) discoveries: Arc<Discoveries>,
+}
+
+/// What a machine was asked to look at, and how it answers.
+#[derive(Debug, Default)]
+pub(crate) struct Discoveries {
+    pub(crate) asked: Mutex<Vec<usize>>,
+    pub(crate) answers: Mutex<VecDeque<Discovery>>,
+    pub(crate) capabilities: Mutex<serde_json::Value>,
+}
+
+/// How one request is answered; those that nothing is said of, well.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Discovery {
+    /// The connection is lost.
+    Cut,
+    /// Something else is told of.
+    OtherId,
+    OtherPath,
+    /// Too little is told.
+    Nothing,
+    Refused,
 }
 
 impl Machine {
@@ -54,6 +77,7 @@ impl Machine {
             failures: Mutex::default(),
             permits: Semaphore::new(permits),
             attempts: watch::channel(0).0,
+            discoveries: Arc::default(),
         })
     }
 
@@ -79,7 +103,7 @@ impl Machine {
         let server = Server::new(there);
         // Ends when it is cut, or with the client.
         let (end, ended) = tokio::sync::oneshot::channel::<()>();
-        tokio::spawn(serve(server, name, ended));
+        tokio::spawn(serve(server, name, ended, Arc::clone(&self.discoveries)));
         let client = ExecServerClient::from_link(here, ExecServerClientConnectOptions::new("t"));
         let client = client.await?;
         ENDS.with(|ends| ends.borrow_mut().push(end));
@@ -107,14 +131,34 @@ impl Drop for Done<'_> {
 }
 
 /// Answers like a server that has nothing but a name.
-async fn serve(mut server: Server, name: String, ended: tokio::sync::oneshot::Receiver<()>) {
-    let info = json!({"shell": {"name": name, "path": "/bin/sh"}});
+async fn serve(
+    mut server: Server,
+    name: String,
+    ended: tokio::sync::oneshot::Receiver<()>,
+    discoveries: Arc<Discoveries>,
+) {
+    let mut info = json!({"shell": {"name": name, "path": "/bin/sh"}});
+    let capabilities = discoveries.capabilities.lock().unwrap().clone();
+    if capabilities.is_object() {
+        info["capabilities"] = capabilities;
+    }
     let serving = async {
         while let Some(message) = server.next().await {
             let result = match message["method"].as_str().unwrap() {
                 "initialize" => json!({"sessionId": name, "environmentInfo": info}),
                 "environment/status" => json!({"status": "ready"}),
                 "initialized" => continue,
+                "capabilityRoots/discoverV1" => match discoveries.answer(&message["params"]) {
+                    Some(Ok(answer)) => answer,
+                    Some(Err(code)) => {
+                        let error = json!({"code": code, "message": "no"});
+                        server
+                            .send(json!({"id": message["id"], "error": error}))
+                            .await;
+                        continue;
+                    }
+                    None => return,
+                },
                 other => panic!("{other}"),
             };
             server
@@ -125,6 +169,36 @@ async fn serve(mut server: Server, name: String, ended: tokio::sync::oneshot::Re
     tokio::select! {
         () = serving => {}
         _ = ended => {}
+    }
+}
+
+impl Discoveries {
+    /// A result, a code, or nothing if the connection is lost.
+    fn answer(&self, params: &serde_json::Value) -> Option<Result<serde_json::Value, i64>> {
+        let roots = params["roots"].as_array().unwrap();
+        self.asked.lock().unwrap().push(roots.len());
+        let how = self.answers.lock().unwrap().pop_front();
+        let told = |root: &serde_json::Value| {
+            let mut told = json!({"id": root["id"], "path": root["path"]});
+            match how {
+                Some(Discovery::OtherId) => told["id"] = json!("other"),
+                Some(Discovery::OtherPath) => told["path"] = json!("file:///other"),
+                _ => {}
+            }
+            told
+        };
+        match how {
+            Some(Discovery::Cut) => None,
+            Some(Discovery::Refused) => Some(Err(-32601)),
+            Some(Discovery::Nothing) => Some(Ok(json!({"roots": []}))),
+            _ => Some(Ok(
+                json!({"roots": roots.iter().map(told).collect::<Vec<_>>()}),
+            )),
+        }
+    }
+
+    pub(crate) fn asked(&self) -> Vec<usize> {
+        self.asked.lock().unwrap().clone()
     }
 }
 
@@ -142,7 +216,7 @@ impl Connect for Machine {
     }
 }
 
-fn entry(id: &str, machine: &Arc<Machine>) -> EnvironmentEntry {
+pub(crate) fn entry(id: &str, machine: &Arc<Machine>) -> EnvironmentEntry {
     EnvironmentEntry::new(id, Arc::clone(machine) as Arc<dyn Connect>)
 }
 
@@ -431,7 +505,7 @@ async fn steps_say_what_starts_and_leave_out_what_failed() {
     assert!(matches!(work.step().get("slow"), Some(Captured::Ready(_))));
 }
 
-fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
+pub(crate) fn root(id: &str, environment: &str) -> SelectedCapabilityRoot {
     let path = PathUri::parse("file:///opt/plugin").unwrap();
     SelectedCapabilityRoot::new(id, environment, path)
 }

@@ -4,6 +4,7 @@
 
 mod calls;
 mod collecting;
+mod discovery;
 mod environments;
 
 mod handshake;

@@ -22,6 +22,7 @@ for_both! {
     helpers_are_few_and_end_with_the_server,
     policies_without_bounds_need_no_helper,
     what_makes_no_sense_is_refused,
+    discovery_obeys_the_policy_of_each_root,
 }
 
 const INTERNAL: i64 = -32603;
@@ -292,6 +293,52 @@ async fn a_minimal_view_has_nothing_else(user: User) {
             .await
             .is_ok()
     );
+}
+
+async fn discovery_obeys_the_policy_of_each_root(user: User) {
+    let mut cell = Cell::new(user).await;
+    cell.make("work/.codex-plugin");
+    cell.write("work/.codex-plugin/plugin.json", "{}");
+    for name in ["open", "closed"] {
+        cell.make(&format!("work/{name}"));
+        cell.write(&format!("work/{name}/SKILL.md"), name);
+    }
+    let (work, open) = (cell.path("work"), cell.path("work/open"));
+    let denied = policy(
+        vec![
+            special("root", "read"),
+            entry(&cell.path("work/closed"), "deny"),
+        ],
+        "restricted",
+    );
+    let minimal = policy(vec![special("minimal", "read")], "restricted");
+    let alone = policy(vec![entry(&open, "read")], "restricted");
+    let dynamic = policy(vec![special("project_roots", "read")], "restricted");
+    let root =
+        |path: &Path, sandbox: &Value| json!({"id": "r", "path": uri(path), "sandbox": sandbox});
+    let roots = json!({"roots": [
+        root(&work, &denied),
+        root(&work, &minimal),
+        root(&open, &alone),
+        root(&work, &dynamic),
+        root(&work, &Value::Null),
+    ]});
+    let found = cell.client.ok("capabilityRoots/discoverV1", roots).await;
+    let skills = |at: usize| found["roots"][at]["skills"].as_array().unwrap().len();
+    let error = |at: usize| found["roots"][at]["error"].as_str().unwrap_or_default();
+    assert_eq!((skills(0), error(0)), (1, ""), "{found}");
+    let warning = found["roots"][0]["warnings"][0].as_str().unwrap();
+    assert!(warning.contains("work/closed"), "{warning}");
+    assert!(
+        skills(1) == 0 && error(1).contains("failed to inspect"),
+        "{found}"
+    );
+    // The plugin around it cannot be seen under this policy, and nothing else can.
+    assert_eq!((skills(2), error(2)), (1, ""), "{found}");
+    assert_eq!(found["roots"][2]["namespaceManifests"], json!([]));
+    assert!(error(3).contains("requires cwd"), "{found}");
+    assert_eq!((skills(4), error(4)), (2, ""), "{found}");
+    assert!(found["roots"][4]["plugin"].is_object());
 }
 
 async fn protected_names_stay(user: User) {

@@ -33,8 +33,8 @@ const MANAGED: State = Absent("refused: a network that somebody manages cannot b
 const FLAGS: &[Item] = &[
     (
         "capabilityDiscoverySandbox",
-        Absent("needs `capabilityRoots/discoverV1`"),
-        &[],
+        Served,
+        &["sandbox/requests::discovery_obeys_the_policy_of_each_root"],
     ),
     (
         "capabilityDiscoveryV2",
@@ -291,8 +291,11 @@ const METHODS: &[Item] = &[
     ),
     (
         "capabilityRoots/discoverV1",
-        Absent("not offered yet"),
-        &["wire/order::unknown_methods_are_named"],
+        Served,
+        &[
+            "wire/capability::plugins_and_skills_are_found",
+            "wire/capability::everything_has_a_limit",
+        ],
     ),
     (
         "capabilities/discoverV2",

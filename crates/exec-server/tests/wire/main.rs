@@ -8,6 +8,7 @@
 use exec_server_testkit::wire::{Client, Subject, Transport};
 use tokio::process::Command;
 
+mod capability;
 mod command;
 mod compatibility;
 mod config;

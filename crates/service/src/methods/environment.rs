@@ -17,7 +17,7 @@ use crate::error::RpcError;
 
 /// The flags of the compatible wire, each true only if all of it works here.
 const CAPABILITIES: &[(&str, bool)] = &[
-    ("capabilityDiscoverySandbox", false),
+    ("capabilityDiscoverySandbox", true),
     ("capabilityDiscoveryV2", false),
     ("credentialMasking", false),
     ("credentialMaskingCustomProviders", false),

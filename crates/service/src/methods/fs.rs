@@ -42,8 +42,17 @@ pub(super) fn admit(
     intent: Intent,
 ) -> Result<(PathBuf, Files), RpcError> {
     call.phase.ready(FAMILY)?;
+    let files = confined(call, sandbox.take(), intent)?;
+    Ok((native(path)?, files))
+}
+
+/// Where work under a policy is done, if the policy says enough.
+pub(super) fn confined(
+    call: &Call<'_>,
+    sandbox: Option<Sandbox>,
+    intent: Intent,
+) -> Result<Files, RpcError> {
     let executor = call.connection.server.executor();
-    let sandbox = sandbox.take();
     let has_directory = sandbox.as_ref().is_none_or(|sandbox| {
         let context = sandbox.policy_context.as_ref();
         context.is_some_and(|context| context.cwd.is_some()) || sandbox.cwd.is_some()
@@ -55,7 +64,7 @@ pub(super) fn admit(
             "file system sandbox context with dynamic permissions requires cwd",
         ));
     }
-    Ok((native(path)?, files))
+    Ok(files)
 }
 
 fn native(path: &PathUri) -> Result<PathBuf, RpcError> {

@@ -1,5 +1,6 @@
 //! The methods, one file per family: plain functions from params to an answer.
 
+pub(crate) mod capability;
 pub(crate) mod command;
 pub(crate) mod environment;
 pub(crate) mod fs;

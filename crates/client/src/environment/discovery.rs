@@ -1,0 +1,236 @@
+//! What plugins and skills selected roots hold.
+//!
+//! Owns what was found before. A root is known by its id, its environment's id and its path, never
+//! by a handle: a fresh handle of the same environment asks nothing anew.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use exec_server_protocol::Method as _;
+use exec_server_protocol::capability::{DiscoverV1, DiscoveredRoot, MAX_ROOTS, RootParams};
+use exec_server_protocol::sandbox::Sandbox;
+use tokio::task::JoinSet;
+
+use super::handle::Environment;
+use super::lazy::lock;
+use super::roots::{ResolvedCapabilityRoot, SelectedCapabilityRoot};
+use crate::error::ExecServerError;
+
+/// What was found below the roots of some work; cheap to clone.
+///
+/// What was found stays, and so does a failure that would come again. When an environment could not
+/// be reached, the next step asks again.
+///
+/// ```no_run
+/// use exec_server_client::environment::{
+///     CapabilityCache, CapabilitySelection, EnvironmentManager, Step,
+/// };
+///
+/// async fn skills(manager: &EnvironmentManager, step: &Step, selection: &CapabilitySelection, cache: &CapabilityCache) {
+///     let roots = step.resolve_roots(manager, &selection.selected_capability_roots).await;
+///     let found = cache.discover(&roots, None).await;
+///     for (root, outcome) in found.iter() {
+///         match outcome {
+///             Ok(content) => println!("{}: {} skills", root.root.id, content.skills.len()),
+///             Err(error) => println!("{}: {error}", root.root.id),
+///         }
+///     }
+/// }
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct CapabilityCache {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    known: Mutex<HashMap<Key, Outcome>>,
+    /// One request at a time to each environment, so that nothing is asked twice.
+    turns: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+}
+
+/// What a root is known by.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Key {
+    root: SelectedCapabilityRoot,
+    /// The policy that it was looked at under, as JSON.
+    sandbox: Option<String>,
+}
+
+type Outcome = Result<Arc<DiscoveredRoot>, Arc<ExecServerError>>;
+
+/// What one step of work sees below its roots; it does not change any more.
+#[derive(Debug, Clone, Default)]
+pub struct DiscoveredRoots {
+    found: Vec<(ResolvedCapabilityRoot, Outcome)>,
+    recovered: bool,
+}
+
+impl DiscoveredRoots {
+    /// Each root, in order, and what was found below it.
+    pub fn iter(
+        &self,
+    ) -> impl Iterator<
+        Item = (
+            &ResolvedCapabilityRoot,
+            Result<&DiscoveredRoot, &ExecServerError>,
+        ),
+    > {
+        self.found.iter().map(|(root, outcome)| {
+            let outcome = outcome.as_deref().map_err(|error| &**error);
+            (root, outcome)
+        })
+    }
+
+    /// Whether something could be looked at that could not be in an earlier step: what was made of
+    /// the roots before has to be made again.
+    pub fn recovered(&self) -> bool {
+        self.recovered
+    }
+}
+
+impl CapabilityCache {
+    /// Nothing is known yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What is below these roots, asked for where it is not known.
+    pub async fn discover(
+        &self,
+        roots: &[ResolvedCapabilityRoot],
+        sandbox: Option<&Sandbox>,
+    ) -> DiscoveredRoots {
+        // Policies are maps of plain data, whose JSON does not fail.
+        let policy = sandbox.and_then(|sandbox| serde_json::to_string(sandbox).ok());
+        let key = |root: &ResolvedCapabilityRoot| Key {
+            root: root.root.clone(),
+            sandbox: policy.clone(),
+        };
+        let mut asked: Vec<(Arc<Environment>, Vec<Key>)> = Vec::new();
+        {
+            let known = lock(&self.shared.known);
+            for root in roots {
+                if known.get(&key(root)).is_some_and(stays) {
+                    continue;
+                }
+                let same =
+                    |(other, _): &&mut (Arc<Environment>, _)| Arc::ptr_eq(other, &root.environment);
+                match asked.iter_mut().find(same) {
+                    Some((_, keys)) => keys.push(key(root)),
+                    None => asked.push((Arc::clone(&root.environment), vec![key(root)])),
+                }
+            }
+        }
+        let mut asking = JoinSet::new();
+        for (environment, keys) in asked {
+            let (cache, sandbox) = (self.clone(), sandbox.cloned());
+            asking.spawn(async move { cache.ask(&environment, keys, sandbox).await });
+        }
+        let mut recovered = false;
+        while let Some(done) = asking.join_next().await {
+            recovered |= done.unwrap_or(false);
+        }
+        let known = lock(&self.shared.known);
+        let found = roots.iter().map(|root| {
+            let outcome = known.get(&key(root)).cloned();
+            let outcome = outcome.unwrap_or_else(|| Err(Arc::new(given_up())));
+            (root.clone(), outcome)
+        });
+        DiscoveredRoots {
+            found: found.collect(),
+            recovered,
+        }
+    }
+
+    /// Asks an environment about roots of it; whether one was found that could not be before.
+    async fn ask(
+        &self,
+        environment: &Arc<Environment>,
+        mut keys: Vec<Key>,
+        sandbox: Option<Sandbox>,
+    ) -> bool {
+        let turn = Arc::clone(
+            lock(&self.shared.turns)
+                .entry(environment.id().to_owned())
+                .or_default(),
+        );
+        let _turn = turn.lock().await;
+        {
+            // Somebody else may have asked meanwhile.
+            let known = lock(&self.shared.known);
+            keys.retain(|key| !known.get(key).is_some_and(stays));
+        }
+        let mut recovered = false;
+        for keys in keys.chunks(MAX_ROOTS) {
+            let params = keys.iter().map(|key| RootParams {
+                id: key.root.id.clone(),
+                path: key.root.path().clone(),
+                sandbox: sandbox.clone(),
+            });
+            let params: Vec<_> = params.collect();
+            let mut answer = environment.discover(params.clone()).await;
+            if answer.as_ref().is_err_and(ExecServerError::is_transient) {
+                // Looking twice is looking once; a lost connection is worth one more try.
+                answer = environment.discover(params).await;
+            }
+            let outcomes = judge(keys, answer);
+            let mut known = lock(&self.shared.known);
+            for (key, outcome) in keys.iter().zip(outcomes) {
+                let is_new = outcome.is_ok();
+                let before = known.insert(key.clone(), outcome);
+                recovered |= is_new && matches!(before, Some(Err(_)));
+            }
+        }
+        recovered
+    }
+}
+
+/// Takes an answer apart; it must be about what was asked for.
+fn judge(keys: &[Key], answer: Result<Vec<DiscoveredRoot>, ExecServerError>) -> Vec<Outcome> {
+    let all = |error: ExecServerError| {
+        let error = Arc::new(error);
+        keys.iter().map(|_| Err(Arc::clone(&error))).collect()
+    };
+    let found = match answer {
+        Ok(found) if found.len() == keys.len() => found,
+        Ok(found) => {
+            return all(broken(format!(
+                "{} roots were asked for and {} answered",
+                keys.len(),
+                found.len()
+            )));
+        }
+        Err(error) => return all(error),
+    };
+    let outcomes = keys.iter().zip(found).map(|(key, found)| {
+        if found.id != key.root.id || found.path != *key.root.path() {
+            return Err(Arc::new(broken(format!(
+                "asked for root `{}` at {}, got `{}` at {}",
+                key.root.id,
+                key.root.path(),
+                found.id,
+                found.path
+            ))));
+        }
+        Ok(Arc::new(found))
+    });
+    outcomes.collect()
+}
+
+fn broken(reason: String) -> ExecServerError {
+    let method = DiscoverV1::NAME;
+    ExecServerError::Protocol { method, reason }
+}
+
+fn given_up() -> ExecServerError {
+    ExecServerError::Closed("looking was given up".into())
+}
+
+/// Whether asking again would bring the same.
+fn stays(outcome: &Outcome) -> bool {
+    match outcome {
+        Ok(_) => true,
+        Err(error) => !error.is_transient(),
+    }
+}

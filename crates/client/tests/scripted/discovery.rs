@@ -1,0 +1,206 @@
+//! What was found below roots, and when it is asked for again.
+
+use exec_server_client::ExecServerError;
+use exec_server_client::environment::{
+    CapabilityCache, DiscoveredRoots, Environment, EnvironmentManager, ResolvedCapabilityRoot,
+    SelectedCapabilityRoot, Step,
+};
+use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::fs::uri;
+use exec_server_client::protocol::sandbox::Sandbox;
+use serde_json::json;
+
+use crate::environments::{Discovery, Machine, entry, list, root};
+
+async fn resolved(
+    manager: &EnvironmentManager,
+    roots: &[SelectedCapabilityRoot],
+) -> Vec<ResolvedCapabilityRoot> {
+    for root in roots {
+        manager
+            .get(root.environment_id())
+            .unwrap()
+            .ready()
+            .await
+            .unwrap();
+    }
+    Step::default().resolve_roots(manager, roots).await
+}
+
+fn errors(found: &DiscoveredRoots) -> Vec<Option<String>> {
+    found
+        .iter()
+        .map(|(_, outcome)| outcome.err().map(ToString::to_string))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_fresh_handle_asks_nothing_anew() {
+    let [first, second, other] = [
+        Machine::new("first"),
+        Machine::new("second"),
+        Machine::new("other"),
+    ];
+    let entries = vec![entry("w", &first), entry("o", &other)];
+    let manager = EnvironmentManager::resting(list(None, entries), None).unwrap();
+    let cache = CapabilityCache::new();
+    let roots = [root("a", "w"), root("b", "o"), root("c", "w")];
+    let found = cache
+        .discover(&resolved(&manager, &roots).await, None)
+        .await;
+    let ids: Vec<_> = found
+        .iter()
+        .map(|(root, found)| (root.root.id.clone(), found.unwrap().id.clone()))
+        .collect();
+    assert_eq!(
+        ids,
+        [
+            ("a".into(), "a".into()),
+            ("b".into(), "b".into()),
+            ("c".into(), "c".into())
+        ]
+    );
+    // One request for each environment.
+    assert_eq!(
+        (first.discoveries.asked(), other.discoveries.asked()),
+        (vec![2], vec![1])
+    );
+    manager.add("w", second.clone()).unwrap();
+    let again = cache
+        .discover(&resolved(&manager, &roots).await, None)
+        .await;
+    assert_eq!(errors(&again), [None, None, None]);
+    assert!(!again.recovered());
+    assert!(second.discoveries.asked().is_empty());
+    // Another path, another id or another policy is another root.
+    let moved = SelectedCapabilityRoot::new("a", "w", uri("/elsewhere").unwrap());
+    let more = [moved, root("a2", "w"), root("a", "w")];
+    cache.discover(&resolved(&manager, &more).await, None).await;
+    assert_eq!(second.discoveries.asked(), [2]);
+}
+
+#[tokio::test]
+async fn what_was_lost_is_asked_again_and_what_was_wrong_is_not() {
+    for (answers, lasting) in [
+        (vec![Discovery::OtherId], true),
+        (vec![Discovery::OtherPath], true),
+        (vec![Discovery::Nothing], true),
+        (vec![Discovery::Refused], true),
+        // One loss is not even noticed.
+        (vec![Discovery::Cut, Discovery::Cut], false),
+    ] {
+        let machine = Machine::new("m");
+        let count = answers.len();
+        machine
+            .discoveries
+            .answers
+            .lock()
+            .unwrap()
+            .extend(answers.clone());
+        let manager =
+            EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
+        let cache = CapabilityCache::new();
+        let roots = [root("a", "m")];
+        let first = cache
+            .discover(&resolved(&manager, &roots).await, None)
+            .await;
+        assert!(errors(&first)[0].is_some(), "{answers:?}");
+        let second = cache
+            .discover(&resolved(&manager, &roots).await, None)
+            .await;
+        assert_eq!(errors(&second)[0].is_some(), lasting, "{answers:?}");
+        assert_eq!(second.recovered(), !lasting, "{answers:?}");
+        let asked = machine.discoveries.asked().len();
+        assert_eq!(
+            asked,
+            if lasting { count } else { count + 1 },
+            "{answers:?}"
+        );
+        // A step keeps what it saw.
+        assert!(errors(&first)[0].is_some());
+    }
+    let machine = Machine::new("m");
+    machine
+        .discoveries
+        .answers
+        .lock()
+        .unwrap()
+        .push_back(Discovery::Cut);
+    let manager =
+        EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
+    let roots = resolved(&manager, &[root("a", "m")]).await;
+    let found = CapabilityCache::new().discover(&roots, None).await;
+    assert_eq!(errors(&found), [None]);
+}
+
+#[tokio::test]
+async fn many_roots_are_asked_for_in_parts_and_by_one() {
+    let machine = Machine::new("m");
+    let manager =
+        EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
+    let roots: Vec<_> = (0..300).map(|n| root(&n.to_string(), "m")).collect();
+    let roots = resolved(&manager, &roots).await;
+    let cache = CapabilityCache::new();
+    let (one, other) = tokio::join!(cache.discover(&roots, None), cache.discover(&roots, None));
+    assert!(
+        errors(&one)
+            .iter()
+            .chain(&errors(&other))
+            .all(Option::is_none)
+    );
+    assert_eq!(machine.discoveries.asked(), [128, 128, 44]);
+}
+
+#[tokio::test]
+async fn policies_need_a_server_that_obeys_them() {
+    let sandbox: Sandbox = serde_json::from_value(json!({
+        "permissions": {"type": "disabled"}, "windowsSandboxLevel": "disabled",
+    }))
+    .unwrap();
+    for can in [false, true] {
+        let machine = Machine::new("m");
+        *machine.discoveries.capabilities.lock().unwrap() =
+            json!({"capabilityDiscoverySandbox": can});
+        let manager =
+            EnvironmentManager::resting(list(None, vec![entry("m", &machine)]), None).unwrap();
+        let roots = resolved(&manager, &[root("a", "m")]).await;
+        let cache = CapabilityCache::new();
+        let found = cache.discover(&roots, Some(&sandbox)).await;
+        let (_, outcome) = found.iter().next().unwrap();
+        assert_eq!(outcome.is_ok(), can);
+        if !can {
+            let wanted = "capabilityDiscoverySandbox";
+            assert!(matches!(outcome, Err(ExecServerError::Unsupported(what)) if *what == wanted));
+        }
+        // Without a policy it is another question.
+        assert_eq!(errors(&cache.discover(&roots, None).await), [None]);
+        assert_eq!(machine.discoveries.asked().len(), if can { 2 } else { 1 });
+    }
+}
+
+#[tokio::test]
+async fn this_machine_looks_for_itself() {
+    let here = Environment::local(Executor::new(ExecutorConfig::default()).unwrap());
+    let mut all = list(None, Vec::new());
+    all.include_local = true;
+    let manager = EnvironmentManager::new(all, Some(here)).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::create_dir(directory.path().join("s")).unwrap();
+    std::fs::write(directory.path().join("s/SKILL.md"), "here").unwrap();
+    let good = SelectedCapabilityRoot::new("good", "local", uri(directory.path()).unwrap());
+    let bad = SelectedCapabilityRoot::new("bad", "local", uri("/nonexistent").unwrap());
+    let roots = resolved(&manager, &[good, bad]).await;
+    let found = CapabilityCache::new().discover(&roots, None).await;
+    let found: Vec<_> = found
+        .iter()
+        .map(|(_, outcome)| outcome.unwrap().clone())
+        .collect();
+    assert_eq!(found[0].skills[0].instructions.contents, "here");
+    assert!(
+        found[1]
+            .error
+            .as_ref()
+            .unwrap()
+            .contains("file:///nonexistent")
+    );
+}

@@ -1,0 +1,304 @@
+//! Plugins and skills below a directory.
+//!
+//! Owns how a directory is looked at and what is left out of it. What a manifest means is decided by
+//! [`exec_server_protocol::capability`], where the files are read by [`Files`].
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::PathUri;
+use exec_server_protocol::capability::{
+    Declared, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES, MAX_FILE_BYTES,
+    MAX_ROOT_BYTES, MCP_CONFIG, Plugin, SKILL, SKILL_METADATA, Skill, TextFile, declared,
+};
+use exec_server_protocol::fs::{WalkKind, WalkOptions};
+
+use crate::fs::{Cancelled, FsError, Links};
+use crate::sandbox::files::Files;
+
+/// Warnings about one root; a tree of unreadable directories needs no thousands of them.
+const MAX_WARNINGS: usize = 100;
+
+/// Looks for plugins and skills below a directory. Blocks.
+///
+/// What keeps all of it from being looked at is the `error` of the result, what was left out are its
+/// `warnings`.
+pub fn discover(
+    files: &Files,
+    id: String,
+    path: PathUri,
+    cancelled: Cancelled<'_>,
+) -> DiscoveredRoot {
+    let mut found = DiscoveredRoot::empty(id, path);
+    let outcome = match found.path.to_native() {
+        Ok(root) => Search {
+            files,
+            root,
+            cancelled,
+            left: MAX_ROOT_BYTES,
+            unsaid: 0,
+            found: &mut found,
+        }
+        .run(),
+        Err(error) => Err(format!(
+            "failed to inspect capability root {}: {error}",
+            found.path
+        )),
+    };
+    if let Err(error) = outcome {
+        found = DiscoveredRoot {
+            error: Some(error),
+            ..DiscoveredRoot::empty(found.id, found.path)
+        };
+    }
+    found
+}
+
+struct Search<'a> {
+    files: &'a Files,
+    root: PathBuf,
+    cancelled: Cancelled<'a>,
+    /// Bytes that may still be read.
+    left: usize,
+    /// Warnings that were not noted.
+    unsaid: usize,
+    found: &'a mut DiscoveredRoot,
+}
+
+impl Search<'_> {
+    fn run(mut self) -> Result<(), String> {
+        let uri = self.found.path.clone();
+        let inspected = self.files.metadata(&self.root, Links::Follow);
+        let metadata = inspected.map_err(|error| {
+            format!("failed to inspect capability root {uri}: {}", said(&error))
+        })?;
+        if !metadata.is_directory {
+            return Err(format!("capability root {uri} is not a directory"));
+        }
+        let options = WalkOptions {
+            max_depth: MAX_DEPTH,
+            max_directories: MAX_DIRECTORIES,
+            max_entries: MAX_ENTRIES,
+            follow_directory_symlinks: true,
+            prune_hidden_directories: false,
+        };
+        let walked = self.files.walk(&self.root, options, self.cancelled);
+        let walked = walked
+            .map_err(|error| format!("failed to scan capability root {uri}: {}", said(&error)))?;
+        for (path, error) in &walked.errors {
+            self.warn(format!(
+                "failed to scan capability path {}: {error}",
+                shown(path)
+            ));
+        }
+        if walked.truncated {
+            self.warn(format!(
+                "capability scan reached its traversal limit (root: {uri})"
+            ));
+        }
+        let mut skills = Vec::new();
+        // The directory of each plugin below the root, and which of its manifests counts.
+        let mut plugins: Vec<(PathBuf, usize)> = Vec::new();
+        for (directory, entries) in walked.directories() {
+            for (name, kind) in entries {
+                if kind != WalkKind::File {
+                    continue;
+                }
+                if name == SKILL {
+                    skills.push(directory.join(name));
+                } else if let Some((home, rank)) = manifest_of(directory, name)
+                    && home != self.root
+                {
+                    match plugins.iter_mut().find(|(other, _)| other == home) {
+                        Some((_, best)) => *best = rank.min(*best),
+                        None => plugins.push((home.to_owned(), rank)),
+                    }
+                }
+            }
+        }
+        self.plugin()?;
+        let mut nested: Vec<(PathUri, PathBuf)> = plugins
+            .into_iter()
+            .filter_map(|(home, rank)| {
+                let path = home.join(MANIFESTS[rank]);
+                Some((PathUri::from_native(&path).ok()?, path))
+            })
+            .collect();
+        nested.sort_by(|(one, _), (other, _)| one.as_str().cmp(other.as_str()));
+        for (_, path) in nested {
+            if let Some(manifest) = self.read(&path)? {
+                self.found.namespace_manifests.push(manifest);
+            }
+        }
+        let mut skills: Vec<(PathUri, PathBuf)> = skills
+            .into_iter()
+            .filter_map(|path| Some((PathUri::from_native(&path).ok()?, path)))
+            .collect();
+        skills.sort_by(|(one, _), (other, _)| one.as_str().cmp(other.as_str()));
+        for (_, path) in skills {
+            let Some(instructions) = self.read(&path)? else {
+                continue;
+            };
+            let metadata = path.with_file_name(SKILL_METADATA);
+            let metadata = self.read(&metadata)?;
+            self.found.skills.push(Skill {
+                instructions,
+                metadata,
+            });
+        }
+        if self.unsaid > 0 {
+            let more = format!("and {} more warnings", self.unsaid);
+            self.found.warnings.push(more);
+        }
+        Ok(())
+    }
+
+    /// Reads the plugin that the root is, or the manifest of the one that it is in.
+    fn plugin(&mut self) -> Result<(), String> {
+        let root = self.root.clone();
+        if let Some(manifest) = self.manifest(&root)? {
+            let (mcp, apps) = declared(&manifest.contents);
+            let mcp_config = match self.place(&manifest, "mcpServers", mcp) {
+                Some(Declared::File(path)) => self.read(&root.join(path))?,
+                Some(Declared::Inline) => None,
+                _ => self.read(&root.join(MCP_CONFIG))?,
+            };
+            let apps_config = match self.place(&manifest, "apps", apps) {
+                Some(Declared::File(path)) => self.read(&root.join(path))?,
+                _ => None,
+            };
+            self.found.namespace_manifests.push(manifest.clone());
+            self.found.plugin = Some(Plugin {
+                manifest,
+                mcp_config,
+                apps_config,
+            });
+            return Ok(());
+        }
+        for above in root.ancestors().skip(1) {
+            if let Some(manifest) = self.manifest(above)? {
+                self.found.namespace_manifests.push(manifest);
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Where something is said to be, if it can be there.
+    fn place(&mut self, manifest: &TextFile, key: &str, declared: Declared) -> Option<Declared> {
+        match declared {
+            Declared::Refused(reason) => {
+                self.warn(format!("ignoring {key} in {}: {reason}", manifest.path));
+                None
+            }
+            declared => Some(declared),
+        }
+    }
+
+    /// The manifest of a directory, if it is that of a plugin.
+    fn manifest(&mut self, directory: &Path) -> Result<Option<TextFile>, String> {
+        for name in MANIFESTS {
+            if let Some(manifest) = self.read(&directory.join(name))? {
+                return Ok(Some(manifest));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Reads a text; nothing if there is none, or none that can be told.
+    fn read(&mut self, path: &Path) -> Result<Option<TextFile>, String> {
+        if (self.cancelled)() {
+            return Err("nobody waits for the answer any more".to_owned());
+        }
+        let uri = match PathUri::from_native(path) {
+            Ok(uri) => uri,
+            Err(_) => return Ok(None),
+        };
+        let file = match self.files.open_file(path, Links::Follow) {
+            Ok(file) => file,
+            Err(error) => {
+                if !is_absent(&error) {
+                    let error = said(&error);
+                    self.warn(format!("failed to read capability file {uri}: {error}"));
+                }
+                return Ok(None);
+            }
+        };
+        // It may grow while it is read, but not without end.
+        let mut bytes = Vec::new();
+        if let Err(error) = file.take(MAX_FILE_BYTES as u64 + 1).read_to_end(&mut bytes) {
+            self.warn(format!("failed to read capability file {uri}: {error}"));
+            return Ok(None);
+        }
+        if bytes.len() > MAX_FILE_BYTES {
+            self.warn(format!(
+                "capability file {uri} exceeds the {MAX_FILE_BYTES}-byte limit"
+            ));
+            return Ok(None);
+        }
+        if bytes.len() > self.left {
+            self.warn(format!(
+                "capability root bundle exceeds the {MAX_ROOT_BYTES}-byte limit: {uri} is left out"
+            ));
+            return Ok(None);
+        }
+        bytes.shrink_to_fit();
+        let contents = match String::from_utf8(bytes) {
+            Ok(contents) => contents,
+            Err(error) => {
+                let error = error.utf8_error();
+                self.warn(format!("capability file {uri} is not UTF-8: {error}"));
+                return Ok(None);
+            }
+        };
+        self.left -= contents.len();
+        Ok(Some(TextFile {
+            path: uri,
+            contents,
+        }))
+    }
+
+    fn warn(&mut self, warning: String) {
+        match self.found.warnings.len() < MAX_WARNINGS {
+            true => self.found.warnings.push(warning),
+            false => self.unsaid += 1,
+        }
+    }
+}
+
+/// The plugin that a file is the manifest of, and how early its kind counts.
+fn manifest_of<'a>(directory: &'a Path, name: &std::ffi::OsStr) -> Option<(&'a Path, usize)> {
+    let marker = directory.file_name()?;
+    let rank = MANIFESTS.iter().position(|manifest| {
+        let path = Path::new(manifest);
+        path.file_name() == Some(name) && path.parent().is_some_and(|parent| parent == marker)
+    })?;
+    Some((directory.parent()?, rank))
+}
+
+/// Whether there is nothing to be read, which is no fault.
+fn is_absent(error: &FsError) -> bool {
+    match error {
+        FsError::Io { source, .. } => matches!(
+            source.kind(),
+            std::io::ErrorKind::NotFound | std::io::ErrorKind::NotADirectory
+        ),
+        FsError::NotAFile(_) => true,
+        _ => false,
+    }
+}
+
+/// What went wrong; which path is said already.
+fn said(error: &FsError) -> String {
+    match error {
+        FsError::Io { source, .. } => source.to_string(),
+        other => other.to_string(),
+    }
+}
+
+fn shown(path: &Path) -> String {
+    match PathUri::from_native(path) {
+        Ok(uri) => uri.to_string(),
+        Err(_) => path.display().to_string(),
+    }
+}

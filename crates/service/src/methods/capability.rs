@@ -1,0 +1,135 @@
+//! `capabilityRoots/*`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use exec_server_executor::capability;
+use exec_server_executor::sandbox::files::{Files, Intent};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::capability::{
+    DiscoverParams, DiscoverResult, DiscoveredRoot, MAX_ANSWER_BYTES, MAX_ROOTS, PARALLEL_ROOTS,
+    RootParams,
+};
+use tokio::sync::oneshot;
+
+use super::fs::confined;
+use crate::connection::Connection;
+use crate::dispatch::Call;
+use crate::error::RpcError;
+
+const FAMILY: &str = "capability discovery";
+
+pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
+    if let Err(error) = call.phase.ready(FAMILY) {
+        return call.responder.send_error(error);
+    }
+    if params.roots.len() > MAX_ROOTS {
+        return call.responder.send_error(RpcError::invalid_request(format!(
+            "capability root discovery accepts at most {MAX_ROOTS} roots"
+        )));
+    }
+    // Their texts are held in memory until they are sent: one request at a time has so many.
+    let turns = Arc::clone(&call.connection.discoveries);
+    let asked: Vec<Asked> = params
+        .roots
+        .into_iter()
+        .map(|RootParams { id, path, sandbox }| {
+            let files = confined(&call, sandbox, Intent::Read);
+            (id, path, files)
+        })
+        .collect();
+    let (connection, mut responder) = (Arc::clone(call.connection), call.responder);
+    call.connection.spawn(async move {
+        // The semaphore is never closed.
+        let _turn = turns.acquire().await;
+        let mut asked = asked.into_iter();
+        let mut looking: VecDeque<Look> = VecDeque::new();
+        let mut roots = Vec::with_capacity(asked.len());
+        let mut bytes = 0;
+        loop {
+            // Those that wait for their turn to be counted are held in memory, too.
+            let room = PARALLEL_ROOTS - looking.len();
+            looking.extend(
+                asked
+                    .by_ref()
+                    .take(room)
+                    .map(|root| look(&connection, root)),
+            );
+            let Some(next) = looking.pop_front() else {
+                break;
+            };
+            let mut found = next.found().await;
+            if bytes + size(&found) > MAX_ANSWER_BYTES {
+                found = DiscoveredRoot::empty(found.id, found.path);
+                found.error = Some(format!(
+                    "the answer exceeds the limit of {MAX_ANSWER_BYTES} bytes in all files: ask \
+                     for fewer roots at once"
+                ));
+            }
+            bytes += size(&found);
+            roots.push(found);
+        }
+        responder.reserve(bytes).await;
+        responder.send(Ok(DiscoverResult { roots }));
+    });
+}
+
+/// A root, and where it is looked at or why not.
+type Asked = (String, PathUri, Result<Files, RpcError>);
+
+/// A look at a root that is under way.
+struct Look {
+    /// What to answer if it fails.
+    failed: DiscoveredRoot,
+    outcome: Option<oneshot::Receiver<DiscoveredRoot>>,
+}
+
+impl Look {
+    async fn found(self) -> DiscoveredRoot {
+        match self.outcome {
+            Some(outcome) => outcome.await.unwrap_or(self.failed),
+            None => self.failed,
+        }
+    }
+}
+
+/// Begins to look at a root, on a thread for file work.
+fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
+    let mut failed = DiscoveredRoot::empty(id.clone(), path.clone());
+    let files = match files {
+        Ok(files) => files,
+        Err(error) => {
+            failed.error = Some(error.message);
+            let outcome = None;
+            return Look { failed, outcome };
+        }
+    };
+    failed.error = Some("looking at it failed".to_owned());
+    let (done, outcome) = oneshot::channel();
+    let closed = connection.closed.clone();
+    connection.long_file_work(move || {
+        let found = capability::discover(&files, id, path, &|| closed.is_cancelled());
+        let _ = done.send(found);
+    });
+    Look {
+        failed,
+        outcome: Some(outcome),
+    }
+}
+
+/// About how large a root is in an answer.
+fn size(root: &DiscoveredRoot) -> usize {
+    let files = root
+        .namespace_manifests
+        .iter()
+        .chain(root.plugin.iter().flat_map(|plugin| {
+            let configs = plugin.mcp_config.iter().chain(&plugin.apps_config);
+            std::iter::once(&plugin.manifest).chain(configs)
+        }))
+        .chain(
+            root.skills
+                .iter()
+                .flat_map(|skill| std::iter::once(&skill.instructions).chain(&skill.metadata)),
+        );
+    files.map(|file| file.contents.len() + 256).sum::<usize>() + 256
+}
