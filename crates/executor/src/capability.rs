@@ -210,9 +210,8 @@ impl Search<'_> {
         if (self.cancelled)() {
             return Err("nobody waits for the answer any more".to_owned());
         }
-        let uri = match PathUri::from_native(path) {
-            Ok(uri) => uri,
-            Err(_) => return Ok(None),
+        let Ok(uri) = PathUri::from_native(path) else {
+            return Ok(None);
         };
         let file = match self.files.open_file(path, Links::Follow) {
             Ok(file) => file,
