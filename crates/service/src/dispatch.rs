@@ -75,9 +75,7 @@ pub(crate) const EXTENSIONS: &[&str] = &[
 
 /// Methods of the compatible wire that this server does not offer: refused like any unknown one,
 /// but only after the handshake has been checked.
-const NOT_OFFERED: &[(&str, &str)] = &[
-    ("capabilities/discoverV2", "capability discovery"),
-];
+const NOT_OFFERED: &[(&str, &str)] = &[("capabilities/discoverV2", "capability discovery")];
 
 /// One request on its way to its function.
 pub(crate) struct Call<'a> {
