@@ -3,14 +3,13 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use exec_server::protocol::process::StartParams;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs, RegistryConnectError, Trust};
 use exec_server::remote::{self, RemoteEnvironmentConfig, Status};
 use exec_server::transport::identity;
 use exec_server::transport::registry::RegistryOptions;
 use exec_server::{
-    CollectOptions, ExecBackend as _, ExecServerClient, ExecServerConfig, ExecServerError,
-    RemoteEnvironmentError, Server,
+    ExecBackend as _, ExecServerClient, ExecServerConfig, ExecServerError, RemoteEnvironmentError,
+    Server,
 };
 use exec_server_testkit::proc::PATIENCE;
 use serde_json::json;
@@ -19,6 +18,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::stub::Listening;
+use super::{collect, lines, sh};
 
 /// An executor that a test can look into.
 struct Executor {
@@ -61,29 +61,6 @@ impl Drop for Executor {
 
 fn args(at: &Listening) -> RegistryConnectArgs {
     RegistryConnectArgs::new(at.url(), "env", RegistryAuth::bearer("token"), "test")
-}
-
-fn sh(id: &str, script: &str) -> StartParams {
-    StartParams {
-        process_id: id.to_owned(),
-        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
-        env: [("PATH".to_owned(), "/usr/bin:/bin".to_owned())].into(),
-        pipe_stdin: true,
-        ..StartParams::default()
-    }
-}
-
-/// The lines of `seq 1 COUNT`.
-fn lines(count: usize) -> Vec<u8> {
-    let lines: String = (1..=count).map(|n| format!("{n}\n")).collect();
-    lines.into_bytes()
-}
-
-async fn collect(client: &ExecServerClient, id: &str, script: &str) -> (Vec<u8>, i64) {
-    let started = client.start(sh(id, script)).await.unwrap();
-    let output = started.process.output(CollectOptions::default());
-    let output = timeout(PATIENCE, output).await.unwrap().unwrap();
-    (output.stdout, output.exit.unwrap().exit_code.into())
 }
 
 fn refusal(error: ExecServerError) -> RegistryConnectError {

@@ -2,8 +2,43 @@
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+use exec_server::protocol::process::StartParams;
+use exec_server::{CollectOptions, ExecBackend as _, ExecServerClient};
+use exec_server_testkit::proc::PATIENCE;
+use tokio::time::timeout;
+
+mod executor;
 mod faults;
+mod forward;
 mod guide;
+mod harness;
 mod meeting;
+mod network;
 mod rendezvous;
+mod stage;
 mod stub;
+
+/// A script that can be written to.
+fn sh(id: &str, script: &str) -> StartParams {
+    StartParams {
+        process_id: id.to_owned(),
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: [("PATH".to_owned(), "/usr/bin:/bin".to_owned())].into(),
+        pipe_stdin: true,
+        ..StartParams::default()
+    }
+}
+
+/// What `seq 1 COUNT` prints.
+fn lines(count: usize) -> Vec<u8> {
+    let lines: String = (1..=count).map(|n| format!("{n}\n")).collect();
+    lines.into_bytes()
+}
+
+/// Runs a script; its output and exit code.
+async fn collect(client: &ExecServerClient, id: &str, script: &str) -> (Vec<u8>, i64) {
+    let started = client.start(sh(id, script)).await.unwrap();
+    let output = started.process.output(CollectOptions::default());
+    let output = timeout(PATIENCE, output).await.unwrap().unwrap();
+    (output.stdout, output.exit.unwrap().exit_code.into())
+}

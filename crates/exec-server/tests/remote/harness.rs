@@ -1,0 +1,290 @@
+//! `--url registry://…`, and what a harness lives through.
+
+use std::time::Duration;
+
+use exec_server::registry::RegistryConnectError;
+use exec_server::transport::http::{Kind, read_head};
+use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerError};
+use exec_server_testkit::proc::PATIENCE;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::stage::{Meeting, Wire, finished};
+use super::{collect, lines, sh};
+
+/// The output of a process up to this length, and all of it in the end.
+async fn read(events: &mut exec_server::ExecProcessEvents, output: &mut Vec<u8>, length: usize) {
+    while output.len() < length {
+        match timeout(PATIENCE, events.recv()).await.unwrap() {
+            Some(ExecProcessEvent::Output { chunk, .. }) => output.extend_from_slice(&chunk),
+            Some(ExecProcessEvent::Failed(failure)) => panic!("{failure}"),
+            Some(ExecProcessEvent::Gap { bytes, .. }) => panic!("{bytes:?} bytes were lost"),
+            Some(_) => {}
+            None => panic!("the end after {} bytes", output.len()),
+        }
+    }
+}
+
+async fn exit_code(events: &mut exec_server::ExecProcessEvents) -> i64 {
+    loop {
+        match timeout(PATIENCE, events.recv()).await.unwrap().unwrap() {
+            ExecProcessEvent::Exited { exit, .. } => return exit.exit_code.into(),
+            ExecProcessEvent::Failed(failure) => panic!("{failure}"),
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn every_command_takes_an_environment() {
+    let meeting = Meeting::new().await;
+    let _executor = meeting.attached("box").await;
+    let run = async |command: &[&str]| {
+        let output = finished(meeting.harness("box", command)).await;
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+        (output.status.code(), stdout, stderr)
+    };
+    let (code, stdout, stderr) = run(&["run", "--", "sh", "-c", "pwd; exit 5"]).await;
+    assert_eq!(code, Some(5), "{stderr}");
+    let there = meeting.path("box");
+    assert_eq!(stdout.trim(), there.to_str().unwrap(), "{stderr}");
+    assert!(stderr.contains("first use of registry://"), "{stderr}");
+    let (code, stdout, stderr) = run(&["ps"]).await;
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.starts_with("SESSION"), "{stdout}");
+    assert_eq!(stderr, "", "the second time it is known");
+
+    let file = meeting.path("file");
+    std::fs::write(&file, "content").unwrap();
+    let file = file.to_str().unwrap();
+    let url = format!("registry://{}/box", meeting.address());
+    let there = format!("{url}:copy");
+    let (code, _, stderr) = run(&["cp", file, &there]).await;
+    assert_eq!(code, Some(0), "{stderr}");
+    let (code, stdout, stderr) = run(&["fs", "--on", &url, "cat", "copy"]).await;
+    assert_eq!((code, stdout.as_str()), (Some(0), "content"), "{stderr}");
+    let (code, stdout, stderr) = run(&["status", "--json"]).await;
+    assert_eq!(code, Some(0), "{stderr}");
+    assert!(stdout.contains(&url), "{stdout}");
+    let (code, _, stderr) = run(&["kill", "no-such"]).await;
+    assert_eq!(code, Some(1), "{stderr}");
+}
+
+#[tokio::test]
+async fn errors_say_what_to_do() {
+    let meeting = Meeting::new().await;
+    let output = finished(meeting.harness("nobody", &["ps"])).await;
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(stderr.contains("hint: no machine serves"), "{stderr}");
+    let mut command = meeting.harness("box", &["ps"]);
+    command.env_remove("EXEC_SERVER_TOKEN_FILE");
+    let output = finished(command).await;
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        stderr.contains("401") && stderr.contains("hint: pass --token-file"),
+        "{stderr}"
+    );
+}
+
+#[tokio::test]
+async fn sockets_cut_during_a_long_command_cost_nothing() {
+    let meeting = Meeting::new().await;
+    let _executor = meeting.attached("box").await;
+    let wire = Wire::new(meeting.address()).await;
+    let mut args = meeting.args("box");
+    args.registry_url = format!("http://{}", wire.address);
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    let session = client.session_id().to_owned();
+    let script = "for i in 0 1 2 3 4 5 6 7 8 9; do seq 1 5000; sleep 1; done; echo end; exit 0";
+    let process = client.start(sh("p", script)).await.unwrap().process;
+    let mut events = process.events().unwrap();
+    let block = lines(5000);
+    let mut output = Vec::new();
+    let mut cuts = 0;
+    for round in 1..=10 {
+        read(&mut events, &mut output, round * block.len()).await;
+        cuts += wire.cut();
+    }
+    let expected = [block.repeat(10).as_slice(), b"end\n"].concat();
+    read(&mut events, &mut output, expected.len()).await;
+    assert!(output == expected, "{} bytes", output.len());
+    assert_eq!(exit_code(&mut events).await, 0);
+    assert!(cuts >= 10, "{cuts} connections were cut");
+    assert_eq!(client.session_id(), session);
+}
+
+#[tokio::test]
+async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
+    let mut meeting = Meeting::new().await;
+    let _one = meeting.attached("one").await;
+    let _two = meeting.attached("two").await;
+    let script = "seq 1 20000; read x; seq 1 20000; read x; echo end; exit 4";
+    let block = lines(20_000);
+    let mut streams = Vec::new();
+    for n in 0..6 {
+        let client = meeting.connect(["one", "two"][n % 2]).await;
+        let process = client.start(sh("p", script)).await.unwrap().process;
+        let mut events = process.events().unwrap();
+        let mut output = Vec::new();
+        read(&mut events, &mut output, block.len()).await;
+        streams.push((client, process, events, output));
+    }
+    for round in 1..=2 {
+        meeting.die().await;
+        // While nobody is there.
+        let mut writes = Vec::new();
+        for (_, process, ..) in &streams {
+            let process = std::sync::Arc::clone(process);
+            writes.push(tokio::spawn(
+                async move { process.write("\n".into()).await },
+            ));
+        }
+        meeting.open().await;
+        for write in writes {
+            timeout(PATIENCE, write).await.unwrap().unwrap().unwrap();
+        }
+        let wanted = if round == 1 {
+            2 * block.len()
+        } else {
+            2 * block.len() + 4
+        };
+        for (_, _, events, output) in &mut streams {
+            read(events, output, wanted).await;
+        }
+    }
+    let expected = [block.repeat(2).as_slice(), b"end\n"].concat();
+    for (_, _, events, output) in &mut streams {
+        assert!(*output == expected, "{} bytes", output.len());
+        assert_eq!(exit_code(events).await, 4);
+    }
+    // And new ones come in.
+    let client = meeting.connect("one").await;
+    assert_eq!(collect(&client, "q", "echo in").await.0, b"in\n");
+}
+
+#[tokio::test]
+async fn an_executor_that_was_restarted_is_known_again() {
+    let meeting = Meeting::new().await;
+    let executor = meeting.attached("box").await;
+    let mut args = meeting.args("box");
+    let known = meeting.path("known");
+    args.trust = exec_server::registry::Trust::FirstUse(
+        exec_server::registry::KnownEnvironments::new(&known),
+    );
+    let client = ExecServerClient::connect_registry(args.clone())
+        .await
+        .unwrap();
+    let process = client
+        .start(sh("p", "echo ready; sleep 60"))
+        .await
+        .unwrap()
+        .process;
+    let mut events = process.events().unwrap();
+    read(&mut events, &mut Vec::new(), 6).await;
+    executor.end(Signal::TERM).await;
+    // What was is over, and said to be.
+    let over = async {
+        while let Some(event) = events.recv().await {
+            if matches!(
+                event,
+                ExecProcessEvent::Exited { .. } | ExecProcessEvent::Failed(_)
+            ) {
+                return;
+            }
+        }
+    };
+    timeout(PATIENCE, over).await.unwrap();
+    let _executor = meeting.attached("box").await;
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+}
+
+#[tokio::test]
+async fn another_key_is_refused_until_it_is_trusted() {
+    let meeting = Meeting::new().await;
+    let executor = meeting.attached("box").await;
+    let run = || finished(meeting.harness("box", &["run", "--", "echo", "hi"]));
+    assert_eq!(run().await.stdout, b"hi\n");
+    executor.end(Signal::TERM).await;
+    let identity = meeting.path("box/.local/state/exec-server/executor.identity");
+    std::fs::remove_file(identity).unwrap();
+    let _executor = meeting.attached("box").await;
+    let output = run().await;
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(125), "{stderr}");
+    assert!(stderr.contains("has changed"), "{stderr}");
+    assert!(stderr.contains("exec-server env trust"), "{stderr}");
+    assert_eq!(output.stdout, b"");
+
+    let url = format!("registry://{}/box", meeting.address());
+    let output = finished(meeting.harness("box", &["env", "trust", &url])).await;
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(run().await.stdout, b"hi\n");
+    let output = finished(meeting.harness("box", &["env", "trust", "--list"])).await;
+    let listed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(listed.lines().count(), 1, "{listed}");
+    assert!(listed.starts_with(&format!("{url} ")), "{listed}");
+    // Any other one can be pinned, and is believed rather than the registry.
+    let other = "0".repeat(64);
+    let pin = ["env", "trust", &url, "--fingerprint", &other];
+    assert!(
+        finished(meeting.harness("box", &pin))
+            .await
+            .status
+            .success()
+    );
+    let output = run().await;
+    assert!(String::from_utf8_lossy(&output.stderr).contains(&other));
+}
+
+/// Asks the meeting point something as its admin.
+async fn post(meeting: &Meeting, path: &str, body: &Value) -> u16 {
+    let body = body.to_string();
+    let mut stream = TcpStream::connect(meeting.address()).await.unwrap();
+    let request = format!(
+        "POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {}\r\n\
+         Content-Type: application/json\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
+        meeting.token("admin"),
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let head = read_head(&mut stream, Kind::Response).await.unwrap();
+    let _ = stream.read_to_end(&mut Vec::new()).await;
+    head.status
+}
+
+#[tokio::test]
+async fn a_harness_that_is_revoked_is_out_and_stays_out() {
+    let meeting = Meeting::new().await;
+    let _executor = meeting.attached("box").await;
+    let args = meeting.args("box");
+    let key = args.identity.public_key().fingerprint();
+    let client = ExecServerClient::connect_registry(args.clone())
+        .await
+        .unwrap();
+    let other = meeting.connect("box").await;
+    let revocation = json!({"harness": format!("key:{key}"), "environment_id": "box"});
+    let status = post(&meeting, "/cloud/revoke", &revocation).await;
+    assert!((200..300).contains(&status), "HTTP {status}");
+    let mut closed = client.closed();
+    let closed = closed.wait_for(Option::is_some);
+    timeout(Duration::from_secs(10), closed)
+        .await
+        .unwrap()
+        .unwrap();
+    let error = ExecServerClient::connect_registry(args).await.unwrap_err();
+    assert!(
+        matches!(
+            &error,
+            ExecServerError::Registry(RegistryConnectError::Registry(_))
+        ),
+        "{error}"
+    );
+    assert!(error.to_string().contains("403"), "{error}");
+    // Others are not concerned.
+    assert_eq!(collect(&other, "p", "echo in").await.0, b"in\n");
+}

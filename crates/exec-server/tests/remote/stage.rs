@@ -1,0 +1,242 @@
+//! The three programs of remote mode, each as a process, and a wire between them that can be cut.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+use std::sync::{Arc, Mutex};
+
+use exec_server::ExecServerClient;
+use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
+use exec_server_testkit::proc::PATIENCE;
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt as _, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, Command};
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+/// The program with nothing in its environment but what it needs.
+pub(super) fn program(home: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+    command
+        .env_clear()
+        .env("PATH", "/usr/local/bin:/usr/bin:/bin")
+        .env("HOME", home)
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
+    command
+}
+
+/// Runs a program until it ends by itself.
+pub(super) async fn finished(mut command: Command) -> Output {
+    timeout(PATIENCE, command.output())
+        .await
+        .expect("the program to end by itself")
+        .unwrap()
+}
+
+/// A program that goes on once it has printed a line.
+pub(super) struct Running {
+    pub(super) child: Child,
+    /// The line.
+    pub(super) line: String,
+    stderr: PathBuf,
+    _directory: TempDir,
+}
+
+impl Running {
+    pub(super) async fn start(mut command: Command) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let stderr = directory.path().join("stderr");
+        let file = std::fs::File::create(&stderr).unwrap();
+        let mut child = command.stdout(Stdio::piped()).stderr(file).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let line = timeout(PATIENCE, lines.next_line()).await;
+        let line = line.ok().and_then(Result::ok).flatten().unwrap_or_else(|| {
+            let said = std::fs::read_to_string(&stderr).unwrap();
+            panic!("{command:?} printed nothing; its stderr:\n{said}")
+        });
+        // Nobody cares for more, but a full pipe would stop it.
+        tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
+        Self {
+            child,
+            line,
+            stderr,
+            _directory: directory,
+        }
+    }
+
+    pub(super) fn stderr(&self) -> String {
+        std::fs::read_to_string(&self.stderr).unwrap()
+    }
+
+    pub(super) fn signal(&self, signal: Signal) {
+        let pid = i32::try_from(self.child.id().unwrap()).unwrap();
+        kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    }
+
+    /// Ends it and waits for its end; its exit code.
+    pub(super) async fn end(mut self, signal: Signal) -> Option<i32> {
+        self.signal(signal);
+        let ended = timeout(PATIENCE, self.child.wait()).await;
+        ended.expect("the program to end").unwrap().code()
+    }
+}
+
+/// A meeting point, its state and the homes of those who use it.
+pub(super) struct Meeting {
+    pub(super) directory: TempDir,
+    running: Option<Running>,
+    address: SocketAddr,
+}
+
+impl Meeting {
+    pub(super) async fn new() -> Self {
+        let mut meeting = Self::prepared().await;
+        meeting.open().await;
+        meeting
+    }
+
+    /// One that does not run yet.
+    pub(super) async fn prepared() -> Self {
+        // The port is free again when it is needed, and stays the same when it comes back.
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self {
+            directory: tempfile::tempdir().unwrap(),
+            running: None,
+            address: listener.local_addr().unwrap(),
+        }
+    }
+
+    pub(super) async fn open(&mut self) {
+        let mut command = program(self.directory.path());
+        command
+            .args(["rendezvous", "--listen", &self.address.to_string()])
+            .arg("--state-dir")
+            .arg(self.path("rendezvous"));
+        let running = Running::start(command).await;
+        assert_eq!(running.line, self.url());
+        self.running = Some(running);
+    }
+
+    /// Dies without a word.
+    pub(super) async fn die(&mut self) {
+        self.running.take().unwrap().end(Signal::KILL).await;
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(super) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(super) fn token(&self, role: &str) -> String {
+        let file = self.path("rendezvous").join(format!("{role}.token"));
+        std::fs::read_to_string(file).unwrap().trim().to_owned()
+    }
+
+    /// An executor's command line; `name` is its environment and its home.
+    pub(super) fn executor(&self, name: &str) -> Command {
+        let home = self.path(name);
+        std::fs::create_dir_all(&home).unwrap();
+        let mut command = program(&home);
+        command
+            .args(["--remote", &self.url(), "--environment-id", name])
+            .arg("--remote-token-file")
+            .arg(self.path("rendezvous/executor.token"))
+            .current_dir(&home);
+        command
+    }
+
+    /// An executor that can be reached.
+    pub(super) async fn attached(&self, name: &str) -> Running {
+        let running = Running::start(self.executor(name)).await;
+        assert_eq!(running.line, format!("registry://{}/{name}", self.address));
+        running
+    }
+
+    /// How a harness in this program reaches an environment.
+    pub(super) fn args(&self, environment: &str) -> RegistryConnectArgs {
+        let auth = RegistryAuth::bearer(self.token("harness"));
+        RegistryConnectArgs::new(self.url(), environment, auth, "test")
+    }
+
+    pub(super) async fn connect(&self, environment: &str) -> ExecServerClient {
+        ExecServerClient::connect_registry(self.args(environment))
+            .await
+            .unwrap()
+    }
+
+    /// A harness's command line: this command, in this environment.
+    pub(super) fn harness(&self, environment: &str, command: &[&str]) -> Command {
+        let mut program = program(&self.path("harness"));
+        program
+            .args(command)
+            .env(
+                "EXEC_SERVER_URL",
+                format!("registry://{}/{environment}", self.address),
+            )
+            .env(
+                "EXEC_SERVER_TOKEN_FILE",
+                self.path("rendezvous/harness.token"),
+            );
+        program
+    }
+}
+
+/// A wire to somewhere that can be cut.
+pub(super) struct Wire {
+    pub(super) address: SocketAddr,
+    open: Arc<Mutex<Vec<Arc<Notify>>>>,
+    _tasks: JoinSet<()>,
+}
+
+impl Wire {
+    pub(super) async fn new(to: SocketAddr) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let open = Arc::<Mutex<Vec<Arc<Notify>>>>::default();
+        let cuts = Arc::clone(&open);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (mut here, _) = listener.accept().await.unwrap();
+                let cut = Arc::new(Notify::new());
+                cuts.lock().unwrap().push(Arc::clone(&cut));
+                connections.spawn(async move {
+                    let Ok(mut there) = TcpStream::connect(to).await else {
+                        return;
+                    };
+                    let _ = (here.set_nodelay(true), there.set_nodelay(true));
+                    tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut here, &mut there) => {}
+                        () = cut.notified() => {}
+                    }
+                });
+            }
+        });
+        Self {
+            address,
+            open,
+            _tasks: tasks,
+        }
+    }
+
+    /// Cuts whatever is connected; how much that was.
+    pub(super) fn cut(&self) -> usize {
+        let cut = std::mem::take(&mut *self.open.lock().unwrap());
+        for connection in &cut {
+            connection.notify_one();
+        }
+        cut.len()
+    }
+}
