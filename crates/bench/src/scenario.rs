@@ -17,6 +17,7 @@ mod http;
 mod memory;
 mod operate;
 mod recovery;
+mod relay;
 mod sandbox;
 mod snapshot;
 mod spawn;
@@ -91,6 +92,8 @@ pub(crate) enum Name {
     Ssh,
     /// Lost connections, and what the client library costs
     Recovery,
+    /// Through a meeting point instead of directly
+    Relay,
 }
 
 /// One of the servers that are compared.
@@ -160,6 +163,7 @@ impl Bench {
                 Name::Agents => agents::run(self),
                 Name::Ssh => ssh::run(self),
                 Name::Recovery => recovery::run(self),
+                Name::Relay => relay::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

@@ -113,6 +113,56 @@ impl CommandLine {
     }
 }
 
+/// A program that prints one line when it is ready; it is ended when dropped.
+pub(crate) struct Program {
+    child: Child,
+    /// The line.
+    pub(crate) line: String,
+    /// Kept open, as for a server.
+    _stdout: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Starts the command with these arguments and waits for its line.
+    pub(crate) fn start(command: &CommandLine, arguments: &[&str]) -> anyhow::Result<Self> {
+        let [program, own @ ..] = command.words.as_slice() else {
+            bail!("no command")
+        };
+        let stderr = tempfile::tempfile()?;
+        let mut child = Command::new(program)
+            .args(own)
+            .args(arguments)
+            .envs(command.environment.iter().cloned())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(stderr.try_clone()?)
+            .spawn()
+            .with_context(|| format!("cannot start `{program}`"))?;
+        let mut stdout = BufReader::new(child.stdout.take().context("no standard output")?);
+        let mut line = String::new();
+        stdout.read_line(&mut line)?;
+        let program = Self {
+            child,
+            line: line.trim().to_owned(),
+            _stdout: stdout,
+        };
+        ensure!(
+            !program.line.is_empty(),
+            "`{}` printed nothing: {}",
+            arguments.join(" "),
+            said(Some(&stderr))
+        );
+        Ok(program)
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
+    }
+}
+
 /// A running server; it is ended when dropped.
 pub(crate) struct Server {
     child: Child,
