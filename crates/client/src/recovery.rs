@@ -166,6 +166,8 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
             _ => false,
         },
         ExecServerError::Dial(error) => error.is_passing(),
+        #[cfg(feature = "registry")]
+        ExecServerError::Registry(error) => error.is_retryable(),
         ExecServerError::Server { code, message } => {
             /// How compatible servers say that a connection behind them is gone.
             const TRANSPORT_CLOSED: (i64, &str) = (-32000, "JSON-RPC transport closed");

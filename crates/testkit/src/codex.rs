@@ -184,6 +184,23 @@ pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &st
     Executor { child, pid }
 }
 
+/// The command line of `codex app-server`, which speaks on its standard input and output, with an
+/// environment of a registry.
+#[must_use]
+pub fn app_server(home: &Home, registry: &Registry) -> Command {
+    let mut command = home.command();
+    command
+        .arg("app-server")
+        .env("CODEX_EXEC_SERVER_NOISE_REGISTRY_URL", &registry.url)
+        .env(
+            "CODEX_EXEC_SERVER_NOISE_ENVIRONMENT_ID",
+            &registry.environment,
+        )
+        .env("CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN", &registry.token)
+        .kill_on_drop(true);
+    command
+}
+
 /// As [`exec`], on an environment of a registry.
 ///
 /// # Panics

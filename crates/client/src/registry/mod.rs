@@ -36,8 +36,9 @@ use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectError, Link, identity};
 use tokio::time::Instant;
 
-use crate::backend::Reply;
+use crate::backend::{BoxFuture, Reply};
 use crate::client::ExecServerClient;
+use crate::dial::{Dial, Dialled};
 use crate::environment::connect::Connect;
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
@@ -201,10 +202,10 @@ impl RegistryTarget {
 
 impl Connect for RegistryTarget {
     fn connect(&self) -> Reply<'_, ExecServerClient> {
-        Box::pin(async {
-            let link = self.dial.dial().await?;
-            ExecServerClient::from_link(link, self.options.clone()).await
-        })
+        Box::pin(ExecServerClient::connect_with(
+            self.dial.clone(),
+            self.options.clone(),
+        ))
     }
 
     fn target(&self) -> String {
@@ -212,7 +213,7 @@ impl Connect for RegistryTarget {
     }
 }
 
-/// Opens links to one environment, again and again.
+/// Opens links to one environment, again and again: what a client recovers with.
 #[derive(Debug, Clone)]
 pub struct RegistryDial {
     shared: Arc<Shared>,
@@ -269,21 +270,25 @@ impl RegistryDial {
         Ok(answer.executor_public_key.fingerprint())
     }
 
-    /// Opens a link over a new stream. Sockets that are lost are replaced while the executor can go
+    /// Opens a link over a new stream. The first time a registry that may do better is asked again;
+    /// later that is left to whoever recovers. Sockets that are lost are replaced while the executor can go
     /// on with another; the link ends when it cannot.
     ///
     /// # Errors
     ///
     /// When there is no way, or the executor is not who it should be.
-    pub async fn dial(&self) -> Result<Link, RegistryConnectError> {
+    pub async fn open(&self) -> Result<Link, RegistryConnectError> {
         let shared = Arc::clone(&self.shared);
         let environment = || shared.url.environment_id().to_owned();
-        let mut answer = shared.ask().await?;
+        let mut answer = match shared.is_known() {
+            true => shared.ask_once().await?,
+            false => shared.ask().await?,
+        };
         shared.check(&answer.executor_public_key)?;
         let mut link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
         if matches!(link, Err(ConnectError::Refused { status: 401, .. })) {
             // It may just have expired.
-            answer = shared.ask().await?;
+            answer = shared.ask_once().await?;
             shared.check(&answer.executor_public_key)?;
             link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
         }
@@ -322,13 +327,29 @@ impl RegistryDial {
     }
 }
 
+impl Dial for RegistryDial {
+    fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+        Box::pin(async { Ok(self.open().await?.into()) })
+    }
+}
+
 impl Shared {
+    /// Whether there was a link before.
+    fn is_known(&self) -> bool {
+        let key = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        key.is_some()
+    }
+
+    async fn ask_once(&self) -> Result<ConnectResponse, RegistryError> {
+        self.registry.connect(self.identity.public_key()).await
+    }
+
     /// Asks for a way, again if the registry may do better.
     async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
         let until = Instant::now() + ASK_PATIENCE;
         let mut tries = 0;
         loop {
-            let error = match self.registry.connect(self.identity.public_key()).await {
+            let error = match self.ask_once().await {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
@@ -344,7 +365,7 @@ impl Shared {
 
     /// A socket for a stream that is open; the pauses between attempts are the driver's.
     async fn another_socket(&self, key: &PublicKey) -> Result<Link, DialError> {
-        let answer = match self.registry.connect(self.identity.public_key()).await {
+        let answer = match self.ask_once().await {
             Ok(answer) => answer,
             Err(error) if error.is_retryable() => return Err(DialError::passing(error)),
             Err(error) => return Err(DialError::fatal(error)),

@@ -12,6 +12,8 @@ mod faults;
 mod forward;
 mod guide;
 mod harness;
+#[cfg(feature = "interop")]
+mod interop;
 mod meeting;
 mod network;
 mod rendezvous;

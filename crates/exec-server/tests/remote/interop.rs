@@ -1,0 +1,172 @@
+//! The real Codex binary on either end, or on both, of our meeting point.
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
+use exec_server_testkit::codex::{self, Home, Registry};
+use exec_server_testkit::interop;
+use exec_server_testkit::proc::PATIENCE;
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::time::timeout;
+
+use super::stage::{Meeting, Running, Wire};
+use super::{collect, lines, sh};
+
+/// For one run of the CLI.
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// The real executor, once it can be reached.
+struct Theirs {
+    client: ExecServerClient,
+    _executor: codex::Executor,
+    _home: Home,
+}
+
+impl Theirs {
+    async fn new(meeting: &Meeting, through: Option<&Wire>) -> Self {
+        let home = Home::new();
+        let registry = Registry {
+            url: meeting.url(),
+            environment: "theirs".to_owned(),
+            token: meeting.token("executor"),
+        };
+        let executor = codex::remote_executor(&home, &registry, &[]);
+        let mut args = meeting.args("theirs");
+        if let Some(wire) = through {
+            args.registry_url = format!("http://{}", wire.address);
+        }
+        // It takes a while to start; until then the registry says that nobody is there.
+        let client = timeout(LIMIT, async {
+            loop {
+                match ExecServerClient::connect_registry(args.clone()).await {
+                    Ok(client) => return client,
+                    Err(error) => assert!(error.to_string().contains("409"), "{error}"),
+                }
+            }
+        });
+        Self {
+            client: client.await.unwrap(),
+            _executor: executor,
+            _home: home,
+        }
+    }
+}
+
+#[tokio::test]
+async fn our_client_on_the_real_executor() {
+    let meeting = Meeting::new().await;
+    let theirs = Theirs::new(&meeting, None).await;
+    let (output, code) = collect(&theirs.client, "p", "seq 1 300000; exit 3").await;
+    assert!(output == lines(300_000), "{} bytes", output.len());
+    assert_eq!(code, 3);
+    let second = meeting.connect("theirs").await;
+    assert_eq!(collect(&second, "p", "echo in").await.0, b"in\n");
+}
+
+#[tokio::test]
+async fn our_client_on_the_real_executor_survives_a_cut() {
+    let meeting = Meeting::new().await;
+    let wire = Wire::new(meeting.address()).await;
+    let theirs = Theirs::new(&meeting, Some(&wire)).await;
+    let script = "for i in 0 1 2 3 4 5 6 7 8 9; do echo tick $i; sleep 1; done; exit 0";
+    let process = theirs.client.start(sh("p", script)).await.unwrap().process;
+    let mut events = process.events().unwrap();
+    let (mut output, mut code, mut cut) = (Vec::new(), None, 0);
+    while let Some(event) = timeout(PATIENCE, events.recv()).await.unwrap() {
+        match event {
+            ExecProcessEvent::Output { chunk, .. } => output.extend_from_slice(&chunk),
+            ExecProcessEvent::Exited { exit, .. } => code = Some(exit.exit_code),
+            ExecProcessEvent::Failed(failure) => panic!("{failure}"),
+            ExecProcessEvent::Closed { .. } => break,
+            _ => {}
+        }
+        if cut == 0 && output.ends_with(b"tick 3\n") {
+            cut = wire.cut();
+        }
+    }
+    let expected: String = (0..10).map(|n| format!("tick {n}\n")).collect();
+    assert_eq!(String::from_utf8(output).unwrap(), expected);
+    assert_eq!(code, Some(0));
+    assert!(cut > 0);
+}
+
+/// What the real client is told.
+fn registry(meeting: &Meeting, url: String) -> Registry {
+    Registry {
+        url,
+        environment: "ours".to_owned(),
+        token: meeting.token("harness"),
+    }
+}
+
+/// Our executor, with what the real client looks for.
+async fn ours(meeting: &Meeting) -> Running {
+    let mut command = meeting.executor("ours");
+    command.env(interop::MARKER.0, interop::MARKER.1);
+    Running::start(command).await
+}
+
+#[tokio::test]
+async fn the_real_client_on_our_executor() {
+    let meeting = Meeting::new().await;
+    let _executor = ours(&meeting).await;
+    interop::command_runs_through_a_registry(&registry(&meeting, meeting.url())).await;
+}
+
+#[tokio::test]
+async fn the_real_client_on_our_executor_survives_a_cut() {
+    let meeting = Meeting::new().await;
+    let _executor = ours(&meeting).await;
+    let wire = Wire::new(meeting.address()).await;
+    let registry = registry(&meeting, format!("http://{}", wire.address));
+    interop::command_survives_a_cut(&registry, async move {
+        assert!(wire.cut() > 0, "there was nothing to cut");
+        // The way back leads over the same wire.
+        std::mem::forget(wire);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_real_app_server_on_our_executor() {
+    let meeting = Meeting::new().await;
+    let _executor = meeting.attached("ours").await;
+    let home = Home::new();
+    let mut child = codex::app_server(&home, &registry(&meeting, meeting.url()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    let mut output = BufReader::new(child.stdout.take().unwrap()).lines();
+    let info = json!({"clientInfo": {"name": "test", "version": "1"},
+        "capabilities": {"experimentalApi": true}});
+    for message in [
+        json!({"id": 1, "method": "initialize", "params": info}),
+        json!({"method": "initialized"}),
+        json!({"id": 2, "method": "environment/info", "params": {"environmentId": "remote"}}),
+    ] {
+        let line = format!("{message}\n");
+        input.write_all(line.as_bytes()).await.unwrap();
+        if message["id"] == 1 {
+            // It wants to have answered before anything else is said.
+            let _ = timeout(LIMIT, output.next_line()).await.unwrap().unwrap();
+        }
+    }
+    let told = timeout(LIMIT, async {
+        loop {
+            let line = output.next_line().await.unwrap().expect("an answer");
+            let message: Value = serde_json::from_str(&line).unwrap();
+            if message["id"] == 2 {
+                return message;
+            }
+        }
+    });
+    let told = told.await.unwrap();
+    let cwd = told["result"]["cwd"].to_string();
+    let there = meeting.path("ours");
+    assert!(cwd.contains(there.to_str().unwrap()), "{told}");
+}
