@@ -147,10 +147,15 @@ impl ExecServerError {
                 }
                 _ => false,
             },
+            #[cfg(feature = "registry")]
+            Self::Registry(error) => error.is_retryable(),
+            Self::Dial(error) => error.is_passing(),
+            Self::Ssh(error) => error.may_pass(),
             Self::Server { code, .. } => *code == codes::ALREADY_ATTACHED,
             Self::Environment { source, .. } => source.is_transient(),
             Self::TokenFile { .. } | Self::InitializeTimedOut(_) => true,
-            Self::Closed(_) | Self::Timeout { .. } | Self::TooManyCalls => true,
+            Self::Closed(_) | Self::Interrupted { .. } => true,
+            Self::Timeout { .. } | Self::TooManyCalls => true,
             _ => false,
         }
     }

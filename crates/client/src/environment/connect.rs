@@ -17,6 +17,7 @@ use url::{Host, Url};
 
 use crate::backend::Reply;
 use crate::client::ExecServerClient;
+use crate::dial::Dialled;
 use crate::error::ExecServerError;
 use crate::map::PathMap;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
@@ -191,27 +192,41 @@ impl UrlTarget {
 
     /// Whether others on the way could read what is sent: neither TLS nor this machine itself.
     pub fn is_exposed(&self) -> bool {
-        let Ok(url) = Url::parse(&self.args.url) else {
-            return false;
-        };
-        let loopback = match url.host() {
-            Some(Host::Domain(name)) => name == "localhost",
-            Some(Host::Ipv4(address)) => IpAddr::from(address).is_loopback(),
-            Some(Host::Ipv6(address)) => IpAddr::from(address).is_loopback(),
-            None => true,
-        };
-        url.scheme() == "ws" && !loopback
+        is_exposed(&self.args.url)
     }
+}
+
+/// Whether others on the way to a URL could read what is sent.
+pub(super) fn is_exposed(url: &str) -> bool {
+    let Ok(url) = Url::parse(url) else {
+        return false;
+    };
+    let loopback = match url.host() {
+        Some(Host::Domain(name)) => name == "localhost",
+        Some(Host::Ipv4(address)) => IpAddr::from(address).is_loopback(),
+        Some(Host::Ipv6(address)) => IpAddr::from(address).is_loopback(),
+        None => true,
+    };
+    matches!(url.scheme(), "ws" | "http") && !loopback
 }
 
 impl Connect for UrlTarget {
     fn connect(&self) -> Reply<'_, ExecServerClient> {
         Box::pin(async move {
-            let mut args = self.args.clone();
-            if let Some(path) = self.token_file.clone() {
-                args.bearer_token = Some(read_token(path).await?);
-            }
-            ExecServerClient::connect(args).await
+            let Some(path) = self.token_file.clone() else {
+                return ExecServerClient::connect(self.args.clone()).await;
+            };
+            let args = self.args.clone();
+            // Read again for every link: a token that was renewed is the one that opens it.
+            let dial = move || {
+                let (mut args, path) = (args.clone(), path.clone());
+                async move {
+                    args.bearer_token = Some(read_token(path).await?);
+                    let link = exec_server_transport::connect(&args.url, &args.dial()).await?;
+                    Ok(Dialled::from(link))
+                }
+            };
+            ExecServerClient::connect_with(dial, self.args.options.clone()).await
         })
     }
 

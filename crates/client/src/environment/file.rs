@@ -15,11 +15,21 @@ use exec_server_transport::Secret;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
+#[cfg(feature = "registry")]
+use super::connect::is_exposed;
 use super::connect::{Connect, ENVIRONMENT_CLIENT_NAME, StdioTarget, UrlTarget, at_ssh};
 use super::id::{self, LOCAL, NONE};
+#[cfg(feature = "registry")]
+use super::registry::RegistryEntry;
 use crate::map::PathMap;
+#[cfg(feature = "registry")]
+use crate::options::ExecServerClientConnectOptions;
 use crate::options::RemoteExecServerConnectArgs;
+#[cfg(feature = "registry")]
+use crate::registry::{RegistryAuth, RegistryUrl};
 use crate::ssh::SshTarget;
+#[cfg(feature = "registry")]
+use exec_server_transport::tls::TlsClientOptions;
 
 /// The file's name, in the directory of settings.
 pub const FILE_NAME: &str = "environments.toml";
@@ -48,10 +58,11 @@ const KEYS: &[&str] = &[
     "remote_binary",
     "local_root",
     "remote_root",
+    "registry",
     "skills",
 ];
 /// Exactly one of these says how an environment is reached.
-const WAYS: &[&str] = &["url", "program", "ssh"];
+const WAYS: &[&str] = &["url", "program", "ssh", "registry"];
 
 /// What is in an `environments.toml`.
 ///
@@ -168,6 +179,18 @@ impl EnvironmentsFile {
     ///
     /// When it cannot be read or holds a mistake.
     pub fn read(path: &Path) -> Result<Self, EnvironmentsFileError> {
+        Self::read_with_state(path, path.parent())
+    }
+
+    /// As [`EnvironmentsFile::read`], with keys where [`EnvironmentsFile::parse_with_state`] says.
+    ///
+    /// # Errors
+    ///
+    /// As [`EnvironmentsFile::read`].
+    pub fn read_with_state(
+        path: &Path,
+        state: Option<&Path>,
+    ) -> Result<Self, EnvironmentsFileError> {
         let failed = |source| EnvironmentsFileError::Read {
             path: path.to_owned(),
             source,
@@ -181,7 +204,7 @@ impl EnvironmentsFile {
             let reason = format!("it is longer than {MAX_FILE_BYTES} bytes");
             return Err(failed(std::io::Error::other(reason)));
         }
-        Self::parse(&text, path)
+        Self::parse_with_state(&text, path, state)
     }
 
     /// Understands a text; `path` is for errors, and what relative paths begin beside.
@@ -190,7 +213,21 @@ impl EnvironmentsFile {
     ///
     /// When it holds a mistake.
     pub fn parse(text: &str, path: &Path) -> Result<Self, EnvironmentsFileError> {
-        let source = Source { text, path };
+        Self::parse_with_state(text, path, path.parent())
+    }
+
+    /// As [`EnvironmentsFile::parse`]; keys of this program and of environments that it has seen are
+    /// in the directory `state`, instead of beside the file.
+    ///
+    /// # Errors
+    ///
+    /// As [`EnvironmentsFile::parse`].
+    pub fn parse_with_state(
+        text: &str,
+        path: &Path,
+        state: Option<&Path>,
+    ) -> Result<Self, EnvironmentsFileError> {
+        let source = Source { text, path, state };
         let document = DeTable::parse(text).map_err(|error| EnvironmentsFileError::Syntax {
             path: path.to_owned(),
             line: source.line(error.span().map_or(0, |span| span.start)),
@@ -277,11 +314,17 @@ fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileEr
     )?;
     only(
         &["auth_bearer_token", "auth_token_file", "tls_pin"],
-        &["url"],
+        &["url", "registry"],
     )?;
     let connect: Arc<dyn Connect> = match way {
         "url" => Arc::new(url(table)?),
         "ssh" => Arc::new(ssh(table)?),
+        #[cfg(feature = "registry")]
+        "registry" => Arc::new(registry(table)?),
+        #[cfg(not(feature = "registry"))]
+        "registry" => {
+            return Err(table.wrong("registry", "this program was built without registries"));
+        }
         _ => Arc::new(program(table)?),
     };
     Ok(EnvironmentEntry {
@@ -348,32 +391,72 @@ fn url(table: &Table<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
         let pin = pin.parse().map_err(|error| table.wrong("tls_pin", error))?;
         args.tls.pin = Some(pin);
     }
-    let token = table.text("auth_bearer_token")?;
-    let token_file = table.path("auth_token_file")?;
-    if token.is_some() && token_file.is_some() {
-        let reason = "`auth_bearer_token` is there already; only one of them can be";
-        return Err(table.wrong("auth_token_file", reason));
+    let mut target = UrlTarget::new(url, args).map_err(|error| table.wrong("url", error))?;
+    match token(table, target.is_exposed())? {
+        Some(Token::Text(token)) => target.args.bearer_token = Some(token),
+        Some(Token::File(path)) => target.token_file = Some(path),
+        None => {}
     }
-    if let Some(token) = token {
-        if token.trim().is_empty() {
+    Ok(target)
+}
+
+/// What proves who we are.
+enum Token {
+    Text(Secret),
+    File(PathBuf),
+}
+
+/// The token that is given, if one is; not for others on the way to read.
+fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, EnvironmentsFileError> {
+    let text = table.text("auth_bearer_token")?;
+    let (key, token) = match (text, table.path("auth_token_file")?) {
+        (None, None) => return Ok(None),
+        (Some(_), Some(_)) => {
+            let reason = "`auth_bearer_token` is there already; only one of them can be";
+            return Err(table.wrong("auth_token_file", reason));
+        }
+        (Some(text), None) if text.trim().is_empty() => {
             return Err(table.wrong("auth_bearer_token", "it is empty"));
         }
-        args.bearer_token = Some(Secret::from(token.trim()));
-    }
-    let mut target = UrlTarget::new(url, args).map_err(|error| table.wrong("url", error))?;
-    let secret = [
-        token.map(|_| "auth_bearer_token"),
-        token_file.as_ref().map(|_| "auth_token_file"),
-    ];
-    if let Some(key) = secret.into_iter().flatten().next()
-        && target.is_exposed()
-    {
-        let reason = "a token needs `wss://`, a unix socket or an address of this machine: \
-                      anyone on the way to this url could read it";
+        (Some(text), None) => ("auth_bearer_token", Token::Text(Secret::from(text.trim()))),
+        (None, Some(path)) => ("auth_token_file", Token::File(path)),
+    };
+    if exposed {
+        let reason = "a token needs `wss://` or TLS otherwise, a unix socket or an address of this \
+                      machine: anyone on the way could read it";
         return Err(table.wrong(key, reason));
     }
-    target.token_file = token_file;
-    Ok(target)
+    Ok(Some(token))
+}
+
+/// `registry = "registry://…"`, and what belongs to it.
+#[cfg(feature = "registry")]
+fn registry(table: &Table<'_>) -> Result<RegistryEntry, EnvironmentsFileError> {
+    let text = table.text("registry")?.unwrap_or_default().trim();
+    let url: RegistryUrl = text
+        .parse()
+        .map_err(|error| table.wrong("registry", error))?;
+    let auth = match token(table, is_exposed(url.registry_url()))? {
+        Some(Token::Text(token)) => RegistryAuth::bearer(token),
+        Some(Token::File(path)) => RegistryAuth::BearerFile(path),
+        None => RegistryAuth::Open,
+    };
+    let mut options = ExecServerClientConnectOptions::new(ENVIRONMENT_CLIENT_NAME);
+    if let Some(timeout) = table.seconds("initialize_timeout_sec")? {
+        options.initialize_timeout = timeout;
+    }
+    let mut tls = TlsClientOptions::default();
+    if let Some(pin) = table.text("tls_pin")? {
+        let pin = pin.parse().map_err(|error| table.wrong("tls_pin", error))?;
+        tls.pin = Some(pin);
+    }
+    Ok(RegistryEntry {
+        url,
+        auth,
+        tls,
+        options,
+        state: table.source.state.map(Path::to_owned),
+    })
 }
 
 fn program(table: &Table<'_>) -> Result<StdioTarget, EnvironmentsFileError> {
@@ -405,6 +488,12 @@ fn required_skills(table: &Table<'_>) -> Result<Vec<String>, EnvironmentsFileErr
 struct Source<'a> {
     text: &'a str,
     path: &'a Path,
+    /// Where keys are.
+    #[cfg_attr(
+        not(feature = "registry"),
+        expect(dead_code, reason = "only registries have keys")
+    )]
+    state: Option<&'a Path>,
 }
 
 impl Source<'_> {
@@ -599,13 +688,20 @@ mod tests {
             id = "sock"
             url = "unix:///run/x.sock"
             auth_token_file = "sock.token"
+            [[environments]]
+            id = "far"
+            registry = " registry://meet.example/build-7 "
+            auth_token_file = "far.token"
+            initialize_timeout_sec = 4
             "#,
         )
         .unwrap();
         assert_eq!(file.default, DefaultEnvironment::Id("worker".to_owned()));
         assert!(!file.include_local);
         let ids: Vec<_> = file.environments.iter().map(|entry| &*entry.id).collect();
-        assert_eq!(ids, ["worker", "box-2_B", "sock"]);
+        assert_eq!(ids, ["worker", "box-2_B", "sock", "far"]);
+        let far = &file.environments[3].connect;
+        assert_eq!(far.target(), "registry://meet.example/build-7");
         assert_eq!(file.environments[0].required_skills, ["a", "b"]);
         let shown = format!("{:?}", file.environments);
         for part in [
@@ -618,10 +714,23 @@ mod tests {
             "\"LANG\": \"C\"",
             "/etc/exec-server/work",
             "/etc/exec-server/sock.token",
+            "/etc/exec-server/far.token",
+            "4s",
         ] {
             assert!(shown.contains(part), "{part} in {shown}");
         }
         assert!(!shown.contains("s3cret"), "{shown}");
+    }
+
+    #[test]
+    fn the_example_is_sound() {
+        let path = Path::new("/etc/exec-server/environments.toml");
+        let text = include_str!("../../../../docs/environments.toml");
+        let file = EnvironmentsFile::parse(text, path).unwrap();
+        assert!(file.environments.len() >= 3);
+        for key in KEYS {
+            assert!(text.contains(key), "the example does not mention `{key}`");
+        }
     }
 
     #[test]
@@ -714,7 +823,7 @@ mod tests {
                 table("colour = 1"),
                 "4: `colour`: unknown key; known are id, url, ",
             ),
-            (table(""), "3: `id`: `a` needs one of url, program, ssh"),
+            (table(""), "3: `id`: `a` needs one of url, program, ssh, registry"),
             (table("url = 'ssh://h'"), "4: `url`: write `ssh = "),
             (table("ssh = 'box'"), "4: `ssh`: "),
             (
@@ -723,7 +832,7 @@ mod tests {
             ),
             (
                 table("ssh = 'ssh://h'\ntls_pin = 'x'"),
-                "5: `tls_pin`: requires `url`",
+                "5: `tls_pin`: requires `url` or `registry`",
             ),
             (
                 table("ssh = 'ssh://h'\nlocal_root = 'x'"),
@@ -740,6 +849,22 @@ mod tests {
             (
                 table("ssh = 'ssh://h'\nssh_options = 'x'"),
                 "5: `ssh_options`: expected a list",
+            ),
+            (
+                table("registry = 'h'"),
+                "4: `registry`: `h` names no environment",
+            ),
+            (
+                table("registry = 'registry+http://h/e'\nauth_bearer_token = 'x'"),
+                "5: `auth_bearer_token`: a token needs",
+            ),
+            (
+                table("registry = 'registry://h/e'\ntls_pin = 'x'"),
+                "5: `tls_pin`: invalid pin `x`",
+            ),
+            (
+                table("registry = 'registry://h/e'\nconnect_timeout_sec = 1"),
+                "5: `connect_timeout_sec`: requires",
             ),
             (
                 table("url = 'ws://h'\nprogram = 'x'"),
@@ -791,7 +916,7 @@ mod tests {
             ),
             (
                 table("program = 'x'\nauth_bearer_token = 'x'"),
-                "5: `auth_bearer_token`: requires `url`",
+                "5: `auth_bearer_token`: requires `url` or `registry`",
             ),
             (
                 table("program = 'x'\nauth_token_file = 'x'"),
@@ -799,7 +924,7 @@ mod tests {
             ),
             (
                 table("program = 'x'\ntls_pin = 'x'"),
-                "5: `tls_pin`: requires `url`",
+                "5: `tls_pin`: requires `url` or `registry`",
             ),
             (
                 table("url = 'ws://h'\ntls_pin = 'x'"),

@@ -249,6 +249,9 @@ impl Environment {
                 _ => EnvironmentStatus::Pending,
             };
         };
+        if !client.state().is_connected() {
+            return disconnected("the connection was lost and is being opened again".to_owned());
+        }
         let asked = client.call::<environment::Status>(&NoParams);
         match tokio::time::timeout(PROBE_TIMEOUT, asked).await {
             Ok(Ok(_)) => EnvironmentStatus::Ready,

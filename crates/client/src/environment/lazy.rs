@@ -19,6 +19,7 @@ use super::gate::Gate;
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::follow::AbortOnDrop;
+use crate::state::ConnectionState;
 
 /// A session that is opened when it is needed, and again when it was lost.
 #[derive(Debug)]
@@ -57,6 +58,8 @@ pub enum Readiness {
     Starting,
     /// It can be used.
     Ready,
+    /// Its connection was lost and is being opened again; what is asked of it waits.
+    Recovering,
     /// It cannot be used. What may pass is tried again by the next who uses it.
     Failed(Arc<ExecServerError>),
 }
@@ -150,9 +153,12 @@ impl Lazy {
         match &*self.state.borrow() {
             State::Idle => Readiness::Idle,
             State::Connecting => Readiness::Starting,
-            State::Connected(client) => match &*client.closed().borrow() {
-                None => Readiness::Ready,
-                Some(why) => Readiness::Failed(Arc::new(ExecServerError::Closed(Arc::clone(why)))),
+            State::Connected(client) => match client.state() {
+                ConnectionState::Connected => Readiness::Ready,
+                ConnectionState::Recovering => Readiness::Recovering,
+                ConnectionState::Failed(why) => {
+                    Readiness::Failed(Arc::new(ExecServerError::Closed(why)))
+                }
             },
             State::Failed(error) => Readiness::Failed(Arc::clone(error)),
         }
@@ -201,7 +207,7 @@ impl Drop for Outcome {
 
 /// Whether a session cannot be used any more.
 fn is_lost(client: &ExecServerClient) -> bool {
-    client.closed().borrow().is_some()
+    client.state().is_failed()
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

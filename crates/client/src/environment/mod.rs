@@ -3,6 +3,7 @@
 //! Owns which environments there are ([`EnvironmentsFile`], [`ConfiguredEnvironments`]), the ways to
 //! reach them ([`connect`]), the handles that everybody shares ([`EnvironmentManager`],
 //! [`Environment`]) and what one step of work sees of them ([`Step`]).
+#![doc = include_str!("../../../../docs/embedding.md")]
 
 pub mod connect;
 mod discovery;
@@ -15,6 +16,8 @@ mod lazy;
 #[cfg(feature = "local")]
 mod local;
 mod manager;
+#[cfg(feature = "registry")]
+mod registry;
 mod roots;
 mod source;
 mod step;

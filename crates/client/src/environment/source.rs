@@ -5,17 +5,26 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use exec_server_transport::Secret;
 use exec_server_transport::tls::PinParseError;
+#[cfg(feature = "registry")]
+use exec_server_transport::tls::TlsClientOptions;
 
 use super::connect::{AddressError, ENVIRONMENT_CLIENT_NAME, UrlTarget, from_url};
 use super::file::{
     DefaultEnvironment, EnvironmentEntry, EnvironmentsFile, EnvironmentsFileError, FILE_NAME,
 };
 use super::id::{LOCAL, NONE, REMOTE};
+#[cfg(feature = "registry")]
+use super::registry::RegistryEntry;
 use crate::backend::BoxFuture;
+#[cfg(feature = "registry")]
+use crate::options::ExecServerClientConnectOptions;
 use crate::options::RemoteExecServerConnectArgs;
+#[cfg(feature = "registry")]
+use crate::registry::{RegistryAuth, RegistryUrl, RegistryUrlParseError};
 
 /// Our own directory of settings.
 pub const HOME_VARIABLE: &str = "EXEC_SERVER_HOME";
@@ -125,6 +134,12 @@ pub enum EnvironmentSourceError {
         /// What is wrong.
         source: AddressError,
     },
+    /// Some of the variables that name an environment of a registry are set, and others not.
+    #[error("EXEC_SERVER_NOISE_{0} is not set, and others that belong to it are")]
+    Incomplete(&'static str),
+    /// The variables of a registry name no environment.
+    #[error("EXEC_SERVER_NOISE_REGISTRY_URL and _ENVIRONMENT_ID: {0}")]
+    Registry(String),
     /// A variable holds no pin.
     #[error("{variable}: {source}")]
     Pin {
@@ -139,6 +154,7 @@ pub enum EnvironmentSourceError {
 ///
 /// | first that holds | environments |
 /// |---|---|
+/// | `EXEC_SERVER_NOISE_REGISTRY_URL`, `…_NOISE_ENVIRONMENT_ID` and `…_NOISE_AUTH_TOKEN` are set | `remote` alone, through that registry |
 /// | `EXEC_SERVER_URL` is `none` | none at all |
 /// | `EXEC_SERVER_URL` is a URL | `remote`, which is the default, and those of the file if there is one |
 /// | `environments.toml` exists | those of the file |
@@ -149,7 +165,8 @@ pub enum EnvironmentSourceError {
 /// The file is in `EXEC_SERVER_HOME` if that is set; otherwise in `exec-server` of
 /// `XDG_CONFIG_HOME` or `~/.config`, and if there is none, in `CODEX_HOME`. The token for
 /// `EXEC_SERVER_URL` is in `EXEC_SERVER_TOKEN` or in the file that `EXEC_SERVER_TOKEN_FILE` names;
-/// `EXEC_SERVER_TLS_PIN` and `EXEC_SERVER_TLS_CA` say whom to believe there.
+/// `EXEC_SERVER_TLS_PIN` and `EXEC_SERVER_TLS_CA` say whom to believe there. The variables of the
+/// registry, with `…_NOISE_CHATGPT_ACCOUNT_ID` for accounts that have one, may begin with `CODEX_`.
 ///
 /// ```
 /// use exec_server_client::environment::ConfiguredEnvironments;
@@ -170,6 +187,68 @@ pub struct ConfiguredEnvironments {
     token_file: Option<PathBuf>,
     tls_pin: Option<String>,
     tls_ca: Option<PathBuf>,
+    /// Where keys are.
+    state: Option<PathBuf>,
+    #[cfg(feature = "registry")]
+    noise: NoiseVariables,
+}
+
+/// The variables that name an environment of a registry; ours before those of Codex.
+#[cfg(feature = "registry")]
+#[derive(Debug, Clone)]
+struct NoiseVariables {
+    registry_url: Option<String>,
+    environment_id: Option<String>,
+    token: Option<Secret>,
+    account_id: Option<String>,
+}
+
+#[cfg(feature = "registry")]
+impl NoiseVariables {
+    fn new(given: impl Fn(&str) -> Option<String>) -> Self {
+        let given = |name: &str| {
+            let named = |prefix: &str| given(&format!("{prefix}EXEC_SERVER_NOISE_{name}"));
+            let value = named("").or_else(|| named("CODEX_"))?;
+            Some(value.trim().to_owned())
+        };
+        Self {
+            registry_url: given("REGISTRY_URL"),
+            environment_id: given("ENVIRONMENT_ID"),
+            token: given("AUTH_TOKEN").map(Secret::from),
+            account_id: given("CHATGPT_ACCOUNT_ID"),
+        }
+    }
+
+    /// The environment that they name, if they do: all of them, or none.
+    fn entry(
+        &self,
+        state: Option<&Path>,
+    ) -> Result<Option<EnvironmentEntry>, EnvironmentSourceError> {
+        let (registry_url, environment_id, token) =
+            match (&self.registry_url, &self.environment_id, &self.token) {
+                (None, None, None) => return Ok(None),
+                (Some(url), Some(id), Some(token)) => (url, id, token.clone()),
+                (url, id, _) => {
+                    let missing = match (url, id) {
+                        (None, _) => "REGISTRY_URL",
+                        (_, None) => "ENVIRONMENT_ID",
+                        _ => "AUTH_TOKEN",
+                    };
+                    return Err(EnvironmentSourceError::Incomplete(missing));
+                }
+            };
+        let url = RegistryUrl::new(registry_url, environment_id)
+            .map_err(|source| EnvironmentSourceError::Registry(source.to_string()))?;
+        let account_id = self.account_id.clone();
+        let entry = RegistryEntry {
+            url,
+            auth: RegistryAuth::Bearer { token, account_id },
+            tls: TlsClientOptions::default(),
+            options: ExecServerClientConnectOptions::new(ENVIRONMENT_CLIENT_NAME),
+            state: state.map(Path::to_owned),
+        };
+        Ok(Some(EnvironmentEntry::new(REMOTE, Arc::new(entry))))
+    }
 }
 
 impl ConfiguredEnvironments {
@@ -193,6 +272,12 @@ impl ConfiguredEnvironments {
             token_file: path(TOKEN_FILE_VARIABLE),
             tls_pin: given(TLS_PIN_VARIABLE),
             tls_ca: path(TLS_CA_VARIABLE),
+            state: path("EXEC_SERVER_STATE_DIR")
+                .or_else(|| path("STATE_DIRECTORY"))
+                .or_else(|| Some(path("XDG_STATE_HOME")?.join("exec-server")))
+                .or_else(|| Some(path("HOME")?.join(".local/state/exec-server"))),
+            #[cfg(feature = "registry")]
+            noise: NoiseVariables::new(given),
         }
     }
 
@@ -215,8 +300,15 @@ impl ConfiguredEnvironments {
     ///
     /// When the file or a variable holds a mistake.
     pub fn load(&self) -> Result<EnvironmentList, EnvironmentSourceError> {
+        #[cfg(feature = "registry")]
+        if let Some(entry) = self.noise.entry(self.state.as_deref())? {
+            return Ok(EnvironmentList::only(entry));
+        }
         let file = match self.file() {
-            Some(path) => Some((path, EnvironmentsFile::read(path)?)),
+            Some(path) => {
+                let state = self.state.as_deref().or(path.parent());
+                Some((path, EnvironmentsFile::read_with_state(path, state)?))
+            }
             None => None,
         };
         if let Some(url) = &self.url {
@@ -282,11 +374,32 @@ impl ConfiguredEnvironments {
             variable: URL_VARIABLE,
             source,
         };
+        #[cfg(feature = "registry")]
+        if RegistryUrl::matches(url) {
+            let parsed = url.parse().map_err(|error: RegistryUrlParseError| {
+                wrong(AddressError::Invalid {
+                    url: url.to_owned(),
+                    reason: error.to_string(),
+                })
+            })?;
+            let entry = RegistryEntry {
+                url: parsed,
+                auth: match (&self.token_file, args.bearer_token) {
+                    (Some(path), _) => RegistryAuth::BearerFile(path.clone()),
+                    (None, Some(token)) => RegistryAuth::bearer(token),
+                    (None, None) => RegistryAuth::Open,
+                },
+                tls: args.tls,
+                options: args.options,
+                state: self.state.clone(),
+            };
+            return Ok(EnvironmentEntry::new(REMOTE, Arc::new(entry)));
+        }
         let connect = match &self.token_file {
             Some(path) if UrlTarget::new(url, args.clone()).is_ok() => {
                 let mut target = UrlTarget::new(url, args).map_err(wrong)?;
                 target.token_file = Some(path.clone());
-                std::sync::Arc::new(target)
+                Arc::new(target)
             }
             _ => from_url(url, args).map_err(wrong)?,
         };
@@ -398,6 +511,64 @@ mod tests {
             error.to_string().starts_with("EXEC_SERVER_TLS_PIN: "),
             "{error}"
         );
+    }
+
+    #[cfg(feature = "registry")]
+    #[test]
+    fn a_registry_comes_first_and_needs_all_of_its_variables() {
+        let home = Home::new();
+        home.write(".config/exec-server", "colour = 1");
+        let names = [
+            "REGISTRY_URL",
+            "ENVIRONMENT_ID",
+            "AUTH_TOKEN",
+            "CHATGPT_ACCOUNT_ID",
+        ];
+        let values = ["https://meet.example", "build-7", "s3cret", "account"];
+        for prefix in ["", "CODEX_"] {
+            let names = names.map(|name| format!("{prefix}EXEC_SERVER_NOISE_{name}"));
+            let all: Vec<_> = names.iter().map(String::as_str).zip(values).collect();
+            for given in [&all[..], &all[..3]] {
+                let list = home.load(given).unwrap();
+                assert_eq!(list.ids().collect::<Vec<_>>(), ["remote"]);
+                assert!(list.default_is_remote());
+                let target = list.environments[0].connect.target();
+                assert_eq!(target, "registry://meet.example/build-7");
+                let shown = format!("{:?}", list.environments[0]);
+                assert!(!shown.contains("s3cret"), "{shown}");
+                assert_eq!(shown.contains("account\""), given.len() == 4, "{shown}");
+            }
+            for missing in 0..3 {
+                let mut given = all.clone();
+                given[missing].1 = " ";
+                let error = home.load(&given).unwrap_err().to_string();
+                let name = names[missing].trim_start_matches("CODEX_");
+                assert!(error.contains(name), "{error}");
+            }
+            let mut given = all.clone();
+            given[0].1 = "ftp://meet.example";
+            assert!(
+                home.load(&given)
+                    .unwrap_err()
+                    .to_string()
+                    .contains("REGISTRY_URL")
+            );
+        }
+        // An account alone names nothing.
+        assert!(
+            home.load(&[("EXEC_SERVER_NOISE_CHATGPT_ACCOUNT_ID", "a")])
+                .is_err()
+        );
+        let home = Home::new();
+        let list = home
+            .load(&[("EXEC_SERVER_URL", "registry://meet.example/x")])
+            .unwrap();
+        assert_eq!(
+            list.environments[0].connect.target(),
+            "registry://meet.example/x"
+        );
+        let bad = home.load(&[("EXEC_SERVER_URL", "registry://meet.example")]);
+        assert!(bad.unwrap_err().to_string().contains("EXEC_SERVER_URL"));
     }
 
     #[test]

@@ -47,7 +47,8 @@ impl Attachments {
         let mut captured = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
             let capture = match handle.readiness() {
-                Readiness::Ready => Captured::Ready(Arc::clone(handle)),
+                // A connection that is lost for a while is the business of its session alone.
+                Readiness::Ready | Readiness::Recovering => Captured::Ready(Arc::clone(handle)),
                 Readiness::Idle | Readiness::Starting => Captured::Starting,
                 Readiness::Failed(_) => continue,
             };
@@ -161,7 +162,7 @@ impl Step {
         let before = handle.readiness();
         handle.begin();
         match before {
-            Readiness::Ready => Look::Ready(handle),
+            Readiness::Ready | Readiness::Recovering => Look::Ready(handle),
             Readiness::Failed(_) => Look::Retrying(handle),
             Readiness::Idle | Readiness::Starting => Look::Unavailable,
         }

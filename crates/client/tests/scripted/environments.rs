@@ -11,6 +11,7 @@ use exec_server_client::environment::{
     EnvironmentStatus, Readiness, ReadyReport, ReportError, SelectedCapabilityRoot, Step,
 };
 use exec_server_client::executor::{Executor, ExecutorConfig};
+use exec_server_client::http::HttpRequest;
 use exec_server_client::protocol::PathUri;
 use exec_server_client::{
     ExecServerClient, ExecServerClientConnectOptions, ExecServerError, Reply,
@@ -148,6 +149,7 @@ async fn serve(
                 "initialize" => json!({"sessionId": name, "environmentInfo": info}),
                 "environment/status" => json!({"status": "ready"}),
                 "initialized" => continue,
+                "http/request" => json!({"status": 204, "headers": [], "bodyBase64": ""}),
                 "capabilityRoots/discoverV1" => match discoveries.answer(&message["params"]) {
                     Some(Ok(answer)) => answer,
                     Some(Err(code)) => {
@@ -396,6 +398,24 @@ async fn a_session_that_is_lost_is_replaced_by_the_next_use() {
     ));
     assert_eq!(named(&handle).await, "a-2");
     assert_eq!(handle.status().await, EnvironmentStatus::Ready);
+}
+
+#[tokio::test]
+async fn requests_leave_from_the_environment() {
+    let machine = Machine::new("a");
+    let handle = Environment::remote("a", machine.clone());
+    let request = HttpRequest::get("http://intranet/");
+    assert_eq!(
+        handle.http().fetch(request.clone()).await.unwrap().status,
+        204
+    );
+    assert_eq!(machine.dialled(), 1);
+    let here = local();
+    let parts = Environment::from_parts("mine", here.exec(), here.files());
+    let refused = parts.http().fetch(request.clone()).await;
+    assert!(matches!(refused, Err(ExecServerError::Unsupported(_))));
+    let parts = parts.with_http(handle.http());
+    assert_eq!(parts.http().fetch(request).await.unwrap().status, 204);
 }
 
 #[tokio::test]

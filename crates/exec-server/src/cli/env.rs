@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use exec_server_client::environment::connect::Connect;
 use exec_server_client::environment::{EnvironmentsFile, LOCAL};
+use exec_server_client::registry::RegistryUrl;
 use exec_server_protocol::NoParams;
 use exec_server_protocol::environment::{EnvironmentInfo, Status};
 use serde_json::{Value, json};
@@ -68,9 +69,10 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         let mut entry = Table::new();
         entry["id"] = value(&args.id);
         if let Some(url) = &args.url {
-            let way = match url.starts_with(ssh::SCHEME) {
-                true => "ssh",
-                false => "url",
+            let way = match url {
+                url if url.starts_with(ssh::SCHEME) => "ssh",
+                url if RegistryUrl::matches(url) => "registry",
+                _ => "url",
             };
             entry[way] = value(url);
         }

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod environments;
+mod examples;
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};

@@ -1,0 +1,58 @@
+//! Environments of a registry, as a list of environments has them.
+
+use std::path::PathBuf;
+
+use exec_server_transport::identity;
+use exec_server_transport::tls::TlsClientOptions;
+
+use super::connect::Connect;
+use crate::backend::Reply;
+use crate::client::ExecServerClient;
+use crate::dial::DialError;
+use crate::error::ExecServerError;
+use crate::options::ExecServerClientConnectOptions;
+use crate::registry::{
+    KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryTarget, RegistryUrl, Trust,
+};
+
+/// An environment of a registry; keys are read or made when it is first connected to.
+#[derive(Debug, Clone)]
+pub(super) struct RegistryEntry {
+    pub(super) url: RegistryUrl,
+    pub(super) auth: RegistryAuth,
+    pub(super) tls: TlsClientOptions,
+    pub(super) options: ExecServerClientConnectOptions,
+    /// Where our own keys are, and those of environments that we have seen. Without it the keys are
+    /// made up, and the registry is believed.
+    pub(super) state: Option<PathBuf>,
+}
+
+impl RegistryEntry {
+    async fn target(&self) -> Result<RegistryTarget, ExecServerError> {
+        let client_name = self.options.client_name.as_str();
+        let mut args = RegistryConnectArgs::of(&self.url, self.auth.clone(), client_name);
+        args.options = self.options.clone();
+        args.registry.tls = self.tls.clone();
+        // Whoever writes `registry+http:` has been told.
+        args.registry.danger_plain_http = true;
+        if let Some(state) = self.state.clone() {
+            args.trust = Trust::FirstUse(KnownEnvironments::new(state.join("known_environments")));
+            let keys = state.join("harness.identity");
+            let read = tokio::task::spawn_blocking(move || identity::load_or_create(&keys)).await;
+            args.identity = read
+                .map_err(DialError::lasting)?
+                .map_err(DialError::lasting)?;
+        }
+        Ok(RegistryTarget::new(args)?)
+    }
+}
+
+impl Connect for RegistryEntry {
+    fn connect(&self) -> Reply<'_, ExecServerClient> {
+        Box::pin(async move { self.target().await?.connect().await })
+    }
+
+    fn target(&self) -> String {
+        self.url.to_string()
+    }
+}

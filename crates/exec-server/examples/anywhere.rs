@@ -1,0 +1,55 @@
+//! One program, here or elsewhere: where it runs things is decided by configuration alone.
+//!
+//!     cargo run -p exec-server --example anywhere -- uname -a
+//!     EXEC_SERVER_URL=ws://127.0.0.1:4600 cargo run -p exec-server --example anywhere -- uname -a
+//!     exec-server env add --default worker ws://127.0.0.1:4600; cargo run … --example anywhere -- uname -a
+
+use std::error::Error;
+use std::io::Write;
+
+use exec_server::environment::{ConfiguredEnvironments, Environment, EnvironmentManager};
+use exec_server::executor::{Executor, ExecutorConfig};
+use exec_server::protocol::process::StartParams;
+use exec_server::{CollectOptions, ProcessOutput};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let configured = ConfiguredEnvironments::new(|name| std::env::var(name).ok());
+    let command = std::env::args().skip(1).collect();
+    run(configured, command, &mut std::io::stdout()).await
+}
+
+/// Runs a command wherever the configuration says, and tells where that was.
+pub async fn run(
+    configured: ConfiguredEnvironments,
+    command: Vec<String>,
+    out: &mut impl Write,
+) -> Result<(), Box<dyn Error>> {
+    let here = Environment::local(Executor::new(ExecutorConfig::default())?);
+    let manager = EnvironmentManager::from_provider(&configured, Some(here)).await?;
+    let place = manager
+        .default_environment()
+        .ok_or("there is no environment to work in")?;
+    let output = in_environment(&place, command).await?;
+    write!(
+        out,
+        "{}: {}",
+        place.id(),
+        String::from_utf8_lossy(&output.stdout)
+    )?;
+    Ok(())
+}
+
+/// This part neither knows nor cares where it runs.
+async fn in_environment(
+    place: &Environment,
+    argv: Vec<String>,
+) -> Result<ProcessOutput, Box<dyn Error>> {
+    let params = StartParams {
+        process_id: "example".to_owned(),
+        argv,
+        ..StartParams::default()
+    };
+    let started = place.exec().start(params).await?;
+    Ok(started.process.output(CollectOptions::default()).await?)
+}

@@ -1,0 +1,56 @@
+//! One command on every environment at once, with whatever each of them answers.
+//!
+//!     exec-server env add worker ws://127.0.0.1:4600
+//!     cargo run -p exec-server --example everywhere -- uname -a
+
+use std::error::Error;
+use std::io::Write;
+use std::sync::Arc;
+
+use exec_server::environment::{ConfiguredEnvironments, Environment, EnvironmentManager};
+use exec_server::executor::{Executor, ExecutorConfig};
+use exec_server::protocol::process::StartParams;
+use exec_server::{CollectOptions, ExecServerError};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let configured = ConfiguredEnvironments::new(|name| std::env::var(name).ok());
+    let command = std::env::args().skip(1).collect();
+    run(configured, command, &mut std::io::stdout()).await
+}
+
+/// Runs a command on all environments at the same time; what they say comes in their order.
+pub async fn run(
+    configured: ConfiguredEnvironments,
+    command: Vec<String>,
+    out: &mut impl Write,
+) -> Result<(), Box<dyn Error>> {
+    let here = Environment::local(Executor::new(ExecutorConfig::default())?);
+    let manager = EnvironmentManager::from_provider(&configured, Some(here)).await?;
+    // From here on these handles are used, whatever becomes of their ids.
+    let ids = manager.default_ids();
+    let work = manager.attach(ids.iter().map(String::as_str));
+    let running: Vec<_> = work
+        .environments()
+        .iter()
+        .map(|place| tokio::spawn(on(Arc::clone(place), command.clone())))
+        .collect();
+    for (place, running) in work.environments().iter().zip(running) {
+        match running.await? {
+            Ok(text) => write!(out, "{}: {text}", place.id())?,
+            Err(error) => writeln!(out, "{} failed: {error}", place.id())?,
+        }
+    }
+    Ok(())
+}
+
+async fn on(place: Arc<Environment>, argv: Vec<String>) -> Result<String, ExecServerError> {
+    let params = StartParams {
+        process_id: "example".to_owned(),
+        argv,
+        ..StartParams::default()
+    };
+    let started = place.exec().start(params).await?;
+    let output = started.process.output(CollectOptions::default()).await?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

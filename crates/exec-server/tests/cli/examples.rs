@@ -1,0 +1,86 @@
+//! The examples, run as they are: what they promise must work.
+
+use exec_server::environment::ConfiguredEnvironments;
+
+use super::server;
+
+#[expect(dead_code, reason = "the tests have a `main` of their own")]
+#[path = "../../examples/anywhere.rs"]
+mod anywhere;
+#[expect(dead_code, reason = "the tests have a `main` of their own")]
+#[path = "../../examples/everywhere.rs"]
+mod everywhere;
+
+/// A configuration of this text, and of a variable.
+fn configured(text: &str, url: Option<&str>) -> (tempfile::TempDir, ConfiguredEnvironments) {
+    let home = tempfile::tempdir().unwrap();
+    std::fs::write(home.path().join("environments.toml"), text).unwrap();
+    let configured = ConfiguredEnvironments::new(|name| match name {
+        "EXEC_SERVER_HOME" => Some(home.path().to_str().unwrap().to_owned()),
+        "EXEC_SERVER_URL" => url.map(str::to_owned),
+        _ => None,
+    });
+    (home, configured)
+}
+
+/// A command that tells which process started it.
+fn command() -> Vec<String> {
+    ["/bin/sh", "-c", "echo $PPID"].map(str::to_owned).to_vec()
+}
+
+#[tokio::test]
+async fn anywhere_follows_the_configuration() {
+    let server = server().await;
+    for (text, url, place) in [
+        (String::new(), None, "local: "),
+        (String::new(), Some(server.url()), "remote: "),
+        (
+            format!(
+                "default = 'w'\n[[environments]]\nid = 'w'\nurl = '{}'",
+                server.url()
+            ),
+            None,
+            "w: ",
+        ),
+    ] {
+        let (_home, configured) = configured(&text, url);
+        let mut out = Vec::new();
+        let command = ["echo", "hello"].map(str::to_owned).to_vec();
+        anywhere::run(configured, command, &mut out).await.unwrap();
+        assert_eq!(String::from_utf8(out).unwrap(), format!("{place}hello\n"));
+    }
+    let (_home, configured) = configured("default = 'none'", None);
+    let refused = anywhere::run(configured, command(), &mut Vec::new()).await;
+    assert!(refused.is_err());
+}
+
+#[tokio::test]
+async fn everywhere_asks_all_of_them() {
+    let (one, two) = (server().await, server().await);
+    let entry = |id: &str, url: &str| format!("[[environments]]\nid = '{id}'\nurl = '{url}'\n");
+    let text = format!(
+        "{}{}{}",
+        entry("two", two.url()),
+        entry("gone", "unix:///nonexistent/socket"),
+        entry("one", one.url())
+    );
+    let (_home, configured) = configured(&format!("default = 'one'\n{text}"), None);
+    let mut out = Vec::new();
+    everywhere::run(configured, command(), &mut out)
+        .await
+        .unwrap();
+    let said = String::from_utf8(out).unwrap();
+    let lines: Vec<_> = said.lines().collect();
+    assert_eq!(lines.len(), 4, "{said}");
+    for (line, start) in lines
+        .iter()
+        .zip(["one: ", "local: ", "two: ", "gone failed: "])
+    {
+        assert!(line.starts_with(start), "{said}");
+    }
+    // Each ran where it should: here, and on two servers.
+    let here = std::process::id().to_string();
+    assert_eq!(lines[1], format!("local: {here}"));
+    let [one, two] = [lines[0], lines[2]].map(|line| line.split_once(": ").unwrap().1);
+    assert!(one != two && one != here && two != here, "{said}");
+}
