@@ -823,7 +823,10 @@ mod tests {
                 table("colour = 1"),
                 "4: `colour`: unknown key; known are id, url, ",
             ),
-            (table(""), "3: `id`: `a` needs one of url, program, ssh, registry"),
+            (
+                table(""),
+                "3: `id`: `a` needs one of url, program, ssh, registry",
+            ),
             (table("url = 'ssh://h'"), "4: `url`: write `ssh = "),
             (table("ssh = 'box'"), "4: `ssh`: "),
             (

@@ -223,7 +223,7 @@ pub enum SshError {
 
 impl SshError {
     /// Whether it is worth trying again: what happened to the connection, not what is there.
-    fn may_pass(&self) -> bool {
+    pub(crate) fn may_pass(&self) -> bool {
         matches!(
             self,
             Self::Connect { .. } | Self::Timeout { .. } | Self::Link(_)
