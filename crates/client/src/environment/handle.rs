@@ -29,6 +29,9 @@ use crate::map::{MappedBackend, MappedFileSystem};
 /// How long a probe waits for an answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a session may take to notice that its link is gone for good.
+const SETTLE: Duration = Duration::from_millis(250);
+
 /// How long a look at directories may take, besides what any request may.
 const DISCOVERY_TIME: Duration = Duration::from_secs(60);
 
@@ -330,6 +333,14 @@ impl Environment {
                 let answer = client
                     .call_waiting::<DiscoverV1>(&params, DISCOVERY_TIME)
                     .await;
+                if let Err(ExecServerError::Closed(_) | ExecServerError::Interrupted { .. }) =
+                    answer
+                {
+                    // The call hears of a lost link before the session does; whoever asks again at
+                    // once must not meet the same one.
+                    let mut closed = client.closed();
+                    let _ = tokio::time::timeout(SETTLE, closed.wait_for(Option::is_some)).await;
+                }
                 match answer {
                     Err(error) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
                         Err(ExecServerError::Unsupported(DiscoverV1::NAME))
