@@ -769,7 +769,7 @@ async fn methods_are_what_the_table_says() {
     let (_server, mut client) = served(Transport::Websocket).await;
     for (method, state, _) in METHODS {
         // Params that no method takes: whoever knows the method says so.
-        let refused = client.refused(method, json!([[]])).await;
+        let refused = client.refused(method, json!([[[]]])).await;
         let unknown = refused.code == -32601;
         assert_eq!(unknown, matches!(state, Absent(_)), "{method}: {refused}");
     }
