@@ -20,7 +20,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Runs a command wherever the configuration says, and tells where that was.
-pub async fn run(
+pub(crate) async fn run(
     configured: ConfiguredEnvironments,
     command: Vec<String>,
     out: &mut impl Write,

@@ -20,7 +20,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Runs a command on all environments at the same time; what they say comes in their order.
-pub async fn run(
+pub(crate) async fn run(
     configured: ConfiguredEnvironments,
     command: Vec<String>,
     out: &mut impl Write,
