@@ -12,25 +12,32 @@ use super::settings::Settings;
 pub(super) struct Log(Box<dyn Fn(EnvFilter) -> anyhow::Result<()> + Send>);
 
 fn filter(settings: &Settings) -> anyhow::Result<EnvFilter> {
-    parse(settings.text("log.filter").unwrap_or("error"))
+    parse(
+        "`log.filter`",
+        settings.text("log.filter").unwrap_or("error"),
+    )
 }
 
-fn parse(text: &str) -> anyhow::Result<EnvFilter> {
+fn parse(name: &str, text: &str) -> anyhow::Result<EnvFilter> {
     EnvFilter::builder()
         .parse(text)
-        .with_context(|| format!("the log filter is `{text}`"))
+        .with_context(|| format!("{name} is `{text}`"))
 }
 
 /// Starts logging.
 pub(super) fn start(settings: &Settings) -> anyhow::Result<Log> {
     let json = settings.text("log.format") == Some("json");
-    start_with(settings.text("log.filter").unwrap_or("error"), json)
+    begin(filter(settings)?, json)
 }
 
 /// As [`start`], with these settings.
 pub(super) fn start_with(filter: &str, json: bool) -> anyhow::Result<Log> {
+    begin(parse("the log filter", filter)?, json)
+}
+
+fn begin(filter: EnvFilter, json: bool) -> anyhow::Result<Log> {
     let builder = Subscriber::builder()
-        .with_env_filter(parse(filter)?)
+        .with_env_filter(filter)
         .with_writer(std::io::stderr);
     if json {
         let builder = builder.json().with_filter_reloading();

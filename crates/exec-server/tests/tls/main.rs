@@ -322,7 +322,11 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
     // And on request.
     std::fs::copy(&third.1, &identity.1).unwrap();
     proc::signal(server.pid(), Signal::HUP);
-    said(&server, "settings, tokens and certificates were read again").await;
+    said(
+        &server,
+        "settings, limits, tokens and certificates were read again",
+    )
+    .await;
     works(server.url(), pinned(&pin("third.pem"))).await;
     client.ok("process/list", json!({})).await;
 }
