@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use exec_server_protocol::PathUri;
+use exec_server_protocol::environment::{EnvironmentInfo, Shell};
+
 /// What the password database says of a user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Account {
@@ -76,6 +79,33 @@ pub fn home(env: &BTreeMap<String, String>, account: Option<&Account>) -> Option
         .map(PathBuf::from)
         .filter(|home| home.is_absolute());
     from_env.or_else(|| account.map(|account| account.home.clone()))
+}
+
+/// What clients are told of this machine, but for what only a server knows of itself.
+pub fn describe(env: &BTreeMap<String, String>) -> EnvironmentInfo {
+    let account = account();
+    let (name, path) = shell(account.as_ref());
+    let uri = |path: &Path| PathUri::from_native(path).ok();
+    let tmpdir = env.get("TMPDIR").filter(|dir| !dir.is_empty());
+    EnvironmentInfo {
+        shell: Shell {
+            name,
+            path: path.to_string_lossy().into_owned(),
+        },
+        executor_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        provider_id: None,
+        cwd: None,
+        user_home_dir: home(env, account.as_ref()).as_deref().and_then(uri),
+        platform_os: Some(std::env::consts::OS.to_owned()),
+        prepend_path_dirs: Vec::new(),
+        temporary_directories: tmpdir
+            .and_then(|dir| uri(Path::new(dir)))
+            .into_iter()
+            .collect(),
+        temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
+        capabilities: BTreeMap::default(),
+        extensions: Vec::new(),
+    }
 }
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::timeout;
 
-use crate::proc::PATIENCE;
+use crate::proc::{self, PATIENCE};
 
 /// A running server; dropping it ends the process.
 #[derive(Debug)]
@@ -97,6 +97,19 @@ impl Server {
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
+    }
+
+    /// Waits until the server has written this to stderr.
+    ///
+    /// # Panics
+    ///
+    /// If it does not.
+    pub async fn said(&self, text: &str) {
+        proc::eventually(text, || {
+            let stderr = self.stderr();
+            stderr.contains(text).then_some(()).ok_or(stderr)
+        })
+        .await;
     }
 
     /// What the server wrote to stderr so far.

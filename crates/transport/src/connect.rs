@@ -138,35 +138,60 @@ where
     }
 }
 
-async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
-    let bad = |reason: &str| ConnectError::Url {
+/// Whether this is a URL that can be dialled at all.
+///
+/// # Errors
+///
+/// What is wrong with it.
+pub fn check_url(url: &str) -> Result<(), ConnectError> {
+    match url.strip_prefix("unix://") {
+        Some(path) => socket_path(url, path).map(drop),
+        None => websocket_url(url).map(drop),
+    }
+}
+
+fn bad_url(url: &str, reason: &str) -> ConnectError {
+    ConnectError::Url {
         url: url.to_owned(),
         reason: reason.to_owned(),
+    }
+}
+
+fn socket_path(url: &str, path: &str) -> Result<PathBuf, ConnectError> {
+    let path = PathBuf::from(path);
+    if !path.is_absolute() {
+        let reason = "a unix socket needs an absolute path, as in unix:///run/x.sock";
+        return Err(bad_url(url, reason));
+    }
+    Ok(path)
+}
+
+/// The URL, and whether it asks for TLS.
+fn websocket_url(url: &str) -> Result<(Url, bool), ConnectError> {
+    let parsed = Url::parse(url).map_err(|error| bad_url(url, &error.to_string()))?;
+    let secure = match parsed.scheme() {
+        "ws" => false,
+        "wss" => true,
+        _ => {
+            let reason = "expected ws://HOST:PORT, wss://HOST:PORT or unix:///PATH";
+            return Err(bad_url(url, reason));
+        }
     };
+    Ok((parsed, secure))
+}
+
+async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
+    let bad = |reason: &str| bad_url(url, reason);
     let io = |source| ConnectError::Io {
         url: url.to_owned(),
         source,
     };
     if let Some(path) = url.strip_prefix("unix://") {
-        let path = PathBuf::from(path);
-        if !path.is_absolute() {
-            return Err(bad(
-                "a unix socket needs an absolute path, as in unix:///run/x.sock",
-            ));
-        }
+        let path = socket_path(url, path)?;
         let (reader, writer) = UnixStream::connect(&path).await.map_err(io)?.into_split();
         return upgrade(url, "localhost", "/", options, reader, writer).await;
     }
-    let parsed = Url::parse(url).map_err(|error| bad(&error.to_string()))?;
-    let secure = match parsed.scheme() {
-        "ws" => false,
-        "wss" => true,
-        _ => {
-            return Err(bad(
-                "expected ws://HOST:PORT, wss://HOST:PORT or unix:///PATH",
-            ));
-        }
-    };
+    let (parsed, secure) = websocket_url(url)?;
     let host = parsed.host_str().ok_or_else(|| bad("no host"))?;
     let port = parsed
         .port_or_known_default()

@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use exec_server_service::remote::{self, Destination, Status};
+use exec_server_transport::connect::check_url;
 use exec_server_transport::{ConnectOptions, Secret};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -36,6 +37,8 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     hide_api_key(&settings)?;
     let destination = match connect {
         Some(url) => {
+            // Who registers with it would tell only the first client.
+            check_url(&url)?;
             let mut options = ConnectOptions::default();
             if let Some(path) = connect_token_file {
                 let token = Secret::read(&path)

@@ -358,14 +358,7 @@ async fn limits_are_exchanged_on_sighup() {
 
     limits(2, 2);
     proc::signal(server.pid(), Signal::HUP);
-    proc::eventually("the settings to be read again", || {
-        let stderr = server.stderr();
-        stderr
-            .contains("were read again")
-            .then_some(())
-            .ok_or(stderr)
-    })
-    .await;
+    server.said("were read again").await;
     second.ok("initialize", hello).await;
     client.ok("process/start", start).await;
 }
@@ -386,14 +379,7 @@ async fn tokens_are_exchanged_on_sighup() {
     let mut client = session_with(server.url(), "old-one").await;
     files.write("token", "new-one");
     proc::signal(server.pid(), Signal::HUP);
-    proc::eventually("the settings to be read again", || {
-        let stderr = server.stderr();
-        stderr
-            .contains("were read again")
-            .then_some(())
-            .ok_or(stderr)
-    })
-    .await;
+    server.said("were read again").await;
     session_with(server.url(), "new-one").await;
     assert!(connect_with(server.url(), "old-one").await.is_err());
     // Who is in stays in.
@@ -402,14 +388,9 @@ async fn tokens_are_exchanged_on_sighup() {
     // A file that is gone changes nothing, and is complained about.
     std::fs::remove_file(&file).unwrap();
     proc::signal(server.pid(), Signal::HUP);
-    proc::eventually("the complaint", || {
-        let stderr = server.stderr();
-        stderr
-            .contains("nothing was changed: failed to read websocket auth secret")
-            .then_some(())
-            .ok_or(stderr)
-    })
-    .await;
+    server
+        .said("nothing was changed: failed to read websocket auth secret")
+        .await;
     session_with(server.url(), "new-one").await;
     assert!(server.is_running());
     let shown = server.stderr();

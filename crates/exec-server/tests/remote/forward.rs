@@ -124,3 +124,16 @@ async fn a_destination_is_one_or_the_other() {
         assert!(stderr.contains(part), "{stderr}");
     }
 }
+
+#[tokio::test]
+async fn what_cannot_be_dialled_is_not_registered() {
+    let meeting = Meeting::new().await;
+    for url in ["nonsense", "http://127.0.0.1:1", "unix://relative"] {
+        let mut command = forward(&meeting, "none");
+        command.args(["--connect", url]);
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains(url), "{stderr}");
+    }
+}

@@ -303,7 +303,7 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
     authority.issue("server", "127.0.0.1", false);
     let second = pin("server.pem");
     assert_ne!(first, second);
-    said(&server, "the certificate was read again").await;
+    server.said("the certificate was read again").await;
     works(server.url(), pinned(&second)).await;
     fails(server.url(), pinned(&first), "the server's key has the pin").await;
     client.ok("process/list", json!({})).await;
@@ -311,33 +311,24 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
     // A broken one is complained about and changes nothing.
     std::fs::write(&identity.0, "broken").unwrap();
     proc::signal(server.pid(), Signal::HUP);
-    said(&server, "nothing was changed: cannot read certificates").await;
+    server
+        .said("nothing was changed: cannot read certificates")
+        .await;
     works(server.url(), pinned(&second)).await;
     // So is one that does not fit its key.
     let third = authority.issue("third", "127.0.0.1", false);
     std::fs::copy(&third.0, &identity.0).unwrap();
-    said(&server, "the old certificate stays in use").await;
+    server.said("the old certificate stays in use").await;
     works(server.url(), pinned(&second)).await;
 
     // And on request.
     std::fs::copy(&third.1, &identity.1).unwrap();
     proc::signal(server.pid(), Signal::HUP);
-    said(
-        &server,
-        "settings, limits, tokens and certificates were read again",
-    )
-    .await;
+    server
+        .said("settings, limits, tokens and certificates were read again")
+        .await;
     works(server.url(), pinned(&pin("third.pem"))).await;
     client.ok("process/list", json!({})).await;
-}
-
-/// Waits until the server has logged this.
-async fn said(server: &Server, text: &str) {
-    proc::eventually(text, || {
-        let stderr = server.stderr();
-        stderr.contains(text).then_some(()).ok_or(stderr)
-    })
-    .await;
 }
 
 #[tokio::test]

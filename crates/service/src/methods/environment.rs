@@ -1,11 +1,9 @@
 //! `environment/*`.
 
-use std::path::Path;
-
 use exec_server_executor::configuration::ConfigError;
 use exec_server_executor::host;
 use exec_server_protocol::environment::{
-    ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness, Shell,
+    ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness,
 };
 use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::{NoParams, PathUri};
@@ -36,36 +34,18 @@ const CAPABILITIES: &[(&str, bool)] = &[
 
 /// What this machine is like; asked once, at start.
 pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
-    let account = host::account();
-    let (name, path) = host::shell(account.as_ref());
-    let uri = |path: &Path| PathUri::from_native(path).ok();
-    let tmpdir = config
-        .environment
-        .get("TMPDIR")
-        .filter(|dir| !dir.is_empty());
     EnvironmentInfo {
-        shell: Shell {
-            name,
-            path: path.to_string_lossy().into_owned(),
-        },
-        executor_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         provider_id: host::machine_id().map(|id| provider_id(&id)),
-        cwd: config.cwd.as_deref().and_then(uri),
-        user_home_dir: host::home(&config.environment, account.as_ref())
+        cwd: config
+            .cwd
             .as_deref()
-            .and_then(uri),
-        platform_os: Some(std::env::consts::OS.to_owned()),
-        prepend_path_dirs: Vec::new(),
-        temporary_directories: tmpdir
-            .and_then(|dir| uri(Path::new(dir)))
-            .into_iter()
-            .collect(),
-        temp_dir: uri(Path::new(tmpdir.map_or("/tmp", String::as_str))),
+            .and_then(|cwd| PathUri::from_native(cwd).ok()),
         capabilities: CAPABILITIES
             .iter()
             .map(|&(name, whole)| (name.to_owned(), whole))
             .collect(),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
+        ..host::describe(&config.environment)
     }
 }
 
