@@ -1,5 +1,6 @@
 //! The calls of the registry, without HTTP: who may register, connect and be vouched for.
 
+use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -56,6 +57,17 @@ impl From<StoreError> for CallError {
             "store_unavailable",
             "the registry cannot reach its store",
         )
+    }
+}
+
+impl From<AttachError> for CallError {
+    fn from(error: AttachError) -> Self {
+        let (status, code) = match error {
+            AttachError::Offline => (409, "environment_offline"),
+            AttachError::TooManySockets(_) => (429, "too_many_sockets"),
+            AttachError::Unavailable(_) => (503, "route_unavailable"),
+        };
+        Self::new(status, code, error.to_string())
     }
 }
 
@@ -294,11 +306,8 @@ impl Registry {
         if self.store.registration(&environment).await?.is_none() {
             return Err(offline());
         }
-        let attached = self
-            .router
-            .attached(&environment)
-            .await
-            .ok_or_else(offline)?;
+        let attached = self.router.attached(&environment).await?;
+        let attached = attached.ok_or_else(offline)?;
         let registration = self.store.registration(&environment).await?;
         let registration = registration
             .filter(|registration| *registration.registration == *attached)
@@ -418,6 +427,11 @@ impl Registry {
 
     /// The environments that a caller may know of.
     pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<Listed>, CallError> {
+        let places = self.router.places().await;
+        let places: HashMap<_, _> = places
+            .iter()
+            .map(|place| (place.environment.as_str(), place))
+            .collect();
         let mut listed = Vec::new();
         for registration in self.store.registrations().await? {
             let own = *registration.owner == *caller.name;
@@ -425,7 +439,7 @@ impl Registry {
             if !caller.is(Role::Admin) && !own && !reachable {
                 continue;
             }
-            let presence = self.router.presence(&registration.environment).await;
+            let place = places.get(registration.environment.as_str());
             listed.push(Listed {
                 executor_key: registration.executor.fingerprint().to_string(),
                 environment_id: registration.environment,
@@ -433,9 +447,9 @@ impl Registry {
                 name: registration.name,
                 owner: registration.owner,
                 registered_at: registration.registered_at,
-                online: presence.is_some(),
-                harnesses: presence.unwrap_or_default().harnesses,
-                streams: presence.unwrap_or_default().streams,
+                online: place.is_some(),
+                harnesses: place.map_or(0, |place| place.harnesses),
+                streams: place.map_or(0, |place| place.streams),
             });
         }
         Ok(listed)

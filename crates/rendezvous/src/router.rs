@@ -13,6 +13,7 @@ use bytes::Bytes;
 use exec_server_relay::Reason;
 use exec_server_relay::frame::{Body, Frame};
 use exec_server_relay::keys::Fingerprint;
+use serde::{Deserialize, Serialize};
 
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
@@ -122,6 +123,9 @@ pub enum AttachError {
     /// The harness has as many sockets as it may.
     #[error("limit of {0} sockets of one harness reached")]
     TooManySockets(usize),
+    /// It cannot be told now who is where; those who are attached stay so.
+    #[error("{0}")]
+    Unavailable(&'static str),
 }
 
 /// Whom to turn out.
@@ -167,20 +171,67 @@ impl Whom {
     }
 }
 
-/// Who is there, for lists.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Presence {
-    /// Harness sockets.
+/// A process that sockets come to; one that works alone is the only one.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    /// What it is called; no two have the same.
+    pub name: String,
+    /// How peers reach this very one, as in `https://one.meet.example`, if that is known.
+    pub url: Option<String>,
+    /// Its version.
+    pub version: String,
+    /// When it came up, in milliseconds since 1970 by its own clock.
+    pub started_at: u64,
+    /// It takes nobody in any more, and sends those who are there elsewhere.
+    pub draining: bool,
+    /// Executors that are attached to it.
+    pub executors: usize,
+    /// Sockets of harnesses there.
+    pub harnesses: usize,
+    /// Streams of the executors that are attached to it.
+    pub streams: usize,
+}
+
+/// An environment whose executor is attached somewhere.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// Its id.
+    pub environment: String,
+    /// The registration of the executor that is there.
+    pub registration: String,
+    /// Where.
+    pub node: String,
+    /// Sockets of harnesses there.
     pub harnesses: usize,
     /// Streams with a harness on them.
     pub streams: usize,
 }
 
+/// One stream, and who is on it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamPlace {
+    /// Which one.
+    pub stream: String,
+    /// Its environment.
+    pub environment: String,
+    /// Where its executor is.
+    pub executor_node: String,
+    /// Where its harness came in.
+    pub harness_node: String,
+    /// The token that its harness came with.
+    pub token: String,
+    /// The SHA-256 of the harness's keys.
+    pub key: String,
+}
+
 /// Brings the sockets of an environment together.
 pub trait Router: fmt::Debug + Send + Sync {
     /// Attaches an executor; one that is there already is replaced.
-    fn attach_executor(&self, who: Executor, mailbox: Arc<Mailbox>)
-    -> Pending<'_, Box<dyn Uplink>>;
+    fn attach_executor(
+        &self,
+        who: Executor,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>>;
 
     /// Attaches a harness.
     fn attach_harness(
@@ -190,14 +241,26 @@ pub trait Router: fmt::Debug + Send + Sync {
     ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>>;
 
     /// The registration of the executor that is attached; waits a little for one that has just gone.
-    fn attached(&self, environment: &str) -> Pending<'_, Option<Arc<str>>>;
-
-    /// Who is at an environment: `None` if its executor is not.
-    fn presence(&self, environment: &str) -> Pending<'_, Option<Presence>>;
+    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>>;
 
     /// Ends the sockets and streams of somebody; says how many sockets that were.
     fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize>;
 
     /// Ends the sockets of harnesses that `stays` does not want any more.
     fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
+
+    /// All nodes that work together, this one first.
+    fn nodes(&self) -> Pending<'_, Vec<Node>>;
+
+    /// All environments whose executor is attached, wherever that is.
+    fn places(&self) -> Pending<'_, Vec<Place>>;
+
+    /// The streams of all environments, or of one.
+    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>>;
+
+    /// Asks a node to send everybody elsewhere and to end; `false` if there is no such node.
+    fn drain(&self, node: &str) -> Pending<'_, bool>;
+
+    /// Done when somebody has asked this node to drain.
+    fn told_to_drain(&self) -> Pending<'_, ()>;
 }

@@ -596,6 +596,7 @@ impl Visitor {
             Refused::Attach(error @ AttachError::TooManySockets(_)) => {
                 reject(429, &error.to_string())
             }
+            Refused::Attach(error @ AttachError::Unavailable(_)) => reject(503, &error.to_string()),
         };
         let admitted = shared.registry.admit(ticket).await.map_err(refused)?;
         let router = &shared.registry.router;
@@ -605,7 +606,8 @@ impl Visitor {
                     "environment": &*who.environment, "role": role.name(),
                     "registration": &*who.registration, "peer": self.peer.to_string(),
                 });
-                let uplink = router.attach_executor(who, Arc::clone(&mailbox)).await;
+                let attached = router.attach_executor(who, Arc::clone(&mailbox)).await;
+                let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
                 (uplink, line)
             }
             Admitted::Harness(who) => {

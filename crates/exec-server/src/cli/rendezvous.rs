@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use exec_server_executor::sys::{memory, own};
 use exec_server_rendezvous::mailbox::Backlog;
+use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::Signer;
 use exec_server_rendezvous::tokens::is_name;
 use exec_server_rendezvous::{
@@ -292,11 +293,12 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(Backlog::default());
+    let router: Arc<dyn Router> = Arc::new(Local::new(limits, Arc::clone(&backlog)));
     let rendezvous = Rendezvous::new(
         config,
         Parts {
             store: Arc::new(store),
-            router: Arc::new(Local::new(limits, Arc::clone(&backlog))),
+            router: Arc::clone(&router),
             backlog,
             signer: place.signer()?,
             tokens,
@@ -320,6 +322,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
         tokio::select! {
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
+            () = router.told_to_drain() => break,
             _ = hangup.recv() => {
                 stamp = None;
                 if let Some(tls) = &tls {

@@ -18,10 +18,13 @@ use exec_server_relay::Reason;
 use exec_server_relay::frame::Transmit;
 use exec_server_relay::keys::Fingerprint;
 use exec_server_transport::frame::{Opcode, push_parts};
+use exec_server_transport::journal;
 use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 
 use super::{
-    AttachError, Executor, Harness, HoldingUp, Kind, Outcome, Presence, Router, Uplink, Whom,
+    AttachError, Executor, Harness, HoldingUp, Kind, Node, Outcome, Place, Router, StreamPlace,
+    Uplink, Whom,
 };
 use crate::mailbox::{Backlog, Mailbox};
 use crate::store::Pending;
@@ -104,6 +107,11 @@ struct Shared {
     limits: RouterLimits,
     backlog: Arc<Backlog>,
     started: Instant,
+    started_at: u64,
+    /// What this process is called.
+    node: String,
+    /// Somebody wants it to end.
+    drain: CancellationToken,
     /// Names sockets.
     sockets: AtomicU64,
 }
@@ -111,13 +119,91 @@ struct Shared {
 impl Local {
     /// A router with nobody attached; what waits in its sockets' mailboxes counts as `backlog`.
     pub fn new(limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
+        Self::named("local", limits, backlog)
+    }
+
+    /// As [`Local::new`], in a process that others know by this name.
+    pub fn named(node: impl Into<String>, limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
         Self(Arc::new(Shared {
             hubs: Mutex::default(),
             limits,
             backlog,
             started: now(),
+            started_at: journal::now(),
+            node: node.into(),
+            drain: CancellationToken::new(),
             sockets: AtomicU64::new(1),
         }))
+    }
+
+    /// This process, as others are told of it.
+    pub(super) fn node(&self) -> Node {
+        let mut node = Node {
+            name: self.0.node.clone(),
+            url: None,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            started_at: self.0.started_at,
+            draining: self.0.drain.is_cancelled(),
+            executors: 0,
+            harnesses: 0,
+            streams: 0,
+        };
+        for hub in self.all() {
+            let state = hub.lock();
+            node.executors += usize::from(state.executor.is_some());
+            node.harnesses += state.harnesses.len();
+            node.streams += state.live_streams();
+        }
+        node
+    }
+
+    fn all(&self) -> Vec<Arc<Hub>> {
+        self.hubs().values().cloned().collect()
+    }
+
+    /// The environments whose executors are here.
+    pub(super) fn places_here(&self) -> Vec<Place> {
+        let place = |hub: Arc<Hub>| {
+            let state = hub.lock();
+            let executor = state.executor.as_ref()?;
+            Some(Place {
+                environment: hub.environment.to_string(),
+                registration: executor.registration.to_string(),
+                node: self.0.node.clone(),
+                harnesses: state.harnesses.len(),
+                streams: state.live_streams(),
+            })
+        };
+        self.all().into_iter().filter_map(place).collect()
+    }
+
+    /// The streams of executors that are here.
+    pub(super) fn streams_here(&self, environment: Option<&str>) -> Vec<StreamPlace> {
+        let hubs = match environment {
+            Some(environment) => self.find(environment).into_iter().collect(),
+            None => self.all(),
+        };
+        let mut places = Vec::new();
+        for hub in hubs {
+            let state = hub.lock();
+            for (id, stream) in &state.streams {
+                let guest = stream
+                    .socket
+                    .and_then(|socket| state.harnesses.get(&socket));
+                let Some(guest) = guest.filter(|_| !stream.ended) else {
+                    continue;
+                };
+                places.push(StreamPlace {
+                    stream: id.to_string(),
+                    environment: hub.environment.to_string(),
+                    executor_node: self.0.node.clone(),
+                    harness_node: self.0.node.clone(),
+                    token: guest.who.token.to_string(),
+                    key: guest.who.key.to_string(),
+                });
+            }
+        }
+        places
     }
 
     fn hubs(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Hub>>> {
@@ -254,6 +340,14 @@ struct Gate {
 }
 
 impl State {
+    /// Streams with a harness on them.
+    fn live_streams(&self) -> usize {
+        let streams = self.streams.values();
+        streams
+            .filter(|stream| stream.socket.is_some() && !stream.ended)
+            .count()
+    }
+
     fn is_needed(&self, now: Instant, limits: &RouterLimits) -> bool {
         let recent = |gone: Instant| now.duration_since(gone) < limits.memory;
         self.executor.is_some()
@@ -408,7 +502,7 @@ impl Router for Local {
         &self,
         who: Executor,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Box<dyn Uplink>> {
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
         let hub = self.hub(&who.environment);
         let socket = self.next_socket();
         {
@@ -438,7 +532,7 @@ impl Router for Local {
         }
         hub.arrived.notify_waiters();
         let uplink: Box<dyn Uplink> = Box::new(FromExecutor { hub, socket });
-        Box::pin(std::future::ready(uplink))
+        Box::pin(std::future::ready(Ok(uplink)))
     }
 
     fn attach_harness(
@@ -482,24 +576,9 @@ impl Router for Local {
         Box::pin(std::future::ready(attach()))
     }
 
-    fn attached(&self, environment: &str) -> Pending<'_, Option<Arc<str>>> {
+    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
         let environment: Arc<str> = environment.into();
-        Box::pin(self.wait_for_executor(environment))
-    }
-
-    fn presence(&self, environment: &str) -> Pending<'_, Option<Presence>> {
-        let presence = self.find(environment).and_then(|hub| {
-            let state = hub.lock();
-            state.executor.as_ref()?;
-            let streams = state.streams.values();
-            Some(Presence {
-                harnesses: state.harnesses.len(),
-                streams: streams
-                    .filter(|stream| stream.socket.is_some() && !stream.ended)
-                    .count(),
-            })
-        });
-        Box::pin(std::future::ready(presence))
+        Box::pin(async { Ok(self.wait_for_executor(environment).await) })
     }
 
     fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
@@ -531,9 +610,8 @@ impl Router for Local {
     }
 
     fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
-        let hubs: Vec<_> = self.hubs().values().cloned().collect();
         let mut count = 0;
-        for hub in hubs {
+        for hub in self.all() {
             let mut state = hub.lock();
             let leaving: Vec<u64> = state
                 .harnesses
@@ -547,6 +625,30 @@ impl Router for Local {
             }
         }
         count
+    }
+
+    fn nodes(&self) -> Pending<'_, Vec<Node>> {
+        Box::pin(std::future::ready(vec![self.node()]))
+    }
+
+    fn places(&self) -> Pending<'_, Vec<Place>> {
+        Box::pin(std::future::ready(self.places_here()))
+    }
+
+    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>> {
+        Box::pin(std::future::ready(self.streams_here(environment)))
+    }
+
+    fn drain(&self, node: &str) -> Pending<'_, bool> {
+        let own = node == self.0.node;
+        if own {
+            self.0.drain.cancel();
+        }
+        Box::pin(std::future::ready(own))
+    }
+
+    fn told_to_drain(&self) -> Pending<'_, ()> {
+        Box::pin(self.0.drain.cancelled())
     }
 }
 
