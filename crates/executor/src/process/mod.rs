@@ -522,10 +522,19 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
         process.shared.signal_group(Signal::KILL);
     }
     let kill = tags.clone();
-    blocking(move || tree::kill(&kill)).await;
-    wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
+    let gone = blocking(move || {
+        tree::kill(&kill);
+        let gone = tree::members(&kill).is_empty();
+        if gone {
+            crate::sandbox::placeholder::clear();
+        }
+        gone
+    });
+    if !gone.await {
+        wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
+        blocking(crate::sandbox::placeholder::clear).await;
+    }
     limits::sweep();
-    blocking(crate::sandbox::placeholder::clear).await;
 }
 
 /// Runs what may block away from the async workers.
