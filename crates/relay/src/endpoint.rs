@@ -624,6 +624,13 @@ impl Endpoint {
         self.events.pop_front()
     }
 
+    /// Whether [`Endpoint::poll_transmit`] may have something.
+    #[must_use]
+    pub fn wants_transmit(&self) -> bool {
+        let empty = self.resets.is_empty() && self.control.is_empty() && self.data.is_empty();
+        self.up && !empty
+    }
+
     /// The next frame to send; nothing while there is no socket.
     ///
     /// Resets and control frames come before records, and streams take turns record by record, so

@@ -787,6 +787,7 @@ async fn read_request(
     if body.len() > length {
         head.rest = body.split_off(length);
     }
+    body.reserve(length.saturating_sub(body.len()));
     while body.len() < length {
         let missing = (length - body.len()) as u64;
         let read = (&mut *reader).take(missing).read_buf(&mut body).await;

@@ -109,7 +109,7 @@ pub enum Kind {
 ///
 /// `InvalidData` when it is not HTTP or too large, `UnexpectedEof` when the peer leaves before its end.
 pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io::Result<Head> {
-    read_next_head(reader, kind, Vec::with_capacity(1024)).await
+    read_next_head(reader, kind, Vec::new()).await
 }
 
 /// As [`read_head`], after another one; `received` is what came behind that.
@@ -122,6 +122,8 @@ pub async fn read_next_head(
     kind: Kind,
     received: Vec<u8>,
 ) -> io::Result<Head> {
+    /// Enough for a head with a short body, and little enough for a connection that idles.
+    const READ_BYTES: usize = 2048;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let mut buffer = received;
     loop {
@@ -131,6 +133,7 @@ pub async fn read_next_head(
         if buffer.len() >= MAX_HEAD_BYTES {
             return Err(invalid(format!("HTTP head exceeds {MAX_HEAD_BYTES} bytes")));
         }
+        buffer.reserve(READ_BYTES);
         if reader.read_buf(&mut buffer).await? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -8,6 +8,7 @@ use std::future::poll_fn;
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::pin::Pin;
+use std::task::{Context, Poll};
 
 use bytes::{Buf as _, BufMut as _, Bytes};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
@@ -83,13 +84,41 @@ impl Link {
         }
     }
 
+    /// Messages that are handed over whole, without bytes in between.
+    pub fn handed(source: impl Source + 'static, sink: impl Sink + 'static) -> Self {
+        let framing = InFraming::Handed(Box::new(source), Bytes::new());
+        Self {
+            incoming: Incoming::new(Box::new(tokio::io::empty()), framing, Vec::new()),
+            outgoing: Outgoing::new(
+                Box::new(tokio::io::sink()),
+                OutFraming::Handed(Some(Box::new(sink))),
+            ),
+        }
+    }
+
     /// Whether the link has pings of its own.
     pub fn has_pings(&self) -> bool {
         !matches!(
             self.outgoing.framing,
-            OutFraming::Lines | OutFraming::Prefixed
+            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_)
         )
     }
+}
+
+/// Where whole messages come from.
+pub trait Source: Send {
+    /// The next message, or nothing when there will be none.
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>>;
+}
+
+/// Where whole messages go. Dropping it says that there will be no more.
+pub trait Sink: Send {
+    /// Takes messages from the front; done when none is left.
+    fn poll_send(
+        &mut self,
+        cx: &mut Context<'_>,
+        messages: &mut VecDeque<Bytes>,
+    ) -> Poll<io::Result<()>>;
 }
 
 /// Why a link ended.
@@ -147,6 +176,8 @@ enum InFraming {
         scanned: usize,
     },
     Websocket(Decoder),
+    /// The message that was handed over last.
+    Handed(Box<dyn Source>, Bytes),
 }
 
 /// The receiving half.
@@ -173,6 +204,7 @@ impl std::fmt::Debug for Incoming {
 enum Found {
     Buffer(MessageKind, Range<usize>),
     Assembled(MessageKind),
+    Handed,
     Ping(Range<usize>),
     Pong,
     Closed,
@@ -258,7 +290,18 @@ impl Incoming {
             match self.find()? {
                 Ok(found) => break found,
                 Err(_) if self.ended => return Ok(None),
-                Err(missing) => self.fill(missing).await?,
+                Err(missing) => match &mut self.framing {
+                    InFraming::Handed(source, message) => {
+                        let next = poll_fn(|cx| source.poll_next(cx)).await;
+                        self.ended = next.is_none();
+                        *message = next.unwrap_or_default();
+                        self.received += message.len() as u64;
+                        if !self.ended {
+                            break Found::Handed;
+                        }
+                    }
+                    _ => self.fill(missing).await?,
+                },
             }
         };
         let message = |kind, bytes| {
@@ -270,7 +313,11 @@ impl Incoming {
             Found::Buffer(kind, range) => message(kind, &self.buffer[range]),
             Found::Assembled(kind) => match &self.framing {
                 InFraming::Websocket(decoder) => message(kind, decoder.assembled()),
-                InFraming::Lines { .. } | InFraming::Prefixed => None,
+                _ => None,
+            },
+            Found::Handed => match &self.framing {
+                InFraming::Handed(_, bytes) => message(MessageKind::Binary, bytes),
+                _ => None,
             },
             Found::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
             Found::Pong => control(RawEvent::Pong),
@@ -291,6 +338,10 @@ impl Incoming {
             ..
         } = self;
         match framing {
+            InFraming::Handed(_, message) => {
+                *message = Bytes::new();
+                Ok(Err(1))
+            }
             InFraming::Prefixed => {
                 let rest = &buffer[*start..];
                 let Some(prefix) = rest.first_chunk() else {
@@ -391,14 +442,19 @@ enum OutFraming {
     Prefixed,
     ServerFrames,
     ClientFrames(Masks),
+    /// Nothing once this direction has ended.
+    Handed(Option<Box<dyn Sink>>),
 }
 
 /// The sending half: messages are encoded into its buffer and leave with [`Outgoing::flush`].
 pub struct Outgoing {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     framing: OutFraming,
-    /// Parts that leave before the buffer: memory of long messages, and what came before them.
+    /// Parts that leave before the buffer: memory of long messages, and what came before them. Where
+    /// messages are handed over, all of them.
     parts: VecDeque<Bytes>,
+    /// Bytes of `parts`.
+    parted: usize,
     /// Encoded bytes; everything before `sent` has left.
     buffer: Vec<u8>,
     sent: usize,
@@ -421,6 +477,7 @@ impl Outgoing {
             io,
             framing,
             parts: VecDeque::new(),
+            parted: 0,
             buffer: Vec::new(),
             sent: 0,
         }
@@ -428,13 +485,22 @@ impl Outgoing {
 
     /// Bytes that wait for [`Outgoing::flush`].
     pub fn buffered(&self) -> usize {
-        self.parts.iter().map(Bytes::len).sum::<usize>() + self.buffer.len() - self.sent
+        self.parted + self.buffer.len() - self.sent
+    }
+
+    fn push_part(&mut self, part: Bytes) {
+        self.parted += part.len();
+        self.parts.push_back(part);
     }
 
     /// Appends one message that is encoded already; a long one is sent from its own memory.
     pub fn push_encoded(&mut self, mut message: Vec<u8>) {
         /// A copy of less is cheaper than another part.
         const LONG_BYTES: usize = 128 * 1024;
+        if matches!(self.framing, OutFraming::Handed(_)) {
+            self.push_part(message.into());
+            return;
+        }
         if message.len() < LONG_BYTES || matches!(self.framing, OutFraming::Prefixed) {
             self.push_message(message.len(), |out| out.extend_from_slice(&message));
             return;
@@ -443,16 +509,16 @@ impl Outgoing {
             OutFraming::Lines => {
                 message.push(b'\n');
                 self.seal();
-                self.parts.push_back(message.into());
+                self.push_part(message.into());
                 return;
             }
-            OutFraming::ServerFrames | OutFraming::Prefixed => None,
+            OutFraming::ServerFrames | OutFraming::Prefixed | OutFraming::Handed(_) => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
         for (header, part) in frame::long_message(message, mask) {
             self.buffer.extend_from_slice(&header);
             self.seal();
-            self.parts.push_back(part);
+            self.push_part(part);
         }
     }
 
@@ -461,7 +527,7 @@ impl Outgoing {
         let mut sealed = Bytes::from(std::mem::take(&mut self.buffer));
         sealed.advance(std::mem::take(&mut self.sent));
         if !sealed.is_empty() {
-            self.parts.push_back(sealed);
+            self.push_part(sealed);
         }
     }
 
@@ -483,13 +549,18 @@ impl Outgoing {
             OutFraming::ClientFrames(masks) => {
                 frame::push_message(&mut self.buffer, Some(masks.draw()), hint, write);
             }
+            OutFraming::Handed(_) => {
+                let mut message = Vec::with_capacity(hint);
+                write(&mut message);
+                self.push_part(message.into());
+            }
         }
     }
 
     /// Appends one message that is not text, given in two parts, where the link has such a thing.
     pub fn push_binary(&mut self, parts: [&[u8]; 2]) {
         let mask = match &mut self.framing {
-            OutFraming::Lines | OutFraming::Prefixed => return,
+            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_) => return,
             OutFraming::ServerFrames => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
@@ -513,7 +584,7 @@ impl Outgoing {
 
     fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {
         let mask = match &mut self.framing {
-            OutFraming::Lines | OutFraming::Prefixed => return,
+            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_) => return,
             OutFraming::ServerFrames => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
@@ -540,6 +611,24 @@ impl Outgoing {
     pub async fn flush_noting(&mut self, mut taken: impl FnMut()) -> io::Result<()> {
         /// Parts written at once; a header and its payload at least.
         const MAX_SLICES: usize = 8;
+        if let OutFraming::Handed(sink) = &mut self.framing {
+            if self.parts.is_empty() {
+                return Ok(());
+            }
+            let sink = sink.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+            let mut waited = false;
+            let sent = poll_fn(|cx| {
+                let poll = sink.poll_send(cx, &mut self.parts);
+                self.parted = self.parts.iter().map(Bytes::len).sum();
+                waited |= poll.is_pending();
+                poll
+            })
+            .await;
+            if waited {
+                taken();
+            }
+            return sent;
+        }
         while self.buffered() > 0 {
             let mut waited = false;
             let written = poll_fn(|cx| {
@@ -588,6 +677,7 @@ impl Outgoing {
         while let Some(part) = self.parts.front_mut() {
             let now = written.min(part.len());
             part.advance(now);
+            self.parted -= now;
             written -= now;
             if !part.is_empty() {
                 return;
@@ -611,6 +701,10 @@ impl Outgoing {
     /// When the connection fails.
     pub async fn shutdown(&mut self) -> io::Result<()> {
         self.flush().await?;
+        if let OutFraming::Handed(sink) = &mut self.framing {
+            *sink = None;
+            return Ok(());
+        }
         self.io.shutdown().await?;
         // A pipe ends only when it is closed.
         self.io = Box::new(tokio::io::sink());
@@ -642,6 +736,9 @@ impl Masks {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::{Arc, Mutex};
+    use std::task::Waker;
+
     use super::*;
 
     async fn messages(input: &'static [u8]) -> Result<Vec<String>, LinkError> {
@@ -689,6 +786,108 @@ mod tests {
         );
         drop(there);
         assert_eq!(here.incoming.recv().await.unwrap(), None);
+    }
+
+    /// Messages that one end hands to the other, two at a time.
+    #[derive(Clone, Default)]
+    struct Hand(Arc<Mutex<Held>>);
+
+    #[derive(Default)]
+    struct Held {
+        messages: VecDeque<Bytes>,
+        waiting: Option<Waker>,
+        ended: bool,
+    }
+
+    impl Held {
+        fn wake(&mut self) {
+            if let Some(waker) = self.waiting.take() {
+                waker.wake();
+            }
+        }
+    }
+
+    impl Source for Hand {
+        fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+            let mut held = self.0.lock().unwrap();
+            let message = held.messages.pop_front();
+            if message.is_some() {
+                held.wake();
+            } else if !held.ended {
+                held.waiting = Some(cx.waker().clone());
+                return Poll::Pending;
+            }
+            Poll::Ready(message)
+        }
+    }
+
+    struct Giver(Hand);
+
+    impl Sink for Giver {
+        fn poll_send(
+            &mut self,
+            cx: &mut Context<'_>,
+            messages: &mut VecDeque<Bytes>,
+        ) -> Poll<io::Result<()>> {
+            let mut held = self.0.0.lock().unwrap();
+            while held.messages.len() < 2
+                && let Some(message) = messages.pop_front()
+            {
+                held.messages.push_back(message);
+            }
+            held.wake();
+            if messages.is_empty() {
+                return Poll::Ready(Ok(()));
+            }
+            held.waiting = Some(cx.waker().clone());
+            Poll::Pending
+        }
+    }
+
+    impl Drop for Giver {
+        fn drop(&mut self) {
+            let mut held = self.0.0.lock().unwrap();
+            held.ended = true;
+            held.wake();
+        }
+    }
+
+    #[tokio::test]
+    async fn messages_that_are_handed_over_are_bounded_and_end() {
+        let hand = Hand::default();
+        let Link {
+            mut incoming,
+            mut outgoing,
+        } = Link::handed(hand.clone(), Giver(hand));
+        let send = async {
+            for n in 0..9 {
+                outgoing.push_message(0, |out| out.push(n));
+                outgoing.push_encoded(vec![n; 200_000]);
+            }
+            assert_eq!(outgoing.buffered(), 9 * 200_001);
+            let mut waits = 0;
+            outgoing.flush_noting(|| waits += 1).await.unwrap();
+            assert_eq!((outgoing.buffered(), waits), (0, 1));
+            outgoing.shutdown().await.unwrap();
+            outgoing.push_message(0, |out| out.push(0));
+            let error = outgoing.flush().await.unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+        };
+        let receive = async {
+            for n in 0..9_u8 {
+                for length in [1, 200_000] {
+                    let Some(RawEvent::Message { bytes, text: false }) =
+                        incoming.recv_raw().await.unwrap()
+                    else {
+                        panic!("a message");
+                    };
+                    assert!(bytes.len() == length && bytes.iter().all(|byte| *byte == n));
+                }
+            }
+            assert_eq!(incoming.recv_raw().await.unwrap(), None);
+            assert_eq!(incoming.received(), 9 * 200_001);
+        };
+        tokio::join!(send, receive);
     }
 
     #[tokio::test]

@@ -4,18 +4,19 @@
 //! lost is the endpoint's; who may come in, and where to dial, is the caller's.
 //!
 //! ```text
-//!  application ══ Link ══ (pipe) ══ pump ──► Endpoint ──► writer ──► websocket
-//!                                   pump ◄──    │     ◄── reader ◄──
-//!                                            timers
+//!  application ══ Link ──► Endpoint ──► writer ──► websocket
+//!                      ◄──    │     ◄── reader ◄──
+//!                          timers
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
 use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -27,14 +28,11 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
-use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent};
+use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 
 /// Frames are taken from the endpoint up to this many bytes at a time: enough for one write, and
 /// little enough that what comes up meanwhile does not wait long.
 const BATCH_BYTES: usize = 128 << 10;
-
-/// Bytes between a link and the endpoint, each way.
-const PIPE_BYTES: usize = 256 << 10;
 
 /// How long one write may take.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
@@ -262,15 +260,37 @@ struct Core {
     armed: Option<Instant>,
 }
 
-/// Where the tasks of one stream wait.
+/// Where the two halves of one stream's link wait.
 struct Port {
     stream_id: Arc<str>,
-    readable: Notify,
-    writable: Notify,
+    readable: Waiter,
+    writable: Waiter,
     ended: watch::Sender<Option<Reason>>,
     /// What came and was not read before the end.
-    unread: Mutex<Vec<Bytes>>,
+    unread: Mutex<VecDeque<Bytes>>,
     harness: Option<PublicKey>,
+}
+
+/// Whoever waits for something; one at a time.
+#[derive(Default)]
+struct Waiter(Mutex<Option<Waker>>);
+
+impl Waiter {
+    /// To be called before looking whether there is something to wait for.
+    fn register(&self, cx: &Context<'_>) {
+        let mut waker = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *waker {
+            Some(waker) => waker.clone_from(cx.waker()),
+            None => *waker = Some(cx.waker().clone()),
+        }
+    }
+
+    fn wake(&self) {
+        let waker = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
 }
 
 impl Shared {
@@ -311,7 +331,10 @@ impl Shared {
         let mut core = self.lock();
         let result = change(&mut core.endpoint, now());
         self.settle(&mut core);
-        self.transmit.notify_one();
+        // Without a stream the writer of a harness is done.
+        if core.endpoint.wants_transmit() || core.endpoint.stream_count() == 0 {
+            self.transmit.notify_one();
+        }
         result
     }
 
@@ -332,12 +355,12 @@ impl Shared {
             match event {
                 Event::Readable(key) => {
                     if let Some(port) = core.ports.get(&key) {
-                        port.readable.notify_one();
+                        port.readable.wake();
                     }
                 }
                 Event::Writable(key) => {
                     if let Some(port) = core.ports.get(&key) {
-                        port.writable.notify_one();
+                        port.writable.wake();
                     }
                 }
                 Event::Closed {
@@ -377,19 +400,19 @@ impl Port {
     fn new(stream_id: Arc<str>, harness: Option<PublicKey>) -> Self {
         Self {
             stream_id,
-            readable: Notify::new(),
-            writable: Notify::new(),
+            readable: Waiter::default(),
+            writable: Waiter::default(),
             ended: watch::Sender::new(None),
-            unread: Mutex::new(Vec::new()),
+            unread: Mutex::default(),
             harness,
         }
     }
 
     fn close(&self, reason: Reason, unread: Vec<Bytes>) {
-        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = unread;
+        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = unread.into();
         self.ended.send_replace(Some(reason));
-        self.readable.notify_one();
-        self.writable.notify_one();
+        self.readable.wake();
+        self.writable.wake();
     }
 
     fn is_closed(&self) -> bool {
@@ -446,7 +469,11 @@ where
 {
     let mut backoff = Backoff::default();
     while !done() {
-        tokio::time::sleep(backoff.pause(random())).await;
+        let pause = backoff.pause(random());
+        if !pause.is_zero() {
+            // Not even for none: timers are rounded up to the next millisecond.
+            tokio::time::sleep(pause).await;
+        }
         match dial().await {
             Ok(dialled) => {
                 let up = now();
@@ -484,16 +511,30 @@ fn random() -> u32 {
 }
 
 /// How long to wait before dialling again.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Backoff {
     failures: u32,
+    /// How many sockets that worked may still be replaced at once.
+    spare: u32,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self {
+            failures: 0,
+            spare: Self::SPARE,
+        }
+    }
 }
 
 impl Backoff {
     const FIRST: Duration = Duration::from_millis(50);
     const MAX: Duration = Duration::from_secs(15);
-    /// A socket that lived this long was a good one.
-    const GOOD: Duration = Duration::from_secs(10);
+    /// Sockets that may be lost in a row, each right after it was opened, before that counts as a
+    /// failure: a bad network cuts several, and who types must not wait for the next.
+    const SPARE: u32 = 8;
+    /// What a socket must have lived to make up for one that was lost.
+    const REGAIN: Duration = Duration::from_millis(250);
 
     /// At once after a good socket; else twice as long as before, less up to half by chance, so that
     /// many who lost the same meeting point do not return together.
@@ -511,13 +552,15 @@ impl Backoff {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// A socket was there for so long. One that dies young counts as a failure, or a meeting point
-    /// that hangs up at once would be dialled without a pause.
+    /// A socket was there for so long. When too many die young that counts as a failure, or a
+    /// meeting point that hangs up at once would be dialled without a pause.
     fn lived(&mut self, time: Duration) {
-        if time >= Self::GOOD {
-            self.failures = 0;
-        } else {
-            self.failed();
+        let regained = time.as_millis() / Self::REGAIN.as_millis();
+        let regained = u32::try_from(regained).unwrap_or(u32::MAX);
+        self.spare = self.spare.saturating_add(regained).min(Self::SPARE);
+        match self.spare.checked_sub(1) {
+            Some(left) => (self.spare, self.failures) = (left, 0),
+            None => self.failed(),
         }
     }
 }
@@ -646,7 +689,7 @@ async fn run_timers(shared: &Shared) -> std::convert::Infallible {
     }
 }
 
-/// Runs what belongs to single streams: admission, and the two pumps of each.
+/// Runs what belongs to single streams: admission, and handing over what was opened.
 async fn supervise<A, AF>(
     shared: &Arc<Shared>,
     mut happened: mpsc::UnboundedReceiver<Event>,
@@ -686,7 +729,6 @@ async fn supervise_until_idle<A, AF>(
         Some(event) = happened.recv() => handle(shared, event, &admit, &accepted, &mut tasks),
         _ = ended.wait_for(Option::is_some) => return,
     }
-    while tasks.join_next().await.is_some() {}
     // Closing may still take a round trip.
     let _ = ended.wait_for(Option::is_some).await;
 }
@@ -727,101 +769,107 @@ fn handle<A, AF>(
             let Some(port) = shared.lock().ports.get(&stream).cloned() else {
                 return;
             };
-            let (here, there) = pipe();
+            let source = FromStream {
+                shared: Arc::clone(shared),
+                port: Arc::clone(&port),
+                stream,
+            };
+            let sink = ToStream {
+                shared: Arc::clone(shared),
+                port: Arc::clone(&port),
+                stream,
+            };
             let opened = RelayStream {
-                link: there,
+                link: Link::handed(source, sink),
                 stream_id: Arc::clone(&port.stream_id),
                 harness: port.harness.clone(),
                 mode,
                 ended: port.ended.subscribe(),
             };
-            if accepted.try_send(opened).is_err() {
+            if let Err(refused) = accepted.try_send(opened) {
                 shared.update(|endpoint, _| endpoint.reset(stream, Reason::TooManyStreams));
-                return;
+                drop(refused);
             }
-            let Link { incoming, outgoing } = here;
-            // Both end with the stream or when the application drops its link.
-            tasks.spawn(pump_out(
-                Arc::clone(shared),
-                Arc::clone(&port),
-                stream,
-                incoming,
-            ));
-            tasks.spawn(pump_in(Arc::clone(shared), port, stream, outgoing));
         }
         _ => {}
     }
 }
 
-fn pipe() -> (Link, Link) {
-    let (here, there) = tokio::io::duplex(PIPE_BYTES);
-    let [here, there] = [here, there].map(|end| {
-        let (reader, writer) = tokio::io::split(end);
-        Link::prefixed(reader, writer)
-    });
-    (here, there)
+/// What a stream's link reads from.
+struct FromStream {
+    shared: Arc<Shared>,
+    port: Arc<Port>,
+    stream: StreamKey,
 }
 
-/// From the application to the endpoint.
-async fn pump_out(shared: Arc<Shared>, port: Arc<Port>, stream: StreamKey, mut incoming: Incoming) {
-    let mut ended = port.ended.subscribe();
-    loop {
-        let event = tokio::select! {
-            event = incoming.recv_raw() => event,
-            _ = ended.wait_for(Option::is_some) => return,
-        };
-        let mut message = match event {
-            Ok(Some(RawEvent::Message { bytes, .. })) => Bytes::copy_from_slice(bytes),
-            Ok(Some(_)) => continue,
-            Ok(None) | Err(_) => break,
-        };
-        loop {
-            let sent = shared.update(|endpoint, now| endpoint.send_message(now, stream, message));
-            match sent {
-                Ok(()) => break,
-                Err(SendError::Full(back)) => message = back,
-                Err(SendError::Closed) => return,
-                Err(error) => {
-                    tracing::debug!(%error, "a message cannot be sent");
-                    break;
+impl Source for FromStream {
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        // There may be something for as long as somebody sends; others want to run too.
+        let turn = ready!(tokio::task::coop::poll_proceed(cx));
+        self.port.readable.register(cx);
+        // Before reading: what comes between the two is found by the next turn.
+        let closed = self.port.is_closed();
+        let read = |endpoint: &mut Endpoint, now| endpoint.read_message(now, self.stream);
+        let mut message = self.shared.update(read);
+        if message.is_none() && closed {
+            let mut unread = self
+                .port
+                .unread
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            message = unread.pop_front();
+        }
+        if message.is_none() && !closed {
+            return Poll::Pending;
+        }
+        turn.made_progress();
+        Poll::Ready(message)
+    }
+}
+
+/// What a stream's link writes to; closes the stream when it goes.
+struct ToStream {
+    shared: Arc<Shared>,
+    port: Arc<Port>,
+    stream: StreamKey,
+}
+
+impl Sink for ToStream {
+    fn poll_send(
+        &mut self,
+        cx: &mut Context<'_>,
+        messages: &mut VecDeque<Bytes>,
+    ) -> Poll<io::Result<()>> {
+        let turn = ready!(tokio::task::coop::poll_proceed(cx));
+        self.port.writable.register(cx);
+        let stream = self.stream;
+        let sent = self.shared.update(|endpoint, now| {
+            while let Some(message) = messages.pop_front() {
+                match endpoint.send_message(now, stream, message) {
+                    Ok(()) => {}
+                    Err(SendError::Full(back)) => {
+                        messages.push_front(back);
+                        return Poll::Pending;
+                    }
+                    Err(SendError::Closed) => {
+                        return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+                    }
+                    Err(error) => tracing::debug!(%error, "a message cannot be sent"),
                 }
             }
-            port.writable.notified().await;
+            Poll::Ready(Ok(()))
+        });
+        if sent.is_ready() {
+            turn.made_progress();
         }
+        sent
     }
-    shared.update(|endpoint, now| endpoint.close(now, stream));
 }
 
-/// From the endpoint to the application.
-async fn pump_in(shared: Arc<Shared>, port: Arc<Port>, stream: StreamKey, mut outgoing: Outgoing) {
-    loop {
-        // Before reading: what comes between the two is found by the next turn.
-        let closed = port.is_closed();
-        let mut bytes = 0;
-        while bytes < PIPE_BYTES
-            && let Some(message) = shared.update(|endpoint, now| endpoint.read_message(now, stream))
-        {
-            bytes += message.len();
-            outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
-        }
-        if closed {
-            let mut unread = port.unread.lock().unwrap_or_else(PoisonError::into_inner);
-            for message in unread.drain(..) {
-                outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
-            }
-        }
-        if outgoing.buffered() > 0 && outgoing.flush().await.is_err() {
-            // The application is gone; the other pump sees that too and closes the stream.
-            return;
-        }
-        if closed {
-            let _ = outgoing.shutdown().await;
-            return;
-        }
-        if bytes == 0 {
-            outgoing.relax();
-            port.readable.notified().await;
-        }
+impl Drop for ToStream {
+    fn drop(&mut self) {
+        self.shared
+            .update(|endpoint, now| endpoint.close(now, self.stream));
     }
 }
 

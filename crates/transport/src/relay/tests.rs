@@ -377,9 +377,18 @@ fn pauses_grow_and_a_good_socket_is_forgotten_at_once() {
     );
     backoff.lived(Duration::from_secs(10));
     assert_eq!(backoff.pause(0), Duration::ZERO);
+    // A few that are cut at once are replaced at once; not any number of them.
+    for _ in 1..Backoff::SPARE {
+        backoff.lived(Duration::ZERO);
+        assert_eq!(backoff.pause(0), Duration::ZERO);
+    }
     backoff.lived(Duration::ZERO);
     assert!(
         backoff.pause(0) > Duration::ZERO,
-        "one that hangs up at once is not dialled at once"
+        "who hangs up all the time is not dialled all the time"
     );
+    for _ in 0..100 {
+        backoff.lived(Backoff::REGAIN);
+        assert_eq!(backoff.pause(0), Duration::ZERO);
+    }
 }
