@@ -377,6 +377,11 @@ fn neighbours(bench: &Bench, stage: &Stage, keys: usize) -> anyhow::Result<Figur
             ended = drain => ended?,
         };
         ensure!(flooded > 0, "the flood does not come");
+        // Or it would go on, without its client, through all that is measured next.
+        bulk.end_session().await?;
+        for client in &clients {
+            client.end_session().await?;
+        }
         Ok(Figure::against(
             percentile(&busy, 50.0),
             percentile(&alone, 50.0),

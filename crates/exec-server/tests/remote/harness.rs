@@ -3,16 +3,23 @@
 use std::time::Duration;
 
 use exec_server::registry::RegistryConnectError;
-use exec_server::transport::http::{Kind, read_head};
-use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerError};
+use exec_server::transport::Link;
+use exec_server::transport::frame::Role;
+use exec_server::transport::http::{Kind, accept_key, read_head};
+use exec_server::{
+    ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecServerConfig, ExecServerError,
+    Lifetime, Server,
+};
 use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Wire, finished};
+use super::stage::{Meeting, Running, Wire, finished, program};
 use super::{collect, lines, sh};
 
 /// The output of a process up to this length, and all of it in the end.
@@ -119,20 +126,25 @@ async fn sockets_cut_during_a_long_command_cost_nothing() {
 
 #[tokio::test]
 async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
+    const STREAMS: usize = 50;
     let mut meeting = Meeting::new().await;
     let _one = meeting.attached("one").await;
     let _two = meeting.attached("two").await;
     let script = "seq 1 20000; read x; seq 1 20000; read x; echo end; exit 4";
     let block = lines(20_000);
-    let mut streams = Vec::new();
-    for n in 0..6 {
-        let client = meeting.connect(["one", "two"][n % 2]).await;
-        let process = client.start(sh("p", script)).await.unwrap().process;
-        let mut events = process.events().unwrap();
-        let mut output = Vec::new();
-        read(&mut events, &mut output, block.len()).await;
-        streams.push((client, process, events, output));
+    let mut opening = JoinSet::new();
+    for n in 0..STREAMS {
+        let (args, length) = (meeting.args(["one", "two"][n % 2]), block.len());
+        opening.spawn(async move {
+            let client = ExecServerClient::connect_registry(args).await.unwrap();
+            let process = client.start(sh("p", script)).await.unwrap().process;
+            let mut events = process.events().unwrap();
+            let mut output = Vec::new();
+            read(&mut events, &mut output, length).await;
+            (client, process, events, output)
+        });
     }
+    let mut streams = opening.join_all().await;
     for round in 1..=2 {
         meeting.die().await;
         // While nobody is there.
@@ -257,6 +269,9 @@ async fn post(meeting: &Meeting, path: &str, body: &Value) -> u16 {
     head.status
 }
 
+/// A revocation may take this long; a second is promised, the rest is for machines that are busy.
+const SOON: Duration = Duration::from_secs(3);
+
 #[tokio::test]
 async fn a_harness_that_is_revoked_is_out_and_stays_out() {
     let meeting = Meeting::new().await;
@@ -272,10 +287,7 @@ async fn a_harness_that_is_revoked_is_out_and_stays_out() {
     assert!((200..300).contains(&status), "HTTP {status}");
     let mut closed = client.closed();
     let closed = closed.wait_for(Option::is_some);
-    timeout(Duration::from_secs(10), closed)
-        .await
-        .unwrap()
-        .unwrap();
+    timeout(SOON, closed).await.unwrap().unwrap();
     let error = ExecServerClient::connect_registry(args).await.unwrap_err();
     assert!(
         matches!(
@@ -287,4 +299,58 @@ async fn a_harness_that_is_revoked_is_out_and_stays_out() {
     assert!(error.to_string().contains("403"), "{error}");
     // Others are not concerned.
     assert_eq!(collect(&other, "p", "echo in").await.0, b"in\n");
+}
+
+/// A listening server that tells when each of its clients is gone.
+async fn watched() -> (String, mpsc::UnboundedReceiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("ws://{}", listener.local_addr().unwrap());
+    let (gone, receiver) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        let server = Server::new(ExecServerConfig::default()).unwrap();
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let head = read_head(&mut stream, Kind::Request).await.unwrap();
+            let accept = accept_key(head.websocket_key().unwrap());
+            let answer = format!(
+                "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+                 Sec-WebSocket-Accept: {accept}\r\n\r\n"
+            );
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            let (reader, writer) = stream.into_split();
+            let link = Link::websocket(Role::Server, reader, writer, head.rest);
+            let serving = server.serve(link, "forwarded".to_owned(), Lifetime::Resumable);
+            let gone = gone.clone();
+            tokio::spawn(async move {
+                serving.await;
+                let _ = gone.send(());
+            });
+        }
+    });
+    (url, receiver)
+}
+
+#[tokio::test]
+async fn a_revoked_harness_is_cut_off_at_the_executor_as_well() {
+    let meeting = Meeting::new().await;
+    // What is behind the executor hears of the end only from it.
+    let (url, mut gone) = watched().await;
+    let mut forward = program(&meeting.path("box"));
+    std::fs::create_dir_all(meeting.path("box")).unwrap();
+    forward
+        .args(["forward", "--connect", &url, "--remote", &meeting.url()])
+        .args(["--environment-id", "box", "--remote-token-file"])
+        .arg(meeting.path("rendezvous/executor.token"));
+    let _executor = Running::start(forward).await;
+    let args = meeting.args("box");
+    let key = args.identity.public_key().fingerprint();
+    let client = ExecServerClient::connect_registry(args).await.unwrap();
+    assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+    assert!(gone.try_recv().is_err());
+    let revocation = json!({"harness": format!("key:{key}")});
+    let status = post(&meeting, "/cloud/revoke", &revocation).await;
+    assert!((200..300).contains(&status), "HTTP {status}");
+    let began = std::time::Instant::now();
+    timeout(SOON, gone.recv()).await.unwrap().unwrap();
+    println!("the executor ended the stream after {:?}", began.elapsed());
 }
