@@ -18,6 +18,7 @@ use exec_server_transport::frame::{
     Decoder, FrameError, Opcode, Role, Step, push_frame, readdress,
 };
 use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
+use exec_server_transport::turn;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
 use crate::mailbox::Mailbox;
@@ -191,7 +192,10 @@ async fn read(
         let kind = Kind::of(&frame);
         loop {
             match uplink.forward(&frame.stream_id, kind, &message) {
-                Outcome::Sent => break,
+                Outcome::Sent => {
+                    turn::spend(message.len()).await;
+                    break;
+                }
                 Outcome::Refused(reason) => {
                     let id: Arc<str> = (&*frame.stream_id).into();
                     mailbox.push(&id, reset(&id, &reason));
@@ -438,6 +442,7 @@ impl Writer {
                     keepalive.heard(now());
                 }
                 metrics.sent(bytes);
+                turn::spend(bytes).await;
                 continue;
             }
             if closed {

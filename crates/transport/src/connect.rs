@@ -8,6 +8,7 @@ use base64_simd::STANDARD;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
+use tokio_rustls::TlsConnector;
 use url::Url;
 use zeroize::Zeroizing;
 
@@ -181,7 +182,6 @@ fn websocket_url(url: &str) -> Result<(Url, bool), ConnectError> {
 }
 
 async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
-    let bad = |reason: &str| bad_url(url, reason);
     let io = |source| ConnectError::Io {
         url: url.to_owned(),
         source,
@@ -192,40 +192,94 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
         return upgrade(url, "localhost", "/", options, reader, writer).await;
     }
     let (parsed, secure) = websocket_url(url)?;
-    let host = parsed.host_str().ok_or_else(|| bad("no host"))?;
-    let port = parsed
-        .port_or_known_default()
-        .unwrap_or(if secure { 443 } else { 80 });
-    let target = match parsed.query() {
-        Some(query) => format!("{}?{query}", parsed.path()),
-        None => parsed.path().to_owned(),
-    };
-    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    let target = Target::of(url, &parsed)?;
     // Before anything is sent: files that cannot be read are no fault of the server.
-    let tls = match secure {
-        true => {
-            let name = ServerName::try_from(bare.to_owned()).map_err(|_| bad("invalid host"))?;
-            Some((tls::connector(&options.tls)?, name))
-        }
-        false => None,
-    };
-    let stream = TcpStream::connect((bare, port)).await.map_err(io)?;
+    let tls = secure.then(|| tls::connector(&options.tls)).transpose()?;
+    let stream = TcpStream::connect((target.bare(), target.port))
+        .await
+        .map_err(io)?;
     stream.set_nodelay(true).map_err(io)?;
-    let host = format!("{host}:{port}");
-    match tls {
-        None => {
+    target.upgrade(options, stream, tls).await
+}
+
+/// Where a websocket's URL leads.
+struct Target<'a> {
+    url: &'a str,
+    /// As in the URL, an IPv6 address in brackets.
+    host: &'a str,
+    port: u16,
+    path: String,
+}
+
+impl<'a> Target<'a> {
+    fn of(url: &'a str, parsed: &'a Url) -> Result<Self, ConnectError> {
+        let usual = if parsed.scheme() == "wss" { 443 } else { 80 };
+        Ok(Self {
+            url,
+            host: parsed.host_str().ok_or_else(|| bad_url(url, "no host"))?,
+            port: parsed.port_or_known_default().unwrap_or(usual),
+            path: match parsed.query() {
+                Some(query) => format!("{}?{query}", parsed.path()),
+                None => parsed.path().to_owned(),
+            },
+        })
+    }
+
+    fn bare(&self) -> &str {
+        self.host.trim_start_matches('[').trim_end_matches(']')
+    }
+
+    /// Opens the websocket over a connection to its host.
+    async fn upgrade(
+        &self,
+        options: &ConnectOptions,
+        stream: TcpStream,
+        tls: Option<TlsConnector>,
+    ) -> Result<Link, ConnectError> {
+        let (url, path) = (self.url, &self.path);
+        let host = format!("{}:{}", self.host, self.port);
+        let Some(tls) = tls else {
             let (reader, writer) = stream.into_split();
-            upgrade(url, &host, &target, options, reader, writer).await
-        }
-        Some((connector, name)) => {
-            let untrusted = |source| ConnectError::Tls {
-                url: url.to_owned(),
-                source,
-            };
-            let stream = connector.connect(name, stream).await.map_err(untrusted)?;
-            let (reader, writer) = tokio::io::split(stream);
-            upgrade(url, &host, &target, options, reader, writer).await
-        }
+            return upgrade(url, &host, path, options, reader, writer).await;
+        };
+        let name = ServerName::try_from(self.bare().to_owned());
+        let name = name.map_err(|_| bad_url(url, "invalid host"))?;
+        let stream = tls.connect(name, stream).await;
+        let stream = stream.map_err(|source| ConnectError::Tls {
+            url: url.to_owned(),
+            source,
+        })?;
+        let (reader, writer) = tokio::io::split(stream);
+        upgrade(url, &host, path, options, reader, writer).await
+    }
+}
+
+/// As [`connect`], to a websocket by way of others: `tls` gives the connector for `wss://`, and `tcp`
+/// a connection to a host and port, and whether TLS will be spoken over it.
+#[cfg(feature = "relay")]
+pub(crate) async fn connect_by(
+    url: &str,
+    options: &ConnectOptions,
+    tls: impl FnOnce() -> Result<TlsConnector, TlsError>,
+    tcp: impl AsyncFnOnce(bool, &str, u16) -> io::Result<TcpStream>,
+) -> Result<Link, ConnectError> {
+    let (parsed, secure) = websocket_url(url)?;
+    let target = Target::of(url, &parsed)?;
+    let connecting = async {
+        let tls = secure.then(tls).transpose()?;
+        let stream = tcp(secure, target.bare(), target.port).await;
+        let stream = stream.map_err(|source| ConnectError::Io {
+            url: url.to_owned(),
+            source,
+        })?;
+        target.upgrade(options, stream, tls).await
+    };
+    match tokio::time::timeout(options.timeout, connecting).await {
+        Ok(result) => result,
+        Err(_) => Err(ConnectError::Timeout {
+            url: url.to_owned(),
+            timeout: options.timeout,
+        }),
     }
 }
 

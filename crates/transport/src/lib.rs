@@ -22,6 +22,7 @@ mod secret;
 pub mod stdio;
 pub mod throttle;
 pub mod tls;
+pub mod turn;
 
 pub use connect::{ConnectError, ConnectOptions, connect, connect_over};
 pub use link::{Event, Incoming, Link, LinkError, Outgoing, RawEvent};

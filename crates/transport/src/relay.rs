@@ -29,6 +29,7 @@ use tokio::task::JoinSet;
 
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
+use crate::turn;
 
 /// Frames are taken from the endpoint up to this many bytes at a time: enough for one write, and
 /// little enough that what comes up meanwhile does not wait long.
@@ -603,10 +604,12 @@ async fn read_frames(
         socket.heard.store(true, Ordering::Relaxed);
         match event {
             RawEvent::Message { bytes, text: false } => {
+                let length = bytes.len();
                 let result = shared.update(|endpoint, now| endpoint.handle_frame(now, bytes));
                 if let Err(error) = result {
                     tracing::debug!(%error, "a relay frame is ignored");
                 }
+                turn::spend(length).await;
             }
             RawEvent::Message { .. } => {
                 tracing::debug!("a text message on the relay socket is ignored");
@@ -645,10 +648,12 @@ async fn write_frames(
             Action::GiveUp => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
         };
         shared.transmit(&mut outgoing);
-        if outgoing.buffered() > 0 {
+        let bytes = outgoing.buffered();
+        if bytes > 0 {
             tokio::time::timeout(WRITE_LIMIT, outgoing.flush())
                 .await
                 .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+            turn::spend(bytes).await;
             continue;
         }
         if done() {
@@ -805,7 +810,7 @@ struct FromStream {
 impl Source for FromStream {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
         // There may be something for as long as somebody sends; others want to run too.
-        let turn = ready!(tokio::task::coop::poll_proceed(cx));
+        let operation = ready!(tokio::task::coop::poll_proceed(cx));
         self.port.readable.register(cx);
         // Before reading: what comes between the two is found by the next turn.
         let closed = self.port.is_closed();
@@ -822,7 +827,8 @@ impl Source for FromStream {
         if message.is_none() && !closed {
             return Poll::Pending;
         }
-        turn.made_progress();
+        operation.made_progress();
+        turn::charge(cx, message.as_ref().map_or(0, Bytes::len));
         Poll::Ready(message)
     }
 }
@@ -840,7 +846,7 @@ impl Sink for ToStream {
         cx: &mut Context<'_>,
         messages: &mut VecDeque<Bytes>,
     ) -> Poll<io::Result<()>> {
-        let turn = ready!(tokio::task::coop::poll_proceed(cx));
+        let operation = ready!(tokio::task::coop::poll_proceed(cx));
         self.port.writable.register(cx);
         let stream = self.stream;
         let sent = self.shared.update(|endpoint, now| {
@@ -860,7 +866,7 @@ impl Sink for ToStream {
             Poll::Ready(Ok(()))
         });
         if sent.is_ready() {
-            turn.made_progress();
+            operation.made_progress();
         }
         sent
     }

@@ -14,6 +14,8 @@ use exec_server_client::{
     ExecBackend as _, ExecProcess, ExecProcessEvent, ExecProcessEvents, ExecServerClient,
     RemoteExecServerConnectArgs,
 };
+use exec_server_relay::noise::{Initiator, Responder, prologue};
+use exec_server_transport::identity;
 use tempfile::TempDir;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
@@ -286,6 +288,12 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             "",
             vec![value(8e-3)],
         ),
+        line(
+            "cryptography of a handshake, both ends, p50",
+            Unit::Seconds,
+            "",
+            vec![value(1.5e-3)],
+        ),
         line("echo p50", Unit::Seconds, "direct", vec![base(3.0)]),
         line(
             &format!("stream {}", size(total)),
@@ -338,12 +346,40 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let after_cut = after_cuts(stage, cuts)?;
         Ok(vec![
             Figure::plain(connect),
+            Figure::plain(percentile(&handshakes(connects)?, 50.0)),
             Figure::against(relayed_echo, direct_echo),
             Figure::against(relayed_rate, direct_rate),
             neighbours,
             Figure::plain(after_cut),
         ])
     })
+}
+
+/// Seconds that one thread needs for both ends of a handshake.
+fn handshakes(count: usize) -> anyhow::Result<Vec<f64>> {
+    let [harness, executor] = [(); 2].map(|()| identity::generate());
+    let prologue = prologue(ENVIRONMENT, "registration", "stream");
+    // Any bytes will do; nobody is deceived.
+    let mut next = 0_u8;
+    let mut random = |out: &mut [u8]| {
+        for byte in out {
+            next = next.wrapping_mul(5).wrapping_add(1);
+            *byte = next;
+        }
+    };
+    let mut samples = Vec::with_capacity(count);
+    for _ in 0..count {
+        let start = Instant::now();
+        let key = executor.public_key();
+        let (mut initiator, first) =
+            Initiator::start(&harness, key, &prologue, b"authorization", &mut random)?;
+        let (responder, _) = Responder::read(&executor, &prologue, &first, &mut random)?;
+        let (there, second) = responder.reply()?;
+        let here = initiator.finish(&second)?;
+        samples.push(start.elapsed().as_secs_f64());
+        ensure!(here.hash == there.hash, "both ends know the same");
+    }
+    Ok(samples)
 }
 
 /// Seven terminals on streams of their own, alone and beside an eighth stream that is flooded.

@@ -30,9 +30,8 @@ use exec_server_relay::keys::PublicKey;
 use exec_server_relay::noise::Identity;
 use exec_server_relay::registry::ConnectResponse;
 use exec_server_relay::{HarnessConfig, Limits};
-use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions, dial};
+use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
 use exec_server_transport::relay::{self, DialError, OpenError};
-use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectError, Link, identity};
 use tokio::time::Instant;
 
@@ -45,7 +44,7 @@ use crate::options::ExecServerClientConnectOptions;
 
 pub use exec_server_relay::keys::Fingerprint;
 pub use exec_server_transport::registry::auth::RegistryAuth;
-pub use exec_server_transport::registry::{RegistryUrl, RegistryUrlParseError};
+pub use exec_server_transport::registry::{Proxies, RegistryUrl, RegistryUrlParseError};
 pub use known::{KnownEnvironments, KnownEnvironmentsError};
 
 /// For each question to the registry.
@@ -223,7 +222,6 @@ pub struct RegistryDial {
 struct Shared {
     registry: Registry,
     url: RegistryUrl,
-    tls: TlsClientOptions,
     identity: Identity,
     trust: Trust,
     limits: Limits,
@@ -239,12 +237,10 @@ impl RegistryDial {
     /// When there can be no such environment.
     pub fn new(args: RegistryConnectArgs) -> Result<Self, RegistryConnectError> {
         let url = RegistryUrl::new(&args.registry_url, &args.environment_id)?;
-        let tls = args.registry.tls.clone();
         let registry = Registry::new(&args.registry_url, &args.environment_id, args.registry)?;
         let shared = Shared {
             registry,
             url,
-            tls,
             identity: args.identity,
             trust: args.trust,
             limits: args.limits,
@@ -285,12 +281,12 @@ impl RegistryDial {
             false => shared.ask().await?,
         };
         shared.check(&answer.executor_public_key)?;
-        let mut link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
+        let mut link = shared.registry.dial(&answer.url, SOCKET_TIMEOUT).await;
         if matches!(link, Err(ConnectError::Refused { status: 401, .. })) {
             // It may just have expired.
             answer = shared.ask_once().await?;
             shared.check(&answer.executor_public_key)?;
-            link = dial(&answer.url, &shared.tls, SOCKET_TIMEOUT).await;
+            link = shared.registry.dial(&answer.url, SOCKET_TIMEOUT).await;
         }
         let mut first = Some(link?);
         let key = answer.executor_public_key.clone();
@@ -376,7 +372,8 @@ impl Shared {
                 answer.executor_public_key.fingerprint(),
             )));
         }
-        dial(&answer.url, &self.tls, SOCKET_TIMEOUT)
+        self.registry
+            .dial(&answer.url, SOCKET_TIMEOUT)
             .await
             .map_err(DialError::passing)
     }

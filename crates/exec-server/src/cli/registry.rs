@@ -3,8 +3,8 @@
 use anyhow::Context as _;
 use exec_server_client::environment::connect::Connect;
 use exec_server_client::registry::{
-    KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryConnectError, RegistryTarget,
-    RegistryUrl, Trust,
+    KnownEnvironments, Proxies, RegistryAuth, RegistryConnectArgs, RegistryConnectError,
+    RegistryTarget, RegistryUrl, Trust,
 };
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs, Reply};
 use exec_server_transport::identity;
@@ -12,7 +12,7 @@ use exec_server_transport::registry::RegistryError;
 
 use super::access;
 use super::args::ServerArgs;
-use super::settings::{STATE_VARIABLE, state_directory};
+use super::settings::{STATE_VARIABLE, state_directory, variable};
 
 /// An environment that tells whose key it believes from now on.
 #[derive(Debug)]
@@ -73,6 +73,7 @@ pub(super) fn args(
     };
     let mut args = RegistryConnectArgs::of(url, auth, name);
     args.registry.tls = given.tls;
+    args.registry.proxies = Proxies::of_variables(variable);
     // Whoever writes `registry+http:` has been told.
     args.registry.danger_plain_http = true;
     args.identity = identity::load_or_create(&state()?.join("harness.identity"))?;

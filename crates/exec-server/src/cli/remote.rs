@@ -15,7 +15,7 @@ use anyhow::{Context as _, bail};
 use exec_server_service::Server;
 use exec_server_service::remote::{self, RemoteEnvironmentConfig, Status};
 use exec_server_transport::registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
-use exec_server_transport::registry::{AgentIdentity, RegistryOptions, RegistryUrl};
+use exec_server_transport::registry::{AgentIdentity, Proxies, RegistryOptions, RegistryUrl};
 use exec_server_transport::{Secret, identity};
 use rustix::pipe::pipe;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
@@ -161,6 +161,7 @@ impl Setup {
             None => None,
         };
         registry.tls.ca_file = settings.path("remote.tls_ca");
+        registry.proxies = Proxies::of_variables(variable);
         registry.danger_plain_http = settings.flag("remote.danger_plain_http");
         let mut config =
             RemoteEnvironmentConfig::new(registry_url, environment_id, registry, identity);
@@ -218,7 +219,11 @@ async fn auth(
         let api = variable(AGENT_AUTH_API_VARIABLE).with_context(|| {
             format!("--use-agent-identity-auth needs {AGENT_AUTH_API_VARIABLE}")
         })?;
-        RegistryAuth::Agent(Arc::new(AgentIdentity::new(&token, &api)?))
+        RegistryAuth::Agent(Arc::new(AgentIdentity::new(
+            &token,
+            &api,
+            Proxies::of_variables(variable),
+        )?))
     } else if let Some(path) = settings.path("remote.token_file") {
         RegistryAuth::BearerFile(path)
     } else if let Some(key) = take(API_KEY_VARIABLE).or_else(|| take(CODEX_API_KEY_VARIABLE)) {

@@ -1,17 +1,21 @@
 //! `exec-server --remote`, as its operator sees it.
 
+use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::Stdio;
+use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use exec_server::transport::http::{Kind, read_head};
 use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
 use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Running, finished};
+use super::stage::{Meeting, Running, finished, program};
 use super::{collect, lines};
 
 /// What it says when it does not start.
@@ -120,7 +124,7 @@ async fn what_cannot_work_is_told_at_once() {
 
     let home = meeting.path("home");
     let remote = |args: &[&str]| {
-        let mut command = super::stage::program(&home);
+        let mut command = program(&home);
         command.args(args);
         command
     };
@@ -178,7 +182,7 @@ async fn a_key_from_the_environment_is_seen_by_nobody() {
     let token = meeting.token("executor");
     for variable in ["EXEC_SERVER_API_KEY", "CODEX_API_KEY"] {
         let home = meeting.path(variable);
-        let mut command = super::stage::program(&home);
+        let mut command = program(&home);
         command
             .args(["--remote", &meeting.url(), "--environment-id", variable])
             .args(["--log", "trace"])
@@ -212,7 +216,7 @@ async fn credentials_come_by_standard_input_and_end_with_it() {
     let meeting = Meeting::new().await;
     let token = meeting.token("executor");
     let command = || {
-        let mut command = super::stage::program(&meeting.path("box"));
+        let mut command = program(&meeting.path("box"));
         command
             .args(["--remote", &meeting.url(), "--environment-id", "box"])
             .arg("--executor-credential-stdin")
@@ -275,4 +279,65 @@ async fn it_ends_with_standard_input_if_told_so() {
     drop(executor.child.stdin.take());
     let ended = timeout(PATIENCE, executor.child.wait()).await.unwrap();
     assert!(ended.unwrap().success());
+}
+
+/// A proxy that knows one name; what it was asked for.
+async fn proxy(to: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let asked = Arc::<Mutex<Vec<String>>>::default();
+    let seen = Arc::clone(&asked);
+    tokio::spawn(async move {
+        loop {
+            let (mut here, _) = listener.accept().await.unwrap();
+            let seen = Arc::clone(&seen);
+            tokio::spawn(async move {
+                let head = read_head(&mut here, Kind::Request).await.unwrap();
+                let line = format!("{} {}", head.method, head.target);
+                let known = line == format!("CONNECT meet.test:{}", to.port());
+                seen.lock().unwrap().push(line);
+                if known {
+                    let mut there = TcpStream::connect(to).await.unwrap();
+                    here.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+                    let _ = tokio::io::copy_bidirectional(&mut here, &mut there).await;
+                }
+            });
+        }
+    });
+    (address, asked)
+}
+
+#[tokio::test]
+async fn registry_and_meeting_point_are_reached_through_a_proxy() {
+    let meeting = Meeting::new().await;
+    let (proxy, asked) = proxy(meeting.address()).await;
+    // A name that only the proxy knows.
+    let url = format!("http://meet.test:{}", meeting.address().port());
+    let home = meeting.path("box");
+    std::fs::create_dir_all(&home).unwrap();
+    let mut executor = program(&home);
+    executor
+        .args([
+            "--remote",
+            &url,
+            "--danger-plain-http",
+            "--environment-id",
+            "box",
+        ])
+        .arg("--remote-token-file")
+        .arg(meeting.path("rendezvous/executor.token"))
+        .env("ALL_PROXY", format!("http://{proxy}"));
+    let _executor = Running::start(executor).await;
+    let count = || asked.lock().unwrap().len();
+    let before = count();
+    assert!(before >= 2, "a call and a socket: {:?}", asked.lock());
+
+    let environment = format!("registry+http://meet.test:{}/box", meeting.address().port());
+    let mut harness = meeting.harness("box", &["run", "--url", &environment, "--", "echo", "in"]);
+    harness
+        .env("HTTP_PROXY", format!("http://{proxy}"))
+        .env("NO_PROXY", "elsewhere.test");
+    let output = finished(harness).await;
+    assert_eq!(output.stdout, b"in\n", "{output:?}");
+    assert!(count() >= before + 2, "{:?}", asked.lock());
 }

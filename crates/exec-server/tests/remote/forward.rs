@@ -1,5 +1,6 @@
 //! `exec-server forward`: servers that know nothing of registries, reached through one.
 
+use exec_server::ExecServerClient;
 use exec_server_testkit::server::Server;
 use rustix::process::Signal;
 use tokio::process::Command;
@@ -27,7 +28,10 @@ fn forward(meeting: &Meeting, environment: &str) -> Command {
 
 /// Runs a few things through a forwarder, and ends it.
 async fn works(meeting: &Meeting, environment: &str, forwarder: Running) {
-    let first = meeting.connect(environment).await;
+    let mut args = meeting.args(environment);
+    // So that the end of the forwarder is the end, and not waited out.
+    args.options.recovery.budget = Some(std::time::Duration::from_secs(1));
+    let first = ExecServerClient::connect_registry(args).await.unwrap();
     let second = meeting.connect(environment).await;
     let (output, code) = collect(&first, "p", "seq 1 100000; exit 3").await;
     assert!(output == lines(100_000), "{} bytes", output.len());
@@ -65,7 +69,7 @@ async fn a_websocket_that_asks_for_a_token() {
     let mut command = forward(&meeting, "ws");
     command.args(["--connect", server.url()]);
     let forwarder = Running::start(command).await;
-    let refused = exec_server::ExecServerClient::connect_registry(meeting.args("ws")).await;
+    let refused = ExecServerClient::connect_registry(meeting.args("ws")).await;
     assert!(refused.is_err());
     assert!(forwarder.stderr().contains("401"), "{}", forwarder.stderr());
 }

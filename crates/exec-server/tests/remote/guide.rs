@@ -1,96 +1,99 @@
-//! The guide of docs/remote.md, typed as it stands there.
+//! The guide of docs/remote.md for three machines, typed as it stands there.
 
+use std::path::Path;
 use std::process::Stdio;
-use std::time::Duration;
 
-use exec_server_testkit::http;
-use rustix::process::{Pid, Signal, kill_process};
-use tokio::io::{AsyncBufReadExt as _, BufReader};
-use tokio::process::{Child, Command};
+use exec_server_testkit::proc::PATIENCE;
+use tokio::net::TcpListener;
+use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::meeting::PATIENCE;
+use super::stage::Running;
 
-const DOCUMENT: &str = include_str!("../../../../docs/remote.md");
-
-/// What is to be typed on one of the machines of the guide.
-fn typed(machine: &str) -> String {
-    let prompt = format!("    {machine}$ ");
-    let mut found = DOCUMENT
-        .lines()
-        .filter_map(|line| line.strip_prefix(&prompt));
-    let command = found
-        .next()
-        .unwrap_or_else(|| panic!("nothing for {machine}"));
-    assert!(found.next().is_none(), "more than one line for {machine}");
-    command.to_owned()
+/// The shell blocks of a section.
+fn blocks(section: &str) -> Vec<String> {
+    let guide = include_str!("../../../../docs/remote.md");
+    let (_, rest) = guide.split_once(&format!("\n## {section}\n")).unwrap();
+    let section = rest.split("\n## ").next().unwrap();
+    let blocks = section.split("```sh\n").skip(1);
+    blocks
+        .map(|block| block.split("```").next().unwrap().to_owned())
+        .collect()
 }
 
-/// A shell that has the built binary as `exec-server`, in the directory of the guide.
-fn shell(directory: &std::path::Path, home: &str, command: &str) -> Command {
-    let bin = std::path::Path::new(env!("CARGO_BIN_EXE_exec-server"));
-    let bin = bin.parent().unwrap().display().to_string();
-    let home = directory.join(home);
-    std::fs::create_dir_all(&home).unwrap();
-    let mut shell = Command::new("/bin/sh");
-    shell
+/// A shell on one of the machines: a home of its own, and the files that people carry around.
+fn shell(home: &Path, script: &str, pin: &str) -> Command {
+    std::fs::create_dir_all(home.join(".local")).unwrap();
+    let program = Path::new(env!("CARGO_BIN_EXE_exec-server"));
+    let path = format!(
+        "{}:/usr/local/bin:/usr/bin:/bin",
+        program.parent().unwrap().display()
+    );
+    let mut command = Command::new("/bin/sh");
+    command
+        .args(["-eu", "-c", script])
         .env_clear()
-        .env("PATH", format!("{bin}:/usr/local/bin:/usr/bin:/bin"))
+        .env("PATH", path)
         .env("HOME", home)
-        .current_dir(directory)
-        .args(["-c", &format!("exec {command}")])
+        .env("PIN", pin)
+        .current_dir(home.parent().unwrap())
         .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
         .kill_on_drop(true);
-    shell
-}
-
-async fn end(mut child: Child) {
-    let pid = child.id().and_then(|pid| i32::try_from(pid).ok());
-    kill_process(Pid::from_raw(pid.unwrap()).unwrap(), Signal::TERM).unwrap();
-    timeout(PATIENCE, child.wait()).await.unwrap().unwrap();
+    command
 }
 
 #[tokio::test]
-async fn the_guide_works_as_it_is_written() {
+async fn a_machine_behind_nat_is_used_over_a_network() {
     let directory = tempfile::tempdir().unwrap();
-    // Its port may be taken here.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = free.local_addr().unwrap().port().to_string();
-    drop(free);
-    let command = |machine| typed(machine).replace("4700", &port);
-
-    let mut meet = shell(directory.path(), "meet-home", &command("meet"));
-    let mut meet = meet.stdout(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(meet.stdout.take().unwrap()).lines();
-    let url = timeout(PATIENCE, lines.next_line()).await.unwrap().unwrap();
-    assert_eq!(url, Some(format!("http://127.0.0.1:{port}")));
-    let executor = shell(directory.path(), "box-home", &command("box"))
-        .spawn()
-        .unwrap();
-    let token = std::fs::read_to_string(directory.path().join("meet/admin.token")).unwrap();
-    let list = format!("http://127.0.0.1:{port}/cloud/environments");
-    let online = async {
-        loop {
-            let (_, listed) = http::request("GET", &list, Some(token.trim()), "").await;
-            if listed["environments"][0]["online"] == true {
-                return;
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+    let home = |name: &str| directory.path().join(name);
+    let port = {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        listener.local_addr().unwrap().port()
     };
-    timeout(PATIENCE, online)
-        .await
-        .expect("the executor attaches");
-
-    let mut here = shell(directory.path(), "here-home", &command("here"));
-    let output = timeout(PATIENCE, here.output()).await.unwrap().unwrap();
-    let name = rustix::system::uname()
+    // All machines are this one, on a port that is free.
+    let blocks: Vec<String> = blocks("In five minutes")
+        .iter()
+        .map(|block| {
+            block
+                .replace(
+                    "registry://meet.example:4700",
+                    &format!("registry+https://127.0.0.1:{port}"),
+                )
+                .replace("meet.example:4700", &format!("127.0.0.1:{port}"))
+                .replace("0.0.0.0:4700", &format!("127.0.0.1:{port}"))
+        })
+        .collect();
+    let [tokens, rendezvous, executor, client] = &blocks[..] else {
+        panic!("{blocks:#?}");
+    };
+    let made = shell(&home("meet"), tokens, "").output().await.unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let rendezvous = format!("exec {}", rendezvous.trim_start());
+    let meeting = Running::start(shell(&home("meet"), &rendezvous, "")).await;
+    let stderr = meeting.stderr();
+    let pin = stderr
+        .lines()
+        .find_map(|line| line.strip_prefix("tls pin: "));
+    let pin = pin.unwrap_or_else(|| panic!("{stderr}"));
+    let executor = format!("cd build-7; exec {}", executor.trim_start());
+    let executor = executor.replace("build-7.token", "../build-7.token");
+    let executor = Running::start(shell(&home("build-7"), &executor, pin)).await;
+    let fingerprint = executor.stderr();
+    let fingerprint = fingerprint
+        .lines()
+        .find_map(|line| line.strip_prefix("key: "));
+    let fingerprint = fingerprint.expect("the executor prints its key");
+    let used = shell(&home("yours"), client, pin).output();
+    let used = timeout(PATIENCE, used).await.unwrap().unwrap();
+    let stderr = String::from_utf8_lossy(&used.stderr);
+    assert!(used.status.success(), "{stderr}");
+    let stdout = String::from_utf8_lossy(&used.stdout);
+    let lines: Vec<&str> = stdout.lines().collect();
+    let node = rustix::system::uname()
         .nodename()
         .to_string_lossy()
         .into_owned();
-    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), name);
-    assert!(output.status.success());
-    end(executor).await;
-    end(meet).await;
+    assert_eq!(lines[..2], [node.as_str(), "hello"], "{stdout}");
+    assert!(lines[2].ends_with(fingerprint), "{stdout}");
+    assert!(home("build-7").join("greeting.txt").exists());
 }

@@ -15,7 +15,6 @@ mod harness;
 #[cfg(feature = "interop")]
 mod interop;
 mod meeting;
-mod network;
 mod rendezvous;
 mod stage;
 mod stub;

@@ -10,6 +10,8 @@ use exec_server_relay::noise::{Identity, SEED_BYTES};
 use exec_server_relay::{ExecutorConfig, HarnessConfig, Limits};
 use exec_server_testkit::http;
 use exec_server_transport::link::{Link, RawEvent};
+use exec_server_transport::registry::auth::RegistryAuth;
+use exec_server_transport::registry::{Registry, RegistryOptions};
 use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
 use exec_server_transport::tls::TlsClientOptions;
 use exec_server_transport::{ConnectOptions, connect};
@@ -214,10 +216,23 @@ async fn it_speaks_tls_and_hands_out_such_addresses() {
         (400, json!("this port speaks TLS: use https://"))
     );
 
-    // Sockets that were not signed for are refused over TLS too, which shows that it is spoken.
+    // What it hands out over TLS is an address with TLS, and good.
     let mut options = ConnectOptions::default();
     options.tls = TlsClientOptions::default();
     options.tls.ca_file = Some(cert);
+    let auth = RegistryAuth::BearerFile(state.path().join("executor.token"));
+    let mut registry = RegistryOptions::new(auth);
+    registry.tls = options.tls.clone();
+    let registry = Registry::new(meeting.url(), "e", registry).unwrap();
+    let registered = registry.register(&key(1), None).await.unwrap();
+    let expected = format!("wss://127.0.0.1:{}/", meeting.port());
+    assert!(
+        registered.url.starts_with(&expected),
+        "not an address at {expected}"
+    );
+    let executor = connect(&registered.url, &options).await.unwrap();
+
+    // Sockets that were not signed for are refused.
     let url = format!(
         "wss://127.0.0.1:{}/cloud/environment/e/ws?v=1",
         meeting.port()
@@ -227,6 +242,7 @@ async fn it_speaks_tls_and_hands_out_such_addresses() {
         error.contains("401") && error.contains("missing_role"),
         "{error}"
     );
+    drop(executor);
 }
 
 #[tokio::test]

@@ -781,13 +781,20 @@ impl FromHarness {
         let now = now();
         let id = match state.streams.get_key_value(stream_id) {
             Some((id, stream)) => {
-                let free = stream.socket.is_none()
-                    && stream
-                        .owner
-                        .as_ref()
-                        .is_none_or(|(_, key)| *key == self.who.key);
+                let free = match (&stream.owner, stream.socket) {
+                    (None, _) => true,
+                    (Some((_, key)), None) => *key == self.who.key,
+                    // The same harness, back before its last socket was missed: one that moved to
+                    // another network leaves a socket behind that looks alive for a minute.
+                    (Some(before), Some(_)) => *before == owner,
+                };
                 if !free {
                     return Err(Reason::DuplicateStream);
+                }
+                let before = stream.socket.and_then(|s| state.harnesses.get_mut(&s));
+                if let Some(before) = before {
+                    before.stream = None;
+                    before.mailbox.close();
                 }
                 Arc::clone(id)
             }
@@ -942,14 +949,15 @@ impl Drop for FromHarness {
         let Some(id) = self.stream.take() else {
             return;
         };
+        let own = |stream: &Stream| stream.socket == Some(self.socket);
+        if !state.streams.get(&id).is_some_and(own) {
+            return;
+        }
         // One that asks and does not wait for the answer has cost the executor as much as a bad one.
         state.answered(&id, true, now(), limits);
         let Some(stream) = state.streams.get_mut(&id) else {
             return;
         };
-        if stream.socket != Some(self.socket) {
-            return;
-        }
         if stream.ended {
             state.streams.remove(&id);
             return;

@@ -92,6 +92,27 @@ async fn an_executor_hears_that_a_harness_is_gone_and_the_stream_can_go_on() {
 }
 
 #[tokio::test]
+async fn a_newer_socket_of_the_same_harness_takes_its_stream_over() {
+    let meeting = Meeting::start().await;
+    let mut executor = meeting.executor("env-1", 1).await;
+    let mut before = meeting.harness("env-1", "alice-token", 2).await;
+    introduce(&mut executor, &mut before, "s").await;
+    // The same keys with another token are somebody else while the socket is there.
+    let mut bob = meeting.harness("env-1", "bob-token", 2).await;
+    bob.resume("s").await;
+    bob.hears_reset("s", "duplicate_stream").await;
+    // Its last socket looks alive, as one does after a change of networks.
+    let mut harness = meeting.harness("env-1", "alice-token", 2).await;
+    harness.resume("s").await;
+    executor.hears(Heard::Resume("s".to_owned())).await;
+    before.ends().await;
+    executor.data("s", 2, 10).await;
+    harness.hears(Heard::Data("s".to_owned(), 2, 10)).await;
+    harness.data("s", 3, 10).await;
+    executor.hears(Heard::Data("s".to_owned(), 3, 10)).await;
+}
+
+#[tokio::test]
 async fn harnesses_hear_that_the_executor_is_gone_and_go_on_with_its_next_socket() {
     let meeting = Meeting::start().await;
     let mut executor = meeting.executor("env-1", 1).await;

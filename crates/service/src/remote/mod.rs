@@ -27,9 +27,8 @@ use exec_server_relay::registry::RegisterResponse;
 use exec_server_relay::{ExecutorConfig, Limits, Reason};
 use exec_server_transport::ConnectError;
 use exec_server_transport::registry::auth::CredentialError;
-use exec_server_transport::registry::{self, Registry, RegistryError, RegistryOptions};
+use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
 use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
-use exec_server_transport::tls::TlsClientOptions;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -191,7 +190,6 @@ where
     HF: Future<Output = ()> + Send + 'static,
 {
     let environment_id = config.environment_id.trim().to_owned();
-    let tls = config.registry.tls.clone();
     let registry = match Registry::new(&config.registry_url, &environment_id, config.registry) {
         Ok(registry) => Arc::new(registry),
         Err(source) => {
@@ -206,7 +204,6 @@ where
         registry,
         identity: config.identity.clone(),
         name: config.name,
-        tls,
         registration: Mutex::new(None),
         registered: AtomicBool::new(false),
         status,
@@ -278,7 +275,6 @@ struct Desk {
     validator: Validator,
     identity: noise::Identity,
     name: Option<String>,
-    tls: TlsClientOptions,
     /// What the registry said last, until the meeting point says otherwise.
     registration: Mutex<Option<RegisterResponse>>,
     /// Whether there ever was a registration.
@@ -305,7 +301,7 @@ impl Desk {
                 Some(registration) => (registration, false),
                 None => (self.register().await?, true),
             };
-            match registry::dial(&registration.url, &self.tls, DIAL_TIMEOUT).await {
+            match self.registry.dial(&registration.url, DIAL_TIMEOUT).await {
                 Ok(link) => {
                     tracing::info!(
                         environment = self.registry.environment_id(),

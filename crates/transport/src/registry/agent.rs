@@ -16,6 +16,7 @@ use zeroize::Zeroizing;
 use super::RegistryError;
 use super::auth::{ACCOUNT, FEDRAMP, authorization};
 use super::http::Http;
+use super::proxy::Proxies;
 use crate::secret::Secret;
 use crate::tls::TlsClientOptions;
 
@@ -89,14 +90,18 @@ struct Assertion<'a> {
 }
 
 impl AgentIdentity {
-    /// Reads an identity; tasks are registered at `auth_api`.
+    /// Reads an identity; tasks are registered at `auth_api`, by way of `proxies`.
     ///
     /// Whether the token is genuine is for the registry to say, which alone knows who signs them.
     ///
     /// # Errors
     ///
     /// When it is no identity, or there can be no service at that URL.
-    pub fn new(token: &Secret, auth_api: &str) -> Result<Self, AgentIdentityError> {
+    pub fn new(
+        token: &Secret,
+        auth_api: &str,
+        proxies: Proxies,
+    ) -> Result<Self, AgentIdentityError> {
         let bad = AgentIdentityError::Token;
         let mut parts = token.expose().trim().split('.');
         let (Some(_), Some(claims), Some(_), None) =
@@ -130,7 +135,7 @@ impl AgentIdentity {
             account_id: claims.account_id,
             fedramp: claims.chatgpt_account_is_fedramp,
             key,
-            http: Http::new(&service, TlsClientOptions::default(), TASK_TIMEOUT),
+            http: Http::new(&service, TlsClientOptions::default(), proxies, TASK_TIMEOUT),
             service,
             task_id: OnceCell::new(),
         })
@@ -259,7 +264,8 @@ mod tests {
             "account_id": "acct",
             "email": "ignored",
         });
-        let agent = AgentIdentity::new(&token(&claims), "http://127.0.0.1:1").unwrap();
+        let agent =
+            AgentIdentity::new(&token(&claims), "http://127.0.0.1:1", Proxies::none()).unwrap();
         let now = UNIX_EPOCH + Duration::from_secs(1_709_251_200);
         let (name, value) = agent.assertion("task-1", now);
         assert_eq!(name, "authorization");
@@ -289,7 +295,8 @@ mod tests {
             with("sekrit!"),
             with("c2Vrcml0"),
         ] {
-            let error = AgentIdentity::new(&bad, "http://127.0.0.1:1").unwrap_err();
+            let error =
+                AgentIdentity::new(&bad, "http://127.0.0.1:1", Proxies::none()).unwrap_err();
             let error = format!("{error} {error:?}");
             assert!(error.contains("no agent identity"), "{error}");
             assert!(

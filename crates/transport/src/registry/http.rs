@@ -4,8 +4,7 @@
 //! credentials must be whom we were told to give them to.
 
 use std::fmt;
-use std::io;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -16,14 +15,14 @@ use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use url::Url;
 use zeroize::Zeroizing;
 
+use super::proxy::Proxies;
 use super::{MAX_ANSWER_BYTES, RegistryError};
 use crate::secret::Secret;
-use crate::tls::{self, TlsClientOptions};
+use crate::tls::{self, TlsClientOptions, TlsError};
 
 /// A host that is asked things.
 pub(super) struct Http {
@@ -31,9 +30,11 @@ pub(super) struct Http {
     host: String,
     port: u16,
     name: String,
+    proxies: Proxies,
     tls: TlsClientOptions,
-    /// Made once: reading the system's certificates takes longer than a call.
-    connector: OnceLock<TlsConnector>,
+    /// Made once: reading the system's certificates takes longer than a call. Made anew when it did
+    /// not work: certificates are exchanged while we run.
+    connector: Mutex<Option<TlsConnector>>,
     timeout: Duration,
     /// A connection that nobody uses at the moment.
     idle: Mutex<Option<SendRequest<Full<Bytes>>>>,
@@ -50,7 +51,12 @@ impl fmt::Debug for Http {
 
 impl Http {
     /// For the host of a URL that has one.
-    pub(super) fn new(url: &Url, tls: TlsClientOptions, timeout: Duration) -> Self {
+    pub(super) fn new(
+        url: &Url,
+        tls: TlsClientOptions,
+        proxies: Proxies,
+        timeout: Duration,
+    ) -> Self {
         let secure = url.scheme() == "https";
         let host = url.host_str().unwrap_or("").to_owned();
         let port = url
@@ -62,7 +68,8 @@ impl Http {
             host,
             port,
             tls,
-            connector: OnceLock::new(),
+            proxies,
+            connector: Mutex::new(None),
             timeout,
             idle: Mutex::new(None),
         }
@@ -167,30 +174,46 @@ impl Http {
         }
     }
 
+    /// For this host and for where it sends us.
+    pub(super) fn connector(&self) -> Result<TlsConnector, TlsError> {
+        if let Some(connector) = &*self.cached() {
+            return Ok(connector.clone());
+        }
+        let made = tls::connector(&self.tls)?;
+        Ok(self.cached().insert(made).clone())
+    }
+
+    /// The certificates did not fit; others may lie there by now.
+    pub(super) fn forget_connector(&self) {
+        self.cached().take();
+    }
+
+    fn cached(&self) -> MutexGuard<'_, Option<TlsConnector>> {
+        self.connector
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn proxies(&self) -> &Proxies {
+        &self.proxies
+    }
+
     async fn open(&self) -> Result<SendRequest<Full<Bytes>>, RegistryError> {
         let bare = self.host.trim_start_matches('[').trim_end_matches(']');
-        let connect = async {
-            let stream = TcpStream::connect((bare, self.port)).await?;
-            stream.set_nodelay(true)?;
-            io::Result::Ok(stream)
-        };
+        let connect = self.proxies.connect(self.secure, bare, self.port);
         if !self.secure {
             let stream = connect.await.map_err(|error| self.unreachable(error))?;
             return self.handshake(stream).await;
         }
-        let connector = match self.connector.get() {
-            Some(connector) => connector.clone(),
-            None => {
-                let made = tls::connector(&self.tls)?;
-                self.connector.get_or_init(|| made).clone()
-            }
-        };
+        let connector = self.connector()?;
         let name = ServerName::try_from(bare.to_owned())
             .map_err(|_| self.unreachable("its name is none that TLS knows"))?;
         let stream = connect.await.map_err(|error| self.unreachable(error))?;
         let stream = connector.connect(name, stream).await;
-        let stream =
-            stream.map_err(|error| self.unreachable(format!("no trusted TLS: {error}")))?;
+        let stream = stream.map_err(|error| {
+            self.forget_connector();
+            self.unreachable(format!("no trusted TLS: {error}"))
+        })?;
         self.handshake(stream).await
     }
 

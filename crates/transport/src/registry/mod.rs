@@ -6,6 +6,7 @@
 mod agent;
 pub mod auth;
 mod http;
+mod proxy;
 
 use std::fmt;
 use std::net::IpAddr;
@@ -21,7 +22,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use url::{Host, Url};
 
-use crate::connect::{ConnectError, ConnectOptions};
+use crate::connect::{ConnectError, ConnectOptions, connect_by};
 use crate::link::Link;
 use crate::secret::Secret;
 use crate::tls::{TlsClientOptions, TlsError};
@@ -29,6 +30,7 @@ use auth::{CredentialError, RegistryAuth};
 use http::Http;
 
 pub use agent::{AgentIdentity, AgentIdentityError};
+pub use proxy::Proxies;
 
 /// The code of a 409 while no executor is attached.
 pub const ENVIRONMENT_OFFLINE: &str = "environment_offline";
@@ -50,6 +52,8 @@ pub struct RegistryOptions {
     pub auth: RegistryAuth,
     /// Whom to believe behind an `https://` URL.
     pub tls: TlsClientOptions,
+    /// Who stands between us and the registry, or its meeting point.
+    pub proxies: Proxies,
     /// For each call, name lookup and connection included.
     pub timeout: Duration,
     /// Whether credentials may go to other machines without TLS.
@@ -62,6 +66,7 @@ impl RegistryOptions {
         Self {
             auth,
             tls: TlsClientOptions::default(),
+            proxies: Proxies::none(),
             timeout: Duration::from_secs(10),
             danger_plain_http: false,
         }
@@ -218,7 +223,7 @@ impl Registry {
             }
         }
         Ok(Self {
-            http: Http::new(&base, options.tls, options.timeout),
+            http: Http::new(&base, options.tls, options.proxies, options.timeout),
             base: path,
             environment_id: environment_id.to_owned(),
             auth: options.auth,
@@ -293,6 +298,48 @@ impl Registry {
         let headers = [(STREAM_ID_HEADER, stream_id)];
         let answer: ValidateResponse = self.call("validate", &headers, &request).await?;
         Ok(answer.valid)
+    }
+
+    /// Opens a websocket to where the registry said, by the same proxies and with the same
+    /// certificates. The URL is a credential; errors show it without its query.
+    ///
+    /// # Errors
+    ///
+    /// When it is none of a websocket, nobody answers in time, or the websocket is refused.
+    pub async fn dial(&self, url: &str, timeout: Duration) -> Result<Link, ConnectError> {
+        let shown =
+            || Url::parse(url).map_or_else(|_| "(not a URL)".to_owned(), |url| public(&url));
+        // A registry must not choose a socket of this machine.
+        if !url.starts_with("ws://") && !url.starts_with("wss://") {
+            return Err(ConnectError::Url {
+                url: shown(),
+                reason: "a meeting point is at ws://HOST or wss://HOST".to_owned(),
+            });
+        }
+        let options = ConnectOptions {
+            timeout,
+            ..ConnectOptions::default()
+        };
+        let tls = || self.http.connector();
+        let tcp = async |secure: bool, host: &str, port: u16| {
+            self.http.proxies().connect(secure, host, port).await
+        };
+        let mut outcome = connect_by(url, &options, tls, tcp).await;
+        if matches!(outcome, Err(ConnectError::Tls { .. })) {
+            self.http.forget_connector();
+        }
+        match &mut outcome {
+            Err(
+                ConnectError::Url { url, .. }
+                | ConnectError::Timeout { url, .. }
+                | ConnectError::Io { url, .. }
+                | ConnectError::Tls { url, .. }
+                | ConnectError::Token { url }
+                | ConnectError::Refused { url, .. },
+            ) => *url = shown(),
+            Ok(_) | Err(ConnectError::TlsSetup(_)) => {}
+        }
+        outcome
     }
 
     async fn call<T: DeserializeOwned>(
@@ -420,45 +467,6 @@ pub fn public(url: &Url) -> String {
     let _ = url.set_password(None);
     let _ = url.set_username("");
     url.into()
-}
-
-/// Opens a websocket to where a registry said. The URL is a credential; errors show it without its
-/// query.
-///
-/// # Errors
-///
-/// When it is none of a websocket, nobody answers in time, or the websocket is refused.
-pub async fn dial(
-    url: &str,
-    tls: &TlsClientOptions,
-    timeout: Duration,
-) -> Result<Link, ConnectError> {
-    let shown = || Url::parse(url).map_or_else(|_| "(not a URL)".to_owned(), |url| public(&url));
-    // A registry must not choose a socket of this machine.
-    if !url.starts_with("ws://") && !url.starts_with("wss://") {
-        return Err(ConnectError::Url {
-            url: shown(),
-            reason: "a meeting point is at ws://HOST or wss://HOST".to_owned(),
-        });
-    }
-    let options = ConnectOptions {
-        timeout,
-        tls: tls.clone(),
-        bearer_token: None,
-    };
-    let mut outcome = crate::connect(url, &options).await;
-    match &mut outcome {
-        Err(
-            ConnectError::Url { url, .. }
-            | ConnectError::Timeout { url, .. }
-            | ConnectError::Io { url, .. }
-            | ConnectError::Tls { url, .. }
-            | ConnectError::Token { url }
-            | ConnectError::Refused { url, .. },
-        ) => *url = shown(),
-        Ok(_) | Err(ConnectError::TlsSetup(_)) => {}
-    }
-    outcome
 }
 
 fn is_loopback(url: &Url) -> bool {

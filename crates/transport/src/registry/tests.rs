@@ -250,7 +250,8 @@ fn environments_are_read_as_they_are_written() {
 
 #[tokio::test]
 async fn urls_of_meeting_points_are_not_shown_whole_and_lead_to_no_local_socket() {
-    let tls = TlsClientOptions::default();
+    let options = RegistryOptions::new(RegistryAuth::Open);
+    let registry = Registry::new("http://127.0.0.1:1", "e", options).unwrap();
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = closed.local_addr().unwrap();
     drop(closed);
@@ -260,7 +261,8 @@ async fn urls_of_meeting_points_are_not_shown_whole_and_lead_to_no_local_socket(
         "http://127.0.0.1/?sig=sekrit".to_owned(),
         "sekrit".to_owned(),
     ] {
-        let error = dial(&url, &tls, Duration::from_secs(5)).await.unwrap_err();
+        let dialled = registry.dial(&url, Duration::from_secs(5)).await;
+        let error = dialled.unwrap_err();
         let error = format!("{error} {error:?}");
         assert!(!error.contains("sekrit"), "{error}");
     }
