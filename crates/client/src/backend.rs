@@ -18,6 +18,7 @@ use exec_server_protocol::sandbox::Enforcement;
 
 use crate::error::ExecServerError;
 use crate::event::ExecProcessEvents;
+use crate::network::NetworkPolicyDecider;
 
 /// A boxed future, which keeps the traits usable as `dyn`.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -36,6 +37,22 @@ pub trait ExecBackend: Send + Sync + fmt::Debug {
     ///
     /// When the process cannot be started, or this backend has a handle with the same id.
     fn start(&self, params: StartParams) -> Reply<'_, StartedProcess>;
+
+    /// Starts a process whose `networkProxy` asks about hosts that no rule is about: `decider` is
+    /// asked for as long as the process has a handle.
+    ///
+    /// # Errors
+    ///
+    /// As [`start`](Self::start); [`ExecServerError::Decider`] when the request does not say that
+    /// anybody is to be asked.
+    fn start_with_network_policy_decider(
+        &self,
+        params: StartParams,
+        decider: Arc<dyn NetworkPolicyDecider>,
+    ) -> Reply<'_, StartedProcess> {
+        drop((params, decider));
+        Box::pin(async { Err(ExecServerError::Unsupported("network/policyRequest")) })
+    }
 
     /// The processes that this backend runs, in the order they were started.
     ///

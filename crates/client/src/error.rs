@@ -109,6 +109,9 @@ pub enum ExecServerError {
         /// What is wrong.
         reason: String,
     },
+    /// Somebody is there to be asked about hosts, but the request does not say so.
+    #[error("a decider needs a `policyDecisionTimeoutMs` that is not zero in the request")]
+    Decider,
     /// The server does not implement this, and nothing else can stand in for it.
     #[error("this server does not support `{0}`")]
     Unsupported(&'static str),

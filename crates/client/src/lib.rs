@@ -49,6 +49,7 @@ mod line;
 #[cfg(feature = "local")]
 mod local;
 pub mod map;
+mod network;
 mod options;
 mod order;
 mod recovery;
@@ -83,6 +84,7 @@ pub use http::ExecutorHttp;
 pub use http::LocalHttp;
 #[cfg(feature = "local")]
 pub use local::LocalBackend;
+pub use network::NetworkPolicyDecider;
 pub use options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 pub use recovery::RecoveryOptions;
 pub use remote::AttachRequest;

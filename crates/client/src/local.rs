@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use exec_server_executor::conditions::Conditions;
@@ -14,18 +14,23 @@ use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
 use exec_server_executor::snapshot::{Snapshots, Wanted};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
+use exec_server_http::Rules;
+use exec_server_network::{Authority, Decision, Managed, Proxy};
+use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::{
     Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
     StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
     WaitUntil, WriteStatus,
 };
 use exec_server_protocol::{PathUri, codes};
+use exec_server_transport::time::timestamp_millis;
 
 use crate::backend::{
     BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
 };
 use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
+use crate::network::{self, NetworkPolicyDecider};
 
 /// Runs processes on this machine.
 ///
@@ -55,6 +60,8 @@ pub struct LocalBackend {
     table: Arc<Mutex<Table>>,
     /// What shells begin with.
     snapshots: Arc<Snapshots>,
+    /// Whom processes with a managed network may reach at most.
+    rules: Arc<Rules>,
 }
 
 #[derive(Debug, Default)]
@@ -74,6 +81,8 @@ struct Local {
     delivery: Delivery,
     events_taken: AtomicBool,
     table: Weak<Mutex<Table>>,
+    /// Serves its network for as long as there is a handle.
+    _proxy: Option<Proxy>,
 }
 
 impl Drop for Local {
@@ -95,10 +104,15 @@ impl LocalBackend {
             executor,
             table: Arc::default(),
             snapshots: Arc::default(),
+            rules: Arc::new(Rules::usual()),
         }
     }
 
-    async fn start_local(&self, params: StartParams) -> Result<StartedProcess, ExecServerError> {
+    async fn start_local(
+        &self,
+        params: StartParams,
+        decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
+    ) -> Result<StartedProcess, ExecServerError> {
         let number = {
             let mut table = lock(&self.table);
             if table.slots.contains_key(&params.process_id) {
@@ -111,10 +125,26 @@ impl LocalBackend {
         // Frees the id again if this future is dropped or fails.
         let reservation = Reservation(&self.table, Some(params.process_id.clone()));
         let mut spec = request::spec(&params, &self.executor.config().environment)?;
+        let managed = Managed::prepare(&params, &mut spec, &self.rules)?;
         if let Some(wanted) = Wanted::of(&params, &spec)? {
             spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
         }
         let process = self.executor.start(spec).await?;
+        let proxy = match managed {
+            None => None,
+            Some(managed) => {
+                let authority = Arc::new(Deciding {
+                    process_id: params.process_id.clone(),
+                    decider,
+                });
+                let served = managed.serve(&process, authority);
+                let failed = |source| StartError::System {
+                    action: "serve the network of a process",
+                    source,
+                };
+                Some(served.map_err(failed)?)
+            }
+        };
         let enforcement = process.enforcement().cloned();
         let delivery = params.delivery.unwrap_or_default();
         if delivery == Delivery::Pull {
@@ -129,6 +159,7 @@ impl LocalBackend {
             delivery,
             events_taken: AtomicBool::new(false),
             table: Arc::downgrade(&self.table),
+            _proxy: proxy,
         });
         reservation.keep(&local);
         Ok(StartedProcess {
@@ -139,6 +170,46 @@ impl LocalBackend {
             }),
             enforcement,
         })
+    }
+}
+
+/// Whoever decides about hosts, as a proxy on this machine asks.
+#[derive(Debug)]
+struct Deciding {
+    process_id: String,
+    decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
+}
+
+impl Authority for Deciding {
+    fn ask(&self, target: PolicyTarget) -> exec_server_network::BoxFuture<PolicyAnswer> {
+        let decider = self.decider.clone();
+        Box::pin(async move {
+            let Some((decider, patience)) = decider else {
+                return PolicyAnswer::not_allowed();
+            };
+            let answer = tokio::time::timeout(patience, decider.decide(target)).await;
+            answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::sayable)
+        })
+    }
+
+    fn tell(&self, decision: Decision) {
+        let Some((decider, _)) = &self.decider else {
+            return;
+        };
+        decider.decided(&PolicyDecisionParams {
+            process_id: self.process_id.clone(),
+            timestamp: timestamp_millis(SystemTime::now()),
+            scope: decision.scope,
+            decision: decision.outcome,
+            source: decision.source,
+            reason: decision.reason,
+            protocol: decision.target.protocol,
+            host: decision.target.host,
+            port: decision.target.port,
+            method: decision.method,
+            client: Some(decision.client.to_string()),
+            policy_override: decision.policy_override,
+        });
     }
 }
 
@@ -163,7 +234,18 @@ impl Drop for Reservation<'_> {
 
 impl ExecBackend for LocalBackend {
     fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
-        Box::pin(self.start_local(params))
+        Box::pin(self.start_local(params, None))
+    }
+
+    fn start_with_network_policy_decider(
+        &self,
+        params: StartParams,
+        decider: Arc<dyn NetworkPolicyDecider>,
+    ) -> Reply<'_, StartedProcess> {
+        Box::pin(async move {
+            let patience = network::patience(&params)?;
+            self.start_local(params, Some((decider, patience))).await
+        })
     }
 
     fn list(&self) -> Reply<'_, Vec<ListedProcess>> {

@@ -28,6 +28,7 @@ use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::extension;
 use crate::follow::{AbortOnDrop, Follower};
+use crate::network::{self, NetworkPolicyDecider};
 use crate::route::{Registration, Route, Status};
 
 /// Bytes in one `process/write`; more would keep other requests waiting for the line.
@@ -37,66 +38,18 @@ const WRITE_BYTES: usize = 1 << 20;
 const TERMINAL_EOF: &[u8] = b"\x04";
 
 impl ExecBackend for ExecServerClient {
-    fn start(&self, mut params: StartParams) -> Reply<'_, StartedProcess> {
+    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
+        Box::pin(self.start_remote(params, None))
+    }
+
+    fn start_with_network_policy_decider(
+        &self,
+        params: StartParams,
+        decider: Arc<dyn NetworkPolicyDecider>,
+    ) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
-            let registration = self.inner.routes.register(&params.process_id, 0)?;
-            let generation = self.inner.caller.line.generation();
-            // A name lets the server tell a repeat from another start, so that a start under way
-            // when its connection is lost can be asked about.
-            match self.supports(extension::START_ID).await? {
-                true => drop(params.start_id.get_or_insert_with(unique)),
-                false => params.start_id = None,
-            }
-            let pull = params.delivery == Some(Delivery::Pull)
-                && self.supports(extension::DELIVERY).await?;
-            let states_evicted = self.supports(extension::READ_EVICTED).await?;
-            let (sender, receiver) = oneshot::channel();
-            let client = self.clone();
-            // In a task that ends with its request: a caller that stops waiting must not keep us
-            // from learning that there is a process to terminate.
-            tokio::spawn(async move {
-                let Caller { timeout, .. } = client.inner.caller;
-                let repeat = params.start_id.is_some();
-                let caller = &client.inner.caller;
-                let result = caller.call_noting::<Start>(&params, Some(timeout), repeat);
-                let started = match result.await {
-                    Ok((started, _)) => started,
-                    Err(error) => {
-                        let may_have_started = matches!(
-                            error,
-                            ExecServerError::Timeout { .. } | ExecServerError::Interrupted { .. }
-                        );
-                        let _ = sender.send(Err(error));
-                        if may_have_started {
-                            terminate(&client, params.process_id).await;
-                        }
-                        return;
-                    }
-                };
-                let process = RemoteProcess::new(
-                    client,
-                    registration,
-                    Details {
-                        delivery: if pull { Delivery::Pull } else { Delivery::Push },
-                        states_evicted,
-                        tty: params.tty,
-                        write_ids: WriteIds::of_new_process(),
-                    },
-                    generation,
-                );
-                let unclaimed = Unclaimed {
-                    process: Some(process),
-                    sandbox_type: started.sandbox_type,
-                    enforcement: started.enforcement,
-                };
-                let _ = sender.send(Ok(unclaimed));
-            });
-            match receiver.await {
-                Ok(answer) => answer?.claim(),
-                Err(_) => Err(ExecServerError::Closed(
-                    "the runtime is shutting down".into(),
-                )),
-            }
+            let patience = network::patience(&params)?;
+            self.start_remote(params, Some((decider, patience))).await
         })
     }
 
@@ -109,6 +62,74 @@ impl ExecBackend for ExecServerClient {
 }
 
 impl ExecServerClient {
+    async fn start_remote(
+        &self,
+        mut params: StartParams,
+        decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
+    ) -> Result<StartedProcess, ExecServerError> {
+        let registration = self.inner.routes.register(&params.process_id, 0)?;
+        if let Some(decider) = decider {
+            registration.route.decided_by(decider);
+        }
+        let generation = self.inner.caller.line.generation();
+        // A name lets the server tell a repeat from another start, so that a start under way
+        // when its connection is lost can be asked about.
+        match self.supports(extension::START_ID).await? {
+            true => drop(params.start_id.get_or_insert_with(unique)),
+            false => params.start_id = None,
+        }
+        let pull =
+            params.delivery == Some(Delivery::Pull) && self.supports(extension::DELIVERY).await?;
+        let states_evicted = self.supports(extension::READ_EVICTED).await?;
+        let (sender, receiver) = oneshot::channel();
+        let client = self.clone();
+        // In a task that ends with its request: a caller that stops waiting must not keep us
+        // from learning that there is a process to terminate.
+        tokio::spawn(async move {
+            let Caller { timeout, .. } = client.inner.caller;
+            let repeat = params.start_id.is_some();
+            let caller = &client.inner.caller;
+            let result = caller.call_noting::<Start>(&params, Some(timeout), repeat);
+            let started = match result.await {
+                Ok((started, _)) => started,
+                Err(error) => {
+                    let may_have_started = matches!(
+                        error,
+                        ExecServerError::Timeout { .. } | ExecServerError::Interrupted { .. }
+                    );
+                    let _ = sender.send(Err(error));
+                    if may_have_started {
+                        terminate(&client, params.process_id).await;
+                    }
+                    return;
+                }
+            };
+            let process = RemoteProcess::new(
+                client,
+                registration,
+                Details {
+                    delivery: if pull { Delivery::Pull } else { Delivery::Push },
+                    states_evicted,
+                    tty: params.tty,
+                    write_ids: WriteIds::of_new_process(),
+                },
+                generation,
+            );
+            let unclaimed = Unclaimed {
+                process: Some(process),
+                sandbox_type: started.sandbox_type,
+                enforcement: started.enforcement,
+            };
+            let _ = sender.send(Ok(unclaimed));
+        });
+        match receiver.await {
+            Ok(answer) => answer?.claim(),
+            Err(_) => Err(ExecServerError::Closed(
+                "the runtime is shutting down".into(),
+            )),
+        }
+    }
+
     /// A handle of a process that runs in this session already, as after resuming it.
     ///
     /// # Errors

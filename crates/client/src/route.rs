@@ -5,24 +5,31 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
-use exec_server_protocol::Notification;
 use exec_server_protocol::fs::{Changed, MissingChanged};
 use exec_server_protocol::http::BodyDelta;
+use exec_server_protocol::network::{
+    PolicyAnswer, PolicyDecision, PolicyRequest, PolicyRequestParams, PolicyRequestResult,
+    PolicyTarget,
+};
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
-use exec_server_transport::peer::Handler;
-use tokio::sync::{Notify, watch};
+use exec_server_protocol::{ErrorObject, Method as _, Notification, codes};
+use exec_server_transport::peer::{Answer, Handler};
+use serde_json::json;
+use tokio::sync::{Notify, Semaphore, watch};
 
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ProcessExit, ProcessFailure};
 use crate::fs::WatchRoutes;
 use crate::http::BodyRoutes;
 use crate::inbox::Inbox;
+use crate::network::{self, MAX_QUESTIONS, NetworkPolicyDecider};
 use crate::order::ReadRules;
 
 /// The processes of one client, by id, and its watches.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Routes {
     /// Never held across an await.
     table: Mutex<Table>,
@@ -30,6 +37,19 @@ pub(crate) struct Routes {
     pub(crate) watches: WatchRoutes,
     /// Those who wait for bodies.
     pub(crate) bodies: BodyRoutes,
+    /// Bounds the questions that are worked on, over all connections.
+    questions: Arc<Semaphore>,
+}
+
+impl Default for Routes {
+    fn default() -> Self {
+        Self {
+            table: Mutex::default(),
+            watches: WatchRoutes::default(),
+            bodies: BodyRoutes::default(),
+            questions: Arc::new(Semaphore::new(MAX_QUESTIONS)),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -123,6 +143,17 @@ impl Handler for Dispatch {
                 self.0.watches.missing_changed(params.watch_id);
                 return Ok(());
             }
+            PolicyDecision::NAME => {
+                // Only ever a record: one that cannot be read costs nobody the connection.
+                let decoded = decode::<PolicyDecision>(params).ok();
+                if let Some(decision) = decoded
+                    && let Some(route) = self.0.find(&decision.process_id)
+                    && let Some((decider, _)) = route.decider.get()
+                {
+                    decider.decided(&decision);
+                }
+                return Ok(());
+            }
             BodyDelta::NAME => {
                 self.0.bodies.deliver(decode::<BodyDelta>(params)?).await;
                 return Ok(());
@@ -138,6 +169,43 @@ impl Handler for Dispatch {
         }
         Ok(())
     }
+
+    /// Asks whoever decides about a process; no other question is known.
+    fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
+        if method != PolicyRequest::NAME {
+            return None;
+        }
+        let params: PolicyRequestParams = match serde_json::from_str(params.unwrap_or("null")) {
+            Ok(params) => params,
+            Err(error) => {
+                let error = ErrorObject {
+                    code: codes::INVALID_PARAMS,
+                    message: format!("invalid params for `{method}`: {error}"),
+                    data: None,
+                };
+                return Some(Box::pin(async move { Err(error) }));
+            }
+        };
+        let route = self.0.find(&params.process_id);
+        let (Some(route), Ok(place), true) = (
+            route,
+            Arc::clone(&self.0.questions).try_acquire_owned(),
+            network::is_sane(&params.request),
+        ) else {
+            return Some(no());
+        };
+        Some(Box::pin(async move {
+            let decision = route.decide(params.request).await;
+            drop(place);
+            Ok(json!(PolicyRequestResult { decision }))
+        }))
+    }
+}
+
+/// Says no to a question, whoever it is about.
+fn no() -> Answer {
+    let decision = PolicyAnswer::not_allowed();
+    Box::pin(async move { Ok(json!(PolicyRequestResult { decision })) })
 }
 
 fn decode<N: Notification>(params: Option<&str>) -> Result<N::Params, String> {
@@ -194,6 +262,8 @@ pub(crate) struct Route {
     moved: Notify,
     /// Noted as soon as it is heard of, before its turn in the order.
     status: watch::Sender<Status>,
+    /// Who is asked about hosts, and how long that may take.
+    decider: OnceLock<(Arc<dyn NetworkPolicyDecider>, Duration)>,
 }
 
 impl Route {
@@ -205,6 +275,28 @@ impl Route {
             writable: Notify::new(),
             moved: Notify::new(),
             status: watch::Sender::default(),
+            decider: OnceLock::new(),
+        }
+    }
+
+    /// Has somebody asked about hosts that the process wants to reach.
+    pub(crate) fn decided_by(&self, decider: (Arc<dyn NetworkPolicyDecider>, Duration)) {
+        // A route has one process, and a process one start.
+        let _ = self.decider.set(decider);
+    }
+
+    /// Asks about a host.
+    async fn decide(&self, target: PolicyTarget) -> PolicyAnswer {
+        let mut status = self.status.subscribe();
+        let Some((decider, patience)) = self.decider.get() else {
+            return PolicyAnswer::not_allowed();
+        };
+        let ended = status.wait_for(|status| status.closed || status.failure.is_some());
+        tokio::select! {
+            answer = tokio::time::timeout(*patience, decider.decide(target)) => {
+                answer.map_or_else(|_| PolicyAnswer::not_allowed(), network::sayable)
+            }
+            _ = ended => PolicyAnswer::not_allowed(),
         }
     }
 

@@ -30,4 +30,4 @@ mod tree;
 
 pub use executor::{Executor, ExecutorConfig, ExecutorLimits};
 pub use process::Process;
-pub use spec::{Size, Spec, StartError, Stdio, Timeout};
+pub use spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};

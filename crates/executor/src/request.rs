@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use exec_server_protocol::process::{StartParams, TerminalSize};
 
-use crate::spec::{Size, Spec, StartError, Stdio, Timeout};
+use crate::spec::{PrivateNetwork, Size, Spec, StartError, Stdio, Timeout};
 use crate::{env, host};
 
 /// From SIGTERM to SIGKILL when a timeout strikes, unless the request says otherwise.
@@ -31,14 +31,7 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
             "cwd URI `{cwd}` is not valid on this exec-server host: {error}"
         ))
     })?;
-    if params.network_proxy.is_some() {
-        let message = "managed network cannot be enforced on this executor";
-        return Err(StartError::Refused(message.to_owned()));
-    }
     let mut env = env::build(own, params.env_policy.as_ref(), &params.env);
-    if params.enforce_managed_network {
-        return Err(StartError::Refused(unmanageable(&env).to_owned()));
-    }
     if let Some(metadata) = &params.metadata {
         let ids = [
             ("CODEX_THREAD_ID", &metadata.thread_id),
@@ -71,21 +64,9 @@ pub fn spec(params: &StartParams, own: &BTreeMap<String, String>) -> Result<Spec
         limits: params.limits.clone().unwrap_or_default(),
         retention: None,
         sandbox: params.sandbox.clone(),
+        // Without listeners it leads nowhere: whoever knows a way out has to say so.
+        network: params.enforce_managed_network.then(PrivateNetwork::default),
     })
-}
-
-/// Why nothing but a managed proxy cannot be had: without one there is nothing to allow, and with
-/// one there is no way to it yet.
-fn unmanageable(env: &BTreeMap<String, String>) -> &'static str {
-    const PROXIES: [&str; 3] = ["http_proxy", "https_proxy", "all_proxy"];
-    let has_proxy = env
-        .iter()
-        .any(|(name, value)| PROXIES.contains(&&*name.to_lowercase()) && !value.is_empty());
-    if has_proxy {
-        "managed network cannot be enforced on this executor"
-    } else {
-        "managed proxy mode requires proxy environment variables"
-    }
 }
 
 /// Programs on a terminal expect to know the user's shell.
@@ -147,16 +128,17 @@ mod tests {
             ..params()
         };
         assert!(refusal(&flat).contains("rows must be between 1 and 65535, not 0"));
-        let network = StartParams {
+    }
+
+    #[test]
+    fn a_managed_network_leads_nowhere_until_somebody_manages_it() {
+        assert_eq!(spec(&params(), &BTreeMap::new()).unwrap().network, None);
+        let managed = StartParams {
             enforce_managed_network: true,
             ..params()
         };
-        assert!(refusal(&network).contains("requires proxy environment variables"));
-        let proxy = StartParams {
-            env: [("HTTPS_PROXY".to_owned(), "http://127.0.0.1:1".to_owned())].into(),
-            ..network
-        };
-        assert!(refusal(&proxy).contains("managed network cannot be enforced"));
+        let network = spec(&managed, &BTreeMap::new()).unwrap().network;
+        assert_eq!(network, Some(PrivateNetwork::default()));
     }
 
     #[test]

@@ -17,7 +17,7 @@ use crate::env;
 use crate::executor::Executor;
 use crate::log::{EntryKind, Log, Retention, Stream};
 use crate::process::{End, Process};
-use crate::spec::{Spec, StartError, Stdio};
+use crate::spec::{PrivateNetwork, Spec, StartError, Stdio};
 
 /// Snapshots that one session keeps; the least used goes first.
 const MAX_SNAPSHOTS: usize = 16;
@@ -380,6 +380,8 @@ async fn hear(
         stdio: Stdio::Pipes { stdin: false },
         timeout: None,
         retention: Some(CAPTURE_RETENTION),
+        // Nobody answers at the listeners of a network that is managed for the command.
+        network: spec.network.as_ref().map(|_| PrivateNetwork::default()),
         ..spec.clone()
     };
     let process = executor

@@ -33,6 +33,20 @@ pub struct Spec {
     pub retention: Option<Retention>,
     /// The policy to run under.
     pub sandbox: Option<Sandbox>,
+    /// A network of its own, whatever the policy says of the network.
+    pub network: Option<PrivateNetwork>,
+}
+
+/// A network of a process's own: it has no way out but what somebody does with these listeners,
+/// which are in there and are handed over when the process is started.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct PrivateNetwork {
+    /// Ports of its loopback interface to listen at for streams.
+    pub tcp: Vec<u16>,
+    /// Ports of its loopback interface to listen at for datagrams.
+    pub udp: Vec<u16>,
+    /// Whether it may use unix sockets that it can see, which lead out of it.
+    pub unix_sockets: bool,
 }
 
 /// What a child's standard streams are.

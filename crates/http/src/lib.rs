@@ -7,9 +7,9 @@
 mod client;
 mod connect;
 pub mod request;
-mod rules;
+pub mod rules;
 
 pub use client::{Body, HttpClient, HttpConfig, HttpError, Response};
 pub use connect::ProxyChoice;
 pub use request::Prepared;
-pub use rules::{DEFAULT_DENY, Denied, RuleError, Rules};
+pub use rules::{DEFAULT_DENY, Denied, Rule, RuleError, Rules};

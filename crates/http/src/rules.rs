@@ -33,15 +33,21 @@ pub struct Rules {
     deny: Vec<Rule>,
 }
 
+/// One rule: about names, or about addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Rule {
+pub enum Rule {
+    /// `*`: about everybody.
     Anyone,
+    /// About this name.
     Name(String),
     /// Everything below a name, the name itself or not.
     Below {
+        /// The name.
         name: String,
+        /// Whether it is meant too.
         itself: bool,
     },
+    /// About these addresses.
     Range(IpNet),
 }
 
@@ -210,7 +216,7 @@ fn literal(host: &Host<&str>) -> Option<IpAddr> {
 
 /// An address and the IPv4 addresses that it may stand for: a gateway or the kernel takes a packet
 /// for the one to the other.
-fn forms(address: IpAddr) -> Vec<IpAddr> {
+pub fn forms(address: IpAddr) -> Vec<IpAddr> {
     let mut forms = vec![address];
     if let IpAddr::V6(address) = address {
         let parts = address.segments();
@@ -231,7 +237,8 @@ fn forms(address: IpAddr) -> Vec<IpAddr> {
 }
 
 impl Rule {
-    fn names(&self, host: &str) -> bool {
+    /// Whether it is about this name.
+    pub fn names(&self, host: &str) -> bool {
         let host = host.strip_suffix('.').unwrap_or(host);
         match self {
             Self::Anyone => true,
@@ -248,7 +255,8 @@ impl Rule {
         }
     }
 
-    fn covers(&self, address: IpAddr) -> bool {
+    /// Whether it is about this address.
+    pub fn covers(&self, address: IpAddr) -> bool {
         match self {
             Self::Anyone => true,
             Self::Range(range) => range.contains(&address),

@@ -15,6 +15,7 @@ pub mod fuzz;
 pub mod http;
 pub mod limits;
 pub mod method;
+pub mod network;
 pub mod path;
 pub mod process;
 pub mod sandbox;

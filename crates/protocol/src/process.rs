@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::chunk::{self, ByteChunk};
 use crate::environment::Shell;
 use crate::method::{Empty, methods, notifications};
+use crate::network::{ManagedNetwork, NetworkProxy};
 use crate::path::PathUri;
 use crate::sandbox::{Denial, Enforcement, Sandbox};
 
@@ -76,10 +76,10 @@ pub struct StartParams {
     pub enforce_managed_network: bool,
     /// Details of the managed network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub managed_network: Option<Value>,
+    pub managed_network: Option<ManagedNetwork>,
     /// A proxy to start beside the child.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub network_proxy: Option<Value>,
+    pub network_proxy: Option<NetworkProxy>,
     /// A captured shell state to start from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shell_snapshot: Option<ShellSnapshot>,

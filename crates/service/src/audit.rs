@@ -7,6 +7,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use exec_server_executor::log::Exit;
+use exec_server_network::Decision;
+use exec_server_protocol::http::RequestParams;
 use exec_server_protocol::sandbox::EnforcementLevel;
 use exec_server_transport::journal::{Journal, now};
 use serde::Deserialize;
@@ -95,6 +97,40 @@ impl Audit {
         }));
     }
 
+    /// A process wanted to reach somebody.
+    pub(crate) fn network(
+        &self,
+        identity: &Identity,
+        session: &str,
+        process_id: &str,
+        decision: &Decision,
+    ) {
+        self.journal.append(&json!({
+            "time": now(),
+            "event": "network",
+            "identity": &*identity.name,
+            "session": session,
+            "processId": process_id,
+            "protocol": decision.target.protocol,
+            "host": decision.target.host,
+            "port": decision.target.port,
+            "method": decision.method,
+            "decision": decision.outcome,
+            "source": decision.source,
+            "reason": decision.reason,
+        }));
+    }
+
+    /// Somebody has this machine make a request. Neither its headers nor what its URL asks for are
+    /// written: both hold secrets.
+    pub(crate) fn requested(&self, identity: &Identity, params: &RequestParams) {
+        let url = url_without_secrets(&params.url);
+        self.journal.append(&json!({
+            "time": now(), "event": "http", "identity": &*identity.name, "method": params.method,
+            "url": self.clean(&url), "requestId": self.clean(&params.request_id),
+        }));
+    }
+
     /// Somebody changed a file.
     pub(crate) fn changed(&self, identity: &Identity, method: &str, params: Option<&str>) {
         /// What of the params says which file is meant; the rest may be large.
@@ -155,9 +191,35 @@ pub(crate) struct Run<'a> {
     pub(crate) enforcement: Option<EnforcementLevel>,
 }
 
+/// A URL without the name and the password of its user, and without its query.
+fn url_without_secrets(url: &str) -> String {
+    let end = url.find(['?', '#']).unwrap_or(url.len());
+    let url = &url[..end];
+    let Some((scheme, rest)) = url.split_once("://") else {
+        return url.to_owned();
+    };
+    let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+    let host = authority
+        .rsplit_once('@')
+        .map_or(authority, |(_, host)| host);
+    format!("{scheme}://{host}{path}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn urls_are_written_without_what_they_hide() {
+        for (url, written) in [
+            ("https://u:p@h.test:1/a/b?token=x#y", "https://h.test:1/a/b"),
+            ("http://h.test", "http://h.test"),
+            ("http://h.test?x=/@", "http://h.test"),
+            ("nonsense?x", "nonsense"),
+        ] {
+            assert_eq!(url_without_secrets(url), written);
+        }
+    }
 
     #[test]
     fn arguments_are_cleaned() {

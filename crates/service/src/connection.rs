@@ -1,5 +1,6 @@
 //! One connection: reads requests, keeps the handshake's order, notices when the peer is gone.
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,6 +15,7 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::asks::{Asks, Settled};
 use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch;
@@ -35,6 +37,11 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// Room for everything in an answer but its result.
 const ENVELOPE_BYTES: usize = 256;
 
+/// Requests that are kept for later while the client's own answers are looked for behind them, by
+/// count and by bytes.
+const MAX_AHEAD: usize = 64;
+const MAX_AHEAD_BYTES: usize = 1 << 20;
+
 /// Websocket close code: the server is going away.
 const GOING_AWAY: u16 = 1001;
 
@@ -46,6 +53,8 @@ pub(crate) struct Connection {
     /// Cancelled when the connection ends; its unfinished requests end with it.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
+    /// What the client is asked.
+    pub(crate) asks: Arc<Asks>,
     /// Open files.
     pub(crate) handles: Handles,
     /// Where its file work is done.
@@ -113,6 +122,7 @@ impl Connection {
             outbox: Arc::clone(&self.outbox),
             closed: self.closed.clone(),
             heard: Arc::clone(&self.heard),
+            asks: Arc::clone(&self.asks),
             identity: self.identity.clone(),
         }
     }
@@ -364,6 +374,7 @@ pub(crate) async fn serve(
         outbox: Arc::clone(&outbox),
         closed: CancellationToken::new(),
         heard: Arc::new(Heard::new()),
+        asks: Arc::default(),
         handles,
         lane,
         requests: Requests::default(),
@@ -388,9 +399,12 @@ pub(crate) async fn serve(
         incoming,
         keepalive,
         name,
+        ahead: Ahead::default(),
     };
     let mut phase = Phase::New;
     let end = reader.run(&mut phase).await;
+    // Nobody is left to answer.
+    connection.asks.close();
     tracing::debug!(peer = reader.name, ?end, "connection ended");
     if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
         // Over pipes the peer may still listen: what it asked before the end is answered.
@@ -436,6 +450,33 @@ struct Reader {
     keepalive: Option<Keepalive>,
     /// Who is there, for messages.
     name: String,
+    ahead: Ahead,
+}
+
+/// Messages that came before an answer of the client and wait for their turn.
+#[derive(Debug, Default)]
+struct Ahead {
+    messages: VecDeque<String>,
+    bytes: usize,
+    /// Nothing more will come.
+    ended: bool,
+}
+
+impl Ahead {
+    fn has_room(&self) -> bool {
+        !self.ended && self.messages.len() < MAX_AHEAD && self.bytes < MAX_AHEAD_BYTES
+    }
+
+    fn push(&mut self, text: &str) {
+        self.bytes += text.len();
+        self.messages.push_back(text.to_owned());
+    }
+
+    fn pop(&mut self) -> Option<String> {
+        let text = self.messages.pop_front()?;
+        self.bytes -= text.len();
+        Some(text)
+    }
 }
 
 impl Reader {
@@ -476,13 +517,43 @@ impl Reader {
                 }
                 None => false,
             };
-            // Nothing is read while there is no room for its answer; nothing is dropped.
+            // Nothing is read while there is no room for its answer; nothing is dropped. But what
+            // the client was asked itself must not wait for what it asks.
+            let pending = self.connection.asks.is_pending();
             let slot = tokio::select! {
-                slot = next_slot(&self.connection) => slot,
+                biased;
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
+                slot = next_slot(&self.connection) => slot,
+                event = self.incoming.recv(), if pending && self.ahead.has_room() => {
+                    let event = match event {
+                        Ok(Some(Event::Message(text))) => {
+                            self.connection.heard.now();
+                            if !answer(&self.connection, text) {
+                                self.ahead.push(text);
+                            }
+                            continue;
+                        }
+                        event => event,
+                    };
+                    match control(&self.connection, &self.name, event) {
+                        // What came before it is answered first.
+                        Some(End::Eof) => self.ahead.ended = true,
+                        Some(end) => return end,
+                        None => {}
+                    }
+                    continue;
+                }
+                () = self.connection.asks.begun(), if !pending => continue,
                 () = &mut alarm, if wake => continue,
             };
+            if let Some(text) = self.ahead.pop() {
+                receive(&self.connection, phase, &self.name, &text, slot);
+                continue;
+            }
+            if self.ahead.ended {
+                return End::Eof;
+            }
             let event = tokio::select! {
                 event = self.incoming.recv() => event,
                 () = closed.cancelled() => return End::Lost,
@@ -502,26 +573,49 @@ impl Reader {
                         tokio::task::yield_now().await;
                     }
                 }
-                Ok(Some(Event::NotText)) => {
-                    refuse(
-                        &self.connection,
-                        &malformed(&self.name, "message is not UTF-8"),
-                    );
-                }
-                Ok(Some(Event::Ping(payload))) => self.connection.outbox.pong(payload),
-                Ok(Some(Event::Pong)) => {}
-                Ok(None) => return End::Eof,
-                Err(LinkError::Io(error)) => {
-                    tracing::debug!(peer = self.name, %error, "connection failed");
-                    return End::Lost;
-                }
-                Err(error) => {
-                    tracing::warn!(peer = self.name, %error, "peer broke the protocol");
-                    return End::Lost;
+                event => {
+                    if let Some(end) = control(&self.connection, &self.name, event) {
+                        return end;
+                    }
                 }
             }
         }
     }
+}
+
+/// Takes whatever is no message; why the connection ends, if it does.
+fn control(
+    connection: &Connection,
+    name: &str,
+    event: Result<Option<Event<'_>>, LinkError>,
+) -> Option<End> {
+    match event {
+        Ok(Some(Event::Message(_) | Event::Pong)) => {}
+        Ok(Some(Event::NotText)) => {
+            refuse(connection, &malformed(name, "message is not UTF-8"));
+        }
+        Ok(Some(Event::Ping(payload))) => connection.outbox.pong(payload),
+        Ok(None) => return Some(End::Eof),
+        Err(LinkError::Io(error)) => {
+            tracing::debug!(peer = name, %error, "connection failed");
+            return Some(End::Lost);
+        }
+        Err(error) => {
+            tracing::warn!(peer = name, %error, "peer broke the protocol");
+            return Some(End::Lost);
+        }
+    }
+    None
+}
+
+/// Takes a message if it is an answer to something that was asked here; whether it is.
+fn answer(connection: &Connection, text: &str) -> bool {
+    let settled = match envelope::decode(text) {
+        Ok(Message::Response { id, result }) => connection.asks.settle(&id, Some(result)),
+        Ok(Message::Error { id, .. }) => connection.asks.settle(&id, None),
+        _ => return false,
+    };
+    settled == Settled::Known
 }
 
 /// Waits for room for one more request and its answer.
@@ -589,12 +683,16 @@ fn receive(
                 refuse(connection, &error);
             }
         }
-        Ok(Message::Response { id, .. } | Message::Error { id, .. }) => {
-            refuse(
-                connection,
-                &format!("no request of this server has the id {id}"),
-            );
-        }
+        Ok(Message::Response { id, result }) => answered(connection, &id, Some(result)),
+        Ok(Message::Error { id, .. }) => answered(connection, &id, None),
+    }
+}
+
+/// Takes an answer; one to nothing that was asked is told to the peer, which may go on.
+fn answered(connection: &Connection, id: &RequestId, result: Option<&str>) {
+    if connection.asks.settle(id, result) == Settled::Stray {
+        let message = format!("no request of this server has the id {id}");
+        refuse(connection, &message);
     }
 }
 

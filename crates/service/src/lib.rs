@@ -3,6 +3,7 @@
 //! Owns who may talk to whom and in which order; translates between the wire and the executor.
 //! Knows no client.
 
+mod asks;
 pub mod audit;
 pub mod auth;
 mod backlog;
@@ -18,6 +19,7 @@ mod handles;
 pub mod listen;
 mod methods;
 pub mod metrics;
+mod network;
 mod outbox;
 mod record;
 pub mod remote;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use exec_server_executor::log::Exit;
+use exec_server_protocol::network::PolicyOutcome;
 use exec_server_transport::http::{self, Kind};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
@@ -117,6 +118,9 @@ impl MethodIndex {
 /// Why a process is gone.
 const EXIT_CAUSES: [&str; 4] = ["success", "failure", "signal", "timeout"];
 
+/// What became of attempts to reach somebody.
+const NETWORK_OUTCOMES: [&str; 3] = ["allow", "deny", "ask"];
+
 /// Why somebody was not let in, for whoever looks at numbers.
 const REFUSALS: [&str; 5] = ["token", "header", "throttled", "origin", "limit"];
 
@@ -149,6 +153,11 @@ pub(crate) struct Metrics {
     pub(crate) started: Counter,
     pub(crate) start_failures: Counter,
     pub(crate) sandbox_refusals: Counter,
+    /// Questions about networks.
+    pub(crate) network_asks: Counter,
+    /// Decisions that no client was told of.
+    pub(crate) network_untold: Counter,
+    network_decisions: [Counter; NETWORK_OUTCOMES.len()],
     exits: [Counter; EXIT_CAUSES.len()],
     refusals: [Counter; REFUSALS.len()],
     latencies: Vec<Latency>,
@@ -164,6 +173,9 @@ impl Default for Metrics {
             started: Counter::default(),
             start_failures: Counter::default(),
             sandbox_refusals: Counter::default(),
+            network_asks: Counter::default(),
+            network_untold: Counter::default(),
+            network_decisions: Default::default(),
             exits: Default::default(),
             refusals: Default::default(),
             latencies: METHODS.iter().map(|_| Latency::default()).collect(),
@@ -174,6 +186,15 @@ impl Default for Metrics {
 impl Metrics {
     pub(crate) fn refused(&self, cause: RefusalCause) {
         self.refusals[cause as usize].add(1);
+    }
+
+    pub(crate) fn network_decided(&self, outcome: PolicyOutcome) {
+        let index = match outcome {
+            PolicyOutcome::Allow => 0,
+            PolicyOutcome::Deny => 1,
+            PolicyOutcome::Ask => 2,
+        };
+        self.network_decisions[index].add(1);
     }
 
     pub(crate) fn exited(&self, exit: &Exit) {
@@ -282,6 +303,16 @@ pub(crate) fn render(server: &Server) -> String {
             metrics.sandbox_refusals.value(),
         ),
         (
+            "network_asks_total",
+            "Questions to clients about hosts.",
+            metrics.network_asks.value(),
+        ),
+        (
+            "network_decisions_untold_total",
+            "Decisions about hosts that no client was told of.",
+            metrics.network_untold.value(),
+        ),
+        (
             "received_bytes_total",
             "Bytes that clients sent.",
             metrics.received_bytes.value(),
@@ -308,6 +339,15 @@ pub(crate) fn render(server: &Server) -> String {
     for (cause, counter) in EXIT_CAUSES.iter().zip(&metrics.exits) {
         let labels = format!("{{cause=\"{cause}\"}}");
         page.sample("processes_exited_total", &labels, counter.value());
+    }
+    page.family(
+        "network_decisions_total",
+        "counter",
+        "Attempts of processes to reach hosts, by what became of them.",
+    );
+    for (outcome, counter) in NETWORK_OUTCOMES.iter().zip(&metrics.network_decisions) {
+        let labels = format!("{{decision=\"{outcome}\"}}");
+        page.sample("network_decisions_total", &labels, counter.value());
     }
     page.family(
         "refusals_total",

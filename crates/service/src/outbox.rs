@@ -93,6 +93,18 @@ impl Outbox {
         self.wake.notify_one();
     }
 
+    /// Queues an encoded message unless too much waits already; whether it did.
+    pub(crate) fn push_if_room(&self, message: Vec<u8>) -> bool {
+        if self.state().reply_bytes >= HIGH_BYTES {
+            return false;
+        }
+        self.push(Reply {
+            message,
+            _reserved: None,
+        });
+        true
+    }
+
     /// Puts a process or a watch on the ready list.
     pub(crate) fn ready(&self, feed: Arc<dyn Feed>) {
         self.state().ready.push_back(feed);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use exec_server_executor::fs::watch::Hub;
 use exec_server_executor::snapshot::Snapshots;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
-use exec_server_http::{HttpClient, HttpConfig};
+use exec_server_http::{HttpClient, HttpConfig, Rules};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
 use tokio::sync::watch;
@@ -22,7 +22,7 @@ use crate::connection;
 use crate::crowd::{Crowd, CrowdLimits};
 use crate::error::RpcError;
 use crate::files::FileThreads;
-use crate::methods::environment;
+use crate::methods::environment::Info;
 use crate::metrics::Metrics;
 use crate::outbox::Outbox;
 use crate::session::{Driver, Session, unknown_session};
@@ -63,9 +63,10 @@ struct Inner {
     /// The settings in force.
     config: RwLock<Arc<ExecServerConfig>>,
     executor: Executor,
-    info: EnvironmentInfo,
+    info: Info,
     hub: Hub,
     http: HttpClient,
+    rules: Arc<Rules>,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Does the file work of all connections.
     files: FileThreads,
@@ -121,7 +122,7 @@ impl Server {
             launcher: config.sandbox_launcher.clone(),
             hidden: config.sandbox_hidden.clone(),
         })?;
-        let info = environment::describe(&config);
+        let info = Info::new(&config, executor.clone());
         let crowd = Arc::new(Crowd::new(crowd_limits(&config)));
         let http = HttpClient::new(HttpConfig {
             environment: config.environment.clone(),
@@ -131,11 +132,11 @@ impl Server {
             crowd,
             metrics: Arc::default(),
             config: RwLock::new(Arc::new(config.clone())),
-            made_with: config,
             executor,
             info,
             hub: Hub::default(),
             http,
+            rules: Arc::new(config.http.rules.clone()),
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
@@ -143,6 +144,7 @@ impl Server {
             draining: CancellationToken::new(),
             closing: CancellationToken::new(),
             ended: CancellationToken::new(),
+            made_with: config,
         };
         Ok(Self {
             inner: Arc::new(inner),
@@ -211,8 +213,14 @@ impl Server {
         &self.inner.http
     }
 
+    /// What this machine is like. Waits for a moment if that is still being found out.
     pub(crate) fn info(&self) -> &EnvironmentInfo {
-        &self.inner.info
+        self.inner.info.get()
+    }
+
+    /// Whom anybody may reach through this server.
+    pub(crate) fn rules(&self) -> &Arc<Rules> {
+        &self.inner.rules
     }
 
     /// Cancelled when the server begins to shut down.

@@ -23,6 +23,7 @@ use subtle::ConstantTimeEq as _;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::asks::Asks;
 use crate::auth::Identity;
 use crate::connection::Responder;
 use crate::error::RpcError;
@@ -65,6 +66,8 @@ pub(crate) struct Driver {
     /// Ends the connection.
     pub(crate) closed: CancellationToken,
     pub(crate) heard: Arc<Heard>,
+    /// What it is asked.
+    pub(crate) asks: Arc<Asks>,
     /// On whose behalf.
     pub(crate) identity: Identity,
 }
@@ -207,6 +210,11 @@ impl Session {
             attended: watch::Sender::new(true),
             snapshots,
         }
+    }
+
+    /// The connection that drives it, if one does.
+    pub(crate) fn driver(&self) -> Option<Driver> {
+        lock(&self.state).driver.clone()
     }
 
     /// What lets the driver take the session over from its own connection.

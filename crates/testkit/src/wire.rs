@@ -295,6 +295,8 @@ pub struct Client {
     pub processes: HashMap<String, Observed>,
     /// Notifications of other things than processes, until they are asked for.
     notices: VecDeque<(String, Value)>,
+    /// Requests of the server, until they are asked for.
+    questions: VecDeque<(i64, String, Value)>,
     /// The result of `initialize`.
     pub session: Value,
 }
@@ -322,6 +324,7 @@ impl Client {
             order: Vec::new(),
             processes: HashMap::new(),
             notices: VecDeque::new(),
+            questions: VecDeque::new(),
             session: Value::Null,
         }
     }
@@ -645,6 +648,37 @@ impl Client {
         }
     }
 
+    /// Waits for the next request of the server: its id and its params.
+    ///
+    /// # Panics
+    ///
+    /// If none comes, it is another one, or the connection ends.
+    pub async fn question(&mut self, method: &str) -> (i64, Value) {
+        loop {
+            if let Some((id, name, params)) = self.questions.pop_front() {
+                assert_eq!(name, method);
+                return (id, params);
+            }
+            let alive = self.step().await;
+            assert!(alive, "the connection ended before {method}");
+        }
+    }
+
+    /// Requests of the server that have come and were not asked for.
+    pub fn questions(&mut self) -> usize {
+        self.questions.len()
+    }
+
+    /// Answers a request of the server.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be sent.
+    pub async fn reply(&mut self, id: i64, result: Value) {
+        let message = serde_json::json!({"id": id, "result": result});
+        self.send_text(&message.to_string()).await;
+    }
+
     /// Notifications that have come and were not asked for.
     pub fn notices(&mut self) -> Vec<(String, Value)> {
         self.notices.drain(..).collect()
@@ -690,7 +724,13 @@ impl Client {
     fn take(&mut self, message: Value) {
         if let Some(method) = message["method"].as_str() {
             let params = &message["params"];
-            if method.starts_with("fs/") || method.starts_with("http/") {
+            if let Some(id) = message["id"].as_i64() {
+                return self
+                    .questions
+                    .push_back((id, method.to_owned(), params.clone()));
+            }
+            let families = ["fs/", "http/", "network/"];
+            if families.iter().any(|family| method.starts_with(family)) {
                 return self.notices.push_back((method.to_owned(), params.clone()));
             }
             let process = params["processId"].as_str().unwrap_or_default().to_owned();

@@ -21,6 +21,7 @@ pub mod relay;
 mod secret;
 pub mod stdio;
 pub mod throttle;
+pub mod time;
 pub mod tls;
 pub mod turn;
 

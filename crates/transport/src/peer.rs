@@ -5,12 +5,14 @@
 
 use std::collections::HashMap;
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::envelope::{self, Incoming as Message};
-use exec_server_protocol::{ErrorObject, Method, Notification, RequestId};
+use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
+use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
@@ -67,7 +69,17 @@ pub trait Handler: Send + 'static {
         method: &str,
         params: Option<&str>,
     ) -> impl Future<Output = Result<(), String>> + Send;
+
+    /// The server asks something: the answer to come, which nothing waits for, or `None` for a method
+    /// that is not known. Must not wait, and bounds what it lets pile up.
+    fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
+        let _ = (method, params);
+        None
+    }
 }
+
+/// The answer to a request of the server, once there is one.
+pub type Answer = Pin<Box<dyn Future<Output = Result<Value, ErrorObject>> + Send>>;
 
 /// One end of a link, for making calls; cheap to clone.
 #[derive(Debug, Clone)]
@@ -99,11 +111,11 @@ struct Shared {
     closed: watch::Sender<Option<Arc<str>>>,
 }
 
-type Answer = Result<String, ErrorObject>;
+type Outcome = Result<String, ErrorObject>;
 
 #[derive(Debug, Default)]
 struct Calls {
-    waiting: HashMap<i64, oneshot::Sender<Answer>>,
+    waiting: HashMap<i64, oneshot::Sender<Outcome>>,
     closed: Option<Arc<str>>,
 }
 
@@ -427,19 +439,34 @@ async fn dispatch<H: Handler>(
         Message::Notification { method, params } => {
             return handler.notification(&method, params).await;
         }
-        Message::Request { id, method, .. } => {
-            let shared = Arc::clone(shared);
-            let message = format!("exec-server client does not implement `{method}`");
-            // A task of its own: the reader never waits for the writer.
-            tokio::spawn(async move {
+        Message::Request {
+            id, method, params, ..
+        } => {
+            let answer = handler.request(&method, params).unwrap_or_else(|| {
                 let error = ErrorObject {
-                    code: -32601,
-                    message,
+                    code: codes::METHOD_NOT_FOUND,
+                    message: format!("exec-server client does not implement `{method}`"),
                     data: None,
                 };
-                let _ = shared
-                    .send(|out| envelope::encode_error(out, &id, &error))
-                    .await;
+                Box::pin(async move { Err(error) })
+            });
+            let shared = Arc::clone(shared);
+            let mut closed = shared.closed.subscribe();
+            // A task of its own: the reader never waits for the writer. Ends with the connection.
+            tokio::spawn(async move {
+                let said = async {
+                    let answer = answer.await;
+                    let _ = shared
+                        .send(|out| match &answer {
+                            Ok(result) => envelope::encode_response(out, &id, result),
+                            Err(error) => envelope::encode_error(out, &id, error),
+                        })
+                        .await;
+                };
+                tokio::select! {
+                    () = said => {}
+                    _ = closed.wait_for(Option::is_some) => {}
+                }
             });
         }
     }
@@ -447,7 +474,7 @@ async fn dispatch<H: Handler>(
 }
 
 /// Hands an answer to its caller; one that nobody waits for is ignored.
-fn answer(shared: &Shared, id: RequestId, answer: Answer) {
+fn answer(shared: &Shared, id: RequestId, answer: Outcome) {
     match id {
         RequestId::Number(id) => {
             if let Some(waiting) = shared.calls().waiting.remove(&id) {

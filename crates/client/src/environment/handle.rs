@@ -25,6 +25,7 @@ use crate::error::ExecServerError;
 use crate::fs::ExecutorFileSystem;
 use crate::http::{ExecutorHttp, HttpAnswer, HttpRequest, HttpStream};
 use crate::map::{MappedBackend, MappedFileSystem};
+use crate::network::NetworkPolicyDecider;
 
 /// How long a probe waits for an answer.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -381,6 +382,19 @@ impl ExecBackend for LazyExec {
         params: exec_server_protocol::process::StartParams,
     ) -> Reply<'_, StartedProcess> {
         Box::pin(async move { self.0.client().await?.start(params).await })
+    }
+
+    fn start_with_network_policy_decider(
+        &self,
+        params: exec_server_protocol::process::StartParams,
+        decider: Arc<dyn NetworkPolicyDecider>,
+    ) -> Reply<'_, StartedProcess> {
+        Box::pin(async move {
+            let client = self.0.client().await?;
+            client
+                .start_with_network_policy_decider(params, decider)
+                .await
+        })
     }
 
     fn list(&self) -> Reply<'_, Vec<exec_server_protocol::process::ListedProcess>> {

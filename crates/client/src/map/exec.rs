@@ -6,6 +6,8 @@ use exec_server_protocol::process::{ListedProcess, StartParams};
 
 use super::PathMap;
 use crate::backend::{ExecBackend, Reply, StartedProcess};
+use crate::error::ExecServerError;
+use crate::network::NetworkPolicyDecider;
 
 /// A backend whose working directories and policies are given as local paths.
 ///
@@ -21,16 +23,32 @@ impl MappedBackend {
     pub fn new(inner: Arc<dyn ExecBackend>, map: PathMap) -> Self {
         Self { inner, map }
     }
+
+    fn translate(&self, mut params: StartParams) -> Result<StartParams, ExecServerError> {
+        params.cwd = self.map.uri_to_remote(&params.cwd)?;
+        if let Some(sandbox) = &params.sandbox {
+            params.sandbox = Some(self.map.sandbox_to_remote(sandbox)?);
+        }
+        Ok(params)
+    }
 }
 
 impl ExecBackend for MappedBackend {
-    fn start(&self, mut params: StartParams) -> Reply<'_, StartedProcess> {
+    fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
+        Box::pin(async move { self.inner.start(self.translate(params)?).await })
+    }
+
+    fn start_with_network_policy_decider(
+        &self,
+        params: StartParams,
+        decider: Arc<dyn NetworkPolicyDecider>,
+    ) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
-            params.cwd = self.map.uri_to_remote(&params.cwd)?;
-            if let Some(sandbox) = &params.sandbox {
-                params.sandbox = Some(self.map.sandbox_to_remote(sandbox)?);
-            }
-            self.inner.start(params).await
+            let params = self.translate(params)?;
+            let started = self
+                .inner
+                .start_with_network_policy_decider(params, decider);
+            started.await
         })
     }
 

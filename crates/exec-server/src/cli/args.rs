@@ -844,9 +844,29 @@ pub(super) struct RunArgs {
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
 
+    #[command(flatten)]
+    pub(super) network: NetworkArgs,
+
     /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
     pub(super) command: Vec<String>,
+}
+
+/// Whom a command may reach.
+#[derive(Debug, clap::Args)]
+pub(super) struct NetworkArgs {
+    /// Let the command reach this host, through a proxy of its own and in no other way: `NAME`,
+    /// `*.NAME` (below it), `**.NAME` (it and below), an address, or `*`
+    #[arg(long = "net-allow", value_name = "DOMAIN", conflicts_with = "network")]
+    pub(super) net_allow: Vec<String>,
+
+    /// Never let it reach this host, whatever else is allowed
+    #[arg(long = "net-deny", value_name = "DOMAIN", conflicts_with = "network")]
+    pub(super) net_deny: Vec<String>,
+
+    /// Ask on this terminal about hosts that are neither allowed nor denied
+    #[arg(long = "net-ask", conflicts_with = "network")]
+    pub(super) net_ask: bool,
 }
 
 /// What a command may do.

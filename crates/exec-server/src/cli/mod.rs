@@ -12,6 +12,7 @@ mod kill;
 mod log;
 #[cfg(feature = "mcp")]
 mod mcp;
+mod network;
 mod on;
 mod ps;
 mod registry;

@@ -22,7 +22,8 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::RunArgs;
-use super::{complain, on, runtime, sandbox, settings, terminal};
+use super::network::{Asker, Keys};
+use super::{complain, network, on, runtime, sandbox, settings, terminal};
 
 /// Exit codes of our own, as `timeout`, `docker run` and shells have them.
 const TIMED_OUT: u8 = 124;
@@ -127,9 +128,18 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
         // Ends with the client.
         tokio::spawn(tell_of(client.states()));
     }
-    let started = place.backend().start(params).await?;
+    let keys = Arc::new(Keys::default());
+    let started = if args.network.net_ask {
+        let asker = Arc::new(Asker::new(Arc::clone(&keys))?);
+        let backend = place.backend();
+        backend
+            .start_with_network_policy_decider(params, asker)
+            .await?
+    } else {
+        place.backend().start(params).await?
+    };
     let raw = if tty { terminal::Raw::enter()? } else { None };
-    let outcome = attend(started.process, &mut signals, tty).await;
+    let outcome = attend(started.process, &mut signals, tty, keys).await;
     drop(raw);
     if let Place::There { client, .. } = place
         && client.supports("session/end").await.unwrap_or(false)
@@ -200,8 +210,11 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
         env.insert(name.to_owned(), value);
     }
     let sandbox = sandbox::of(&args.sandbox, &cwd)?;
+    let network_proxy = network::of(&args.network);
     Ok(StartParams {
         sandbox,
+        enforce_managed_network: network_proxy.is_some(),
+        network_proxy,
         process_id: format!("run-{}", std::process::id()),
         argv: args.command.clone(),
         cwd: PathUri::from_native(&cwd)?,
@@ -249,13 +262,15 @@ async fn attend(
     process: Arc<dyn ExecProcess>,
     signals: &mut Signals,
     tty: bool,
+    keys: Arc<Keys>,
 ) -> anyhow::Result<u8> {
     let mut events = process.events()?;
     let mut output = Output {
         stdout: tokio::io::stdout(),
         stderr: tokio::io::stderr(),
     };
-    let feeding = tokio::spawn(feed(Arc::clone(&process), tokio::io::stdin(), tty));
+    let feeding = feed(Arc::clone(&process), tokio::io::stdin(), tty, keys);
+    let feeding = tokio::spawn(feeding);
     let mut code = None;
     let outcome = loop {
         let event = tokio::select! {
@@ -335,7 +350,12 @@ async fn stop(process: &dyn ExecProcess) {
 }
 
 /// Passes our input on until it ends, and then its end.
-async fn feed(process: Arc<dyn ExecProcess>, mut input: impl AsyncRead + Unpin, tty: bool) {
+async fn feed(
+    process: Arc<dyn ExecProcess>,
+    mut input: impl AsyncRead + Unpin,
+    tty: bool,
+    keys: Arc<Keys>,
+) {
     /// One message each; larger ones only add delay.
     const PIECE_BYTES: usize = 64 * 1024;
     let mut buffer = vec![0; PIECE_BYTES];
@@ -344,6 +364,10 @@ async fn feed(process: Arc<dyn ExecProcess>, mut input: impl AsyncRead + Unpin, 
             Ok(0) | Err(_) => break,
             Ok(read) => read,
         };
+        // The answer to a question of ours is none of the command's business.
+        if keys.take(&buffer[..read]) {
+            continue;
+        }
         match process.write(Bytes::copy_from_slice(&buffer[..read])).await {
             Ok(WriteStatus::Accepted) => {}
             // The command wants no more, which is its right.
@@ -351,6 +375,7 @@ async fn feed(process: Arc<dyn ExecProcess>, mut input: impl AsyncRead + Unpin, 
             Err(error) => return eprintln!("exec-server: cannot send input: {error}"),
         }
     }
+    keys.end();
     // A terminal whose other side is a file or a pipe needs its end too, or `cat` never would.
     match process.close_stdin().await {
         Err(ExecServerError::Unsupported(_)) if !tty => {

@@ -15,6 +15,7 @@ use tokio::process::Command;
 
 mod attacks;
 mod files;
+mod managed;
 mod network;
 mod policies;
 mod processes;

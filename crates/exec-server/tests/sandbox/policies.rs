@@ -288,18 +288,34 @@ async fn a_link_that_could_be_replaced_is_refused(user: User) {
 
 async fn managed_networks_fail_closed(user: User) {
     let mut cell = Cell::new(user).await;
-    for (env, text) in [
-        ("X", "requires proxy environment variables"),
-        ("HTTPS_PROXY", "cannot be enforced"),
+    for (env, value) in [
+        ("X", "http://127.0.0.1:9"),
+        ("HTTPS_PROXY", "http://proxy.test:9"),
+        ("HTTPS_PROXY", ""),
     ] {
         let start = cell
             .start_of(&read_only(), &["true"])
             .with("enforceManagedNetwork", true)
-            .env(env, "http://127.0.0.1:9");
+            .env(env, value);
         let failure = cell.client.refused("process/start", start.0).await;
         assert_eq!(failure.code, -32602);
+        let text = "requires proxy environment variables";
         assert!(failure.message.contains(text), "{failure}");
     }
+}
+
+#[tokio::test]
+async fn without_namespaces_no_network_is_managed() {
+    let mut cell = Cell::on(User::Own, without_namespaces(false)).await;
+    let info = cell.client.ok("environment/info", json!(null)).await;
+    assert_eq!(info["capabilities"]["networkProxyLaunch"], false);
+    let start = cell
+        .start_of(&read_only(), &["true"])
+        .with("enforceManagedNetwork", true)
+        .env("HTTPS_PROXY", "http://127.0.0.1:9");
+    let failure = cell.client.refused("process/start", start.0).await;
+    assert_eq!(failure.code, -32602);
+    assert!(failure.message.contains("managed network"), "{failure}");
 }
 
 /// A server in a user namespace that allows no others inside; with or without the right to mount.

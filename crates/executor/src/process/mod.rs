@@ -10,6 +10,7 @@ pub(crate) mod terminal;
 
 use std::collections::HashSet;
 use std::io;
+use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +28,7 @@ use crate::limits::{self, Group};
 use crate::log::{Exit, Log};
 use crate::process::stdin::{Push, Stdin};
 use crate::sandbox::Inside;
-use crate::spec::Size;
+use crate::spec::{PrivateNetwork, Size, StartError};
 use crate::tree::{self, Tag};
 
 /// Room given to the pipe of a process that moves a lot of data.
@@ -50,6 +51,8 @@ struct Shared {
     inside: Option<Inside>,
     /// How much of a sandbox's policy is enforced.
     enforcement: Option<Enforcement>,
+    /// Of its own network, until somebody takes them.
+    listeners: Mutex<Option<Listeners>>,
     tag: Tag,
     started_at: SystemTime,
     /// The log and who follows it.
@@ -71,6 +74,31 @@ struct Shared {
     discarded: AtomicU64,
     /// Control groups that hold the tree's limits.
     groups: Mutex<Vec<Group>>,
+}
+
+/// Listeners in a network of a process's own, in the order in which they were asked for.
+#[derive(Debug, Default)]
+pub struct Listeners {
+    /// For streams.
+    pub tcp: Vec<TcpListener>,
+    /// For datagrams.
+    pub udp: Vec<UdpSocket>,
+}
+
+impl Listeners {
+    fn new(network: &PrivateNetwork, mut files: Vec<OwnedFd>) -> Result<Self, StartError> {
+        if files.len() != network.tcp.len() + network.udp.len() {
+            return Err(StartError::System {
+                action: "set up the network of a process",
+                source: io::Error::other("its listeners were not handed over"),
+            });
+        }
+        let udp = files.split_off(network.tcp.len());
+        Ok(Self {
+            tcp: files.into_iter().map(TcpListener::from).collect(),
+            udp: udp.into_iter().map(UdpSocket::from).collect(),
+        })
+    }
 }
 
 #[derive(Debug)]
@@ -154,6 +182,11 @@ impl Process {
     /// How much of its sandbox's policy is enforced, if it has one.
     pub fn enforcement(&self) -> Option<&Enforcement> {
         self.shared.enforcement.as_ref()
+    }
+
+    /// The listeners of its own network, if it has one and nobody has taken them.
+    pub fn take_listeners(&self) -> Option<Listeners> {
+        lock(&self.shared.listeners).take()
     }
 
     /// When it was started.

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 
 use super::stdin::Stdin;
 use super::supervise::{Guard, Source, Supervisor};
-use super::{Life, Orders, Output, Owner, Process, Shared, terminal};
+use super::{Life, Listeners, Orders, Output, Owner, Process, Shared, terminal};
 use crate::executor::{Executor, Slot};
 use crate::limits::{self, Applied};
 use crate::log::{Log, Retention, Stream};
@@ -35,6 +35,7 @@ struct Running {
     ends: Ends,
     applied: Applied,
     sandbox: Option<Sandboxed>,
+    listeners: Option<Listeners>,
 }
 
 /// What is known of a sandboxed process.
@@ -92,14 +93,18 @@ pub(crate) async fn start(
 fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError> {
     let system = |action| move |source| StartError::System { action, source };
     let prepared = Prepared::new(spec)?;
-    let prison = match &spec.sandbox {
-        Some(sandbox) if sandbox.permissions != Permissions::Disabled => {
+    let prison = match (&spec.sandbox, &spec.network) {
+        (Some(sandbox), _) if sandbox.permissions != Permissions::Disabled => {
             let host = executor.sandbox_host()?;
             let hidden = &executor.config().hidden;
             Some(sandbox::prepare(sandbox, spec, host, hidden)?)
         }
-        Some(_) => Some(Prison::open()),
-        None => None,
+        (_, Some(network)) => {
+            let host = executor.sandbox_host()?;
+            Some(sandbox::prepare_network(network, host)?)
+        }
+        (Some(_), None) => Some(Prison::open()),
+        (None, None) => None,
     };
     let is_confined = prison.as_ref().is_some_and(|prison| !prison.is_open());
     let own_processes = prison.as_ref().map_or(0, Prison::own_processes);
@@ -209,9 +214,16 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         pid,
         pidfd: Some(pidfd),
     };
-    let leader = match errand {
-        Some(errand) => errand.wait(spec)?,
+    let (leader, listeners) = match errand {
+        Some(errand) => {
+            let begun = errand.wait(spec)?;
+            (begun.leader, begun.listeners)
+        }
+        None => (None, Vec::new()),
+    };
+    let listeners = match &spec.network {
         None => None,
+        Some(network) => Some(Listeners::new(network, listeners)?),
     };
     let sandbox = prison.map(|prison| Sandboxed {
         inside: leader
@@ -225,6 +237,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         ends,
         applied,
         sandbox,
+        listeners,
     })
 }
 
@@ -300,6 +313,7 @@ fn adopt(
         ends,
         applied,
         sandbox,
+        listeners,
     } = running;
     let pid = child.pid;
     let readable = |fd: OwnedFd, interest| -> io::Result<Arc<AsyncFd<OwnedFd>>> {
@@ -345,6 +359,7 @@ fn adopt(
         pid,
         inside,
         enforcement,
+        listeners: Mutex::new(listeners),
         tag,
         started_at: SystemTime::now(),
         output: Mutex::new(Output {

@@ -19,6 +19,8 @@ pub struct Host {
     pub mount_api: Result<(), String>,
     /// A network namespace, or why not.
     pub network_namespaces: Result<(), String>,
+    /// A network namespace whose loopback interface works, or why not.
+    pub private_networks: Result<(), String>,
     /// Whether a fresh `/proc` can be mounted.
     pub proc_mountable: bool,
     /// The version of Landlock; 0 if there is none.
@@ -46,6 +48,22 @@ impl Host {
         Ok(user)
     }
 
+    /// Whether a process can be given a network of its own, which it cannot leave.
+    ///
+    /// # Errors
+    ///
+    /// Says what is in the way.
+    pub fn private_network(&self) -> Result<(), String> {
+        self.mounts()?;
+        self.private_networks
+            .clone()
+            .map_err(|why| format!("a network of its own cannot be set up: {why}"))?;
+        if !self.seccomp {
+            return Err("this kernel has no seccomp filters".to_owned());
+        }
+        Ok(())
+    }
+
     /// Nothing at all, for this reason.
     pub fn nothing(why: &str) -> Self {
         let no = || Err(why.to_owned());
@@ -55,6 +73,7 @@ impl Host {
             privileged_mounts: no(),
             mount_api: no(),
             network_namespaces: no(),
+            private_networks: no(),
             proc_mountable: false,
             landlock: 0,
             seccomp: false,

@@ -15,6 +15,8 @@
 use std::ffi::{CStr, CString, OsStr, c_int};
 use std::fs::File;
 use std::io::{self, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
@@ -23,14 +25,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
-use rustix::net::SendFlags;
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
 use rustix::pipe::PipeFlags;
 use rustix::process::{DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus};
 use rustix::thread::CapabilitySet;
 use serde::{Deserialize, Serialize};
 
 use super::host::{self, Host};
-use super::plan::{Command, Confinement, Landlock, Namespaces, Plan, Text};
+use super::plan::{Command, Confinement, Landlock, Listeners, Namespaces, Plan, Text};
 use super::standby::{self, Birth};
 use super::{helper, view};
 use crate::sys::confine::{self, Fork, OneThread, Signals};
@@ -44,6 +48,12 @@ const REPORT_FD: i32 = 4;
 
 /// Where file work is asked for, if that is the order.
 const WORK_FD: i32 = 5;
+
+/// Listeners that are handed over at once.
+pub(super) const MAX_LISTENERS: usize = 32;
+
+/// Connections to a listener that may wait to be taken; the kernel has its own bound.
+const BACKLOG: i32 = 4096;
 
 /// What a launcher that fails exits with; whoever started it has been told more.
 const FAILED: c_int = 125;
@@ -73,6 +83,8 @@ pub(crate) enum Report {
     Failed(Failure),
     /// What can be enforced.
     Host(Host),
+    /// Listeners of the new network come with this.
+    Listening,
 }
 
 /// What failed.
@@ -92,6 +104,8 @@ pub(crate) enum Step {
     Namespaces,
     /// Map the user.
     Map,
+    /// Set up the network.
+    Network,
     /// Find what is to be mounted.
     Find,
     /// Mount it.
@@ -123,6 +137,7 @@ impl Step {
             Self::Order => "understand its order",
             Self::Namespaces => "enter new namespaces",
             Self::Map => "map the user",
+            Self::Network => "set up its network",
             Self::Find => "find, without following links,",
             Self::Mount => "mount",
             Self::Capabilities => "give up capabilities",
@@ -268,6 +283,44 @@ fn tell(report: &OwnedFd, what: &Report) {
     if let Ok(bytes) = postcard::to_allocvec(what) {
         let _ = rustix::net::send(report, &bytes, SendFlags::NOSIGNAL);
     }
+}
+
+/// Opens the listeners of a new network, and hands them over.
+fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
+    if listeners.count() == 0 {
+        return Ok(());
+    }
+    let failed = |port: u16| move |error: Errno| failed(Step::Network, port.to_string(), error);
+    confine::loopback_up().map_err(|error| self::failed(Step::Network, b"", error))?;
+    let mut files = Vec::with_capacity(listeners.count());
+    let kinds = [
+        (&listeners.tcp, SocketType::STREAM),
+        (&listeners.udp, SocketType::DGRAM),
+    ];
+    for (ports, kind) in kinds {
+        for &port in ports {
+            let failed = failed(port);
+            let flags = SocketFlags::CLOEXEC;
+            let socket =
+                rustix::net::socket_with(AddressFamily::INET, kind, flags, None).map_err(failed)?;
+            let at = SocketAddrV4::new(Ipv4Addr::LOCALHOST, port);
+            rustix::net::bind(&socket, &at).map_err(failed)?;
+            if kind == SocketType::STREAM {
+                rustix::net::listen(&socket, BACKLOG).map_err(failed)?;
+            }
+            files.push(socket);
+        }
+    }
+    let files: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
+    let bytes = postcard::to_allocvec(&Report::Listening).map_err(|_| failed(0)(Errno::INVAL))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_LISTENERS))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&files)) {
+        return Err(failed(0)(Errno::MFILE));
+    }
+    let parts = [io::IoSlice::new(&bytes)];
+    rustix::net::sendmsg(report, &parts, &mut ancillary, SendFlags::NOSIGNAL).map_err(failed(0))?;
+    Ok(())
 }
 
 fn give_up(report: &OwnedFd, failure: Failure) -> ! {
@@ -428,6 +481,7 @@ fn first(
         if namespaces.user {
             ids.map()?;
         }
+        listen(&report, &namespaces.listeners)?;
         let kept = view::build(namespaces, work.has_terminal())?;
         confine_self(confinement)?;
         Ok(kept)
@@ -636,7 +690,7 @@ fn probe(token: OneThread) -> Host {
             tried
         }
     };
-    let [api, proc, network] = tried;
+    let [api, proc, network, loopback] = tried;
     let told = |errno: i32| match errno {
         0 => Ok(()),
         libc::ENOSYS => Err("the kernel is older than 5.12".to_owned()),
@@ -645,12 +699,13 @@ fn probe(token: OneThread) -> Host {
     found.mount_api = told(api);
     found.proc_mountable = proc == 0;
     found.network_namespaces = told(network);
+    found.private_networks = told(loopback);
     found
 }
 
 /// Whether namespaces can be entered, and what can be done in them, by error number.
-fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 3]) {
-    let nothing = [libc::EPERM; 3];
+fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]) {
+    let nothing = [libc::EPERM; 4];
     let Ok((read, write)) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC) else {
         return (Err("out of descriptors".to_owned()), nothing);
     };
@@ -668,7 +723,13 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 3]
             let proc = errno(view::try_proc());
             let network = rustix::thread::UnshareFlags::NEWNET;
             let network = try_unshare(network);
-            let all = [mapped, api, proc, network];
+            let loopback = match network {
+                0 => confine::loopback_up()
+                    .err()
+                    .and_then(|error| error.raw_os_error()),
+                errno => Some(errno),
+            };
+            let all = [mapped, api, proc, network, loopback.unwrap_or(0)];
             let bytes: Vec<u8> = all.iter().flat_map(|errno| errno.to_ne_bytes()).collect();
             let _ = File::from(write).write_all(&bytes);
             confine::exit(0)
@@ -677,7 +738,7 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 3]
         Err(error) => return (Err(error.to_string()), nothing),
     };
     drop(write);
-    let mut bytes = [0; 16];
+    let mut bytes = [0; 20];
     let told = File::from(read).read_exact(&mut bytes);
     wait_for(child);
     if told.is_err() {
@@ -691,7 +752,7 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 3]
         0 => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno).to_string()),
     };
-    (mapped, [next(), next(), next()])
+    (mapped, [next(), next(), next(), next()])
 }
 
 #[allow(

@@ -48,7 +48,7 @@ use self::plan::{Command, Confinement, Plan};
 use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
 pub(crate) use self::standby::Request;
 use self::standby::Standby;
-use crate::spec::{Prepared, Spec, StartError};
+use crate::spec::{Prepared, PrivateNetwork, Spec, StartError};
 use crate::sys::launch::{Launch, launch};
 
 /// Processes of a sandbox that are not the command's: the launcher and the first in its namespace.
@@ -118,11 +118,26 @@ pub(crate) fn prepare(
         hidden,
     };
     let policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
-    confine(policy, sandbox.allow_partial_enforcement, host)
+    let network = spec.network.as_ref();
+    confine(policy, sandbox.allow_partial_enforcement, host, network)
+}
+
+/// Decides how to give a command a network of its own and leave everything else as it is.
+pub(crate) fn prepare_network(network: &PrivateNetwork, host: &Host) -> Result<Prison, StartError> {
+    let policy = Policy {
+        view: None,
+        network: Network::Enabled,
+    };
+    confine(policy, false, host, Some(network))
 }
 
 /// Decides how to enforce a resolved policy, and holds the places that this takes.
-fn confine(mut policy: Policy, allow_partial: bool, host: &Host) -> Result<Prison, StartError> {
+fn confine(
+    mut policy: Policy,
+    allow_partial: bool,
+    host: &Host,
+    network: Option<&PrivateNetwork>,
+) -> Result<Prison, StartError> {
     let refused = |error: &dyn std::fmt::Display| StartError::Refused(error.to_string());
     let disk = RealDisk;
     let mut placeholders = Vec::new();
@@ -155,6 +170,7 @@ fn confine(mut policy: Policy, allow_partial: bool, host: &Host) -> Result<Priso
         root,
         allow_partial,
         is_directory: &is_directory,
+        network,
     };
     let (confinement, enforcement) =
         plan::build(&policy, host, options).map_err(|error| refused(&error))?;
@@ -170,7 +186,7 @@ fn confine(mut policy: Policy, allow_partial: bool, host: &Host) -> Result<Priso
             .as_ref()
             .is_some_and(|view| view.hides() || root)
             || confinement.namespaces.is_none() && confinement.landlock.is_some(),
-        network: policy.network == Network::Restricted,
+        network: policy.network == Network::Restricted || network.is_some(),
     };
     Ok(Prison {
         confinement,
@@ -278,7 +294,7 @@ impl Errand {
     /// # Errors
     ///
     /// What kept it from running. The launcher has ended then, or is about to.
-    pub(crate) fn wait(self, spec: &Spec) -> Result<Option<Pid>, StartError> {
+    pub(crate) fn wait(self, spec: &Spec) -> Result<Begun, StartError> {
         let Self {
             theirs,
             ours,
@@ -287,14 +303,23 @@ impl Errand {
         } = self;
         drop((theirs, order, work));
         let mut started = None;
+        let mut listeners = Vec::new();
         loop {
             match receive(&ours) {
-                Ok(Some((Report::Started, pid))) => started = Some(pid),
-                Ok(Some((Report::Failed(failure), _))) => return Err(explain(failure, spec)),
-                Ok(Some((Report::Host(_), _))) => {}
+                Ok(Some(Received {
+                    report,
+                    from,
+                    files,
+                })) => match report {
+                    Report::Started => started = Some(from),
+                    Report::Failed(failure) => return Err(explain(failure, spec)),
+                    Report::Listening => listeners = files,
+                    Report::Host(_) => {}
+                },
                 Ok(None) => {
                     let ended = || io::Error::other("the sandbox launcher ended early");
-                    return started.ok_or_else(|| StartError::System {
+                    let begun = started.map(|leader| Begun { leader, listeners });
+                    return begun.ok_or_else(|| StartError::System {
                         action: "start a sandboxed process",
                         source: ended(),
                     });
@@ -310,11 +335,27 @@ impl Errand {
     }
 }
 
-/// The next report and who sent it, by a number that means something here; `None` at the end.
-fn receive(socket: &OwnedFd) -> io::Result<Option<(Report, Option<Pid>)>> {
+/// What a launcher has begun.
+pub(crate) struct Begun {
+    /// The command, by a number that means something here.
+    pub(crate) leader: Option<Pid>,
+    /// Listeners of its network, in the order of the plan.
+    pub(crate) listeners: Vec<OwnedFd>,
+}
+
+/// A report, who sent it and what came with it.
+struct Received {
+    report: Report,
+    from: Option<Pid>,
+    files: Vec<OwnedFd>,
+}
+
+/// The next report; `None` at the end.
+fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
+    const SPACE: usize = rustix::cmsg_space!(ScmCredentials(1), ScmRights(launcher::MAX_LISTENERS));
     let mut bytes = vec![0; 64 * 1024];
     loop {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmCredentials(1))];
+        let mut space = [MaybeUninit::uninit(); SPACE];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let mut parts = [io::IoSliceMut::new(&mut bytes)];
         let flags = RecvFlags::CMSG_CLOEXEC;
@@ -328,16 +369,26 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<(Report, Option<Pid>)>> {
         if received.bytes == 0 {
             return Ok(None);
         }
-        if received.flags.contains(ReturnFlags::TRUNC) {
+        let cut = ReturnFlags::TRUNC | ReturnFlags::CTRUNC;
+        if received.flags.intersects(cut) {
             return Err(io::Error::other("report too long"));
         }
-        let sender = ancillary.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmCredentials(credentials) => Some(credentials.pid),
-            _ => None,
-        });
+        let mut from = None;
+        let mut files = Vec::new();
+        for message in ancillary.drain() {
+            match message {
+                RecvAncillaryMessage::ScmCredentials(credentials) => from = Some(credentials.pid),
+                RecvAncillaryMessage::ScmRights(received) => files.extend(received),
+                _ => {}
+            }
+        }
         let report = postcard::from_bytes(&bytes[..received.bytes])
             .map_err(|error| io::Error::other(format!("odd report: {error}")))?;
-        return Ok(Some((report, sender)));
+        return Ok(Some(Received {
+            report,
+            from,
+            files,
+        }));
     }
 }
 
@@ -472,7 +523,10 @@ fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
     // It has nothing more to do.
     let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
     match report? {
-        Some((Report::Host(host), _)) => Ok(host),
+        Some(Received {
+            report: Report::Host(host),
+            ..
+        }) => Ok(host),
         _ => Err(io::Error::other("it does not answer")),
     }
 }

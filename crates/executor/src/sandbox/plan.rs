@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::host::Host;
 use super::policy::{Policy, View};
-use super::seccomp::{self, Filter, Instruction};
+use super::seccomp::{self, Filter, Instruction, Traffic};
+use crate::spec::PrivateNetwork;
 
 /// A path or another text of the system.
 pub type Text = Vec<u8>;
@@ -63,6 +64,8 @@ pub struct Namespaces {
     pub user: bool,
     /// The network as well.
     pub network: bool,
+    /// Listeners in that network, for whoever starts the command.
+    pub listeners: Listeners,
     /// What `/` is.
     pub root: Root,
     /// What lies on it, what is above before what is below.
@@ -71,6 +74,22 @@ pub struct Namespaces {
     pub fresh_proc: bool,
     /// Cover what root may write in a fresh `/proc` by owning it.
     pub cover_proc: bool,
+}
+
+/// Ports of the loopback interface to listen at.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Listeners {
+    /// For streams.
+    pub tcp: Vec<u16>,
+    /// For datagrams.
+    pub udp: Vec<u16>,
+}
+
+impl Listeners {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.tcp.len() + self.udp.len()
+    }
 }
 
 /// What `/` is.
@@ -139,6 +158,8 @@ pub struct Options<'a> {
     pub allow_partial: bool,
     /// Whether a path that a rule names is a directory.
     pub is_directory: &'a dyn Fn(&Path) -> bool,
+    /// A network of the command's own, whatever the policy says.
+    pub network: Option<&'a PrivateNetwork>,
 }
 
 /// Chooses how to enforce a policy.
@@ -151,22 +172,34 @@ pub fn build(
     host: &Host,
     options: Options<'_>,
 ) -> Result<(Confinement, Enforcement), Refusal> {
-    let restricted = policy.network == Network::Restricted;
+    let private = options.network;
+    let restricted = private.is_none() && policy.network == Network::Restricted;
     let mut missing = Vec::new();
     let mut mechanisms = Vec::new();
     let mut confinement = Confinement::default();
-    if policy.view.is_none() && !restricted {
+    if policy.view.is_none() && !restricted && private.is_none() {
         return Ok((confinement, enforcement(mechanisms, missing)));
     }
-    if let Some(view) = &policy.view {
+    if private.is_some() {
+        // Nothing less would do, whatever else may be left out.
+        let told = |why| Refusal(format!("managed network: {why}"));
+        host.private_network().map_err(told)?;
+    }
+    // A network of one's own takes namespaces, in which all files can be as they are.
+    let everything = private.map(|_| View {
+        rules: [(PathBuf::from("/"), Access::Write)].into(),
+        ..View::default()
+    });
+    if let Some(view) = policy.view.as_ref().or(everything.as_ref()) {
         confinement.drop_capabilities = true;
         mechanisms.push("capabilities");
         if let Ok(user) = host.mounts() {
             let names = ["mount_namespace", "pid_namespace", "ipc_namespace"];
             mechanisms.extend(user.then_some("user_namespace"));
             mechanisms.extend(names);
-            mechanisms.extend(restricted.then_some("network_namespace"));
-            confinement.namespaces = Some(namespaces(view, user, restricted, host, options));
+            let network = restricted || private.is_some();
+            mechanisms.extend(network.then_some("network_namespace"));
+            confinement.namespaces = Some(namespaces(view, user, network, host, options));
             let root = view.access(Path::new("/"));
             if host.landlock > 0 && root != Access::Write {
                 confinement.landlock = Some(second_wall(view, host));
@@ -185,8 +218,14 @@ pub fn build(
         }
     }
     let filter = Filter {
-        network_restricted: restricted,
-        view_restricted: policy.view.is_some(),
+        traffic: match private {
+            Some(network) if network.unix_sockets => Traffic::PrivateAndUnix,
+            Some(_) => Traffic::Private,
+            None if restricted => Traffic::None,
+            None => Traffic::All,
+        },
+        // Whoever could enter other namespaces would have their network.
+        view_restricted: policy.view.is_some() || private.is_some(),
     };
     match seccomp::programs(filter) {
         Ok(programs) if host.seccomp => {
@@ -307,9 +346,14 @@ fn namespaces(
             }
         }
     };
+    let listeners = options.network.map(|network| Listeners {
+        tcp: network.tcp.clone(),
+        udp: network.udp.clone(),
+    });
     Namespaces {
         user,
         network,
+        listeners: listeners.unwrap_or_default(),
         root,
         mounts,
         fresh_proc: host.proc_mountable,

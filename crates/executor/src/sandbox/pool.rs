@@ -128,7 +128,7 @@ impl Helper {
             other => FsError::Helper(other.to_string()),
         };
         let host = executor.sandbox_host().map_err(told)?;
-        let prison = confine(key.policy.clone(), key.allow_partial, host).map_err(told)?;
+        let prison = confine(key.policy.clone(), key.allow_partial, host, None).map_err(told)?;
         let (socket, errand) = Errand::serve(&prison).map_err(failed)?;
         let pidfd = executor.launch_helper(&errand).map_err(told)?;
         let helper = Self {

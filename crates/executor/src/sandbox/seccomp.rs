@@ -16,10 +16,24 @@ use serde::{Deserialize, Serialize};
 /// What a filter is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filter {
-    /// The network is off.
-    pub network_restricted: bool,
+    /// What becomes of the network.
+    pub traffic: Traffic,
     /// Files are restricted: whatever could change the view of them is off.
     pub view_restricted: bool,
+}
+
+/// Which sockets there may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Traffic {
+    /// All.
+    All,
+    /// Only pairs that stay inside.
+    None,
+    /// Those of a network namespace of its own, and such pairs: a unix socket that the file system
+    /// shows leads out of it, and other kinds do not know of namespaces.
+    Private,
+    /// The same, and unix sockets.
+    PrivateAndUnix,
 }
 
 /// One instruction, as the kernel has it.
@@ -38,8 +52,8 @@ pub struct FilterError(String);
 /// On an architecture that the compiler of filters does not know.
 pub fn programs(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
     type Compiled = Result<Vec<Vec<Instruction>>, FilterError>;
-    static PROGRAMS: [OnceLock<Compiled>; 4] = [const { OnceLock::new() }; 4];
-    let index = usize::from(filter.network_restricted) + 2 * usize::from(filter.view_restricted);
+    static PROGRAMS: [OnceLock<Compiled>; 8] = [const { OnceLock::new() }; 8];
+    let index = 2 * (filter.traffic as usize) + usize::from(filter.view_restricted);
     PROGRAMS[index].get_or_init(|| compile(filter)).clone()
 }
 
@@ -135,7 +149,20 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
         typing.push(rule(vec![condition(1, Len::Dword, Op::Eq, request)?])?);
     }
     rules.insert(libc::SYS_ioctl, typing);
-    if filter.network_restricted {
+    if matches!(filter.traffic, Traffic::Private | Traffic::PrivateAndUnix) {
+        let mut families = vec![libc::AF_INET, libc::AF_INET6];
+        if filter.traffic == Traffic::PrivateAndUnix {
+            families.push(libc::AF_UNIX);
+        }
+        let other = |family: &libc::c_int| {
+            condition(0, Len::Dword, Op::Ne, u64::from(family.unsigned_abs()))
+        };
+        let others = families.iter().map(other).collect::<Result<_, _>>()?;
+        rules.insert(libc::SYS_socket, vec![rule(others)?]);
+        let pairs = vec![other(&libc::AF_UNIX)?];
+        rules.insert(libc::SYS_socketpair, vec![rule(pairs)?]);
+    }
+    if filter.traffic == Traffic::None {
         for call in [
             libc::SYS_connect,
             libc::SYS_bind,
@@ -280,11 +307,11 @@ mod tests {
     }
 
     const STRICT: Filter = Filter {
-        network_restricted: true,
+        traffic: Traffic::None,
         view_restricted: true,
     };
     const OPEN: Filter = Filter {
-        network_restricted: false,
+        traffic: Traffic::All,
         view_restricted: true,
     };
 
@@ -320,6 +347,36 @@ mod tests {
             assert_eq!(strict(call, args), expected, "{call} {args:x?}");
             let call = u32::try_from(call).unwrap();
             assert_eq!(verdict(OPEN, ARCH, call, args), ALLOW, "{call} {args:x?}");
+        }
+    }
+
+    #[test]
+    fn a_private_network_has_sockets_that_know_of_it() {
+        let pair = libc::SYS_socketpair;
+        for (call, family, private, and_unix) in [
+            (libc::SYS_socket, 2, ALLOW, ALLOW),
+            (libc::SYS_socket, 10, ALLOW, ALLOW),
+            (libc::SYS_socket, 1, EPERM, ALLOW),
+            (libc::SYS_socket, 16, EPERM, EPERM),
+            (libc::SYS_socket, 17, EPERM, EPERM),
+            (libc::SYS_socket, 40, EPERM, EPERM),
+            (pair, 1, ALLOW, ALLOW),
+            (pair, 2, EPERM, EPERM),
+            (libc::SYS_connect, 3, ALLOW, ALLOW),
+            (libc::SYS_setns, 3, EPERM, EPERM),
+        ] {
+            for (traffic, expected) in [
+                (Traffic::Private, private),
+                (Traffic::PrivateAndUnix, and_unix),
+            ] {
+                let filter = Filter {
+                    traffic,
+                    view_restricted: true,
+                };
+                let number = u32::try_from(call).unwrap();
+                let said = verdict(filter, ARCH, number, [family, 1, 0, 0, 0, 0]);
+                assert_eq!(said, expected, "{call} {family} {traffic:?}");
+            }
         }
     }
 

@@ -286,3 +286,32 @@ pub(crate) fn close_on_exec() {
     // SAFETY: plain system call without pointers.
     unsafe { libc::syscall(libc::SYS_close_range, 3, c_int::MAX, CLOEXEC) };
 }
+
+/// Brings the loopback interface of this process's network namespace up.
+pub(crate) fn loopback_up() -> io::Result<()> {
+    let socket = rustix::net::socket_with(
+        rustix::net::AddressFamily::INET,
+        rustix::net::SocketType::DGRAM,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    )?;
+    // SAFETY: plain numbers, for which zero is a value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(*b"lo") {
+        *to = c_char::try_from(from).unwrap_or_default();
+    }
+    let up = libc::IFF_UP | libc::IFF_RUNNING;
+    request.ifr_ifru.ifru_flags = libc::c_short::try_from(up).unwrap_or_default();
+    // SAFETY: the kernel reads a live structure that names an interface and its flags.
+    let result = unsafe {
+        libc::ioctl(
+            socket.as_raw_fd(),
+            libc::SIOCSIFFLAGS,
+            ptr::from_ref(&request),
+        )
+    };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}

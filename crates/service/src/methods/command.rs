@@ -68,6 +68,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
         dialect: Dialect::Command,
         start_id: None,
         snapshot: None,
+        network: None,
     };
     launch(
         call.connection,

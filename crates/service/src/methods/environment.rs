@@ -1,7 +1,10 @@
 //! `environment/*`.
 
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
 use exec_server_executor::configuration::ConfigError;
-use exec_server_executor::host;
+use exec_server_executor::{Executor, host};
 use exec_server_protocol::environment::{
     ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness,
 };
@@ -13,7 +16,8 @@ use crate::config::ExecServerConfig;
 use crate::dispatch::{Call, EXTENSIONS};
 use crate::error::RpcError;
 
-/// The flags of the compatible wire, each true only if all of it works here.
+/// The flags of the compatible wire, each true only if all of it works; those of the managed network
+/// only where it can be enforced.
 const CAPABILITIES: &[(&str, bool)] = &[
     ("capabilityDiscoverySandbox", true),
     ("capabilityDiscoveryV2", false),
@@ -25,15 +29,62 @@ const CAPABILITIES: &[(&str, bool)] = &[
     ("httpHeaderEnvVars", true),
     ("linuxApprovedRootWritePreservesRestrictions", false),
     ("linuxRootWritePreservesDevices", false),
-    ("networkProxyLaunch", false),
-    ("networkProxyReviewDomains", false),
+    ("networkProxyLaunch", true),
+    ("networkProxyReviewDomains", true),
     ("sandboxedFileStreaming", true),
     ("shellSnapshotV2", true),
     ("windowsMxc", false),
 ];
 
-/// What this machine is like; asked once, at start.
-pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
+/// How long somebody waits for what is being found out; it takes milliseconds.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What this machine is like: asked once, at start, and what takes a process to find out meanwhile.
+#[derive(Debug)]
+pub(crate) struct Info {
+    /// Whether a network can be managed here.
+    enforceable: Arc<(Mutex<Option<bool>>, Condvar)>,
+    described: OnceLock<EnvironmentInfo>,
+    config: ExecServerConfig,
+}
+
+impl Info {
+    pub(crate) fn new(config: &ExecServerConfig, executor: Executor) -> Self {
+        let enforceable = Arc::new((Mutex::new(None), Condvar::new()));
+        let found = Arc::clone(&enforceable);
+        // Ends when it has found out. Without a thread nothing is, which is what it would say.
+        let asked = std::thread::Builder::new()
+            .name("examine".to_owned())
+            .spawn(move || {
+                let host = executor.sandbox_host();
+                let yes = host.is_ok_and(|host| host.private_network().is_ok());
+                *found.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(yes);
+                found.1.notify_all();
+            });
+        if asked.is_err() {
+            let mut enforceable = enforceable.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *enforceable = Some(false);
+        }
+        Self {
+            enforceable,
+            described: OnceLock::new(),
+            config: config.clone(),
+        }
+    }
+
+    /// Waits for a moment if something is still being found out.
+    pub(crate) fn get(&self) -> &EnvironmentInfo {
+        self.described.get_or_init(|| {
+            let (found, told) = &*self.enforceable;
+            let found = found.lock().unwrap_or_else(PoisonError::into_inner);
+            let waited = told.wait_timeout_while(found, PATIENCE, |found| found.is_none());
+            let (found, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            describe(&self.config, found.unwrap_or(false))
+        })
+    }
+}
+
+fn describe(config: &ExecServerConfig, manages_networks: bool) -> EnvironmentInfo {
     EnvironmentInfo {
         provider_id: host::machine_id().map(|id| provider_id(&id)),
         cwd: config
@@ -42,7 +93,10 @@ pub(crate) fn describe(config: &ExecServerConfig) -> EnvironmentInfo {
             .and_then(|cwd| PathUri::from_native(cwd).ok()),
         capabilities: CAPABILITIES
             .iter()
-            .map(|&(name, whole)| (name.to_owned(), whole))
+            .map(|&(name, whole)| {
+                let whole = whole && (manages_networks || !name.starts_with("networkProxy"));
+                (name.to_owned(), whole)
+            })
             .collect(),
         extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
         ..host::describe(&config.environment)

@@ -147,6 +147,9 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
     let request_id = params.request_id.clone();
     let client = call.connection.server.http().clone();
     let admitted = call.phase.ready(FAMILY).and_then(|_| {
+        if let Some(audit) = call.connection.server.audit() {
+            audit.requested(&call.connection.identity, &params);
+        }
         let prepared = checks::prepare(params, &client.config().environment)?;
         let place = call.connection.requests.enter(&request_id, streamed)?;
         Ok((prepared, place))

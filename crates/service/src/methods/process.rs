@@ -8,6 +8,7 @@ use exec_server_executor::log::Log;
 use exec_server_executor::process::{End, Scope};
 use exec_server_executor::snapshot::Wanted;
 use exec_server_executor::{Process, Spec, report, request, signal as signals};
+use exec_server_network as network;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
@@ -22,6 +23,7 @@ use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::follow::Dialect;
+use crate::network::Driving;
 use crate::record::Record;
 use crate::session::{Managed, ManagedParts, Reserved, Session, unknown_session};
 
@@ -38,14 +40,15 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         Delivery::Pull => Dialect::ProcessPull,
     };
     let own = &call.connection.server.executor().config().environment;
-    let spec = match request::spec(&params, own) {
+    let mut spec = match request::spec(&params, own) {
         Ok(spec) => spec,
+        Err(error) => return call.responder.send_error(error.into()),
+    };
+    let rules = call.connection.server.rules();
+    let network = match network::Managed::prepare(&params, &mut spec, rules) {
+        Ok(network) => network,
         Err(error) => {
-            // Of what is refused here, a network that somebody else manages is all that is about
-            // sandboxes.
-            if params.network_proxy.is_some() || params.enforce_managed_network {
-                call.connection.server.metrics().sandbox_refusals.add(1);
-            }
+            call.connection.server.metrics().sandbox_refusals.add(1);
             return call.responder.send_error(error.into());
         }
     };
@@ -77,6 +80,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         dialect,
         start_id,
         snapshot,
+        network,
     };
     launch(
         call.connection,
@@ -97,6 +101,8 @@ pub(crate) struct Description {
     pub(crate) start_id: Option<String>,
     /// What its shell may begin with.
     pub(crate) snapshot: Option<Wanted>,
+    /// The network that is managed for it.
+    pub(crate) network: Option<network::Managed>,
 }
 
 /// Starts a process and answers; goes on even if the connection ends meanwhile. A repeat of the
@@ -131,7 +137,10 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
     let identity = &connection.identity;
     let policy = spec.sandbox.as_ref().map(policy_name);
     let process_id = &description.process_id;
+    // A network of its own is enforced as a policy is.
+    let policy = policy.or(spec.network.as_ref().map(|_| "managed-network"));
     let record = Record::new(&server, identity, &session.id, process_id, policy);
+    let identity = identity.clone();
     tokio::spawn(async move {
         let Description {
             process_id,
@@ -140,6 +149,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             dialect,
             start_id,
             snapshot,
+            network,
         } = description;
         let spec = match &snapshot {
             Some(wanted) => {
@@ -180,12 +190,30 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
         }
         // Keeps the id until the log has been closed for a while, in which somebody could read it.
         if let Some(managed) = session.process(&process_id) {
+            // After the answer to the request, before which nothing is told of the process.
+            let proxy = network.and_then(|network| {
+                let authority = Arc::new(Driving {
+                    patience: network.patience().unwrap_or_default(),
+                    server: server.clone(),
+                    session: Arc::clone(&session),
+                    identity,
+                    process_id: process_id.clone(),
+                });
+                let served = network.serve(&managed.process, authority);
+                if let Err(error) = &served {
+                    tracing::error!(process_id, %error, "cannot serve a process's network");
+                    managed.process.terminate(End::Now);
+                }
+                served.ok()
+            });
             let retention = server.config().closed_retention;
             record.exited(&managed.process).await;
             managed
                 .process
                 .wait_for(|log| log.close().map(|_| ()))
                 .await;
+            // Whatever still goes through it ends.
+            drop(proxy);
             session.attended_for(retention).await;
             session.forget(&managed);
         }

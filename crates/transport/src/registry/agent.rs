@@ -4,7 +4,7 @@
 //! registered once, and every call then bears a signature over agent, task and time.
 
 use std::fmt;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use base64_simd::{STANDARD, URL_SAFE_NO_PAD};
 use ring::signature::Ed25519KeyPair;
@@ -18,6 +18,7 @@ use super::auth::{ACCOUNT, FEDRAMP, authorization};
 use super::http::Http;
 use super::proxy::Proxies;
 use crate::secret::Secret;
+use crate::time::timestamp;
 use crate::tls::TlsClientOptions;
 
 /// How long the registration of a task may take.
@@ -205,31 +206,12 @@ impl AgentIdentity {
     }
 }
 
-/// A time as RFC 3339 has it: in UTC and whole seconds.
-fn timestamp(now: SystemTime) -> String {
-    let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Howard Hinnant's calendar: years begin in March, so that leap days come last.
-    let shifted = days + 719_468;
-    let (era, day) = (shifted / 146_097, shifted % 146_097);
-    let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day_of_year = day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let march_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-    let month = if march_month < 10 {
-        march_month + 3
-    } else {
-        march_month - 9
-    };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}Z")
-}
-
 #[cfg(test)]
 mod tests {
     use ring::rand::SystemRandom;
     use ring::signature::{ED25519, KeyPair as _, UnparsedPublicKey};
+
+    use std::time::UNIX_EPOCH;
 
     use super::*;
 

@@ -11,6 +11,7 @@ fn host() -> Host {
         privileged_mounts: Err("not root".to_owned()),
         mount_api: Ok(()),
         network_namespaces: Ok(()),
+        private_networks: Ok(()),
         proc_mountable: true,
         landlock: 7,
         seccomp: true,
@@ -29,6 +30,7 @@ fn options() -> Options<'static> {
         root: false,
         allow_partial: false,
         is_directory: &|_| true,
+        network: None,
     }
 }
 
@@ -173,6 +175,49 @@ fn landlock_alone_does_what_it_can_express() {
     let (_, enforcement) = build(&carved, &without_namespaces(), partial).unwrap();
     assert_eq!(enforcement.level, EnforcementLevel::Partial);
     assert_eq!(enforcement.missing.len(), 1);
+}
+
+#[test]
+fn a_network_of_ones_own_takes_namespaces_and_nothing_less() {
+    let network = PrivateNetwork {
+        tcp: vec![1, 2],
+        udp: vec![3],
+        unix_sockets: false,
+    };
+    let private = Options {
+        network: Some(&network),
+        allow_partial: true,
+        ..options()
+    };
+    let unrestricted = Policy {
+        view: None,
+        network: Network::Enabled,
+    };
+    for policy in [unrestricted.clone(), policy(&[("/", Read)])] {
+        let (confinement, enforcement) = build(&policy, &host(), private).unwrap();
+        let namespaces = confinement.namespaces.unwrap();
+        assert!(namespaces.network && confinement.drop_capabilities);
+        assert_eq!(namespaces.listeners.tcp, [1, 2]);
+        assert_eq!(namespaces.listeners.count(), 3);
+        assert_eq!(confinement.seccomp.len(), 2);
+        assert_eq!(enforcement.level, EnforcementLevel::Full);
+        let names = &enforcement.mechanisms;
+        assert!(names.contains(&"network_namespace".to_owned()), "{names:?}");
+        let refused = build(&policy, &without_namespaces(), private).unwrap_err();
+        assert!(refused.0.contains("managed network"), "{refused}");
+        let mute = Host {
+            private_networks: Err("no loopback".to_owned()),
+            ..host()
+        };
+        let refused = build(&policy, &mute, private).unwrap_err();
+        assert!(refused.0.contains("no loopback"), "{refused}");
+    }
+    let (confinement, _) = build(&unrestricted, &host(), private).unwrap();
+    let namespaces = confinement.namespaces.unwrap();
+    assert_eq!(
+        (namespaces.root, namespaces.mounts),
+        (Root::Writable, Vec::new())
+    );
 }
 
 #[test]

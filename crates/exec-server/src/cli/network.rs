@@ -1,0 +1,253 @@
+//! The network of a command, from options; and questions about it, to whoever sits at the terminal.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::{self, BufRead as _, BufReader, Write as _};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::bail;
+use exec_server_client::{BoxFuture, NetworkPolicyDecider};
+use exec_server_protocol::network::{
+    DomainRule, NetworkProxy, PolicyAnswer, PolicyProtocol, PolicyTarget, ProxySettings,
+};
+use rustix::termios;
+use tokio::sync::oneshot;
+
+use super::args::NetworkArgs;
+
+/// How long somebody may think about an answer.
+const PATIENCE: Duration = Duration::from_secs(5 * 60);
+
+/// The terminal, whatever the standard streams are.
+const TERMINAL: &str = "/dev/tty";
+
+/// The network that the options ask for, if any.
+pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
+    if args.net_allow.is_empty() && args.net_deny.is_empty() && !args.net_ask {
+        return None;
+    }
+    let rules = |texts: &[String], says| -> Vec<(String, DomainRule)> {
+        texts.iter().map(|text| (text.clone(), says)).collect()
+    };
+    let mut domains = rules(&args.net_allow, DomainRule::Allow);
+    // Last, so that what is both allowed and denied is denied.
+    domains.extend(rules(&args.net_deny, DomainRule::Deny));
+    Some(NetworkProxy {
+        proxy: ProxySettings {
+            enabled: true,
+            enable_socks5: true,
+            enable_socks5_udp: true,
+            domains: Some(domains.into_iter().collect()),
+            ..ProxySettings::default()
+        },
+        audit_metadata: None,
+        environment_id: None,
+        execution_id: None,
+        policy_decision_timeout_ms: args
+            .net_ask
+            .then(|| u64::try_from(PATIENCE.as_millis()).unwrap_or(u64::MAX)),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is typed, while a question waits for it.
+#[derive(Debug, Default)]
+pub(super) struct Keys {
+    state: Mutex<Waiting>,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    question: Option<oneshot::Sender<u8>>,
+    /// Nothing more will be typed.
+    ended: bool,
+}
+
+impl Keys {
+    /// Takes what was typed if a question waits for it; whether one did. Its first key is the answer.
+    pub(super) fn take(&self, typed: &[u8]) -> bool {
+        match (lock(&self.state).question.take(), typed.first()) {
+            (Some(question), Some(&key)) => question.send(key).is_ok(),
+            _ => false,
+        }
+    }
+
+    /// Nothing more will be typed.
+    pub(super) fn end(&self) {
+        let mut state = lock(&self.state);
+        state.ended = true;
+        state.question = None;
+    }
+
+    fn wait(&self) -> Option<oneshot::Receiver<u8>> {
+        let mut state = lock(&self.state);
+        if state.ended {
+            return None;
+        }
+        let (sender, receiver) = oneshot::channel();
+        state.question = Some(sender);
+        Some(receiver)
+    }
+}
+
+/// Asks whoever sits at the terminal.
+#[derive(Debug)]
+pub(super) struct Asker {
+    /// Where the keys come from, if standard input is the terminal: then others read it too.
+    keys: Option<Arc<Keys>>,
+    /// One question at a time.
+    turn: tokio::sync::Mutex<Memory>,
+}
+
+/// What was said before.
+#[derive(Debug, Default)]
+struct Memory {
+    /// Hosts that are fine from now on.
+    always: HashSet<String>,
+    /// The last host that was asked about, what was said, and when.
+    last: Option<(String, bool, Instant)>,
+}
+
+impl Asker {
+    /// Needs a terminal.
+    pub(super) fn new(keys: Arc<Keys>) -> anyhow::Result<Self> {
+        if File::options()
+            .read(true)
+            .write(true)
+            .open(TERMINAL)
+            .is_err()
+        {
+            bail!("--net-ask: there is no terminal to ask on; use --net-allow");
+        }
+        let shared = termios::isatty(rustix::stdio::stdin());
+        Ok(Self {
+            keys: shared.then_some(keys),
+            turn: tokio::sync::Mutex::default(),
+        })
+    }
+
+    /// The first key of the answer; `None` if there is none.
+    async fn key(&self, question: String) -> Option<u8> {
+        let Some(keys) = &self.keys else {
+            let asked = tokio::task::spawn_blocking(move || ask_alone(&question));
+            return asked.await.ok()?.ok();
+        };
+        let answer = keys.wait()?;
+        say(&question);
+        let key = answer.await.ok()?;
+        say(if key.is_ascii_graphic() {
+            "\r\n"
+        } else {
+            "no\r\n"
+        });
+        Some(key)
+    }
+}
+
+impl NetworkPolicyDecider for Asker {
+    fn decide(&self, target: PolicyTarget) -> BoxFuture<'_, PolicyAnswer> {
+        let since = Instant::now();
+        Box::pin(async move {
+            let mut memory = self.turn.lock().await;
+            let name = format!("{}:{}", target.host, target.port);
+            let said_meanwhile = match &memory.last {
+                Some((host, said, when)) if *host == name && *when >= since => Some(*said),
+                _ => None,
+            };
+            let allowed = if memory.always.contains(&target.host) {
+                true
+            } else if let Some(said) = said_meanwhile {
+                // Asked for before the answer was there.
+                said
+            } else {
+                let how = match target.protocol {
+                    PolicyProtocol::Http => "in the clear",
+                    PolicyProtocol::HttpsConnect => "by a tunnel",
+                    PolicyProtocol::Socks5Tcp => "by SOCKS",
+                    PolicyProtocol::Socks5Udp => "by SOCKS, with datagrams",
+                };
+                let host = printable(&target.host);
+                let port = target.port;
+                let question = format!(
+                    "exec-server: may the command reach {host}, port {port}, {how}? \
+                     [y]es, [n]o, [a]lways: "
+                );
+                let key = self.key(question).await.map(|key| key.to_ascii_lowercase());
+                if key == Some(b'a') {
+                    memory.always.insert(target.host.clone());
+                }
+                matches!(key, Some(b'y' | b'a'))
+            };
+            memory.last = Some((name, allowed, Instant::now()));
+            if allowed {
+                PolicyAnswer::Allow
+            } else {
+                PolicyAnswer::Deny {
+                    reason: "refused at the terminal".to_owned(),
+                }
+            }
+        })
+    }
+}
+
+/// Without what a terminal would take for an order.
+fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
+}
+
+/// Writes to the terminal, wherever output goes; in its raw mode too.
+fn say(text: &str) {
+    if let Ok(mut terminal) = File::options().write(true).open(TERMINAL) {
+        let _ = terminal.write_all(text.as_bytes());
+    }
+}
+
+/// Asks on a terminal that nobody else reads.
+fn ask_alone(question: &str) -> io::Result<u8> {
+    let mut terminal = File::options().read(true).write(true).open(TERMINAL)?;
+    terminal.write_all(question.as_bytes())?;
+    let mut line = String::new();
+    BufReader::new(terminal).read_line(&mut line)?;
+    let first = line.trim().bytes().next();
+    first.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_become_rules() {
+        let args = |allow: &[&str], deny: &[&str], net_ask| NetworkArgs {
+            net_allow: allow.iter().map(|&text| text.to_owned()).collect(),
+            net_deny: deny.iter().map(|&text| text.to_owned()).collect(),
+            net_ask,
+        };
+        assert_eq!(of(&args(&[], &[], false)), None);
+        let proxy = of(&args(&["a", "b"], &["b"], false)).unwrap();
+        let domains = proxy.proxy.domains.unwrap();
+        assert_eq!(domains["a"], DomainRule::Allow);
+        assert_eq!(domains["b"], DomainRule::Deny);
+        assert_eq!(proxy.policy_decision_timeout_ms, None);
+        let asks = of(&args(&[], &[], true)).unwrap();
+        assert_eq!(asks.policy_decision_timeout_ms, Some(300_000));
+    }
+
+    #[tokio::test]
+    async fn keys_are_the_questions_while_one_waits() {
+        let keys = Keys::default();
+        assert!(!keys.take(b"x"));
+        let answer = keys.wait().unwrap();
+        assert!(keys.take(b"yes\n"));
+        assert_eq!(answer.await, Ok(b'y'));
+        assert!(!keys.take(b"x"));
+        let never = keys.wait().unwrap();
+        keys.end();
+        assert!(never.await.is_err());
+        assert!(keys.wait().is_none());
+    }
+}

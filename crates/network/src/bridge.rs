@@ -1,0 +1,24 @@
+//! From listeners in a namespace to ports of this machine: the proxy there is somebody else's.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+
+use tokio::net::TcpStream;
+
+use crate::dial;
+use crate::proxy::{Proxy, carry};
+
+/// Carries whatever comes to each listener to its port.
+pub(crate) fn serve(listeners: impl Iterator<Item = (TcpListener, u16)>) -> io::Result<Proxy> {
+    let proxy = Proxy::empty();
+    for (listener, port) in listeners {
+        let to = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        proxy.listen(listener, move |inside: TcpStream, _| async move {
+            match dial::connect(&[to]).await {
+                Ok(outside) => carry(inside, outside).await,
+                Err(error) => tracing::debug!(%to, %error, "no proxy to lead to"),
+            }
+        })?;
+    }
+    Ok(proxy)
+}

@@ -1,0 +1,589 @@
+//! Whom a process may reach: rules on values alone.
+//!
+//! Owns the order in which rules count. Resolves nothing and asks nobody: names are looked at before
+//! they are resolved, addresses after, and what neither decides is a miss.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, LazyLock};
+
+use exec_server_http::rules::{Rule, Rules, forms};
+use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
+use ipnet::IpNet;
+use url::Host;
+
+/// Addresses that are nobody's on the internet: this machine, its link, private networks, ranges for
+/// documentation and measurements, groups.
+const PRIVATE: &[&str] = &[
+    "0.0.0.0/8",
+    "10.0.0.0/8",
+    "100.64.0.0/10",
+    "127.0.0.0/8",
+    "169.254.0.0/16",
+    "172.16.0.0/12",
+    "192.0.0.0/24",
+    "192.0.2.0/24",
+    "192.88.99.0/24",
+    "192.168.0.0/16",
+    "198.18.0.0/15",
+    "198.51.100.0/24",
+    "203.0.113.0/24",
+    "224.0.0.0/4",
+    "240.0.0.0/4",
+    "::/96",
+    "64:ff9b:1::/48",
+    "100::/64",
+    "2001::/23",
+    "2001:db8::/32",
+    "3fff::/20",
+    "5f00::/16",
+    "fc00::/7",
+    "fe80::/10",
+    "fec0::/10",
+    "ff00::/8",
+];
+
+static PRIVATE_RANGES: LazyLock<Vec<IpNet>> =
+    // All of them are ranges: a test says so.
+    LazyLock::new(|| {
+        PRIVATE
+            .iter()
+            .filter_map(|text| text.parse().ok())
+            .collect()
+    });
+
+/// Whether an address, or one that it may stand for, is nobody's on the internet.
+pub fn is_private(address: IpAddr) -> bool {
+    forms(address)
+        .into_iter()
+        .any(|form| PRIVATE_RANGES.iter().any(|range| range.contains(&form)))
+}
+
+/// The longest name of a host.
+const MAX_HOST_BYTES: usize = 253;
+
+/// Somebody to be reached.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Target {
+    host: Host<String>,
+    /// At which port.
+    pub port: u16,
+}
+
+/// A text that names no host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the host is neither a name nor an address")]
+pub struct NoHost;
+
+impl Target {
+    /// Reads a host as browsers do: numbers in any base and of any length are addresses, and so are
+    /// IPv4 addresses that are written as IPv6.
+    ///
+    /// # Errors
+    ///
+    /// When it is neither a name nor an address.
+    pub fn new(host: &str, port: u16) -> Result<Self, NoHost> {
+        let odd = |c: char| c.is_control() || c.is_whitespace() || c == '%';
+        if host.contains(odd) {
+            return Err(NoHost);
+        }
+        let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
+        if let Ok(address) = bare.unwrap_or(host).parse::<IpAddr>() {
+            return Ok(Self::at(SocketAddr::new(address, port)));
+        }
+        let name = host.strip_suffix('.').unwrap_or(host);
+        match Host::parse(name).map_err(|_| NoHost)? {
+            Host::Ipv4(address) => Ok(Self::at(SocketAddr::new(address.into(), port))),
+            Host::Ipv6(address) => Ok(Self::at(SocketAddr::new(address.into(), port))),
+            Host::Domain(name) if !name.is_empty() && name.len() <= MAX_HOST_BYTES => Ok(Self {
+                host: Host::Domain(name),
+                port,
+            }),
+            Host::Domain(_) => Err(NoHost),
+        }
+    }
+
+    /// An address.
+    pub fn at(address: SocketAddr) -> Self {
+        let host = match address.ip().to_canonical() {
+            IpAddr::V4(address) => Host::Ipv4(address),
+            IpAddr::V6(address) => Host::Ipv6(address),
+        };
+        Self {
+            host,
+            port: address.port(),
+        }
+    }
+
+    /// The address, if it is one.
+    pub fn address(&self) -> Option<IpAddr> {
+        match &self.host {
+            Host::Domain(_) => None,
+            Host::Ipv4(address) => Some((*address).into()),
+            Host::Ipv6(address) => Some((*address).into()),
+        }
+    }
+
+    /// The name, if it has one.
+    pub fn name(&self) -> Option<&str> {
+        match &self.host {
+            Host::Domain(name) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// The name or the address, without brackets.
+    pub fn host(&self) -> String {
+        match &self.host {
+            Host::Domain(name) => name.clone(),
+            Host::Ipv4(address) => address.to_string(),
+            Host::Ipv6(address) => address.to_string(),
+        }
+    }
+
+    /// Whether it is this machine by its name, which nobody needs to be asked about.
+    pub fn is_local_name(&self) -> bool {
+        self.name().is_some_and(|name| {
+            name.eq_ignore_ascii_case("localhost") || name.to_lowercase().ends_with(".localhost")
+        })
+    }
+
+    /// As the rules of `http` take it.
+    fn borrowed(&self) -> Host<&str> {
+        match &self.host {
+            Host::Domain(name) => Host::Domain(name),
+            Host::Ipv4(address) => Host::Ipv4(*address),
+            Host::Ipv6(address) => Host::Ipv6(*address),
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    /// `HOST:PORT`, with brackets where they are needed.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+/// Why somebody is not reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// No rule allows it.
+    NotAllowed,
+    /// A rule denies it.
+    Denied,
+    /// It is this machine, or a private network.
+    NotAllowedLocal,
+    /// The mode does not allow the method.
+    MethodNotAllowed,
+    /// The mode needs to look into what is encrypted.
+    MitmRequired,
+}
+
+impl Reason {
+    /// As the wire has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotAllowed => "not_allowed",
+            Self::Denied => "denied",
+            Self::NotAllowedLocal => "not_allowed_local",
+            Self::MethodNotAllowed => "method_not_allowed",
+            Self::MitmRequired => "mitm_required",
+        }
+    }
+}
+
+/// What the rules say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Yes.
+    Allow,
+    /// No, whoever is asked.
+    Deny(Reason),
+    /// No, but somebody may say otherwise.
+    Miss,
+}
+
+/// A policy that cannot be one.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unsupported domain pattern syntax: {0}")]
+pub struct PatternError(String);
+
+/// Whom a process may reach.
+#[derive(Debug, Clone)]
+pub struct Policy {
+    allow: Vec<Rule>,
+    deny: Vec<Rule>,
+    /// Misses, whatever else is said.
+    review: Vec<Rule>,
+    allow_local: bool,
+    mode: ProxyMode,
+    /// What whoever runs the server says, beyond which nobody's word goes.
+    server: Arc<Rules>,
+}
+
+impl Policy {
+    /// The policy of a proxy; `server` are the rules of whoever runs it.
+    ///
+    /// # Errors
+    ///
+    /// Names the pattern that is none.
+    pub fn new(settings: &ProxySettings, server: Arc<Rules>) -> Result<Self, PatternError> {
+        let rule = |text: &str| -> Result<Rule, PatternError> {
+            let wrong = || PatternError(text.to_owned());
+            match text.trim().parse::<Rule>() {
+                Ok(Rule::Range(range)) if range.prefix_len() != range.max_prefix_len() => {
+                    Err(wrong())
+                }
+                Ok(Rule::Range(range)) => Ok(Rule::Range(range.addr().to_canonical().into())),
+                Ok(rule) => Ok(rule),
+                Err(_) => Err(wrong()),
+            }
+        };
+        let (mut allow, mut deny) = (Vec::new(), Vec::new());
+        for (pattern, says) in settings.domains.iter().flatten() {
+            match says {
+                DomainRule::Allow => allow.push(rule(pattern)?),
+                DomainRule::Deny => deny.push(rule(pattern)?),
+                DomainRule::None => drop(rule(pattern)?),
+            }
+        }
+        let review = settings.review_domains.iter().flatten();
+        Ok(Self {
+            allow,
+            deny,
+            review: review.map(|text| rule(text)).collect::<Result<_, _>>()?,
+            allow_local: settings.allow_local_binding,
+            mode: settings.mode,
+            server,
+        })
+    }
+
+    /// What can be said before anything is resolved.
+    pub fn check(&self, target: &Target) -> Verdict {
+        if matches(&self.deny, target) || self.server.check_host(&target.borrowed()).is_err() {
+            return Verdict::Deny(Reason::Denied);
+        }
+        let local = target.is_local_name() || target.address().is_some_and(is_private);
+        if local && !self.allow_local && !self.names_exactly(target) {
+            return Verdict::Deny(Reason::NotAllowedLocal);
+        }
+        if matches(&self.allow, target) && !matches(&self.review, target) {
+            Verdict::Allow
+        } else {
+            Verdict::Miss
+        }
+    }
+
+    /// Which of these addresses of an allowed target may be reached: all or none.
+    ///
+    /// A name that leads to a private address even once is not to be trusted with the others.
+    ///
+    /// # Errors
+    ///
+    /// Says why not.
+    pub fn check_addresses(
+        &self,
+        target: &Target,
+        addresses: Vec<SocketAddr>,
+    ) -> Result<Vec<SocketAddr>, Reason> {
+        let Some(name) = target.name() else {
+            // The literal has been looked at, and nothing else was to be found.
+            return Ok(addresses);
+        };
+        for address in &addresses {
+            let denied = |rule: &Rule| !matches!(rule, Rule::Anyone) && covers(rule, address.ip());
+            if self.deny.iter().any(denied) {
+                return Err(Reason::Denied);
+            }
+            let private = is_private(address.ip()) && !self.allow_local;
+            if private && !(target.is_local_name() && address.ip().is_loopback()) {
+                return Err(Reason::NotAllowedLocal);
+            }
+        }
+        self.server
+            .filter(name, addresses)
+            .map_err(|_| Reason::Denied)
+    }
+
+    /// Whether the mode allows a request in the clear.
+    ///
+    /// # Errors
+    ///
+    /// Says why not.
+    pub fn check_method(&self, method: &str) -> Result<(), Reason> {
+        match (self.mode, method) {
+            (ProxyMode::Full, _) | (ProxyMode::Limited, "GET" | "HEAD" | "OPTIONS") => Ok(()),
+            (ProxyMode::Limited, _) => Err(Reason::MethodNotAllowed),
+        }
+    }
+
+    /// Whether the mode allows what cannot be looked into.
+    pub fn allows_tunnels(&self) -> bool {
+        self.mode == ProxyMode::Full
+    }
+
+    /// Whether a rule allows this very name or address, rather than a pattern.
+    fn names_exactly(&self, target: &Target) -> bool {
+        self.allow.iter().any(|rule| match rule {
+            Rule::Name(name) => target.name().is_some_and(|n| n.eq_ignore_ascii_case(name)),
+            Rule::Range(_) => target.address().is_some_and(|ip| rule.covers(ip)),
+            Rule::Anyone | Rule::Below { .. } => false,
+        })
+    }
+}
+
+/// Whether a rule is about an address, or about one that it may stand for.
+fn covers(rule: &Rule, address: IpAddr) -> bool {
+    forms(address).into_iter().any(|form| rule.covers(form))
+}
+
+fn matches(rules: &[Rule], target: &Target) -> bool {
+    rules.iter().any(|rule| match target.address() {
+        Some(address) => covers(rule, address),
+        None => target.name().is_some_and(|name| rule.names(name)),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy(allow: &[&str], deny: &[&str]) -> Policy {
+        with(allow, deny, |_| {})
+    }
+
+    fn with(allow: &[&str], deny: &[&str], set: impl FnOnce(&mut ProxySettings)) -> Policy {
+        let each = |texts: &[&str], says| {
+            let texts = texts.iter().map(|&text| (text.to_owned(), says));
+            texts.collect::<Vec<_>>()
+        };
+        let domains = each(allow, DomainRule::Allow)
+            .into_iter()
+            .chain(each(deny, DomainRule::Deny));
+        let mut settings = ProxySettings {
+            enabled: true,
+            domains: Some(domains.collect()),
+            ..ProxySettings::default()
+        };
+        set(&mut settings);
+        Policy::new(&settings, Arc::new(Rules::usual())).unwrap()
+    }
+
+    fn target(host: &str) -> Target {
+        Target::new(host, 80).unwrap()
+    }
+
+    fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
+        let socket = |text: &&str| SocketAddr::new(text.parse().unwrap(), 80);
+        texts.iter().map(socket).collect()
+    }
+
+    const LOCAL: Verdict = Verdict::Deny(Reason::NotAllowedLocal);
+    const DENIED: Verdict = Verdict::Deny(Reason::Denied);
+
+    #[test]
+    fn every_private_range_is_one() {
+        assert_eq!(PRIVATE_RANGES.len(), PRIVATE.len());
+        for private in [
+            "127.0.0.1",
+            "0.0.0.0",
+            "10.1.2.3",
+            "172.31.0.1",
+            "192.168.1.1",
+            "100.64.0.1",
+            "169.254.169.254",
+            "198.18.0.1",
+            "224.0.0.1",
+            "255.255.255.255",
+            "::",
+            "::1",
+            "::ffff:10.0.0.1",
+            "::10.0.0.1",
+            "64:ff9b::7f00:1",
+            "64:ff9b:1::1",
+            "2002:7f00:1::",
+            "2001::1",
+            "fd00::1",
+            "fe80::1",
+            "ff02::1",
+        ] {
+            assert!(is_private(private.parse().unwrap()), "{private}");
+        }
+        for public in [
+            "1.1.1.1",
+            "172.32.0.1",
+            "100.128.0.1",
+            "2606:4700::1111",
+            "64:ff9b::101:101",
+            "2002:101:101::",
+        ] {
+            assert!(!is_private(public.parse().unwrap()), "{public}");
+        }
+    }
+
+    #[test]
+    fn hosts_are_read_as_browsers_do() {
+        for (text, host) in [
+            ("Example.COM.", "example.com"),
+            ("127.0.0.1", "127.0.0.1"),
+            ("2130706433", "127.0.0.1"),
+            ("0x7f000001", "127.0.0.1"),
+            ("0177.0.0.1", "127.0.0.1"),
+            ("127.1", "127.0.0.1"),
+            ("::ffff:127.0.0.1", "127.0.0.1"),
+            ("[::ffff:7f00:1]", "127.0.0.1"),
+            ("[::1]", "::1"),
+            ("bücher.test", "xn--bcher-kva.test"),
+        ] {
+            assert_eq!(target(text).host(), host, "{text}");
+        }
+        let long = "a".repeat(254);
+        for odd in [
+            "",
+            ".",
+            "a b",
+            "a\r\nb",
+            "a/b",
+            "fe80::1%eth0",
+            "[::1",
+            "1.2.3.256",
+            &long,
+        ] {
+            assert_eq!(Target::new(odd, 1), Err(NoHost), "{odd:?}");
+        }
+        assert_eq!(target("[::1]").to_string(), "[::1]:80");
+    }
+
+    #[test]
+    fn what_is_not_allowed_is_a_miss_and_what_is_denied_is_not() {
+        let policy = policy(
+            &["ok.test", "*.below.test", "**.both.test", "8.8.8.8"],
+            &["bad.below.test", "9.9.9.9"],
+        );
+        for allowed in [
+            "ok.test",
+            "OK.test",
+            "a.below.test",
+            "a.b.below.test",
+            "both.test",
+            "x.both.test",
+            "8.8.8.8",
+            "134744072",
+            "::ffff:8.8.8.8",
+        ] {
+            assert_eq!(policy.check(&target(allowed)), Verdict::Allow, "{allowed}");
+        }
+        for missed in [
+            "other.test",
+            "below.test",
+            "xboth.test",
+            "ok.test.evil",
+            "8.8.4.4",
+        ] {
+            assert_eq!(policy.check(&target(missed)), Verdict::Miss, "{missed}");
+        }
+        for denied in [
+            "bad.below.test",
+            "9.9.9.9",
+            "::ffff:9.9.9.9",
+            "64:ff9b::909:909",
+        ] {
+            assert_eq!(policy.check(&target(denied)), DENIED, "{denied}");
+        }
+    }
+
+    #[test]
+    fn private_addresses_need_to_be_named() {
+        let policy = policy(&["*", "10.0.0.7", "localhost"], &[]);
+        for local in [
+            "127.0.0.1",
+            "2130706433",
+            "::1",
+            "::ffff:127.0.0.1",
+            "10.0.0.8",
+            "a.localhost",
+            "0.0.0.0",
+            "64:ff9b::a00:7",
+        ] {
+            assert_eq!(policy.check(&target(local)), LOCAL, "{local}");
+        }
+        for named in [
+            "10.0.0.7",
+            "167772167",
+            "::ffff:10.0.0.7",
+            "localhost",
+            "LOCALHOST.",
+        ] {
+            assert_eq!(policy.check(&target(named)), Verdict::Allow, "{named}");
+        }
+        // The server's own rules hold whatever the client says.
+        let named = self::policy(&["169.254.169.254"], &[]);
+        assert_eq!(named.check(&target("169.254.169.254")), DENIED);
+    }
+
+    #[test]
+    fn names_that_lead_to_private_addresses_lead_nowhere() {
+        let policy = policy(&["**.ok.test", "localhost"], &["9.9.9.9"]);
+        let ok = target("ok.test");
+        let public = addresses(&["1.1.1.1", "2606:4700::1111"]);
+        assert_eq!(policy.check_addresses(&ok, public.clone()), Ok(public));
+        for private in [
+            &["10.0.0.1"][..],
+            &["1.1.1.1", "127.0.0.1"],
+            &["::ffff:10.0.0.1"],
+        ] {
+            let checked = policy.check_addresses(&ok, addresses(private));
+            assert_eq!(checked, Err(Reason::NotAllowedLocal), "{private:?}");
+        }
+        let denied = policy.check_addresses(&ok, addresses(&["9.9.9.9"]));
+        assert_eq!(denied, Err(Reason::Denied));
+        let here = addresses(&["127.0.0.1", "::1"]);
+        let localhost = target("localhost");
+        assert_eq!(policy.check_addresses(&localhost, here.clone()), Ok(here));
+        let odd = policy.check_addresses(&localhost, addresses(&["10.0.0.1"]));
+        assert_eq!(odd, Err(Reason::NotAllowedLocal));
+    }
+
+    #[test]
+    fn local_addresses_can_be_allowed_as_a_whole() {
+        let policy = with(&["**.ok.test", "10.0.0.1"], &["127.0.0.2"], |settings| {
+            settings.allow_local_binding = true;
+        });
+        assert_eq!(policy.check(&target("10.0.0.1")), Verdict::Allow);
+        assert_eq!(policy.check(&target("127.0.0.1")), Verdict::Miss);
+        assert_eq!(policy.check(&target("127.0.0.2")), DENIED);
+        let inside = addresses(&["10.0.0.9"]);
+        let ok = target("ok.test");
+        assert_eq!(policy.check_addresses(&ok, inside.clone()), Ok(inside));
+        // But not what the server denies.
+        let link = policy.check_addresses(&ok, addresses(&["169.254.169.254"]));
+        assert_eq!(link, Err(Reason::Denied));
+    }
+
+    #[test]
+    fn modes_limit_methods_and_reviews_make_misses() {
+        let policy = with(&["*"], &[], |settings| {
+            settings.mode = ProxyMode::Limited;
+            settings.review_domains = Some(vec!["*.look.test".to_owned()]);
+        });
+        assert_eq!(policy.check(&target("a.look.test")), Verdict::Miss);
+        assert_eq!(policy.check(&target("look.test")), Verdict::Allow);
+        assert_eq!(policy.check_method("HEAD"), Ok(()));
+        assert_eq!(policy.check_method("POST"), Err(Reason::MethodNotAllowed));
+        assert_eq!(policy.check_method("get"), Err(Reason::MethodNotAllowed));
+        assert!(!policy.allows_tunnels());
+    }
+
+    #[test]
+    fn odd_patterns_are_refused_by_name() {
+        for odd in ["*bad", "a.*.b", "10.0.0.0/8", "", "a b", "http://x"] {
+            let settings = ProxySettings {
+                domains: Some([(odd.to_owned(), DomainRule::Allow)].into()),
+                ..ProxySettings::default()
+            };
+            let error = Policy::new(&settings, Arc::default()).unwrap_err();
+            assert_eq!(error, PatternError(odd.to_owned()));
+        }
+    }
+}

@@ -1,0 +1,438 @@
+//! A whole proxy on the loopback interface, with names and a client of the test's own.
+
+use std::net::Ipv4Addr;
+use std::sync::Mutex;
+
+use exec_server_http::Rules;
+use exec_server_protocol::network::{PolicyAnswer, PolicyOutcome, PolicyTarget, ProxySettings};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::Notify;
+
+use super::*;
+use crate::BoxFuture;
+use crate::gate::tests::{Names, Script, settings};
+use crate::gate::{Authority, Decision};
+use crate::policy::Policy;
+
+struct Place {
+    proxy: Option<Proxy>,
+    http: SocketAddr,
+    socks: SocketAddr,
+    script: Arc<Script>,
+}
+
+fn local(mut settings: ProxySettings) -> ProxySettings {
+    settings.allow_local_binding = true;
+    settings
+}
+
+fn start(settings: &ProxySettings, names: &[&[&str]]) -> Place {
+    let script = Arc::new(Script::default());
+    let (proxy, http, socks) = with(settings, names, Arc::clone(&script) as Arc<dyn Authority>);
+    Place {
+        proxy: Some(proxy),
+        http,
+        socks,
+        script,
+    }
+}
+
+fn with(
+    settings: &ProxySettings,
+    names: &[&[&str]],
+    authority: Arc<dyn Authority>,
+) -> (Proxy, SocketAddr, SocketAddr) {
+    let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let (http, socks) = (bind(), bind());
+    let at = (http.local_addr().unwrap(), socks.local_addr().unwrap());
+    let gate = Gate {
+        policy: Policy::new(settings, Arc::new(Rules::usual())).unwrap(),
+        asks: true,
+        authority,
+        resolver: Names::new(names),
+    };
+    let sockets = Sockets {
+        http,
+        socks: Some(socks),
+        udp: Some(UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()),
+    };
+    let config = ProxyConfig {
+        patience: Duration::from_secs(5),
+        ..ProxyConfig::default()
+    };
+    let proxy = Proxy::start(config, gate, sockets).unwrap();
+    (proxy, at.0, at.1)
+}
+
+/// A server that answers every request of HTTP with its count of connections.
+async fn web() -> u16 {
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        let mut count = 0;
+        while let Ok((mut stream, _)) = listener.accept().await {
+            count += 1;
+            tokio::spawn(async move {
+                let mut seen = Vec::new();
+                while stream.read_buf(&mut seen).await.unwrap_or(0) > 0 {
+                    if seen.ends_with(b"\r\n\r\n") {
+                        let head = String::from_utf8_lossy(&seen).to_lowercase();
+                        let line = head.lines().next().unwrap_or_default().to_owned();
+                        let clean = !head.contains("proxy-");
+                        let body = format!("{count} {line} {clean}");
+                        let length = body.len();
+                        let answer =
+                            format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n{body}");
+                        let _ = stream.write_all(answer.as_bytes()).await;
+                        seen.clear();
+                    }
+                }
+            });
+        }
+    });
+    port
+}
+
+/// A server that sends back what it gets.
+async fn echo() -> u16 {
+    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let (mut reader, mut writer) = stream.split();
+                let _ = tokio::io::copy(&mut reader, &mut writer).await;
+            });
+        }
+    });
+    port
+}
+
+/// Says something and hears everything until the other side ends, or `enough` has come.
+async fn say(at: SocketAddr, text: &str, enough: &str) -> String {
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    stream.write_all(text.as_bytes()).await.unwrap();
+    let mut heard = Vec::new();
+    while !String::from_utf8_lossy(&heard).contains(enough) {
+        if stream.read_buf(&mut heard).await.unwrap_or(0) == 0 {
+            break;
+        }
+    }
+    String::from_utf8_lossy(&heard).into_owned()
+}
+
+async fn connect(at: SocketAddr, host: &str) -> String {
+    let text = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n");
+    say(at, &text, "\r\n\r\n").await
+}
+
+/// The reply to a request for a name over SOCKS5, and the stream.
+async fn socks(at: SocketAddr, name: &str, port: u16) -> (u8, TcpStream) {
+    let mut stream = TcpStream::connect(at).await.unwrap();
+    let length = u8::try_from(name.len()).unwrap();
+    let mut bytes = vec![5, 1, 0, 5, 1, 0, 3, length];
+    bytes.extend(name.as_bytes());
+    bytes.extend(port.to_be_bytes());
+    stream.write_all(&bytes).await.unwrap();
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).await.unwrap();
+    (answer[3], stream)
+}
+
+#[tokio::test]
+async fn allowed_hosts_are_reached_in_every_way_and_others_in_none() {
+    let port = web().await;
+    let address = format!("127.0.0.1:{port}");
+    let place = start(&local(settings(&["ok.test"], &["no.test"])), &[&[&address]]);
+    let get = |host: &str| {
+        format!(
+            "GET http://{host}:{port}/p?q HTTP/1.1\r\nHost: {host}:{port}\r\n\
+             Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic eA==\r\n\r\n"
+        )
+    };
+    let good = say(place.http, &get("ok.test"), "true").await;
+    assert!(good.ends_with("1 get /p?q http/1.1 true"), "{good}");
+    let bad = say(place.http, &get("no.test"), "}").await;
+    assert!(bad.starts_with("HTTP/1.1 403"), "{bad}");
+    assert!(bad.contains("x-proxy-error: blocked-by-denylist"), "{bad}");
+    let (_, body) = bad.split_once("\r\n\r\n").unwrap();
+    let body: serde_json::Value = serde_json::from_str(body).unwrap();
+    assert_eq!(body["status"], "blocked");
+    assert_eq!(
+        (&body["reason"], &body["port"]),
+        (&"denied".into(), &port.into())
+    );
+    assert_eq!(body["source"], "baseline_policy");
+
+    let tunnel = connect(place.http, &format!("ok.test:{port}")).await;
+    assert!(tunnel.starts_with("HTTP/1.1 200"), "{tunnel}");
+    let refused = connect(place.http, &format!("no.test:{port}")).await;
+    assert!(refused.starts_with("HTTP/1.1 403"), "{refused}");
+    assert!(refused.contains("content-type: text/plain"), "{refused}");
+
+    let (reply, mut stream) = socks(place.socks, "ok.test", port).await;
+    assert_eq!(reply, 0);
+    stream.write_all(b"GET /s HTTP/1.1\r\n\r\n").await.unwrap();
+    let mut heard = Vec::new();
+    while !String::from_utf8_lossy(&heard).contains("get /s") {
+        assert_ne!(stream.read_buf(&mut heard).await.unwrap(), 0);
+    }
+    assert_eq!(socks(place.socks, "no.test", port).await.0, 2);
+    // Nobody is asked about what a rule decides; a miss is.
+    assert!(place.script.asked.lock().unwrap().is_empty());
+    assert_eq!(socks(place.socks, "miss.test", port).await.0, 2);
+    assert_eq!(place.script.asked.lock().unwrap()[0].host, "miss.test");
+    let told = place.script.told.lock().unwrap();
+    let allowed = told
+        .iter()
+        .filter(|told| told.outcome == PolicyOutcome::Allow);
+    assert_eq!((allowed.count(), told.len()), (3, 7));
+}
+
+#[tokio::test]
+async fn a_connection_is_kept_and_what_is_said_of_hosts_still_checked() {
+    let port = web().await;
+    let address = format!("127.0.0.1:{port}");
+    let place = start(
+        &local(settings(&["ok.test", "too.test"], &[])),
+        &[&[&address]],
+    );
+    let mut stream = TcpStream::connect(place.http).await.unwrap();
+    let mut ask = async |host: &str, enough: &str| {
+        let text = format!("GET http://{host}:{port}/ HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n");
+        stream.write_all(text.as_bytes()).await.unwrap();
+        let mut heard = Vec::new();
+        while !String::from_utf8_lossy(&heard).contains(enough) {
+            assert_ne!(stream.read_buf(&mut heard).await.unwrap(), 0);
+        }
+        String::from_utf8_lossy(&heard).into_owned()
+    };
+    assert!(ask("ok.test", "true").await.contains("\r\n\r\n1 get"));
+    assert!(ask("ok.test", "true").await.contains("\r\n\r\n1 get"));
+    assert!(ask("no.test", "}").await.starts_with("HTTP/1.1 403"));
+    assert!(ask("too.test", "true").await.contains("\r\n\r\n2 get"));
+    assert_eq!(place.script.told.lock().unwrap().len(), 4);
+}
+
+#[tokio::test]
+async fn private_addresses_are_out_of_reach_in_every_spelling() {
+    let port = echo().await;
+    let private = format!("127.0.0.1:{port}");
+    let place = start(&settings(&["*", "127.0.0.1"], &[]), &[&[&private]]);
+    for host in [
+        "127.0.0.2",
+        "[::ffff:127.0.0.2]",
+        "2130706434",
+        "0x7f000002",
+        "0177.0.0.2",
+        "[::1]",
+        "10.0.0.1",
+        "localhost",
+        "169.254.169.254",
+        "0.0.0.0",
+    ] {
+        let answer = connect(place.http, &format!("{host}:{port}")).await;
+        assert!(answer.starts_with("HTTP/1.1 403"), "{host}: {answer}");
+        let bare = host.trim_matches(['[', ']']);
+        assert_eq!(socks(place.socks, bare, port).await.0, 2, "{host}");
+    }
+    // What is named may be reached, however it is written.
+    for host in ["127.0.0.1", "[::ffff:127.0.0.1]", "2130706433"] {
+        let answer = connect(place.http, &format!("{host}:{port}")).await;
+        assert!(answer.starts_with("HTTP/1.1 200"), "{host}: {answer}");
+    }
+    // Nor by way of a name, whatever is allowed.
+    assert!(
+        connect(place.http, "ok.test:1")
+            .await
+            .starts_with("HTTP/1.1 403")
+    );
+    assert_eq!(socks(place.socks, "ok.test", 1).await.0, 2);
+}
+
+#[tokio::test]
+async fn garbage_ends_one_connection_and_nothing_else() {
+    let port = echo().await;
+    let place = start(&settings(&["127.0.0.1"], &[]), &[]);
+    let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(200_000));
+    for text in ["\0\u{1}\u{2}\r\n\r\n", "GET / HTTP/9\r\n\r\n", &long] {
+        let mut stream = TcpStream::connect(place.http).await.unwrap();
+        let _ = stream.write_all(text.as_bytes()).await;
+        let mut heard = Vec::new();
+        let _ = stream.read_to_end(&mut heard).await;
+        let heard = String::from_utf8_lossy(&heard);
+        assert!(
+            heard.is_empty() || heard.starts_with("HTTP/1.1 4"),
+            "{heard}"
+        );
+    }
+    for text in [
+        "CONNECT x HTTP/1.1\r\n\r\n",
+        "GET / HTTP/1.1\r\n\r\n",
+        "GET https://a/ HTTP/1.1\r\n\r\n",
+    ] {
+        let heard = say(place.http, text, "\r\n\r\n").await;
+        assert!(heard.starts_with("HTTP/1.1 400"), "{heard}");
+    }
+    for bytes in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[5, 1, 9],
+        &[5, 1, 0, 5, 9, 0, 1, 0, 0, 0, 0, 0, 0],
+    ] {
+        let mut stream = TcpStream::connect(place.socks).await.unwrap();
+        stream.write_all(bytes).await.unwrap();
+        let mut heard = Vec::new();
+        let _ = stream.read_to_end(&mut heard).await;
+        assert!(heard.len() <= 12, "{heard:?}");
+    }
+    assert_eq!(socks(place.socks, "127.0.0.1", port).await.0, 0);
+}
+
+#[tokio::test]
+async fn a_thousand_connections_go_through_one_proxy() {
+    const COUNT: usize = 1000;
+    let port = echo().await;
+    let place = start(&settings(&["127.0.0.1"], &[]), &[]);
+    let at = place.socks;
+    let mut tasks = tokio::task::JoinSet::new();
+    let all = Arc::new(tokio::sync::Barrier::new(COUNT));
+    for n in 0..COUNT {
+        let all = Arc::clone(&all);
+        tasks.spawn(async move {
+            let (reply, mut stream) = socks(at, "127.0.0.1", port).await;
+            assert_eq!(reply, 0);
+            // Every one of them is open now.
+            all.wait().await;
+            stream.write_all(&n.to_be_bytes()).await.unwrap();
+            let mut back = [0; 8];
+            stream.read_exact(&mut back).await.unwrap();
+            assert_eq!(usize::from_be_bytes(back), n);
+        });
+    }
+    let mut done = 0;
+    while let Some(result) = tasks.join_next().await {
+        result.unwrap();
+        done += 1;
+    }
+    assert_eq!(done, COUNT);
+}
+
+/// Never answers.
+#[derive(Debug, Default)]
+struct Silent {
+    asked: Notify,
+    dropped: Arc<Notify>,
+    told: Mutex<Vec<Decision>>,
+}
+
+impl Authority for Silent {
+    fn ask(&self, _: PolicyTarget) -> BoxFuture<PolicyAnswer> {
+        struct Dropped(Arc<Notify>);
+        impl Drop for Dropped {
+            fn drop(&mut self) {
+                self.0.notify_one();
+            }
+        }
+        self.asked.notify_one();
+        let dropped = Dropped(Arc::clone(&self.dropped));
+        Box::pin(async move {
+            let _dropped = dropped;
+            std::future::pending().await
+        })
+    }
+
+    fn tell(&self, decision: Decision) {
+        self.told.lock().unwrap().push(decision);
+    }
+}
+
+#[tokio::test]
+async fn its_end_is_the_end_of_everything_in_flight() {
+    // Takes calls and says nothing.
+    let hanging = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let port = hanging.local_addr().unwrap().port();
+    let silent = Arc::new(Silent::default());
+    let authority = Arc::clone(&silent) as Arc<dyn Authority>;
+    let (proxy, http, socks_at) = with(&settings(&["127.0.0.1"], &[]), &[], authority);
+    let get = format!("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n");
+    let waiting = tokio::spawn(async move { say(http, &get, "never").await });
+    let (reply, mut stream) = socks(socks_at, "127.0.0.1", port).await;
+    assert_eq!(reply, 0);
+    let asking = tokio::spawn(async move { connect(http, "miss.test:443").await });
+    silent.asked.notified().await;
+    // The request in the clear is told of once it has been decided about.
+    while silent.told.lock().unwrap().len() < 2 {
+        tokio::task::yield_now().await;
+    }
+    drop(proxy);
+    silent.dropped.notified().await;
+    assert_eq!(waiting.await.unwrap(), "");
+    assert_eq!(asking.await.unwrap(), "");
+    assert_eq!(stream.read(&mut [0; 1]).await.unwrap_or(0), 0);
+    // Listeners are closed by tasks that have ended, or are about to.
+    while TcpStream::connect(http).await.is_ok() {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
+    let host = tokio::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .unwrap();
+    let port = host.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        let mut buffer = [0; 2048];
+        while let Ok((length, from)) = host.recv_from(&mut buffer).await {
+            let _ = host.send_to(&buffer[..length], from).await;
+        }
+    });
+    let mut place = start(&settings(&["127.0.0.1"], &["no.test"]), &[]);
+    let mut control = TcpStream::connect(place.socks).await.unwrap();
+    control
+        .write_all(&[5, 1, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0])
+        .await
+        .unwrap();
+    let mut answer = [0; 12];
+    control.read_exact(&mut answer).await.unwrap();
+    assert_eq!(answer[..4], [5, 0, 5, 0]);
+    let relay = SocketAddr::from((
+        Ipv4Addr::LOCALHOST,
+        u16::from_be_bytes([answer[10], answer[11]]),
+    ));
+    let inside = tokio::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .unwrap();
+    let to = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let denied = [&[0, 0, 0, 3, 7][..], b"no.test", &[0, 53], b"x"].concat();
+    inside.send_to(&denied, relay).await.unwrap();
+    inside.send_to(b"garbage", relay).await.unwrap();
+    for n in 0..3u8 {
+        let datagram = socks::wrap(to, &[n; 100]);
+        inside.send_to(&datagram, relay).await.unwrap();
+        let mut back = [0; 2048];
+        let (length, from) = inside.recv_from(&mut back).await.unwrap();
+        assert_eq!((from, &back[..length]), (relay, &datagram[..]));
+    }
+    // One decision for each host, not for each datagram.
+    let outcomes = |script: &Script| {
+        let told = script.told.lock().unwrap();
+        let mut outcomes: Vec<_> = told
+            .iter()
+            .map(|told| (told.target.host.clone(), told.outcome))
+            .collect();
+        outcomes.sort_by(|a, b| a.0.cmp(&b.0));
+        outcomes
+    };
+    let expected = [
+        ("127.0.0.1".to_owned(), PolicyOutcome::Allow),
+        ("no.test".to_owned(), PolicyOutcome::Deny),
+    ];
+    assert_eq!(outcomes(&place.script), expected);
+    drop(place.proxy.take());
+    assert_eq!(control.read(&mut [0; 1]).await.unwrap_or(0), 0);
+}

@@ -1,0 +1,375 @@
+//! The SOCKS5 side (RFC 1928): streams, and datagrams beside them.
+//!
+//! The protocol is read and written here rather than by a crate: those that serve it resolve names
+//! and open connections themselves, which is just what has to be decided elsewhere, and what is left
+//! of it is a few bytes. Only the method without authentication is offered: whoever can reach the
+//! listener is the process.
+
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+
+use exec_server_protocol::network::PolicyProtocol;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+
+use crate::dial;
+use crate::gate::{Attempt, Way};
+use crate::policy::Target;
+use crate::proxy::{Shared, carry};
+use crate::udp::Relay;
+
+const VERSION: u8 = 5;
+const NO_AUTHENTICATION: u8 = 0;
+const NO_METHOD: u8 = 0xff;
+
+const CONNECT: u8 = 1;
+const UDP_ASSOCIATE: u8 = 3;
+
+const IPV4: u8 = 1;
+const NAME: u8 = 3;
+const IPV6: u8 = 4;
+
+/// What a request came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+enum Reply {
+    Succeeded = 0,
+    Failed = 1,
+    NotAllowed = 2,
+    NetworkUnreachable = 3,
+    HostUnreachable = 4,
+    Refused = 5,
+    TimedOut = 6,
+    CommandUnknown = 7,
+    AddressUnknown = 8,
+}
+
+/// What was said that is not the protocol.
+#[derive(Debug, thiserror::Error)]
+enum Trouble {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("this is not SOCKS5")]
+    Version,
+    #[error("no method of authentication is known to both sides")]
+    Method,
+    /// To be told.
+    #[error("the request cannot be understood")]
+    Request(Reply),
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Request {
+    Connect(Target),
+    /// From where datagrams will come does not matter: all of them are the process's.
+    Associate,
+}
+
+/// Serves one connection until it ends.
+pub(crate) async fn serve(
+    shared: Arc<Shared>,
+    relay: Option<Arc<Relay>>,
+    mut stream: TcpStream,
+    client: SocketAddr,
+) {
+    let asked = tokio::time::timeout(shared.config.patience, listen(&mut stream)).await;
+    let request = match asked {
+        Ok(Ok(request)) => request,
+        Ok(Err(error)) => {
+            tracing::debug!(%client, %error, "a connection to a process's SOCKS proxy failed");
+            if let Trouble::Request(reply) = error {
+                let _ = stream.write_all(&answer(reply, nowhere())).await;
+            }
+            return;
+        }
+        Err(_) => return,
+    };
+    match (request, relay) {
+        (Request::Connect(target), _) => connect(&shared, stream, client, &target).await,
+        (Request::Associate, Some(relay)) => relay.associate(stream).await,
+        (Request::Associate, None) => {
+            let reply = answer(Reply::CommandUnknown, nowhere());
+            let _ = stream.write_all(&reply).await;
+        }
+    }
+}
+
+async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, target: &Target) {
+    let attempt = Attempt {
+        protocol: PolicyProtocol::Socks5Tcp,
+        target,
+        method: None,
+        client,
+    };
+    let reached = match shared.gate.pass(attempt, true).await {
+        Err(_) => Err(Reply::NotAllowed),
+        Ok(Way::Unresolved(_) | Way::NotAsked) => Err(Reply::HostUnreachable),
+        Ok(Way::Addresses(addresses)) => dial::connect(&addresses)
+            .await
+            .map_err(|error| reply_to(&error)),
+    };
+    match reached {
+        Err(reply) => {
+            let _ = stream.write_all(&answer(reply, nowhere())).await;
+        }
+        Ok(outside) => {
+            let from = outside.local_addr().unwrap_or_else(|_| nowhere());
+            let told = stream.write_all(&answer(Reply::Succeeded, from)).await;
+            if told.is_ok() {
+                carry(stream, outside).await;
+            }
+        }
+    }
+}
+
+fn reply_to(error: &io::Error) -> Reply {
+    match error.kind() {
+        io::ErrorKind::ConnectionRefused => Reply::Refused,
+        io::ErrorKind::NetworkUnreachable => Reply::NetworkUnreachable,
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NotFound => Reply::HostUnreachable,
+        io::ErrorKind::TimedOut => Reply::TimedOut,
+        _ => Reply::Failed,
+    }
+}
+
+/// Hears greeting and request, and answers the former.
+async fn listen(
+    stream: &mut (impl AsyncRead + tokio::io::AsyncWrite + Unpin),
+) -> Result<Request, Trouble> {
+    let [version, count] = read(stream).await?;
+    if version != VERSION {
+        return Err(Trouble::Version);
+    }
+    let mut methods = vec![0; usize::from(count)];
+    stream.read_exact(&mut methods).await?;
+    if !methods.contains(&NO_AUTHENTICATION) {
+        stream.write_all(&[VERSION, NO_METHOD]).await?;
+        return Err(Trouble::Method);
+    }
+    stream.write_all(&[VERSION, NO_AUTHENTICATION]).await?;
+    let [version, command, _, kind] = read(stream).await?;
+    if version != VERSION {
+        return Err(Trouble::Version);
+    }
+    let (host, port) = address(stream, kind).await?;
+    match command {
+        CONNECT => match host.target(port) {
+            Some(target) => Ok(Request::Connect(target)),
+            None => Err(Trouble::Request(Reply::HostUnreachable)),
+        },
+        UDP_ASSOCIATE => Ok(Request::Associate),
+        _ => Err(Trouble::Request(Reply::CommandUnknown)),
+    }
+}
+
+async fn read<const N: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes).await?;
+    Ok(bytes)
+}
+
+/// A host as it was told.
+enum Told {
+    Address(IpAddr),
+    Name(Vec<u8>),
+}
+
+impl Told {
+    fn target(self, port: u16) -> Option<Target> {
+        match self {
+            Self::Address(address) => Some(Target::at(SocketAddr::new(address, port))),
+            Self::Name(name) => Target::new(std::str::from_utf8(&name).ok()?, port).ok(),
+        }
+    }
+}
+
+async fn address(stream: &mut (impl AsyncRead + Unpin), kind: u8) -> Result<(Told, u16), Trouble> {
+    let host = match kind {
+        IPV4 => Told::Address(Ipv4Addr::from(read::<4>(stream).await?).into()),
+        IPV6 => Told::Address(Ipv6Addr::from(read::<16>(stream).await?).into()),
+        NAME => {
+            let [length] = read(stream).await?;
+            let mut name = vec![0; usize::from(length)];
+            stream.read_exact(&mut name).await?;
+            Told::Name(name)
+        }
+        _ => return Err(Trouble::Request(Reply::AddressUnknown)),
+    };
+    Ok((host, u16::from_be_bytes(read(stream).await?)))
+}
+
+fn nowhere() -> SocketAddr {
+    SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))
+}
+
+/// The answer to a request.
+fn answer(reply: Reply, at: SocketAddr) -> Vec<u8> {
+    let mut bytes = vec![VERSION, reply as u8, 0];
+    put(&mut bytes, at);
+    bytes
+}
+
+/// The answer to an association that was made.
+pub(crate) fn associated(at: SocketAddr) -> Vec<u8> {
+    answer(Reply::Succeeded, at)
+}
+
+fn put(bytes: &mut Vec<u8>, at: SocketAddr) {
+    match at.ip() {
+        IpAddr::V4(address) => {
+            bytes.push(IPV4);
+            bytes.extend(address.octets());
+        }
+        IpAddr::V6(address) => {
+            bytes.push(IPV6);
+            bytes.extend(address.octets());
+        }
+    }
+    bytes.extend(at.port().to_be_bytes());
+}
+
+/// Whom a datagram is for, and where what it says begins; `None` for what is none, or a part of one.
+pub(crate) fn unwrap(datagram: &[u8]) -> Option<(Target, usize)> {
+    let [0, 0, 0, kind, rest @ ..] = datagram else {
+        return None;
+    };
+    let (host, length) = match *kind {
+        IPV4 => {
+            let bytes: [u8; 4] = rest.get(..4)?.try_into().ok()?;
+            (Told::Address(Ipv4Addr::from(bytes).into()), 4)
+        }
+        IPV6 => {
+            let bytes: [u8; 16] = rest.get(..16)?.try_into().ok()?;
+            (Told::Address(Ipv6Addr::from(bytes).into()), 16)
+        }
+        NAME => {
+            let length = usize::from(*rest.first()?);
+            (Told::Name(rest.get(1..=length)?.to_vec()), 1 + length)
+        }
+        _ => return None,
+    };
+    let port: [u8; 2] = rest.get(length..length + 2)?.try_into().ok()?;
+    let target = host.target(u16::from_be_bytes(port))?;
+    Some((target, 4 + length + 2))
+}
+
+/// A datagram that came from somebody.
+pub(crate) fn wrap(from: SocketAddr, data: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(22 + data.len());
+    bytes.extend([0, 0, 0]);
+    put(&mut bytes, from);
+    bytes.extend(data);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Everything at once, and what was said in return.
+    async fn hear(bytes: &[u8]) -> (Result<Request, Trouble>, Vec<u8>) {
+        let (mut ours, mut theirs) = tokio::io::duplex(1024);
+        theirs.write_all(bytes).await.unwrap();
+        theirs.shutdown().await.unwrap();
+        let request = listen(&mut ours).await;
+        drop(ours);
+        let mut said = Vec::new();
+        theirs.read_to_end(&mut said).await.unwrap();
+        (request, said)
+    }
+
+    fn connect_to(kind: u8, host: &[u8], port: u16) -> Vec<u8> {
+        let mut bytes = vec![5, 1, 0, 5, 1, 0, kind];
+        bytes.extend(host);
+        bytes.extend(port.to_be_bytes());
+        bytes
+    }
+
+    #[tokio::test]
+    async fn requests_are_understood_in_every_form() {
+        for (kind, host, expected) in [
+            (IPV4, &[1, 2, 3, 4][..], "1.2.3.4:80"),
+            (NAME, b"\x06a.TEST", "a.test:80"),
+            (NAME, b"\x0a2130706433", "127.0.0.1:80"),
+            (NAME, b"\x093.0.0.0x1", "3.0.0.1:80"),
+        ] {
+            let (request, said) = hear(&connect_to(kind, host, 80)).await;
+            let Ok(Request::Connect(target)) = request else {
+                panic!("{request:?}")
+            };
+            assert_eq!(target.to_string(), expected);
+            assert_eq!(said, [5, 0]);
+        }
+        let mut mapped = [0; 16];
+        mapped[10..].copy_from_slice(&[0xff, 0xff, 127, 0, 0, 1]);
+        let (request, _) = hear(&connect_to(IPV6, &mapped, 1)).await;
+        let expected = Target::new("127.0.0.1", 1).unwrap();
+        assert_eq!(request.unwrap(), Request::Connect(expected));
+        let (request, _) = hear(&[5, 2, 2, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0]).await;
+        assert_eq!(request.unwrap(), Request::Associate);
+    }
+
+    #[tokio::test]
+    async fn garbage_is_refused_and_never_waited_for() {
+        for (bytes, said) in [
+            (&b"GET / HTTP/1.1\r\n\r\n"[..], &[][..]),
+            (&[], &[]),
+            (&[5], &[]),
+            (&[4, 1, 0, 80, 1, 2, 3, 4, 0], &[]),
+            (&[5, 1, 2], &[5, 0xff]),
+            (&[5, 0], &[5, 0xff]),
+            (&[5, 255, 0], &[]),
+            (&[5, 1, 0, 4, 1, 0, 1], &[5, 0]),
+            (&[5, 1, 0, 5, 1, 0, 3, 255, b'a'], &[5, 0]),
+        ] {
+            let (request, answered) = hear(bytes).await;
+            assert!(request.is_err(), "{bytes:?}");
+            assert_eq!(answered, said, "{bytes:?}");
+        }
+        for (command, kind, host, reply) in [
+            (CONNECT, 9, &[0; 4][..], Reply::AddressUnknown),
+            (2, IPV4, &[1, 2, 3, 4], Reply::CommandUnknown),
+            (CONNECT, NAME, b"\x00", Reply::HostUnreachable),
+            (CONNECT, NAME, b"\x03a b", Reply::HostUnreachable),
+            (CONNECT, NAME, b"\x02\xff\xfe", Reply::HostUnreachable),
+        ] {
+            let mut bytes = connect_to(kind, host, 80);
+            bytes[4] = command;
+            let (request, _) = hear(&bytes).await;
+            let Err(Trouble::Request(told)) = request else {
+                panic!("{request:?}")
+            };
+            assert_eq!(told, reply);
+        }
+    }
+
+    #[test]
+    fn datagrams_are_unwrapped_whole_or_not_at_all() {
+        let from: SocketAddr = "1.2.3.4:53".parse().unwrap();
+        let wrapped = wrap(from, b"data");
+        let (target, at) = unwrap(&wrapped).unwrap();
+        assert_eq!((target, &wrapped[at..]), (Target::at(from), &b"data"[..]));
+        let six = wrap("[2001:db8::1]:53".parse().unwrap(), b"");
+        assert_eq!(unwrap(&six).unwrap().1, six.len());
+        let named = [&[0, 0, 0, 3, 6][..], b"a.test", &[0, 53], b"x"].concat();
+        let (target, at) = unwrap(&named).unwrap();
+        assert_eq!(
+            (target.to_string(), &named[at..]),
+            ("a.test:53".to_owned(), &b"x"[..])
+        );
+        for cut in 0..named.len() - 1 {
+            assert_eq!(unwrap(&named[..cut]), None, "{cut}");
+        }
+        let mut part = named;
+        part[2] = 1;
+        assert_eq!(unwrap(&part), None);
+    }
+
+    #[test]
+    fn answers_are_as_long_as_their_addresses() {
+        let four = answer(Reply::Refused, "1.2.3.4:258".parse().unwrap());
+        assert_eq!(four, [5, 5, 0, 1, 1, 2, 3, 4, 1, 2]);
+        assert_eq!(associated("[::1]:1".parse().unwrap()).len(), 22);
+    }
+}

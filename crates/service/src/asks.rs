@@ -1,0 +1,226 @@
+//! Questions of the server to its client, and the answers to them.
+//!
+//! Owns their ids and who waits for each. They end with the connection that carried them, answered
+//! or not: what a session asks next goes over whichever connection it has then.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use exec_server_protocol::network::{
+    PolicyAnswer, PolicyRequest, PolicyRequestParams, PolicyRequestResult,
+};
+use exec_server_protocol::{Method as _, RequestId, envelope};
+use tokio::sync::{Notify, oneshot};
+
+use crate::outbox::{Outbox, Reply};
+
+/// Questions that may wait for an answer at one time; clients are made for as many.
+const MAX_ASKS: usize = 256;
+
+/// Questions of one connection.
+#[derive(Debug, Default)]
+pub(crate) struct Asks {
+    /// Never held across an await.
+    state: Mutex<State>,
+    /// One was asked.
+    begun: Notify,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: HashMap<i64, oneshot::Sender<PolicyAnswer>>,
+    /// The id of the latest.
+    last: i64,
+    /// There will be no more answers.
+    closed: bool,
+}
+
+/// What an answer was to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Settled {
+    /// Somebody waited for it, or has given up.
+    Known,
+    /// Nothing that was ever asked.
+    Stray,
+}
+
+impl Asks {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks and waits for the answer; `None` if there will be none: too many wait already, the client
+    /// cannot answer, or the connection has ended.
+    ///
+    /// Waits for ever otherwise. Cancel safe: a question whose asker is gone is forgotten.
+    pub(crate) async fn ask(
+        self: &Arc<Self>,
+        outbox: &Outbox,
+        params: &PolicyRequestParams,
+    ) -> Option<PolicyAnswer> {
+        let (id, answer) = {
+            let mut state = self.state();
+            if state.closed || state.waiting.len() >= MAX_ASKS {
+                return None;
+            }
+            state.last += 1;
+            let (sender, answer) = oneshot::channel();
+            let id = state.last;
+            state.waiting.insert(id, sender);
+            (id, answer)
+        };
+        let _forget = Forget { asks: self, id };
+        let mut message = Vec::with_capacity(256);
+        let number = RequestId::Number(id);
+        envelope::encode_request(&mut message, &number, PolicyRequest::NAME, params).ok()?;
+        outbox.push(Reply {
+            message,
+            _reserved: None,
+        });
+        self.begun.notify_one();
+        answer.await.ok()
+    }
+
+    /// Takes an answer; an error, or what is no answer, is as good as none.
+    pub(crate) fn settle(&self, id: &RequestId, result: Option<&str>) -> Settled {
+        let RequestId::Number(id) = *id else {
+            return Settled::Stray;
+        };
+        let mut state = self.state();
+        if id < 1 || id > state.last {
+            return Settled::Stray;
+        }
+        let waiting = state.waiting.remove(&id);
+        drop(state);
+        let answer = result.and_then(|text| serde_json::from_str(text).ok());
+        if let (Some(waiting), Some(PolicyRequestResult { decision })) = (waiting, answer) {
+            let _ = waiting.send(decision);
+        }
+        Settled::Known
+    }
+
+    /// Whether an answer is expected.
+    pub(crate) fn is_pending(&self) -> bool {
+        !self.state().waiting.is_empty()
+    }
+
+    /// Waits until something is asked, or was since this was last waited for.
+    pub(crate) async fn begun(&self) {
+        self.begun.notified().await;
+    }
+
+    /// There will be no more answers.
+    pub(crate) fn close(&self) {
+        let mut state = self.state();
+        state.closed = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        drop(waiting);
+    }
+}
+
+/// Takes a question out of the table when nobody waits for its answer any more.
+struct Forget<'a> {
+    asks: &'a Asks,
+    id: i64,
+}
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        self.asks.state().waiting.remove(&self.id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::network::{PolicyProtocol, PolicyTarget};
+
+    use super::*;
+    use crate::metrics::Metrics;
+
+    fn params() -> PolicyRequestParams {
+        PolicyRequestParams {
+            process_id: "p".to_owned(),
+            request: PolicyTarget {
+                protocol: PolicyProtocol::Http,
+                host: "a.test".to_owned(),
+                port: 80,
+            },
+        }
+    }
+
+    fn asked(asks: &Arc<Asks>) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
+        let outbox = Outbox::new(Arc::new(Metrics::default()));
+        let asks = Arc::clone(asks);
+        tokio::spawn(async move { asks.ask(&outbox, &params()).await })
+    }
+
+    fn allow() -> Option<&'static str> {
+        Some(r#"{"decision":{"type":"allow"}}"#)
+    }
+
+    #[tokio::test]
+    async fn each_answer_is_for_one_question() {
+        let asks = Arc::new(Asks::default());
+        let first = asked(&asks);
+        asks.begun().await;
+        let second = asked(&asks);
+        asks.begun().await;
+        assert!(asks.is_pending());
+        let number = RequestId::Number;
+        let deny = Some(r#"{"decision":{"type":"deny","reason":"no"}}"#);
+        assert_eq!(asks.settle(&number(2), deny), Settled::Known);
+        assert_eq!(asks.settle(&number(1), allow()), Settled::Known);
+        assert_eq!(first.await.unwrap(), Some(PolicyAnswer::Allow));
+        let reason = "no".to_owned();
+        assert_eq!(second.await.unwrap(), Some(PolicyAnswer::Deny { reason }));
+        assert!(!asks.is_pending());
+        // Late, repeated and strange ones concern nobody.
+        assert_eq!(asks.settle(&number(1), allow()), Settled::Known);
+        for stray in [
+            number(3),
+            number(0),
+            number(-1),
+            RequestId::Text("1".into()),
+        ] {
+            assert_eq!(asks.settle(&stray, allow()), Settled::Stray);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_no_answer_is_none() {
+        let asks = Arc::new(Asks::default());
+        let mut id = 0;
+        for odd in [
+            None,
+            Some("null"),
+            Some(r#"{"decision":{"type":"maybe"}}"#),
+            Some("{}"),
+        ] {
+            let asked = asked(&asks);
+            asks.begun().await;
+            id += 1;
+            assert_eq!(asks.settle(&RequestId::Number(id), odd), Settled::Known);
+            assert_eq!(asked.await.unwrap(), None, "{odd:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn they_are_bounded_forgotten_and_end_with_their_connection() {
+        let asks = Arc::new(Asks::default());
+        let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&asks)).collect();
+        while asks.state().waiting.len() < MAX_ASKS {
+            asks.begun().await;
+        }
+        assert_eq!(asked(&asks).await.unwrap(), None);
+        let gone = all.pop().unwrap();
+        gone.abort();
+        assert!(gone.await.is_err());
+        assert_eq!(asks.state().waiting.len(), MAX_ASKS - 1);
+        asks.close();
+        for one in all {
+            assert_eq!(one.await.unwrap(), None);
+        }
+        assert_eq!(asked(&asks).await.unwrap(), None);
+    }
+}

@@ -1,0 +1,92 @@
+//! The client of a session, as somebody to ask about networks and to tell of decisions.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use exec_server_network::{Authority, BoxFuture, Decision};
+use exec_server_protocol::network::{
+    PolicyAnswer, PolicyDecision, PolicyDecisionParams, PolicyRequestParams, PolicyTarget,
+};
+use exec_server_protocol::{Notification as _, envelope};
+use exec_server_transport::time::timestamp_millis;
+
+use crate::auth::Identity;
+use crate::server::Server;
+use crate::session::Session;
+
+/// Whoever drives the session of a process, at the time of asking.
+#[derive(Debug)]
+pub(crate) struct Driving {
+    pub(crate) server: Server,
+    pub(crate) session: Arc<Session>,
+    pub(crate) identity: Identity,
+    pub(crate) process_id: String,
+    /// How long an answer may take.
+    pub(crate) patience: Duration,
+}
+
+impl Authority for Driving {
+    fn ask(&self, request: PolicyTarget) -> BoxFuture<PolicyAnswer> {
+        let driver = self.session.driver();
+        let params = PolicyRequestParams {
+            process_id: self.process_id.clone(),
+            request,
+        };
+        let patience = self.patience;
+        self.server.metrics().network_asks.add(1);
+        Box::pin(async move {
+            let answer = match driver {
+                None => None,
+                Some(driver) => {
+                    let asked = driver.asks.ask(&driver.outbox, &params);
+                    tokio::time::timeout(patience, asked).await.ok().flatten()
+                }
+            };
+            answer.unwrap_or_else(PolicyAnswer::not_allowed)
+        })
+    }
+
+    fn tell(&self, decision: Decision) {
+        let metrics = self.server.metrics();
+        metrics.network_decided(decision.outcome);
+        if let Some(audit) = self.server.audit() {
+            audit.network(
+                &self.identity,
+                &self.session.id,
+                &self.process_id,
+                &decision,
+            );
+        }
+        let Decision {
+            scope,
+            outcome,
+            source,
+            reason,
+            target,
+            method,
+            client,
+            policy_override,
+        } = decision;
+        let params = PolicyDecisionParams {
+            process_id: self.process_id.clone(),
+            timestamp: timestamp_millis(SystemTime::now()),
+            scope,
+            decision: outcome,
+            source,
+            reason,
+            protocol: target.protocol,
+            host: target.host,
+            port: target.port,
+            method,
+            client: Some(client.to_string()),
+            policy_override,
+        };
+        let mut message = Vec::with_capacity(512);
+        let encoded =
+            envelope::encode_notification(&mut message, PolicyDecision::NAME, &params).is_ok();
+        let driver = self.session.driver();
+        if !(encoded && driver.is_some_and(|driver| driver.outbox.push_if_room(message))) {
+            metrics.network_untold.add(1);
+        }
+    }
+}
