@@ -45,6 +45,15 @@ pub(crate) struct Args {
     /// As a child: answer websocket handshakes and push this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) answer_websockets: Option<u64>,
+    /// As a child: ask the site this many times, through the proxy of the environment
+    #[arg(long, hide = true, value_name = "COUNT", requires = "site")]
+    pub(crate) proxied_requests: Option<usize>,
+    /// As a child: have the site send this many bytes on each of many connections
+    #[arg(long, hide = true, value_name = "BYTES", requires = "site")]
+    pub(crate) proxied_streams: Option<u64>,
+    /// As a child: where the site is
+    #[arg(long, hide = true, value_name = "ADDRESS")]
+    pub(crate) site: Option<String>,
     /// As a child: answer every websocket message with a short one
     #[arg(long, hide = true)]
     pub(crate) echo_websockets: bool,

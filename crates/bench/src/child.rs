@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::time::Instant;
 
 use anyhow::ensure;
 use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
@@ -9,6 +10,7 @@ use exec_server_transport::http;
 use rustix::io::Errno;
 
 use crate::pattern::{Pattern, WRITE_BYTES};
+use crate::stats::median;
 use crate::wire;
 
 /// Writes `total` bytes of the pattern to standard output.
@@ -87,6 +89,96 @@ pub(crate) fn echo_websockets() -> anyhow::Result<()> {
             }
         }
     })
+}
+
+/// The proxy that this program was given, as `HOST:PORT`.
+pub(crate) fn proxy() -> Option<String> {
+    let url = std::env::var("HTTP_PROXY").ok()?;
+    Some(url.strip_prefix("http://")?.to_owned())
+}
+
+/// Prints a figure.
+pub(crate) fn tell(figure: anyhow::Result<f64>) -> anyhow::Result<()> {
+    let figure = figure?;
+    Ok(writeln!(std::io::stdout(), "{figure}")?)
+}
+
+/// Seconds of one small request on a connection that is open, directly or through a proxy: the
+/// median.
+pub(crate) fn requests(site: &str, proxy: Option<&str>, count: usize) -> anyhow::Result<f64> {
+    let mut stream = TcpStream::connect(proxy.unwrap_or(site))?;
+    stream.set_nodelay(true)?;
+    let before = if proxy.is_some() {
+        format!("http://{site}")
+    } else {
+        String::new()
+    };
+    let request = format!("GET {before}/small HTTP/1.1\r\nhost: {site}\r\n\r\n");
+    let mut buffer = vec![0; 4096];
+    let mut samples = Vec::with_capacity(count);
+    for _ in 0..count {
+        let start = Instant::now();
+        stream.write_all(request.as_bytes())?;
+        let mut received = 0;
+        // A head and a kibibyte.
+        while received < 1024 || !ends_whole(&buffer[..received]) {
+            let read = stream.read(&mut buffer[received..])?;
+            ensure!(read > 0, "the connection was closed");
+            received += read;
+        }
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    Ok(median(&samples))
+}
+
+/// Whether an answer with a small body is all there.
+fn ends_whole(answer: &[u8]) -> bool {
+    let text = answer.windows(4).position(|four| four == b"\r\n\r\n");
+    text.is_some_and(|head| answer.len() >= head + 4 + 1024)
+}
+
+/// Bytes per second of many connections at the same time, directly or through a proxy.
+pub(crate) fn streams(
+    site: &str,
+    proxy: Option<&str>,
+    count: usize,
+    total: u64,
+) -> anyhow::Result<f64> {
+    let start = Instant::now();
+    let one = || -> anyhow::Result<u64> {
+        let mut stream = TcpStream::connect(proxy.unwrap_or(site))?;
+        if proxy.is_some() {
+            write!(stream, "CONNECT {site} HTTP/1.1\r\nhost: {site}\r\n\r\n")?;
+            let mut head = Vec::new();
+            while !head.ends_with(b"\r\n\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte)?;
+                head.extend(byte);
+            }
+            ensure!(head.starts_with(b"HTTP/1.1 200"), "the proxy refuses");
+        }
+        write!(stream, "GET /large HTTP/1.1\r\nhost: {site}\r\n\r\n")?;
+        let mut buffer = vec![0; 64 * 1024];
+        let mut received = 0;
+        // The head is as good as the body here.
+        while received < total {
+            let read = stream.read(&mut buffer)?;
+            ensure!(read > 0, "the connection was closed");
+            received += read as u64;
+        }
+        Ok(received)
+    };
+    let received = std::thread::scope(|scope| -> anyhow::Result<u64> {
+        let threads: Vec<_> = (0..count).map(|_| scope.spawn(one)).collect();
+        let mut sum = 0;
+        for thread in threads {
+            let joined = thread.join().map_err(|_| anyhow::anyhow!("a stream broke"));
+            sum += joined??;
+        }
+        Ok(sum)
+    })?;
+    #[allow(clippy::cast_precision_loss, reason = "a figure for people")]
+    Ok(received as f64 / start.elapsed().as_secs_f64())
 }
 
 /// Prints an address and calls `talk` after each websocket handshake there, one after the other.

@@ -266,9 +266,20 @@ impl Client {
         argv: &[&str],
         stdio: Stdio,
     ) -> anyhow::Result<(i64, u64)> {
+        self.start_with(sandbox, argv, stdio, |_| {})
+    }
+
+    /// As [`Client::start_in`], with whatever `set` sets.
+    pub(crate) fn start_with(
+        &mut self,
+        sandbox: Option<&Sandbox>,
+        argv: &[&str],
+        stdio: Stdio,
+        set: impl FnOnce(&mut StartParams),
+    ) -> anyhow::Result<(i64, u64)> {
         let process = self.next_process;
         self.next_process += 1;
-        let params = StartParams {
+        let mut params = StartParams {
             process_id: wire::process_id(process),
             argv: argv.iter().map(|&word| word.to_owned()).collect(),
             cwd: PathUri::parse("file:///")?,
@@ -278,6 +289,7 @@ impl Client {
             sandbox: sandbox.cloned(),
             ..Default::default()
         };
+        set(&mut params);
         Ok((self.request::<Start>(&params)?, process))
     }
 

@@ -36,6 +36,20 @@ fn main() -> ExitCode {
         done(child::check(total))
     } else if let Some(push) = args.answer_websockets {
         done(child::answer_websockets(push))
+    } else if let (Some(count), Some(site)) = (args.proxied_requests, &args.site) {
+        done(child::tell(child::requests(
+            site,
+            child::proxy().as_deref(),
+            count,
+        )))
+    } else if let (Some(total), Some(site)) = (args.proxied_streams, &args.site) {
+        let count = scenario::network::stream_count();
+        done(child::tell(child::streams(
+            site,
+            child::proxy().as_deref(),
+            count,
+            total,
+        )))
     } else if args.echo_websockets {
         done(child::echo_websockets())
     } else {

@@ -15,6 +15,7 @@ mod files;
 mod handshake;
 mod http;
 mod memory;
+pub(crate) mod network;
 mod operate;
 mod recovery;
 mod relay;
@@ -66,6 +67,8 @@ pub(crate) enum Name {
     Upload,
     /// Requests that a server makes: small ones, and a body that is streamed
     Http,
+    /// Through the proxy of a managed network instead of directly, and starts with one
+    Network,
     /// Commands of a login shell whose start-up files are slow
     Snapshot,
     /// Memory of an idle server
@@ -150,6 +153,7 @@ impl Bench {
                 Name::Watch => trees::watch(self),
                 Name::Upload => trees::upload(self),
                 Name::Http => http::run(self),
+                Name::Network => network::run(self),
                 Name::Snapshot => snapshot::run(self),
                 Name::Idle => memory::idle(self),
                 Name::Processes => memory::processes(self),

@@ -64,13 +64,13 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 /// A site that keeps its connections: `/small` and `/large`.
-struct Site {
-    address: SocketAddr,
+pub(super) struct Site {
+    pub(super) address: SocketAddr,
 }
 
 impl Site {
     /// Opens it; its threads end with this program.
-    fn start(total: u64) -> anyhow::Result<Self> {
+    pub(super) fn start(total: u64) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         std::thread::spawn(move || {

@@ -268,7 +268,7 @@ fn spawns(bench: &Bench, who: &str) -> Vec<Row> {
 }
 
 /// Reading everything, writing to these, no network.
-fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
+pub(super) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
     let entry = |value: Special, access| Entry {
         path: EntryPath::Special { value },
         access,

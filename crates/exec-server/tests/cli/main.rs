@@ -292,12 +292,18 @@ fn completions_name_the_commands() {
 
 /// `exec-server run` in a terminal of its own, as a person has it.
 async fn in_terminal(url: Option<&str>, script: &str) -> Process {
+    in_terminal_with(url, &[], script).await
+}
+
+/// The same, with options of `run`.
+async fn in_terminal_with(url: Option<&str>, options: &[&str], script: &str) -> Process {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let mut argv: Vec<String> = [BINARY, "run"].map(str::to_owned).to_vec();
     argv.extend(
         url.iter()
             .flat_map(|url| ["--url".to_owned(), (*url).to_owned()]),
     );
+    argv.extend(options.iter().map(|&option| option.to_owned()));
     argv.extend(["--", "sh", "-c", script].map(str::to_owned));
     let env = [("PATH", "/usr/bin:/bin"), ("TERM", "xterm")];
     let spec = Spec {
@@ -327,6 +333,68 @@ async fn until(process: &Process, wanted: &str) {
     let found = tokio::time::timeout(Duration::from_secs(30), found).await;
     let all = process.with_log(|log| log.cut(Stream::Pty, None)).bytes;
     found.unwrap_or_else(|_| panic!("no {wanted:?} in {:?}", text(&all)));
+}
+
+#[tokio::test]
+async fn run_asks_about_hosts_on_the_terminal() {
+    let (_server, places) = places().await;
+    for url in &places {
+        // Names that lead nowhere: who is let through learns just that.
+        let script = "for host in one two three three; do \
+                      curl -s -o /dev/null -w \"$host=%{http_code}\\n\" http://$host.test/; done; \
+                      echo done; read line; echo \"read $line\"";
+        let options = ["--net-ask", "--net-deny", "never.test"];
+        let process = in_terminal_with(url.as_deref(), &options, script).await;
+        for (host, key, told) in [
+            ("one", "n", "one=403"),
+            ("two", "y", "two=502"),
+            ("three", "a", "three=502\r\nthree=502"),
+        ] {
+            let question = format!("may the command reach {host}.test, port 80, in the clear?");
+            until(&process, &question).await;
+            assert!(process.try_write(Bytes::from(key)).is_ok());
+            until(&process, told).await;
+        }
+        // Keys are the command's again.
+        until(&process, "done").await;
+        assert!(process.try_write(Bytes::from_static(b"words\r")).is_ok());
+        until(&process, "read words").await;
+        let exit = process.wait_for(|log| log.exit().cloned()).await;
+        assert_eq!(exit.code, 0, "{url:?}");
+    }
+}
+
+#[tokio::test]
+async fn run_reaches_only_allowed_hosts() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut head = [0; 1024];
+            let _ = std::io::Read::read(&mut stream, &mut head);
+            let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nhello\n";
+            let _ = std::io::Write::write_all(&mut stream, answer);
+        }
+    });
+    let script = format!(
+        "curl -s http://127.0.0.1:{port}/; curl -s -m 10 --noproxy '*' http://127.0.0.1:{port}/; \
+         echo $?; curl -s -o /dev/null -w '%{{http_code}}\\n' http://other.test/"
+    );
+    let (_server, places) = places().await;
+    for place in &places {
+        let args = [
+            "run",
+            "--no-tty",
+            "--net-allow",
+            "127.0.0.1",
+            "--",
+            "sh",
+            "-c",
+            &script,
+        ];
+        let (out, err, code) = seen(&run_with(place.as_deref(), &args, b""));
+        assert_eq!((&*out, code), ("hello\n7\n403\n", 0), "{place:?} {err}");
+    }
 }
 
 #[tokio::test]

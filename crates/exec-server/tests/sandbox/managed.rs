@@ -78,7 +78,7 @@ fn local() -> Value {
 fn every_way(url: &str) -> String {
     format!(
         r#"
-way() {{ name=$1; shift; echo "$name" $(curl -s -m 20 --noproxy '' -o /dev/null -w '%{{http_code}} %{{http_connect}}' "$@") $?; }}
+way() {{ name=$1; shift; said=$(curl -s -m 20 --noproxy '' -o /dev/null -w '%{{http_code}} %{{http_connect}}' "$@"); echo "$name $said $?"; }}
 way plain '{url}'
 way tunnel -p -x "$HTTPS_PROXY" '{url}'
 way socks -x "$ALL_PROXY" '{url}'
@@ -218,7 +218,7 @@ refused('six', lambda: connect(socket.AF_INET6, ('2001:db8::1', 80)))
 refused('datagram', lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53)))
 refused('unix', lambda: connect(socket.AF_UNIX, '{other}/socket'))
 for name, family, kind in [('netlink', 16, 3), ('packet', 17, 3), ('raw', 2, 3), ('vsock', 40, 1)]:
-    refused(name, lambda: call(libc.socket, family, kind, 0))
+    refused(name, lambda: call(libc.socket, family, kind, 1 if family == 2 else 0))
 refused('unshare', lambda: call(libc.unshare, 0x10000000))
 refused('setns', lambda: call(libc.setns, os.open('/proc/1/ns/net', os.O_RDONLY), 0))
 print('interfaces', len(open('/proc/net/dev').readlines()) - 2)

@@ -28,8 +28,6 @@ type Item = (&'static str, State, &'static [&'static str]);
 /// Items that belong together.
 type Part = (&'static str, &'static [Item]);
 
-const MANAGED: State = Absent("refused: a network that somebody manages cannot be enforced yet");
-
 const FLAGS: &[Item] = &[
     (
         "capabilityDiscoverySandbox",
@@ -43,12 +41,12 @@ const FLAGS: &[Item] = &[
     ),
     (
         "credentialMasking",
-        Absent("part of the managed network"),
+        Absent("refused: no credentials are put into requests"),
         &[],
     ),
     (
         "credentialMaskingCustomProviders",
-        Absent("part of the managed network"),
+        Absent("refused: no credentials are put into requests"),
         &[],
     ),
     (
@@ -83,13 +81,13 @@ const FLAGS: &[Item] = &[
     ),
     (
         "networkProxyLaunch",
-        MANAGED,
-        &["sandbox/policies::managed_networks_fail_closed"],
+        Served,
+        &["sandbox/managed::allowed_hosts_are_reached_in_every_way"],
     ),
     (
         "networkProxyReviewDomains",
-        MANAGED,
-        &["sandbox/policies::managed_networks_fail_closed"],
+        Served,
+        &["sandbox/managed::flags_say_what_works"],
     ),
     (
         "sandboxedFileStreaming",
@@ -349,8 +347,8 @@ const PARTS: &[Part] = &[
             ),
             (
                 "network/policyDecision",
-                MANAGED,
-                &["sandbox/policies::managed_networks_fail_closed"],
+                Served,
+                &["sandbox/managed::denied_hosts_are_reached_in_none"],
             ),
         ],
     ),
@@ -358,8 +356,11 @@ const PARTS: &[Part] = &[
         "Requests of the server",
         &[(
             "network/policyRequest",
-            MANAGED,
-            &["sandbox/policies::managed_networks_fail_closed"],
+            Served,
+            &[
+                "sandbox/managed::clients_are_asked_about_misses",
+                "sandbox/managed::late_missing_and_strange_answers_are_no",
+            ],
         )],
     ),
     ("Flags: `capabilities` of `environment/info`", FLAGS),
@@ -442,18 +443,25 @@ const PARTS: &[Part] = &[
             ),
             (
                 "enforceManagedNetwork",
-                MANAGED,
-                &["sandbox/policies::managed_networks_fail_closed"],
+                Served,
+                &[
+                    "sandbox/managed::there_is_no_other_way_out",
+                    "sandbox/managed::a_proxy_that_is_there_already_is_led_to",
+                    "sandbox/policies::managed_networks_fail_closed",
+                ],
             ),
             (
                 "managedNetwork",
-                MANAGED,
-                &["sandbox/policies::managed_networks_fail_closed"],
+                Served,
+                &["sandbox/managed::sockets_of_files_are_opened_only_when_asked_for"],
             ),
             (
                 "networkProxy",
-                MANAGED,
-                &["sandbox/policies::managed_networks_fail_closed"],
+                Served,
+                &[
+                    "sandbox/managed::children_are_told_of_their_proxy",
+                    "sandbox/managed::what_makes_no_sense_is_refused",
+                ],
             ),
             (
                 "shellSnapshot",
