@@ -10,14 +10,17 @@
 //!           ══ websocket ════►│ Router ══ frames ══════│◄═══ websocket ══
 //! ```
 
+mod events;
 pub mod mailbox;
 mod metrics;
+pub mod oidc;
 mod registry;
 pub mod router;
 mod server;
 pub mod signature;
 mod socket;
 pub mod store;
+pub mod tenants;
 pub mod tokens;
 
 pub use registry::is_environment_id;

@@ -1,7 +1,10 @@
 //! What a meeting point counts, and how it tells.
 
 use std::fmt::{Display, Write as _};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::tenants::Counters;
 
 /// A number that only grows, or goes up and down.
 #[derive(Debug, Default)]
@@ -12,7 +15,7 @@ impl Counter {
         self.0.fetch_add(amount, Ordering::Relaxed);
     }
 
-    fn sub(&self, amount: u64) {
+    pub(crate) fn sub(&self, amount: u64) {
         self.0.fetch_sub(amount, Ordering::Relaxed);
     }
 
@@ -87,7 +90,12 @@ impl Metrics {
     }
 
     /// The text that Prometheus reads.
-    pub(crate) fn render(&self, backlog: usize, draining: bool) -> String {
+    pub(crate) fn render(
+        &self,
+        backlog: usize,
+        draining: bool,
+        tenants: &[(Arc<str>, Arc<Counters>)],
+    ) -> String {
         let mut page = Page(String::with_capacity(4096));
         page.family("build_info", "gauge", "The version that runs.");
         let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
@@ -170,6 +178,52 @@ impl Metrics {
             for (outcome, counter) in ["ok", "error"].iter().zip(counters) {
                 let labels = format!("{{call=\"{name}\",outcome=\"{outcome}\"}}");
                 page.sample("calls_total", &labels, counter.value());
+            }
+        }
+        type Of = fn(&Counters) -> &Counter;
+        let families: [(&str, &str, &str, Of); 6] = [
+            (
+                "tenant_executors",
+                "gauge",
+                "Attached executors of a tenant.",
+                |tenant| &tenant.executors,
+            ),
+            (
+                "tenant_streams",
+                "gauge",
+                "Sockets of a tenant's harnesses.",
+                |tenant| &tenant.streams,
+            ),
+            (
+                "tenant_received_bytes_total",
+                "counter",
+                "Bytes of relay frames received from a tenant.",
+                |tenant| &tenant.received_bytes,
+            ),
+            (
+                "tenant_handshakes_total",
+                "counter",
+                "Handshakes of a tenant's harnesses.",
+                |tenant| &tenant.handshakes,
+            ),
+            (
+                "tenant_waits_total",
+                "counter",
+                "Times a tenant's quota made a socket wait.",
+                |tenant| &tenant.waits,
+            ),
+            (
+                "tenant_refused_total",
+                "counter",
+                "Calls and sockets refused by a tenant's quota.",
+                |tenant| &tenant.refused,
+            ),
+        ];
+        for (name, kind, help, of) in families {
+            page.family(name, kind, help);
+            for (tenant, counters) in tenants {
+                let labels = format!("{{tenant=\"{tenant}\"}}");
+                page.sample(name, &labels, of(counters).value());
             }
         }
         page.0

@@ -13,9 +13,11 @@ use exec_server_relay::registry::{
 use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
+use crate::oidc::{self, Oidc};
 use crate::router::{AttachError, Executor, Harness, Router, Whom};
 use crate::signature::{Holder, Signer, Ticket};
 use crate::store::{Registration, Revocation, Store, StoreError};
+use crate::tenants::{self, QuotaError, Tenants};
 use crate::tokens::{Caller, Role, Tokens};
 
 /// Bytes of an environment's id.
@@ -36,6 +38,8 @@ pub(crate) struct CallError {
     pub(crate) status: u16,
     pub(crate) code: &'static str,
     pub(crate) message: String,
+    /// When to ask again, if that helps.
+    pub(crate) retry: Option<Duration>,
 }
 
 impl CallError {
@@ -44,6 +48,18 @@ impl CallError {
             status,
             code,
             message: message.into(),
+            retry: None,
+        }
+    }
+}
+
+impl From<QuotaError> for CallError {
+    fn from(error: QuotaError) -> Self {
+        // One that no waiting helps against is a refusal.
+        let status = if error.retry.is_some() { 429 } else { 403 };
+        Self {
+            retry: error.retry,
+            ..Self::new(status, "quota_exceeded", error.to_string())
         }
     }
 }
@@ -78,6 +94,11 @@ pub(crate) struct Registry {
     pub(crate) router: Arc<dyn Router>,
     pub(crate) signer: Signer,
     tokens: RwLock<Arc<Tokens>>,
+    /// Who vouches for others than those in the file.
+    pub(crate) oidc: Option<Arc<Oidc>>,
+    pub(crate) tenants: Tenants,
+    /// Held from counting a tenant's environments to adding one.
+    counting: tokio::sync::Mutex<()>,
     /// How long the address of an executor's socket is good.
     executor_lifetime: Duration,
     /// How long the address of a harness's socket and its authorization are good.
@@ -88,6 +109,7 @@ pub(crate) struct Registry {
 #[derive(Debug, Serialize)]
 pub(crate) struct Listed {
     environment_id: String,
+    tenant: String,
     executor_registration_id: String,
     executor_key: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -97,6 +119,15 @@ pub(crate) struct Listed {
     online: bool,
     harnesses: usize,
     streams: usize,
+}
+
+/// Somebody who is revoked, in a list.
+#[derive(Debug, Serialize)]
+pub(crate) struct Revoked {
+    environment: Option<String>,
+    harness: String,
+    tenant: String,
+    revoked_at: u64,
 }
 
 /// Whom to revoke, or to let in again.
@@ -111,6 +142,19 @@ pub(crate) struct RevokeRequest {
     /// Where; everywhere if not given.
     #[serde(default)]
     environment_id: Option<String>,
+    /// Whose harness it is; the caller's tenant if not given.
+    #[serde(default)]
+    tenant: Option<String>,
+}
+
+/// Whom a request to revoke means.
+struct Meant {
+    tenant: String,
+    /// As its tenant calls it.
+    harness: String,
+    /// As stores call it.
+    harness_key: String,
+    environment_key: Option<String>,
 }
 
 impl RevokeRequest {
@@ -123,10 +167,14 @@ impl RevokeRequest {
                     .parse::<Fingerprint>()
                     .map(|key| format!("key:{key}"))
                     .map_err(|error| invalid(&error.to_string())),
-                Some(("token", name)) if crate::tokens::is_name(name) => Ok(text.clone()),
-                None if crate::tokens::is_name(text) => Ok(format!("token:{text}")),
+                Some(("token", name)) if crate::tokens::is_name(name) || oidc::is_subject(name) => {
+                    Ok(text.clone())
+                }
+                _ if crate::tokens::is_name(text) || oidc::is_subject(text) => {
+                    Ok(format!("token:{text}"))
+                }
                 _ => Err(invalid(
-                    "`harness` is `token:NAME`, `key:SHA256` or the name of a token",
+                    "`harness` is `token:NAME`, `key:SHA256` or the name of a token or subject",
                 )),
             },
             _ => Err(invalid(
@@ -135,9 +183,46 @@ impl RevokeRequest {
         }
     }
 
-    fn environment(&self) -> Result<Option<String>, CallError> {
-        self.environment_id.as_deref().map(checked_id).transpose()
+    fn meant(&self, caller: &Caller) -> Result<Meant, CallError> {
+        let tenant = administered(caller, self.tenant.as_deref())?;
+        let harness = self.harness()?;
+        let environment = self.environment_id.as_deref().map(checked_id).transpose()?;
+        Ok(Meant {
+            harness_key: tenants::scoped(&tenant, &harness),
+            environment_key: environment.map(|id| tenants::scoped(&tenant, &id)),
+            tenant,
+            harness,
+        })
     }
+}
+
+/// The tenant that an admin looks after; its own, if it names none.
+fn administered(caller: &Caller, tenant: Option<&str>) -> Result<String, CallError> {
+    let tenant = tenant.unwrap_or(&caller.tenant);
+    if !caller.is(Role::Admin) {
+        let message = format!("the token `{}` is not one of an admin", caller.name);
+        return Err(CallError::new(403, "wrong_role", message));
+    }
+    // Said without looking: whether there is such a tenant is nothing to tell.
+    if !caller.is_admin_of(tenant) {
+        let message = format!(
+            "the token `{}` is not for the tenant `{tenant}`",
+            caller.name
+        );
+        return Err(CallError::new(403, "wrong_tenant", message));
+    }
+    if !tenants::is_tenant(tenant) {
+        let message = format!("`{tenant}` is no name of a tenant");
+        return Err(CallError::new(400, "invalid_request", message));
+    }
+    Ok(tenant.to_owned())
+}
+
+/// An environment of a caller's tenant.
+struct Spot {
+    id: String,
+    /// As stores and routers call it.
+    key: String,
 }
 
 fn checked_id(id: &str) -> Result<String, CallError> {
@@ -166,6 +251,8 @@ impl Registry {
         router: Arc<dyn Router>,
         signer: Signer,
         tokens: Tokens,
+        oidc: Option<Arc<Oidc>>,
+        tenants: Tenants,
         (executor_lifetime, harness_lifetime): (Duration, Duration),
     ) -> Self {
         Self {
@@ -173,6 +260,9 @@ impl Registry {
             router,
             signer,
             tokens: RwLock::new(Arc::new(tokens)),
+            oidc,
+            tenants,
+            counting: tokio::sync::Mutex::default(),
             executor_lifetime,
             harness_lifetime,
         }
@@ -184,15 +274,24 @@ impl Registry {
 
     /// Exchanges the tokens; harnesses whose token is gone are turned out. Says how many.
     pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
-        let tokens = Arc::new(tokens);
-        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::clone(&tokens);
+        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tokens);
         self.router.review(
-            &|who| tokens.still_allows(&who.token, Role::Harness, &who.environment),
+            &|who| self.still_allows(&who.token, Role::Harness, &who.environment),
             Reason::AuthorizationRevoked,
         )
     }
 
-    fn permit(caller: &Caller, role: Role, environment: &str) -> Result<String, CallError> {
+    /// Whether somebody who was allowed in once still is, as far as tokens go; `environment` is
+    /// named as stores do.
+    pub(crate) fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
+        if oidc::is_subject(name) {
+            // What it was given says for how long.
+            return self.oidc.is_some();
+        }
+        self.tokens().still_allows(name, role, environment)
+    }
+
+    fn permit(caller: &Caller, role: Role, environment: &str) -> Result<Spot, CallError> {
         let environment = checked_id(environment)?;
         if !caller.is(role) {
             let message = format!("the token `{}` is not one of an {role}", caller.name);
@@ -202,7 +301,10 @@ impl Registry {
             let message = format!("the token `{}` is not for `{environment}`", caller.name);
             return Err(CallError::new(403, "wrong_environment", message));
         }
-        Ok(environment)
+        Ok(Spot {
+            key: tenants::scoped(&caller.tenant, &environment),
+            id: environment,
+        })
     }
 
     /// `POST …/register`; `address` makes an address of a path and its query.
@@ -213,7 +315,7 @@ impl Registry {
         request: RegisterRequest,
         address: &(dyn Fn(&str, &str) -> String + Sync),
     ) -> Result<RegisterResponse, CallError> {
-        let environment = Self::permit(caller, Role::Executor, environment)?;
+        let Spot { id, key } = Self::permit(caller, Role::Executor, environment)?;
         if request.security_profile != SECURITY_PROFILE {
             let message = format!("`security_profile` must be `{SECURITY_PROFILE}`");
             return Err(CallError::new(400, "unknown_security_profile", message));
@@ -226,14 +328,26 @@ impl Registry {
             let message = format!("`name` is longer than {MAX_NAME_BYTES} bytes");
             return Err(CallError::new(400, "invalid_request", message));
         }
+        if self.is_token_revoked(&key, &caller.name).await? {
+            let message = format!("the token `{}` was revoked for `{id}`", caller.name);
+            return Err(CallError::new(403, "executor_revoked", message));
+        }
+        let usage = self.tenants.usage(&caller.tenant);
         let registration = loop {
-            let before = self.store.registration(&environment).await?;
+            let before = self.store.registration(&key).await?;
             if let Some(before) = &before
                 && *before.owner != *caller.name
             {
-                let message = format!("`{environment}` belongs to another token");
+                let message = format!("`{id}` belongs to another token");
                 return Err(CallError::new(403, "environment_taken", message));
             }
+            let _counting = if before.is_none() && usage.quota().environments.is_some() {
+                let counting = self.counting.lock().await;
+                usage.one_more_environment(self.store.environments(&caller.tenant).await?)?;
+                Some(counting)
+            } else {
+                None
+            };
             let same = before
                 .as_ref()
                 .is_some_and(|before| before.executor == request.executor_public_key);
@@ -244,13 +358,13 @@ impl Registry {
             {
                 break before.registration.clone();
             }
-            let id = match &before {
+            let fresh = match &before {
                 Some(before) if same => before.registration.clone(),
                 _ => uuid::Uuid::new_v4().to_string(),
             };
             let registration = Registration {
-                environment: environment.clone(),
-                registration: id.clone(),
+                environment: key.clone(),
+                registration: fresh.clone(),
                 executor: request.executor_public_key.clone(),
                 name: name.clone(),
                 owner: caller.name.to_string(),
@@ -258,27 +372,30 @@ impl Registry {
             };
             let replaces = before.map(|before| before.registration);
             if self.store.register(registration, replaces).await? {
-                break id;
+                break fresh;
             }
             // Somebody was faster; look again.
         };
         let others = Whom::Others {
-            environment: environment.clone(),
+            environment: key.clone(),
             registration: registration.clone(),
         };
         let turned_out = self.router.turn_out(others, Reason::ExecutorDetached).await;
         if turned_out > 0 {
-            tracing::warn!(environment, "another executor has taken the place of one");
+            tracing::warn!(
+                environment = key,
+                "another executor has taken the place of one"
+            );
         }
         let ticket = Ticket {
-            environment: environment.clone(),
+            environment: key,
             registration: registration.clone(),
             holder: Holder::Executor,
-            expires: unix_now() + self.executor_lifetime.as_secs(),
+            expires: caller.until(unix_now(), self.executor_lifetime.as_secs()),
         };
         Ok(RegisterResponse {
-            url: address(&environment, &self.signer.query(&ticket)),
-            environment_id: environment,
+            url: address(&id, &self.signer.query(&ticket)),
+            environment_id: id,
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_registration_id: registration,
         })
@@ -292,14 +409,15 @@ impl Registry {
         request: &ConnectRequest,
         address: &(dyn Fn(&str, &str) -> String + Sync),
     ) -> Result<ConnectResponse, CallError> {
-        let environment = Self::permit(caller, Role::Harness, environment)?;
+        let spot = Self::permit(caller, Role::Harness, environment)?;
+        let (id, environment) = (spot.id, spot.key);
         let key = request.harness_public_key.fingerprint();
         if self.is_revoked(&environment, &caller.name, &key).await? {
-            let message = format!("the harness was revoked for `{environment}`");
+            let message = format!("the harness was revoked for `{id}`");
             return Err(CallError::new(403, "harness_revoked", message));
         }
         let offline = || {
-            let message = format!("no executor of `{environment}` is attached");
+            let message = format!("no executor of `{id}` is attached");
             CallError::new(409, "environment_offline", message)
         };
         // Whether it was ever registered is nothing to tell.
@@ -312,7 +430,8 @@ impl Registry {
         let registration = registration
             .filter(|registration| *registration.registration == *attached)
             .ok_or_else(offline)?;
-        let expires = unix_now() + self.harness_lifetime.as_secs();
+        self.tenants.usage(&caller.tenant).may_connect()?;
+        let expires = caller.until(unix_now(), self.harness_lifetime.as_secs());
         let authorization = self.signer.authorize(
             &environment,
             &attached,
@@ -323,7 +442,7 @@ impl Registry {
         let authorization = authorization
             .ok_or_else(|| CallError::new(500, "internal", "the authorization is too long"))?;
         let ticket = Ticket {
-            environment: environment.clone(),
+            environment,
             registration: registration.registration.clone(),
             holder: Holder::Harness {
                 token: caller.name.to_string(),
@@ -332,8 +451,8 @@ impl Registry {
             expires,
         };
         Ok(ConnectResponse {
-            url: address(&environment, &self.signer.query(&ticket)),
-            environment_id: environment,
+            url: address(&id, &self.signer.query(&ticket)),
+            environment_id: id,
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_registration_id: registration.registration,
             executor_public_key: registration.executor,
@@ -348,14 +467,14 @@ impl Registry {
         environment: &str,
         request: &ValidateRequest,
     ) -> Result<(ValidateResponse, Option<String>), CallError> {
-        let environment = Self::permit(caller, Role::Executor, environment)?;
+        let environment = Self::permit(caller, Role::Executor, environment)?.key;
         let refused = Ok((ValidateResponse { valid: false }, None));
         let registered = self.store.registration(&environment).await?;
         let known = registered.is_some_and(|registered| {
             registered.registration == request.executor_registration_id
                 && *registered.owner == *caller.name
         });
-        if !known {
+        if !known || self.is_token_revoked(&environment, &caller.name).await? {
             return refused;
         }
         let token = self.signer.authorized(
@@ -369,9 +488,7 @@ impl Registry {
             return refused;
         };
         let key = request.harness_public_key.fingerprint();
-        let valid = self
-            .tokens()
-            .still_allows(&token, Role::Harness, &environment)
+        let valid = self.still_allows(&token, Role::Harness, &environment)
             && !self.is_revoked(&environment, &token, &key).await?;
         Ok((ValidateResponse { valid }, Some(token)))
     }
@@ -382,8 +499,18 @@ impl Registry {
         token: &str,
         key: &Fingerprint,
     ) -> Result<bool, StoreError> {
+        let (tenant, _) = tenants::split(environment);
         let names = [format!("token:{token}"), format!("key:{key}")];
+        let names = names.map(|name| tenants::scoped(tenant, &name));
         self.store.is_revoked(environment, names).await
+    }
+
+    async fn is_token_revoked(&self, environment: &str, token: &str) -> Result<bool, StoreError> {
+        let (tenant, _) = tenants::split(environment);
+        let name = tenants::scoped(tenant, &format!("token:{token}"));
+        self.store
+            .is_revoked(environment, [name.clone(), name])
+            .await
     }
 
     /// Whether the address of a socket still leads somewhere, and to whom it belongs.
@@ -398,8 +525,9 @@ impl Registry {
         let registration: Arc<str> = ticket.registration.as_str().into();
         match ticket.holder {
             Holder::Executor => {
-                let tokens = self.tokens();
-                if !tokens.still_allows(&registered.owner, Role::Executor, &environment) {
+                let revoked = self.is_token_revoked(&environment, &registered.owner).await;
+                let allowed = self.still_allows(&registered.owner, Role::Executor, &environment);
+                if revoked.map_err(|_| Refused::Unavailable)? || !allowed {
                     return Err(Refused::Route("unknown_route"));
                 }
                 Ok(Admitted::Executor(Executor {
@@ -409,9 +537,7 @@ impl Registry {
             }
             Holder::Harness { token, key } => {
                 let revoked = self.is_revoked(&environment, &token, &key).await;
-                let allowed = self
-                    .tokens()
-                    .still_allows(&token, Role::Harness, &environment);
+                let allowed = self.still_allows(&token, Role::Harness, &environment);
                 if revoked.map_err(|_| Refused::Unavailable)? || !allowed {
                     return Err(Refused::Route("unknown_route"));
                 }
@@ -434,15 +560,20 @@ impl Registry {
             .collect();
         let mut listed = Vec::new();
         for registration in self.store.registrations().await? {
-            let own = *registration.owner == *caller.name;
-            let reachable = caller.is(Role::Harness) && caller.may_use(&registration.environment);
-            if !caller.is(Role::Admin) && !own && !reachable {
+            let (tenant, id) = tenants::split(&registration.environment);
+            let concerns = *tenant == *caller.tenant && {
+                let own = *registration.owner == *caller.name;
+                own || (caller.is(Role::Harness) && caller.may_use(id))
+            };
+            if !concerns && !caller.is_admin_of(tenant) {
                 continue;
             }
+            let (tenant, id) = (tenant.to_owned(), id.to_owned());
             let place = places.get(registration.environment.as_str());
             listed.push(Listed {
                 executor_key: registration.executor.fingerprint().to_string(),
-                environment_id: registration.environment,
+                environment_id: id,
+                tenant,
                 executor_registration_id: registration.registration,
                 name: registration.name,
                 owner: registration.owner,
@@ -456,15 +587,25 @@ impl Registry {
     }
 
     /// Forgets an environment and turns out all who are there.
-    pub(crate) async fn remove(&self, caller: &Caller, environment: &str) -> Result<(), CallError> {
-        let environment = checked_id(environment)?;
+    pub(crate) async fn remove(
+        &self,
+        caller: &Caller,
+        tenant: Option<&str>,
+        environment: &str,
+    ) -> Result<String, CallError> {
+        let id = checked_id(environment)?;
+        let tenant = match tenant {
+            Some(_) => administered(caller, tenant)?,
+            None => caller.tenant.to_string(),
+        };
+        let environment = tenants::scoped(&tenant, &id);
         let unknown = || {
-            let message = format!("there is no environment `{environment}`");
+            let message = format!("there is no environment `{id}`");
             CallError::new(404, "unknown_environment", message)
         };
         let there = self.store.registration(&environment).await?;
         let own = there.is_some_and(|there| *there.owner == *caller.name);
-        let may = caller.is(Role::Admin) || (own && caller.is(Role::Executor));
+        let may = caller.is_admin_of(&tenant) || (own && caller.is(Role::Executor));
         if !may {
             let message = "only an admin, or who registered an environment, can remove it";
             return Err(CallError::new(403, "wrong_role", message));
@@ -474,56 +615,77 @@ impl Registry {
         }
         let whom = Whom::Environment(environment);
         self.router.turn_out(whom, Reason::Closed).await;
-        Ok(())
+        Ok(tenant)
     }
 
-    fn admin(caller: &Caller) -> Result<(), CallError> {
-        if caller.is(Role::Admin) {
-            return Ok(());
-        }
-        let message = format!("the token `{}` is not one of an admin", caller.name);
-        Err(CallError::new(403, "wrong_role", message))
-    }
-
-    /// Lets a harness in nowhere, or not somewhere; ends what it has. Says how many sockets.
+    /// Lets a harness in nowhere of its tenant, or not somewhere; ends what it has. A token of an
+    /// executor is out with its environments. Says whom, whose it is, and how many sockets.
     pub(crate) async fn revoke(
         &self,
         caller: &Caller,
         request: &RevokeRequest,
-    ) -> Result<(String, usize), CallError> {
-        Self::admin(caller)?;
-        let (harness, environment) = (request.harness()?, request.environment()?);
+    ) -> Result<(String, String, usize), CallError> {
+        let meant = request.meant(caller)?;
         let revocation = Revocation {
-            environment: environment.clone(),
-            harness: harness.clone(),
+            environment: meant.environment_key.clone(),
+            harness: meant.harness_key.clone(),
             revoked_at: journal::now(),
         };
         // Written first: one who comes back at once finds the door shut.
         self.store.revoke(revocation).await?;
         let whom = Whom::Harness {
-            environment,
-            harness: harness.clone(),
+            environment: meant.environment_key.clone(),
+            harness: meant.harness_key,
         };
-        let ended = self.router.turn_out(whom, Reason::AuthorizationRevoked);
-        Ok((harness, ended.await))
+        let reason = Reason::AuthorizationRevoked;
+        let mut ended = self.router.turn_out(whom, reason.clone()).await;
+        if let Some(token) = meant.harness.strip_prefix("token:") {
+            for registration in self.store.registrations().await? {
+                let environment = registration.environment;
+                let here = match &meant.environment_key {
+                    Some(only) => *only == environment,
+                    None => tenants::split(&environment).0 == meant.tenant,
+                };
+                if here && registration.owner == token {
+                    let whom = Whom::Environment(environment);
+                    ended += self.router.turn_out(whom, reason.clone()).await;
+                }
+            }
+        }
+        Ok((meant.harness, meant.tenant, ended))
     }
 
-    /// Takes a revocation back; whether there was one.
+    /// Takes a revocation back; whom, whose it is, and whether there was one.
     pub(crate) async fn permit_again(
         &self,
         caller: &Caller,
         request: &RevokeRequest,
-    ) -> Result<(String, bool), CallError> {
-        Self::admin(caller)?;
-        let (harness, environment) = (request.harness()?, request.environment()?);
-        let permitted = self.store.permit(environment, harness.clone()).await?;
-        Ok((harness, permitted))
+    ) -> Result<(String, String, bool), CallError> {
+        let meant = request.meant(caller)?;
+        let permitted = self
+            .store
+            .permit(meant.environment_key, meant.harness_key)
+            .await?;
+        Ok((meant.harness, meant.tenant, permitted))
     }
 
-    /// Everybody who is revoked.
-    pub(crate) async fn revocations(&self, caller: &Caller) -> Result<Vec<Revocation>, CallError> {
-        Self::admin(caller)?;
-        Ok(self.store.revocations().await?)
+    /// Everybody who is revoked, of the tenants that an admin looks after.
+    pub(crate) async fn revocations(&self, caller: &Caller) -> Result<Vec<Revoked>, CallError> {
+        administered(caller, None)?;
+        let revocations = self.store.revocations().await?;
+        let shown = revocations.into_iter().filter_map(|revocation| {
+            let (tenant, harness) = tenants::split(&revocation.harness);
+            caller.is_admin_of(tenant).then(|| Revoked {
+                environment: revocation
+                    .environment
+                    .as_ref()
+                    .map(|environment| tenants::split(environment).1.to_owned()),
+                harness: harness.to_owned(),
+                tenant: tenant.to_owned(),
+                revoked_at: revocation.revoked_at,
+            })
+        });
+        Ok(shown.collect())
     }
 }
 

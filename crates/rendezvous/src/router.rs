@@ -17,11 +17,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
+use crate::tenants;
 
 /// The executor at a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Executor {
-    /// Its environment.
+    /// Its environment, as [`tenants::scoped`] names it.
     pub environment: Arc<str>,
     /// Its registration.
     pub registration: Arc<str>,
@@ -30,7 +31,7 @@ pub struct Executor {
 /// The harness at a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Harness {
-    /// Where it wants to.
+    /// Where it wants to, as [`tenants::scoped`] names it.
     pub environment: Arc<str>,
     /// Which executor it expects there.
     pub registration: Arc<str>,
@@ -140,11 +141,11 @@ pub enum Whom {
         /// Who may stay.
         registration: String,
     },
-    /// A harness, by token and key, in one environment or in all.
+    /// A harness, by token or key, in one environment or in all of its tenant.
     Harness {
         /// Where.
         environment: Option<String>,
-        /// As in a revocation: `token:NAME` or `key:SHA256`.
+        /// As in a revocation: `token:NAME` or `key:SHA256`, and its tenant.
         harness: String,
     },
 }
@@ -162,12 +163,13 @@ impl Whom {
         let here = environment
             .as_ref()
             .is_none_or(|environment| **environment == *who.environment);
+        let (tenant, harness) = tenants::split(harness);
         let meant = match harness.split_once(':') {
             Some(("token", name)) => *name == *who.token,
             Some(("key", key)) => key == who.key.to_string(),
             _ => false,
         };
-        here && meant
+        here && meant && tenants::split(&who.environment).0 == tenant
     }
 }
 

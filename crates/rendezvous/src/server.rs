@@ -22,14 +22,17 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::events::Events;
 use crate::mailbox::{Backlog, Mailbox};
 use crate::metrics::Metrics;
+use crate::oidc::{self, JwtError, Oidc};
 use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest, unix_now};
 use crate::router::{AttachError, Router, Uplink, Whom};
 use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
 use crate::store::Store;
-use crate::tokens::{Caller, Role, TokenError, Tokens};
+use crate::tenants::{self, Entered, Meter, Quotas, Tenants, Usage};
+use crate::tokens::{self, Caller, Role, TokenError, Tokens};
 
 /// Bytes of a request's body; the largest, a validation, has less than 8 KiB.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -53,6 +56,12 @@ pub struct Config {
     pub idle_timeout: Duration,
     /// When sockets are pinged, and given up.
     pub keepalive: KeepaliveConfig,
+    /// What tenants may use.
+    pub quotas: Quotas,
+    /// Who vouches for callers that are not in the file of tokens.
+    pub oidc: Option<Arc<Oidc>>,
+    /// Tenants that metrics know by name; the others are counted as `other`.
+    pub metrics_tenants: usize,
 }
 
 impl Default for Config {
@@ -65,6 +74,9 @@ impl Default for Config {
             request_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             keepalive: KeepaliveConfig::default(),
+            quotas: Quotas::default(),
+            oidc: None,
+            metrics_tenants: 32,
         }
     }
 }
@@ -96,6 +108,7 @@ struct Shared {
     registry: Registry,
     backlog: Arc<Backlog>,
     audit: Option<Journal>,
+    events: Arc<Events>,
     metrics: Metrics,
     /// Who has shown bad tokens.
     throttle: Mutex<Throttle>,
@@ -107,6 +120,8 @@ impl Rendezvous {
     /// A meeting point that nobody can reach yet.
     pub fn new(config: Config, parts: Parts) -> Self {
         let lifetimes = (config.executor_lifetime, config.harness_lifetime);
+        let tenants = Tenants::new(config.quotas.clone(), config.metrics_tenants);
+        let oidc = config.oidc.clone();
         let Parts {
             store,
             router,
@@ -118,9 +133,10 @@ impl Rendezvous {
         Self(Arc::new(Shared {
             places: Semaphore::new(config.connections),
             config,
-            registry: Registry::new(store, router, signer, tokens, lifetimes),
+            registry: Registry::new(store, router, signer, tokens, oidc, tenants, lifetimes),
             backlog,
             audit,
+            events: Arc::default(),
             metrics: Metrics::default(),
             throttle: Mutex::default(),
             stop: CancellationToken::new(),
@@ -186,15 +202,20 @@ impl Rendezvous {
         let Ok(registrations) = shared.registry.store.registrations().await else {
             return;
         };
-        let tokens = shared.registry.tokens();
         for registration in registrations {
             let (owner, environment) = (&registration.owner, registration.environment);
-            if !tokens.still_allows(owner, Role::Executor, &environment) {
+            let registry = &shared.registry;
+            if !registry.still_allows(owner, Role::Executor, &environment) {
                 let whom = Whom::Environment(environment);
-                let router = &shared.registry.router;
-                router.turn_out(whom, Reason::AuthorizationRevoked).await;
+                let reason = Reason::AuthorizationRevoked;
+                registry.router.turn_out(whom, reason).await;
             }
         }
+    }
+
+    /// Says anew what tenants may use. What is there stays; what comes is measured by it.
+    pub fn set_quotas(&self, quotas: Quotas) {
+        self.0.registry.tenants.set_quotas(quotas);
     }
 
     /// Ends every socket; they come back to whoever listens next.
@@ -210,8 +231,19 @@ impl Rendezvous {
 
 impl Shared {
     fn render_metrics(&self) -> String {
-        self.metrics
-            .render(self.backlog.bytes(), self.stop.is_cancelled())
+        self.metrics.render(
+            self.backlog.bytes(),
+            self.stop.is_cancelled(),
+            &self.registry.tenants.counters(),
+        )
+    }
+
+    /// Tells those who watch.
+    fn tell(&self, event: &str, tenant: &str, mut line: Value) {
+        if self.events.is_watched() {
+            line["time"] = json!(journal::now());
+            self.events.tell(event, tenant, line);
+        }
     }
 
     fn note(&self, event: &str, mut line: Value) {
@@ -321,6 +353,15 @@ impl Visitor {
                     Answer::text(403, "")
                 }
                 Some(Path {
+                    call: Call::Events, ..
+                }) => match self.watch(&head).await {
+                    Ok(watching) => {
+                        let watch = Watch { watching, head };
+                        return Box::pin(self.stream_events(watch, reader, writer)).await;
+                    }
+                    Err(answer) => answer,
+                },
+                Some(Path {
                     call: Call::Socket(environment),
                     ..
                 }) => {
@@ -366,7 +407,7 @@ impl Visitor {
     async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> Answer {
         let shared = &*self.shared;
         let name = path.call.name();
-        let answer = match self.caller(head) {
+        let answer = match self.caller(head).await {
             Ok(caller) => {
                 let outcome = self.act(head, path, body, &caller, secure).await;
                 outcome.unwrap_or_else(|error| {
@@ -386,15 +427,15 @@ impl Visitor {
             self.shared.note(
                 "refused",
                 json!({
-                    "call": call, "token": &*caller.name, "peer": self.peer.to_string(),
-                    "code": error.code, "reason": error.message,
+                    "call": call, "token": &*caller.name, "tenant": &*caller.tenant,
+                    "peer": self.peer.to_string(), "code": error.code, "reason": error.message,
                 }),
             );
         }
     }
 
     /// Whom a request speaks for.
-    fn caller(&self, head: &Head) -> Result<Caller, Answer> {
+    async fn caller(&self, head: &Head) -> Result<Caller, Answer> {
         let shared = &*self.shared;
         let from: IpAddr = network(self.peer.ip());
         let throttle = || {
@@ -403,15 +444,16 @@ impl Visitor {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
         };
-        if let Some(wait) = throttle().wait(from, Instant::now()) {
+        let wait = throttle().wait(from, Instant::now());
+        if let Some(wait) = wait {
             let seconds = wait.as_secs() + 1;
             let message = format!("too many bad tokens; try again in {seconds} s");
             let mut answer = Answer::error(&CallError::new(429, "throttled", message));
             answer.header = Some(("Retry-After", seconds.to_string()));
             return Err(answer);
         }
-        shared.registry.tokens().caller(head).map_err(|error| {
-            if error == TokenError::Unknown {
+        self.identify(head).await.map_err(|error| {
+            if error.is_guess() {
                 throttle().failed(from, Instant::now());
             }
             shared.metrics.unauthorized.add(1);
@@ -419,6 +461,97 @@ impl Visitor {
             shared.note("unauthorized", json!({"peer": peer, "reason": reason}));
             Answer::error(&CallError::new(401, "unauthorized", error.to_string()))
         })
+    }
+
+    /// The same, without remembering who has failed.
+    async fn identify(&self, head: &Head) -> Result<Caller, Unidentified> {
+        let registry = &self.shared.registry;
+        match (registry.tokens().caller(head), &registry.oidc) {
+            (Ok(caller), _) => Ok(caller),
+            (Err(TokenError::Unknown), Some(issuer)) => {
+                let token = tokens::bearer(head)?;
+                if !oidc::is_jwt(token) {
+                    return Err(TokenError::Unknown.into());
+                }
+                Ok(issuer.caller(token, unix_now()).await?)
+            }
+            (Err(error), _) => Err(error.into()),
+        }
+    }
+
+    /// Lets an admin watch.
+    async fn watch(&self, head: &Head) -> Result<crate::events::Watching, Answer> {
+        let shared = &*self.shared;
+        let answer = |error: CallError| Answer::error(&error);
+        if head.method != "GET" {
+            return Err(answer(CallError::new(405, "wrong_method", "expected GET")));
+        }
+        let caller = self.caller(head).await?;
+        if !caller.is(Role::Admin) {
+            let message = format!("the token `{}` is not one of an admin", caller.name);
+            let error = CallError::new(403, "wrong_role", message);
+            self.note_failure("events", &caller, &error);
+            return Err(answer(error));
+        }
+        let tenant = (!caller.is_operator()).then(|| Arc::clone(&caller.tenant));
+        shared.events.watch(tenant).ok_or_else(|| {
+            let message = "too many watch already";
+            answer(CallError::new(429, "too_many_watchers", message))
+        })
+    }
+
+    /// Tells what happens until the peer leaves, reads too slowly or may not know any more.
+    async fn stream_events(
+        self,
+        watch: Watch,
+        mut reader: Box<dyn AsyncRead + Send + Unpin>,
+        mut writer: Box<dyn AsyncWrite + Send + Unpin>,
+    ) {
+        /// How often the token is looked at, and something is sent that shows that we are there.
+        const LOOK: Duration = Duration::from_secs(1);
+        const SIGN_OF_LIFE: u32 = 15;
+        /// How long a write may take.
+        const PATIENCE: Duration = Duration::from_secs(10);
+        let shared = Arc::clone(&self.shared);
+        let mut text = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\
+                        Cache-Control: no-store\r\nConnection: close\r\n\r\n: hello\n\n"
+            .to_owned();
+        let mut quiet = 0;
+        let mut looks = tokio::time::interval(LOOK);
+        let mut ignored = [0; 256];
+        loop {
+            if !text.is_empty() {
+                quiet = 0;
+                let write = async {
+                    writer.write_all(text.as_bytes()).await?;
+                    writer.flush().await
+                };
+                if !matches!(tokio::time::timeout(PATIENCE, write).await, Ok(Ok(()))) {
+                    return;
+                }
+                text.clear();
+            }
+            tokio::select! {
+                events = watch.watching.next() => text = events,
+                read = reader.read(&mut ignored) => if !matches!(read, Ok(1..)) {
+                    return;
+                },
+                _ = looks.tick() => {
+                    let may = self.identify(&watch.head).await;
+                    if !may.is_ok_and(|caller| caller.is(Role::Admin)) {
+                        return;
+                    }
+                    quiet += 1;
+                    if quiet >= SIGN_OF_LIFE {
+                        text.push_str(": still here\n\n");
+                    }
+                }
+                () = shared.stop.cancelled() => {
+                    let _ = writer.shutdown().await;
+                    return;
+                }
+            }
+        }
     }
 
     async fn act(
@@ -436,7 +569,7 @@ impl Visitor {
             let message = format!("expected {expected}");
             return Err(CallError::new(405, "wrong_method", message));
         }
-        let token = &*caller.name;
+        let (token, tenant) = (&*caller.name, &*caller.tenant);
         let base = self.base(head, path.prefix, secure)?;
         let address = |environment: &str, query: &str| {
             format!("{base}/cloud/environment/{environment}/ws?{query}")
@@ -447,14 +580,13 @@ impl Visitor {
                 let response = registry
                     .register(caller, environment, request, &address)
                     .await?;
-                shared.note(
-                    "registered",
-                    json!({
-                        "environment": environment, "token": token,
-                        "registration": response.executor_registration_id,
-                        "peer": self.peer.to_string(),
-                    }),
-                );
+                let line = json!({
+                    "environment": environment, "token": token, "tenant": tenant,
+                    "registration": response.executor_registration_id,
+                    "peer": self.peer.to_string(),
+                });
+                shared.tell("register", tenant, line.clone());
+                shared.note("registered", line);
                 Ok(Answer::json(200, &response))
             }
             Call::Connect(environment) => {
@@ -466,7 +598,8 @@ impl Visitor {
                 shared.note(
                     "authorized",
                     json!({
-                        "environment": environment, "token": token, "key": key.to_string(),
+                        "environment": environment, "token": token, "tenant": tenant,
+                        "key": key.to_string(),
                         "registration": response.executor_registration_id,
                         "peer": self.peer.to_string(),
                     }),
@@ -483,19 +616,19 @@ impl Visitor {
                 shared.note(
                     "validated",
                     json!({
-                        "environment": environment, "token": token, "harness": harness,
-                        "key": key.to_string(), "valid": response.valid,
+                        "environment": environment, "token": token, "tenant": tenant,
+                        "harness": harness, "key": key.to_string(), "valid": response.valid,
                         "stream": head.header("x-codex-noise-stream-id"),
                     }),
                 );
                 Ok(Answer::json(200, &response))
             }
             Call::Remove(environment) => {
-                registry.remove(caller, environment).await?;
-                shared.note(
-                    "removed",
-                    json!({"environment": environment, "token": token}),
-                );
+                let asked = query_value(head, "tenant");
+                let tenant = registry.remove(caller, asked, environment).await?;
+                let line = json!({"environment": environment, "token": token, "tenant": tenant});
+                shared.tell("remove", &tenant, line.clone());
+                shared.note("removed", line);
                 Ok(Answer::json(200, &json!({"removed": true})))
             }
             Call::List => {
@@ -508,22 +641,26 @@ impl Visitor {
             }
             Call::Revoke => {
                 let request: RevokeRequest = parse(body)?;
-                let (harness, ended) = registry.revoke(caller, &request).await?;
+                let (harness, tenant, ended) = registry.revoke(caller, &request).await?;
                 shared.metrics.revoked.add(ended as u64);
-                shared.note(
-                    "revoked",
-                    json!({"harness": harness, "token": token, "ended": ended}),
-                );
+                let line = json!({
+                    "harness": harness, "token": token, "tenant": tenant, "ended": ended,
+                });
+                shared.tell("revoke", &tenant, line.clone());
+                shared.note("revoked", line);
                 let answer = json!({"revoked": harness, "sockets_ended": ended});
                 Ok(Answer::json(200, &answer))
             }
             Call::Permit => {
                 let request: RevokeRequest = parse(body)?;
-                let (harness, permitted) = registry.permit_again(caller, &request).await?;
-                shared.note("permitted", json!({"harness": harness, "token": token}));
+                let (harness, tenant, permitted) = registry.permit_again(caller, &request).await?;
+                shared.note(
+                    "permitted",
+                    json!({"harness": harness, "token": token, "tenant": tenant}),
+                );
                 Ok(Answer::json(200, &json!({"permitted": permitted})))
             }
-            Call::Socket(_) => Err(CallError::new(
+            Call::Socket(_) | Call::Events => Err(CallError::new(
                 400,
                 "not_a_websocket",
                 "expected an upgrade",
@@ -600,25 +737,34 @@ impl Visitor {
         };
         let admitted = shared.registry.admit(ticket).await.map_err(refused)?;
         let router = &shared.registry.router;
-        let (uplink, who) = match admitted {
+        let usage = |environment: &str| {
+            let (tenant, _) = tenants::split(environment);
+            shared.registry.tenants.usage(tenant)
+        };
+        let (uplink, who, usage, entered) = match admitted {
             Admitted::Executor(who) => {
+                let usage = usage(&who.environment);
                 let line = json!({
-                    "environment": &*who.environment, "role": role.name(),
+                    "environment": environment, "role": role.name(), "tenant": &*usage.tenant,
                     "registration": &*who.registration, "peer": self.peer.to_string(),
                 });
                 let attached = router.attach_executor(who, Arc::clone(&mailbox)).await;
                 let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
-                (uplink, line)
+                (uplink, line, usage, None)
             }
             Admitted::Harness(who) => {
+                let usage = usage(&who.environment);
+                let entered = usage
+                    .enter()
+                    .map_err(|error| reject(429, &error.to_string()))?;
                 let line = json!({
-                    "environment": &*who.environment, "role": role.name(),
+                    "environment": environment, "role": role.name(), "tenant": &*usage.tenant,
                     "token": &*who.token, "key": who.key.to_string(),
                     "peer": self.peer.to_string(),
                 });
                 let attached = router.attach_harness(who, Arc::clone(&mailbox)).await;
                 let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
-                (uplink, line)
+                (uplink, line, usage, Some(entered))
             }
         };
         Ok(Opened {
@@ -627,6 +773,8 @@ impl Visitor {
             who,
             mailbox,
             uplink,
+            usage,
+            entered,
         })
     }
 
@@ -639,8 +787,11 @@ impl Visitor {
             who,
             mailbox,
             uplink,
+            usage,
+            entered: _entered,
             ..
         } = opened;
+        let tenant = Arc::clone(&usage.tenant);
         let (present, total) = match role {
             Role::Executor => (&metrics.executors, &metrics.executor_sockets),
             _ => (&metrics.harnesses, &metrics.harness_sockets),
@@ -653,6 +804,10 @@ impl Visitor {
         }
         total.add(1);
         let _present = present.hold();
+        let counters = Arc::clone(&usage.counters);
+        let _executor = (role == Role::Executor).then(|| counters.executors.hold());
+        let meter = Meter::new(usage, role == Role::Harness);
+        shared.tell("attach", &tenant, who.clone());
         if shared.audit.is_some() {
             shared.note("attached", who.clone());
         }
@@ -660,7 +815,9 @@ impl Visitor {
         let config = shared.config.keepalive;
         let closing = Arc::clone(&mailbox);
         let end = {
-            let mut serving = pin!(socket::serve(halves, mailbox, uplink, config, metrics));
+            let mut serving = pin!(socket::serve(
+                halves, mailbox, uplink, config, metrics, &meter
+            ));
             tokio::select! {
                 end = &mut serving => end,
                 () = shared.stop.cancelled() => {
@@ -677,12 +834,45 @@ impl Visitor {
             metrics.violations.add(1);
             tracing::warn!(peer = %self.peer, reason = %end, "a socket was dropped");
         }
+        let mut line = who;
+        line["reason"] = json!(end.to_string());
+        shared.tell("detach", &tenant, line.clone());
         if shared.audit.is_some() {
-            let mut line = who;
-            line["reason"] = json!(end.to_string());
             shared.note("detached", line);
         }
     }
+}
+
+/// Why a request speaks for nobody.
+#[derive(Debug, thiserror::Error)]
+enum Unidentified {
+    #[error(transparent)]
+    Token(#[from] TokenError),
+    #[error(transparent)]
+    Jwt(#[from] JwtError),
+}
+
+impl Unidentified {
+    /// Whether somebody may be trying tokens, rather than have an old one.
+    fn is_guess(&self) -> bool {
+        matches!(
+            self,
+            Self::Token(TokenError::Unknown)
+                | Self::Jwt(
+                    JwtError::Malformed
+                        | JwtError::Algorithm(_)
+                        | JwtError::UnknownKey
+                        | JwtError::Signature
+                )
+        )
+    }
+}
+
+/// One who watches.
+struct Watch {
+    watching: crate::events::Watching,
+    /// What it asked with.
+    head: Head,
 }
 
 /// A websocket that may be opened.
@@ -693,6 +883,18 @@ struct Opened {
     who: Value,
     mailbox: Arc<Mailbox>,
     uplink: Box<dyn Uplink>,
+    usage: Arc<Usage>,
+    /// Of a harness.
+    entered: Option<Entered>,
+}
+
+/// A value of a request's query.
+fn query_value<'a>(head: &'a Head, name: &str) -> Option<&'a str> {
+    let (_, query) = head.target.split_once('?')?;
+    query
+        .split('&')
+        .filter_map(|pair| pair.split_once('='))
+        .find_map(|(key, value)| (key == name).then_some(value))
 }
 
 /// What a path asks for.
@@ -714,10 +916,15 @@ enum Call<'a> {
     Revoke,
     Permit,
     Revocations,
+    Events,
 }
 
 impl<'a> Path<'a> {
     fn of(path: &'a str) -> Option<Self> {
+        if path == "/events" {
+            let (prefix, call) = ("", Call::Events);
+            return Some(Self { prefix, call });
+        }
         let (prefix, rest) = path.split_once("/cloud/")?;
         let call = match rest.split('/').collect::<Vec<_>>()[..] {
             ["environment", id, "register"] => Call::Register(id),
@@ -729,6 +936,7 @@ impl<'a> Path<'a> {
             ["revoke"] => Call::Revoke,
             ["permit"] => Call::Permit,
             ["revocations"] => Call::Revocations,
+            ["events"] => Call::Events,
             _ => return None,
         };
         Some(Self { prefix, call })
@@ -745,13 +953,13 @@ impl Call<'_> {
             Self::List => "list",
             Self::Revoke => "revoke",
             Self::Permit => "permit",
-            Self::Socket(_) | Self::Revocations => "other",
+            Self::Socket(_) | Self::Revocations | Self::Events => "other",
         }
     }
 
     fn method(self) -> &'static str {
         match self {
-            Self::List | Self::Revocations | Self::Socket(_) => "GET",
+            Self::List | Self::Revocations | Self::Socket(_) | Self::Events => "GET",
             _ => "POST",
         }
     }
@@ -836,7 +1044,12 @@ impl Answer {
             code: Some(error.code.to_owned()),
             message: Some(error.message.clone()),
         };
-        Self::json(error.status, &ErrorResponse { error: body })
+        let mut answer = Self::json(error.status, &ErrorResponse { error: body });
+        if let Some(retry) = error.retry {
+            let seconds = retry.as_secs_f64().ceil().max(1.0);
+            answer.header = Some(("Retry-After", format!("{seconds:.0}")));
+        }
+        answer
     }
 
     fn encode(&self, keep: bool) -> Vec<u8> {

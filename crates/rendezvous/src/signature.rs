@@ -10,6 +10,8 @@ use hmac::{Hmac, KeyInit as _, Mac as _};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+use crate::tenants;
+
 /// Who a socket is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
@@ -27,7 +29,7 @@ pub enum Holder {
 /// What the address of a socket says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ticket {
-    /// Where to.
+    /// Where to, as [`tenants::scoped`] names it.
     pub environment: String,
     /// Which executor.
     pub registration: String,
@@ -105,12 +107,18 @@ impl Signer {
             expires,
             ..
         } = ticket;
+        // The id alone is in the path.
+        let tenant = match tenants::split(&ticket.environment) {
+            (tenants::DEFAULT, _) => String::new(),
+            (tenant, _) => format!("&tenant={tenant}"),
+        };
         match &ticket.holder {
             Holder::Executor => format!(
-                "v=1&role=environment&registration={registration}&exp={expires}&sig={signature}"
+                "v=1&role=environment{tenant}&registration={registration}&exp={expires}\
+                 &sig={signature}"
             ),
             Holder::Harness { token, key } => format!(
-                "v=1&role=harness&registration={registration}&token={token}&key={key}\
+                "v=1&role=harness{tenant}&registration={registration}&token={token}&key={key}\
                  &exp={expires}&sig={signature}"
             ),
         }
@@ -137,11 +145,13 @@ impl Signer {
     pub fn ticket(&self, environment: &str, query: &str, now: u64) -> Result<Ticket, TicketError> {
         let (mut version, mut role, mut registration, mut token, mut key, mut exp, mut sig) =
             (None, None, None, None, None, None, None);
+        let mut tenant = None;
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').ok_or(TicketError::Malformed)?;
             let slot = match name {
                 "v" => &mut version,
                 "role" => &mut role,
+                "tenant" => &mut tenant,
                 "registration" => &mut registration,
                 "token" => &mut token,
                 "key" => &mut key,
@@ -168,7 +178,7 @@ impl Signer {
         let expires = exp.ok_or(TicketError::MissingExpiry)?;
         let expires = expires.parse().map_err(|_| TicketError::InvalidExpiry)?;
         let ticket = Ticket {
-            environment: environment.to_owned(),
+            environment: tenants::scoped(tenant.unwrap_or(tenants::DEFAULT), environment),
             registration: registration.ok_or(TicketError::Malformed)?.to_owned(),
             holder,
             expires,
@@ -307,6 +317,25 @@ mod tests {
         let unsigned = query.split("&sig=").next().unwrap();
         let missing = Err(TicketError::MissingSignature);
         assert_eq!(signer.ticket("env-1", unsigned, 1), missing);
+    }
+
+    #[test]
+    fn addresses_of_one_tenant_lead_nowhere_at_another() {
+        let signer = signer("s");
+        for holder in [Holder::Executor, ticket().holder] {
+            let ticket = Ticket {
+                environment: "acme/env-1".to_owned(),
+                holder,
+                ..ticket()
+            };
+            let query = signer.query(&ticket);
+            assert_eq!(signer.ticket("env-1", &query, 1), Ok(ticket));
+            let forged = Err(TicketError::InvalidSignature);
+            let other = query.replace("tenant=acme", "tenant=b");
+            assert_eq!(signer.ticket("env-1", &other, 1), forged);
+            let none = query.replace("&tenant=acme", "");
+            assert_eq!(signer.ticket("env-1", &none, 1), forged);
+        }
     }
 
     #[test]

@@ -25,6 +25,7 @@ use crate::mailbox::Mailbox;
 use crate::metrics::Metrics;
 use crate::router::local::reset;
 use crate::router::{HoldingUp, Kind, Outcome, Uplink};
+use crate::tenants::Meter;
 
 /// Bytes taken from the mailbox at a time: enough for one write, and little enough that what comes
 /// up meanwhile does not wait long.
@@ -106,6 +107,7 @@ pub(crate) async fn serve(
     uplink: Box<dyn Uplink>,
     keepalive: KeepaliveConfig,
     metrics: &Metrics,
+    meter: &Meter,
 ) -> SocketEnd {
     let signs = Signs::default();
     let mut reader = Reader::new(halves.reader, &halves.received);
@@ -117,7 +119,7 @@ pub(crate) async fn serve(
     let mut writing = pin!(writer.run(&mailbox, &signs, keepalive, metrics));
     let end = {
         // The uplink goes with the reading: the other side hears at once.
-        let reading = read(&mut reader, uplink, &mailbox, &signs, metrics);
+        let reading = read(&mut reader, uplink, &mailbox, &signs, metrics, meter);
         tokio::select! {
             end = reading => end,
             error = &mut writing => return SocketEnd::Io(error),
@@ -160,6 +162,7 @@ async fn read(
     mailbox: &Mailbox,
     signs: &Signs,
     metrics: &Metrics,
+    meter: &Meter,
 ) -> SocketEnd {
     let mut stalls = Stalls::default();
     loop {
@@ -190,6 +193,17 @@ async fn read(
             Err(error) => return error.into(),
         };
         let kind = Kind::of(&frame);
+        if meter.count(message.len() - payload, kind) {
+            // Nothing more is read meanwhile: its sender feels it, and nobody else.
+            signs.deaf.store(true, Ordering::Relaxed);
+            tokio::select! {
+                biased;
+                () = meter.pay(message.len() - payload, kind) => {}
+                () = mailbox.closed() => return SocketEnd::TurnedOut,
+            }
+            signs.deaf.store(false, Ordering::Relaxed);
+            signs.heard.store(true, Ordering::Relaxed);
+        }
         loop {
             match uplink.forward(&frame.stream_id, kind, &message) {
                 Outcome::Sent => {

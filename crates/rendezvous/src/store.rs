@@ -11,13 +11,16 @@ use std::pin::Pin;
 use exec_server_relay::keys::PublicKey;
 use serde::{Deserialize, Serialize};
 
+use crate::tenants;
+
 /// What a trait object's function gives that may have to wait.
 pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// One environment and the executor that stands for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registration {
-    /// Its id, chosen by whoever started the executor.
+    /// Its id, chosen by whoever started the executor, and its tenant, as [`tenants::scoped`] names
+    /// it.
     pub environment: String,
     /// Names this registration; goes into every handshake with the executor.
     pub registration: String,
@@ -36,7 +39,7 @@ pub struct Registration {
 pub struct Revocation {
     /// Where; everywhere if `None`.
     pub environment: Option<String>,
-    /// Who: `token:NAME` or `key:SHA256`.
+    /// Who: `token:NAME` or `key:SHA256`, and its tenant, as [`tenants::scoped`] names it.
     pub harness: String,
     /// When, in milliseconds since 1970.
     pub revoked_at: u64,
@@ -63,6 +66,18 @@ pub trait Store: fmt::Debug + Send + Sync {
 
     /// All registrations, by environment.
     fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>>;
+
+    /// How many environments a tenant has.
+    fn environments(&self, tenant: &str) -> Pending<'_, Result<u64, StoreError>> {
+        let tenant = tenant.to_owned();
+        Box::pin(async move {
+            let all = self.registrations().await?;
+            let its = all
+                .iter()
+                .filter(|registration| tenants::split(&registration.environment).0 == tenant);
+            Ok(its.count() as u64)
+        })
+    }
 
     /// Writes a registration in place of the one with the id `replaces`, or of none; `false`, and
     /// nothing is changed, if another one is there.

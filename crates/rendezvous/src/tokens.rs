@@ -1,15 +1,17 @@
 //! Who may use a meeting point, and as what: bearer tokens from a file.
 //!
 //! ```text
-//! # name    roles             token                  environments
+//! # name    roles             token                  environments     tenant
 //! build-1   executor          sha256:9f86d081…       build-1
-//! alice     harness           sha256:60303ae2…       build-*,test-*
-//! ops       admin             sha256:fd61a03a…
+//! alice     harness           sha256:60303ae2…       build-*,test-*   tenant=acme
+//! boss      admin             sha256:d2a84f4b…                        tenant=acme
+//! ops       admin             sha256:fd61a03a…                        tenant=*
 //! ```
 //!
 //! One token a line. The token itself may stand in place of its hash, without `sha256:`; whoever
 //! can read the file can then use it. Environments are ids or beginnings of ids with a `*`; without
-//! any the token is good for all.
+//! any the token is good for all of its tenant. The tenant is `default` if none is named; `tenant=*`
+//! is for admins who look after all tenants, and after the meeting point itself.
 
 use std::fmt;
 use std::str::FromStr;
@@ -18,6 +20,8 @@ use std::sync::Arc;
 use exec_server_transport::http::Head;
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
+
+use crate::tenants::{self, is_tenant};
 
 /// Bytes of a token's name.
 const MAX_NAME_BYTES: usize = 64;
@@ -67,12 +71,54 @@ impl FromStr for Role {
 pub struct Caller {
     /// The name of the token.
     pub name: Arc<str>,
+    /// Whose it is.
+    pub tenant: Arc<str>,
+    /// Whether it looks after all tenants.
+    everywhere: bool,
     roles: Arc<[Role]>,
     /// None: all.
     environments: Arc<[String]>,
+    /// Until when its word counts, in seconds since 1970; for ever, while there is its line.
+    expires: Option<u64>,
 }
 
 impl Caller {
+    /// Somebody whom an issuer vouches for until `expires`. `None` if the tenant can be none, or is
+    /// [`tenants::ALL`] for one who is not an admin alone.
+    pub(crate) fn vouched(
+        name: String,
+        tenant: &str,
+        roles: Vec<Role>,
+        environments: Vec<String>,
+        expires: u64,
+    ) -> Option<Self> {
+        let (tenant, everywhere) = checked_tenant(tenant, &roles)?;
+        Some(Self {
+            name: name.into(),
+            tenant: tenant.into(),
+            everywhere,
+            roles: roles.into(),
+            environments: environments.into(),
+            expires: Some(expires),
+        })
+    }
+
+    /// Whether it may look after this tenant.
+    pub fn is_admin_of(&self, tenant: &str) -> bool {
+        self.is(Role::Admin) && (self.everywhere || *self.tenant == *tenant)
+    }
+
+    /// Whether it looks after all tenants and the meeting point itself.
+    pub fn is_operator(&self) -> bool {
+        self.is(Role::Admin) && self.everywhere
+    }
+
+    /// When something that is given to it now for `lifetime` seconds ends.
+    pub(crate) fn until(&self, now: u64, lifetime: u64) -> u64 {
+        let end = now.saturating_add(lifetime);
+        self.expires.map_or(end, |expires| end.min(expires))
+    }
+
     /// Whether it may act as this.
     pub fn is(&self, role: Role) -> bool {
         self.roles.contains(&role)
@@ -162,11 +208,20 @@ impl FromStr for Tokens {
 }
 
 fn parse_line(line: &str) -> Result<Token, String> {
-    let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+    let mut fields: Vec<&str> = line.split_ascii_whitespace().collect();
+    // No pattern of environments has a `=` in it.
+    let tenant = fields
+        .iter()
+        .skip(3)
+        .position(|field| field.starts_with("tenant="))
+        .map_or("tenant=default", |at| fields.remove(at + 3));
+    let tenant = tenant.strip_prefix("tenant=").unwrap_or_default();
     let (name, roles, token, environments) = match fields[..] {
         [name, roles, token] => (name, roles, token, ""),
-        [name, roles, token, environments] => (name, roles, token, environments),
-        _ => return Err("expected NAME ROLES TOKEN [ENVIRONMENTS]".to_owned()),
+        [name, roles, token, environments] if !environments.contains('=') => {
+            (name, roles, token, environments)
+        }
+        _ => return Err("expected NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]".to_owned()),
     };
     if !is_name(name) {
         return Err(format!(
@@ -194,12 +249,27 @@ fn parse_line(line: &str) -> Result<Token, String> {
         .filter(|pattern| !pattern.is_empty())
         .map(str::to_owned)
         .collect();
+    let (tenant, everywhere) = checked_tenant(tenant, &roles).ok_or_else(|| {
+        format!("`{tenant}` can be no tenant of this token; `*` is for admins alone")
+    })?;
     let caller = Caller {
         name: name.into(),
+        tenant: tenant.into(),
+        everywhere,
         roles: roles.into(),
         environments: environments.into(),
+        expires: None,
     };
     Ok(Token { hash, caller })
+}
+
+/// Whose a token is, and whether it is for all.
+fn checked_tenant<'a>(tenant: &'a str, roles: &[Role]) -> Option<(&'a str, bool)> {
+    if tenant == tenants::ALL {
+        let admin = roles.iter().all(|role| *role == Role::Admin);
+        return admin.then_some((tenants::DEFAULT, true));
+    }
+    is_tenant(tenant).then_some((tenant, false))
 }
 
 /// Whether a token may have this name; it goes into addresses as it is.
@@ -209,10 +279,13 @@ pub fn is_name(name: &str) -> bool {
 }
 
 impl Tokens {
-    /// Whether there is a token of this name for this role and environment.
+    /// Whether there is a token of this name for this role and environment, which is named as
+    /// [`tenants::scoped`] does.
     pub fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
+        let (tenant, environment) = tenants::split(environment);
         self.0.iter().any(|token| {
             *token.caller.name == *name
+                && *token.caller.tenant == *tenant
                 && token.caller.is(role)
                 && token.caller.may_use(environment)
         })
@@ -229,17 +302,7 @@ impl Tokens {
     ///
     /// Why it speaks for nobody.
     pub fn caller(&self, head: &Head) -> Result<Caller, TokenError> {
-        let mut headers = head.headers_named("authorization");
-        let header = headers.next().ok_or(TokenError::Missing)?;
-        // Which of two would count is not for us to guess.
-        if headers.next().is_some() {
-            return Err(TokenError::Header);
-        }
-        let (scheme, token) = header.split_once(' ').ok_or(TokenError::Header)?;
-        let token = token.trim();
-        if !scheme.eq_ignore_ascii_case("bearer") || token.is_empty() {
-            return Err(TokenError::Header);
-        }
+        let token = bearer(head)?;
         let hash: [u8; 32] = Sha256::digest(token).into();
         // All are compared, so that time tells nothing.
         let mut found = None;
@@ -250,6 +313,22 @@ impl Tokens {
         }
         found.cloned().ok_or(TokenError::Unknown)
     }
+}
+
+/// The bearer token in the head of a request.
+pub(crate) fn bearer(head: &Head) -> Result<&str, TokenError> {
+    let mut headers = head.headers_named("authorization");
+    let header = headers.next().ok_or(TokenError::Missing)?;
+    // Which of two would count is not for us to guess.
+    if headers.next().is_some() {
+        return Err(TokenError::Header);
+    }
+    let (scheme, token) = header.split_once(' ').ok_or(TokenError::Header)?;
+    let token = token.trim();
+    if !scheme.eq_ignore_ascii_case("bearer") || token.is_empty() {
+        return Err(TokenError::Header);
+    }
+    Ok(token)
 }
 
 #[cfg(test)]
@@ -291,6 +370,37 @@ mod tests {
             assert_eq!(tokens.caller(&head(headers)), Err(error), "{headers:?}");
         }
         assert!(!format!("{tokens:?}").contains("plain"));
+    }
+
+    #[test]
+    fn tokens_belong_to_tenants() {
+        let text = "a harness,admin one\nb harness two x-* tenant=acme\n\
+                    c admin three tenant=acme\nops admin four tenant=*\n";
+        let tokens: Tokens = text.parse().unwrap();
+        let caller = |token: &str| tokens.caller(&head(&[&format!("Bearer {token}")])).unwrap();
+        assert_eq!(&*caller("one").tenant, "default");
+        assert!(caller("one").is_admin_of("default") && !caller("one").is_admin_of("acme"));
+        assert_eq!(&*caller("two").tenant, "acme");
+        assert!(caller("three").is_admin_of("acme") && !caller("three").is_admin_of("default"));
+        assert!(!caller("one").is_operator() && !caller("three").is_operator());
+        assert!(caller("four").is_operator() && caller("four").is_admin_of("acme"));
+        // A token of one tenant does not keep anybody in at another.
+        assert!(tokens.still_allows("b", Role::Harness, "acme/x-1"));
+        assert!(!tokens.still_allows("b", Role::Harness, "x-1"));
+        assert!(!tokens.still_allows("b", Role::Harness, "acme/y"));
+        assert!(tokens.still_allows("a", Role::Harness, "x-1"));
+        assert!(!tokens.still_allows("a", Role::Harness, "acme/x-1"));
+        for bad in [
+            "a harness t tenant=*",
+            "a admin,harness t tenant=*",
+            "a admin t tenant=",
+            "a admin t tenant=other",
+            "a admin t tenant=a/b",
+            "a admin t tenant=a tenant=b",
+            "a admin t x=y",
+        ] {
+            assert!(bad.parse::<Tokens>().is_err(), "{bad}");
+        }
     }
 
     #[test]

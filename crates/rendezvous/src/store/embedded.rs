@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{Pending, Registration, Revocation, Store, StoreError};
+use crate::tenants;
 
 /// By environment.
 const REGISTRATIONS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("registrations");
@@ -119,6 +120,27 @@ impl Store for Embedded {
         self.work("list registrations", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
+        })
+    }
+
+    fn environments(&self, tenant: &str) -> Pending<'_, Result<u64, StoreError>> {
+        let tenant = tenant.to_owned();
+        self.work("count registrations", move |database| {
+            let table = database.begin_read()?.open_table(REGISTRATIONS)?;
+            let mut count = 0;
+            // What a tenant has lies side by side; only those of `default` are among the others.
+            let entries = match &*tenant {
+                tenants::DEFAULT => table.iter()?,
+                tenant => {
+                    let (from, to) = (format!("{tenant}/"), format!("{tenant}0"));
+                    table.range(from.as_str()..to.as_str())?
+                }
+            };
+            for entry in entries {
+                let (key, _) = entry?;
+                count += u64::from(tenants::split(key.value()).0 == tenant);
+            }
+            Ok(count)
         })
     }
 
@@ -269,6 +291,21 @@ mod tests {
         assert!(store.remove("env-1").await.unwrap());
         assert!(!store.remove("env-1").await.unwrap());
         assert_eq!(store.registration("env-1").await.unwrap(), None);
+    }
+
+    #[tokio::test]
+    async fn environments_are_counted_by_tenant() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = Embedded::open(&directory.path().join("store")).unwrap();
+        for environment in ["a", "b", "t/a", "t/b", "t/c", "t-/a", "u/a", "t0"] {
+            let mut registration = registration("r");
+            registration.environment = environment.to_owned();
+            assert!(store.register(registration, None).await.unwrap());
+        }
+        for (tenant, count) in [("default", 3), ("t", 3), ("t-", 1), ("u", 1), ("v", 0)] {
+            let counted = store.environments(tenant).await.unwrap();
+            assert_eq!(counted, count, "{tenant}");
+        }
     }
 
     #[tokio::test]

@@ -28,7 +28,11 @@ pub(crate) const TOKENS: &str = "\
     alice harness alice-token\n\
     bob harness bob-token\n\
     carol harness carol-token other-*\n\
-    ops admin ops-token\n";
+    ops admin ops-token\n\
+    acme-machine executor acme-executor-token tenant=acme\n\
+    acme-alice harness acme-alice-token tenant=acme\n\
+    acme-ops admin acme-ops-token tenant=acme\n\
+    root admin root-token tenant=*\n";
 
 /// A meeting point; dropping it ends it.
 pub(crate) struct Meeting {
@@ -117,13 +121,22 @@ impl Meeting {
 
     /// Registers an executor with the key `seed`.
     pub(crate) async fn register(&self, environment: &str, seed: u8) -> Value {
+        let (status, answer) = self.register_as("executor-token", environment, seed).await;
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
+    pub(crate) async fn register_as(
+        &self,
+        token: &str,
+        environment: &str,
+        seed: u8,
+    ) -> (u16, Value) {
         let body = json!({
             "security_profile": SECURITY_PROFILE, "executor_public_key": key(seed),
         });
         let path = format!("/cloud/environment/{environment}/register");
-        let (status, answer) = self.post("executor-token", &path, body).await;
-        assert_eq!(status, 200, "{answer}");
-        answer
+        self.post(token, &path, body).await
     }
 
     /// Registers an executor and attaches its socket.

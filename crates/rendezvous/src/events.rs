@@ -1,0 +1,186 @@
+//! What happens at a meeting point, for those who watch: `GET /events`, server-sent events.
+//!
+//! Owns who watches and what waits for each of them, which is bounded: whoever reads too slowly is
+//! told how much it has missed. Nobody waits for a watcher.
+
+use std::collections::VecDeque;
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+
+/// Who can watch at one time.
+const MAX_WATCHERS: usize = 64;
+
+/// Events that wait for one watcher.
+const MAX_WAITING: usize = 1024;
+
+/// Everybody who watches.
+#[derive(Debug, Default)]
+pub(crate) struct Events {
+    watchers: Mutex<Vec<Arc<Watcher>>>,
+}
+
+#[derive(Debug)]
+struct Watcher {
+    /// Whose events; `None` for all.
+    tenant: Option<Arc<str>>,
+    waiting: Mutex<Waiting>,
+    filled: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    events: VecDeque<Arc<str>>,
+    /// The number of the first of them. Each watcher counts for itself: how much happens at other
+    /// tenants is not for everybody.
+    first: u64,
+    /// Not told yet.
+    dropped: u64,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Events {
+    /// Whether anybody watches.
+    pub(crate) fn is_watched(&self) -> bool {
+        !locked(&self.watchers).is_empty()
+    }
+
+    /// Tells all who may know. `data` is told with what happened and whose it is.
+    pub(crate) fn tell(&self, event: &str, tenant: &str, mut data: Value) {
+        let watchers = locked(&self.watchers);
+        if watchers.is_empty() {
+            return;
+        }
+        data["tenant"] = json!(tenant);
+        // JSON has no line breaks of its own, so that one line holds it.
+        let text: Arc<str> = format!("event: {event}\ndata: {data}\n\n").into();
+        for watcher in &*watchers {
+            if watcher
+                .tenant
+                .as_ref()
+                .is_some_and(|watched| **watched != *tenant)
+            {
+                continue;
+            }
+            let mut waiting = locked(&watcher.waiting);
+            if waiting.events.len() >= MAX_WAITING {
+                // The oldest goes: what is the case now matters more.
+                waiting.events.pop_front();
+                waiting.first += 1;
+                waiting.dropped += 1;
+            }
+            waiting.events.push_back(Arc::clone(&text));
+            drop(waiting);
+            watcher.filled.notify_one();
+        }
+    }
+
+    /// Begins to watch one tenant, or all; `None` if too many do.
+    pub(crate) fn watch(self: &Arc<Self>, tenant: Option<Arc<str>>) -> Option<Watching> {
+        let mut watchers = locked(&self.watchers);
+        if watchers.len() >= MAX_WATCHERS {
+            return None;
+        }
+        let watcher = Arc::new(Watcher {
+            tenant,
+            waiting: Mutex::default(),
+            filled: Notify::new(),
+        });
+        watchers.push(Arc::clone(&watcher));
+        Some(Watching {
+            events: Arc::clone(self),
+            watcher,
+        })
+    }
+}
+
+/// One who watches, until dropped.
+#[derive(Debug)]
+pub(crate) struct Watching {
+    events: Arc<Events>,
+    watcher: Arc<Watcher>,
+}
+
+impl Watching {
+    /// What has happened since it was last asked, as text to be sent. Cancel safe.
+    pub(crate) async fn next(&self) -> String {
+        loop {
+            {
+                let mut waiting = locked(&self.watcher.waiting);
+                if !waiting.events.is_empty() {
+                    let mut text = String::new();
+                    let dropped = std::mem::take(&mut waiting.dropped);
+                    if dropped > 0 {
+                        text = format!("event: dropped\ndata: {{\"dropped\":{dropped}}}\n\n");
+                    }
+                    for event in std::mem::take(&mut waiting.events) {
+                        let _ = write!(text, "id: {}\n{event}", waiting.first);
+                        waiting.first += 1;
+                    }
+                    return text;
+                }
+            }
+            self.watcher.filled.notified().await;
+        }
+    }
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        let watcher = &self.watcher;
+        locked(&self.events.watchers).retain(|other| !Arc::ptr_eq(other, watcher));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn watchers_hear_of_their_tenant_alone() {
+        let events = Arc::new(Events::default());
+        assert!(!events.is_watched());
+        let all = events.watch(None).unwrap();
+        let acme = events.watch(Some("acme".into())).unwrap();
+        events.tell("attach", "other-one", json!({"environment": "a\nb"}));
+        events.tell("revoke", "acme", json!({"harness": "token:x"}));
+        let expected =
+            "id: 0\nevent: revoke\ndata: {\"harness\":\"token:x\",\"tenant\":\"acme\"}\n\n";
+        assert_eq!(acme.next().await, expected);
+        let text = all.next().await;
+        assert_eq!(text.matches("\n\n").count(), 2, "{text}");
+        assert!(text.contains(r#""environment":"a\nb""#), "{text}");
+        drop((all, acme));
+        assert!(!events.is_watched());
+    }
+
+    #[tokio::test]
+    async fn the_slow_are_told_what_they_have_missed() {
+        let events = Arc::new(Events::default());
+        let slow = events.watch(None).unwrap();
+        for _ in 0..MAX_WAITING + 7 {
+            events.tell("attach", "default", json!({}));
+        }
+        let text = slow.next().await;
+        assert!(text.starts_with("event: dropped\ndata: {\"dropped\":7}\n\n"));
+        assert_eq!(text.matches("event: attach").count(), MAX_WAITING);
+        assert!(text.contains("id: 7\n") && !text.contains("id: 6\n"));
+        events.tell("attach", "default", json!({}));
+        assert!(!slow.next().await.contains("dropped"));
+    }
+
+    #[test]
+    fn not_everybody_can_watch() {
+        let events = Arc::new(Events::default());
+        let all: Vec<_> = (0..MAX_WATCHERS).map(|_| events.watch(None)).collect();
+        assert!(all.iter().all(Option::is_some));
+        assert!(events.watch(None).is_none());
+        drop(all);
+        assert!(events.watch(None).is_some());
+    }
+}

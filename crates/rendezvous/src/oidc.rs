@@ -1,0 +1,785 @@
+//! Tokens that an OIDC issuer signed: who they speak for, and the keys that tell.
+//!
+//! Owns the keys that were last fetched and when they may be fetched again. Knows nothing of where
+//! they come from ([`KeySource`]), nor of what the caller wants.
+//!
+//! A subject is known as `jwt:SUBJECT`, so that it can never be taken for a token of the file. What
+//! it is given lasts no longer than its token; nothing about it is remembered.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use base64_simd::URL_SAFE_NO_PAD;
+use ring::signature::{
+    ECDSA_P256_SHA256_FIXED, ED25519, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
+    UnparsedPublicKey,
+};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+use crate::store::Pending;
+use crate::tenants;
+use crate::tokens::{Caller, Role};
+
+/// What the names of subjects begin with.
+const PREFIX: &str = "jwt:";
+
+/// Bytes of a subject's name, escapes and all: it goes into addresses.
+const MAX_NAME_BYTES: usize = 255;
+
+/// Keys of one issuer; real ones have two or three.
+const MAX_KEYS: usize = 64;
+
+/// How far clocks may be apart.
+const LEEWAY: u64 = 60;
+
+/// How long nobody asks for keys again, whatever they bring: anybody can name a key that is not
+/// there.
+const REFRESH_PAUSE: Duration = Duration::from_secs(10);
+
+/// What an issuer's tokens must say, and where they say it.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct OidcConfig {
+    /// Who signs, exactly as in `iss`.
+    pub issuer: String,
+    /// Whom the tokens must be for: one of `aud`.
+    pub audience: String,
+    /// Where the tenant is; one who has none is of [`tenants::DEFAULT`]. A name, or names with dots
+    /// between them.
+    pub tenant_claim: String,
+    /// Where the roles are: an array, or a text with spaces or commas. Others than ours do not
+    /// matter.
+    pub role_claim: String,
+    /// Where the environments are, if they are limited.
+    pub environments_claim: String,
+}
+
+impl OidcConfig {
+    /// For the tokens of an issuer for an audience, with claims of the usual names.
+    pub fn new(issuer: impl Into<String>, audience: impl Into<String>) -> Self {
+        Self {
+            issuer: issuer.into(),
+            audience: audience.into(),
+            tenant_claim: "tenant".to_owned(),
+            role_claim: "roles".to_owned(),
+            environments_claim: "environments".to_owned(),
+        }
+    }
+}
+
+/// Where an issuer's keys come from: the text of a JWKS document.
+pub trait KeySource: fmt::Debug + Send + Sync {
+    /// Gets it; the error is for the log.
+    fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>>;
+}
+
+/// Why a signed token speaks for nobody.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum JwtError {
+    /// Not three parts of base64 and JSON.
+    #[error("malformed token")]
+    Malformed,
+    /// Signed in a way that is not for public keys, or not ours.
+    #[error("the token is signed with `{0}`; RS256, ES256 and EdDSA are known")]
+    Algorithm(String),
+    /// No key of that name.
+    #[error("the token's key is none of the issuer's")]
+    UnknownKey,
+    /// Somebody else wrote it.
+    #[error("the token's signature is wrong")]
+    Signature,
+    /// Of somebody else, or for somebody else.
+    #[error("the token is {0}")]
+    Claim(&'static str),
+    /// It says nothing about what its bearer may do here.
+    #[error("the token has no role of ours in its claim `{0}`")]
+    NoRole(String),
+    /// Its tenant can be none.
+    #[error("the token's claim `{0}` names no tenant that it could be of")]
+    Tenant(String),
+    /// Its subject cannot be named.
+    #[error("the token's subject is missing or longer than {MAX_NAME_BYTES} bytes")]
+    Subject,
+}
+
+/// A way to sign.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Algorithm {
+    Rs256,
+    Es256,
+    EdDsa,
+}
+
+impl Algorithm {
+    fn parse(name: &str) -> Option<Self> {
+        match name {
+            "RS256" => Some(Self::Rs256),
+            "ES256" => Some(Self::Es256),
+            "EdDSA" => Some(Self::EdDsa),
+            _ => None,
+        }
+    }
+}
+
+/// A key that can tell whether its owner signed something.
+#[derive(Debug)]
+struct Key {
+    id: Option<String>,
+    material: Material,
+}
+
+#[derive(Debug)]
+enum Material {
+    Rsa { n: Vec<u8>, e: Vec<u8> },
+    P256(Vec<u8>),
+    Ed25519(Vec<u8>),
+}
+
+impl Key {
+    fn algorithm(&self) -> Algorithm {
+        match self.material {
+            Material::Rsa { .. } => Algorithm::Rs256,
+            Material::P256(_) => Algorithm::Es256,
+            Material::Ed25519(_) => Algorithm::EdDsa,
+        }
+    }
+
+    fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
+        match &self.material {
+            Material::Rsa { n, e } => RsaPublicKeyComponents { n, e }
+                .verify(&RSA_PKCS1_2048_8192_SHA256, message, signature)
+                .is_ok(),
+            Material::P256(point) => UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, point)
+                .verify(message, signature)
+                .is_ok(),
+            Material::Ed25519(point) => UnparsedPublicKey::new(&ED25519, point)
+                .verify(message, signature)
+                .is_ok(),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Document {
+    keys: Vec<Value>,
+}
+
+/// One key of a document, as far as it concerns us.
+#[derive(Deserialize)]
+struct Jwk {
+    kty: String,
+    #[serde(default)]
+    kid: Option<String>,
+    #[serde(default, rename = "use")]
+    usage: Option<String>,
+    #[serde(default)]
+    alg: Option<String>,
+    #[serde(default)]
+    crv: Option<String>,
+    #[serde(default)]
+    n: Option<String>,
+    #[serde(default)]
+    e: Option<String>,
+    #[serde(default)]
+    x: Option<String>,
+    #[serde(default)]
+    y: Option<String>,
+}
+
+impl Jwk {
+    /// `None` if it is of no use to us.
+    fn key(self) -> Option<Key> {
+        let bytes = |text: &Option<String>| decode(text.as_deref()?);
+        let material = match (&*self.kty, self.crv.as_deref()) {
+            ("RSA", _) => Material::Rsa {
+                n: unpadded(bytes(&self.n)?),
+                e: unpadded(bytes(&self.e)?),
+            },
+            ("EC", Some("P-256")) => {
+                let (x, y) = (bytes(&self.x)?, bytes(&self.y)?);
+                if x.len() != 32 || y.len() != 32 {
+                    return None;
+                }
+                Material::P256([&[4], &x[..], &y[..]].concat())
+            }
+            ("OKP", Some("Ed25519")) => Material::Ed25519(bytes(&self.x)?),
+            _ => return None,
+        };
+        let key = Key {
+            id: self.kid,
+            material,
+        };
+        let signs = self.usage.is_none_or(|usage| usage == "sig");
+        let same = self
+            .alg
+            .is_none_or(|alg| Algorithm::parse(&alg) == Some(key.algorithm()));
+        (signs && same).then_some(key)
+    }
+}
+
+fn decode(text: &str) -> Option<Vec<u8>> {
+    URL_SAFE_NO_PAD.decode_to_vec(text).ok()
+}
+
+/// Numbers of some issuers begin with zeros, which ring does not want.
+fn unpadded(bytes: Vec<u8>) -> Vec<u8> {
+    let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
+    bytes[zeros..].to_vec()
+}
+
+/// Keys of a document; those that are of no use to us are left out.
+fn parse_keys(document: &[u8]) -> Result<Vec<Key>, String> {
+    let Document { keys } = serde_json::from_slice(document)
+        .map_err(|error| format!("this is no JWKS document: {error}"))?;
+    let keys: Vec<Key> = keys
+        .into_iter()
+        .take(MAX_KEYS)
+        .filter_map(|key| serde_json::from_value::<Jwk>(key).ok()?.key())
+        .collect();
+    if keys.is_empty() {
+        return Err("it has no key for RS256, ES256 or EdDSA".to_owned());
+    }
+    Ok(keys)
+}
+
+#[derive(Deserialize)]
+struct Header {
+    alg: String,
+    #[serde(default)]
+    kid: Option<String>,
+    /// Says what must be understood; we understand nothing of that.
+    #[serde(default)]
+    crit: Option<Value>,
+}
+
+/// A token in its parts.
+struct Parts<'a> {
+    algorithm: Algorithm,
+    kid: Option<String>,
+    /// What is signed.
+    message: &'a [u8],
+    claims: &'a str,
+    signature: Vec<u8>,
+}
+
+impl<'a> Parts<'a> {
+    fn of(token: &'a str) -> Result<Self, JwtError> {
+        let malformed = || JwtError::Malformed;
+        let (message, signature) = token.rsplit_once('.').ok_or_else(malformed)?;
+        let (header, claims) = message.split_once('.').ok_or_else(malformed)?;
+        let header: Header = decode(header)
+            .and_then(|header| serde_json::from_slice(&header).ok())
+            .ok_or_else(malformed)?;
+        if header.crit.is_some() {
+            return Err(JwtError::Malformed);
+        }
+        let algorithm = Algorithm::parse(&header.alg).ok_or_else(|| {
+            let shown = header.alg.chars().filter(char::is_ascii_alphanumeric);
+            JwtError::Algorithm(shown.take(16).collect())
+        })?;
+        Ok(Self {
+            algorithm,
+            kid: header.kid,
+            message: message.as_bytes(),
+            claims,
+            signature: decode(signature).ok_or_else(malformed)?,
+        })
+    }
+
+    fn verify(&self, keys: &[Key]) -> Result<(), JwtError> {
+        let mut suitable = keys
+            .iter()
+            .filter(|key| key.algorithm() == self.algorithm)
+            .filter(|key| self.kid.is_none() || key.id == self.kid)
+            .peekable();
+        if suitable.peek().is_none() {
+            return Err(JwtError::UnknownKey);
+        }
+        let verified = suitable.any(|key| key.verifies(self.message, &self.signature));
+        verified.then_some(()).ok_or(match self.kid {
+            Some(_) => JwtError::Signature,
+            // It may be one that we do not have yet.
+            None => JwtError::UnknownKey,
+        })
+    }
+}
+
+/// Whether a token looks like one that an issuer signed.
+pub(crate) fn is_jwt(token: &str) -> bool {
+    token.bytes().filter(|byte| *byte == b'.').count() == 2 && token.starts_with("eyJ")
+}
+
+/// Whether a name is that of an issuer's subject.
+pub(crate) fn is_subject(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~%".contains(&byte);
+    name.strip_prefix(PREFIX).is_some_and(|rest| {
+        !rest.is_empty() && name.len() <= MAX_NAME_BYTES && rest.bytes().all(allowed)
+    })
+}
+
+/// The name of a subject: what is not a letter, a digit or one of `-_.~` is escaped, as in a URL.
+fn subject_name(subject: &str) -> Option<String> {
+    let mut name = PREFIX.to_owned();
+    for byte in subject.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) {
+            name.push(byte.into());
+        } else {
+            name.push_str(&format!("%{byte:02X}"));
+        }
+    }
+    is_subject(&name).then_some(name)
+}
+
+/// One issuer.
+#[derive(Debug)]
+pub struct Oidc {
+    config: OidcConfig,
+    source: Arc<dyn KeySource>,
+    keys: RwLock<Arc<Vec<Key>>>,
+    /// Held while keys are fetched, so that all who wait for the same ones ask once.
+    refreshing: tokio::sync::Mutex<()>,
+    /// When they were last asked for.
+    asked: Mutex<Option<Instant>>,
+}
+
+fn now() -> Instant {
+    // Tokio's clock, which tests can stop.
+    tokio::time::Instant::now().into_std()
+}
+
+impl Oidc {
+    /// An issuer whose keys are not known yet; see [`Oidc::refresh`].
+    pub fn new(config: OidcConfig, source: Arc<dyn KeySource>) -> Self {
+        Self {
+            config,
+            source,
+            keys: RwLock::default(),
+            refreshing: tokio::sync::Mutex::default(),
+            asked: Mutex::default(),
+        }
+    }
+
+    fn keys(&self) -> Arc<Vec<Key>> {
+        Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn asked(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
+        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fetches the keys; how many there are now. Keys that are not there any more are forgotten.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be had; those that were known stay.
+    pub async fn refresh(&self) -> Result<usize, String> {
+        let _alone = self.refreshing.lock().await;
+        self.fetch().await
+    }
+
+    async fn fetch(&self) -> Result<usize, String> {
+        *self.asked() = Some(now());
+        let keys = parse_keys(&self.source.fetch().await?)?;
+        let count = keys.len();
+        *self.keys.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(keys);
+        Ok(count)
+    }
+
+    /// Fetches the keys because one is missing, unless they were asked for just now.
+    async fn look_again(&self) {
+        let before = self.keys();
+        let _alone = self.refreshing.lock().await;
+        let recent = |asked: Instant| now().duration_since(asked) < REFRESH_PAUSE;
+        // Somebody may have been faster.
+        if !Arc::ptr_eq(&before, &self.keys()) || self.asked().is_some_and(recent) {
+            return;
+        }
+        match self.fetch().await {
+            Ok(count) => tracing::info!(count, "the issuer's keys were fetched"),
+            Err(error) => tracing::warn!(%error, "the issuer's keys cannot be fetched"),
+        }
+    }
+
+    /// Whom a token speaks for, at `unix_now` seconds since 1970.
+    pub(crate) async fn caller(&self, token: &str, unix_now: u64) -> Result<Caller, JwtError> {
+        let parts = Parts::of(token)?;
+        let mut verified = parts.verify(&self.keys());
+        if verified == Err(JwtError::UnknownKey) {
+            self.look_again().await;
+            verified = parts.verify(&self.keys());
+        }
+        verified?;
+        // Only now is it worth reading.
+        let claims: Map<String, Value> = decode(parts.claims)
+            .and_then(|claims| serde_json::from_slice(&claims).ok())
+            .ok_or(JwtError::Malformed)?;
+        self.read(&claims, unix_now)
+    }
+
+    fn read(&self, claims: &Map<String, Value>, now: u64) -> Result<Caller, JwtError> {
+        let config = &self.config;
+        if claims.get("iss").and_then(Value::as_str) != Some(&config.issuer) {
+            return Err(JwtError::Claim("of another issuer"));
+        }
+        let audience = match claims.get("aud") {
+            Some(Value::String(audience)) => *audience == config.audience,
+            Some(Value::Array(all)) => all.iter().any(|one| *one == *config.audience),
+            _ => false,
+        };
+        if !audience {
+            return Err(JwtError::Claim("for another audience"));
+        }
+        let time = |name: &str| claims.get(name).and_then(Value::as_f64);
+        let expires = time("exp").ok_or(JwtError::Claim("without an end"))?;
+        let leeway = LEEWAY as f64;
+        // Not so written that a number that is none would pass.
+        if !(expires + leeway > now as f64) {
+            return Err(JwtError::Claim("expired"));
+        }
+        let later = |name| time(name).is_some_and(|time| time > now as f64 + leeway);
+        if later("nbf") || later("iat") {
+            return Err(JwtError::Claim("not valid yet"));
+        }
+        let subject = claims.get("sub").and_then(Value::as_str);
+        let name = subject.and_then(subject_name).ok_or(JwtError::Subject)?;
+        let roles: Vec<Role> = words(claim(claims, &config.role_claim))
+            .iter()
+            .filter_map(|role| role.parse().ok())
+            .collect();
+        if roles.is_empty() {
+            return Err(JwtError::NoRole(config.role_claim.clone()));
+        }
+        let bad_tenant = || JwtError::Tenant(config.tenant_claim.clone());
+        let tenant = match claim(claims, &config.tenant_claim) {
+            None | Some(Value::Null) => tenants::DEFAULT,
+            Some(Value::String(tenant)) => tenant,
+            Some(_) => return Err(bad_tenant()),
+        };
+        let environments = match claim(claims, &config.environments_claim) {
+            None | Some(Value::Null) => Vec::new(),
+            there => {
+                let environments = words(there);
+                if environments.is_empty() {
+                    return Err(JwtError::Claim("for no environment"));
+                }
+                environments
+            }
+        };
+        let expires = (expires + leeway) as u64;
+        Caller::vouched(name, tenant, roles, environments, expires).ok_or_else(bad_tenant)
+    }
+}
+
+/// A claim by its name, or by names with dots between them.
+fn claim<'a>(claims: &'a Map<String, Value>, path: &str) -> Option<&'a Value> {
+    if let Some(found) = claims.get(path) {
+        return Some(found);
+    }
+    let (first, rest) = path.split_once('.')?;
+    claim(claims.get(first)?.as_object()?, rest)
+}
+
+/// The texts of an array, or the words of a text.
+fn words(value: Option<&Value>) -> Vec<String> {
+    match value {
+        Some(Value::String(text)) => text
+            .split([' ', ','])
+            .filter(|word| !word.is_empty())
+            .map(str::to_owned)
+            .collect(),
+        Some(Value::Array(all)) => all
+            .iter()
+            .filter_map(Value::as_str)
+            .filter(|word| !word.is_empty())
+            .map(str::to_owned)
+            .collect(),
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ring::rand::SystemRandom;
+    use ring::signature::{
+        ECDSA_P256_SHA256_FIXED_SIGNING, EcdsaKeyPair, Ed25519KeyPair, KeyPair as _,
+    };
+    use serde_json::json;
+
+    use super::*;
+
+    const NOW: u64 = 1_000_000;
+
+    /// Ways to sign, each with a key.
+    enum Signer {
+        Ed25519(Ed25519KeyPair),
+        P256(EcdsaKeyPair),
+    }
+
+    impl Signer {
+        fn ed25519() -> Self {
+            let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
+            Self::Ed25519(Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap())
+        }
+
+        fn p256() -> Self {
+            let random = SystemRandom::new();
+            let algorithm = &ECDSA_P256_SHA256_FIXED_SIGNING;
+            let key = EcdsaKeyPair::generate_pkcs8(algorithm, &random).unwrap();
+            Self::P256(EcdsaKeyPair::from_pkcs8(algorithm, key.as_ref(), &random).unwrap())
+        }
+
+        fn jwk(&self, kid: &str) -> Value {
+            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode_to_string(bytes);
+            match self {
+                Self::Ed25519(key) => json!({
+                    "kty": "OKP", "crv": "Ed25519", "kid": kid, "use": "sig",
+                    "x": text(key.public_key().as_ref()),
+                }),
+                Self::P256(key) => json!({
+                    "kty": "EC", "crv": "P-256", "kid": kid, "alg": "ES256",
+                    "x": text(&key.public_key().as_ref()[1..33]),
+                    "y": text(&key.public_key().as_ref()[33..]),
+                }),
+            }
+        }
+
+        fn sign(&self, header: &Value, claims: &Value) -> String {
+            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode_to_string(bytes);
+            let message = format!(
+                "{}.{}",
+                text(header.to_string().as_bytes()),
+                text(claims.to_string().as_bytes())
+            );
+            let signature = match self {
+                Self::Ed25519(key) => text(key.sign(message.as_bytes()).as_ref()),
+                Self::P256(key) => {
+                    let signature = key.sign(&SystemRandom::new(), message.as_bytes());
+                    text(signature.unwrap().as_ref())
+                }
+            };
+            format!("{message}.{signature}")
+        }
+
+        fn token(&self, kid: &str, claims: &Value) -> String {
+            let alg = match self {
+                Self::Ed25519(_) => "EdDSA",
+                Self::P256(_) => "ES256",
+            };
+            self.sign(&json!({"alg": alg, "kid": kid}), claims)
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct Source {
+        document: Mutex<Value>,
+        fetched: Mutex<usize>,
+    }
+
+    impl KeySource for Source {
+        fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
+            *self.fetched.lock().unwrap() += 1;
+            let document = self.document.lock().unwrap().to_string();
+            Box::pin(std::future::ready(Ok(document.into_bytes())))
+        }
+    }
+
+    async fn issuer(keys: Value) -> (Oidc, Arc<Source>) {
+        let source = Arc::new(Source::default());
+        *source.document.lock().unwrap() = json!({ "keys": keys });
+        let config = OidcConfig::new("https://issuer.example", "meet");
+        let oidc = Oidc::new(config, Arc::clone(&source) as Arc<dyn KeySource>);
+        oidc.refresh().await.unwrap();
+        (oidc, source)
+    }
+
+    fn claims() -> Value {
+        json!({
+            "iss": "https://issuer.example", "aud": ["x", "meet"], "sub": "auth0|alice",
+            "exp": NOW + 300, "roles": ["harness", "something-else"], "tenant": "acme",
+        })
+    }
+
+    #[tokio::test]
+    async fn tokens_speak_for_their_subject() {
+        let (first, second) = (Signer::ed25519(), Signer::p256());
+        let (oidc, _) = issuer(json!([
+            first.jwk("a"),
+            {"kty": "oct", "k": "AAAA"},
+            second.jwk("b"),
+        ]))
+        .await;
+        for token in [first.token("a", &claims()), second.token("b", &claims())] {
+            assert!(is_jwt(&token));
+            let caller = oidc.caller(&token, NOW).await.unwrap();
+            assert_eq!(&*caller.name, "jwt:auth0%7Calice");
+            assert!(is_subject(&caller.name));
+            assert_eq!(&*caller.tenant, "acme");
+            assert!(caller.is(Role::Harness) && !caller.is(Role::Executor));
+            assert!(caller.may_use("anything"));
+            // Nothing that it gets outlives it.
+            assert_eq!(caller.until(NOW, 60), NOW + 60);
+            assert_eq!(caller.until(NOW, 3600), NOW + 360);
+        }
+        let with = |name: &str, value: Value| {
+            let mut claims = claims();
+            claims[name] = value;
+            first.token("a", &claims)
+        };
+        let limited = oidc
+            .caller(&with("environments", json!("a-* b")), NOW)
+            .await;
+        let limited = limited.unwrap();
+        assert!(limited.may_use("a-1") && limited.may_use("b") && !limited.may_use("c"));
+        let default = oidc.caller(&with("tenant", json!(null)), NOW).await;
+        assert_eq!(&*default.unwrap().tenant, "default");
+        let mut operator = claims();
+        (operator["tenant"], operator["roles"]) = (json!("*"), json!("admin"));
+        let operator = oidc.caller(&first.token("a", &operator), NOW).await;
+        assert!(operator.unwrap().is_operator());
+    }
+
+    #[tokio::test]
+    async fn claims_may_have_other_names() {
+        let key = Signer::ed25519();
+        let source = Arc::new(Source::default());
+        *source.document.lock().unwrap() = json!({"keys": [key.jwk("a")]});
+        let mut config = OidcConfig::new("i", "meet");
+        config.role_claim = "realm_access.roles".to_owned();
+        config.tenant_claim = "https://example.com/tenant".to_owned();
+        let oidc = Oidc::new(config, source);
+        let claims = json!({
+            "iss": "i", "aud": "meet", "sub": "s", "exp": NOW + 1,
+            "realm_access": {"roles": ["executor"]}, "https://example.com/tenant": "t",
+        });
+        // The keys are fetched when they are first needed.
+        let caller = oidc.caller(&key.token("a", &claims), NOW).await.unwrap();
+        assert!(caller.is(Role::Executor));
+        assert_eq!(&*caller.tenant, "t");
+    }
+
+    #[tokio::test]
+    async fn others_are_refused() {
+        let (key, stranger) = (Signer::ed25519(), Signer::ed25519());
+        let (oidc, _) = issuer(json!([key.jwk("a")])).await;
+        let refused = async |token: &str| oidc.caller(token, NOW).await.unwrap_err();
+        for (name, value, error) in [
+            (
+                "iss",
+                json!("https://other.example"),
+                JwtError::Claim("of another issuer"),
+            ),
+            (
+                "aud",
+                json!("other"),
+                JwtError::Claim("for another audience"),
+            ),
+            (
+                "aud",
+                json!(["other"]),
+                JwtError::Claim("for another audience"),
+            ),
+            ("exp", json!(NOW - 61), JwtError::Claim("expired")),
+            ("exp", json!(null), JwtError::Claim("without an end")),
+            ("nbf", json!(NOW + 61), JwtError::Claim("not valid yet")),
+            ("iat", json!(NOW + 61), JwtError::Claim("not valid yet")),
+            ("sub", json!(""), JwtError::Subject),
+            ("sub", json!("x".repeat(300)), JwtError::Subject),
+            (
+                "roles",
+                json!(["boss"]),
+                JwtError::NoRole("roles".to_owned()),
+            ),
+            (
+                "tenant",
+                json!("a/b"),
+                JwtError::Tenant("tenant".to_owned()),
+            ),
+            ("tenant", json!("*"), JwtError::Tenant("tenant".to_owned())),
+            ("tenant", json!(7), JwtError::Tenant("tenant".to_owned())),
+            (
+                "environments",
+                json!([]),
+                JwtError::Claim("for no environment"),
+            ),
+        ] {
+            let mut claims = claims();
+            claims[name] = value;
+            assert_eq!(refused(&key.token("a", &claims)).await, error, "{claims}");
+        }
+        assert_eq!(
+            refused(&stranger.token("a", &claims())).await,
+            JwtError::Signature
+        );
+        assert_eq!(
+            refused(&stranger.token("b", &claims())).await,
+            JwtError::UnknownKey
+        );
+        let good = key.token("a", &claims());
+        let (rest, _) = good.rsplit_once('.').unwrap();
+        assert_eq!(refused(&format!("{rest}.")).await, JwtError::Signature);
+        for alg in ["none", "HS256", "RS512"] {
+            let token = key.sign(&json!({"alg": alg, "kid": "a"}), &claims());
+            assert_eq!(refused(&token).await, JwtError::Algorithm(alg.to_owned()));
+        }
+        // A key is good for its own way to sign alone.
+        let token = key.sign(&json!({"alg": "ES256", "kid": "a"}), &claims());
+        assert_eq!(refused(&token).await, JwtError::UnknownKey);
+        let token = key.sign(&json!({"alg": "EdDSA", "crit": ["x"]}), &claims());
+        assert_eq!(refused(&token).await, JwtError::Malformed);
+        for token in ["", "a", "a.b", "a.b.c", "eyJ.eyJ.eyJ"] {
+            assert_eq!(refused(token).await, JwtError::Malformed, "{token}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn keys_rotate_and_are_not_asked_for_too_often() {
+        let (old, new) = (Signer::ed25519(), Signer::p256());
+        let (oidc, source) = issuer(json!([old.jwk("old")])).await;
+        let fetched = || *source.fetched.lock().unwrap();
+        *source.document.lock().unwrap() = json!({"keys": [new.jwk("new")]});
+        // They were fetched just now.
+        let token = new.token("new", &claims());
+        assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
+        assert_eq!(fetched(), 1);
+        tokio::time::advance(REFRESH_PAUSE).await;
+        oidc.caller(&token, NOW).await.unwrap();
+        assert_eq!(fetched(), 2);
+        // The old one is forgotten, and asking for it costs nothing.
+        for _ in 0..5 {
+            let token = old.token("old", &claims());
+            assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
+        }
+        assert_eq!(fetched(), 2);
+        // What cannot be understood changes nothing.
+        *source.document.lock().unwrap() = json!({"keys": []});
+        assert!(oidc.refresh().await.is_err());
+        oidc.caller(&token, NOW).await.unwrap();
+    }
+
+    #[test]
+    fn rsa_signatures_are_checked() {
+        // Made with OpenSSL; the key was thrown away.
+        let n = "wksSpDI7yMHWPhRygzAVOt3HNe2NT7tR1NPjBQHbXQF0MO607SbWatE-SZNy9SxNM_gIT2zH3kYSoEqF\
+                 Zbe5bZ7BrRqeYp9T9l1z0aWT5Jhi3Pm40WVyeoEHADtq1f4sxR2Z9sQ4cdsxmpZDM38iAkZAfMxT-Ie2\
+                 tjubrg8WDkCkgU7ttjETUfoFNCVf1YjLZHyXgahtKBfCSHbZgMhUnqCD6WjVpnpukrO2_UobAkDyBB64\
+                 C4MdztRFOCrp_ErRvOz7WI6x7GuJmV25_K6FNnfBlYIydhlZquJil1JtMVRf-\
+                 vNAH59FAKYp3xUNfm-6uQ4YptWhr2pIu1pGRxdNaw";
+        let document = json!({"keys": [{"kty": "RSA", "kid": "r", "e": "AQAB", "n": n}]});
+        let keys = parse_keys(document.to_string().as_bytes()).unwrap();
+        let token = "eyJhbGciOiJSUzI1NiIsImtpZCI6InIifQ.eyJzdWIiOiJzIn0.QmB3Ww6Rfv7HNFbibilmz-\
+                     cS0mDe4pqL8Df2EZ6YyAOJ3mRfgocUbvwe36Hf8447gPWdZ5sdx1Kla-HoBQZHiYD_FL3vPxoiC2\
+                     IauPfkzX2f0KMmqAj3QcoBircZo2iKL81dC4H-BqYUHcrNht87vXBfWcOnJjo1S-\
+                     nmA4Agqfbaz26Skc9TQquUCrVwaFEHVzqfkIu92HALCAfLgqgOaEuaXsD8rH1OeAXYQQ-dlpM-\
+                     Mh-cQ-0ZlaTvyoHcWZalxJsjQkzz62qL8ACIteqlStvWXKaXB2JZLl98jc9g1SsyKAmgy-\
+                     NUxG87Z620iMN8L0iepqifKR22HYXvSZ_CMA";
+        let parts = Parts::of(token).unwrap();
+        assert_eq!(parts.verify(&keys), Ok(()));
+        let (rest, signature) = token.rsplit_once('.').unwrap();
+        let forged = format!("{rest}AA.{signature}");
+        let parts = Parts::of(&forged).unwrap();
+        assert_eq!(parts.verify(&keys), Err(JwtError::Signature));
+    }
+}

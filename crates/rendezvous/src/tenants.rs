@@ -1,0 +1,663 @@
+//! Tenants: those who share a meeting point and do not know of each other.
+//!
+//! Owns their names, what each may use of the meeting point, and how much it does. An environment
+//! belongs to one tenant: stores and routers know it as `TENANT/ID`, those of the tenant `default`
+//! by their id alone. Two tenants can thus have environments of the same id, and one who asks for an
+//! environment of another asks for one that never was.
+//!
+//! ```text
+//! # tenant  what it may have
+//! acme      environments=200 streams=500 bandwidth=50M handshakes=20
+//! *         environments=10 streams=20
+//! ```
+
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::metrics::Counter;
+use crate::router::Kind;
+use crate::tokens::is_name;
+
+/// Whose everything is that names no tenant.
+pub const DEFAULT: &str = "default";
+
+/// Stands for all tenants: in the tokens of those who look after the meeting point, and in quotas
+/// for whoever is not named.
+pub const ALL: &str = "*";
+
+/// Stands for all who are not counted by name; no tenant can be called so.
+const OTHER: &str = "other";
+
+/// Whether a tenant may have this name.
+pub fn is_tenant(name: &str) -> bool {
+    is_name(name) && name != OTHER
+}
+
+/// What a tenant's environment, or harness, is called where all tenants' are kept together.
+pub fn scoped(tenant: &str, id: &str) -> String {
+    if tenant == DEFAULT {
+        return id.to_owned();
+    }
+    format!("{tenant}/{id}")
+}
+
+/// Whose an environment, or a harness, is and what its tenant calls it.
+pub fn split(scoped: &str) -> (&str, &str) {
+    scoped.split_once('/').unwrap_or((DEFAULT, scoped))
+}
+
+/// What one tenant may use; without a number, as much as there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Quota {
+    /// Environments that are registered.
+    pub environments: Option<u64>,
+    /// Streams at one time, on one node.
+    pub streams: Option<u64>,
+    /// Bytes of relay frames a second, both ways together, on one node.
+    pub bandwidth: Option<u64>,
+    /// Handshakes a second, on one node.
+    pub handshakes: Option<u64>,
+}
+
+/// The least bandwidth: the largest frame then waits for four seconds, which every peer survives.
+pub const MIN_BANDWIDTH: u64 = 64 << 10;
+
+/// What each tenant may use.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Quotas {
+    named: BTreeMap<String, Quota>,
+    /// Those who are not named.
+    others: Quota,
+}
+
+/// A line of quotas that makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("line {line}: {problem}")]
+pub struct QuotasParseError {
+    /// Which, counted from 1.
+    pub line: usize,
+    /// What is wrong with it.
+    pub problem: String,
+}
+
+impl FromStr for Quotas {
+    type Err = QuotasParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut quotas = Self::default();
+        let mut seen = Vec::new();
+        for (index, line) in text.lines().enumerate() {
+            let line = line.trim();
+            if line.is_empty() || line.starts_with('#') {
+                continue;
+            }
+            let problem = |problem| QuotasParseError {
+                line: index + 1,
+                problem,
+            };
+            let (tenant, quota) = parse_quota(line).map_err(problem)?;
+            if seen.contains(&tenant) {
+                return Err(problem(format!("there are two lines for `{tenant}`")));
+            }
+            seen.push(tenant.clone());
+            quotas.set(tenant, quota);
+        }
+        Ok(quotas)
+    }
+}
+
+/// `TENANT NAME=NUMBER…`: one line of quotas.
+///
+/// # Errors
+///
+/// What is wrong with it.
+pub fn parse_quota(line: &str) -> Result<(String, Quota), String> {
+    let mut words = line.split_ascii_whitespace();
+    let tenant = words.next().unwrap_or_default();
+    if tenant != ALL && !is_tenant(tenant) {
+        return Err(format!("`{tenant}` is no name of a tenant, nor `{ALL}`"));
+    }
+    let mut quota = Quota::default();
+    for word in words {
+        let (name, number) = word
+            .split_once('=')
+            .ok_or_else(|| format!("`{word}`: expected NAME=NUMBER"))?;
+        let slot = match name {
+            "environments" => &mut quota.environments,
+            "streams" => &mut quota.streams,
+            "bandwidth" => &mut quota.bandwidth,
+            "handshakes" => &mut quota.handshakes,
+            _ => {
+                return Err(format!(
+                    "unknown quota `{name}`; there are environments, streams, bandwidth and \
+                     handshakes"
+                ));
+            }
+        };
+        let number = parse_number(number)
+            .ok_or_else(|| format!("`{word}`: expected a number, as in 500, 64K, 50M or 1G"))?;
+        if slot.replace(number).is_some() {
+            return Err(format!("`{name}` is there twice"));
+        }
+    }
+    if let Some(bandwidth) = quota.bandwidth
+        && bandwidth < MIN_BANDWIDTH
+    {
+        return Err(format!(
+            "a bandwidth of {bandwidth} bytes a second is too little for one frame; {MIN_BANDWIDTH} \
+             is the least"
+        ));
+    }
+    if quota.handshakes == Some(0) {
+        return Err("without any handshakes nobody comes in; take its tokens away".to_owned());
+    }
+    Ok((tenant.to_owned(), quota))
+}
+
+fn parse_number(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' => (&text[..text.len() - 1], 10),
+        b'M' => (&text[..text.len() - 1], 20),
+        b'G' => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+impl Quotas {
+    /// Says what a tenant may use, or [`ALL`] who are not named.
+    pub fn set(&mut self, tenant: String, quota: Quota) {
+        if tenant == ALL {
+            self.others = quota;
+        } else {
+            self.named.insert(tenant, quota);
+        }
+    }
+
+    /// What a tenant may use.
+    pub fn of(&self, tenant: &str) -> Quota {
+        self.named.get(tenant).copied().unwrap_or(self.others)
+    }
+}
+
+/// A tenant has as much as it may.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("tenant `{tenant}` has reached its quota of {limit} {what}")]
+pub(crate) struct QuotaError {
+    tenant: Arc<str>,
+    what: &'static str,
+    limit: u64,
+    /// When to ask again, if that helps.
+    pub(crate) retry: Option<Duration>,
+}
+
+/// Fills at a constant rate up to what it can hold.
+///
+/// May be taken from as long as there is something in it, even more than there is: the debt is what
+/// the next one waits for.
+#[derive(Debug, Default)]
+struct Bucket {
+    level: f64,
+    /// When it was last looked at; before that it was full.
+    at: Option<Instant>,
+}
+
+impl Bucket {
+    /// Takes `amount`, or says how long until that can be tried again. It holds a second's worth.
+    fn take(&mut self, amount: u64, rate: u64, now: Instant) -> Result<(), Duration> {
+        self.fill(rate, now);
+        if self.level <= 0.0 {
+            let seconds = (1.0 - self.level) / rate.max(1) as f64;
+            return Err(Duration::from_secs_f64(seconds.clamp(0.001, 3600.0)));
+        }
+        self.level -= amount as f64;
+        Ok(())
+    }
+
+    fn fill(&mut self, rate: u64, now: Instant) {
+        let full = rate.max(1) as f64;
+        self.level = match self.at {
+            Some(at) => full.min(self.level + now.duration_since(at).as_secs_f64() * full),
+            None => full,
+        };
+        self.at = Some(now);
+    }
+}
+
+/// What is counted for each tenant, or for all whom nobody counts by name.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) executors: Counter,
+    pub(crate) streams: Counter,
+    pub(crate) received_bytes: Counter,
+    pub(crate) handshakes: Counter,
+    /// Frames that had to wait for bandwidth or handshakes.
+    pub(crate) waits: Counter,
+    /// Calls and sockets that were refused because there was enough.
+    pub(crate) refused: Counter,
+}
+
+/// What one tenant uses.
+#[derive(Debug)]
+pub(crate) struct Usage {
+    pub(crate) tenant: Arc<str>,
+    quota: Mutex<Quota>,
+    /// Bytes a second, for those who look often; 0 if there is no end.
+    bandwidth: AtomicU64,
+    streams: AtomicU64,
+    bytes: Mutex<Bucket>,
+    /// Whose turn it is when bytes are scarce; first come, first served.
+    turn: tokio::sync::Mutex<()>,
+    handshakes: Mutex<Bucket>,
+    pub(crate) counters: Arc<Counters>,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn now() -> Instant {
+    // Tokio's clock, which tests can stop.
+    tokio::time::Instant::now().into_std()
+}
+
+impl Usage {
+    fn new(tenant: Arc<str>, quota: Quota, counters: Arc<Counters>) -> Arc<Self> {
+        let usage = Self {
+            tenant,
+            quota: Mutex::default(),
+            bandwidth: AtomicU64::new(0),
+            streams: AtomicU64::new(0),
+            bytes: Mutex::default(),
+            turn: tokio::sync::Mutex::default(),
+            handshakes: Mutex::default(),
+            counters,
+        };
+        usage.allow(quota);
+        Arc::new(usage)
+    }
+
+    fn allow(&self, quota: Quota) {
+        *locked(&self.quota) = quota;
+        self.bandwidth
+            .store(quota.bandwidth.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    pub(crate) fn quota(&self) -> Quota {
+        *locked(&self.quota)
+    }
+
+    pub(crate) fn streams(&self) -> u64 {
+        self.streams.load(Ordering::Relaxed)
+    }
+
+    fn refuse(&self, what: &'static str, limit: u64, retry: Option<Duration>) -> QuotaError {
+        self.counters.refused.add(1);
+        QuotaError {
+            tenant: Arc::clone(&self.tenant),
+            what,
+            limit,
+            retry,
+        }
+    }
+
+    /// Whether there may be one environment more besides `there`.
+    pub(crate) fn one_more_environment(&self, there: u64) -> Result<(), QuotaError> {
+        match self.quota().environments {
+            Some(limit) if there >= limit => Err(self.refuse("environments", limit, None)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a harness may ask for a way in now. Takes nothing: it may not come.
+    pub(crate) fn may_connect(&self) -> Result<(), QuotaError> {
+        /// Streams end when somebody ends them; asking more often is of no use.
+        const LATER: Duration = Duration::from_secs(1);
+        let quota = self.quota();
+        if let Some(limit) = quota.streams
+            && self.streams() >= limit
+        {
+            return Err(self.refuse("streams", limit, Some(LATER)));
+        }
+        if let Some(limit) = quota.handshakes {
+            let taken = locked(&self.handshakes).take(0, limit, now());
+            taken.map_err(|wait| self.refuse("handshakes a second", limit, Some(wait)))?;
+        }
+        Ok(())
+    }
+
+    /// A harness's socket, if there may be one more.
+    pub(crate) fn enter(self: &Arc<Self>) -> Result<Entered, QuotaError> {
+        let limit = self.quota().streams;
+        let entered = self
+            .streams
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |streams| {
+                (limit.is_none_or(|limit| streams < limit)).then_some(streams + 1)
+            });
+        if entered.is_err() {
+            return Err(self.refuse("streams", limit.unwrap_or(0), None));
+        }
+        self.counters.streams.add(1);
+        Ok(Entered(Arc::clone(self)))
+    }
+
+    /// Waits until `bytes` may pass. Cancel safe.
+    async fn pay_bytes(&self, bytes: u64) {
+        let _turn = self.turn.lock().await;
+        loop {
+            let rate = self.bandwidth.load(Ordering::Relaxed);
+            if rate == 0 {
+                return;
+            }
+            let taken = locked(&self.bytes).take(bytes, rate, now());
+            let Err(wait) = taken else { return };
+            self.counters.waits.add(1);
+            tokio::time::sleep(wait).await;
+        }
+    }
+
+    /// Waits until a handshake may be made. Cancel safe.
+    async fn pay_handshake(&self) {
+        loop {
+            let Some(rate) = self.quota().handshakes else {
+                return;
+            };
+            let taken = locked(&self.handshakes).take(1, rate, now());
+            let Err(wait) = taken else { return };
+            self.counters.waits.add(1);
+            tokio::time::sleep(wait).await;
+        }
+    }
+}
+
+/// A socket that counts as a stream of its tenant, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Entered(Arc<Usage>);
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.0.streams.fetch_sub(1, Ordering::Relaxed);
+        self.0.counters.streams.sub(1);
+    }
+}
+
+/// Counts what one socket sends, and holds it back where its tenant has had enough.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    usage: Arc<Usage>,
+    /// Whether its handshakes count: those of harnesses do, the answers do not.
+    handshakes: bool,
+}
+
+impl Meter {
+    pub(crate) fn new(usage: Arc<Usage>, handshakes: bool) -> Self {
+        Self { usage, handshakes }
+    }
+
+    /// Counts a frame; whether [`Meter::pay`] has to be waited for before it is passed on.
+    pub(crate) fn count(&self, bytes: usize, kind: Kind) -> bool {
+        let counters = &self.usage.counters;
+        counters.received_bytes.add(bytes as u64);
+        let handshake = self.handshakes && kind == Kind::Handshake;
+        if handshake {
+            counters.handshakes.add(1);
+        }
+        handshake || self.usage.bandwidth.load(Ordering::Relaxed) != 0
+    }
+
+    /// Waits until a frame may be passed on. Cancel safe.
+    pub(crate) async fn pay(&self, bytes: usize, kind: Kind) {
+        if self.handshakes && kind == Kind::Handshake {
+            self.usage.pay_handshake().await;
+        }
+        self.usage.pay_bytes(bytes as u64).await;
+    }
+}
+
+/// All tenants of a meeting point.
+#[derive(Debug)]
+pub(crate) struct Tenants {
+    inner: Mutex<Inner>,
+    /// How many are counted by name.
+    by_name: usize,
+}
+
+/// Under the lock; nobody waits while holding it.
+#[derive(Debug, Default)]
+struct Inner {
+    quotas: Quotas,
+    usages: HashMap<Arc<str>, Arc<Usage>>,
+    /// Of those that are counted by name.
+    counters: BTreeMap<Arc<str>, Arc<Counters>>,
+    /// Of all others.
+    other: Arc<Counters>,
+}
+
+impl Tenants {
+    /// How many tenants are remembered without being used.
+    const REMEMBERED: usize = 4096;
+
+    /// Those with quotas are counted by name first, the others as they come, up to `by_name`.
+    pub(crate) fn new(quotas: Quotas, by_name: usize) -> Self {
+        let mut counters = BTreeMap::new();
+        for tenant in [DEFAULT]
+            .into_iter()
+            .chain(quotas.named.keys().map(String::as_str))
+        {
+            if counters.len() < by_name {
+                counters.insert(tenant.into(), Arc::default());
+            }
+        }
+        Self {
+            inner: Mutex::new(Inner {
+                quotas,
+                counters,
+                ..Inner::default()
+            }),
+            by_name,
+        }
+    }
+
+    pub(crate) fn set_quotas(&self, quotas: Quotas) {
+        let mut inner = locked(&self.inner);
+        for (tenant, usage) in &inner.usages {
+            usage.allow(quotas.of(tenant));
+        }
+        inner.quotas = quotas;
+    }
+
+    /// What a tenant uses.
+    pub(crate) fn usage(&self, tenant: &str) -> Arc<Usage> {
+        let mut inner = locked(&self.inner);
+        if let Some(usage) = inner.usages.get(tenant) {
+            return Arc::clone(usage);
+        }
+        if inner.usages.len() >= Self::REMEMBERED {
+            inner.usages.retain(|_, usage| Arc::strong_count(usage) > 1);
+        }
+        let tenant: Arc<str> = tenant.into();
+        let counters = match inner.counters.get(&tenant) {
+            Some(counters) => Arc::clone(counters),
+            None if inner.counters.len() < self.by_name => {
+                let counters = Arc::<Counters>::default();
+                inner
+                    .counters
+                    .insert(Arc::clone(&tenant), Arc::clone(&counters));
+                counters
+            }
+            None => Arc::clone(&inner.other),
+        };
+        let quota = inner.quotas.of(&tenant);
+        let usage = Usage::new(Arc::clone(&tenant), quota, counters);
+        inner.usages.insert(tenant, Arc::clone(&usage));
+        usage
+    }
+
+    /// Everything that is counted, by name; those without one are `other`.
+    pub(crate) fn counters(&self) -> Vec<(Arc<str>, Arc<Counters>)> {
+        let inner = locked(&self.inner);
+        let named = inner.counters.iter();
+        let named = named.map(|(name, counters)| (Arc::clone(name), Arc::clone(counters)));
+        let other = (OTHER.into(), Arc::clone(&inner.other));
+        named.chain([other]).collect()
+    }
+}
+
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut space = "";
+        for (name, value) in [
+            ("environments", self.environments),
+            ("streams", self.streams),
+            ("bandwidth", self.bandwidth),
+            ("handshakes", self.handshakes),
+        ] {
+            if let Some(value) = value {
+                write!(f, "{space}{name}={value}")?;
+                space = " ";
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn environments_of_tenants_do_not_meet() {
+        assert_eq!(scoped(DEFAULT, "a"), "a");
+        assert_eq!(scoped("acme", "a"), "acme/a");
+        assert_eq!(split("a"), (DEFAULT, "a"));
+        assert_eq!(split("acme/a"), ("acme", "a"));
+    }
+
+    #[test]
+    fn quotas_are_read_and_mistakes_named() {
+        let text = "# c\n\nacme environments=2 bandwidth=1M\n* streams=7 handshakes=3\n";
+        let quotas: Quotas = text.parse().unwrap();
+        let acme = quotas.of("acme");
+        assert_eq!(acme.to_string(), "environments=2 bandwidth=1048576");
+        assert_eq!(quotas.of("b").to_string(), "streams=7 handshakes=3");
+        for (text, line, problem) in [
+            ("a/b streams=1", 1, "no name of a tenant"),
+            ("\na streams", 2, "NAME=NUMBER"),
+            ("a cpus=1", 1, "unknown quota `cpus`"),
+            ("a streams=x", 1, "expected a number"),
+            ("a streams=K", 1, "expected a number"),
+            ("a streams=+1", 1, "expected a number"),
+            ("a streams=99999999999G", 1, "expected a number"),
+            ("a streams=1 streams=2", 1, "twice"),
+            ("a bandwidth=1000", 1, "65536 is the least"),
+            ("a handshakes=0", 1, "take its tokens away"),
+            ("a streams=1\na streams=2", 2, "two lines for `a`"),
+        ] {
+            let error = text.parse::<Quotas>().unwrap_err();
+            assert_eq!(error.line, line, "{text}");
+            assert!(error.problem.contains(problem), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn buckets_lend_and_want_it_back() {
+        let start = Instant::now();
+        let mut bucket = Bucket::default();
+        // A second's worth, and as much on top as one wants who comes while something is left.
+        assert_eq!(bucket.take(60, 100, start), Ok(()));
+        assert_eq!(bucket.take(240, 100, start), Ok(()));
+        let wait = bucket.take(1, 100, start).unwrap_err();
+        assert_eq!(wait, Duration::from_secs_f64(2.01));
+        assert!(bucket.take(1, 100, start + wait).is_ok());
+        // It never holds more than a second's worth.
+        let later = start + Duration::from_secs(1000);
+        assert_eq!(bucket.take(100, 100, later), Ok(()));
+        assert!(bucket.take(1, 100, later).is_err());
+    }
+
+    #[test]
+    fn streams_are_counted_until_they_end() {
+        let quotas = "a streams=2".parse().unwrap();
+        let tenants = Tenants::new(quotas, 8);
+        let usage = tenants.usage("a");
+        let first = usage.enter().unwrap();
+        let second = usage.enter().unwrap();
+        let error = usage.enter().unwrap_err().to_string();
+        assert_eq!(error, "tenant `a` has reached its quota of 2 streams");
+        assert!(usage.may_connect().is_err());
+        drop(first);
+        assert_eq!((usage.streams(), usage.counters.streams.value()), (1, 1));
+        drop(usage.enter().unwrap());
+        // What is said later counts for those who are there.
+        tenants.set_quotas("a streams=1".parse().unwrap());
+        assert!(usage.enter().is_err());
+        drop(second);
+        drop(usage.enter().unwrap());
+        assert_eq!(usage.counters.refused.value(), 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn bytes_wait_for_their_turn() {
+        let tenants = Tenants::new("a bandwidth=64K".parse().unwrap(), 8);
+        let meter = Meter::new(tenants.usage("a"), false);
+        let start = tokio::time::Instant::now();
+        // A second's worth is there at once, the rest comes at its rate.
+        for _ in 0..8 {
+            assert!(meter.count(32 << 10, Kind::Other));
+            meter.pay(32 << 10, Kind::Other).await;
+        }
+        let waited = start.elapsed();
+        assert!(
+            (Duration::from_millis(2400)..Duration::from_millis(3100)).contains(&waited),
+            "{waited:?}"
+        );
+        let other = Meter::new(tenants.usage("b"), false);
+        assert!(!other.count(1 << 20, Kind::Other));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn handshakes_are_asked_for_before_they_are_made() {
+        let tenants = Tenants::new("a handshakes=2".parse().unwrap(), 8);
+        let usage = tenants.usage("a");
+        let harness = Meter::new(Arc::clone(&usage), true);
+        for _ in 0..2 {
+            usage.may_connect().unwrap();
+            assert!(harness.count(10, Kind::Handshake));
+            harness.pay(10, Kind::Handshake).await;
+        }
+        let error = usage.may_connect().unwrap_err();
+        let text = "tenant `a` has reached its quota of 2 handshakes a second";
+        assert_eq!(error.to_string(), text);
+        tokio::time::sleep(error.retry.unwrap()).await;
+        usage.may_connect().unwrap();
+        // What an executor answers is no handshake of its own.
+        let executor = Meter::new(usage, false);
+        assert!(!executor.count(10, Kind::Handshake));
+    }
+
+    #[test]
+    fn labels_are_few() {
+        let tenants = Tenants::new("a streams=1".parse().unwrap(), 3);
+        for name in ["x", "y", "z"] {
+            tenants.usage(name).counters.handshakes.add(1);
+        }
+        let counted: Vec<_> = tenants
+            .counters()
+            .into_iter()
+            .map(|(name, counters)| (name.to_string(), counters.handshakes.value()))
+            .collect();
+        let expected = [("a", 0), ("default", 0), ("x", 1), ("other", 2)];
+        assert_eq!(
+            counted,
+            expected.map(|(name, count)| (name.to_owned(), count))
+        );
+    }
+}
