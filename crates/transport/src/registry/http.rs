@@ -1,4 +1,4 @@
-//! One `POST` after another to one host.
+//! One request after another to one host.
 //!
 //! Owns the connection, which is kept for the next call. Follows no redirect: whoever has our
 //! credentials must be whom we were told to give them to.
@@ -36,6 +36,8 @@ pub(super) struct Http {
     /// not work: certificates are exchanged while we run.
     connector: Mutex<Option<TlsConnector>>,
     timeout: Duration,
+    /// Bytes of an answer that are read.
+    max_answer: usize,
     /// A connection that nobody uses at the moment.
     idle: Mutex<Option<SendRequest<Full<Bytes>>>>,
 }
@@ -71,8 +73,15 @@ impl Http {
             proxies,
             connector: Mutex::new(None),
             timeout,
+            max_answer: MAX_ANSWER_BYTES,
             idle: Mutex::new(None),
         }
+    }
+
+    /// The same, with answers of up to `bytes`.
+    pub(super) fn reading(mut self, bytes: usize) -> Self {
+        self.max_answer = bytes;
+        self
     }
 
     /// Host and port.
@@ -87,6 +96,25 @@ impl Http {
         headers: &[(&'static str, Secret)],
         body: Vec<u8>,
     ) -> Result<(u16, Vec<u8>), RegistryError> {
+        self.call(Method::POST, url, headers, body).await
+    }
+
+    /// Asks; the status and body of the answer.
+    pub(super) async fn get(
+        &self,
+        url: &Url,
+        headers: &[(&'static str, Secret)],
+    ) -> Result<(u16, Vec<u8>), RegistryError> {
+        self.call(Method::GET, url, headers, Vec::new()).await
+    }
+
+    async fn call(
+        &self,
+        method: Method,
+        url: &Url,
+        headers: &[(&'static str, Secret)],
+        body: Vec<u8>,
+    ) -> Result<(u16, Vec<u8>), RegistryError> {
         let call = async {
             let body = Bytes::from(body);
             let idle = self.idle.lock();
@@ -94,13 +122,17 @@ impl Http {
             if let Some(mut connection) = idle
                 && connection.ready().await.is_ok()
                 // It may have been closed while it lay about; a new one tells.
-                && let Ok(answer) = self.send(&mut connection, url, headers, &body).await
+                && let Ok(answer) = self
+                    .send(&mut connection, &method, url, headers, &body)
+                    .await
             {
                 self.keep(connection);
                 return Ok(answer);
             }
             let mut connection = self.open().await?;
-            let answer = self.send(&mut connection, url, headers, &body).await?;
+            let answer = self
+                .send(&mut connection, &method, url, headers, &body)
+                .await?;
             self.keep(connection);
             Ok(answer)
         };
@@ -121,13 +153,14 @@ impl Http {
     async fn send(
         &self,
         connection: &mut SendRequest<Full<Bytes>>,
+        method: &Method,
         url: &Url,
         headers: &[(&'static str, Secret)],
         body: &Bytes,
     ) -> Result<(u16, Vec<u8>), RegistryError> {
         let target = &url[url::Position::BeforePath..url::Position::AfterQuery];
         let mut request = Request::builder()
-            .method(Method::POST)
+            .method(method)
             .uri(target)
             .header(HOST, self.host_header())
             .header(CONTENT_TYPE, "application/json")
@@ -152,7 +185,7 @@ impl Http {
             .await
             .map_err(|error| self.unreachable(error))?;
         let status = answer.status().as_u16();
-        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES)
+        let body = Limited::new(answer.into_body(), self.max_answer)
             .collect()
             .await
             .map_err(|error| self.unreachable(error))?;

@@ -4,6 +4,7 @@
 //! for is known to whoever asks.
 
 mod agent;
+pub mod api;
 pub mod auth;
 mod http;
 mod proxy;
@@ -198,16 +199,7 @@ impl Registry {
         if matches!(environment_id, "" | "." | "..") {
             return Err(RegistryError::EnvironmentId(environment_id.to_owned()));
         }
-        if base.scheme() == "http"
-            && !is_loopback(&base)
-            && !matches!(options.auth, RegistryAuth::Open)
-            && !options.danger_plain_http
-        {
-            return Err(RegistryError::Url {
-                url: public(&base),
-                reason: "credentials would travel in the clear; use https",
-            });
-        }
+        check_secrecy(&base, &options)?;
         let mut path = base.clone();
         match path.path_segments_mut() {
             Ok(mut segments) => {
@@ -371,32 +363,7 @@ impl Registry {
                 reason: format!("cannot understand the answer to `{action}`: {error}"),
             });
         }
-        let (code, mut message) = match serde_json::from_slice::<ErrorResponse>(&answer) {
-            Ok(ErrorResponse { error }) => (error.code, error.message.unwrap_or_default()),
-            Err(_) => (None, String::from_utf8_lossy(&answer).into_owned()),
-        };
-        if !self.auth.may_show_answers() {
-            message.clear();
-        }
-        if let Some(code) = &code
-            && message.is_empty()
-        {
-            message.clone_from(code);
-        }
-        let message = visible(&message);
-        Err(match status {
-            401 | 403 => RegistryError::Auth {
-                registry: registry(),
-                status,
-                message,
-            },
-            _ => RegistryError::Status {
-                registry: registry(),
-                status,
-                code,
-                message,
-            },
-        })
+        Err(refusal(self.name(), &self.auth, status, &answer))
     }
 
     fn check(&self, environment_id: &str, profile: &str) -> Result<(), RegistryError> {
@@ -429,6 +396,52 @@ impl Registry {
             reason: format!("`{name}` is blank"),
         })
     }
+}
+
+/// What an answer means that is not a result.
+fn refusal(registry: &str, auth: &RegistryAuth, status: u16, answer: &[u8]) -> RegistryError {
+    let registry = registry.to_owned();
+    let (code, mut message) = match serde_json::from_slice::<ErrorResponse>(answer) {
+        Ok(ErrorResponse { error }) => (error.code, error.message.unwrap_or_default()),
+        Err(_) => (None, String::from_utf8_lossy(answer).into_owned()),
+    };
+    if !auth.may_show_answers() {
+        message.clear();
+    }
+    if let Some(code) = &code
+        && message.is_empty()
+    {
+        message.clone_from(code);
+    }
+    let message = visible(&message);
+    match status {
+        401 | 403 => RegistryError::Auth {
+            registry,
+            status,
+            message,
+        },
+        _ => RegistryError::Status {
+            registry,
+            status,
+            code,
+            message,
+        },
+    }
+}
+
+/// Credentials go to other machines in the clear only when that was wanted.
+fn check_secrecy(base: &Url, options: &RegistryOptions) -> Result<(), RegistryError> {
+    if base.scheme() == "http"
+        && !is_loopback(base)
+        && !matches!(options.auth, RegistryAuth::Open)
+        && !options.danger_plain_http
+    {
+        return Err(RegistryError::Url {
+            url: public(base),
+            reason: "credentials would travel in the clear; use https",
+        });
+    }
+    Ok(())
 }
 
 /// What another machine said, without what a terminal would obey.

@@ -1,0 +1,114 @@
+//! Calls to a registry that are not about one environment: those of whoever looks after it.
+
+use std::time::Duration;
+
+use serde_json::Value;
+use url::Url;
+
+use super::auth::RegistryAuth;
+use super::http::Http;
+use super::proxy::Proxies;
+use super::{RegistryError, RegistryOptions, check_secrecy, parse_base, public, refusal};
+use crate::tls::TlsClientOptions;
+
+/// Bytes of an answer: a list of a hundred thousand environments.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+
+/// A registry, for its admins.
+#[derive(Debug)]
+pub struct RegistryApi {
+    http: Http,
+    base: Url,
+    auth: RegistryAuth,
+}
+
+impl RegistryApi {
+    /// The registry at an `http://` or `https://` URL.
+    ///
+    /// # Errors
+    ///
+    /// When the URL is of another kind, or our credentials would go to another machine in the clear.
+    pub fn new(url: &str, options: RegistryOptions) -> Result<Self, RegistryError> {
+        let base = parse_base(url)?;
+        check_secrecy(&base, &options)?;
+        Ok(Self {
+            http: Http::new(&base, options.tls, options.proxies, options.timeout)
+                .reading(MAX_ANSWER_BYTES),
+            base,
+            auth: options.auth,
+        })
+    }
+
+    /// The registry, for messages: its host and port.
+    pub fn name(&self) -> &str {
+        self.http.name()
+    }
+
+    /// Asks for something below the registry's URL, as in `cloud/environments`.
+    ///
+    /// # Errors
+    ///
+    /// When the registry does not answer, does not want to, or answers nonsense.
+    pub async fn get(&self, path: &str) -> Result<Value, RegistryError> {
+        let (url, headers) = (self.url(path)?, self.auth.headers().await?);
+        self.read(path, self.http.get(&url, &headers).await?)
+    }
+
+    /// Has the registry do something.
+    ///
+    /// # Errors
+    ///
+    /// As [`RegistryApi::get`].
+    pub async fn post(&self, path: &str, body: &Value) -> Result<Value, RegistryError> {
+        let (url, headers) = (self.url(path)?, self.auth.headers().await?);
+        let body = body.to_string().into_bytes();
+        self.read(path, self.http.post(&url, &headers, body).await?)
+    }
+
+    fn url(&self, path: &str) -> Result<Url, RegistryError> {
+        let base = self.base.as_str().trim_end_matches('/');
+        Url::parse(&format!("{base}/{path}")).map_err(|_| RegistryError::Url {
+            url: public(&self.base),
+            reason: "it has no path",
+        })
+    }
+
+    fn read(&self, path: &str, (status, answer): (u16, Vec<u8>)) -> Result<Value, RegistryError> {
+        if !(200..300).contains(&status) {
+            return Err(refusal(self.name(), &self.auth, status, &answer));
+        }
+        serde_json::from_slice(&answer).map_err(|error| RegistryError::Protocol {
+            registry: self.name().to_owned(),
+            reason: format!("cannot understand the answer to `{path}`: {error}"),
+        })
+    }
+}
+
+/// Gets a document that anybody may have, from an `http://` or `https://` URL; redirects are not
+/// followed.
+///
+/// # Errors
+///
+/// When nobody answers in time, with the document, or it is longer than `limit` bytes.
+pub async fn fetch(
+    url: &str,
+    tls: TlsClientOptions,
+    proxies: Proxies,
+    timeout: Duration,
+    limit: usize,
+) -> Result<Vec<u8>, RegistryError> {
+    let bad = |reason| RegistryError::Url {
+        url: url.to_owned(),
+        reason,
+    };
+    let parsed = Url::parse(url).map_err(|_| bad("not a URL"))?;
+    if !matches!(parsed.scheme(), "http" | "https") || parsed.host().is_none() {
+        return Err(bad("expected http://HOST/… or https://HOST/…"));
+    }
+    let http = Http::new(&parsed, tls, proxies, timeout).reading(limit);
+    let (status, answer) = http.get(&parsed, &[]).await?;
+    if status != 200 {
+        return Err(refusal(http.name(), &RegistryAuth::Open, status, &answer));
+    }
+    Ok(answer)
+}
