@@ -14,6 +14,7 @@ mod echo;
 mod files;
 mod handshake;
 mod http;
+mod meeting;
 mod memory;
 pub(crate) mod network;
 mod operate;
@@ -97,6 +98,8 @@ pub(crate) enum Name {
     Recovery,
     /// Through a meeting point instead of directly
     Relay,
+    /// A meeting point with thousands at it, and its death
+    RendezvousCrowd,
 }
 
 /// One of the servers that are compared.
@@ -168,6 +171,7 @@ impl Bench {
                 Name::Ssh => ssh::run(self),
                 Name::Recovery => recovery::run(self),
                 Name::Relay => relay::run(self),
+                Name::RendezvousCrowd => meeting::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

@@ -156,8 +156,27 @@ impl Program {
     }
 }
 
+impl Program {
+    /// Resident memory in bytes once it has had time to come to rest.
+    pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
+        std::thread::sleep(Duration::from_millis(300));
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        resident(&status).with_context(|| format!("{path} says nothing of VmRSS"))
+    }
+
+    /// Ends it without a word.
+    pub(crate) fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
+        if matches!(self.child.try_wait(), Ok(Some(_))) {
+            return;
+        }
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
         let _ = self.child.wait();
     }

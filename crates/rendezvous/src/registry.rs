@@ -14,7 +14,7 @@ use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
 use crate::oidc::{self, Oidc};
-use crate::router::{AttachError, Executor, Harness, Router, Whom};
+use crate::router::{AttachError, Executor, Harness, Node, Router, Whom};
 use crate::signature::{Holder, Signer, Ticket};
 use crate::store::{Registration, Revocation, Store, StoreError};
 use crate::tenants::{self, QuotaError, Tenants};
@@ -117,8 +117,23 @@ pub(crate) struct Listed {
     owner: String,
     registered_at: u64,
     online: bool,
+    /// Where its executor is attached.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
     harnesses: usize,
     streams: usize,
+}
+
+/// One stream, in a list.
+#[derive(Debug, Serialize)]
+pub(crate) struct ListedStream {
+    stream_id: String,
+    environment_id: String,
+    tenant: String,
+    token: String,
+    key: String,
+    executor_node: String,
+    harness_node: String,
 }
 
 /// Somebody who is revoked, in a list.
@@ -579,11 +594,72 @@ impl Registry {
                 owner: registration.owner,
                 registered_at: registration.registered_at,
                 online: place.is_some(),
+                node: place.map(|place| place.node.clone()),
                 harnesses: place.map_or(0, |place| place.harnesses),
                 streams: place.map_or(0, |place| place.streams),
             });
         }
         Ok(listed)
+    }
+
+    /// Whether a caller looks after the meeting point itself.
+    pub(crate) fn operator(&self, caller: &Caller) -> Result<(), CallError> {
+        if caller.is_operator() {
+            return Ok(());
+        }
+        let message = match caller.is(Role::Admin) {
+            true => format!(
+                "the token `{}` looks after the tenant `{}` alone; this needs an admin with \
+                 `tenant=*`",
+                caller.name, caller.tenant
+            ),
+            false => format!("the token `{}` is not one of an admin", caller.name),
+        };
+        Err(CallError::new(403, "wrong_role", message))
+    }
+
+    /// The nodes that work together, this one first.
+    pub(crate) async fn nodes(&self, caller: &Caller) -> Result<Vec<Node>, CallError> {
+        self.operator(caller)?;
+        Ok(self.router.nodes().await)
+    }
+
+    /// Whether a node can be drained by a caller.
+    pub(crate) async fn drains(&self, caller: &Caller, node: &str) -> Result<(), CallError> {
+        let nodes = self.nodes(caller).await?;
+        if nodes.iter().any(|there| there.name == node) {
+            return Ok(());
+        }
+        let message = format!("there is no node `{node}`");
+        Err(CallError::new(404, "unknown_node", message))
+    }
+
+    /// The streams of the tenants that an admin looks after, or of one of them, or of one of its
+    /// environments.
+    pub(crate) async fn streams(
+        &self,
+        caller: &Caller,
+        tenant: Option<&str>,
+        environment: Option<&str>,
+    ) -> Result<Vec<ListedStream>, CallError> {
+        let own = administered(caller, tenant)?;
+        let environment = environment.map(checked_id).transpose()?;
+        let environment = environment.map(|id| tenants::scoped(&own, &id));
+        let streams = self.router.streams(environment.as_deref()).await;
+        let listed = streams.into_iter().filter_map(|stream| {
+            let (whose, id) = tenants::split(&stream.environment);
+            let asked = tenant.is_none_or(|tenant| tenant == whose);
+            (asked && caller.is_admin_of(whose)).then(|| ListedStream {
+                environment_id: id.to_owned(),
+                tenant: whose.to_owned(),
+                stream_id: stream.stream,
+                token: stream.token,
+                key: stream.key,
+                executor_node: stream.executor_node,
+                harness_node: stream.harness_node,
+            })
+        });
+        Ok(listed.collect())
     }
 
     /// Forgets an environment and turns out all who are there.

@@ -13,6 +13,7 @@ use exec_server_transport::journal::{self, Journal};
 use exec_server_transport::keepalive::KeepaliveConfig;
 use exec_server_transport::throttle::{Throttle, network};
 use exec_server_transport::tls::TlsServer;
+use serde::Deserialize;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -56,6 +57,8 @@ pub struct Config {
     pub idle_timeout: Duration,
     /// When sockets are pinged, and given up.
     pub keepalive: KeepaliveConfig,
+    /// What this node is called in metrics and events; as its router calls it.
+    pub node: String,
     /// What tenants may use.
     pub quotas: Quotas,
     /// Who vouches for callers that are not in the file of tokens.
@@ -74,6 +77,7 @@ impl Default for Config {
             request_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             keepalive: KeepaliveConfig::default(),
+            node: "local".to_owned(),
             quotas: Quotas::default(),
             oidc: None,
             metrics_tenants: 32,
@@ -234,14 +238,43 @@ impl Shared {
         self.metrics.render(
             self.backlog.bytes(),
             self.stop.is_cancelled(),
+            &self.config.node,
             &self.registry.tenants.counters(),
         )
+    }
+
+    /// What this node, and each tenant there, has used so far.
+    fn usage(&self) -> Value {
+        let tenants = self.registry.tenants.counters();
+        let tenants = tenants.iter().map(|(tenant, counters)| {
+            json!({
+                "tenant": &**tenant,
+                "executors": counters.executors.value(),
+                "streams": counters.streams.value(),
+                "received_bytes": counters.received_bytes.value(),
+                "handshakes": counters.handshakes.value(),
+                "waits": counters.waits.value(),
+                "refused": counters.refused.value(),
+            })
+        });
+        json!({
+            "node": self.config.node,
+            "connections": self.metrics.connections.value(),
+            "executors": self.metrics.executors.value(),
+            "harnesses": self.metrics.harnesses.value(),
+            "frames": self.metrics.frames.value(),
+            "received_bytes": self.metrics.received_bytes.value(),
+            "sent_bytes": self.metrics.sent_bytes.value(),
+            "backlog_bytes": self.backlog.bytes(),
+            "tenants": tenants.collect::<Vec<_>>(),
+        })
     }
 
     /// Tells those who watch.
     fn tell(&self, event: &str, tenant: &str, mut line: Value) {
         if self.events.is_watched() {
             line["time"] = json!(journal::now());
+            line["node"] = json!(self.config.node);
             self.events.tell(event, tenant, line);
         }
     }
@@ -660,6 +693,30 @@ impl Visitor {
                 );
                 Ok(Answer::json(200, &json!({"permitted": permitted})))
             }
+            Call::Nodes => {
+                let nodes = registry.nodes(caller).await?;
+                Ok(Answer::json(200, &json!({"nodes": nodes})))
+            }
+            Call::Streams => {
+                let asked = query_value(head, "tenant");
+                let environment = query_value(head, "environment_id");
+                let streams = registry.streams(caller, asked, environment).await?;
+                Ok(Answer::json(200, &json!({"streams": streams})))
+            }
+            Call::Drain => {
+                let request: DrainRequest = parse(body)?;
+                // Written down first: soon there may be nobody to do so.
+                registry.drains(caller, &request.node).await?;
+                let line = json!({"node": request.node, "token": token});
+                shared.tell("drain", tenants::DEFAULT, line.clone());
+                shared.note("drained", line);
+                registry.router.drain(&request.node).await;
+                Ok(Answer::json(200, &json!({"draining": request.node})))
+            }
+            Call::Usage => {
+                registry.operator(caller)?;
+                Ok(Answer::json(200, &shared.usage()))
+            }
             Call::Socket(_) | Call::Events => Err(CallError::new(
                 400,
                 "not_a_websocket",
@@ -868,6 +925,12 @@ impl Unidentified {
     }
 }
 
+/// Which node to drain.
+#[derive(Debug, Deserialize)]
+struct DrainRequest {
+    node: String,
+}
+
 /// One who watches.
 struct Watch {
     watching: crate::events::Watching,
@@ -917,6 +980,10 @@ enum Call<'a> {
     Permit,
     Revocations,
     Events,
+    Nodes,
+    Streams,
+    Drain,
+    Usage,
 }
 
 impl<'a> Path<'a> {
@@ -937,6 +1004,10 @@ impl<'a> Path<'a> {
             ["permit"] => Call::Permit,
             ["revocations"] => Call::Revocations,
             ["events"] => Call::Events,
+            ["nodes"] => Call::Nodes,
+            ["streams"] => Call::Streams,
+            ["drain"] => Call::Drain,
+            ["usage"] => Call::Usage,
             _ => return None,
         };
         Some(Self { prefix, call })
@@ -953,14 +1024,32 @@ impl Call<'_> {
             Self::List => "list",
             Self::Revoke => "revoke",
             Self::Permit => "permit",
-            Self::Socket(_) | Self::Revocations | Self::Events => "other",
+            Self::Drain => "drain",
+            Self::Socket(_)
+            | Self::Revocations
+            | Self::Events
+            | Self::Nodes
+            | Self::Streams
+            | Self::Usage => "other",
         }
     }
 
     fn method(self) -> &'static str {
         match self {
-            Self::List | Self::Revocations | Self::Socket(_) | Self::Events => "GET",
-            _ => "POST",
+            Self::Register(_)
+            | Self::Connect(_)
+            | Self::Validate(_)
+            | Self::Remove(_)
+            | Self::Revoke
+            | Self::Permit
+            | Self::Drain => "POST",
+            Self::List
+            | Self::Revocations
+            | Self::Socket(_)
+            | Self::Events
+            | Self::Nodes
+            | Self::Streams
+            | Self::Usage => "GET",
         }
     }
 }

@@ -143,16 +143,33 @@ what to type next. Examples:
 Executors register, harnesses connect, and both keep a websocket to it. What they say to each other is
 encrypted from end to end: it sees who talks to whom, when and how much, and nothing else.
 
-The file of tokens has a line for each: NAME ROLES TOKEN [ENVIRONMENTS]. Roles are executor, harness and
-admin, with commas between them; TOKEN is `sha256:` and the hash of one, or the token itself; ENVIRONMENTS
-are ids or beginnings with a `*`. The file is read again when it changes: whoever's line is gone is out
+The file of tokens has a line for each: NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]. Roles are executor,
+harness and admin, with commas between them; TOKEN is `sha256:` and the hash of one, or the token itself;
+ENVIRONMENTS are ids or beginnings with a `*`. Tenants know nothing of each other; who names none is of
+`default`, and an admin with `tenant=*` looks after all. The file is read again when it changes: whoever's line is gone is out
 within a second. SIGHUP reads tokens and certificates again, SIGTERM ends it; all come back by themselves.
 
 For admins, with a bearer token: GET /cloud/environments, POST /cloud/environment/ID/remove,
 POST /cloud/revoke and /cloud/permit {\"harness\": \"token:NAME\" or \"key:SHA256\", \"environment_id\": ID},
-GET /cloud/revocations. For everybody: /healthz and /readyz."
+GET /cloud/revocations, GET /cloud/streams, GET /events; `exec-server fleet` uses them. For everybody: /healthz and /readyz."
     )]
     Rendezvous(Box<RendezvousArgs>),
+    /// Look after meeting points: nodes, environments, streams, revocations
+    #[command(
+        after_help = "Without options it asks the meeting point on this machine, with the admin's token in its state
+directory. Examples:
+  exec-server fleet nodes
+  exec-server fleet environments --url https://meet.example --admin-token-file admin.token
+  exec-server fleet streams build-7
+  exec-server fleet revoke token:ci                      who came with this token is out, and stays out
+  exec-server fleet revoke token:ci --undo
+  exec-server fleet drain meet-2                         its sockets go elsewhere, then it ends
+  exec-server fleet top
+
+An admin sees its own tenant; one whose line in the file of tokens says `tenant=*` sees all, and is the one
+who can use `nodes`, `drain` and `top`. Exit codes: 0 done, 1 refused or not reached."
+    )]
+    Fleet(FleetArgs),
     /// Make, sign and read the tokens that a server asks for
     #[command(subcommand)]
     Token(TokenCommand),
@@ -468,6 +485,59 @@ pub(super) struct RendezvousArgs {
     #[arg(long, value_name = "IP:PORT")]
     pub(super) metrics_listen: Option<String>,
 
+    /// Tenants that metrics know by name; the others are counted as `other`
+    #[arg(long, value_name = "COUNT", default_value = "32")]
+    pub(super) metrics_tenants: usize,
+
+    /// A file with what tenants may use, read again when it changes
+    ///
+    /// One line each: `TENANT environments=N streams=N bandwidth=BYTES handshakes=N`, of which any
+    /// may be left out. Bandwidth is bytes a second, handshakes are a second too; K, M and G may
+    /// follow a number. `*` is every tenant without a line of its own.
+    #[arg(long, value_name = "FILE")]
+    pub(super) quotas: Option<PathBuf>,
+
+    /// What a tenant may use, as in a line of --quotas; can be given several times, and comes before
+    /// the file
+    #[arg(long, value_name = "LINE")]
+    pub(super) quota: Vec<String>,
+
+    /// Let in whoever has a token (JWT) of this OIDC issuer, too
+    #[arg(
+        long,
+        value_name = "URL",
+        requires = "oidc_audience",
+        requires = "oidc_jwks"
+    )]
+    pub(super) oidc_issuer: Option<String>,
+
+    /// Whom the issuer's tokens must be for
+    #[arg(long, value_name = "AUDIENCE", requires = "oidc_issuer")]
+    pub(super) oidc_audience: Option<String>,
+
+    /// The issuer's keys: a JWKS document, as a file or an `https://` URL
+    ///
+    /// RS256, ES256 and EdDSA. Read again when the file changes, every five minutes from a URL, and
+    /// when a token names a key that is not known, at most every ten seconds.
+    #[arg(long, value_name = "FILE|URL", requires = "oidc_issuer")]
+    pub(super) oidc_jwks: Option<String>,
+
+    /// Certificate authorities (PEM) to believe when keys are fetched, instead of the system's
+    #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
+    pub(super) oidc_ca: Option<PathBuf>,
+
+    /// The claim with the tenant; a token without it is of `default`
+    #[arg(long, value_name = "CLAIM", default_value = "tenant")]
+    pub(super) oidc_tenant_claim: String,
+
+    /// The claim with the roles: executor, harness, admin
+    #[arg(long, value_name = "CLAIM", default_value = "roles")]
+    pub(super) oidc_role_claim: String,
+
+    /// The claim with the environments that a token is good for; all if it is not there
+    #[arg(long, value_name = "CLAIM", default_value = "environments")]
+    pub(super) oidc_environments_claim: String,
+
     /// Append who registered, connected and was refused to this file, one JSON object per line
     #[arg(long, value_name = "FILE")]
     pub(super) audit_file: Option<PathBuf>,
@@ -509,9 +579,109 @@ pub(super) struct TokenAddArgs {
     #[arg(long, value_name = "ID")]
     pub(super) environment: Vec<String>,
 
+    /// Whose it is; `*` is for admins who look after all tenants
+    #[arg(long, value_name = "TENANT", default_value = "default")]
+    pub(super) tenant: String,
+
     /// Write it to this file, which only this user can read; it must not be there yet
     #[arg(long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,
+}
+
+/// Options of `fleet`.
+#[derive(Debug, clap::Args)]
+pub(super) struct FleetArgs {
+    #[command(subcommand)]
+    pub(super) command: FleetCommand,
+
+    /// A meeting point: `https://HOST[:PORT]`, or any of several that work together [env:
+    /// EXEC_SERVER_FLEET_URL] [default: http://127.0.0.1:4700]
+    #[arg(long, global = true, value_name = "URL")]
+    pub(super) url: Option<String>,
+
+    /// A file with an admin's token [env: EXEC_SERVER_FLEET_TOKEN_FILE]
+    ///
+    /// Without it: `rendezvous/admin.token` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
+    /// `~/.local/state/exec-server`.
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(super) admin_token_file: Option<PathBuf>,
+
+    /// Believe the meeting point with this key (`sha256//…`) [env: EXEC_SERVER_TLS_PIN]
+    #[arg(long, global = true, value_name = "PIN")]
+    pub(super) tls_pin: Option<String>,
+
+    /// Believe these certificate authorities (PEM) instead of the system's [env: EXEC_SERVER_TLS_CA]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(super) tls_ca: Option<PathBuf>,
+
+    /// Send the token to another machine without TLS
+    #[arg(long, global = true)]
+    pub(super) danger_plain_http: bool,
+
+    /// Print JSON
+    #[arg(long, global = true)]
+    pub(super) json: bool,
+}
+
+/// What there is to know and to do.
+#[derive(Debug, Subcommand)]
+pub(super) enum FleetCommand {
+    /// The nodes that work together, and what is attached to each
+    Nodes,
+    /// The environments, and where each is attached
+    Environments {
+        /// Of this tenant alone
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<String>,
+
+        /// Forget this environment and turn out all who are there; can be given several times
+        #[arg(long, value_name = "ID")]
+        remove: Vec<String>,
+    },
+    /// The streams, and who is at both ends of each
+    Streams {
+        /// Of this environment alone
+        #[arg(value_name = "ENVIRONMENT")]
+        environment: Option<String>,
+
+        /// Of this tenant alone; whose environment it is
+        #[arg(long, value_name = "TENANT")]
+        tenant: Option<String>,
+    },
+    /// Turn somebody out, for good; without a name, show who is
+    Revoke {
+        /// `token:NAME`, `key:SHA256`, or the name of a token
+        #[arg(value_name = "WHO")]
+        who: Option<String>,
+
+        /// Only here; everywhere if not given
+        #[arg(long, value_name = "ID", requires = "who")]
+        environment: Option<String>,
+
+        /// Whose token or key it is
+        #[arg(long, value_name = "TENANT", requires = "who")]
+        tenant: Option<String>,
+
+        /// Let it in again
+        #[arg(long, requires = "who")]
+        undo: bool,
+    },
+    /// Have a node send everybody elsewhere, and end
+    Drain {
+        /// As `fleet nodes` calls it
+        #[arg(value_name = "NODE")]
+        node: String,
+    },
+    /// Watch nodes, tenants and the busiest environments
+    Top {
+        /// How often to look
+        #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "2s")]
+        interval: Duration,
+
+        /// How often in all; until interrupted if not given
+        #[arg(long, value_name = "COUNT")]
+        count: Option<u64>,
+    },
 }
 
 /// Roles by name.

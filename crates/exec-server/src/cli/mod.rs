@@ -6,8 +6,10 @@ mod config;
 mod daemon;
 mod doctor;
 mod env;
+mod fleet;
 mod forward;
 mod fs;
+mod issuer;
 mod kill;
 mod log;
 #[cfg(feature = "mcp")]
@@ -63,6 +65,7 @@ pub fn main() -> ExitCode {
         #[cfg(feature = "mcp")]
         Some(Command::McpProxy(args)) => mcp::run_proxy(*args),
         Some(Command::Rendezvous(args)) => rendezvous::run(*args),
+        Some(Command::Fleet(args)) => fleet::run(&args),
         Some(Command::Token(command)) => token::run(command),
         Some(Command::Config(command)) => config::run(&command),
         Some(Command::Daemon(args)) => daemon::run(args),

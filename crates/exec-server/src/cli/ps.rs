@@ -86,7 +86,7 @@ fn row(process: &ListedProcess, now_ms: u64) -> [String; 7] {
     ]
 }
 
-fn age(seconds: u64) -> String {
+pub(super) fn age(seconds: u64) -> String {
     match seconds {
         0..60 => format!("{seconds}s"),
         60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),

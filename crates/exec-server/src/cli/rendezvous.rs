@@ -14,6 +14,7 @@ use exec_server_executor::sys::{memory, own};
 use exec_server_rendezvous::mailbox::Backlog;
 use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::tenants::{self, Quotas};
 use exec_server_rendezvous::tokens::is_name;
 use exec_server_rendezvous::{
     Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
@@ -26,6 +27,7 @@ use tokio::net::{TcpListener, TcpSocket};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::{RendezvousArgs, RendezvousCommand, TokenAddArgs};
+use super::issuer::Issuer;
 use super::settings::state_directory;
 use super::{access, log, print, serve, systemd, token};
 
@@ -146,7 +148,8 @@ impl Place {
             return Ok(());
         }
         let mut text =
-            "# NAME ROLES TOKEN [ENVIRONMENTS]; see `exec-server rendezvous --help`\n".to_owned();
+            "# NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]; see `exec-server rendezvous --help`\n"
+                .to_owned();
         for role in Role::ALL {
             let token = token::random()?;
             let file = self.state.join(format!("{role}.token"));
@@ -157,7 +160,12 @@ impl Place {
                 _ => {}
             }
             access::write_new(&file, &format!("{}\n", token.expose()), 0o600)?;
-            text.push_str(&line(role.name(), &[role], &token, &[]));
+            // Whoever starts one looks after all of it.
+            let tenant = match role {
+                Role::Admin => tenants::ALL,
+                _ => tenants::DEFAULT,
+            };
+            text.push_str(&line(role.name(), &[role], &token, &[], tenant));
         }
         access::write_new(&self.tokens, &text, 0o600)
     }
@@ -174,10 +182,35 @@ impl Place {
     }
 
     /// Changes when the file of tokens does.
-    fn stamp(&self) -> Option<(u64, u64, i64, i64)> {
-        let meta = fs::metadata(&self.tokens).ok()?;
-        Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+    fn stamp(&self) -> Option<Stamp> {
+        stamp(&self.tokens)
     }
+}
+
+/// Changes when a file does.
+type Stamp = (u64, u64, i64, i64);
+
+fn stamp(path: &Path) -> Option<Stamp> {
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+}
+
+/// What tenants may use: what was typed, then what the file says.
+fn quotas(args: &RendezvousArgs) -> anyhow::Result<Quotas> {
+    let mut quotas = Quotas::default();
+    if let Some(path) = &args.quotas {
+        let shown = path.display();
+        let text = fs::read_to_string(path);
+        let text = text.with_context(|| format!("cannot read the quotas in {shown}"))?;
+        quotas = text.parse().with_context(|| format!("{shown}"))?;
+    }
+    for line in &args.quota {
+        let quota = tenants::parse_quota(line);
+        let (tenant, quota) =
+            quota.map_err(|error| anyhow::anyhow!("--quota `{line}`: {error}"))?;
+        quotas.set(tenant, quota);
+    }
+    Ok(quotas)
 }
 
 /// Where state goes unless said otherwise.
@@ -187,13 +220,23 @@ fn default_state() -> anyhow::Result<PathBuf> {
 }
 
 /// A line of the file of tokens.
-fn line(name: &str, roles: &[Role], token: &Secret, environments: &[String]) -> String {
+fn line(
+    name: &str,
+    roles: &[Role],
+    token: &Secret,
+    environments: &[String],
+    tenant: &str,
+) -> String {
     let roles: Vec<_> = roles.iter().map(|role| role.name()).collect();
     let hash = token::hex(&Sha256::digest(token.expose()));
     let mut line = format!("{name} {} sha256:{hash}", roles.join(","));
     if !environments.is_empty() {
         line.push(' ');
         line.push_str(&environments.join(","));
+    }
+    if tenant != tenants::DEFAULT {
+        line.push_str(" tenant=");
+        line.push_str(tenant);
     }
     line.push('\n');
     line
@@ -227,7 +270,13 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
         text.push('\n');
     }
     let roles: Vec<Role> = add.role.iter().map(|role| role.role()).collect();
-    text.push_str(&line(&add.name, &roles, &token, &add.environment));
+    text.push_str(&line(
+        &add.name,
+        &roles,
+        &token,
+        &add.environment,
+        &add.tenant,
+    ));
     // Says so if there is one of that name.
     let path = place.tokens.display();
     text.parse::<Tokens>().with_context(|| format!("{path}"))?;
@@ -262,8 +311,12 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
     place.make_directory()?;
     place.make_tokens()?;
-    let mut stamp = place.stamp();
+    let mut token_stamp = place.stamp();
     let tokens = place.read_tokens()?;
+    let quota_file = || args.quotas.as_deref().and_then(stamp);
+    let mut quota_stamp = quota_file();
+    let tenant_quotas = quotas(&args)?;
+    let mut issuer = Issuer::of(&args).await?;
     let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
         let state = place.state.display();
         format!("cannot use {state}; is another meeting point running on it?")
@@ -290,6 +343,9 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     config.executor_lifetime = args.executor_url_lifetime;
     config.harness_lifetime = args.harness_url_lifetime;
     config.connections = args.max_connections;
+    config.metrics_tenants = args.metrics_tenants;
+    config.quotas = tenant_quotas;
+    config.oidc = issuer.as_ref().map(|issuer| Arc::clone(&issuer.oidc));
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(Backlog::default());
@@ -324,7 +380,13 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
             _ = interrupt.recv() => break,
             () = router.told_to_drain() => break,
             _ = hangup.recv() => {
-                stamp = None;
+                token_stamp = None;
+                quota_stamp = None;
+                if let Some(issuer) = &mut issuer {
+                    issuer.upkeep(true);
+                }
+                // Without waiting for the next look: who was taken away is out now.
+                upkeep.reset_immediately();
                 if let Some(tls) = &tls {
                     log_reload("certificate", tls.reload().map(|()| true));
                 }
@@ -333,9 +395,23 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
                 if let Some(tls) = &tls {
                     log_reload("certificate", tls.reload_if_changed());
                 }
+                if let Some(issuer) = &mut issuer {
+                    issuer.upkeep(false);
+                }
+                let now = quota_file();
+                if now != quota_stamp {
+                    quota_stamp = now;
+                    match quotas(&args) {
+                        Ok(quotas) => {
+                            rendezvous.set_quotas(quotas);
+                            tracing::info!("the quotas were read again");
+                        }
+                        Err(error) => tracing::error!("the old quotas stay in use: {error:#}"),
+                    }
+                }
                 let now = place.stamp();
-                if now != stamp {
-                    stamp = now;
+                if now != token_stamp {
+                    token_stamp = now;
                     match place.read_tokens() {
                         Ok(tokens) => {
                             rendezvous.set_tokens(tokens).await;
@@ -478,11 +554,18 @@ mod tests {
         let token = Secret::from("t");
         let patterns = ["a-*".to_owned(), "b".to_owned()];
         let roles = [Role::Executor, Role::Harness];
-        let tokens: Tokens = line("x", &roles, &token, &patterns).parse().unwrap();
+        let tokens: Tokens = line("x", &roles, &token, &patterns, "default")
+            .parse()
+            .unwrap();
         assert!(tokens.still_allows("x", Role::Executor, "a-1"));
         assert!(tokens.still_allows("x", Role::Harness, "b"));
         assert!(!tokens.still_allows("x", Role::Admin, "b"));
         assert!(!tokens.still_allows("x", Role::Harness, "c"));
+        let tokens: Tokens = line("x", &roles, &token, &patterns, "acme")
+            .parse()
+            .unwrap();
+        assert!(tokens.still_allows("x", Role::Harness, "acme/b"));
+        assert!(!tokens.still_allows("x", Role::Harness, "b"));
     }
 
     #[test]

@@ -15,9 +15,11 @@ mod harness;
 #[cfg(feature = "interop")]
 mod interop;
 mod meeting;
+mod operators;
 mod rendezvous;
 mod stage;
 mod stub;
+mod tenants;
 
 /// A script that can be written to.
 fn sh(id: &str, script: &str) -> StartParams {

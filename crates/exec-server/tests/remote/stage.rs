@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use exec_server::ExecServerClient;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
+use exec_server_testkit::http;
 use exec_server_testkit::proc::PATIENCE;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -111,14 +112,73 @@ impl Meeting {
     }
 
     pub(super) async fn open(&mut self) {
+        self.open_with(&[]).await;
+    }
+
+    /// Opens it with these options too.
+    pub(super) async fn open_with(&mut self, options: &[&str]) {
         let mut command = program(self.directory.path());
         command
             .args(["rendezvous", "--listen", &self.address.to_string()])
             .arg("--state-dir")
-            .arg(self.path("rendezvous"));
+            .arg(self.path("rendezvous"))
+            .args(options);
         let running = Running::start(command).await;
         assert_eq!(running.line, self.url());
         self.running = Some(running);
+    }
+
+    /// The process.
+    pub(super) fn running(&mut self) -> &mut Running {
+        self.running.as_mut().unwrap()
+    }
+
+    /// What an admin does, with the token that was generated for one.
+    pub(super) fn fleet(&self, words: &[&str]) -> Command {
+        let mut command = program(self.directory.path());
+        command
+            .args(["fleet", "--url", &self.url(), "--admin-token-file"])
+            .arg(self.path("rendezvous/admin.token"))
+            .args(words);
+        command
+    }
+
+    /// What `fleet` answers, as JSON.
+    pub(super) async fn ask_fleet(&self, words: &[&str]) -> serde_json::Value {
+        let mut command = self.fleet(words);
+        command.arg("--json");
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{words:?}: {stderr}");
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    /// A token in a file of its own, with these options of `token-add`.
+    pub(super) async fn add_token(&self, name: &str, options: &[&str]) -> PathBuf {
+        let file = self.path(&format!("{name}.token"));
+        let mut command = program(self.directory.path());
+        command
+            .args(["rendezvous", "token-add", name, "--state-dir"])
+            .arg(self.path("rendezvous"))
+            .arg("--out")
+            .arg(&file)
+            .args(options);
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        if let Some(running) = &self.running {
+            // It looks by itself, but an executor that comes before that would give up.
+            running.signal(Signal::HUP);
+            let token = std::fs::read_to_string(&file).unwrap();
+            let url = format!("{}/cloud/environments", self.url());
+            let known = async {
+                while http::request("GET", &url, Some(token.trim()), "").await.0 == 401 {
+                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                }
+            };
+            timeout(PATIENCE, known).await.unwrap();
+        }
+        file
     }
 
     /// Dies without a word.

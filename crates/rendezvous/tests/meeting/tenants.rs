@@ -306,11 +306,11 @@ async fn no_more_streams_than_a_tenant_may_have() {
     drop(first);
     executor.hears_reset("s", "harness_detached").await;
     meeting
-        .metric_is("tenant_streams{tenant=\"acme\"}", 1)
+        .metric_is("tenant_streams{node=\"local\",tenant=\"acme\"}", 1)
         .await;
     meeting.harness("env-1", "acme-alice-token", 5).await;
     meeting
-        .metric_is("tenant_refused_total{tenant=\"acme\"}", 2)
+        .metric_is("tenant_refused_total{node=\"local\",tenant=\"acme\"}", 2)
         .await;
 }
 
@@ -381,8 +381,11 @@ async fn bytes_beyond_a_quota_wait_and_none_is_lost() {
     // A second's worth and a frame pass at once; the other three frames take half a second each.
     assert!(slow > Duration::from_millis(1200), "{slow:?}");
     assert!(fast < slow, "{fast:?} and {slow:?}");
-    assert!(meeting.metric("tenant_waits_total{tenant=\"acme\"}") > 0);
-    assert_eq!(meeting.metric("tenant_waits_total{tenant=\"default\"}"), 0);
+    assert!(meeting.metric("tenant_waits_total{node=\"local\",tenant=\"acme\"}") > 0);
+    assert_eq!(
+        meeting.metric("tenant_waits_total{node=\"local\",tenant=\"default\"}"),
+        0
+    );
     // One who is held back can be turned out at once.
     for seq in 6..12 {
         executor.data("s", seq, SIZE).await;
@@ -418,7 +421,7 @@ async fn metrics_know_a_few_tenants_by_name() {
     }
     meeting.metric_is("executors", 3).await;
     for (tenant, executors) in [("default", 0), ("acme", 1), ("other", 2)] {
-        let name = format!("tenant_executors{{tenant=\"{tenant}\"}}");
+        let name = format!("tenant_executors{{node=\"local\",tenant=\"{tenant}\"}}");
         meeting.metric_is(&name, executors).await;
     }
     let page = meeting.rendezvous.metrics();

@@ -1,0 +1,531 @@
+//! A meeting point with thousands at it: what they cost, how soon the active ones hear each other,
+//! and how soon streams go on when it dies.
+//!
+//! The crowd are websockets that speak relay frames and nothing else, many in this process; the
+//! streams that outlive the meeting point are real ones, with keys and acknowledgements.
+
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+use exec_server_relay::frame::{Acks, Body, Transmit, decode};
+use exec_server_relay::keys::{MLKEM768_BYTES, PublicKey};
+use exec_server_relay::noise::{Identity, SEED_BYTES};
+use exec_server_relay::{ExecutorConfig, HarnessConfig, Limits};
+use exec_server_transport::link::{Link, RawEvent};
+use exec_server_transport::registry::auth::RegistryAuth;
+use exec_server_transport::registry::{Registry, RegistryOptions};
+use exec_server_transport::relay::{self, Attachment, DialError, RelayStream};
+use exec_server_transport::{ConnectOptions, connect};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::{Bench, Line};
+use crate::report::{Figure, Goal, Row, Unit};
+use crate::server::{CommandLine, Program};
+use crate::stats::percentile;
+
+/// How long anything may take that is not measured.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Calls of the registry at one time.
+const AT_ONCE: usize = 32;
+
+/// Between two messages of one active stream.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A meeting point that can die and come back.
+struct Meeting {
+    command: CommandLine,
+    files: TempDir,
+    address: String,
+    program: Option<Program>,
+    tokens: [String; 2],
+    runtime: Runtime,
+}
+
+impl Meeting {
+    fn new(command: &CommandLine) -> anyhow::Result<Self> {
+        // Free when it is needed, and the same when it comes back.
+        let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+        let mut meeting = Self {
+            command: command.clone(),
+            files: tempfile::tempdir()?,
+            address,
+            program: None,
+            tokens: Default::default(),
+            runtime: tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .enable_all()
+                .build()?,
+        };
+        meeting.start()?;
+        for (token, role) in meeting.tokens.iter_mut().zip(["executor", "harness"]) {
+            let file = meeting.files.path().join(format!("{role}.token"));
+            *token = std::fs::read_to_string(file)?.trim().to_owned();
+        }
+        Ok(meeting)
+    }
+
+    fn start(&mut self) -> anyhow::Result<()> {
+        let state = self.files.path().display().to_string();
+        let arguments = [
+            "rendezvous",
+            "--listen",
+            &self.address,
+            "--state-dir",
+            &state,
+        ];
+        self.program = Some(Program::start(&self.command, &arguments)?);
+        Ok(())
+    }
+
+    fn resident(&self) -> anyhow::Result<u64> {
+        let program = self.program.as_ref().context("it does not run")?;
+        program.resident_at_rest()
+    }
+
+    fn places(&self) -> Places {
+        Places {
+            url: format!("http://{}", self.address),
+            executor: self.tokens[0].clone(),
+            harness: self.tokens[1].clone(),
+        }
+    }
+}
+
+/// How to get to environments.
+#[derive(Clone)]
+struct Places {
+    url: String,
+    executor: String,
+    harness: String,
+}
+
+impl Places {
+    fn registry(&self, environment: &str, token: &str) -> anyhow::Result<Registry> {
+        let mut options = RegistryOptions::new(RegistryAuth::bearer(token.to_owned()));
+        options.timeout = PATIENCE;
+        Ok(Registry::new(&self.url, environment, options)?)
+    }
+}
+
+async fn reach(url: &str) -> anyhow::Result<Link> {
+    Ok(connect(url, &ConnectOptions::default()).await?)
+}
+
+/// A key as good as any to a meeting point.
+fn key() -> anyhow::Result<PublicKey> {
+    PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).context("no key")
+}
+
+async fn send(link: &mut Link, frame: &Transmit) -> anyhow::Result<()> {
+    link.outgoing.push_binary(frame.parts());
+    Ok(link.outgoing.flush().await?)
+}
+
+/// Waits for the next frame and does with it what `act` says; pings are answered meanwhile.
+async fn next<T>(
+    link: &mut Link,
+    mut act: impl FnMut(&Body<'_>) -> Option<T>,
+) -> anyhow::Result<T> {
+    loop {
+        let mut pong = None;
+        match link.incoming.recv_raw().await? {
+            Some(RawEvent::Message { bytes, .. }) => {
+                if let Some(done) = act(&decode(bytes)?.body) {
+                    return Ok(done);
+                }
+            }
+            Some(RawEvent::Ping(payload)) => pong = Some(payload.to_vec()),
+            Some(RawEvent::Pong) => {}
+            None => bail!("the meeting point hung up"),
+        }
+        if let Some(payload) = pong {
+            link.outgoing.push_pong(&payload);
+            link.outgoing.flush().await?;
+        }
+    }
+}
+
+/// An executor that sends back what it is sent, for as long as its task lives.
+async fn echo(mut link: Link) -> anyhow::Result<()> {
+    enum Heard {
+        Handshake,
+        Data(u32, Vec<u8>),
+    }
+    let stream = "s";
+    loop {
+        let heard = next(&mut link, |body| match body {
+            Body::Handshake { .. } => Some(Heard::Handshake),
+            Body::Data { seq, payload } => Some(Heard::Data(*seq, payload.to_vec())),
+            _ => None,
+        });
+        let frame = match heard.await? {
+            Heard::Handshake => Transmit::handshake(stream, Acks::default(), b"hello"[..].into()),
+            Heard::Data(seq, payload) => {
+                Transmit::data(stream, Acks::default(), seq, payload.into())
+            }
+        };
+        send(&mut link, &frame).await?;
+    }
+}
+
+/// A harness whose stream is open.
+async fn introduce(mut link: Link) -> anyhow::Result<Link> {
+    let stream = "s";
+    send(&mut link, &Transmit::resume(stream, Acks::default(), 0)).await?;
+    let hello = Transmit::handshake(stream, Acks::default(), b"hello"[..].into());
+    send(&mut link, &hello).await?;
+    next(&mut link, |body| {
+        matches!(body, Body::Handshake { .. }).then_some(())
+    })
+    .await?;
+    Ok(link)
+}
+
+/// Seconds from a frame to its echo, `count` times, with pauses.
+async fn talk(mut link: Link, count: u32, offset: Duration) -> anyhow::Result<(Link, Vec<f64>)> {
+    let mut samples = Vec::with_capacity(count as usize);
+    tokio::time::sleep(offset).await;
+    for seq in 0..count {
+        let frame = Transmit::data("s", Acks::default(), seq, vec![7; 100].into());
+        let start = Instant::now();
+        send(&mut link, &frame).await?;
+        next(&mut link, |body| match body {
+            Body::Data { seq: heard, .. } if *heard == seq => Some(()),
+            _ => None,
+        })
+        .await?;
+        samples.push(start.elapsed().as_secs_f64());
+        tokio::time::sleep(PAUSE).await;
+    }
+    Ok((link, samples))
+}
+
+/// Everybody who is attached.
+struct Crowd {
+    /// Executors, which end with this.
+    _executors: JoinSet<anyhow::Result<()>>,
+    harnesses: Vec<Link>,
+}
+
+/// Does something for each of `count` environments, some at a time, and keeps what comes of it.
+async fn for_each<T, F>(count: usize, mut act: impl FnMut(usize) -> F) -> anyhow::Result<Vec<T>>
+where
+    T: Send + 'static,
+    F: Future<Output = anyhow::Result<T>> + Send + 'static,
+{
+    let mut done = Vec::with_capacity(count);
+    let mut tasks = JoinSet::new();
+    for index in 0..count {
+        if tasks.len() >= AT_ONCE {
+            let joined = tasks.join_next().await.context("a task")?;
+            done.push(joined??);
+        }
+        tasks.spawn(act(index));
+    }
+    while let Some(joined) = tasks.join_next().await {
+        done.push(joined??);
+    }
+    Ok(done)
+}
+
+impl Crowd {
+    /// Attaches `count` executors and a harness to each; those of `count / 10` have open streams.
+    async fn new(places: &Places, count: usize) -> anyhow::Result<Self> {
+        let attach = |index: usize| {
+            let places = places.clone();
+            async move {
+                let environment = format!("crowd-{index}");
+                let registry = places.registry(&environment, &places.executor)?;
+                let registered = registry.register(&key()?, None).await?;
+                reach(&registered.url).await
+            }
+        };
+        let mut executors = JoinSet::new();
+        for link in for_each(count, attach).await? {
+            executors.spawn(echo(link));
+        }
+        let enter = |index: usize| {
+            let places = places.clone();
+            async move {
+                let environment = format!("crowd-{index}");
+                let registry = places.registry(&environment, &places.harness)?;
+                let answer = registry.connect(&key()?).await?;
+                reach(&answer.url).await
+            }
+        };
+        let harnesses = for_each(count, enter).await?;
+        Ok(Self {
+            _executors: executors,
+            harnesses,
+        })
+    }
+
+    /// Opens the streams of the first `count` harnesses; all talk at the same time.
+    async fn talk(&mut self, active: usize, count: u32) -> anyhow::Result<Vec<f64>> {
+        let mut talking = JoinSet::new();
+        for (index, link) in self.harnesses.drain(..active).enumerate() {
+            // Not all in the same moment.
+            let offset = PAUSE * u32::try_from(index).unwrap_or(0) / u32::try_from(active)?;
+            talking.spawn(async move { talk(introduce(link).await?, count, offset).await });
+        }
+        let mut samples = Vec::new();
+        while let Some(joined) = talking.join_next().await {
+            let (link, mut more) = joined??;
+            samples.append(&mut more);
+            self.harnesses.push(link);
+        }
+        Ok(samples)
+    }
+}
+
+/// An executor of our kind that sends back what it is sent.
+async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result<Identity> {
+    let identity = || Identity::from_seed(&[seed; SEED_BYTES]);
+    let registry = places.registry(&environment, &places.executor)?;
+    let registered = registry.register(identity().public_key(), None).await?;
+    let registration = registered.executor_registration_id;
+    let config = ExecutorConfig {
+        environment_id: environment,
+        registration_id: registration.clone(),
+        identity: identity(),
+        limits: Limits::default(),
+    };
+    let (accepted, mut streams) = mpsc::channel::<RelayStream>(64);
+    let url = registered.url;
+    // Both end with the runtime.
+    tokio::spawn(async move {
+        let dial = move || {
+            let (url, registration_id) = (url.clone(), registration.clone());
+            async move {
+                let link = reach(&url)
+                    .await
+                    .map_err(|error| DialError::passing(error.to_string()))?;
+                Ok(Attachment {
+                    link,
+                    registration_id,
+                })
+            }
+        };
+        relay::serve(config, dial, |_| async { Ok(()) }, accepted).await
+    });
+    tokio::spawn(async move {
+        while let Some(mut stream) = streams.recv().await {
+            tokio::spawn(async move {
+                while let Ok(Some(RawEvent::Message { bytes, .. })) =
+                    stream.link.incoming.recv_raw().await
+                {
+                    let message = bytes.to_vec();
+                    let outgoing = &mut stream.link.outgoing;
+                    outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+                    if outgoing.flush().await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    Ok(identity())
+}
+
+/// A stream that counts, and hears its own numbers again: each once, and in order.
+async fn count(
+    places: Places,
+    environment: String,
+    executor: PublicKey,
+    progress: Arc<[AtomicU64; 2]>,
+) -> anyhow::Result<()> {
+    let mut seed = [0; SEED_BYTES];
+    for (byte, random) in seed.iter_mut().zip(std::iter::repeat_with(random)) {
+        *byte = random;
+    }
+    let identity = Identity::from_seed(&seed);
+    let public = identity.public_key().clone();
+    let registry = Arc::new(places.registry(&environment, &places.harness)?);
+    let first = registry.connect(&public).await?;
+    let config = HarnessConfig {
+        environment_id: environment,
+        registration_id: first.executor_registration_id,
+        stream_id: format!("{:016x}", u64::from_le_bytes(seed[..8].try_into()?)),
+        executor,
+        authorization: first.harness_key_authorization,
+        identity,
+        limits: Limits::default(),
+    };
+    let dial = move || {
+        let (registry, public) = (Arc::clone(&registry), public.clone());
+        async move {
+            let passing = |error: anyhow::Error| DialError::passing(error.to_string());
+            let answer = registry.connect(&public).await;
+            let answer = answer.map_err(|error| passing(error.into()))?;
+            reach(&answer.url).await.map_err(passing)
+        }
+    };
+    let mut stream = relay::open(config, dial).await?;
+    let mut ticks = tokio::time::interval(Duration::from_millis(20));
+    let (mut sent, mut heard) = (0_u64, 0_u64);
+    loop {
+        tokio::select! {
+            _ = ticks.tick() => {
+                let mut message = sent.to_le_bytes().to_vec();
+                message.resize(100, 7);
+                let outgoing = &mut stream.link.outgoing;
+                outgoing.push_message(message.len(), |out| out.extend_from_slice(&message));
+                outgoing.flush().await?;
+                sent += 1;
+                progress[0].store(sent, Ordering::Relaxed);
+            }
+            event = stream.link.incoming.recv_raw() => {
+                let Some(event) = event? else {
+                    bail!("a stream ended after {heard} of {sent} messages");
+                };
+                if let RawEvent::Message { bytes, .. } = event {
+                    let number = bytes.get(..8).context("a short message")?;
+                    let number = u64::from_le_bytes(number.try_into()?);
+                    ensure!(number == heard, "message {number} came instead of {heard}");
+                    heard += 1;
+                    progress[1].store(heard, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+/// A byte that nobody has to guess.
+fn random() -> u8 {
+    use std::hash::{BuildHasher as _, Hasher as _};
+    std::collections::hash_map::RandomState::new()
+        .build_hasher()
+        .finish() as u8
+}
+
+/// Seconds from the death of the meeting point until each of `count` streams has heard something
+/// that it said after that.
+fn restart(meeting: &mut Meeting, count_streams: usize) -> anyhow::Result<f64> {
+    const EXECUTORS: usize = 20;
+    let places = meeting.places();
+    let mut streams = JoinSet::new();
+    let progress: Vec<Arc<[AtomicU64; 2]>> = (0..count_streams).map(|_| Arc::default()).collect();
+    let handle = meeting.runtime.handle().clone();
+    handle.block_on(async {
+        let mut executors = Vec::new();
+        for index in 0..EXECUTORS {
+            let environment = format!("reliable-{index}");
+            let seed = u8::try_from(index + 1)?;
+            let identity = serve(&places, environment.clone(), seed).await?;
+            executors.push((environment, identity.public_key().clone()));
+        }
+        for (index, progress) in progress.iter().enumerate() {
+            let (environment, key) = executors[index % EXECUTORS].clone();
+            streams.spawn_on(
+                count(places.clone(), environment, key, Arc::clone(progress)),
+                &handle,
+            );
+        }
+        timeout(
+            PATIENCE,
+            all_past(&progress, &vec![3; count_streams], &mut streams),
+        )
+        .await
+        .context("not all streams were opened")?
+    })?;
+    meeting.program.take().context("it does not run")?.kill();
+    let died = Instant::now();
+    let marks: Vec<u64> = progress
+        .iter()
+        .map(|progress| progress[0].load(Ordering::Relaxed) + 1)
+        .collect();
+    meeting.start()?;
+    handle.block_on(async {
+        timeout(PATIENCE, all_past(&progress, &marks, &mut streams))
+            .await
+            .context("not all streams went on")?
+    })?;
+    Ok(died.elapsed().as_secs_f64())
+}
+
+/// Waits until every stream has heard more than its mark; fails when one has failed.
+async fn all_past(
+    progress: &[Arc<[AtomicU64; 2]>],
+    marks: &[u64],
+    streams: &mut JoinSet<anyhow::Result<()>>,
+) -> anyhow::Result<()> {
+    loop {
+        if let Some(ended) = streams.try_join_next() {
+            ended??;
+        }
+        let past = progress
+            .iter()
+            .zip(marks)
+            .all(|(progress, mark)| progress[1].load(Ordering::Relaxed) > *mark);
+        if past {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+pub(super) fn run(bench: &Bench) -> Vec<Row> {
+    const MIB: f64 = 1024.0 * 1024.0;
+    let crowd = bench.pick(2000, 200);
+    let active = bench.pick(200, 20);
+    let messages = bench.pick(50, 20);
+    let streams = bench.pick(200, 40);
+    let name = format!("meeting point, {crowd} executors and {crowd} harnesses");
+    let line = |name: String, unit, goals| Line {
+        name,
+        unit,
+        base: "",
+        goals,
+    };
+    let value = |limit| Goal::Value { limit, aim: limit };
+    let lines = vec![
+        line(
+            format!("{name}: memory"),
+            Unit::Bytes,
+            vec![value(400.0 * MIB)],
+        ),
+        line(
+            format!("{name}: memory of each pair"),
+            Unit::Bytes,
+            Vec::new(),
+        ),
+        line(format!("{name}: attached"), Unit::PerSecond, Vec::new()),
+        line(
+            format!("{name}: echo of {active} p99"),
+            Unit::Seconds,
+            vec![value(10e-3)],
+        ),
+        line(
+            format!("meeting point killed under {streams} streams: all go on"),
+            Unit::Seconds,
+            vec![value(5.0)],
+        ),
+    ];
+    bench.alone(1, lines, Meeting::new, |meeting| {
+        let before = meeting.resident()?;
+        let places = meeting.places();
+        let start = Instant::now();
+        let mut all = meeting.runtime.block_on(Crowd::new(&places, crowd))?;
+        let rate = 2.0 * crowd as f64 / start.elapsed().as_secs_f64();
+        let samples = meeting.runtime.block_on(all.talk(active, messages))?;
+        let echo = percentile(&samples, 99.0);
+        let after = meeting.resident()?;
+        drop(all);
+        let restarted = restart(meeting, streams)?;
+        Ok(vec![
+            Figure::plain(after as f64),
+            Figure::plain((after as f64 - before as f64) / crowd as f64),
+            Figure::plain(rate),
+            Figure::plain(echo),
+            Figure::plain(restarted),
+        ])
+    })
+}

@@ -1,0 +1,627 @@
+//! `exec-server fleet`: what goes on at meeting points, and what to do about it.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, bail};
+use exec_server_transport::Secret;
+use exec_server_transport::registry::api::RegistryApi;
+use exec_server_transport::registry::auth::RegistryAuth;
+use exec_server_transport::registry::{Proxies, RegistryOptions};
+use exec_server_transport::tls::TlsClientOptions;
+use serde_json::{Value, json};
+
+use super::args::{FleetArgs, FleetCommand};
+use super::settings::{state_directory, variable};
+use super::{print, ps, runtime, terminal};
+
+/// Where a meeting point listens unless it is told otherwise.
+const DEFAULT_URL: &str = "http://127.0.0.1:4700";
+
+/// Environments that `top` shows.
+const BUSIEST: usize = 10;
+
+pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
+    let access = Access::of(args)?;
+    let api = access.to(&access.url)?;
+    runtime()?.block_on(act(args, &access, &api))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// How to reach meeting points, and as whom.
+struct Access {
+    url: String,
+    token: Secret,
+    tls: TlsClientOptions,
+    plain: bool,
+}
+
+impl Access {
+    fn of(args: &FleetArgs) -> anyhow::Result<Self> {
+        let set = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let url = args
+            .url
+            .clone()
+            .or_else(|| set("EXEC_SERVER_FLEET_URL"))
+            .unwrap_or_else(|| DEFAULT_URL.to_owned());
+        let given = args
+            .admin_token_file
+            .clone()
+            .or_else(|| set("EXEC_SERVER_FLEET_TOKEN_FILE").map(PathBuf::from));
+        let file = match given {
+            Some(file) => file,
+            None => state_directory()
+                .map(|state| state.join("rendezvous/admin.token"))
+                .filter(|file| file.exists())
+                .context("whose word is it? pass --admin-token-file FILE, with an admin's token")?,
+        };
+        let token = Secret::read(&file)
+            .with_context(|| format!("cannot read the token in {}", file.display()))?;
+        if token.expose().is_empty() {
+            bail!("the token in {} is empty", file.display());
+        }
+        let mut tls = TlsClientOptions::default();
+        let pin = args.tls_pin.clone().or_else(|| set("EXEC_SERVER_TLS_PIN"));
+        tls.pin = pin.map(|pin| pin.parse()).transpose()?;
+        let ca = args.tls_ca.clone();
+        tls.ca_file = ca.or_else(|| set("EXEC_SERVER_TLS_CA").map(PathBuf::from));
+        Ok(Self {
+            url,
+            token,
+            tls,
+            plain: args.danger_plain_http,
+        })
+    }
+
+    /// A meeting point, or another node of it.
+    fn to(&self, url: &str) -> anyhow::Result<RegistryApi> {
+        let mut options = RegistryOptions::new(RegistryAuth::bearer(self.token.clone()));
+        options.tls = self.tls.clone();
+        options.proxies = Proxies::of_variables(variable);
+        options.danger_plain_http = self.plain;
+        Ok(RegistryApi::new(url, options)?)
+    }
+}
+
+async fn act(args: &FleetArgs, access: &Access, api: &RegistryApi) -> anyhow::Result<()> {
+    match &args.command {
+        FleetCommand::Nodes => {
+            let answer = api.get("cloud/nodes").await?;
+            show(args.json, &answer, nodes_table)
+        }
+        FleetCommand::Environments { tenant, remove } if remove.is_empty() => {
+            let mut answer = api.get("cloud/environments").await?;
+            if let (Some(tenant), Some(listed)) = (tenant, answer["environments"].as_array_mut()) {
+                listed.retain(|environment| environment["tenant"] == **tenant);
+            }
+            show(args.json, &answer, environments_table)
+        }
+        FleetCommand::Environments { tenant, remove } => {
+            for id in remove {
+                let mut path = format!("cloud/environment/{}/remove", segment(id)?);
+                if let Some(tenant) = tenant {
+                    let _ = write!(path, "?tenant={}", segment(tenant)?);
+                }
+                api.post(&path, &json!({}))
+                    .await
+                    .with_context(|| format!("`{id}` was not removed"))?;
+                if !args.json {
+                    print(format!("removed {id}\n").as_bytes())?;
+                }
+            }
+            if args.json {
+                return show(true, &json!({"removed": remove}), |_| String::new());
+            }
+            Ok(())
+        }
+        FleetCommand::Streams {
+            environment,
+            tenant,
+        } => {
+            let mut path = "cloud/streams".to_owned();
+            let mut mark = '?';
+            for (name, value) in [("environment_id", environment), ("tenant", tenant)] {
+                if let Some(value) = value {
+                    let _ = write!(path, "{mark}{name}={}", segment(value)?);
+                    mark = '&';
+                }
+            }
+            show(args.json, &api.get(&path).await?, streams_table)
+        }
+        FleetCommand::Revoke { who: None, .. } => {
+            let answer = api.get("cloud/revocations").await?;
+            show(args.json, &answer, revocations_table)
+        }
+        FleetCommand::Revoke {
+            who: Some(who),
+            environment,
+            tenant,
+            undo,
+        } => {
+            let body = json!({"harness": who, "environment_id": environment, "tenant": tenant});
+            let path = if *undo {
+                "cloud/permit"
+            } else {
+                "cloud/revoke"
+            };
+            let answer = api.post(path, &body).await?;
+            if *undo && answer["permitted"] != true && !args.json {
+                bail!("`{who}` was not revoked{}", place(environment.as_deref()));
+            }
+            show(args.json, &answer, |answer| match undo {
+                true => format!("{who} may come in again\n"),
+                false => format!(
+                    "revoked {}{}; sockets ended: {}\n",
+                    text(&answer["revoked"]),
+                    place(environment.as_deref()),
+                    answer["sockets_ended"]
+                ),
+            })
+        }
+        FleetCommand::Drain { node } => {
+            let answer = api.post("cloud/drain", &json!({"node": node})).await?;
+            show(args.json, &answer, |_| format!("{node} drains\n"))
+        }
+        FleetCommand::Top { interval, count } => top(args, access, api, *interval, *count).await,
+    }
+}
+
+fn place(environment: Option<&str>) -> String {
+    environment.map_or(String::new(), |environment| format!(" in `{environment}`"))
+}
+
+/// A text that means nothing else in a URL.
+fn segment(text: &str) -> anyhow::Result<&str> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
+    if text.is_empty() || matches!(text, "." | "..") || !text.bytes().all(allowed) {
+        bail!("`{text}` is no name of an environment or tenant");
+    }
+    Ok(text)
+}
+
+fn show(as_json: bool, answer: &Value, table: impl Fn(&Value) -> String) -> anyhow::Result<()> {
+    let text = match as_json {
+        true => format!("{}\n", serde_json::to_string_pretty(answer)?),
+        false => table(answer),
+    };
+    print(text.as_bytes())
+}
+
+/// What another machine said, as one word of a table.
+fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.escape_debug().to_string(),
+        Value::Null => "-".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// Columns, each as wide as its widest cell.
+fn table(head: &[&str], rows: Vec<Vec<String>>) -> String {
+    let head = head.iter().map(|cell| (*cell).to_owned()).collect();
+    let rows: Vec<Vec<String>> = [head].into_iter().chain(rows).collect();
+    let mut widths = vec![0; rows[0].len()];
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut out = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(&widths) {
+            let _ = write!(line, "{cell:width$}  ");
+        }
+        out.push_str(line.trim_end());
+        out.push('\n');
+    }
+    out
+}
+
+fn list<'a>(answer: &'a Value, name: &str) -> &'a [Value] {
+    answer[name].as_array().map_or(&[], Vec::as_slice)
+}
+
+fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    u64::try_from(since.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
+}
+
+fn age(since_ms: &Value) -> String {
+    let since = since_ms.as_u64().unwrap_or(0);
+    ps::age(now_ms().saturating_sub(since) / 1000)
+}
+
+fn nodes_table(answer: &Value) -> String {
+    let row = |node: &Value| {
+        let state = if node["draining"] == true {
+            "draining"
+        } else {
+            "up"
+        };
+        vec![
+            text(&node["name"]),
+            state.to_owned(),
+            age(&node["started_at"]),
+            text(&node["executors"]),
+            text(&node["harnesses"]),
+            text(&node["streams"]),
+            text(&node["version"]),
+            text(&node["url"]),
+        ]
+    };
+    let head = [
+        "NODE",
+        "STATE",
+        "AGE",
+        "EXECUTORS",
+        "HARNESSES",
+        "STREAMS",
+        "VERSION",
+        "URL",
+    ];
+    table(&head, list(answer, "nodes").iter().map(row).collect())
+}
+
+fn environments_table(answer: &Value) -> String {
+    let row = |environment: &Value| {
+        vec![
+            text(&environment["tenant"]),
+            text(&environment["environment_id"]),
+            match environment["online"] == true {
+                true => "online".to_owned(),
+                false => "offline".to_owned(),
+            },
+            text(&environment["node"]),
+            text(&environment["harnesses"]),
+            text(&environment["streams"]),
+            text(&environment["owner"]),
+            text(&environment["name"]),
+        ]
+    };
+    let head = [
+        "TENANT",
+        "ENVIRONMENT",
+        "STATE",
+        "NODE",
+        "HARNESSES",
+        "STREAMS",
+        "OWNER",
+        "NAME",
+    ];
+    table(
+        &head,
+        list(answer, "environments").iter().map(row).collect(),
+    )
+}
+
+fn streams_table(answer: &Value) -> String {
+    let row = |stream: &Value| {
+        vec![
+            text(&stream["tenant"]),
+            text(&stream["environment_id"]),
+            text(&stream["stream_id"]),
+            text(&stream["token"]),
+            text(&stream["key"]).chars().take(16).collect(),
+            text(&stream["harness_node"]),
+            text(&stream["executor_node"]),
+        ]
+    };
+    let head = [
+        "TENANT",
+        "ENVIRONMENT",
+        "STREAM",
+        "TOKEN",
+        "KEY",
+        "FROM NODE",
+        "TO NODE",
+    ];
+    table(&head, list(answer, "streams").iter().map(row).collect())
+}
+
+fn revocations_table(answer: &Value) -> String {
+    let row = |revoked: &Value| {
+        vec![
+            text(&revoked["tenant"]),
+            text(&revoked["harness"]),
+            text(&revoked["environment"]),
+            age(&revoked["revoked_at"]),
+        ]
+    };
+    let head = ["TENANT", "WHO", "ENVIRONMENT", "AGO"];
+    table(&head, list(answer, "revocations").iter().map(row).collect())
+}
+
+/// One look at everything.
+struct Look {
+    at: Instant,
+    nodes: Value,
+    environments: Value,
+    /// What each node that could be asked has used, by its name.
+    usage: Vec<Value>,
+}
+
+impl Look {
+    async fn take(
+        access: &Access,
+        api: &RegistryApi,
+        others: &mut HashMap<String, RegistryApi>,
+    ) -> anyhow::Result<Self> {
+        let nodes = api.get("cloud/nodes").await?;
+        let environments = api.get("cloud/environments").await?;
+        let own = api.get("cloud/usage").await?;
+        let mut usage = vec![own];
+        for node in list(&nodes, "nodes") {
+            let (Some(name), Some(url)) = (node["name"].as_str(), node["url"].as_str()) else {
+                continue;
+            };
+            if usage[0]["node"] == *name {
+                continue;
+            }
+            if !others.contains_key(name) {
+                // One that cannot be reached is left out of the figures, and shown as a node.
+                let Ok(api) = access.to(url) else { continue };
+                others.insert(name.to_owned(), api);
+            }
+            if let Ok(used) = others[name].get("cloud/usage").await {
+                usage.push(used);
+            }
+        }
+        Ok(Self {
+            at: Instant::now(),
+            nodes,
+            environments,
+            usage,
+        })
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "nodes": self.nodes["nodes"],
+            "usage": self.usage,
+            "environments": self.busiest(),
+        })
+    }
+
+    fn busiest(&self) -> Vec<&Value> {
+        let mut all: Vec<_> = list(&self.environments, "environments").iter().collect();
+        all.sort_by_key(|environment| {
+            let count = |name: &str| environment[name].as_u64().unwrap_or(0);
+            std::cmp::Reverse((count("streams"), count("harnesses")))
+        });
+        all.truncate(BUSIEST);
+        all
+    }
+
+    /// How fast a number of a node has grown since `before`.
+    fn rate(&self, before: Option<&Self>, node: &Value, pick: impl Fn(&Value) -> u64) -> f64 {
+        let Some(before) = before else { return 0.0 };
+        let find = |look: &Self| {
+            let found = look.usage.iter().find(|usage| usage["node"] == *node);
+            found.map(&pick)
+        };
+        let (Some(now), Some(then)) = (find(self), find(before)) else {
+            return 0.0;
+        };
+        let seconds = (self.at - before.at).as_secs_f64();
+        now.saturating_sub(then) as f64 / seconds.max(0.001)
+    }
+
+    fn screen(&self, before: Option<&Self>) -> String {
+        let count = |value: &Value| value.as_u64().unwrap_or(0);
+        let per_second = |rate: f64| format!("{}/s", ps::bytes(rate as u64));
+        let total = |name: &str| -> u64 {
+            let nodes = list(&self.nodes, "nodes").iter();
+            nodes.map(|node| count(&node[name])).sum()
+        };
+        let all = list(&self.environments, "environments");
+        let mut screen = format!(
+            "{} nodes, {} environments ({} online), {} harnesses, {} streams\n\n",
+            list(&self.nodes, "nodes").len(),
+            all.len(),
+            total("executors"),
+            total("harnesses"),
+            total("streams"),
+        );
+        let rows = list(&self.nodes, "nodes").iter().map(|node| {
+            let name = &node["name"];
+            let usage = self.usage.iter().find(|usage| usage["node"] == *name);
+            let known = |shown: String| match usage {
+                Some(_) => shown,
+                None => "?".to_owned(),
+            };
+            let rate = |field: &'static str| {
+                per_second(self.rate(before, name, |usage| count(&usage[field])))
+            };
+            vec![
+                text(name),
+                match node["draining"] == true {
+                    true => "draining".to_owned(),
+                    false => "up".to_owned(),
+                },
+                text(&node["executors"]),
+                text(&node["harnesses"]),
+                text(&node["streams"]),
+                known(rate("received_bytes")),
+                known(rate("sent_bytes")),
+                known(ps::bytes(
+                    usage.map_or(0, |usage| count(&usage["backlog_bytes"])),
+                )),
+            ]
+        });
+        let head = [
+            "NODE",
+            "STATE",
+            "EXECUTORS",
+            "HARNESSES",
+            "STREAMS",
+            "IN",
+            "OUT",
+            "WAITING",
+        ];
+        screen.push_str(&table(&head, rows.collect()));
+        screen.push('\n');
+        screen.push_str(&self.tenants(before));
+        screen.push('\n');
+        let rows = self.busiest().into_iter().map(|environment| {
+            vec![
+                text(&environment["tenant"]),
+                text(&environment["environment_id"]),
+                text(&environment["node"]),
+                text(&environment["harnesses"]),
+                text(&environment["streams"]),
+            ]
+        });
+        let head = ["TENANT", "ENVIRONMENT", "NODE", "HARNESSES", "STREAMS"];
+        screen.push_str(&table(&head, rows.collect()));
+        screen
+    }
+
+    /// What tenants use on all nodes that could be asked.
+    fn tenants(&self, before: Option<&Self>) -> String {
+        /// Executors, streams, bytes, refusals and waits.
+        type Sums = [u64; 5];
+        let sum = |look: &Self| {
+            let mut sums: HashMap<String, Sums> = HashMap::new();
+            for tenant in look.usage.iter().flat_map(|usage| list(usage, "tenants")) {
+                let sum = sums.entry(text(&tenant["tenant"])).or_default();
+                let names = ["executors", "streams", "received_bytes", "refused", "waits"];
+                for (sum, name) in sum.iter_mut().zip(names) {
+                    *sum += tenant[name].as_u64().unwrap_or(0);
+                }
+            }
+            sums
+        };
+        let then = before.map(sum).unwrap_or_default();
+        let seconds = before.map_or(1.0, |before| (self.at - before.at).as_secs_f64());
+        let mut rows: Vec<_> = sum(self).into_iter().collect();
+        // Those of whom there is nothing to tell are left out.
+        rows.retain(|(name, sums)| name == "default" || sums.iter().any(|sum| *sum > 0));
+        rows.sort_by(|(a, one), (b, other)| other[1].cmp(&one[1]).then_with(|| a.cmp(b)));
+        let rows = rows.into_iter().map(|(name, now)| {
+            let then = then.get(&name).copied().unwrap_or(now);
+            let bytes = now[2].saturating_sub(then[2]) as f64 / seconds.max(0.001);
+            vec![
+                name,
+                now[0].to_string(),
+                now[1].to_string(),
+                format!("{}/s", ps::bytes(bytes as u64)),
+                now[3].to_string(),
+                now[4].to_string(),
+            ]
+        });
+        let head = [
+            "TENANT",
+            "EXECUTORS",
+            "STREAMS",
+            "TRAFFIC",
+            "REFUSED",
+            "HELD BACK",
+        ];
+        table(&head, rows.collect())
+    }
+}
+
+async fn top(
+    args: &FleetArgs,
+    access: &Access,
+    api: &RegistryApi,
+    interval: Duration,
+    count: Option<u64>,
+) -> anyhow::Result<()> {
+    let mut others = HashMap::new();
+    let mut before: Option<Look> = None;
+    let mut looks = tokio::time::interval(interval.max(Duration::from_millis(100)));
+    let live = terminal::is_interactive() && !args.json;
+    for _ in 0..count.unwrap_or(u64::MAX) {
+        looks.tick().await;
+        let look = match Look::take(access, api, &mut others).await {
+            Ok(look) => look,
+            // It may come back; the first time, a mistake is more likely.
+            Err(error) if before.is_some() && live => {
+                print(format!("\x1b[H\x1b[2J{error:#}\n").as_bytes())?;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        let text = if args.json {
+            format!("{}\n", look.json())
+        } else {
+            let mut screen = look.screen(before.as_ref());
+            if live {
+                let rows = terminal::size().map_or(24, |size| size.rows as usize);
+                let lines: Vec<_> = screen.lines().take(rows.saturating_sub(1)).collect();
+                screen = format!("\x1b[H\x1b[2J{}\n", lines.join("\n"));
+            }
+            screen
+        };
+        print(text.as_bytes())?;
+        before = Some(look);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn look(bytes: u64, seconds: u64) -> Look {
+        let start = Instant::now();
+        Look {
+            at: start + Duration::from_secs(seconds),
+            nodes: json!({"nodes": [
+                {"name": "a", "executors": 2, "harnesses": 3, "streams": 3, "draining": false},
+                {"name": "b", "executors": 1, "harnesses": 0, "streams": 0, "draining": true},
+            ]}),
+            environments: json!({"environments": [
+                {"tenant": "default", "environment_id": "x", "node": "a", "streams": 1},
+                {"tenant": "acme", "environment_id": "y\n", "node": "a", "streams": 2},
+            ]}),
+            usage: vec![json!({
+                "node": "a", "received_bytes": bytes, "sent_bytes": 2 * bytes,
+                "backlog_bytes": 1024,
+                "tenants": [
+                    {"tenant": "acme", "executors": 1, "streams": 2, "received_bytes": bytes},
+                    {"tenant": "default", "executors": 0, "streams": 0, "received_bytes": 0},
+                    {"tenant": "other", "executors": 0, "streams": 0, "received_bytes": 0},
+                ],
+            })],
+        }
+    }
+
+    #[test]
+    fn the_screen_shows_who_does_how_much() {
+        let (before, after) = (look(1000, 0), look(1000 + 4096, 2));
+        let screen = after.screen(Some(&before));
+        let expected = "\
+2 nodes, 2 environments (3 online), 3 harnesses, 3 streams
+
+NODE  STATE     EXECUTORS  HARNESSES  STREAMS  IN         OUT        WAITING
+a     up        2          3          3        2.0 KiB/s  4.0 KiB/s  1.0 KiB
+b     draining  1          0          0        ?          ?          ?
+
+TENANT   EXECUTORS  STREAMS  TRAFFIC    REFUSED  HELD BACK
+acme     1          2        2.0 KiB/s  0        0
+default  0          0        0 B/s      0        0
+
+TENANT   ENVIRONMENT  NODE  HARNESSES  STREAMS
+acme     y\\n          a     -          2
+default  x            a     -          1
+";
+        // The clock of the two looks is not exactly two seconds apart.
+        assert_eq!(screen, expected);
+        assert!(before.screen(None).contains("0 B/s"));
+        assert_eq!(after.json()["environments"][0]["environment_id"], "y\n");
+    }
+
+    #[test]
+    fn names_stay_names_in_urls() {
+        assert_eq!(segment("build-7").unwrap(), "build-7");
+        for bad in ["", "..", "a/b", "a?b", "a b", "%41"] {
+            assert!(segment(bad).is_err(), "{bad}");
+        }
+    }
+}

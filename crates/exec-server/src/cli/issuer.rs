@@ -1,0 +1,129 @@
+//! The keys of an OIDC issuer, from a file or from where it publishes them.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
+use exec_server_rendezvous::store::Pending;
+use exec_server_transport::registry::{Proxies, api};
+use exec_server_transport::tls::TlsClientOptions;
+use tokio::time::Instant;
+
+use super::args::RendezvousArgs;
+use super::settings::variable;
+
+/// Bytes of a document; real ones have a few thousand.
+const MAX_DOCUMENT_BYTES: usize = 1 << 20;
+
+/// How long fetching one may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often keys are fetched from a URL, so that those that were taken away are forgotten.
+const REFRESH_PERIOD: Duration = Duration::from_secs(300);
+
+/// Where keys come from.
+#[derive(Debug, Clone)]
+enum Keys {
+    File(PathBuf),
+    Url(String, TlsClientOptions),
+}
+
+impl KeySource for Keys {
+    fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
+        Box::pin(async move {
+            match self {
+                Self::File(path) => {
+                    let shown = path.display().to_string();
+                    let path = path.clone();
+                    let read = tokio::task::spawn_blocking(move || fs::read(path)).await;
+                    match read {
+                        Ok(Ok(document)) => Ok(document),
+                        Ok(Err(error)) => Err(format!("cannot read {shown}: {error}")),
+                        Err(error) => Err(format!("cannot read {shown}: {error}")),
+                    }
+                }
+                Self::Url(url, tls) => {
+                    let proxies = Proxies::of_variables(variable);
+                    api::fetch(url, tls.clone(), proxies, TIMEOUT, MAX_DOCUMENT_BYTES)
+                        .await
+                        .map_err(|error| error.to_string())
+                }
+            }
+        })
+    }
+}
+
+/// An issuer, and when its keys are to be looked at again.
+pub(super) struct Issuer {
+    pub(super) oidc: Arc<Oidc>,
+    keys: Keys,
+    stamp: Option<(u64, u64, i64, i64)>,
+    due: Instant,
+}
+
+impl Issuer {
+    /// The issuer that was named, if one was; its keys are there if they come from a file.
+    pub(super) async fn of(args: &RendezvousArgs) -> anyhow::Result<Option<Self>> {
+        let (Some(issuer), Some(audience), Some(jwks)) =
+            (&args.oidc_issuer, &args.oidc_audience, &args.oidc_jwks)
+        else {
+            return Ok(None);
+        };
+        let keys = if jwks.starts_with("https://") || jwks.starts_with("http://") {
+            let mut tls = TlsClientOptions::default();
+            tls.ca_file.clone_from(&args.oidc_ca);
+            Keys::Url(jwks.clone(), tls)
+        } else {
+            Keys::File(jwks.into())
+        };
+        let mut config = OidcConfig::new(issuer, audience);
+        config.tenant_claim.clone_from(&args.oidc_tenant_claim);
+        config.role_claim.clone_from(&args.oidc_role_claim);
+        config
+            .environments_claim
+            .clone_from(&args.oidc_environments_claim);
+        let oidc = Arc::new(Oidc::new(config, Arc::new(keys.clone())));
+        let issuer = Self {
+            stamp: stamp(&keys),
+            oidc,
+            keys,
+            due: Instant::now() + REFRESH_PERIOD,
+        };
+        match (issuer.oidc.refresh().await, &issuer.keys) {
+            (Ok(count), _) => tracing::debug!(count, "the issuer's keys were read"),
+            // It may come up later; the file is here or it is not.
+            (Err(error), Keys::Url(..)) => tracing::error!(%error, "no keys of the issuer yet"),
+            (Err(error), Keys::File(_)) => anyhow::bail!("--oidc-jwks {jwks}: {error}"),
+        }
+        Ok(Some(issuer))
+    }
+
+    /// Looks whether keys are to be read again, and does so without holding anybody up.
+    pub(super) fn upkeep(&mut self, forced: bool) {
+        let now = stamp(&self.keys);
+        let url = matches!(self.keys, Keys::Url(..));
+        if !forced && now == self.stamp && !(url && Instant::now() >= self.due) {
+            return;
+        }
+        self.stamp = now;
+        self.due = Instant::now() + REFRESH_PERIOD;
+        let oidc = Arc::clone(&self.oidc);
+        // Ends when the document is there, or its time is over.
+        tokio::spawn(async move {
+            match oidc.refresh().await {
+                Ok(count) => tracing::info!(count, "the issuer's keys were read again"),
+                Err(error) => tracing::error!("the issuer's old keys stay in use: {error}"),
+            }
+        });
+    }
+}
+
+/// Changes when a file does.
+fn stamp(keys: &Keys) -> Option<(u64, u64, i64, i64)> {
+    let Keys::File(path) = keys else { return None };
+    let meta = fs::metadata(path).ok()?;
+    Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+}
