@@ -14,7 +14,7 @@ use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
 use exec_server_executor::snapshot::{Snapshots, Wanted};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
-use exec_server_http::Rules;
+use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_network::{Authority, Decision, Managed, Proxy};
 use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::{
@@ -60,8 +60,8 @@ pub struct LocalBackend {
     table: Arc<Mutex<Table>>,
     /// What shells begin with.
     snapshots: Arc<Snapshots>,
-    /// Whom processes with a managed network may reach at most.
-    rules: Arc<Rules>,
+    /// Whom processes with a managed network may reach at most, and by which proxy.
+    http: HttpClient,
 }
 
 #[derive(Debug, Default)]
@@ -100,11 +100,15 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl LocalBackend {
     /// A backend on this executor.
     pub fn new(executor: Executor) -> Self {
+        let http = HttpClient::new(HttpConfig {
+            environment: executor.config().environment.clone(),
+            ..HttpConfig::default()
+        });
         Self {
             executor,
+            http,
             table: Arc::default(),
             snapshots: Arc::default(),
-            rules: Arc::new(Rules::usual()),
         }
     }
 
@@ -125,7 +129,7 @@ impl LocalBackend {
         // Frees the id again if this future is dropped or fails.
         let reservation = Reservation(&self.table, Some(params.process_id.clone()));
         let mut spec = request::spec(&params, &self.executor.config().environment)?;
-        let managed = Managed::prepare(&params, &mut spec, &self.rules)?;
+        let managed = Managed::prepare(&params, &mut spec, &self.http)?;
         if let Some(wanted) = Wanted::of(&params, &spec)? {
             spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
         }

@@ -167,6 +167,11 @@ impl HttpClient {
         &self.inner.config
     }
 
+    /// How hosts are reached.
+    pub fn connector(&self) -> &Connector {
+        &self.inner.connector
+    }
+
     /// Sends a request and waits for the headers of its answer; any status is one.
     ///
     /// # Errors

@@ -46,12 +46,13 @@ pub enum ProxyChoice {
     Through(String),
 }
 
-type BoxError = Box<dyn StdError + Send + Sync>;
+/// An error of whatever kind.
+pub type BoxError = Box<dyn StdError + Send + Sync>;
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Opens connections; cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Connector {
+pub struct Connector {
     inner: Arc<Inner>,
 }
 
@@ -118,6 +119,38 @@ impl Connector {
             return None;
         }
         self.proxy(uri)?.basic_auth().cloned()
+    }
+
+    /// Whom anybody may reach through it.
+    pub fn rules(&self) -> &Arc<Rules> {
+        &self.inner.rules
+    }
+
+    /// Whether a proxy is on the way to the host of a URI.
+    pub fn has_proxy(&self, uri: &Uri) -> bool {
+        self.proxy(uri).is_some()
+    }
+
+    /// A way to the host of a URI through the proxy that is to be used for it, for bytes that are
+    /// somebody else's: nothing is encrypted here. The proxy resolves the name, unless it is one of
+    /// the kind `socks5`.
+    ///
+    /// # Errors
+    ///
+    /// When there is no proxy for it, the rules forbid it, or it cannot be reached in time.
+    pub async fn by_proxy(&self, uri: &Uri) -> Result<ByProxy, BoxError> {
+        let proxy = self.proxy(uri).ok_or("there is no proxy for it")?;
+        let host = host_of(uri)?;
+        let secure = uri.scheme_str() == Some("https");
+        let reached = self.through(&proxy, uri, &host, secure);
+        let (io, absolute) = tokio::time::timeout(CONNECT_TIMEOUT, reached)
+            .await
+            .map_err(|_| format!("no way through the proxy within {CONNECT_TIMEOUT:?}"))??;
+        Ok(ByProxy {
+            io,
+            absolute,
+            authorization: proxy.basic_auth().filter(|_| absolute).cloned(),
+        })
     }
 
     async fn connect(self, uri: Uri) -> Result<Stream, BoxError> {
@@ -357,8 +390,26 @@ impl Service<Name> for Checked {
     }
 }
 
+/// A way through a proxy.
+pub struct ByProxy {
+    /// The way.
+    pub io: Box<dyn Duplex>,
+    /// It ends at the proxy, which takes requests with whole URLs.
+    pub absolute: bool,
+    /// What those requests must say to it.
+    pub authorization: Option<HeaderValue>,
+}
+
+impl fmt::Debug for ByProxy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ByProxy")
+            .field("absolute", &self.absolute)
+            .finish_non_exhaustive()
+    }
+}
+
 /// A way in both directions.
-pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
 
@@ -367,7 +418,7 @@ fn boxed(io: impl Duplex + 'static) -> Box<dyn Duplex> {
 }
 
 /// A connection to a host, or to the proxy that forwards requests to it.
-pub(crate) struct Stream {
+pub struct Stream {
     io: TokioIo<Box<dyn Duplex>>,
     proxied: bool,
 }

@@ -10,6 +10,6 @@ pub mod request;
 pub mod rules;
 
 pub use client::{Body, HttpClient, HttpConfig, HttpError, Response};
-pub use connect::ProxyChoice;
+pub use connect::{BoxError, ByProxy, Connector, Duplex, ProxyChoice, Stream};
 pub use request::Prepared;
 pub use rules::{DEFAULT_DENY, Denied, Rule, RuleError, Rules};

@@ -3,9 +3,12 @@
 use std::fmt;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_http::ByProxy;
 use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
 
 use crate::BoxFuture;
 use crate::policy::Target;
@@ -25,17 +28,46 @@ pub trait Resolve: fmt::Debug + Send + Sync + 'static {
     fn resolve(&self, name: String, port: u16) -> BoxFuture<io::Result<Vec<SocketAddr>>>;
 }
 
+/// Names that one process has looked up at the same time: each takes a thread for as long as the
+/// machine's resolver likes.
+const MAX_LOOKUPS: usize = 8;
+
 /// As this machine does it.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct SystemResolver;
+#[derive(Debug, Clone)]
+pub struct SystemResolver {
+    slots: Arc<Semaphore>,
+}
+
+impl Default for SystemResolver {
+    fn default() -> Self {
+        Self {
+            slots: Arc::new(Semaphore::new(MAX_LOOKUPS)),
+        }
+    }
+}
 
 impl Resolve for SystemResolver {
     fn resolve(&self, name: String, port: u16) -> BoxFuture<io::Result<Vec<SocketAddr>>> {
+        let slots = Arc::clone(&self.slots);
         Box::pin(async move {
-            let found = tokio::net::lookup_host((name.as_str(), port)).await?;
-            Ok(found.collect())
+            let slot = slots.acquire_owned().await.map_err(io::Error::other)?;
+            // In a task that ends with the lookup: nobody can end that before its time, and until
+            // then it counts.
+            let found = tokio::spawn(async move {
+                let found = tokio::net::lookup_host((name.as_str(), port)).await;
+                drop(slot);
+                found.map(Iterator::collect)
+            });
+            found.await.map_err(io::Error::other)?
         })
     }
+}
+
+/// A connection to somebody.
+#[derive(Debug)]
+pub(crate) enum Reached {
+    Directly(TcpStream),
+    ByProxy(ByProxy),
 }
 
 /// The addresses of a target; at least one.

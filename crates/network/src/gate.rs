@@ -8,13 +8,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use exec_server_http::Connector;
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyOutcome, PolicyProtocol, PolicyScope, PolicySource, PolicyTarget,
 };
+use http::Uri;
 
 use crate::BoxFuture;
-use crate::dial::{self, Resolve};
-use crate::policy::{Policy, Reason, Target, Verdict};
+use crate::dial::{self, Reached, Resolve};
+use crate::policy::{Policy, Reason, Target, Verdict, is_private};
 
 /// The longest reason that is believed, in bytes.
 const MAX_REASON_BYTES: usize = 1024;
@@ -107,6 +109,8 @@ pub(crate) struct Attempt<'a> {
 pub(crate) enum Way {
     /// To one of these; there is one at least.
     Addresses(Vec<SocketAddr>),
+    /// Through the proxy that this machine is to use.
+    Proxy(Uri),
     /// The name leads nowhere.
     Unresolved(io::Error),
     /// Nobody wanted to know.
@@ -121,6 +125,8 @@ pub(crate) struct Gate {
     pub(crate) asks: bool,
     pub(crate) authority: Arc<dyn Authority>,
     pub(crate) resolver: Arc<dyn Resolve>,
+    /// Knows of proxies on the way, if they may be used.
+    pub(crate) upstream: Option<Connector>,
 }
 
 impl Gate {
@@ -201,14 +207,56 @@ impl Gate {
         if !dials {
             return Ok((source, Way::NotAsked));
         }
+        let proxy = self.proxy(attempt);
         let way = match dial::resolve(&*self.resolver, attempt.target).await {
-            Err(error) => Way::Unresolved(error),
+            // Whoever needs a proxy may know no names: then the proxy does.
+            Err(error) => proxy.map_or(Way::Unresolved(error), Way::Proxy),
             Ok(found) => {
                 let checked = self.policy.check_addresses(attempt.target, found);
-                Way::Addresses(checked.map_err(baseline)?)
+                let addresses = checked.map_err(baseline)?;
+                let here = addresses.iter().any(|address| is_private(address.ip()));
+                match proxy {
+                    Some(uri) if !here => Way::Proxy(uri),
+                    _ => Way::Addresses(addresses),
+                }
             }
         };
         Ok((source, way))
+    }
+
+    /// How a proxy on the way is asked for somebody, if there is one and it may be used.
+    fn proxy(&self, attempt: Attempt<'_>) -> Option<Uri> {
+        let connector = self.upstream.as_ref()?;
+        let scheme = match attempt.protocol {
+            PolicyProtocol::Http => "http",
+            PolicyProtocol::HttpsConnect | PolicyProtocol::Socks5Tcp => "https",
+            PolicyProtocol::Socks5Udp => return None,
+        };
+        let uri = Uri::builder()
+            .scheme(scheme)
+            .authority(attempt.target.to_string())
+            .path_and_query("/")
+            .build()
+            .ok()?;
+        connector.has_proxy(&uri).then_some(uri)
+    }
+
+    /// Connects to somebody who may be reached.
+    pub(crate) async fn reach(&self, way: Way) -> io::Result<Reached> {
+        match (way, &self.upstream) {
+            (Way::Addresses(addresses), _) => {
+                dial::connect(&addresses).await.map(Reached::Directly)
+            }
+            (Way::Proxy(uri), Some(connector)) => {
+                let reached = connector.by_proxy(&uri).await;
+                reached.map(Reached::ByProxy).map_err(io::Error::other)
+            }
+            (Way::Unresolved(error), _) => {
+                let why = format!("its name cannot be resolved: {error}");
+                Err(io::Error::new(io::ErrorKind::NotFound, why))
+            }
+            (Way::Proxy(_) | Way::NotAsked, _) => Err(io::ErrorKind::NotFound.into()),
+        }
     }
 }
 
@@ -314,6 +362,7 @@ pub(crate) mod tests {
             asks,
             authority: Arc::clone(&script) as Arc<dyn Authority>,
             resolver: names,
+            upstream: None,
         };
         (gate, script)
     }

@@ -15,10 +15,12 @@ use hyper::server::conn::http1 as server;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde_json::json;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Mutex;
+use tokio_util::task::TaskTracker;
 
-use crate::dial;
+use crate::dial::Reached;
 use crate::gate::{Attempt, Blocked, Way};
 use crate::policy::Target;
 use crate::proxy::{Shared, carry};
@@ -41,10 +43,12 @@ const CONNECTION_HEADERS: &[&str] = &[
 
 type Body = Either<Full<Bytes>, Incoming>;
 
-/// A connection to a host that may serve the next request too.
+/// A connection to a host, or to the proxy on the way to it, that may serve the next request too.
 struct Upstream {
     target: Target,
     sender: SendRequest<Incoming>,
+    /// It ends at a proxy, to which requests have to say this.
+    proxy: Option<Option<HeaderValue>>,
 }
 
 /// One connection of the process.
@@ -53,15 +57,19 @@ struct Conversation {
     client: SocketAddr,
     /// Requests of a connection come one after the other: nobody waits for it.
     upstream: Mutex<Option<Upstream>>,
+    /// What it has turned into, if it did.
+    tunnels: TaskTracker,
 }
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: SocketAddr) {
     let patience = shared.config.patience;
+    let tunnels = TaskTracker::new();
     let conversation = Arc::new(Conversation {
         shared,
         client,
         upstream: Mutex::new(None),
+        tunnels: tunnels.clone(),
     });
     let service = service_fn(move |request| {
         let conversation = Arc::clone(&conversation);
@@ -78,6 +86,9 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: Socket
     if let Err(error) = served.await {
         tracing::debug!(%client, %error, "a connection to a process's proxy ended");
     }
+    // A tunnel is the same connection, and counts for as long as it lasts.
+    tunnels.close();
+    tunnels.wait().await;
 }
 
 impl Conversation {
@@ -109,25 +120,26 @@ impl Conversation {
         };
         let outside = match self.shared.gate.pass(attempt, true).await {
             Err(blocked) => return refuse(&blocked, &target, PolicyProtocol::HttpsConnect),
-            Ok(way) => match reach(way, &target).await {
+            Ok(way) => match self.reach(way, &target).await {
                 Ok(outside) => outside,
                 Err(response) => return *response,
             },
         };
-        self.shared.spawn(async move {
+        let tunnel = self.tunnels.track_future(async move {
             match hyper::upgrade::on(request).await {
                 Ok(upgraded) => match upgraded.downcast::<TokioIo<TcpStream>>() {
                     Ok(parts) => {
                         let early = std::io::Cursor::new(parts.read_buf);
                         let (reader, writer) = parts.io.into_inner().into_split();
                         let reader = tokio::io::AsyncReadExt::chain(early, reader);
-                        carry(tokio::io::join(reader, writer), outside).await;
+                        carry_on(tokio::io::join(reader, writer), outside).await;
                     }
-                    Err(upgraded) => carry(TokioIo::new(upgraded), outside).await,
+                    Err(upgraded) => carry_on(TokioIo::new(upgraded), outside).await,
                 },
                 Err(error) => tracing::debug!(%error, "a tunnel was not wanted after all"),
             }
         });
+        self.shared.spawn(tunnel);
         Response::new(Either::Left(Full::default()))
     }
 
@@ -148,16 +160,16 @@ impl Conversation {
             Ok(way) => way,
             Err(blocked) => return refuse(&blocked, &target, PolicyProtocol::Http),
         };
-        let request = match outgoing(request) {
-            Ok(request) => request,
-            Err(why) => return plain(StatusCode::BAD_REQUEST, why),
-        };
         let (mut upstream, retried) = match reusable {
             Some(upstream) => (upstream, false),
             None => match self.open(way, &target).await {
                 Ok(upstream) => (upstream, true),
                 Err(response) => return *response,
             },
+        };
+        let request = match outgoing(request, &upstream) {
+            Ok(request) => request,
+            Err(why) => return plain(StatusCode::BAD_REQUEST, why),
         };
         let sent = match upstream.sender.try_send_request(request).await {
             Ok(response) => Ok(response),
@@ -193,10 +205,29 @@ impl Conversation {
     }
 
     async fn open(&self, way: Way, target: &Target) -> Result<Upstream, Box<Response<Body>>> {
-        let stream = reach(way, target).await?;
+        let (sender, proxy) = match self.reach(way, target).await? {
+            Reached::Directly(stream) => (self.speak(stream, target).await?, None),
+            Reached::ByProxy(way) => {
+                let proxy = way.absolute.then_some(way.authorization);
+                (self.speak(way.io, target).await?, proxy)
+            }
+        };
+        Ok(Upstream {
+            target: target.clone(),
+            sender,
+            proxy,
+        })
+    }
+
+    /// Begins to speak HTTP.
+    async fn speak(
+        &self,
+        io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        target: &Target,
+    ) -> Result<SendRequest<Incoming>, Box<Response<Body>>> {
         let handshake = client::Builder::new()
             .preserve_header_case(true)
-            .handshake(TokioIo::new(stream));
+            .handshake(TokioIo::new(io));
         let (sender, connection) = handshake.await.map_err(|error| {
             let why = format!("cannot speak with `{target}`: {error}");
             Box::new(plain(StatusCode::BAD_GATEWAY, &why))
@@ -205,31 +236,28 @@ impl Conversation {
             // Whoever waits for an answer hears of it.
             let _ = connection.await;
         });
-        Ok(Upstream {
-            target: target.clone(),
-            sender,
+        Ok(sender)
+    }
+
+    /// Connects to somebody who may be reached.
+    async fn reach(&self, way: Way, target: &Target) -> Result<Reached, Box<Response<Body>>> {
+        self.shared.gate.reach(way).await.map_err(|error| {
+            let status = match error.kind() {
+                std::io::ErrorKind::TimedOut => StatusCode::GATEWAY_TIMEOUT,
+                _ => StatusCode::BAD_GATEWAY,
+            };
+            let why = format!("cannot reach `{target}`: {error}");
+            Box::new(plain(status, &why))
         })
     }
 }
 
-/// Connects to somebody who may be reached.
-async fn reach(way: Way, target: &Target) -> Result<TcpStream, Box<Response<Body>>> {
-    let failed = |status, why: String| Box::new(plain(status, &why));
-    let addresses = match way {
-        Way::Addresses(addresses) => addresses,
-        Way::Unresolved(error) => {
-            let why = format!("cannot resolve `{}`: {error}", target.host());
-            return Err(failed(StatusCode::BAD_GATEWAY, why));
-        }
-        Way::NotAsked => Vec::new(),
-    };
-    dial::connect(&addresses).await.map_err(|error| {
-        let status = match error.kind() {
-            std::io::ErrorKind::TimedOut => StatusCode::GATEWAY_TIMEOUT,
-            _ => StatusCode::BAD_GATEWAY,
-        };
-        failed(status, format!("cannot reach `{target}`: {error}"))
-    })
+/// Carries bytes between the process and whomever it reached.
+async fn carry_on(inside: impl AsyncRead + AsyncWrite + Unpin, outside: Reached) {
+    match outside {
+        Reached::Directly(stream) => carry(inside, stream).await,
+        Reached::ByProxy(way) => carry(inside, way.io).await,
+    }
 }
 
 /// Whom a request in the clear is for.
@@ -264,21 +292,40 @@ fn target_of<B>(request: &Request<B>) -> Result<Target, &'static str> {
 }
 
 /// A request as the host is to see it.
-fn outgoing(request: Request<Incoming>) -> Result<Request<Incoming>, &'static str> {
+fn outgoing(
+    request: Request<Incoming>,
+    upstream: &Upstream,
+) -> Result<Request<Incoming>, &'static str> {
+    let odd = |_| "the host is no host";
     let (mut parts, body) = request.into_parts();
-    let authority = parts.uri.authority().cloned();
     let path = parts.uri.path_and_query().cloned();
     let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
-    if let Some(authority) = authority {
-        // Who asks with a name and a password for the host has said so in a header of its own.
-        let host = authority.as_str();
-        let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
-        let host = HeaderValue::from_str(host).map_err(|_| "the host is no host")?;
-        parts.headers.insert(header::HOST, host);
-    }
-    parts.uri = Uri::from(path);
-    parts.version = Version::HTTP_11;
+    let host = match (parts.uri.authority(), parts.headers.get(header::HOST)) {
+        (Some(authority), _) => {
+            // Who asks with a name and a password for the host has said so in a header of its own.
+            let host = authority.as_str();
+            let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
+            HeaderValue::from_str(host).map_err(odd)?
+        }
+        (None, Some(host)) => host.clone(),
+        (None, None) => return Err("the request does not say which host it is for"),
+    };
+    // The one that was looked at, and no other.
+    parts.headers.insert(header::HOST, host);
     clean(&mut parts.headers);
+    parts.uri = match &upstream.proxy {
+        None => Uri::from(path),
+        Some(authorization) => {
+            if let Some(authorization) = authorization {
+                let name = header::PROXY_AUTHORIZATION;
+                parts.headers.insert(name, authorization.clone());
+            }
+            let builder = Uri::builder().scheme("http").path_and_query(path);
+            let uri = builder.authority(upstream.target.to_string()).build();
+            uri.map_err(|_| "the URL is none")?
+        }
+    };
+    parts.version = Version::HTTP_11;
     Ok(Request::from_parts(parts, body))
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use exec_server_executor::{PrivateNetwork, Process, Spec, StartError};
-use exec_server_http::Rules;
+use exec_server_http::HttpClient;
 use exec_server_protocol::process::StartParams;
 
 use crate::gate::Authority;
@@ -21,7 +21,7 @@ pub struct Managed {
 
 impl Managed {
     /// Prepares what a request asks for, and changes the spec accordingly; `None` if it says nothing
-    /// about the network.
+    /// about the network. `http` knows whom anybody may reach, and by which proxy.
     ///
     /// # Errors
     ///
@@ -29,9 +29,9 @@ impl Managed {
     pub fn prepare(
         params: &StartParams,
         spec: &mut Spec,
-        server: &Arc<Rules>,
+        http: &HttpClient,
     ) -> Result<Option<Self>, StartError> {
-        let plan = Plan::of(params, &spec.env, server)
+        let plan = Plan::of(params, &spec.env, http)
             .map_err(|error| StartError::Refused(error.to_string()))?;
         let Some(plan) = plan else {
             return Ok(None);

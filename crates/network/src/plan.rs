@@ -10,7 +10,7 @@ use std::net::{Ipv4Addr, TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_http::Rules;
+use exec_server_http::{Connector, HttpClient};
 use exec_server_protocol::network::NetworkProxy;
 use exec_server_protocol::process::StartParams;
 
@@ -96,6 +96,7 @@ enum Kind {
         udp: bool,
         allow_local: bool,
         patience: Option<Duration>,
+        upstream: Option<Connector>,
     },
     /// To these ports of this machine.
     Bridge(Vec<u16>),
@@ -103,7 +104,7 @@ enum Kind {
 
 impl Plan {
     /// What a request asks for; `None` if it says nothing about the network. `env` is the child's
-    /// environment and `server` the rules of whoever runs the server.
+    /// environment; `http` knows whom whoever runs the server lets anybody reach, and by which proxy.
     ///
     /// # Errors
     ///
@@ -111,12 +112,12 @@ impl Plan {
     pub fn of(
         params: &StartParams,
         env: &BTreeMap<String, String>,
-        server: &Arc<Rules>,
+        http: &HttpClient,
     ) -> Result<Option<Self>, PlanError> {
         let enforced = params.enforce_managed_network;
         let managed = params.managed_network.as_ref();
         let kind = match &params.network_proxy {
-            Some(proxy) => proxy_of(proxy, &params.process_id, server)?,
+            Some(proxy) => proxy_of(proxy, &params.process_id, http)?,
             None if enforced => {
                 let ports = variables::local_ports(env);
                 match ports.len() {
@@ -224,7 +225,10 @@ impl Plan {
         match self.kind {
             Kind::Bridge(ports) => bridge::serve(binding.tcp.into_iter().zip(ports)),
             Kind::Proxy {
-                policy, patience, ..
+                policy,
+                patience,
+                upstream,
+                ..
             } => {
                 let mut tcp = binding.tcp.into_iter();
                 let http = tcp
@@ -239,7 +243,8 @@ impl Plan {
                     policy,
                     asks: patience.is_some(),
                     authority,
-                    resolver: Arc::new(SystemResolver),
+                    resolver: Arc::new(SystemResolver::default()),
+                    upstream,
                 };
                 Proxy::start(ProxyConfig::default(), gate, sockets)
             }
@@ -247,11 +252,7 @@ impl Plan {
     }
 }
 
-fn proxy_of(
-    launch: &NetworkProxy,
-    process_id: &str,
-    server: &Arc<Rules>,
-) -> Result<Kind, PlanError> {
+fn proxy_of(launch: &NetworkProxy, process_id: &str, http: &HttpClient) -> Result<Kind, PlanError> {
     let settings = &launch.proxy;
     let config = |text: &str| PlanError::Config(text.to_owned());
     if !settings.enabled {
@@ -276,7 +277,8 @@ fn proxy_of(
             Some(time + ANSWER_GRACE)
         }
     };
-    let policy = Policy::new(settings, Arc::clone(server))
+    let connector = http.connector();
+    let policy = Policy::new(settings, Arc::clone(connector.rules()))
         .map_err(|error| PlanError::Config(error.to_string()))?;
     Ok(Kind::Proxy {
         policy,
@@ -284,11 +286,13 @@ fn proxy_of(
         udp: settings.enable_socks5_udp,
         allow_local: settings.allow_local_binding,
         patience,
+        upstream: settings.allow_upstream_proxy.then(|| connector.clone()),
     })
 }
 
 #[cfg(test)]
 mod tests {
+    use exec_server_http::HttpConfig;
     use exec_server_protocol::network::{ManagedNetwork, ProxySettings};
 
     use super::*;
@@ -315,7 +319,8 @@ mod tests {
     }
 
     fn plan(params: &StartParams) -> Result<Option<Plan>, PlanError> {
-        Plan::of(params, &params.env, &Arc::default())
+        let http = HttpClient::new(HttpConfig::default());
+        Plan::of(params, &params.env, &http)
     }
 
     #[test]

@@ -35,7 +35,7 @@ pub struct ProxyConfig {
 impl Default for ProxyConfig {
     fn default() -> Self {
         Self {
-            max_connections: 4096,
+            max_connections: 1024,
             patience: Duration::from_secs(60),
         }
     }

@@ -13,8 +13,8 @@ use exec_server_protocol::network::PolicyProtocol;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::dial;
-use crate::gate::{Attempt, Way};
+use crate::dial::Reached;
+use crate::gate::Attempt;
 use crate::policy::Target;
 use crate::proxy::{Shared, carry};
 use crate::udp::Relay;
@@ -104,20 +104,27 @@ async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, tar
     };
     let reached = match shared.gate.pass(attempt, true).await {
         Err(_) => Err(Reply::NotAllowed),
-        Ok(Way::Unresolved(_) | Way::NotAsked) => Err(Reply::HostUnreachable),
-        Ok(Way::Addresses(addresses)) => dial::connect(&addresses)
-            .await
-            .map_err(|error| reply_to(&error)),
+        Ok(way) => {
+            let reached = shared.gate.reach(way).await;
+            reached.map_err(|error| reply_to(&error))
+        }
     };
     match reached {
         Err(reply) => {
             let _ = stream.write_all(&answer(reply, nowhere())).await;
         }
         Ok(outside) => {
-            let from = outside.local_addr().unwrap_or_else(|_| nowhere());
-            let told = stream.write_all(&answer(Reply::Succeeded, from)).await;
-            if told.is_ok() {
-                carry(stream, outside).await;
+            let from = match &outside {
+                Reached::Directly(stream) => stream.local_addr().ok(),
+                Reached::ByProxy(_) => None,
+            };
+            let reply = answer(Reply::Succeeded, from.unwrap_or_else(nowhere));
+            if stream.write_all(&reply).await.is_err() {
+                return;
+            }
+            match outside {
+                Reached::Directly(outside) => carry(stream, outside).await,
+                Reached::ByProxy(way) => carry(stream, way.io).await,
             }
         }
     }

@@ -243,6 +243,9 @@ impl Responder {
     /// Answers with an error.
     pub(crate) fn send_error(mut self, error: RpcError) {
         self.failed = true;
+        if error.refusal {
+            self.outbox.metrics.sandbox_refusals.add(1);
+        }
         let error = ErrorObject::from(error);
         self.send_with(|out, id| envelope::encode_error(out, id, &error));
     }

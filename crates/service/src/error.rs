@@ -19,6 +19,8 @@ pub struct RpcError {
     pub code: i64,
     /// What went wrong.
     pub message: String,
+    /// A policy of the request could not be enforced, or cannot be.
+    pub(crate) refusal: bool,
 }
 
 impl RpcError {
@@ -27,6 +29,7 @@ impl RpcError {
         Self {
             code: INVALID_REQUEST,
             message: message.into(),
+            refusal: false,
         }
     }
 
@@ -35,6 +38,7 @@ impl RpcError {
         Self {
             code: INVALID_PARAMS,
             message: message.into(),
+            refusal: false,
         }
     }
 
@@ -43,6 +47,7 @@ impl RpcError {
         Self {
             code: INTERNAL,
             message: message.into(),
+            refusal: false,
         }
     }
 
@@ -51,6 +56,7 @@ impl RpcError {
         Self {
             code: NOT_FOUND,
             message: message.into(),
+            refusal: false,
         }
     }
 
@@ -60,6 +66,7 @@ impl RpcError {
         Self {
             code: METHOD_NOT_FOUND,
             message,
+            refusal: false,
         }
     }
 
@@ -69,6 +76,7 @@ impl RpcError {
         Self {
             code: ALREADY_ATTACHED,
             message,
+            refusal: false,
         }
     }
 
@@ -104,10 +112,12 @@ impl From<StartError> for RpcError {
 impl From<FsError> for RpcError {
     fn from(error: FsError) -> Self {
         let message = error.to_string();
-        match error {
+        let refusal = matches!(error, FsError::Unenforceable(_) | FsError::Policy(_));
+        let told = match error {
             FsError::Io { source, .. } => Self {
                 code: io_code(&source),
                 message,
+                refusal,
             },
             FsError::Symlink { .. }
             | FsError::TooManyEntries(_)
@@ -115,7 +125,8 @@ impl From<FsError> for RpcError {
             | FsError::Helper(_) => Self::internal(message),
             FsError::Unenforceable(_) => Self::invalid_params(message),
             _ => Self::invalid_request(message),
-        }
+        };
+        Self { refusal, ..told }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use exec_server_executor::fs::watch::Hub;
 use exec_server_executor::snapshot::Snapshots;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
-use exec_server_http::{HttpClient, HttpConfig, Rules};
+use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;
 use exec_server_transport::Link;
 use tokio::sync::watch;
@@ -66,7 +66,6 @@ struct Inner {
     info: Info,
     hub: Hub,
     http: HttpClient,
-    rules: Arc<Rules>,
     sessions: Mutex<HashMap<String, Arc<Session>>>,
     /// Does the file work of all connections.
     files: FileThreads,
@@ -136,7 +135,6 @@ impl Server {
             info,
             hub: Hub::default(),
             http,
-            rules: Arc::new(config.http.rules.clone()),
             sessions: Mutex::default(),
             files: FileThreads::default(),
             with_files: watch::Sender::new(0),
@@ -216,11 +214,6 @@ impl Server {
     /// What this machine is like. Waits for a moment if that is still being found out.
     pub(crate) fn info(&self) -> &EnvironmentInfo {
         self.inner.info.get()
-    }
-
-    /// Whom anybody may reach through this server.
-    pub(crate) fn rules(&self) -> &Arc<Rules> {
-        &self.inner.rules
     }
 
     /// Cancelled when the server begins to shut down.

@@ -152,11 +152,19 @@ async fn what_it_does_not_know_it_ignores() {
 async fn requests_of_the_server_are_refused_politely() {
     let (_client, mut server) = connected(&[]).await;
     server
-        .send(json!({"id": "q", "method": "network/policyRequest", "params": {}}))
+        .send(json!({"id": "q", "method": "moon/phase", "params": {}}))
         .await;
     let answer = soon(server.next()).await.unwrap();
     assert_eq!(
         (&answer["id"], &answer["error"]["code"]),
         (&json!("q"), &json!(-32601))
+    );
+    server
+        .send(json!({"id": 1, "method": "network/policyRequest", "params": {}}))
+        .await;
+    let answer = soon(server.next()).await.unwrap();
+    assert_eq!(
+        (&answer["id"], &answer["error"]["code"]),
+        (&json!(1), &json!(-32602))
     );
 }

@@ -4,6 +4,7 @@
 
 mod calls;
 mod collecting;
+mod deciding;
 mod discovery;
 mod environments;
 

@@ -18,6 +18,7 @@ for_both! {
     clients_are_asked_about_misses,
     a_proxy_that_is_there_already_is_led_to,
     a_thousand_connections_go_through_one_proxy,
+    datagrams_go_through_socks,
 }
 
 /// A server of this machine that answers requests with `hello`, and counts who came.
@@ -372,6 +373,43 @@ print(good)
     let outcome = cell.run(start).await;
     assert_eq!(outcome.stdout, "1000\n", "{outcome:?}");
     assert_eq!(count.load(Ordering::Relaxed), 1000);
+}
+
+async fn datagrams_go_through_socks(user: User) {
+    let mut cell = Cell::new(user).await;
+    let host = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
+    let port = host.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        let mut buffer = [0; 2048];
+        while let Ok((length, from)) = host.recv_from(&mut buffer).await {
+            let _ = host.send_to(&buffer[..length], from).await;
+        }
+    });
+    let script = format!(
+        r"
+at = int(os.environ['ALL_PROXY'].rsplit(':', 1)[1])
+control = socket.create_connection(('127.0.0.1', at))
+control.sendall(bytes([5, 1, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0]))
+answer = b''
+while len(answer) < 12: answer += control.recv(12)
+relay = ('127.0.0.1', int.from_bytes(answer[10:12], 'big'))
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.settimeout(20)
+for n in range(3):
+    s.sendto(bytes([0, 0, 0, 1, 127, 0, 0, 1]) + ({port}).to_bytes(2, 'big') + b'datagram', relay)
+    print(s.recv(99)[10:].decode())
+"
+    );
+    let script = format!("{}\n{script}", crate::PRELUDE);
+    for (udp, expected) in [(true, "datagram\n".repeat(3)), (false, String::new())] {
+        let start = cell.start_of(&read_only(), &["python3", "-c", &script]);
+        let rules = json!({"127.0.0.1": "allow"});
+        let start = managed(start, proxy(rules, json!({"enableSocks5Udp": udp})));
+        let outcome = cell.run(start).await;
+        assert_eq!(outcome.stdout, expected, "{outcome:?}");
+    }
+    let told = cell.client.notice("network/policyDecision").await;
+    assert_eq!(told["protocol"], "socks5_udp");
+    assert_eq!(cell.client.notices().len(), 0, "one decision for one host");
 }
 
 #[tokio::test]

@@ -690,6 +690,95 @@ async fn proxies_are_used_for_others_but_not_for_this_machine() {
     assert_eq!(proxy.asked().len(), 2);
 }
 
+/// A SOCKS5 proxy that leads everybody to one place; whom it was asked for, as it was told.
+async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedReceiver<String>) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (sender, asked) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let sender = sender.clone();
+            tokio::spawn(async move {
+                let mut head = [0; 2];
+                stream.read_exact(&mut head).await.unwrap();
+                let mut methods = vec![0; usize::from(head[1])];
+                stream.read_exact(&mut methods).await.unwrap();
+                stream.write_all(&[5, 0]).await.unwrap();
+                let mut request = [0; 4];
+                stream.read_exact(&mut request).await.unwrap();
+                let host = match request[3] {
+                    1 => {
+                        let mut address = [0; 4];
+                        stream.read_exact(&mut address).await.unwrap();
+                        std::net::Ipv4Addr::from(address).to_string()
+                    }
+                    3 => {
+                        let mut length = [0];
+                        stream.read_exact(&mut length).await.unwrap();
+                        let mut name = vec![0; usize::from(length[0])];
+                        stream.read_exact(&mut name).await.unwrap();
+                        String::from_utf8(name).unwrap()
+                    }
+                    kind => panic!("address of kind {kind}"),
+                };
+                stream.read_exact(&mut [0; 2]).await.unwrap();
+                let _ = sender.send(host);
+                stream
+                    .write_all(&[5, 0, 0, 1, 0, 0, 0, 0, 0, 0])
+                    .await
+                    .unwrap();
+                let mut there = tokio::net::TcpStream::connect(to).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut stream, &mut there).await;
+            });
+        }
+    });
+    (port, asked)
+}
+
+#[tokio::test]
+async fn socks_proxies_are_told_names_or_addresses() {
+    let site = Site::saying(answer("200 OK", "", "by socks")).await;
+    let url = site.url("");
+    let address = url.strip_prefix("http://").unwrap().parse().unwrap();
+    let (port, mut asked) = socks(address).await;
+    let (_server, mut client) = set(&[&format!("http.proxy=socks5h://127.0.0.1:{port}")]).await;
+    let result = client
+        .ok("http/request", get("http://nowhere.test/x"))
+        .await;
+    assert_eq!(bytes(&result["bodyBase64"]), b"by socks");
+    assert_eq!(asked.recv().await.unwrap(), "nowhere.test");
+    // Resolved here, where the rules can look at what came of it.
+    let (_server, mut client) = set(&[&format!("http.proxy=socks5://127.0.0.1:{port}")]).await;
+    let failed = client
+        .refused("http/request", get("http://nowhere.test/x"))
+        .await;
+    assert_eq!(failed.code, -32603);
+    let result = client.ok("http/request", get("http://192.0.2.7/x")).await;
+    assert_eq!(bytes(&result["bodyBase64"]), b"by socks");
+    assert_eq!(asked.recv().await.unwrap(), "192.0.2.7");
+    let denied = client
+        .refused("http/request", get("http://169.254.1.1/"))
+        .await;
+    assert_eq!(denied.code, -32600);
+}
+
+#[tokio::test]
+async fn proxies_may_be_behind_tls() {
+    let (address, authority) = secure_site().await;
+    let mut command = program();
+    command.env("SSL_CERT_FILE", authority.path());
+    command.env(
+        "http_proxy",
+        format!("https://localhost:{}", address.port()),
+    );
+    let mut subject = Subject::start(Transport::Websocket, command).await;
+    let mut client = subject.session().await;
+    let result = client
+        .ok("http/request", get("http://nowhere.test/x"))
+        .await;
+    assert_eq!(bytes(&result["bodyBase64"]), b"secret");
+}
+
 #[tokio::test]
 async fn wrong_rules_keep_the_server_from_starting() {
     let mut command = program();

@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
 
-use exec_server_http::Rules;
+use exec_server_http::{Connector, HttpClient, HttpConfig, ProxyChoice, Rules};
 use exec_server_protocol::network::{PolicyAnswer, PolicyOutcome, PolicyTarget, ProxySettings};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::sync::Notify;
@@ -42,6 +42,16 @@ fn with(
     names: &[&[&str]],
     authority: Arc<dyn Authority>,
 ) -> (Proxy, SocketAddr, SocketAddr) {
+    behind(settings, names, authority, None)
+}
+
+/// Behind a proxy on the way.
+fn behind(
+    settings: &ProxySettings,
+    names: &[&[&str]],
+    authority: Arc<dyn Authority>,
+    upstream: Option<Connector>,
+) -> (Proxy, SocketAddr, SocketAddr) {
     let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (http, socks) = (bind(), bind());
     let at = (http.local_addr().unwrap(), socks.local_addr().unwrap());
@@ -50,6 +60,7 @@ fn with(
         asks: true,
         authority,
         resolver: Names::new(names),
+        upstream,
     };
     let sockets = Sockets {
         http,
@@ -321,6 +332,51 @@ async fn a_thousand_connections_go_through_one_proxy() {
     assert_eq!(done, COUNT);
 }
 
+#[tokio::test]
+async fn tunnels_count_as_the_connections_they_are() {
+    let port = echo().await;
+    let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let http = bind();
+    let at = http.local_addr().unwrap();
+    let gate = Gate {
+        policy: Policy::new(&settings(&["127.0.0.1"], &[]), Arc::default()).unwrap(),
+        asks: false,
+        authority: Arc::new(Script::default()),
+        resolver: Names::new(&[]),
+        upstream: None,
+    };
+    let config = ProxyConfig {
+        max_connections: 2,
+        ..ProxyConfig::default()
+    };
+    let sockets = Sockets {
+        http,
+        socks: None,
+        udp: None,
+    };
+    let _proxy = Proxy::start(config, gate, sockets).unwrap();
+    let text = format!("CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n");
+    let open = async || {
+        let mut stream = TcpStream::connect(at).await.unwrap();
+        stream.write_all(text.as_bytes()).await.unwrap();
+        stream
+    };
+    let opened = async |stream: &mut TcpStream| {
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).await.unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+    };
+    let (mut one, mut two) = (open().await, open().await);
+    opened(&mut one).await;
+    opened(&mut two).await;
+    // A third waits until one of them ends.
+    let mut three = open().await;
+    let waits = tokio::time::timeout(Duration::from_millis(100), three.read(&mut [0; 1])).await;
+    assert!(waits.is_err());
+    drop(one);
+    opened(&mut three).await;
+}
+
 /// Never answers.
 #[derive(Debug, Default)]
 struct Silent {
@@ -435,4 +491,40 @@ async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
     assert_eq!(outcomes(&place.script), expected);
     drop(place.proxy.take());
     assert_eq!(control.read(&mut [0; 1]).await.unwrap_or(0), 0);
+}
+
+#[tokio::test]
+async fn hosts_are_reached_through_the_proxy_on_the_way() {
+    // A proxy that says what it was asked for, whoever it is for.
+    let port = web().await;
+    let http = HttpClient::new(HttpConfig {
+        proxy: ProxyChoice::Through(format!("http://me:it@127.0.0.1:{port}")),
+        ..HttpConfig::default()
+    });
+    let script = Arc::new(Script::default());
+    let authority = Arc::clone(&script) as Arc<dyn Authority>;
+    let here = echo().await;
+    let mut settings = settings(&["out.test", "127.0.0.1"], &["no.test"]);
+    settings.allow_upstream_proxy = true;
+    let connector = Some(http.connector().clone());
+    // No name can be resolved here.
+    let (_proxy, at, socks_at) = behind(&settings, &[], authority, connector);
+    let get = |host: &str| format!("GET http://{host}/x HTTP/1.1\r\nHost: {host}\r\n\r\n");
+    let answer = say(at, &get("out.test"), "false").await;
+    assert!(
+        answer.ends_with("get http://out.test:80/x http/1.1 false"),
+        "{answer}"
+    );
+    // Its answer to CONNECT is a success, too.
+    let answer = connect(at, "out.test:443").await;
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    assert_eq!(socks(socks_at, "out.test", 443).await.0, 0);
+    // The rules hold as ever, and what is near is reached without it.
+    assert!(connect(at, "no.test:443").await.starts_with("HTTP/1.1 403"));
+    let (reply, mut stream) = socks(socks_at, "127.0.0.1", here).await;
+    assert_eq!(reply, 0);
+    stream.write_all(b"near").await.unwrap();
+    let mut back = [0; 4];
+    stream.read_exact(&mut back).await.unwrap();
+    assert_eq!(&back, b"near");
 }

@@ -44,8 +44,8 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         Ok(spec) => spec,
         Err(error) => return call.responder.send_error(error.into()),
     };
-    let rules = call.connection.server.rules();
-    let network = match network::Managed::prepare(&params, &mut spec, rules) {
+    let http = call.connection.server.http();
+    let network = match network::Managed::prepare(&params, &mut spec, http) {
         Ok(network) => network,
         Err(error) => {
             call.connection.server.metrics().sandbox_refusals.add(1);

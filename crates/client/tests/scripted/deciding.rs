@@ -1,0 +1,173 @@
+//! Questions of the server about hosts, and who answers them.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use exec_server_client::protocol::network::{
+    NetworkProxy, PolicyAnswer, PolicyDecisionParams, PolicyTarget, ProxySettings,
+};
+use exec_server_client::protocol::process::StartParams;
+use exec_server_client::{
+    BoxFuture, ExecBackend as _, ExecServerClient, ExecServerError, NetworkPolicyDecider,
+    StartedProcess,
+};
+use serde_json::{Value, json};
+use tokio::sync::Notify;
+
+use crate::server::{Server, connected, soon, start_params};
+
+/// Says yes to `yes.test`, nothing at all to `slow.test`, and no to others.
+#[derive(Debug, Default)]
+struct Decider {
+    told: Mutex<Vec<String>>,
+    /// Lets `later.test` have its answer.
+    later: Notify,
+}
+
+impl NetworkPolicyDecider for Decider {
+    fn decide(&self, target: PolicyTarget) -> BoxFuture<'_, PolicyAnswer> {
+        Box::pin(async move {
+            let deny = |reason: String| PolicyAnswer::Deny { reason };
+            match &*target.host {
+                "yes.test" => PolicyAnswer::Allow,
+                "slow.test" => std::future::pending().await,
+                "later.test" => {
+                    self.later.notified().await;
+                    PolicyAnswer::Allow
+                }
+                "long.test" => deny("x".repeat(2000)),
+                host => deny(format!("{host} is not to be reached")),
+            }
+        })
+    }
+
+    fn decided(&self, decision: &PolicyDecisionParams) {
+        self.told.lock().unwrap().push(decision.host.clone());
+    }
+}
+
+fn asking(millis: Option<u64>) -> StartParams {
+    StartParams {
+        network_proxy: Some(NetworkProxy {
+            proxy: ProxySettings {
+                enabled: true,
+                ..ProxySettings::default()
+            },
+            audit_metadata: None,
+            environment_id: None,
+            execution_id: None,
+            policy_decision_timeout_ms: millis,
+        }),
+        ..start_params()
+    }
+}
+
+async fn decided() -> (ExecServerClient, Server, Arc<Decider>, StartedProcess) {
+    let (client, mut server) = connected(&[]).await;
+    let decider = Arc::new(Decider::default());
+    let asked = Arc::clone(&decider) as Arc<dyn NetworkPolicyDecider>;
+    let starting = client.start_with_network_policy_decider(asking(Some(5_000)), asked);
+    let script = server.serve("process/start", json!({"processId": "p"}));
+    let (started, params) = tokio::join!(starting, script);
+    assert_eq!(params["networkProxy"]["policyDecisionTimeoutMs"], 5_000);
+    (client, server, decider, started.unwrap())
+}
+
+async fn ask(server: &mut Server, id: Value, process: &str, host: &str) {
+    let request = json!({"protocol": "https_connect", "host": host, "port": 443});
+    let params = json!({"processId": process, "request": request});
+    server
+        .send(json!({"id": id, "method": "network/policyRequest", "params": params}))
+        .await;
+}
+
+fn no() -> Value {
+    json!({"type": "deny", "reason": "not_allowed"})
+}
+
+#[tokio::test(start_paused = true)]
+async fn questions_are_answered_by_whoever_decides() {
+    let (_client, mut server, decider, _started) = decided().await;
+    for (host, expected) in [
+        ("yes.test", json!({"type": "allow"})),
+        (
+            "other.test",
+            json!({"type": "deny", "reason": "other.test is not to be reached"}),
+        ),
+        ("long.test", no()),
+        ("odd host", no()),
+        ("", no()),
+        ("slow.test", no()),
+    ] {
+        ask(&mut server, json!(7), "p", host).await;
+        let answer = tokio::time::timeout(Duration::from_secs(60), server.next()).await;
+        let answer = answer.unwrap().unwrap();
+        assert_eq!(
+            answer,
+            json!({"id": 7, "result": {"decision": expected}}),
+            "{host}"
+        );
+    }
+    ask(&mut server, json!(8), "nobody", "yes.test").await;
+    let answer = soon(server.next()).await.unwrap();
+    assert_eq!(answer["result"]["decision"], no());
+    let decision = json!({
+        "processId": "p", "timestamp": "2026-01-01T00:00:00.000Z", "scope": "domain",
+        "decision": "deny", "source": "decider", "reason": "no", "protocol": "http",
+        "host": "told.test", "port": 80, "policyOverride": false,
+    });
+    server.notify("network/policyDecision", decision).await;
+    // One that cannot be read costs nothing.
+    server
+        .notify("network/policyDecision", json!({"processId": "p"}))
+        .await;
+    ask(&mut server, json!(9), "p", "yes.test").await;
+    assert_eq!(soon(server.next()).await.unwrap()["id"], 9);
+    assert_eq!(*decider.told.lock().unwrap(), ["told.test"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_waits_for_an_answer_and_not_too_many_wait() {
+    let (_client, mut server, decider, _started) = decided().await;
+    for id in 0..300 {
+        ask(&mut server, json!(id), "p", "later.test").await;
+    }
+    // Beyond the bound the answer is no, at once.
+    let mut refused = 0;
+    while refused < 44 {
+        let answer = soon(server.next()).await.unwrap();
+        assert_eq!(answer["result"]["decision"], no());
+        refused += 1;
+    }
+    for _ in 0..256 {
+        decider.later.notify_one();
+        let answer = soon(server.next()).await.unwrap();
+        assert_eq!(answer["result"]["decision"]["type"], "allow");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_process_is_the_end_of_its_questions() {
+    let (_client, mut server, _decider, started) = decided().await;
+    let _events = started.process.events().unwrap();
+    ask(&mut server, json!(1), "p", "later.test").await;
+    server.exited(1, 0).await;
+    server.closed(2).await;
+    let answer = soon(server.next()).await.unwrap();
+    assert_eq!(answer, json!({"id": 1, "result": {"decision": no()}}));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_decider_takes_a_request_that_says_so() {
+    let (client, _server) = connected(&[]).await;
+    for params in [start_params(), asking(None), asking(Some(0))] {
+        let decider = Arc::new(Decider::default());
+        let started = client
+            .start_with_network_policy_decider(params, decider)
+            .await;
+        assert!(
+            matches!(started, Err(ExecServerError::Decider)),
+            "{started:?}"
+        );
+    }
+}
