@@ -30,6 +30,9 @@ pub(crate) struct Args {
     /// Run these scenarios only
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     pub(crate) only: Vec<Name>,
+    /// Of these, only rows whose name contains TEXT, and those measured with them
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) rows: Option<String>,
     /// Write the figures to a file as well
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

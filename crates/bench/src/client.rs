@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::envelope;
 use exec_server_protocol::method::{Empty, Method, Notification as _};
 use exec_server_protocol::process::{Start, StartParams, Terminate, TerminateParams};
@@ -302,7 +303,7 @@ impl Client {
         len: usize,
     ) -> anyhow::Result<()> {
         let id = self.take_id();
-        self.send(|out| {
+        self.queue_long(encoded_len(len), |out| {
             // By hand: the text of the chunk is there already and is only copied.
             write!(
                 out,
@@ -312,7 +313,8 @@ impl Client {
             pattern.push_text(offset, len, out);
             out.extend_from_slice(b"\"}}");
             anyhow::Ok(())
-        })
+        })?;
+        self.flush()
     }
 
     /// Sends `process/write` with a few bytes.
@@ -370,7 +372,7 @@ impl Client {
         len: usize,
     ) -> anyhow::Result<i64> {
         let id = self.take_id();
-        self.queue(|out| {
+        self.queue_long(encoded_len(len), |out| {
             write!(
                 out,
                 "{{\"id\":{id},\"method\":\"fs/writeFile\",\"params\":{{\"path\":\"{path}\",\"dataBase64\":\""
@@ -391,7 +393,7 @@ impl Client {
         len: usize,
     ) -> anyhow::Result<i64> {
         let id = self.take_id();
-        self.send(|out| {
+        self.queue_long(encoded_len(len), |out| {
             write!(
                 out,
                 "{{\"id\":{id},\"method\":\"fs/writeBlock\",\"params\":{{\"handleId\":\"{handle}\",\"offset\":{offset},\"chunk\":\""
@@ -400,6 +402,7 @@ impl Client {
             out.extend_from_slice(b"\"}}");
             anyhow::Ok(())
         })?;
+        self.flush()?;
         Ok(id)
     }
 
@@ -515,10 +518,22 @@ impl Client {
     where
         anyhow::Error: From<E>,
     {
-        /// Which header to leave room for; the payloads are short or as long as a write.
+        /// Which header to leave room for: that of a short payload.
         const HINT: usize = 200;
+        self.queue_long(HINT, write)
+    }
+
+    /// As [`Client::queue`], of about this length: a wrong guess moves the payload once more.
+    fn queue_long<E>(
+        &mut self,
+        hint: usize,
+        write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>,
+    ) -> anyhow::Result<()>
+    where
+        anyhow::Error: From<E>,
+    {
         let mut written = Ok(());
-        frame::push_message(&mut self.out, Some(Self::MASK), HINT, |out| {
+        frame::push_message(&mut self.out, Some(Self::MASK), hint, |out| {
             written = write(out)
         });
         Ok(written?)

@@ -86,6 +86,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
         own,
         sides,
         quick: args.quick,
+        rows: args.rows.clone(),
     };
     let rows = bench.run(&args.only);
     let mut stdout = std::io::stdout().lock();

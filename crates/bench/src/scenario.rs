@@ -120,6 +120,8 @@ pub(crate) struct Bench {
     pub(crate) sides: Vec<Side>,
     /// Fewer rounds and smaller sizes.
     pub(crate) quick: bool,
+    /// Part of the names of the rows that are wanted.
+    pub(crate) rows: Option<String>,
 }
 
 /// What a row is about, before there are figures.
@@ -185,7 +187,14 @@ impl Bench {
             own: self.own.clone(),
             sides: self.sides.iter().take(1).cloned().collect(),
             quick: self.quick,
+            rows: self.rows.clone(),
         }
+    }
+
+    /// Whether any of these rows is wanted; those that are measured together come together.
+    fn wants(&self, lines: &[Line]) -> bool {
+        let Some(part) = &self.rows else { return true };
+        lines.iter().any(|line| line.name.contains(part))
     }
 
     /// One number for a full run and one for a quick one.
@@ -203,6 +212,9 @@ impl Bench {
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
+        if !self.wants(&lines) {
+            return Vec::new();
+        }
         let outcomes = self.go_round(count, &lines, &mut floor, &mut measure);
         rows(lines, outcomes)
     }
@@ -215,6 +227,9 @@ impl Bench {
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
+        if !self.wants(&lines) {
+            return Vec::new();
+        }
         let free = self.go_round(count, &lines, &mut floor, &mut measure);
         let pinned = match Placement::one_core() {
             Ok(_placement) => self.go_round(count, &lines, &mut floor, &mut measure),
@@ -279,7 +294,7 @@ impl Bench {
         prepare: impl FnOnce(&CommandLine) -> anyhow::Result<S>,
         mut measure: impl FnMut(&mut S) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
-        let Some(side) = self.sides.first() else {
+        let Some(side) = self.sides.first().filter(|_| self.wants(&lines)) else {
             return Vec::new();
         };
         let go = || -> anyhow::Result<Figures> {
@@ -302,6 +317,9 @@ impl Bench {
         line: Line,
         mut measure: impl FnMut(&CommandLine) -> anyhow::Result<Figure>,
     ) -> Vec<Row> {
+        if !self.wants(std::slice::from_ref(&line)) {
+            return Vec::new();
+        }
         let mut seen: Vec<Result<Figures, String>> =
             self.sides.iter().map(|_| Ok(Vec::new())).collect();
         for round in 1..=count {

@@ -14,7 +14,7 @@ use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
 
 /// Bytes handed over in one write: enough to keep a pipe busy, little enough to notice soon when
 /// the process has had enough.
-const WRITE_BYTES: usize = 256 * 1024;
+const WRITE_BYTES: usize = 1 << 20;
 
 /// The bounds of collecting.
 ///

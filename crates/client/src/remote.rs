@@ -3,8 +3,11 @@
 //! Owns the translation of the traits into requests, and what stands in for extensions that a
 //! server lacks. Knows nothing of the order of events.
 
+use std::collections::VecDeque;
 use std::fmt;
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,9 +16,10 @@ use exec_server_protocol::process::{
     ReadResult, Resize, ResizeParams, SandboxType, Signal, SignalName, SignalParams, SignalScope,
     Snapshot, SnapshotParams, SnapshotResult, Start, StartParams, TerminalSize, Terminate,
     TerminateMode, TerminateParams, TerminateResult, Wait, WaitFor, WaitForParams, WaitForResult,
-    WaitParams, WaitResult, WaitUntil, Write, WriteParams, WriteStatus,
+    WaitParams, WaitResult, WaitUntil, Write, WriteParams, WriteResult, WriteStatus,
 };
 use exec_server_protocol::sandbox::Enforcement;
+use exec_server_transport::CallError;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -28,11 +32,15 @@ use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::extension;
 use crate::follow::{AbortOnDrop, Follower};
+use crate::line::Connection;
 use crate::network::{self, NetworkPolicyDecider};
 use crate::route::{Registration, Route, Status};
 
 /// Bytes in one `process/write`; more would keep other requests waiting for the line.
-const WRITE_BYTES: usize = 1 << 20;
+const WRITE_BYTES: usize = 128 * 1024;
+
+/// Writes under way at once, so that much input does not wait for one answer after the other.
+const WRITES: usize = 8;
 
 /// What a terminal takes for the end of its input, unless a program changed that.
 const TERMINAL_EOF: &[u8] = b"\x04";
@@ -294,6 +302,52 @@ impl WriteIds {
     }
 }
 
+/// Writes whose answers are waited for, in their order.
+#[derive(Default)]
+struct UnderWay(VecDeque<Waiting>);
+
+type Written = (WriteParams, Result<WriteResult, CallError>);
+
+enum Waiting {
+    Yet(BoxFuture<'static, Written>),
+    Done(Option<Written>),
+}
+
+impl UnderWay {
+    /// Sends a write behind the others; no deadline, as the answer may wait until the process reads.
+    fn begin(&mut self, connection: &Connection, params: WriteParams) {
+        let peer = connection.peer.clone();
+        self.0.push_back(Waiting::Yet(Box::pin(async move {
+            let result = peer.call::<Write>(&params, None).await;
+            (params, result)
+        })));
+    }
+
+    /// Waits for the answer of the first.
+    async fn next(&mut self) -> Option<Written> {
+        poll_fn(|context| {
+            // Each of them, from the front: the first look at one is what sends it.
+            for waiting in &mut self.0 {
+                if let Waiting::Yet(future) = waiting
+                    && let Poll::Ready(written) = future.as_mut().poll(context)
+                {
+                    *waiting = Waiting::Done(Some(written));
+                }
+            }
+            match self.0.front_mut() {
+                None => Poll::Ready(None),
+                Some(Waiting::Yet(_)) => Poll::Pending,
+                Some(Waiting::Done(written)) => {
+                    let written = written.take();
+                    self.0.pop_front();
+                    Poll::Ready(written)
+                }
+            }
+        })
+        .await
+    }
+}
+
 impl Inner {
     fn route(&self) -> &Arc<Route> {
         &self.registration.route
@@ -315,27 +369,48 @@ impl Inner {
 
     async fn write(&self, bytes: Bytes) -> Result<WriteStatus, ExecServerError> {
         let mut ids = self.writes.lock().await;
+        let caller = &self.client.inner.caller;
         let mut rest = bytes;
-        loop {
+        let mut draw = || {
             let chunk = rest.split_to(rest.len().min(WRITE_BYTES));
-            let write_id = ids.draw();
             let params = WriteParams {
                 process_id: self.process_id(),
                 chunk: chunk.into(),
-                write_id,
+                write_id: ids.draw(),
             };
-            // No deadline: the answer may wait until the process reads. Sent again under the same id
-            // if the connection is lost.
-            let result = self
-                .client
-                .inner
-                .caller
-                .call_unbounded::<Write>(&params)
-                .await?;
-            if result.status != WriteStatus::Accepted || rest.is_empty() {
-                return Ok(result.status);
+            (params, rest.is_empty())
+        };
+        let mut last = false;
+        while !last {
+            let connection = caller.line.ready().await?;
+            let mut under_way = UnderWay::default();
+            let mut again = Vec::new();
+            loop {
+                while !last && again.is_empty() && under_way.0.len() < WRITES {
+                    let (params, is_last) = draw();
+                    last = is_last;
+                    under_way.begin(&connection, params);
+                }
+                match under_way.next().await {
+                    None => break,
+                    Some((_, Ok(result))) if result.status == WriteStatus::Accepted => {}
+                    Some((_, Ok(result))) => return Ok(result.status),
+                    // Whether it was heard is not known, nor of those behind it.
+                    Some((params, Err(CallError::Closed(_) | CallError::Unsent(_)))) => {
+                        again.push(params);
+                    }
+                    Some((_, Err(error))) => return Err(error.into()),
+                }
+            }
+            // Under the same ids, which the server knows if it has heard them, and in their order.
+            for params in again {
+                let result = caller.call_unbounded::<Write>(&params).await?;
+                if result.status != WriteStatus::Accepted {
+                    return Ok(result.status);
+                }
             }
         }
+        Ok(WriteStatus::Accepted)
     }
 
     async fn close_stdin(&self) -> Result<WriteStatus, ExecServerError> {

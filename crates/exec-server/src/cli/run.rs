@@ -356,26 +356,60 @@ async fn feed(
     tty: bool,
     keys: Arc<Keys>,
 ) {
-    /// One message each; larger ones only add delay.
+    /// Read at once.
     const PIECE_BYTES: usize = 64 * 1024;
-    let mut buffer = vec![0; PIECE_BYTES];
-    loop {
-        let read = match input.read(&mut buffer).await {
-            Ok(0) | Err(_) => break,
-            Ok(read) => read,
-        };
-        // The answer to a question of ours is none of the command's business.
-        if keys.take(&buffer[..read]) {
-            continue;
+    /// Read ahead while earlier input is under way, and then sent together.
+    const AHEAD: usize = 16;
+    let (pieces, mut ready) = tokio::sync::mpsc::channel::<Bytes>(AHEAD);
+    let reading = async {
+        let pieces = pieces;
+        let mut buffer = vec![0; PIECE_BYTES];
+        while let Ok(read @ 1..) = input.read(&mut buffer).await {
+            // The answer to a question of ours is none of the command's business.
+            if keys.take(&buffer[..read]) {
+                continue;
+            }
+            let piece = Bytes::copy_from_slice(&buffer[..read]);
+            if pieces.send(piece).await.is_err() {
+                return;
+            }
         }
-        match process.write(Bytes::copy_from_slice(&buffer[..read])).await {
-            Ok(WriteStatus::Accepted) => {}
-            // The command wants no more, which is its right.
-            Ok(_) => return,
-            Err(error) => return eprintln!("exec-server: cannot send input: {error}"),
+    };
+    let writing = async {
+        while let Some(first) = ready.recv().await {
+            let next = match ready.try_recv() {
+                Err(_) => first,
+                Ok(second) => {
+                    let mut both = [first, second].concat();
+                    while both.len() < AHEAD * PIECE_BYTES
+                        && let Ok(more) = ready.try_recv()
+                    {
+                        both.extend_from_slice(&more);
+                    }
+                    Bytes::from(both)
+                }
+            };
+            match process.write(next).await {
+                Ok(WriteStatus::Accepted) => {}
+                // The command wants no more, which is its right.
+                Ok(_) => return false,
+                Err(error) => {
+                    eprintln!("exec-server: cannot send input: {error}");
+                    return false;
+                }
+            }
         }
-    }
+        true
+    };
+    tokio::pin!(reading, writing);
+    let all = tokio::select! {
+        () = &mut reading => writing.await,
+        all = &mut writing => all,
+    };
     keys.end();
+    if !all {
+        return;
+    }
     // A terminal whose other side is a file or a pipe needs its end too, or `cat` never would.
     match process.close_stdin().await {
         Err(ExecServerError::Unsupported(_)) if !tty => {
