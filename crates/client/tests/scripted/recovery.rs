@@ -334,6 +334,48 @@ async fn a_write_is_repeated_under_its_id() {
     );
 }
 
+/// Those whose answers are missing, one after the other; what was answered is not repeated.
+#[tokio::test(start_paused = true)]
+async fn writes_under_way_are_repeated_in_their_order() {
+    let (_client, mut server, mut exchange, started) = started(&[]).await;
+    let accepted = || json!({"status": "accepted"});
+    let script = async {
+        let mut requests = Vec::new();
+        for _ in 0..4 {
+            requests.push(soon(server.expect("process/write")).await);
+        }
+        // The answers of the second and third are lost.
+        let last = requests.pop().unwrap();
+        server.answer(last, accepted()).await;
+        server.answer(requests.remove(0), accepted()).await;
+        drop(server);
+        let (mut server, _) = exchange.resume().await;
+        let mut written = Vec::new();
+        while written.len() < 2 {
+            let message = soon(server.next()).await.unwrap();
+            let result = match message["method"].as_str() {
+                Some("process/read") => read(&[], 1),
+                Some("process/write") => {
+                    written.push(message["params"].clone());
+                    accepted()
+                }
+                other => panic!("{other:?}"),
+            };
+            server
+                .send(json!({"id": message["id"], "result": result}))
+                .await;
+        }
+        let lost: Vec<_> = requests.into_iter().map(|request| request.params).collect();
+        (lost, written, server)
+    };
+    let input = Bytes::from(vec![b'x'; 512 * 1024]);
+    let (status, (lost, written, _server)) = tokio::join!(started.process.write(input), script);
+    assert_eq!(status.unwrap(), WriteStatus::Accepted);
+    assert_eq!(written, lost);
+    let ids: Vec<_> = written.iter().map(|params| &params["writeId"]).collect();
+    assert_eq!(ids, ["2", "3"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_start_is_repeated_under_its_name() {
     let (client, mut server, mut exchange) = connected(&[START_ID]).await;
