@@ -350,6 +350,9 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(Backlog::default());
     let router: Arc<dyn Router> = Arc::new(Local::new(limits, Arc::clone(&backlog)));
+    if let Some(own) = router.nodes().await.into_iter().next() {
+        config.node = own.name;
+    }
     let rendezvous = Rendezvous::new(
         config,
         Parts {
