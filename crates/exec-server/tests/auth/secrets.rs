@@ -131,6 +131,15 @@ async fn policies_are_written_down_and_refusals_counted() {
     client.refused("process/start", refused.0).await;
     let managed = Start::sh("managed", "true").with("enforceManagedNetwork", true);
     client.refused("process/start", managed.0).await;
+    // So is a file request.
+    let mut nowhere = policy(json!([{
+        "path": {"type": "special", "value": {"kind": "project_roots", "subpath": "../x"}},
+        "access": "write",
+    }]));
+    nowhere["workspaceRoots"] = json!(["file:///tmp"]);
+    nowhere["cwd"] = json!("file:///tmp");
+    let read = json!({"path": "file:///etc/passwd", "sandbox": nowhere});
+    client.refused("fs/readFile", read).await;
     // Refused for other reasons.
     let nothing = Start::new("nothing", &[]).with("sandbox", read_only());
     client.refused("process/start", nothing.0).await;
@@ -144,7 +153,7 @@ async fn policies_are_written_down_and_refusals_counted() {
         .unwrap_or_else(|| panic!("{stderr}"));
     let (_, page) = crate::operate::get(address, "/metrics").await;
     let count = crate::operate::sample(&page, "sandbox_refusals_total");
-    assert_eq!(count, 2, "{page}");
+    assert_eq!(count, 3, "{page}");
 
     let line = |id: &'static str| {
         let log = log.clone();
