@@ -29,7 +29,7 @@ use crate::tenants::Meter;
 
 /// Bytes taken from the mailbox at a time: enough for one write, and little enough that what comes
 /// up meanwhile does not wait long.
-const BATCH_BYTES: usize = 128 << 10;
+const BATCH_BYTES: usize = 64 << 10;
 
 /// How long a write may make no progress. Shorter than what peers wait for the answer to a ping, so
 /// that those who wait for a stuck executor hear of it in time.
@@ -316,7 +316,7 @@ impl Reader {
     /// Room of an idle socket; it costs this much for as long as it lives.
     const IDLE_BYTES: usize = 4 << 10;
     /// Room of a busy one: a few frames of the largest kind that peers send.
-    const BUSY_BYTES: usize = 256 << 10;
+    const BUSY_BYTES: usize = 128 << 10;
     /// A frame from this size on is not copied. Much less would let a short frame that waits keep a
     /// long buffer alive.
     const SHARED_BYTES: usize = 32 << 10;

@@ -31,9 +31,9 @@ use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 use crate::turn;
 
-/// Frames are taken from the endpoint up to this many bytes at a time: enough for one write, and
-/// little enough that what comes up meanwhile does not wait long.
-const BATCH_BYTES: usize = 128 << 10;
+/// Frames are taken from the endpoint until they are this many bytes: many short ones, or a single
+/// long one, so that what comes up meanwhile does not wait long.
+const BATCH_BYTES: usize = 32 << 10;
 
 /// How long one write may take.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
@@ -534,8 +534,9 @@ impl Backoff {
     /// Sockets that may be lost in a row, each right after it was opened, before that counts as a
     /// failure: a bad network cuts several, and who types must not wait for the next.
     const SPARE: u32 = 8;
-    /// What a socket must have lived to make up for one that was lost.
-    const REGAIN: Duration = Duration::from_millis(250);
+    /// What a socket must have lived to make up for one that was lost. Two executors that take each
+    /// other's place do so no more often than that.
+    const REGAIN: Duration = Duration::from_secs(2);
 
     /// At once after a good socket; else twice as long as before, less up to half by chance, so that
     /// many who lost the same meeting point do not return together.

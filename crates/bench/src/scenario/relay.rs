@@ -447,7 +447,7 @@ fn after_cuts(stage: &Stage, count: usize) -> anyhow::Result<f64> {
         for _ in 0..count {
             stage.wire.cut();
             samples.push(terminal.key().await?);
-            // A socket that dies young is dialled again with a pause; that is another matter.
+            // When too many are cut in a row the next is dialled with a pause; that is another matter.
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
         ensure!(client.session_id() == session, "another session");
