@@ -414,7 +414,15 @@ fn neighbours(bench: &Bench, stage: &Stage, keys: usize) -> anyhow::Result<Figur
         };
         ensure!(flooded > 0, "the flood does not come");
         // Or it would go on, without its client, through all that is measured next.
-        bulk.end_session().await?;
+        // Its answer comes behind what nobody has read yet.
+        let discard = async {
+            while events.recv().await.is_some() {}
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            ended = bulk.end_session() => ended?,
+            () = discard => {}
+        }
         for client in &clients {
             client.end_session().await?;
         }
