@@ -10,6 +10,8 @@
 //!           ══ websocket ════►│ Router ══ frames ══════│◄═══ websocket ══
 //! ```
 
+#[cfg(feature = "nats")]
+pub mod cluster;
 mod events;
 pub mod mailbox;
 mod metrics;
@@ -23,8 +25,14 @@ pub mod store;
 pub mod tenants;
 pub mod tokens;
 
+#[cfg(feature = "nats")]
+pub use cluster::{Cluster, ClusterOptions};
 pub use registry::is_environment_id;
 pub use router::local::{Local, RouterLimits};
+#[cfg(feature = "nats")]
+pub use router::nats::NatsRouter;
 pub use server::{Config, Parts, Rendezvous};
 pub use store::embedded::Embedded;
+#[cfg(feature = "nats")]
+pub use store::nats::NatsStore;
 pub use tokens::{Role, Tokens};

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use exec_server_relay::Reason;
 use exec_server_relay::keys::{Fingerprint, PublicKey, SECURITY_PROFILE};
@@ -254,12 +254,6 @@ fn checked_id(id: &str) -> Result<String, CallError> {
     ))
 }
 
-/// Seconds since 1970.
-pub(crate) fn unix_now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.unwrap_or_default().as_secs()
-}
-
 impl Registry {
     pub(crate) fn new(
         store: Arc<dyn Store>,
@@ -406,7 +400,7 @@ impl Registry {
             environment: key,
             registration: registration.clone(),
             holder: Holder::Executor,
-            expires: caller.until(unix_now(), self.executor_lifetime.as_secs()),
+            expires: caller.until(self.store.unix_now(), self.executor_lifetime.as_secs()),
         };
         Ok(RegisterResponse {
             url: address(&id, &self.signer.query(&ticket)),
@@ -446,7 +440,7 @@ impl Registry {
             .filter(|registration| *registration.registration == *attached)
             .ok_or_else(offline)?;
         self.tenants.usage(&caller.tenant).may_connect()?;
-        let expires = caller.until(unix_now(), self.harness_lifetime.as_secs());
+        let expires = caller.until(self.store.unix_now(), self.harness_lifetime.as_secs());
         let authorization = self.signer.authorize(
             &environment,
             &attached,
@@ -497,7 +491,7 @@ impl Registry {
             &request.executor_registration_id,
             &request.harness_public_key,
             &request.harness_key_authorization,
-            unix_now(),
+            self.store.unix_now(),
         );
         let Some(token) = token else {
             return refused;

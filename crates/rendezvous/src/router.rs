@@ -1,10 +1,12 @@
 //! Who is attached, and which frame goes to whom.
 //!
-//! Owns the trait that sockets use. [`local::Local`] is the implementation for one process; one that
-//! spans many needs nothing but this trait: a socket is known by its [`Mailbox`], and gives what it
+//! Owns the trait that sockets use. [`local::Local`] is the implementation for one process, and
+//! `nats::NatsRouter` the one for many: a socket is known by its [`Mailbox`], and gives what it
 //! receives to an [`Uplink`].
 
 pub mod local;
+#[cfg(feature = "nats")]
+pub mod nats;
 
 use std::fmt;
 use std::sync::Arc;

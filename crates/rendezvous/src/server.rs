@@ -27,7 +27,7 @@ use crate::events::Events;
 use crate::mailbox::{Backlog, Mailbox};
 use crate::metrics::Metrics;
 use crate::oidc::{self, JwtError, Oidc};
-use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest, unix_now};
+use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest};
 use crate::router::{AttachError, Router, Uplink, Whom};
 use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
@@ -506,7 +506,7 @@ impl Visitor {
                 if !oidc::is_jwt(token) {
                     return Err(TokenError::Unknown.into());
                 }
-                Ok(issuer.caller(token, unix_now()).await?)
+                Ok(issuer.caller(token, self.shared.registry.store.unix_now()).await?)
             }
             (Err(error), _) => Err(error.into()),
         }
@@ -769,10 +769,9 @@ impl Visitor {
         let key = head.websocket_key().map_err(|why| Answer::text(400, why))?;
         let accept = http::accept_key(key);
         let (_, query) = head.target.split_once('?').unwrap_or(("", ""));
-        let ticket = shared
-            .registry
-            .signer
-            .ticket(environment, query, unix_now());
+        let registry = &shared.registry;
+        let time = registry.store.unix_now();
+        let ticket = registry.signer.ticket(environment, query, time);
         // Whatever is wrong with an address, a new one is to be had: 401 says so to both sides.
         let ticket = ticket.map_err(|error| match error {
             TicketError::Malformed | TicketError::Extra => reject(400, &error.to_string()),

@@ -1,12 +1,15 @@
 //! What a meeting point must not forget: who is registered, and who is not to come back.
 //!
 //! Owns the records and the trait that keeps them. The embedded implementation is
-//! [`embedded::Embedded`]; one that many meeting points share needs nothing but this trait.
+//! [`embedded::Embedded`], the one that many meeting points share is `nats::NatsStore`.
 
 pub mod embedded;
+#[cfg(feature = "nats")]
+pub mod nats;
 
 use std::fmt;
 use std::pin::Pin;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use exec_server_relay::keys::PublicKey;
 use serde::{Deserialize, Serialize};
@@ -109,4 +112,10 @@ pub trait Store: fmt::Debug + Send + Sync {
         environment: Option<String>,
         harness: String,
     ) -> Pending<'_, Result<bool, StoreError>>;
+
+    /// What time it is, in seconds since 1970: the same for all who share the store.
+    fn unix_now(&self) -> u64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        since.unwrap_or_default().as_secs()
+    }
 }

@@ -137,7 +137,7 @@ impl Local {
     }
 
     /// This process, as others are told of it.
-    pub(super) fn node(&self) -> Node {
+    pub(crate) fn node(&self) -> Node {
         let mut node = Node {
             name: self.0.node.clone(),
             url: None,
@@ -151,7 +151,8 @@ impl Local {
         for hub in self.all() {
             let state = hub.lock();
             node.executors += usize::from(state.executor.is_some());
-            node.harnesses += state.harnesses.len();
+            let guests = state.harnesses.values();
+            node.harnesses += guests.filter(|guest| guest.from.is_none()).count();
             node.streams += state.live_streams();
         }
         node
@@ -162,7 +163,7 @@ impl Local {
     }
 
     /// The environments whose executors are here.
-    pub(super) fn places_here(&self) -> Vec<Place> {
+    pub(crate) fn places_here(&self) -> Vec<Place> {
         let place = |hub: Arc<Hub>| {
             let state = hub.lock();
             let executor = state.executor.as_ref()?;
@@ -178,7 +179,7 @@ impl Local {
     }
 
     /// The streams of executors that are here.
-    pub(super) fn streams_here(&self, environment: Option<&str>) -> Vec<StreamPlace> {
+    pub(crate) fn streams_here(&self, environment: Option<&str>) -> Vec<StreamPlace> {
         let hubs = match environment {
             Some(environment) => self.find(environment).into_iter().collect(),
             None => self.all(),
@@ -197,7 +198,10 @@ impl Local {
                     stream: id.to_string(),
                     environment: hub.environment.to_string(),
                     executor_node: self.0.node.clone(),
-                    harness_node: self.0.node.clone(),
+                    harness_node: match &guest.from {
+                        Some(node) => node.to_string(),
+                        None => self.0.node.clone(),
+                    },
                     token: guest.who.token.to_string(),
                     key: guest.who.key.to_string(),
                 });
@@ -300,6 +304,8 @@ struct Guest {
     who: Harness,
     mailbox: Arc<Mailbox>,
     stream: Option<Arc<str>>,
+    /// The node that it came to, if that is not this one.
+    from: Option<Arc<str>>,
 }
 
 /// ```text
@@ -497,12 +503,9 @@ impl Hub {
     }
 }
 
-impl Router for Local {
-    fn attach_executor(
-        &self,
-        who: Executor,
-        mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+impl Local {
+    /// Attaches an executor in place of the one that is there.
+    pub(crate) fn take_executor(&self, who: &Executor, mailbox: Arc<Mailbox>) -> Box<dyn Uplink> {
         let hub = self.hub(&who.environment);
         let socket = self.next_socket();
         {
@@ -526,65 +529,84 @@ impl Router for Local {
             state.executor_gone = None;
             state.executor = Some(Attached {
                 socket,
-                registration: who.registration,
+                registration: Arc::clone(&who.registration),
                 mailbox,
             });
         }
         hub.arrived.notify_waiters();
-        let uplink: Box<dyn Uplink> = Box::new(FromExecutor { hub, socket });
-        Box::pin(std::future::ready(Ok(uplink)))
+        Box::new(FromExecutor { hub, socket })
     }
 
-    fn attach_harness(
+    /// Attaches a harness, which may have come to the node `from`.
+    pub(crate) fn take_harness(
         &self,
         who: Harness,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
-        let attach = || -> Result<Box<dyn Uplink>, AttachError> {
-            let hub = self.find(&who.environment).ok_or(AttachError::Offline)?;
-            let socket = self.next_socket();
-            let mut state = hub.lock();
-            let expected = state
-                .executor
-                .as_ref()
-                .is_some_and(|executor| executor.registration == who.registration);
-            if !expected {
-                return Err(AttachError::Offline);
-            }
-            let limit = hub.limits().harness_sockets;
-            let same = state.harnesses.values();
-            let same = same.filter(|guest| guest.who.token == who.token).count();
-            if same >= limit {
-                return Err(AttachError::TooManySockets(limit));
-            }
-            let guest = Guest {
-                who: who.clone(),
-                mailbox: Arc::clone(&mailbox),
-                stream: None,
-            };
-            state.harnesses.insert(socket, guest);
-            drop(state);
-            Ok(Box::new(FromHarness {
-                hub,
-                socket,
-                who,
-                mailbox,
-                stream: None,
-                handshakes: 0,
-            }))
+        from: Option<Arc<str>>,
+    ) -> Result<Box<dyn Uplink>, AttachError> {
+        let hub = self.find(&who.environment).ok_or(AttachError::Offline)?;
+        let socket = self.next_socket();
+        let mut state = hub.lock();
+        let expected = state
+            .executor
+            .as_ref()
+            .is_some_and(|executor| executor.registration == who.registration);
+        if !expected {
+            return Err(AttachError::Offline);
+        }
+        let limit = hub.limits().harness_sockets;
+        let same = state.harnesses.values();
+        let same = same.filter(|guest| guest.who.token == who.token).count();
+        if same >= limit {
+            return Err(AttachError::TooManySockets(limit));
+        }
+        let guest = Guest {
+            who: who.clone(),
+            mailbox: Arc::clone(&mailbox),
+            stream: None,
+            from,
         };
-        Box::pin(std::future::ready(attach()))
+        state.harnesses.insert(socket, guest);
+        drop(state);
+        Ok(Box::new(FromHarness {
+            hub,
+            socket,
+            who,
+            mailbox,
+            stream: None,
+            handshakes: 0,
+        }))
     }
 
-    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
-        let environment: Arc<str> = environment.into();
-        Box::pin(async { Ok(self.wait_for_executor(environment).await) })
+    /// The registration of the executor that is here.
+    pub(crate) fn registration_here(&self, environment: &str) -> Option<Arc<str>> {
+        let hub = self.find(environment)?;
+        let state = hub.lock();
+        let executor = state.executor.as_ref()?;
+        Some(Arc::clone(&executor.registration))
     }
 
-    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
-        let turned_out = match &whom {
+    /// Gives an environment up because it is somewhere else now: its sockets end, and are welcome
+    /// there. Says how many there were.
+    pub(crate) fn leave(&self, environment: &str) -> usize {
+        let Some(hub) = self.find(environment) else {
+            return 0;
+        };
+        let state = hub.lock();
+        if let Some(executor) = &state.executor {
+            executor.mailbox.close();
+        }
+        for guest in state.harnesses.values() {
+            guest.mailbox.close();
+        }
+        state.harnesses.len() + usize::from(state.executor.is_some())
+    }
+
+    /// Ends the sockets and streams of somebody; says how many sockets that were.
+    pub(crate) fn turn_out_now(&self, whom: &Whom, reason: &Reason) -> usize {
+        match whom {
             Whom::Environment(environment) | Whom::Others { environment, .. } => {
-                let stays = match &whom {
+                let stays = match whom {
                     Whom::Others { registration, .. } => Some(registration.as_str()),
                     _ => None,
                 };
@@ -599,14 +621,52 @@ impl Router for Local {
                     executor.mailbox.close();
                     let harnesses: Vec<u64> = state.harnesses.keys().copied().collect();
                     for &harness in &harnesses {
-                        state.turn_out(harness, &reason);
+                        state.turn_out(harness, reason);
                     }
                     1 + harnesses.len()
                 })
             }
-            Whom::Harness { .. } => self.review(&|who| !whom.is_harness(who), reason),
-        };
-        Box::pin(std::future::ready(turned_out))
+            Whom::Harness { .. } => self.review(&|who| !whom.is_harness(who), reason.clone()),
+        }
+    }
+
+    /// What waits in all mailboxes of this process.
+    pub(crate) fn backlog(&self) -> &Arc<Backlog> {
+        &self.0.backlog
+    }
+
+    /// How long somebody who asks for an executor waits for one, and how long ago one must have been
+    /// there for that.
+    pub(crate) fn patience(&self) -> (Duration, Duration) {
+        (self.0.limits.arrival, self.0.limits.recent)
+    }
+}
+
+impl Router for Local {
+    fn attach_executor(
+        &self,
+        who: Executor,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+        let uplink = self.take_executor(&who, mailbox);
+        Box::pin(std::future::ready(Ok(uplink)))
+    }
+
+    fn attach_harness(
+        &self,
+        who: Harness,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+        Box::pin(std::future::ready(self.take_harness(who, mailbox, None)))
+    }
+
+    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
+        let environment: Arc<str> = environment.into();
+        Box::pin(async { Ok(self.wait_for_executor(environment).await) })
+    }
+
+    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
+        Box::pin(std::future::ready(self.turn_out_now(&whom, &reason)))
     }
 
     fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {

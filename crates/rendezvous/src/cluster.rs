@@ -1,0 +1,699 @@
+//! Many meeting points that are one, on NATS: what they share, and how they hear of each other.
+//!
+//! Owns the connection, the bucket, this node's view of it and the tasks that keep both up to date.
+//! [`rules`] decides who may do what, [`channel`] carries streams between nodes. NATS brings the
+//! messages and orders the writes; there is no other agreement between nodes.
+//!
+//! ```text
+//!  bucket   registrations, revocations, claims, leases   JetStream key-value, one log, watched
+//!  BUCKET.n.NODE.>   what is meant for one node          core NATS, never stored
+//! ```
+//!
+//! While NATS is away nobody new is taken in; streams between sockets of one node go on, and those
+//! between nodes wait, and go on or are begun again when it is back.
+
+mod channel;
+pub mod credit;
+mod outbox;
+pub mod rules;
+#[cfg(test)]
+mod simulation;
+mod talk;
+mod view;
+mod wire;
+
+use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use async_nats::jetstream::context::GetStreamErrorKind;
+use async_nats::jetstream::{self, ErrorCode, kv};
+use async_nats::{Client, ConnectOptions, Event, Subject};
+use bytes::Bytes;
+use tokio::sync::Notify;
+
+use crate::router::Node;
+use crate::router::local::Local;
+use crate::store::Revocation;
+use channel::{Channel, Side};
+use outbox::Outbox;
+use rules::{Claim, Route, Rules, Timing};
+use wire::{Control, Lease, escape};
+
+pub(crate) use talk::Opening;
+pub(crate) use view::ClaimError;
+pub(crate) use wire::{Ask, Key};
+
+pub use wire::is_node_name;
+
+/// How long one operation on the bucket may take.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often channels are compared even though nothing happened.
+const SYNC_PERIOD: Duration = Duration::from_secs(15);
+
+/// How long the lease of a dead node stays.
+const BURY_AFTER: Duration = Duration::from_secs(60);
+
+/// What everybody hears who wants something while this node has no fresh view.
+pub(crate) const AWAY: &str =
+    "NATS cannot be reached: nobody new is taken in until it is back; streams on one node go on";
+
+/// How to be a part of a cluster.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ClusterOptions {
+    /// NATS servers, as in `nats://127.0.0.1:4222` or `tls://nats.example`.
+    pub servers: Vec<String>,
+    /// A credentials file of NATS.
+    pub credentials: Option<PathBuf>,
+    /// The bucket, and the beginning of all subjects. Meeting points with the same one are one.
+    pub bucket: String,
+    /// Copies of the bucket, where NATS is a cluster itself.
+    pub replicas: usize,
+    /// What this node is called; see [`is_node_name`]. No two may have the same.
+    pub node: String,
+    /// How peers reach this very node, if they can.
+    pub url: Option<String>,
+    /// How long things count.
+    pub timing: Timing,
+    /// What to add to this machine's clock, in milliseconds; for tests.
+    pub clock_offset: i64,
+}
+
+impl ClusterOptions {
+    /// The defaults.
+    pub fn new(servers: Vec<String>, node: impl Into<String>) -> Self {
+        Self {
+            servers,
+            credentials: None,
+            bucket: "exec-server".to_owned(),
+            replicas: 1,
+            node: node.into(),
+            url: None,
+            timing: Timing::default(),
+            clock_offset: 0,
+        }
+    }
+}
+
+/// Why a node cannot be a part of the cluster.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClusterError {
+    /// A name that cannot be a part of subjects.
+    #[error("`{0}` is no name for a node: 1 to 64 letters, digits, `-` and `_`")]
+    Name(String),
+    /// The credentials cannot be used.
+    #[error("cannot use the NATS credentials in {path}")]
+    Credentials {
+        /// Where they are.
+        path: PathBuf,
+        /// What is wrong.
+        #[source]
+        source: std::io::Error,
+    },
+    /// NATS cannot be reached.
+    #[error("cannot reach NATS at {servers}")]
+    Connect {
+        /// Where.
+        servers: String,
+        /// What is wrong.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// There is no bucket, and none can be made.
+    #[error("cannot use the JetStream bucket `{bucket}`")]
+    Bucket {
+        /// Which.
+        bucket: String,
+        /// What is wrong.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// A node of a cluster; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Cluster(pub(crate) Arc<Shared>);
+
+pub(crate) struct Shared {
+    pub(crate) node: Arc<str>,
+    options: ClusterOptions,
+    client: Client,
+    jetstream: jetstream::Context,
+    pub(crate) bucket: kv::Store,
+    pub(crate) local: Local,
+    state: Mutex<State>,
+    /// The view has changed.
+    pub(crate) changed: Notify,
+    /// The watch is to be begun again.
+    rewatch: Notify,
+    channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
+    pub(crate) outbox: Outbox,
+    /// Names channels and sockets.
+    numbers: AtomicU64,
+    /// What NATS's clock shows more than ours, in milliseconds.
+    skew: AtomicI64,
+    pub(crate) draining: AtomicBool,
+    /// What signs addresses on all nodes.
+    secret: Mutex<Option<Bytes>>,
+    pub(crate) started: Instant,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cluster")
+            .field("node", &self.node)
+            .field("bucket", &self.options.bucket)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Under the lock; nobody waits while holding it.
+pub(crate) struct State {
+    pub(crate) rules: Rules,
+    pub(crate) leases: HashMap<Arc<str>, Lease>,
+    /// As they are in the bucket.
+    pub(crate) registrations: HashMap<String, Bytes>,
+    /// By key.
+    pub(crate) revocations: HashMap<String, Revocation>,
+    /// What the watch has seen.
+    revision: u64,
+    /// Of the newest renewal.
+    beat: u64,
+    /// The revision that it got.
+    renewed: u64,
+    /// Sockets of executors that are attached here.
+    sockets: HashSet<u64>,
+    /// Claims to be removed, which could not be yet.
+    releases: Vec<(Arc<str>, u64)>,
+}
+
+pub(crate) fn now() -> Instant {
+    // Tokio's clock, which tests can stop.
+    tokio::time::Instant::now().into_std()
+}
+
+pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+impl Cluster {
+    /// Joins the cluster; `local` is what this node does by itself. Done when the node knows what
+    /// the others do.
+    ///
+    /// # Errors
+    ///
+    /// When NATS or its JetStream cannot be used.
+    pub async fn join(options: ClusterOptions, local: Local) -> Result<Self, ClusterError> {
+        if !is_node_name(&options.node) {
+            return Err(ClusterError::Name(options.node));
+        }
+        let signal = Arc::new(Notify::new());
+        let client = connect(&options, Arc::clone(&signal)).await?;
+        let mut jetstream = jetstream::new(client.clone());
+        jetstream.set_timeout(PATIENCE);
+        let bucket = open_bucket(&jetstream, &options);
+        let bucket = bucket.await.map_err(|source| ClusterError::Bucket {
+            bucket: options.bucket.clone(),
+            source,
+        })?;
+        let node: Arc<str> = options.node.as_str().into();
+        let shared = Arc::new(Shared {
+            outbox: Outbox::new(client.clone()),
+            state: Mutex::new(State {
+                rules: Rules::new(Arc::clone(&node), options.timing),
+                leases: HashMap::new(),
+                registrations: HashMap::new(),
+                revocations: HashMap::new(),
+                revision: 0,
+                beat: 0,
+                renewed: 0,
+                sockets: HashSet::new(),
+                releases: Vec::new(),
+            }),
+            node,
+            client,
+            jetstream,
+            bucket,
+            local,
+            changed: Notify::new(),
+            rewatch: Notify::new(),
+            channels: Mutex::default(),
+            numbers: AtomicU64::new(1),
+            skew: AtomicI64::new(0),
+            draining: AtomicBool::new(false),
+            secret: Mutex::new(None),
+            started: now(),
+            options,
+        });
+        let failed = |source: Failure| ClusterError::Bucket {
+            bucket: shared.options.bucket.clone(),
+            source,
+        };
+        talk::listen(&shared).await.map_err(failed)?;
+        // They last as long as the process.
+        tokio::spawn(Arc::clone(&shared).watch());
+        tokio::spawn(Arc::clone(&shared).renew());
+        tokio::spawn(Arc::clone(&shared).reconnected(signal));
+        let fresh = async {
+            loop {
+                let changed = shared.changed.notified();
+                if shared.is_fresh() {
+                    return;
+                }
+                changed.await;
+            }
+        };
+        if tokio::time::timeout(PATIENCE * 3, fresh).await.is_err() {
+            return Err(failed("its changes cannot be followed".into()));
+        }
+        Ok(Self(shared))
+    }
+
+    /// The secret that all nodes sign with: the one that is there, else `own` from now on.
+    ///
+    /// # Errors
+    ///
+    /// When the bucket cannot be used.
+    pub async fn share_secret(&self, own: &str) -> Result<String, ClusterError> {
+        let failed = |source: Failure| ClusterError::Bucket {
+            bucket: self.0.options.bucket.clone(),
+            source,
+        };
+        let key = Key::Secret.to_string();
+        let made = self.0.bucket.create(&key, Bytes::from(own.to_owned()));
+        if let Err(error) = made.await
+            && error.kind() != kv::CreateErrorKind::AlreadyExists
+        {
+            return Err(failed(error.into()));
+        }
+        let secret = self.0.bucket.get(&key).await;
+        let secret = secret.map_err(|error| failed(error.into()))?;
+        let secret = secret.ok_or_else(|| failed("the shared secret is gone".into()))?;
+        *self.0.secret() = Some(secret.clone());
+        String::from_utf8(secret.to_vec()).map_err(|error| failed(error.into()))
+    }
+
+    /// From now on nobody is taken in here, and others do not send anybody here.
+    pub fn set_draining(&self) {
+        self.0.draining.store(true, Ordering::Relaxed);
+        let shared = Arc::clone(&self.0);
+        tokio::spawn(async move { shared.beat().await });
+    }
+
+    /// Leaves the cluster: the others need not wait to believe it.
+    pub async fn leave(&self) {
+        let key = Key::Node(self.0.node.to_string()).to_string();
+        let _ = tokio::time::timeout(PATIENCE, self.0.bucket.delete(key)).await;
+        let _ = tokio::time::timeout(PATIENCE, self.0.client.flush()).await;
+    }
+}
+
+async fn connect(options: &ClusterOptions, signal: Arc<Notify>) -> Result<Client, ClusterError> {
+    let mut connect = ConnectOptions::new();
+    if let Some(path) = &options.credentials {
+        connect = connect.credentials_file(path).await.map_err(|source| {
+            let path = path.clone();
+            ClusterError::Credentials { path, source }
+        })?;
+    }
+    connect = connect
+        .name(format!("exec-server rendezvous {}", options.node))
+        .max_reconnects(None)
+        .reconnect_delay_callback(|attempts| {
+            let pause = 50 << attempts.min(5);
+            Duration::from_millis(pause as u64)
+        })
+        .ping_interval(Duration::from_secs(5))
+        .connection_timeout(Duration::from_secs(5))
+        .request_timeout(Some(PATIENCE))
+        // What waits in it is lost with the connection.
+        .client_capacity(256)
+        .event_callback(move |event| {
+            let signal = Arc::clone(&signal);
+            async move {
+                match event {
+                    Event::Connected => {
+                        tracing::info!("connected to NATS");
+                        signal.notify_one();
+                    }
+                    Event::Disconnected => tracing::warn!("{AWAY}"),
+                    Event::SlowConsumer(_) => {
+                        tracing::warn!("messages from NATS were dropped");
+                        signal.notify_one();
+                    }
+                    other => tracing::debug!(event = %other, "NATS"),
+                }
+            }
+        });
+    let servers = options.servers.as_slice();
+    connect
+        .connect(servers)
+        .await
+        .map_err(|error| ClusterError::Connect {
+            servers: options.servers.join(","),
+            source: error.into(),
+        })
+}
+
+async fn open_bucket(
+    jetstream: &jetstream::Context,
+    options: &ClusterOptions,
+) -> Result<kv::Store, Failure> {
+    if let Ok(bucket) = jetstream.get_key_value(&options.bucket).await {
+        return Ok(bucket);
+    }
+    let config = kv::Config {
+        bucket: options.bucket.clone(),
+        description: "exec-server: registrations, revocations, claims and leases".to_owned(),
+        max_value_size: 64 << 10,
+        history: 5,
+        num_replicas: options.replicas,
+        ..kv::Config::default()
+    };
+    match jetstream.create_key_value(config).await {
+        Ok(bucket) => Ok(bucket),
+        // Another node may have been faster.
+        Err(error) => match jetstream.get_key_value(&options.bucket).await {
+            Ok(bucket) => Ok(bucket),
+            Err(_) => Err(error.into()),
+        },
+    }
+}
+
+impl Shared {
+    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn secret(&self) -> MutexGuard<'_, Option<Bytes>> {
+        self.secret.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Channel>>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn all_channels(&self) -> Vec<Arc<Channel>> {
+        self.channels().values().cloned().collect()
+    }
+
+    /// Sockets of harnesses whose executor is at another node.
+    pub(crate) fn entries(&self) -> Vec<Arc<Channel>> {
+        let channels = self.channels();
+        let entries = channels.values().filter(|it| it.side == Side::Entry);
+        entries.cloned().collect()
+    }
+
+    pub(crate) fn route(&self, environment: &str) -> Route {
+        self.state().rules.route(environment, now())
+    }
+
+    pub(crate) fn add_socket(&self, socket: u64) {
+        self.state().sockets.insert(socket);
+    }
+
+    /// Whether an executor's socket still stands for its environment.
+    pub(crate) fn owns(&self, environment: &str, socket: u64) -> bool {
+        let state = self.state();
+        state.rules.own_socket(environment) == Some(socket)
+    }
+
+    /// An executor's socket is gone.
+    pub(crate) fn release(this: &Arc<Self>, environment: &Arc<str>, socket: u64) {
+        let revision = {
+            let mut state = this.state();
+            state.sockets.remove(&socket);
+            state.rules.release(environment, socket)
+        };
+        if let Some(revision) = revision {
+            let (shared, environment) = (Arc::clone(this), Arc::clone(environment));
+            tokio::spawn(async move { shared.remove_claim(environment, revision).await });
+        }
+    }
+
+    /// The claims of nodes that are alive.
+    pub(crate) fn live_claims(&self) -> Vec<(Arc<str>, Claim)> {
+        let state = self.state();
+        let claims = state.rules.claims();
+        claims
+            .filter(|(_, claim)| state.rules.is_alive(&claim.node))
+            .map(|(environment, claim)| (Arc::clone(environment), claim.clone()))
+            .collect()
+    }
+
+    /// All nodes that are alive, this one first.
+    pub(crate) fn nodes(&self) -> Vec<Node> {
+        let mut nodes = vec![self.own_node()];
+        let state = self.state();
+        let others = state.leases.iter();
+        let others = others.filter(|(name, _)| state.rules.is_alive(name));
+        let mut others: Vec<_> = others.map(|(_, lease)| lease.node.clone()).collect();
+        others.sort_by(|a, b| a.name.cmp(&b.name));
+        nodes.extend(others);
+        nodes
+    }
+
+    fn own_node(&self) -> Node {
+        let mut node = self.local.node();
+        node.url.clone_from(&self.options.url);
+        node.draining |= self.draining.load(Ordering::Relaxed);
+        node.harnesses += self.entries().len();
+        node
+    }
+
+    fn forget(&self, channel: &str) {
+        self.channels().remove(channel);
+    }
+
+    fn remember(&self, channel: &Arc<Channel>) {
+        self.channels()
+            .insert(Arc::clone(&channel.id), Arc::clone(channel));
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.state().rules.is_fresh(now())
+    }
+
+    fn node_subject(&self, node: &str, last: &str) -> Subject {
+        format!("{}.n.{node}.{last}", self.options.bucket).into()
+    }
+
+    fn channel_subject(&self, node: &str, environment: &str, channel: &str, last: &str) -> Subject {
+        let environment = escape(environment);
+        self.node_subject(node, &format!("{environment}.{channel}.{last}"))
+    }
+
+    /// This machine's clock, in milliseconds since 1970.
+    fn own_clock(&self) -> i64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let millis = since.unwrap_or_default().as_millis();
+        i64::try_from(millis).unwrap_or(i64::MAX) + self.options.clock_offset
+    }
+
+    /// The time on which all nodes agree, which is that of NATS, in seconds since 1970.
+    pub(crate) fn unix_now(&self) -> u64 {
+        let millis = self.own_clock() + self.skew.load(Ordering::Relaxed);
+        u64::try_from(millis / 1000).unwrap_or(0)
+    }
+
+    /// NATS is there again, or has dropped something.
+    async fn reconnected(self: Arc<Self>, signal: Arc<Notify>) {
+        let mut period = tokio::time::interval(SYNC_PERIOD);
+        loop {
+            tokio::select! {
+                () = signal.notified() => {
+                    self.rewatch.notify_one();
+                    self.beat().await;
+                }
+                _ = period.tick() => {}
+            }
+            for channel in self.all_channels() {
+                channel.sync(&self, false);
+            }
+        }
+    }
+
+    /// Renews the lease for as long as the process lives.
+    async fn renew(self: Arc<Self>) {
+        let mut period = tokio::time::interval(self.options.timing.renew);
+        period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        loop {
+            period.tick().await;
+            self.beat().await;
+            self.look_after_others().await;
+        }
+    }
+
+    /// Renews the lease once.
+    async fn beat(&self) {
+        let node = self.own_node();
+        let lease = {
+            let mut state = self.state();
+            state.beat += 1;
+            let beat = state.beat;
+            state.rules.renewing(beat, now());
+            Lease {
+                beat,
+                at: self.own_clock(),
+                node,
+            }
+        };
+        let text = serde_json::to_vec(&lease).unwrap_or_default();
+        let key = Key::Node(self.node.to_string()).to_string();
+        let put = self.bucket.put(&key, text.into());
+        match tokio::time::timeout(PATIENCE, put).await {
+            Ok(Ok(revision)) => {
+                let before = {
+                    let mut state = self.state();
+                    std::mem::replace(&mut state.renewed, revision)
+                };
+                if revision < before {
+                    self.begin_anew().await;
+                }
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(%error, "the lease of this node was not renewed");
+                if self.is_bucket_gone().await {
+                    self.begin_anew().await;
+                }
+            }
+            Err(_) => tracing::warn!("the lease of this node was not renewed in time"),
+        }
+    }
+
+    async fn is_bucket_gone(&self) -> bool {
+        let found = self.jetstream.get_stream(&self.bucket.stream_name).await;
+        match found.map_err(|error| error.kind()) {
+            Err(GetStreamErrorKind::JetStream(error)) => {
+                error.error_code() == ErrorCode::STREAM_NOT_FOUND
+            }
+            _ => false,
+        }
+    }
+
+    /// What follows from the silence of others, and from claims that are left to remove.
+    async fn look_after_others(&self) {
+        let (lapsed, releases, buried) = {
+            let mut state = self.state();
+            let lapsed = state.rules.lapse(now());
+            let releases = std::mem::take(&mut state.releases);
+            (lapsed, releases, state.rules.buried(now(), BURY_AFTER))
+        };
+        for node in lapsed {
+            tracing::warn!(%node, "a node is silent, and believed dead");
+            self.lost_node(&node);
+        }
+        for (environment, revision) in releases {
+            self.remove_claim(environment, revision).await;
+        }
+        for (node, revision) in buried {
+            let key = Key::Node(node.to_string()).to_string();
+            // Unless it has come back meanwhile.
+            let _ = self
+                .bucket
+                .delete_expect_revision(key, Some(revision))
+                .await;
+        }
+    }
+
+    /// Ends what led to a node, or came from it.
+    fn lost_node(&self, node: &str) {
+        for channel in self.all_channels() {
+            if *channel.peer == *node {
+                channel.fail(self, "the other node is dead");
+            }
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// Removes a claim if it is still the one of this revision.
+    pub(crate) async fn remove_claim(&self, environment: Arc<str>, revision: u64) {
+        let key = Key::Claim(environment.to_string()).to_string();
+        let removed = self.bucket.delete_expect_revision(key, Some(revision));
+        match tokio::time::timeout(PATIENCE, removed).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) if error.kind() == kv::UpdateErrorKind::WrongLastRevision => {}
+            _ => {
+                let mut state = self.state();
+                state.releases.push((environment, revision));
+            }
+        }
+    }
+
+    /// The bucket is a new one: makes it if need be, and writes to it what this node knows.
+    async fn begin_anew(&self) {
+        tracing::error!(
+            bucket = self.options.bucket,
+            "the bucket is gone; it is made again from what the nodes know"
+        );
+        if let Err(error) = open_bucket(&self.jetstream, &self.options).await {
+            tracing::error!(error = %error, "the bucket cannot be made again; trying later");
+            return;
+        }
+        let (claims, registrations, revocations) = {
+            let mut state = self.state();
+            state.revision = 0;
+            state.renewed = 0;
+            state.leases.clear();
+            state.releases.clear();
+            let claims = state.rules.begin_anew();
+            let registrations = state.registrations.clone();
+            (claims, registrations, state.revocations.clone())
+        };
+        let secret = self.secret().clone();
+        let keep = async |key: String, value: Bytes| {
+            if let Err(error) = self.bucket.create(&key, value).await
+                && error.kind() != kv::CreateErrorKind::AlreadyExists
+            {
+                tracing::error!(%error, key, "not written to the new bucket");
+            }
+        };
+        if let Some(secret) = secret {
+            keep(Key::Secret.to_string(), secret).await;
+        }
+        for (key, revocation) in revocations {
+            let text = serde_json::to_vec(&revocation).unwrap_or_default();
+            keep(key, text.into()).await;
+        }
+        for (environment, value) in registrations {
+            keep(Key::Registration(environment).to_string(), value).await;
+        }
+        for (environment, socket) in claims {
+            let Some(registration) = self.local.registration_here(&environment) else {
+                continue;
+            };
+            match self.claim(&environment, &registration, socket).await {
+                Ok(()) => {
+                    // It may have gone meanwhile, when there was nothing to take back.
+                    let gone = {
+                        let mut state = self.state();
+                        let gone = !state.sockets.contains(&socket);
+                        gone.then(|| state.rules.release(&environment, socket))
+                    };
+                    if let Some(revision) = gone.flatten() {
+                        self.remove_claim(environment, revision).await;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%environment, %error, "an executor has to attach again");
+                    self.local.leave(&environment);
+                }
+            }
+        }
+        self.rewatch.notify_one();
+    }
+}
+
+/// What a channel says when it is not known.
+fn end_of(shared: &Shared, node: &str, environment: &str, channel: &str, last: &str) {
+    let subject = shared.node_subject(node, &format!("{environment}.{channel}.{last}"));
+    let text = serde_json::to_vec(&Control::End).unwrap_or_default();
+    shared.outbox.send(subject, None, text.into());
+}

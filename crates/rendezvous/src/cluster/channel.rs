@@ -1,0 +1,480 @@
+//! One stream between two nodes: its end where the harness came in, and its end at the executor.
+//!
+//! ```text
+//!  harness socket ─ Entry (Uplink) ── up ──►  Home ─ harness of the local router ─ executor socket
+//!         mailbox ◄───────────────── down ──  pump ◄ mailbox of its own
+//! ```
+//!
+//! The node of the executor treats the far harness as one of its own, so all rules about streams are
+//! those of one process. What comes is passed on at once where there is room; else it waits here,
+//! bounded by what the sender was granted, and nobody else waits for it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_nats::Subject;
+use bytes::Bytes;
+use exec_server_relay::Reason;
+use exec_server_relay::frame::decode;
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+
+use super::Shared;
+use super::credit::{Receiving, Sending, WINDOW};
+use super::wire::Control;
+use crate::mailbox::Mailbox;
+use crate::router::local::reset;
+use crate::router::{Harness, HoldingUp, Kind, Outcome, Uplink};
+use crate::store::Pending;
+
+/// Bytes taken from a mailbox at a time.
+const BATCH_BYTES: u64 = 256 << 10;
+
+/// How long a channel that ends may wait for the other side to take what is left.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// How long a harness that is turned out is waited for by its own node, which leaves the last word to
+/// the executor's.
+const TURN_OUT: Duration = Duration::from_millis(500);
+
+/// Frames below this are copied, so that they do not keep a long buffer alive.
+const SHARED_BYTES: usize = 8 << 10;
+
+/// Which end this is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// Where the harness came in.
+    Entry,
+    /// Where the executor is.
+    Home,
+}
+
+/// One end of a channel.
+pub(crate) struct Channel {
+    pub(crate) id: Arc<str>,
+    pub(crate) side: Side,
+    /// The node of the other end.
+    pub(crate) peer: Arc<str>,
+    pub(crate) who: Harness,
+    /// At the entry the one of the harness's socket; at home one that is sent over the channel.
+    mailbox: Arc<Mailbox>,
+    frames: Subject,
+    words: Subject,
+    sending: Mutex<Sending>,
+    /// More was granted.
+    granted: Arc<Notify>,
+    incoming: Mutex<Incoming>,
+    /// The stream, once it is known.
+    stream: Mutex<Option<Arc<str>>>,
+    ended: CancellationToken,
+}
+
+/// What came from the other end.
+#[derive(Default)]
+struct Incoming {
+    receiving: Receiving,
+    waiting: VecDeque<Item>,
+    /// A task passes on what waits.
+    busy: bool,
+    /// At home, until the channel ends.
+    uplink: Option<Box<dyn Uplink>>,
+}
+
+enum Item {
+    Frame(Bytes),
+    End,
+}
+
+enum Step {
+    Done,
+    Wait(Item, Pending<'static, ()>),
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl std::fmt::Debug for Channel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Channel")
+            .field("id", &self.id)
+            .field("side", &self.side)
+            .field("peer", &self.peer)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Channel {
+    pub(crate) fn new(
+        shared: &Shared,
+        id: Arc<str>,
+        side: Side,
+        peer: Arc<str>,
+        who: Harness,
+        mailbox: Arc<Mailbox>,
+    ) -> Arc<Self> {
+        let (frames, words) = match side {
+            Side::Entry => ("up", "home"),
+            Side::Home => ("down", "entry"),
+        };
+        let subject = |last| shared.channel_subject(&peer, &who.environment, &id, last);
+        Arc::new(Self {
+            frames: subject(frames),
+            words: subject(words),
+            id,
+            side,
+            peer,
+            who,
+            mailbox,
+            sending: Mutex::default(),
+            granted: Arc::default(),
+            incoming: Mutex::default(),
+            stream: Mutex::default(),
+            ended: CancellationToken::new(),
+        })
+    }
+
+    /// Where frames from afar go, at home.
+    pub(crate) fn set_uplink(&self, uplink: Box<dyn Uplink>) {
+        lock(&self.incoming).uplink = Some(uplink);
+    }
+
+    pub(crate) fn say(&self, shared: &Shared, control: &Control) {
+        let text = serde_json::to_vec(control).unwrap_or_default();
+        shared
+            .outbox
+            .send(self.words.clone(), None, Bytes::from(text));
+    }
+
+    /// Tells the other end where we are, so that what was lost is noticed.
+    pub(crate) fn sync(&self, shared: &Shared, answer: bool) {
+        let granted = lock(&self.incoming).receiving.granted();
+        let sending = lock(&self.sending);
+        let sync = Control::Sync {
+            sent: sending.sent(),
+            granted,
+            from: Arc::clone(&shared.node),
+            answer,
+        };
+        // Said while nothing can be sent: it must not overtake a frame, nor a frame it.
+        self.say(shared, &sync);
+    }
+
+    /// A frame has come from the other end.
+    pub(crate) fn frame(self: &Arc<Self>, shared: &Arc<Shared>, number: u64, frame: Bytes) {
+        let mut incoming = lock(&self.incoming);
+        if !incoming.receiving.receive(number) {
+            drop(incoming);
+            return self.fail(shared, "a frame was lost between nodes");
+        }
+        let frame = match frame.len() {
+            0..SHARED_BYTES => Bytes::copy_from_slice(&frame),
+            _ => frame,
+        };
+        self.enqueue(shared, &mut incoming, Item::Frame(frame));
+    }
+
+    /// A word has come from the other end.
+    pub(crate) fn word(self: &Arc<Self>, shared: &Arc<Shared>, control: Control) {
+        match control {
+            Control::Grant(total) => self.grant(total),
+            Control::End => {
+                let mut incoming = lock(&self.incoming);
+                self.enqueue(shared, &mut incoming, Item::End);
+            }
+            Control::TurnOut(reason) => {
+                let stream = lock(&self.stream).clone();
+                let mut incoming = lock(&self.incoming);
+                match (stream, &mut incoming.uplink) {
+                    (Some(stream), Some(uplink)) => {
+                        uplink.give_up(&stream, Reason::parse(&reason));
+                    }
+                    _ => self.mailbox.close(),
+                }
+            }
+            Control::Sync {
+                sent,
+                granted,
+                answer,
+                ..
+            } => {
+                self.grant(granted);
+                if !lock(&self.incoming).receiving.has_all(sent) {
+                    return self.fail(shared, "frames were lost between nodes");
+                }
+                if !answer {
+                    self.sync(shared, true);
+                }
+            }
+        }
+    }
+
+    fn grant(&self, total: u64) {
+        if lock(&self.sending).grant(total) {
+            self.granted.notify_waiters();
+            // For a pump that is between two looks.
+            self.granted.notify_one();
+        }
+    }
+
+    fn enqueue(self: &Arc<Self>, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) {
+        if incoming.busy {
+            incoming.waiting.push_back(item);
+            return;
+        }
+        if let Step::Wait(item, ready) = self.pass(shared, incoming, item) {
+            incoming.waiting.push_front(item);
+            incoming.busy = true;
+            let (channel, shared) = (Arc::clone(self), Arc::clone(shared));
+            tokio::spawn(async move { channel.catch_up(&shared, ready).await });
+        }
+    }
+
+    /// Passes on what waits, until nothing does.
+    async fn catch_up(self: Arc<Self>, shared: &Arc<Shared>, mut ready: Pending<'static, ()>) {
+        loop {
+            tokio::select! {
+                () = ready => {}
+                () = self.ended.cancelled() => return,
+            }
+            let mut incoming = lock(&self.incoming);
+            loop {
+                let Some(item) = incoming.waiting.pop_front() else {
+                    incoming.busy = false;
+                    return;
+                };
+                if let Step::Wait(item, more) = self.pass(shared, &mut incoming, item) {
+                    incoming.waiting.push_front(item);
+                    ready = more;
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Passes on one thing, if there is room for it.
+    fn pass(&self, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) -> Step {
+        let Item::Frame(frame) = item else {
+            match self.side {
+                // What was put in before may still be written.
+                Side::Entry => self.mailbox.close(),
+                Side::Home => {
+                    incoming.uplink = None;
+                    self.end(shared);
+                }
+            }
+            return Step::Done;
+        };
+        match self.side {
+            Side::Entry => {
+                let limit = usize::try_from(WINDOW).unwrap_or(usize::MAX);
+                if let Err(ready) = self.mailbox.offer(&self.id, &frame, limit) {
+                    return Step::Wait(Item::Frame(frame), ready);
+                }
+            }
+            Side::Home => {
+                let Some(uplink) = &mut incoming.uplink else {
+                    return Step::Done;
+                };
+                let decoded = payload(&frame).and_then(|payload| decode(payload).ok());
+                let Some(decoded) = decoded else {
+                    incoming.uplink = None;
+                    self.mailbox.close();
+                    return Step::Done;
+                };
+                let kind = Kind::of(&decoded);
+                self.note_stream(&decoded.stream_id);
+                match uplink.forward(&decoded.stream_id, kind, &frame) {
+                    Outcome::Sent => {}
+                    Outcome::Full { ready, .. } => {
+                        drop(decoded);
+                        return Step::Wait(Item::Frame(frame), ready);
+                    }
+                    Outcome::Refused(reason) => {
+                        let stream: Arc<str> = (&*decoded.stream_id).into();
+                        self.mailbox.push(&stream, reset(&stream, &reason));
+                        incoming.uplink = None;
+                        self.mailbox.close();
+                    }
+                }
+            }
+        }
+        if let Some(total) = incoming.receiving.take(frame.len()) {
+            self.say(shared, &Control::Grant(total));
+        }
+        Step::Done
+    }
+
+    fn note_stream(&self, stream_id: &str) {
+        let mut stream = lock(&self.stream);
+        if stream.is_none() {
+            *stream = Some(stream_id.into());
+        }
+    }
+
+    /// Sends what waits at home for the harness, until the channel ends.
+    pub(crate) async fn pump(self: Arc<Self>, shared: Arc<Shared>) {
+        let mut batch = VecDeque::new();
+        let mut deadline = None;
+        loop {
+            if let Some(room) = shared.outbox.full() {
+                tokio::select! {
+                    () = room => continue,
+                    () = self.ended.cancelled() => break,
+                }
+            }
+            let closed = self.mailbox.is_closed();
+            {
+                let mut sending = lock(&self.sending);
+                let room = sending.room().min(BATCH_BYTES);
+                if room > 0 {
+                    self.mailbox
+                        .take(usize::try_from(room).unwrap_or(usize::MAX), &mut batch);
+                    let nothing = batch.is_empty();
+                    for frame in batch.drain(..) {
+                        let number = sending.send(frame.len());
+                        shared.outbox.send(self.frames.clone(), Some(number), frame);
+                    }
+                    if !nothing {
+                        continue;
+                    }
+                    if closed {
+                        break;
+                    }
+                }
+            }
+            let until = match (closed, deadline) {
+                (false, _) => None,
+                (true, Some(at)) => Some(at),
+                (true, None) => Some(tokio::time::Instant::now() + FAREWELL),
+            };
+            deadline = until;
+            let late = async {
+                match until {
+                    Some(at) => tokio::time::sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = self.mailbox.filled() => {}
+                () = self.granted.notified() => {}
+                () = self.mailbox.closed(), if !closed => {}
+                () = self.ended.cancelled() => break,
+                () = late => break,
+            }
+        }
+        self.say(&shared, &Control::End);
+        lock(&self.incoming).uplink = None;
+        self.end(&shared);
+    }
+
+    /// Forgets the channel.
+    fn end(&self, shared: &Shared) {
+        self.ended.cancel();
+        self.granted.notify_waiters();
+        shared.forget(&self.id);
+    }
+
+    /// Something is wrong with the channel: both ends go, and the harness comes back on another.
+    pub(crate) fn fail(&self, shared: &Shared, why: &str) {
+        tracing::debug!(channel = %self.id, why, "a channel between nodes ends");
+        match self.side {
+            // Its socket ends, and drops the uplink, which tells the other end.
+            Side::Entry => self.mailbox.close(),
+            Side::Home => {
+                self.say(shared, &Control::End);
+                lock(&self.incoming).uplink = None;
+                self.mailbox.close();
+                self.end(shared);
+            }
+        }
+    }
+
+    /// Ends the harness's socket, at the entry.
+    pub(crate) fn turn_out(self: &Arc<Self>, shared: &Arc<Shared>, reason: &Reason) {
+        self.say(shared, &Control::TurnOut(reason.as_str().to_owned()));
+        let (channel, reason) = (Arc::clone(self), reason.clone());
+        tokio::spawn(async move {
+            let gone = channel.ended.cancelled();
+            if tokio::time::timeout(TURN_OUT, gone).await.is_ok() {
+                return;
+            }
+            if let Some(stream) = lock(&channel.stream).clone() {
+                channel.mailbox.clear(&channel.id);
+                channel.mailbox.push(&channel.id, reset(&stream, &reason));
+            }
+            channel.mailbox.close();
+        });
+    }
+}
+
+/// What a whole websocket frame of a server carries.
+fn payload(message: &[u8]) -> Option<&[u8]> {
+    let start = match message.get(1)? & 0x7f {
+        126 => 4,
+        127 => 10,
+        _ => 2,
+    };
+    message.get(start..)
+}
+
+/// Where the frames of a harness go whose executor is at another node.
+pub(crate) struct Entry {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) channel: Arc<Channel>,
+}
+
+impl Uplink for Entry {
+    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+        let channel = &self.channel;
+        channel.note_stream(stream_id);
+        let holding_up = HoldingUp::Nobody;
+        let mut sending = lock(&channel.sending);
+        if !matches!(kind, Kind::Reset { .. }) {
+            if sending.room() == 0 {
+                // Made under the lock, so that no notice is missed.
+                let ready = Box::pin(Arc::clone(&channel.granted).notified_owned());
+                return Outcome::Full { ready, holding_up };
+            }
+            if let Some(ready) = self.shared.outbox.full() {
+                return Outcome::Full { ready, holding_up };
+            }
+        }
+        let number = sending.send(message.len());
+        let subject = channel.frames.clone();
+        self.shared
+            .outbox
+            .send(subject, Some(number), message.clone());
+        Outcome::Sent
+    }
+
+    fn give_up(&mut self, _stream_id: &str, _reason: Reason) {
+        self.channel.mailbox.close();
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.channel.say(&self.shared, &Control::End);
+        self.channel.end(&self.shared);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_transport::frame::{Opcode, push_frame};
+
+    use super::*;
+
+    #[test]
+    fn the_payload_of_a_frame_is_found_whatever_its_length() {
+        for length in [0, 5, 125, 126, 65_535, 65_536] {
+            let mut message = Vec::new();
+            push_frame(&mut message, Opcode::Binary, None, &vec![7; length]);
+            assert_eq!(payload(&message).map(<[u8]>::len), Some(length));
+        }
+        assert_eq!(payload(&[0x82]), None);
+        assert_eq!(payload(&[0x82, 126]), None);
+    }
+}

@@ -1,0 +1,85 @@
+//! What this node has to tell others: sent in the order in which it was put in.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_nats::{Client, HeaderMap, Subject};
+use bytes::Bytes;
+use tokio::sync::{Notify, mpsc};
+
+use crate::store::Pending;
+
+/// Bytes that may wait before streams have to. Single streams are bounded long before, by what
+/// their receivers grant.
+const LIMIT: usize = 32 << 20;
+
+/// The header with the number of a frame.
+pub(crate) const NUMBER: &str = "N";
+
+struct Letter {
+    subject: Subject,
+    number: Option<u64>,
+    payload: Bytes,
+}
+
+/// A queue to NATS that never makes its users wait by itself.
+#[derive(Debug)]
+pub(crate) struct Outbox {
+    letters: mpsc::UnboundedSender<Letter>,
+    waiting: Arc<AtomicUsize>,
+    room: Arc<Notify>,
+}
+
+impl Outbox {
+    pub(crate) fn new(client: Client) -> Self {
+        let (letters, mut queue) = mpsc::unbounded_channel::<Letter>();
+        let (waiting, room) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
+        let (left, freed) = (Arc::clone(&waiting), Arc::clone(&room));
+        // Ends with the last sender.
+        tokio::spawn(async move {
+            while let Some(letter) = queue.recv().await {
+                let bytes = letter.payload.len();
+                let sent = match letter.number {
+                    Some(number) => {
+                        let mut headers = HeaderMap::new();
+                        headers.insert(NUMBER, async_nats::HeaderValue::from(number));
+                        client
+                            .publish_with_headers(letter.subject, headers, letter.payload)
+                            .await
+                    }
+                    None => client.publish(letter.subject, letter.payload).await,
+                };
+                if let Err(error) = sent {
+                    // Whoever misses it finds out by the numbers.
+                    tracing::warn!(%error, "a message to another node was not sent");
+                }
+                let before = left.fetch_sub(bytes, Ordering::Relaxed);
+                if before >= LIMIT && before - bytes < LIMIT {
+                    freed.notify_waiters();
+                }
+            }
+        });
+        Self {
+            letters,
+            waiting,
+            room,
+        }
+    }
+
+    pub(crate) fn send(&self, subject: Subject, number: Option<u64>, payload: Bytes) {
+        self.waiting.fetch_add(payload.len(), Ordering::Relaxed);
+        let letter = Letter {
+            subject,
+            number,
+            payload,
+        };
+        // Only fails when the runtime ends.
+        let _ = self.letters.send(letter);
+    }
+
+    /// What to wait for before more frames are put in, if anything.
+    pub(crate) fn full(&self) -> Option<Pending<'static, ()>> {
+        let room = Arc::clone(&self.room).notified_owned();
+        (self.waiting.load(Ordering::Relaxed) >= LIMIT).then(|| Box::pin(room) as Pending<'_, ()>)
+    }
+}

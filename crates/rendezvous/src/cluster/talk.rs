@@ -1,0 +1,284 @@
+//! What nodes say to each other: frames and words of channels, questions and answers.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::Message;
+use bytes::Bytes;
+use exec_server_relay::Reason;
+use futures_util::StreamExt as _;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::channel::{Channel, Entry, Side};
+use super::outbox::NUMBER;
+use super::rules::Claim;
+use super::wire::{Answer, Ask, Control, ITEMS_AT_ONCE, Open, Opened, Topic, entry_of};
+use super::{Failure, Shared, end_of, now};
+use crate::mailbox::Mailbox;
+use crate::router::{AttachError, Harness, Router as _, Uplink};
+
+/// How long the answers of all nodes are waited for.
+const ANSWERS: Duration = Duration::from_millis(700);
+
+/// How long the answer of one node is waited for.
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// What became of the wish to open a channel.
+pub(crate) enum Opening {
+    /// Here it is.
+    Opened(Box<dyn Uplink>),
+    /// The executor is not there, or not any more.
+    Moved,
+    /// It must not be.
+    Refused(AttachError),
+}
+
+/// Takes what comes for this node, from now on.
+pub(super) async fn listen(shared: &Arc<Shared>) -> Result<(), Failure> {
+    let client = &shared.client;
+    let prefix = shared.node_subject(&shared.node, "");
+    let mut own = client.subscribe(format!("{prefix}>")).await?;
+    let start = prefix.len();
+    let here = Arc::clone(shared);
+    tokio::spawn(async move {
+        while let Some(message) = own.next().await {
+            here.receive(start, &message);
+        }
+    });
+    Ok(())
+}
+
+impl Shared {
+    /// Never waits: all streams come through here.
+    fn receive(self: &Arc<Self>, start: usize, message: &Message) {
+        let subject = &message.subject;
+        let rest = subject.get(start..).unwrap_or_default();
+        let Some(topic) = Topic::parse(rest) else {
+            tracing::debug!(%subject, "a message that means nothing");
+            return;
+        };
+        let environment = rest.split('.').next().unwrap_or_default();
+        let known = |channel: &str, side: Side| {
+            let channel = self.channels().get(channel).cloned();
+            channel.filter(|channel| channel.side == side)
+        };
+        match topic {
+            Topic::Open => self.open_here(message),
+            Topic::Ask => self.asked(message),
+            Topic::Up(id) => match known(id, Side::Home) {
+                Some(channel) => self.frame(&channel, message),
+                None => self.unknown_at_home(environment, id),
+            },
+            Topic::Down(id) => {
+                if let Some(channel) = known(id, Side::Entry) {
+                    self.frame(&channel, message);
+                }
+            }
+            Topic::ToHome(id) => match (known(id, Side::Home), parse(message)) {
+                (Some(channel), Some(control)) => channel.word(self, control),
+                (None, Some(Control::Sync { .. })) => self.unknown_at_home(environment, id),
+                _ => {}
+            },
+            Topic::ToEntry(id) => match (known(id, Side::Entry), parse(message)) {
+                (Some(channel), Some(control)) => channel.word(self, control),
+                (None, Some(Control::Sync { from, .. })) => {
+                    end_of(self, &from, environment, id, "home");
+                }
+                _ => {}
+            },
+        }
+    }
+
+    fn frame(self: &Arc<Self>, channel: &Arc<Channel>, message: &Message) {
+        let headers = message.headers.as_ref();
+        let number = headers.and_then(|headers| headers.get(NUMBER)?.as_str().parse().ok());
+        match number {
+            Some(number) => channel.frame(self, number, message.payload.clone()),
+            None => channel.fail(self, "a frame without a number"),
+        }
+    }
+
+    /// The other end thinks that we still have a channel.
+    fn unknown_at_home(&self, environment: &str, channel: &str) {
+        if let Some(node) = entry_of(channel) {
+            end_of(self, node, environment, channel, "entry");
+        }
+    }
+
+    fn reply(&self, message: &Message, answer: &impl Serialize) {
+        if let Some(reply) = &message.reply {
+            let text = serde_json::to_vec(answer).unwrap_or_default();
+            self.outbox.send(reply.clone(), None, text.into());
+        }
+    }
+
+    /// A harness at another node wants to an executor here.
+    fn open_here(self: &Arc<Self>, message: &Message) {
+        let Some(open) = parse::<Open>(message) else {
+            return;
+        };
+        let Ok(key) = open.key.parse() else {
+            return;
+        };
+        if !self
+            .state()
+            .rules
+            .holds(&open.environment, open.epoch, now())
+        {
+            return self.reply(message, &Opened::Moved);
+        }
+        let who = Harness {
+            environment: open.environment,
+            registration: open.registration,
+            token: open.token,
+            key,
+        };
+        let mailbox = Mailbox::new(Arc::clone(self.local.backlog()));
+        let from = Arc::clone(&open.from);
+        let taken = self
+            .local
+            .take_harness(who.clone(), Arc::clone(&mailbox), Some(from));
+        let opened = match taken {
+            Ok(uplink) => {
+                let channel =
+                    Channel::new(self, open.channel, Side::Home, open.from, who, mailbox);
+                channel.set_uplink(uplink);
+                self.remember(&channel);
+                tokio::spawn(channel.pump(Arc::clone(self)));
+                Opened::Yes
+            }
+            Err(AttachError::TooManySockets(limit)) => Opened::TooManySockets(limit),
+            Err(_) => Opened::Offline,
+        };
+        self.reply(message, &opened);
+    }
+
+    /// Opens a channel to where an executor is.
+    pub(crate) async fn open(
+        self: &Arc<Self>,
+        claim: &Claim,
+        epoch: u64,
+        who: &Harness,
+        mailbox: &Arc<Mailbox>,
+    ) -> Opening {
+        let id: Arc<str> = format!("{}:{}", self.node, self.number()).into();
+        let open = Open {
+            channel: Arc::clone(&id),
+            from: Arc::clone(&self.node),
+            environment: Arc::clone(&who.environment),
+            registration: Arc::clone(&who.registration),
+            token: Arc::clone(&who.token),
+            key: who.key.to_string(),
+            epoch,
+        };
+        let home = Arc::clone(&claim.node);
+        let channel = Channel::new(
+            self,
+            id,
+            Side::Entry,
+            Arc::clone(&home),
+            who.clone(),
+            Arc::clone(mailbox),
+        );
+        // From here on what comes is known; dropped, it tells the other end.
+        self.remember(&channel);
+        let entry = Entry {
+            shared: Arc::clone(self),
+            channel,
+        };
+        let text = serde_json::to_vec(&open).unwrap_or_default();
+        let asked = self
+            .client
+            .request(self.node_subject(&home, "open"), text.into());
+        let answer = match tokio::time::timeout(ANSWER, asked).await {
+            Ok(Ok(message)) => parse(&message),
+            _ => None,
+        };
+        match answer {
+            Some(Opened::Yes) => Opening::Opened(Box::new(entry)),
+            Some(Opened::TooManySockets(limit)) => {
+                Opening::Refused(AttachError::TooManySockets(limit))
+            }
+            Some(Opened::Offline) => Opening::Refused(AttachError::Offline),
+            // Nobody listens there, or not to this.
+            Some(Opened::Moved) | None => Opening::Moved,
+        }
+    }
+
+    /// Somebody wants to know something.
+    fn asked(self: &Arc<Self>, message: &Message) {
+        let Some(ask) = parse::<Ask>(message) else {
+            return;
+        };
+        match ask {
+            Ask::Places => self.reply_all(message, self.local.places_here()),
+            Ask::Streams(environment) => {
+                let streams = self.local.streams_here(environment.as_deref());
+                self.reply_all(message, streams);
+            }
+            Ask::TurnOut { whom, reason } => {
+                let ended = self.turn_out_here(&whom.into(), &Reason::parse(&reason));
+                self.reply_all(message, vec![ended]);
+            }
+            Ask::Drain => {
+                drop(self.local.drain(&self.node));
+                self.reply_all(message, vec![true]);
+            }
+        }
+    }
+
+    fn reply_all<T: Serialize>(&self, message: &Message, mut items: Vec<T>) {
+        loop {
+            let rest = items.split_off(items.len().min(ITEMS_AT_ONCE));
+            let more = !rest.is_empty();
+            self.reply(message, &Answer { items, more });
+            if !more {
+                return;
+            }
+            items = rest;
+        }
+    }
+
+    /// Asks all other nodes; those that do not answer in time are left out.
+    pub(crate) async fn ask_all<T: DeserializeOwned>(&self, ask: &Ask) -> Vec<T> {
+        let others = self.state().rules.others();
+        if others.is_empty() {
+            return Vec::new();
+        }
+        let mut asked = Vec::new();
+        let text = Bytes::from(serde_json::to_vec(ask).unwrap_or_default());
+        for node in others {
+            let text = text.clone();
+            asked.push(async move { self.ask(&node, text).await });
+        }
+        let answers = futures_util::future::join_all(asked).await;
+        answers.into_iter().flatten().flatten().collect()
+    }
+
+    /// Asks one node; `None` if it does not answer.
+    pub(crate) async fn ask<T: DeserializeOwned>(&self, node: &str, ask: Bytes) -> Option<Vec<T>> {
+        let gather = async {
+            let inbox = self.client.new_inbox();
+            let mut answers = self.client.subscribe(inbox.clone()).await.ok()?;
+            let subject = self.node_subject(node, "ask");
+            let asked = self.client.publish_with_reply(subject, inbox, ask).await;
+            asked.ok()?;
+            let mut items = Vec::new();
+            while let Some(message) = answers.next().await {
+                // Nobody listens: that is an answer without a body.
+                let part = parse::<Answer<T>>(&message)?;
+                items.extend(part.items);
+                if !part.more {
+                    return Some(items);
+                }
+            }
+            None
+        };
+        tokio::time::timeout(ANSWERS, gather).await.ok().flatten()
+    }
+}
+
+fn parse<T: DeserializeOwned>(message: &Message) -> Option<T> {
+    serde_json::from_slice(&message.payload).ok()
+}

@@ -1,0 +1,312 @@
+//! What this node knows of the bucket, kept up to date by one watch, and what it writes there.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use async_nats::jetstream::kv::{self, Operation};
+use bytes::Bytes;
+use exec_server_relay::Reason;
+use futures_util::StreamExt as _;
+
+use super::rules::{Claim, Route, Verdict};
+use super::wire::{Key, Lease};
+use super::{AWAY, Failure, PATIENCE, Shared, now};
+use crate::router::AttachError;
+use crate::router::Whom;
+use crate::store::{Registration, Revocation};
+
+/// Between two attempts to watch.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// How often a claim is tried against others that are made at the same time.
+const CLAIM_ATTEMPTS: usize = 16;
+
+/// Why an environment could not be claimed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ClaimError {
+    /// A newer registration, or a newer socket, is there.
+    #[error("a newer executor has the environment")]
+    Superseded,
+    /// The bucket cannot be used.
+    #[error("the claim cannot be written: {0}")]
+    Bucket(Failure),
+}
+
+impl Shared {
+    /// Follows the bucket for as long as the process lives.
+    pub(super) async fn watch(self: Arc<Self>) {
+        loop {
+            let seen = self.state().revision;
+            let watch = async {
+                match seen {
+                    0 => self.bucket.watch_with_history(">").await,
+                    seen => self.bucket.watch_all_from_revision(seen + 1).await,
+                }
+            };
+            match tokio::time::timeout(PATIENCE, watch).await {
+                Ok(Ok(watch)) => self.follow(watch).await,
+                Ok(Err(error)) => tracing::debug!(%error, "the bucket cannot be watched"),
+                Err(_) => tracing::debug!("the bucket cannot be watched in time"),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Until the watch fails, or is to be begun again.
+    async fn follow(self: &Arc<Self>, mut watch: kv::Watch) {
+        loop {
+            let entry = tokio::select! {
+                entry = watch.next() => entry,
+                () = self.rewatch.notified() => return,
+            };
+            match entry {
+                Some(Ok(entry)) => self.apply(entry),
+                Some(Err(error)) => {
+                    tracing::debug!(%error, "the watch of the bucket ends");
+                    return;
+                }
+                None => return,
+            }
+        }
+    }
+
+    fn apply(self: &Arc<Self>, entry: kv::Entry) {
+        let put = entry.operation == Operation::Put;
+        let revision = entry.revision;
+        let mut verdict = Verdict::Same;
+        let mut revoked = None;
+        let mut moved = None;
+        {
+            let mut state = self.state();
+            let state = &mut *state;
+            state.revision = state.revision.max(revision);
+            match Key::parse(&entry.key) {
+                Some(Key::Node(name)) => self.apply_lease(state, &name, put, &entry),
+                Some(Key::Claim(environment)) => {
+                    let claim = serde_json::from_slice(&entry.value).ok();
+                    let claim: Option<Claim> = claim.filter(|_| put);
+                    let environment: Arc<str> = environment.into();
+                    let home = claim.as_ref().map(|claim| Arc::clone(&claim.node));
+                    verdict = state.rules.claim(&environment, revision, claim, now());
+                    moved = Some((environment, home));
+                }
+                Some(Key::Registration(environment)) => {
+                    if put {
+                        state.registrations.insert(environment, entry.value);
+                    } else {
+                        state.registrations.remove(&environment);
+                    }
+                }
+                Some(Key::Revocation(..)) => {
+                    let revocation = serde_json::from_slice::<Revocation>(&entry.value);
+                    match revocation {
+                        Ok(revocation) if put => {
+                            revoked = Some(revocation.clone());
+                            state.revocations.insert(entry.key, revocation);
+                        }
+                        _ => {
+                            state.revocations.remove(&entry.key);
+                        }
+                    }
+                }
+                Some(Key::Secret) | None => {}
+            }
+        }
+        if verdict != Verdict::Same
+            && let Some((environment, home)) = moved
+        {
+            self.moved(&environment, home.as_deref(), verdict);
+        }
+        if let Some(Revocation {
+            environment,
+            harness,
+            ..
+        }) = revoked
+        {
+            let whom = Whom::Harness {
+                environment,
+                harness,
+            };
+            self.turn_out_here(&whom, &Reason::AuthorizationRevoked);
+        }
+        self.changed.notify_waiters();
+    }
+
+    fn apply_lease(&self, state: &mut super::State, name: &str, put: bool, entry: &kv::Entry) {
+        let name: Arc<str> = name.into();
+        let lease = serde_json::from_slice::<Lease>(&entry.value).ok();
+        match lease.filter(|_| put) {
+            Some(lease) if name == self.node => {
+                let stored = entry.created.unix_timestamp_nanos() / 1_000_000;
+                let stored = i64::try_from(stored).unwrap_or(lease.at);
+                self.skew.store(stored - lease.at, Ordering::Relaxed);
+                state.rules.renewed(lease.beat, now());
+            }
+            Some(lease) => {
+                state.rules.lease(&name, entry.revision, false, now());
+                state.leases.insert(name, lease);
+            }
+            None => {
+                state.rules.lease(&name, entry.revision, true, now());
+                state.leases.remove(&name);
+            }
+        }
+    }
+
+    /// An environment is somewhere else than before.
+    fn moved(&self, environment: &str, home: Option<&str>, verdict: Verdict) {
+        let ended = self.local.leave(environment);
+        if verdict == Verdict::Fenced {
+            tracing::warn!(
+                environment,
+                sockets = ended,
+                "another executor socket has taken the place of the one here"
+            );
+        }
+        for channel in self.entries() {
+            if *channel.who.environment == *environment && home != Some(&*channel.peer) {
+                channel.fail(self, "its executor is at another node now");
+            }
+        }
+    }
+
+    /// The registration of an environment and its revision, as they are in the bucket now.
+    pub(crate) async fn read_registration(
+        &self,
+        environment: &str,
+    ) -> Result<Option<(Registration, u64)>, Failure> {
+        let key = Key::Registration(environment.to_owned()).to_string();
+        Ok(match self.read(key).await? {
+            (revision, Some(value)) => Some((serde_json::from_slice(&value)?, revision)),
+            _ => None,
+        })
+    }
+
+    /// A key's newest revision, which is that of a removal if there is no value; 0 if there is none.
+    pub(crate) async fn read(&self, key: String) -> Result<(u64, Option<Bytes>), Failure> {
+        let entry = tokio::time::timeout(PATIENCE, self.bucket.entry(key)).await??;
+        Ok(match entry {
+            None => (0, None),
+            Some(entry) if entry.operation == Operation::Put => {
+                (entry.revision, Some(entry.value))
+            }
+            Some(entry) => (entry.revision, None),
+        })
+    }
+
+    /// Claims an environment for an executor's socket here.
+    pub(crate) async fn claim(
+        &self,
+        environment: &Arc<str>,
+        registration: &Arc<str>,
+        socket: u64,
+    ) -> Result<(), ClaimError> {
+        let registered = self.read_registration(environment).await;
+        let registered = registered.map_err(ClaimError::Bucket)?;
+        let registered = registered.filter(|(found, _)| *found.registration == **registration);
+        let (_, registered) = registered.ok_or(ClaimError::Superseded)?;
+        let claim = Claim {
+            node: Arc::clone(&self.node),
+            registration: Arc::clone(registration),
+            registered,
+        };
+        let key = Key::Claim(environment.to_string()).to_string();
+        let text = serde_json::to_vec(&claim).map_err(|error| ClaimError::Bucket(error.into()))?;
+        let text = Bytes::from(text);
+        for _ in 0..CLAIM_ATTEMPTS {
+            let read = self.read(key.clone()).await;
+            let (revision, current) = read.map_err(ClaimError::Bucket)?;
+            let current: Option<Claim> =
+                current.and_then(|current| serde_json::from_slice(&current).ok());
+            if !claim.may_follow(current.as_ref()) {
+                return Err(ClaimError::Superseded);
+            }
+            let update = self.bucket.update(&key, text.clone(), revision);
+            let updated = tokio::time::timeout(PATIENCE, update).await;
+            let updated = updated.map_err(|error| ClaimError::Bucket(error.into()))?;
+            match updated {
+                Ok(revision) => {
+                    let mut state = self.state();
+                    let rules = &mut state.rules;
+                    return if rules.claimed(environment, socket, revision, claim, now()) {
+                        Ok(())
+                    } else {
+                        Err(ClaimError::Superseded)
+                    };
+                }
+                Err(error) if error.kind() == kv::UpdateErrorKind::WrongLastRevision => {}
+                Err(error) => return Err(ClaimError::Bucket(error.into())),
+            }
+        }
+        Err(ClaimError::Superseded)
+    }
+
+    /// Looks a claim up in the bucket, for the case that the watch is a moment behind.
+    async fn look_up_claim(self: &Arc<Self>, environment: &Arc<str>) {
+        let key = Key::Claim(environment.to_string()).to_string();
+        let Ok((revision, Some(value))) = self.read(key).await else {
+            return;
+        };
+        let Ok(claim) = serde_json::from_slice::<Claim>(&value) else {
+            return;
+        };
+        let home = Arc::clone(&claim.node);
+        let verdict = {
+            let mut state = self.state();
+            let rules = &mut state.rules;
+            rules.claim(environment, revision, Some(claim), now())
+        };
+        if verdict != Verdict::Same {
+            self.moved(environment, Some(&home), verdict);
+        }
+    }
+
+    /// Where the executor of an environment is; waits a little for one that has just gone. `None` if
+    /// it is nowhere. `not` is a claim that was found to lead nowhere.
+    pub(crate) async fn find(
+        self: &Arc<Self>,
+        environment: &Arc<str>,
+        not: Option<u64>,
+    ) -> Result<Option<Route>, AttachError> {
+        let (arrival, recent) = self.local.patience();
+        let deadline = now() + arrival;
+        let mut looked_up = false;
+        loop {
+            let mut changed = std::pin::pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let route = self.state().rules.route(environment, now());
+            let since = match &route {
+                Route::Unknown => return Err(AttachError::Unavailable(AWAY)),
+                Route::Here { epoch } | Route::There { epoch, .. } => {
+                    if not != Some(*epoch) {
+                        return Ok(Some(route));
+                    }
+                    Some(now())
+                }
+                Route::Nowhere { since } => *since,
+            };
+            if !looked_up {
+                looked_up = true;
+                self.look_up_claim(environment).await;
+                continue;
+            }
+            let since = since.unwrap_or(self.started);
+            if now() >= deadline || now().saturating_duration_since(since) > recent {
+                return Ok(None);
+            }
+            let _ = tokio::time::timeout_at(deadline.into(), changed).await;
+        }
+    }
+
+    /// Turns out harnesses that came to this node, and whoever is at its executors.
+    pub(crate) fn turn_out_here(self: &Arc<Self>, whom: &Whom, reason: &Reason) -> usize {
+        // Counted where their executor is.
+        for entry in self.entries() {
+            if whom.is_harness(&entry.who) {
+                entry.turn_out(self, reason);
+            }
+        }
+        self.local.turn_out_now(whom, reason)
+    }
+}

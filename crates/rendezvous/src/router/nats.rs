@@ -1,0 +1,284 @@
+//! The router of many processes, on NATS.
+//!
+//! Each node has a router of its own for the sockets that come to it. This one says where an
+//! executor is, leads harnesses there whose executor is at another node, and takes care that an
+//! environment has one executor's socket in all. Streams on one node do not go through NATS.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes;
+use exec_server_relay::Reason;
+
+use super::{
+    AttachError, Executor, Harness, Kind, Node, Outcome, Place, Router, StreamPlace, Uplink, Whom,
+};
+use crate::cluster::rules::Route;
+use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
+use crate::mailbox::Mailbox;
+use crate::store::Pending;
+
+/// What somebody hears who comes to a node that is about to end.
+const DRAINING: &str = "this node is about to end: use another";
+
+/// How often a harness is sent after an executor that moves.
+const ATTEMPTS: usize = 4;
+
+/// The router of a cluster.
+#[derive(Debug, Clone)]
+pub struct NatsRouter(Cluster);
+
+impl NatsRouter {
+    /// The router of a cluster.
+    pub fn new(cluster: Cluster) -> Self {
+        Self(cluster)
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.0.0
+    }
+
+    async fn attach_executor(
+        &self,
+        who: Executor,
+        mailbox: Arc<Mailbox>,
+    ) -> Result<Box<dyn Uplink>, AttachError> {
+        let shared = self.shared();
+        if shared.draining.load(Ordering::Relaxed) {
+            return Err(AttachError::Unavailable(DRAINING));
+        }
+        if !shared.is_fresh() {
+            return Err(AttachError::Unavailable(AWAY));
+        }
+        let socket = shared.number();
+        shared.add_socket(socket);
+        // From here on dropping it takes the claim back.
+        let mut claimed = Claimed {
+            inner: None,
+            shared: Arc::clone(shared),
+            environment: Arc::clone(&who.environment),
+            socket,
+        };
+        let claim = shared.claim(&who.environment, &who.registration, socket);
+        claim.await.map_err(|error| match error {
+            ClaimError::Superseded => AttachError::Offline,
+            ClaimError::Bucket(error) => {
+                tracing::error!(%error, "an environment cannot be claimed");
+                AttachError::Unavailable("the claim on the environment cannot be written")
+            }
+        })?;
+        let inner = shared.local.take_executor(&who, Arc::clone(&mailbox));
+        claimed.inner = Some(inner);
+        // A newer one may have come between the claim and the attaching.
+        if !shared.owns(&who.environment, socket) {
+            mailbox.close();
+            return Err(AttachError::Offline);
+        }
+        shared.changed.notify_waiters();
+        Ok(Box::new(claimed))
+    }
+
+    async fn attach_harness(
+        &self,
+        who: Harness,
+        mailbox: Arc<Mailbox>,
+    ) -> Result<Box<dyn Uplink>, AttachError> {
+        let shared = self.shared();
+        if shared.draining.load(Ordering::Relaxed) {
+            return Err(AttachError::Unavailable(DRAINING));
+        }
+        let mut not = None;
+        for _ in 0..ATTEMPTS {
+            match shared.find(&who.environment, not).await? {
+                Some(Route::Here { epoch }) => {
+                    let taken = shared
+                        .local
+                        .take_harness(who.clone(), Arc::clone(&mailbox), None);
+                    match taken {
+                        Err(AttachError::Offline) => not = Some(epoch),
+                        taken => return taken,
+                    }
+                }
+                Some(Route::There { claim, epoch }) => {
+                    match shared.open(&claim, epoch, &who, &mailbox).await {
+                        Opening::Opened(uplink) => return Ok(uplink),
+                        Opening::Refused(error) => return Err(error),
+                        Opening::Moved => not = Some(epoch),
+                    }
+                }
+                _ => break,
+            }
+        }
+        Err(AttachError::Offline)
+    }
+
+    /// The node that an environment is at, if it is not this one.
+    fn home(&self, environment: &str) -> Option<Arc<str>> {
+        match self.shared().route(environment) {
+            Route::There { claim, .. } => Some(claim.node),
+            _ => None,
+        }
+    }
+
+    async fn turn_out(&self, whom: Whom, reason: Reason) -> usize {
+        let shared = self.shared();
+        let here = shared.turn_out_here(&whom, &reason);
+        let ask = Ask::TurnOut {
+            whom: (&whom).into(),
+            reason: reason.as_str().to_owned(),
+        };
+        let there: Vec<usize> = match &whom {
+            Whom::Environment(environment) | Whom::Others { environment, .. } => {
+                match self.home(environment) {
+                    Some(home) => {
+                        let text = serde_json::to_vec(&ask).unwrap_or_default();
+                        shared.ask(&home, text.into()).await.unwrap_or_default()
+                    }
+                    None => Vec::new(),
+                }
+            }
+            Whom::Harness { .. } => shared.ask_all(&ask).await,
+        };
+        here + there.into_iter().sum::<usize>()
+    }
+
+    async fn places(&self) -> Vec<Place> {
+        let shared = self.shared();
+        let mut places = shared.local.places_here();
+        places.extend(shared.ask_all(&Ask::Places).await);
+        // Those at a node that has not answered are somewhere nevertheless.
+        let mut found: HashMap<String, Place> = places
+            .into_iter()
+            .map(|place| (place.environment.clone(), place))
+            .collect();
+        for (environment, claim) in shared.live_claims() {
+            let claimed = || Place {
+                environment: environment.to_string(),
+                registration: claim.registration.to_string(),
+                node: claim.node.to_string(),
+                harnesses: 0,
+                streams: 0,
+            };
+            found
+                .entry(environment.to_string())
+                .or_insert_with(claimed);
+        }
+        let mut places: Vec<_> = found.into_values().collect();
+        places.sort_by(|a, b| a.environment.cmp(&b.environment));
+        places
+    }
+}
+
+/// An executor's socket here, and the claim that goes with it.
+struct Claimed {
+    inner: Option<Box<dyn Uplink>>,
+    shared: Arc<Shared>,
+    environment: Arc<str>,
+    socket: u64,
+}
+
+impl Uplink for Claimed {
+    fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
+        match &mut self.inner {
+            Some(inner) => inner.forward(stream_id, kind, message),
+            None => Outcome::Sent,
+        }
+    }
+
+    fn give_up(&mut self, stream_id: &str, reason: Reason) {
+        if let Some(inner) = &mut self.inner {
+            inner.give_up(stream_id, reason);
+        }
+    }
+}
+
+impl Drop for Claimed {
+    fn drop(&mut self) {
+        self.inner = None;
+        Shared::release(&self.shared, &self.environment, self.socket);
+    }
+}
+
+impl Router for NatsRouter {
+    fn attach_executor(
+        &self,
+        who: Executor,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+        Box::pin(self.attach_executor(who, mailbox))
+    }
+
+    fn attach_harness(
+        &self,
+        who: Harness,
+        mailbox: Arc<Mailbox>,
+    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+        Box::pin(self.attach_harness(who, mailbox))
+    }
+
+    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
+        let environment: Arc<str> = environment.into();
+        Box::pin(async move {
+            Ok(match self.shared().find(&environment, None).await? {
+                Some(Route::There { claim, .. }) => Some(claim.registration),
+                Some(Route::Here { .. }) => self.shared().local.registration_here(&environment),
+                _ => None,
+            })
+        })
+    }
+
+    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
+        Box::pin(self.turn_out(whom, reason))
+    }
+
+    fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
+        let shared = self.shared();
+        let mut count = 0;
+        for entry in shared.entries() {
+            if !stays(&entry.who) {
+                entry.turn_out(shared, &reason);
+                count += 1;
+            }
+        }
+        count + shared.local.review(stays, reason)
+    }
+
+    fn nodes(&self) -> Pending<'_, Vec<Node>> {
+        Box::pin(std::future::ready(self.shared().nodes()))
+    }
+
+    fn places(&self) -> Pending<'_, Vec<Place>> {
+        Box::pin(self.places())
+    }
+
+    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>> {
+        let environment = environment.map(str::to_owned);
+        Box::pin(async move {
+            let shared = self.shared();
+            let mut streams = shared.local.streams_here(environment.as_deref());
+            streams.extend(shared.ask_all(&Ask::Streams(environment)).await);
+            streams
+        })
+    }
+
+    fn drain(&self, node: &str) -> Pending<'_, bool> {
+        let node = node.to_owned();
+        Box::pin(async move {
+            let shared = self.shared();
+            if *node == *shared.node {
+                return shared.local.drain(&node).await;
+            }
+            if !shared.nodes().iter().any(|known| known.name == node) {
+                return false;
+            }
+            let text = serde_json::to_vec(&Ask::Drain).unwrap_or_default();
+            let told = shared.ask::<bool>(&node, text.into()).await;
+            told.is_some()
+        })
+    }
+
+    fn told_to_drain(&self) -> Pending<'_, ()> {
+        self.shared().local.told_to_drain()
+    }
+}

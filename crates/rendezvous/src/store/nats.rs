@@ -1,0 +1,165 @@
+//! The store that many meeting points share: a key-value bucket of NATS JetStream.
+//!
+//! Registrations are read from the bucket, since who registers at one node dials another a moment
+//! later. Lists and revocations come from the view that the watch keeps: whoever is revoked is
+//! turned out by that watch, on every node.
+
+use async_nats::jetstream::kv;
+use serde::Serialize;
+
+use super::{Pending, Registration, Revocation, Store, StoreError};
+use crate::cluster::Cluster;
+use crate::cluster::{AWAY, Failure, Key};
+
+/// A store in a bucket.
+#[derive(Debug, Clone)]
+pub struct NatsStore(Cluster);
+
+impl NatsStore {
+    /// The store of a cluster.
+    pub fn new(cluster: Cluster) -> Self {
+        Self(cluster)
+    }
+
+    /// Works on the bucket, if it can be reached.
+    fn work<'a, T: Send + 'a>(
+        &'a self,
+        doing: &'static str,
+        work: impl Future<Output = Result<T, Failure>> + Send + 'a,
+    ) -> Pending<'a, Result<T, StoreError>> {
+        Box::pin(async move {
+            let result = match self.0.0.is_fresh() {
+                true => work.await,
+                false => Err(AWAY.into()),
+            };
+            result.map_err(|source| StoreError { doing, source })
+        })
+    }
+}
+
+fn revocation_key(environment: Option<&str>, harness: &str) -> String {
+    Key::Revocation(environment.unwrap_or("*").to_owned(), harness.to_owned()).to_string()
+}
+
+fn text(value: &impl Serialize) -> Result<bytes::Bytes, Failure> {
+    Ok(serde_json::to_vec(value)?.into())
+}
+
+impl Store for NatsStore {
+    fn registration(
+        &self,
+        environment: &str,
+    ) -> Pending<'_, Result<Option<Registration>, StoreError>> {
+        let environment = environment.to_owned();
+        self.work("read a registration", async move {
+            let found = self.0.0.read_registration(&environment).await?;
+            Ok(found.map(|(registration, _)| registration))
+        })
+    }
+
+    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>> {
+        self.work("list registrations", async move {
+            let values: Vec<_> = self.0.0.state().registrations.values().cloned().collect();
+            let read = values.iter().map(|value| serde_json::from_slice(value));
+            let mut registrations: Vec<Registration> = read.collect::<Result<_, _>>()?;
+            registrations.sort_by(|a, b| a.environment.cmp(&b.environment));
+            Ok(registrations)
+        })
+    }
+
+    fn register(
+        &self,
+        registration: Registration,
+        replaces: Option<String>,
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        self.work("write a registration", async move {
+            let key = Key::Registration(registration.environment.clone()).to_string();
+            let (revision, value) = self.0.0.read(key.clone()).await?;
+            let there = match value {
+                Some(value) => Some(serde_json::from_slice::<Registration>(&value)?.registration),
+                None => None,
+            };
+            if there != replaces {
+                return Ok(false);
+            }
+            let update = self.0.0.bucket.update(key, text(&registration)?, revision);
+            match update.await {
+                Ok(_) => Ok(true),
+                Err(error) if error.kind() == kv::UpdateErrorKind::WrongLastRevision => Ok(false),
+                Err(error) => Err(error.into()),
+            }
+        })
+    }
+
+    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>> {
+        let key = Key::Registration(environment.to_owned()).to_string();
+        self.work("remove a registration", async move {
+            let (revision, value) = self.0.0.read(key.clone()).await?;
+            if value.is_none() {
+                return Ok(false);
+            }
+            let bucket = &self.0.0.bucket;
+            bucket.delete_expect_revision(key, Some(revision)).await?;
+            Ok(true)
+        })
+    }
+
+    fn is_revoked(
+        &self,
+        environment: &str,
+        harnesses: [String; 2],
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        let environment = environment.to_owned();
+        self.work("read revocations", async move {
+            let state = self.0.0.state();
+            Ok(harnesses.iter().any(|harness| {
+                [None, Some(environment.as_str())].iter().any(|place| {
+                    let key = revocation_key(*place, harness);
+                    state.revocations.contains_key(&key)
+                })
+            }))
+        })
+    }
+
+    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>> {
+        self.work("list revocations", async move {
+            let mut all: Vec<_> = self.0.0.state().revocations.values().cloned().collect();
+            all.sort_by(|a, b| (&a.environment, &a.harness).cmp(&(&b.environment, &b.harness)));
+            Ok(all)
+        })
+    }
+
+    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>> {
+        self.work("write a revocation", async move {
+            let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
+            let shared = &self.0.0;
+            shared.bucket.put(&key, text(&revocation)?).await?;
+            // Known here at once, elsewhere as soon as the watch tells.
+            shared.state().revocations.insert(key, revocation);
+            Ok(())
+        })
+    }
+
+    fn permit(
+        &self,
+        environment: Option<String>,
+        harness: String,
+    ) -> Pending<'_, Result<bool, StoreError>> {
+        self.work("take back a revocation", async move {
+            let key = revocation_key(environment.as_deref(), &harness);
+            let shared = &self.0.0;
+            let (revision, value) = shared.read(key.clone()).await?;
+            if value.is_none() {
+                return Ok(false);
+            }
+            let removed = shared.bucket.delete_expect_revision(&key, Some(revision));
+            removed.await?;
+            shared.state().revocations.remove(&key);
+            Ok(true)
+        })
+    }
+
+    fn unix_now(&self) -> u64 {
+        self.0.0.unix_now()
+    }
+}
