@@ -25,6 +25,12 @@ pub struct RegisterResponse {
     pub environment_id: String,
     /// Where to dial.
     pub url: String,
+    /// Where else, if the first does not answer; an extension.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub urls: Vec<String>,
+    /// Other places that answer the registry's calls, as in `https://two.meet.example`; an extension.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub registries: Vec<String>,
     /// [`crate::keys::SECURITY_PROFILE`].
     pub security_profile: String,
     /// Goes into the handshake.
@@ -45,6 +51,12 @@ pub struct ConnectResponse {
     pub environment_id: String,
     /// Where to dial.
     pub url: String,
+    /// Where else, if the first does not answer; an extension.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub urls: Vec<String>,
+    /// Other places that answer the registry's calls, as in `https://two.meet.example`; an extension.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub registries: Vec<String>,
     /// [`crate::keys::SECURITY_PROFILE`].
     pub security_profile: String,
     /// Of the executor that is attached now.

@@ -32,6 +32,7 @@ use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode, kv};
 use async_nats::{Client, ConnectOptions, Event, Subject};
 use bytes::Bytes;
+use exec_server_transport::journal;
 use tokio::sync::Notify;
 
 use crate::router::Node;
@@ -228,7 +229,8 @@ impl Cluster {
                 registrations: HashMap::new(),
                 revocations: HashMap::new(),
                 revision: 0,
-                beat: 0,
+                // Not what another process of this name has used.
+                beat: journal::now(),
                 renewed: 0,
                 sockets: HashSet::new(),
                 releases: Vec::new(),
@@ -241,7 +243,8 @@ impl Cluster {
             changed: Notify::new(),
             rewatch: Notify::new(),
             channels: Mutex::default(),
-            numbers: AtomicU64::new(1),
+            // Two processes that had the same name one after the other have other channels.
+            numbers: AtomicU64::new(uuid::Uuid::new_v4().as_u64_pair().0 >> 16),
             skew: AtomicI64::new(0),
             draining: AtomicBool::new(false),
             secret: Mutex::new(None),

@@ -404,6 +404,8 @@ impl Registry {
         };
         Ok(RegisterResponse {
             url: address(&id, &self.signer.query(&ticket)),
+            urls: Vec::new(),
+            registries: Vec::new(),
             environment_id: id,
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_registration_id: registration,
@@ -461,6 +463,8 @@ impl Registry {
         };
         Ok(ConnectResponse {
             url: address(&id, &self.signer.query(&ticket)),
+            urls: Vec::new(),
+            registries: Vec::new(),
             environment_id: id,
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_registration_id: registration.registration,

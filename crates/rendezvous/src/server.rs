@@ -1,9 +1,11 @@
 //! The HTTP side: requests in, answers and websockets out.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use exec_server_relay::Reason;
@@ -17,6 +19,7 @@ use serde::Deserialize;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+use sha2::{Digest as _, Sha256};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -117,7 +120,20 @@ struct Shared {
     /// Who has shown bad tokens.
     throttle: Mutex<Throttle>,
     places: Semaphore,
+    /// What is open, in the order in which it came.
+    sockets: Mutex<BTreeMap<u64, Open>>,
+    /// Names sockets.
+    numbers: AtomicU64,
+    /// Nobody new is taken in.
+    draining: AtomicBool,
     stop: CancellationToken,
+}
+
+/// A websocket that is open.
+#[derive(Debug)]
+struct Open {
+    role: Role,
+    mailbox: Arc<Mailbox>,
 }
 
 impl Rendezvous {
@@ -143,6 +159,9 @@ impl Rendezvous {
             events: Arc::default(),
             metrics: Metrics::default(),
             throttle: Mutex::default(),
+            sockets: Mutex::default(),
+            numbers: AtomicU64::new(0),
+            draining: AtomicBool::new(false),
             stop: CancellationToken::new(),
         }))
     }
@@ -222,6 +241,28 @@ impl Rendezvous {
         self.0.registry.tenants.set_quotas(quotas);
     }
 
+    /// Takes nobody in any more, and ends the sockets one by one within about this time: each peer
+    /// has another node to go to, and what was on its way to it is written first. Executors go
+    /// first, so that their streams have to move only once.
+    pub async fn drain(&self, within: Duration) {
+        let shared = &*self.0;
+        shared.draining.store(true, Ordering::Relaxed);
+        for role in [Role::Executor, Role::Harness] {
+            let leaving: Vec<_> = shared
+                .sockets()
+                .values()
+                .filter(|open| open.role == role)
+                .map(|open| Arc::clone(&open.mailbox))
+                .collect();
+            let count = u32::try_from(leaving.len()).unwrap_or(u32::MAX).max(1);
+            let pause = (within / 2 / count).min(Duration::from_millis(20));
+            for mailbox in leaving {
+                mailbox.close();
+                tokio::time::sleep(pause).await;
+            }
+        }
+    }
+
     /// Ends every socket; they come back to whoever listens next.
     pub fn stop(&self) {
         self.0.stop.cancel();
@@ -234,10 +275,18 @@ impl Rendezvous {
 }
 
 impl Shared {
+    fn sockets(&self) -> MutexGuard<'_, BTreeMap<u64, Open>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_draining(&self) -> bool {
+        self.stop.is_cancelled() || self.draining.load(Ordering::Relaxed)
+    }
+
     fn render_metrics(&self) -> String {
         self.metrics.render(
             self.backlog.bytes(),
-            self.stop.is_cancelled(),
+            self.is_draining(),
             &self.config.node,
             &self.registry.tenants.counters(),
         )
@@ -292,7 +341,7 @@ impl Shared {
         let readable = head.method == "GET" || head.method == "HEAD";
         Some(match head.path() {
             "/healthz" | "/readyz" if !readable => Answer::text(405, ""),
-            "/readyz" if self.stop.is_cancelled() => Answer::text(503, "shutting down"),
+            "/readyz" if self.is_draining() => Answer::text(503, "shutting down"),
             "/healthz" | "/readyz" => Answer::text(200, ""),
             _ => return None,
         })
@@ -610,9 +659,11 @@ impl Visitor {
         match path.call {
             Call::Register(environment) => {
                 let request = parse(body)?;
-                let response = registry
+                let mut response = registry
                     .register(caller, environment, request, &address)
                     .await?;
+                (response.registries, response.urls) =
+                    self.elsewhere(environment, &response.url).await;
                 let line = json!({
                     "environment": environment, "token": token, "tenant": tenant,
                     "registration": response.executor_registration_id,
@@ -624,9 +675,11 @@ impl Visitor {
             }
             Call::Connect(environment) => {
                 let request = parse(body)?;
-                let response = registry
+                let mut response = registry
                     .connect(caller, environment, &request, &address)
                     .await?;
+                (response.registries, response.urls) =
+                    self.elsewhere(environment, &response.url).await;
                 let key = request.harness_public_key.fingerprint();
                 shared.note(
                     "authorized",
@@ -728,12 +781,7 @@ impl Visitor {
     /// What addresses begin with: how this peer reached us, or how all should.
     fn base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
         if let Some(url) = &self.shared.config.public_url {
-            let url = url.trim_end_matches('/');
-            return Ok(match url.split_once("://") {
-                Some(("http", rest)) => format!("ws://{rest}"),
-                Some(("https", rest)) => format!("wss://{rest}"),
-                _ => url.to_owned(),
-            });
+            return Ok(websocket_base(url));
         }
         let host = head.header("host").unwrap_or_default();
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_:[]".contains(&byte);
@@ -746,6 +794,31 @@ impl Visitor {
         }
         let scheme = if secure { "wss" } else { "ws" };
         Ok(format!("{scheme}://{host}{prefix}"))
+    }
+
+    /// Where else this peer may go, should this node die: the other nodes, and the same address at
+    /// each of them. In an order that differs between environments, so that not all go to one.
+    async fn elsewhere(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
+        /// More than anyone would try.
+        const MAX: usize = 8;
+        let nodes = self.shared.registry.router.nodes().await;
+        let mut others: Vec<_> = nodes
+            .into_iter()
+            .skip(1)
+            .filter(|node| !node.draining)
+            .filter_map(|node| Some((spread(environment, &node.name), node.url?)))
+            .collect();
+        others.sort();
+        let (mut registries, mut urls) = (Vec::new(), Vec::new());
+        let path = url.find("/cloud/environment/").and_then(|at| url.get(at..));
+        for (_, base) in others {
+            let other = format!("{}{}", websocket_base(&base), path.unwrap_or_default());
+            if other != url && !urls.contains(&other) && urls.len() < MAX {
+                urls.push(other);
+                registries.push(base.trim_end_matches('/').to_owned());
+            }
+        }
+        (registries, urls)
     }
 
     /// Decides about an upgrade, and attaches its socket.
@@ -763,7 +836,7 @@ impl Visitor {
             answer.header = Some(("x-codex-rendezvous-rejection-reason", reason));
             answer
         };
-        if shared.stop.is_cancelled() {
+        if shared.is_draining() {
             return Err(reject(503, "pod_draining"));
         }
         let key = head.websocket_key().map_err(|why| Answer::text(400, why))?;
@@ -870,6 +943,16 @@ impl Visitor {
         drop(answer);
         let config = shared.config.keepalive;
         let closing = Arc::clone(&mailbox);
+        let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
+        let open = Open {
+            role,
+            mailbox: Arc::clone(&mailbox),
+        };
+        shared.sockets().insert(number, open);
+        if shared.is_draining() {
+            // It came while the others were told.
+            closing.close();
+        }
         let end = {
             let mut serving = pin!(socket::serve(
                 halves, mailbox, uplink, config, metrics, &meter
@@ -882,6 +965,7 @@ impl Visitor {
                 }
             }
         };
+        shared.sockets().remove(&number);
         let violation = !matches!(
             end,
             SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Io(_)
@@ -935,6 +1019,24 @@ struct Watch {
     watching: crate::events::Watching,
     /// What it asked with.
     head: Head,
+}
+
+/// What the addresses of websockets begin with at a node.
+fn websocket_base(url: &str) -> String {
+    let url = url.trim_end_matches('/');
+    match url.split_once("://") {
+        Some(("http", rest)) => format!("ws://{rest}"),
+        Some(("https", rest)) => format!("wss://{rest}"),
+        _ => url.to_owned(),
+    }
+}
+
+/// A number that depends on both, and is the same everywhere.
+fn spread(environment: &str, node: &str) -> [u8; 8] {
+    let digest = Sha256::digest(format!("{environment}\n{node}"));
+    let mut number = [0; 8];
+    number.copy_from_slice(&digest[..8]);
+    number
 }
 
 /// A websocket that may be opened.

@@ -281,12 +281,12 @@ impl RegistryDial {
             false => shared.ask().await?,
         };
         shared.check(&answer.executor_public_key)?;
-        let mut link = shared.registry.dial(&answer.url, SOCKET_TIMEOUT).await;
+        let mut link = shared.dial(&answer).await;
         if matches!(link, Err(ConnectError::Refused { status: 401, .. })) {
             // It may just have expired.
             answer = shared.ask_once().await?;
             shared.check(&answer.executor_public_key)?;
-            link = shared.registry.dial(&answer.url, SOCKET_TIMEOUT).await;
+            link = shared.dial(&answer).await;
         }
         let mut first = Some(link?);
         let key = answer.executor_public_key.clone();
@@ -340,6 +340,12 @@ impl Shared {
         self.registry.connect(self.identity.public_key()).await
     }
 
+    /// A socket to where the registry said.
+    async fn dial(&self, answer: &ConnectResponse) -> Result<Link, ConnectError> {
+        let ConnectResponse { url, urls, .. } = answer;
+        self.registry.dial_any(url, urls, SOCKET_TIMEOUT).await
+    }
+
     /// Asks for a way, again if the registry may do better.
     async fn ask(&self) -> Result<ConnectResponse, RegistryConnectError> {
         let until = Instant::now() + ASK_PATIENCE;
@@ -372,10 +378,7 @@ impl Shared {
                 answer.executor_public_key.fingerprint(),
             )));
         }
-        self.registry
-            .dial(&answer.url, SOCKET_TIMEOUT)
-            .await
-            .map_err(DialError::passing)
+        self.dial(&answer).await.map_err(DialError::passing)
     }
 
     fn changed(&self, expected: Fingerprint, found: Fingerprint) -> RegistryConnectError {

@@ -473,6 +473,10 @@ pub(super) struct RendezvousArgs {
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "60s")]
     pub(super) harness_url_lifetime: Duration,
 
+    #[cfg(feature = "nats")]
+    #[command(flatten)]
+    pub(super) nats: NatsArgs,
+
     /// Connections at one time
     #[arg(long, value_name = "COUNT", default_value = "16384")]
     pub(super) max_connections: usize,
@@ -553,6 +557,60 @@ pub(super) struct RendezvousArgs {
     /// What is logged, as in `info` or `exec_server_rendezvous=debug`
     #[arg(long, value_name = "FILTER")]
     pub(super) log: Option<String>,
+}
+
+/// How many meeting points are one.
+#[cfg(feature = "nats")]
+#[derive(Debug, Clone, Default, clap::Args)]
+pub(super) struct NatsArgs {
+    /// Be one of many meeting points that work as one: NATS servers with JetStream, as in
+    /// `nats://127.0.0.1:4222` or `tls://nats.example`
+    ///
+    /// All of them need the same file of tokens. Registrations are then kept there, not in the state
+    /// directory.
+    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    pub(super) nats: Vec<String>,
+
+    /// The NATS credentials file
+    #[arg(long, value_name = "FILE", requires = "nats")]
+    pub(super) nats_creds: Option<PathBuf>,
+
+    /// The JetStream bucket; meeting points with the same one are one
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "exec-server",
+        requires = "nats"
+    )]
+    pub(super) nats_bucket: String,
+
+    /// Copies of the bucket, where NATS is a cluster itself
+    #[arg(long, value_name = "COUNT", default_value = "1", requires = "nats")]
+    pub(super) nats_replicas: usize,
+
+    /// What this node is called; no two may have the same. The machine's name and something random
+    /// if not given
+    #[arg(long, value_name = "NAME", requires = "nats")]
+    pub(super) node_name: Option<String>,
+
+    /// How peers reach this very node, when others fail; `--public-url` or where it listens if not
+    /// given
+    #[arg(long, value_name = "URL", requires = "nats")]
+    pub(super) node_url: Option<String>,
+
+    /// How long it may take to send everybody elsewhere after SIGTERM
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "5s")]
+    pub(super) drain: Duration,
+
+    /// What to add to this machine's clock, in seconds; for tests
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value = "0",
+        hide = true,
+        allow_negative_numbers = true
+    )]
+    pub(super) clock_offset: i64,
 }
 
 /// What can be done with a meeting point besides running it.

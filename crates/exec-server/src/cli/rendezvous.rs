@@ -14,8 +14,11 @@ use exec_server_executor::sys::{memory, own};
 use exec_server_rendezvous::mailbox::Backlog;
 use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::Signer;
+use exec_server_rendezvous::store::Store;
 use exec_server_rendezvous::tenants::{self, Quotas};
 use exec_server_rendezvous::tokens::is_name;
+#[cfg(feature = "nats")]
+use exec_server_rendezvous::{Cluster, ClusterOptions, NatsRouter, NatsStore};
 use exec_server_rendezvous::{
     Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
 };
@@ -124,19 +127,25 @@ impl Place {
             .with_context(|| format!("cannot make the directory {}", self.state.display()))
     }
 
+    fn secret_file(&self) -> PathBuf {
+        self.state.join("secret")
+    }
+
     /// The secret that signs; made on first use.
-    fn signer(&self) -> anyhow::Result<Signer> {
-        let path = self.state.join("secret");
+    fn secret(&self) -> anyhow::Result<Secret> {
+        let path = self.secret_file();
         if !path.exists() {
             let secret = token::random()?;
             access::write_new(&path, &format!("{}\n", secret.expose()), 0o600)?;
         }
-        let secret = Secret::read(&path)
-            .with_context(|| format!("cannot read the secret in {}", path.display()))?;
-        Signer::new(secret).with_context(|| {
+        Secret::read(&path).with_context(|| format!("cannot read the secret in {}", path.display()))
+    }
+
+    fn signer(&self) -> anyhow::Result<Signer> {
+        Signer::new(self.secret()?).with_context(|| {
             format!(
                 "the secret in {} must be at least {} bytes",
-                path.display(),
+                self.secret_file().display(),
                 Signer::MIN_SECRET_BYTES
             )
         })
@@ -317,10 +326,6 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     let mut quota_stamp = quota_file();
     let tenant_quotas = quotas(&args)?;
     let mut issuer = Issuer::of(&args).await?;
-    let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
-        let state = place.state.display();
-        format!("cannot use {state}; is another meeting point running on it?")
-    })?;
     let tls = tls(&args, place.listen)?;
     let audit = match &args.audit_file {
         Some(path) => Some(
@@ -349,17 +354,18 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     let mut limits = RouterLimits::default();
     limits.harness_sockets = args.max_harness_sockets;
     let backlog = Arc::new(Backlog::default());
-    let router: Arc<dyn Router> = Arc::new(Local::new(limits, Arc::clone(&backlog)));
+    let site = Site::new(&args, &place, &listener, limits, Arc::clone(&backlog)).await?;
+    let router = Arc::clone(&site.router);
     if let Some(own) = router.nodes().await.into_iter().next() {
         config.node = own.name;
     }
     let rendezvous = Rendezvous::new(
         config,
         Parts {
-            store: Arc::new(store),
+            store: Arc::clone(&site.store),
             router: Arc::clone(&router),
             backlog,
-            signer: place.signer()?,
+            signer: site.signer.clone(),
             tokens,
             audit,
         },
@@ -430,9 +436,131 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     }
     systemd::notify("STOPPING=1");
     tracing::info!("told to stop");
+    site.hand_over(&args, &rendezvous).await;
     rendezvous.stop();
     let _ = serving.await;
+    site.leave().await;
     Ok(())
+}
+
+/// What a meeting point remembers with and brings sockets together with: by itself, or as one of
+/// many.
+struct Site {
+    store: Arc<dyn Store>,
+    router: Arc<dyn Router>,
+    signer: Signer,
+    #[cfg(feature = "nats")]
+    cluster: Option<Cluster>,
+}
+
+impl Site {
+    #[cfg_attr(
+        not(feature = "nats"),
+        expect(clippy::unused_async, reason = "joining others takes time")
+    )]
+    async fn new(
+        args: &RendezvousArgs,
+        place: &Place,
+        listener: &TcpListener,
+        limits: RouterLimits,
+        backlog: Arc<Backlog>,
+    ) -> anyhow::Result<Self> {
+        #[cfg(feature = "nats")]
+        if !args.nats.nats.is_empty() {
+            return Self::of_many(args, place, listener, limits, backlog).await;
+        }
+        let _ = (args, listener);
+        let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
+            let state = place.state.display();
+            format!("cannot use {state}; is another meeting point running on it?")
+        })?;
+        Ok(Self {
+            store: Arc::new(store),
+            router: Arc::new(Local::new(limits, backlog)),
+            signer: place.signer()?,
+            #[cfg(feature = "nats")]
+            cluster: None,
+        })
+    }
+
+    #[cfg(feature = "nats")]
+    async fn of_many(
+        args: &RendezvousArgs,
+        place: &Place,
+        listener: &TcpListener,
+        limits: RouterLimits,
+        backlog: Arc<Backlog>,
+    ) -> anyhow::Result<Self> {
+        let nats = &args.nats;
+        let name = match &nats.node_name {
+            Some(name) => name.clone(),
+            None => node_name()?,
+        };
+        let mut options = ClusterOptions::new(nats.nats.clone(), name.clone());
+        options.credentials.clone_from(&nats.nats_creds);
+        options.bucket.clone_from(&nats.nats_bucket);
+        options.replicas = nats.nats_replicas;
+        options.clock_offset = nats.clock_offset.saturating_mul(1000);
+        let address = listener.local_addr()?;
+        let scheme = if place.listen.secure { "https" } else { "http" };
+        let own = (!address.ip().is_unspecified()).then(|| format!("{scheme}://{address}"));
+        let told = nats.node_url.clone().or_else(|| args.public_url.clone());
+        options.url = told.or(own);
+        let local = Local::named(name, limits, backlog);
+        let cluster = Cluster::join(options, local).await?;
+        let secret = cluster.share_secret(place.secret()?.expose()).await?;
+        let signer = Signer::new(secret.into());
+        Ok(Self {
+            store: Arc::new(NatsStore::new(cluster.clone())),
+            router: Arc::new(NatsRouter::new(cluster.clone())),
+            signer: signer.context("the secret that the nodes share is too short")?,
+            cluster: Some(cluster),
+        })
+    }
+
+    /// Sends everybody to the other nodes, if there are any.
+    #[cfg_attr(
+        not(feature = "nats"),
+        expect(clippy::unused_async, reason = "there are no other nodes")
+    )]
+    async fn hand_over(&self, args: &RendezvousArgs, rendezvous: &Rendezvous) {
+        #[cfg(feature = "nats")]
+        if let Some(cluster) = &self.cluster
+            && self.router.nodes().await.len() > 1
+        {
+            cluster.set_draining();
+            rendezvous.drain(args.nats.drain).await;
+        }
+        let _ = (args, rendezvous);
+    }
+
+    #[cfg_attr(
+        not(feature = "nats"),
+        expect(clippy::unused_async, reason = "there is nothing to leave")
+    )]
+    async fn leave(&self) {
+        #[cfg(feature = "nats")]
+        if let Some(cluster) = &self.cluster {
+            cluster.leave().await;
+        }
+    }
+}
+
+/// The machine's name and something that makes it this process's.
+#[cfg(feature = "nats")]
+fn node_name() -> anyhow::Result<String> {
+    let machine = rustix::system::uname();
+    let machine = machine.nodename().to_string_lossy();
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+    let machine: String = machine.chars().map(plain).take(40).collect();
+    let random = token::random()?;
+    let random: String = random
+        .expose()
+        .chars()
+        .filter(char::is_ascii_alphanumeric)
+        .take(6)
+        .collect();
+    Ok(format!("{machine}-{random}"))
 }
 
 fn log_reload<E: std::fmt::Display>(what: &str, outcome: Result<bool, E>) {

@@ -174,7 +174,12 @@ impl Rules {
 
     /// Our own lease was seen in the log, and with it all that came before it.
     pub fn renewed(&mut self, beat: u64, now: Instant) {
-        let Some(at) = self.sent.iter().find(|sent| sent.0 == beat).map(|sent| sent.1) else {
+        let Some(at) = self
+            .sent
+            .iter()
+            .find(|sent| sent.0 == beat)
+            .map(|sent| sent.1)
+        else {
             return;
         };
         self.sent.retain(|sent| sent.0 > beat);
@@ -243,9 +248,8 @@ impl Rules {
 
     /// Forgets a node that has been dead for so long that its lease can be removed: its revision.
     pub fn buried(&mut self, now: Instant, after: Duration) -> Vec<(Arc<str>, u64)> {
-        let old = |member: &Member| {
-            member.dead && now.saturating_duration_since(member.seen) >= after
-        };
+        let old =
+            |member: &Member| member.dead && now.saturating_duration_since(member.seen) >= after;
         let buried: Vec<_> = self
             .members
             .iter()

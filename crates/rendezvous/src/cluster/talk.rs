@@ -141,8 +141,7 @@ impl Shared {
             .take_harness(who.clone(), Arc::clone(&mailbox), Some(from));
         let opened = match taken {
             Ok(uplink) => {
-                let channel =
-                    Channel::new(self, open.channel, Side::Home, open.from, who, mailbox);
+                let channel = Channel::new(self, open.channel, Side::Home, open.from, who, mailbox);
                 channel.set_uplink(uplink);
                 self.remember(&channel);
                 tokio::spawn(channel.pump(Arc::clone(self)));

@@ -188,9 +188,7 @@ impl Shared {
         let entry = tokio::time::timeout(PATIENCE, self.bucket.entry(key)).await??;
         Ok(match entry {
             None => (0, None),
-            Some(entry) if entry.operation == Operation::Put => {
-                (entry.revision, Some(entry.value))
-            }
+            Some(entry) if entry.operation == Operation::Put => (entry.revision, Some(entry.value)),
             Some(entry) => (entry.revision, None),
         })
     }

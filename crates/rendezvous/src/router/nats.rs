@@ -160,9 +160,7 @@ impl NatsRouter {
                 harnesses: 0,
                 streams: 0,
             };
-            found
-                .entry(environment.to_string())
-                .or_insert_with(claimed);
+            found.entry(environment.to_string()).or_insert_with(claimed);
         }
         let mut places: Vec<_> = found.into_values().collect();
         places.sort_by(|a, b| a.environment.cmp(&b.environment));

@@ -301,7 +301,8 @@ impl Desk {
                 Some(registration) => (registration, false),
                 None => (self.register().await?, true),
             };
-            match self.registry.dial(&registration.url, DIAL_TIMEOUT).await {
+            let RegisterResponse { url, urls, .. } = &registration;
+            match self.registry.dial_any(url, urls, DIAL_TIMEOUT).await {
                 Ok(link) => {
                     tracing::info!(
                         environment = self.registry.environment_id(),

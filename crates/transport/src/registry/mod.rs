@@ -12,6 +12,7 @@ mod proxy;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use exec_server_relay::keys::{Authorization, PublicKey, SECURITY_PROFILE};
@@ -41,6 +42,12 @@ const MAX_ANSWER_BYTES: usize = 64 << 10;
 
 /// Characters of an answer that are shown when it is no JSON.
 const SHOWN_CHARS: usize = 4096;
+
+/// Places of one registry that are known at a time.
+const MAX_PLACES: usize = 8;
+
+/// How long a place may take while there is another.
+const HURRY: Duration = Duration::from_secs(3);
 
 /// The header that tells a registry for which stream it is asked.
 const STREAM_ID_HEADER: &str = "x-codex-noise-stream-id";
@@ -172,29 +179,32 @@ impl RegistryError {
     }
 }
 
-/// One environment of a registry.
+/// One place that answers the calls of a registry.
 #[derive(Debug)]
-pub struct Registry {
+struct Place {
     http: Http,
     /// `…/cloud/environment/ID/`.
     base: Url,
-    environment_id: String,
-    auth: RegistryAuth,
 }
 
-impl Registry {
-    /// An environment of the registry at an `http://` or `https://` URL.
-    ///
-    /// # Errors
-    ///
-    /// When the URL is of another kind, or our credentials would go to another machine in the clear.
-    pub fn new(
+/// One environment of a registry.
+#[derive(Debug)]
+pub struct Registry {
+    /// The one that we were told.
+    told: Arc<Place>,
+    /// Where to ask, the best first: the one that answered last, then the others that it named.
+    places: Mutex<Vec<Arc<Place>>>,
+    environment_id: String,
+    options: RegistryOptions,
+}
+
+impl Place {
+    fn new(
         url: &str,
         environment_id: &str,
-        options: RegistryOptions,
+        options: &RegistryOptions,
     ) -> Result<Self, RegistryError> {
         let base = parse_base(url)?;
-        let environment_id = environment_id.trim();
         // The two that a URL would make something else of.
         if matches!(environment_id, "" | "." | "..") {
             return Err(RegistryError::EnvironmentId(environment_id.to_owned()));
@@ -215,10 +225,35 @@ impl Registry {
             }
         }
         Ok(Self {
-            http: Http::new(&base, options.tls, options.proxies, options.timeout),
+            http: Http::new(
+                &base,
+                options.tls.clone(),
+                options.proxies.clone(),
+                options.timeout,
+            ),
             base: path,
+        })
+    }
+}
+
+impl Registry {
+    /// An environment of the registry at an `http://` or `https://` URL.
+    ///
+    /// # Errors
+    ///
+    /// When the URL is of another kind, or our credentials would go to another machine in the clear.
+    pub fn new(
+        url: &str,
+        environment_id: &str,
+        options: RegistryOptions,
+    ) -> Result<Self, RegistryError> {
+        let environment_id = environment_id.trim();
+        let told = Arc::new(Place::new(url, environment_id, &options)?);
+        Ok(Self {
+            places: Mutex::new(vec![Arc::clone(&told)]),
+            told,
             environment_id: environment_id.to_owned(),
-            auth: options.auth,
+            options,
         })
     }
 
@@ -229,7 +264,44 @@ impl Registry {
 
     /// The registry, for messages: its host and port.
     pub fn name(&self) -> &str {
-        self.http.name()
+        self.told.http.name()
+    }
+
+    fn places(&self) -> MutexGuard<'_, Vec<Arc<Place>>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes note of the other places that the registry named. One that would get our credentials
+    /// with less protection is left out.
+    fn learn(&self, others: &[String]) {
+        let mut places = self.places();
+        let mut learned = Vec::new();
+        // The one that named them has just answered.
+        learned.extend(places.first().cloned());
+        let mut add = |place: Arc<Place>| {
+            let known = learned.iter().any(|known| known.base == place.base);
+            if !known && learned.len() < MAX_PLACES {
+                learned.push(place);
+            }
+        };
+        for other in others {
+            if let Ok(place) = Place::new(other, &self.environment_id, &self.options)
+                && (place.base.scheme() == "https" || self.told.base.scheme() == "http")
+            {
+                let before = places.iter().find(|known| known.base == place.base);
+                add(before.cloned().unwrap_or_else(|| Arc::new(place)));
+            }
+        }
+        add(Arc::clone(&self.told));
+        *places = learned;
+    }
+
+    /// Asks this place first from now on.
+    fn prefer(&self, place: &Arc<Place>) {
+        let mut places = self.places();
+        if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, place)) {
+            places[..=at].rotate_right(1);
+        }
     }
 
     /// An executor says that it is there.
@@ -251,6 +323,7 @@ impl Registry {
         self.check(&answer.environment_id, &answer.security_profile)?;
         self.check_present("url", &answer.url)?;
         self.check_present("executor_registration_id", &answer.executor_registration_id)?;
+        self.learn(&answer.registries);
         Ok(answer)
     }
 
@@ -267,6 +340,7 @@ impl Registry {
         self.check(&answer.environment_id, &answer.security_profile)?;
         self.check_present("url", &answer.url)?;
         self.check_present("executor_registration_id", &answer.executor_registration_id)?;
+        self.learn(&answer.registries);
         Ok(answer)
     }
 
@@ -312,13 +386,13 @@ impl Registry {
             timeout,
             ..ConnectOptions::default()
         };
-        let tls = || self.http.connector();
+        let tls = || self.told.http.connector();
         let tcp = async |secure: bool, host: &str, port: u16| {
-            self.http.proxies().connect(secure, host, port).await
+            self.told.http.proxies().connect(secure, host, port).await
         };
         let mut outcome = connect_by(url, &options, tls, tcp).await;
         if matches!(outcome, Err(ConnectError::Tls { .. })) {
-            self.http.forget_connector();
+            self.told.http.forget_connector();
         }
         match &mut outcome {
             Err(
@@ -334,36 +408,114 @@ impl Registry {
         outcome
     }
 
+    /// As [`Registry::dial`], at the first of several addresses behind which somebody takes us in. An
+    /// address that is refused for what it is (4xx) would be refused elsewhere too.
+    ///
+    /// # Errors
+    ///
+    /// Of the last that was tried.
+    pub async fn dial_any(
+        &self,
+        url: &str,
+        others: &[String],
+        timeout: Duration,
+    ) -> Result<Link, ConnectError> {
+        let mut rest = others.iter().take(MAX_PLACES).peekable();
+        let mut url = url;
+        loop {
+            // With another to try, nobody is waited for long.
+            let patience = match rest.peek() {
+                Some(_) => timeout.min(HURRY),
+                None => timeout,
+            };
+            let outcome = self.dial(url, patience).await;
+            let void = matches!(
+                outcome,
+                Err(ConnectError::Refused {
+                    status: 400..500,
+                    ..
+                })
+            );
+            match (&outcome, rest.next()) {
+                (Err(error), Some(next)) if !void => {
+                    tracing::debug!(%error, "trying the next address");
+                    url = next;
+                }
+                _ => return outcome,
+            }
+        }
+    }
+
     async fn call<T: DeserializeOwned>(
         &self,
         action: &str,
         headers: &[(&'static str, &str)],
         body: &impl Serialize,
     ) -> Result<T, RegistryError> {
-        let registry = || self.name().to_owned();
-        let mut all = self.auth.headers().await?;
+        let mut all = self.options.auth.headers().await?;
         for &(name, value) in headers {
             // A stream id may be any text, a header may not; without it the call means the same.
             if value.bytes().all(|byte| byte.is_ascii_graphic()) {
                 all.push((name, Secret::from(value)));
             }
         }
-        let url = self.base.join(action).map_err(|_| RegistryError::Url {
-            url: public(&self.base),
-            reason: "it has no path",
-        })?;
         let body = serde_json::to_vec(body).map_err(|error| RegistryError::Protocol {
-            registry: registry(),
+            registry: self.name().to_owned(),
             reason: format!("cannot encode the request: {error}"),
         })?;
-        let (status, answer) = self.http.post(&url, &all, body).await?;
+        let (place, status, answer) = self.post(action, &all, &body).await?;
+        let registry = || place.http.name().to_owned();
         if (200..300).contains(&status) {
             return serde_json::from_slice(&answer).map_err(|error| RegistryError::Protocol {
                 registry: registry(),
                 reason: format!("cannot understand the answer to `{action}`: {error}"),
             });
         }
-        Err(refusal(self.name(), &self.auth, status, &answer))
+        let (name, auth) = (place.http.name(), &self.options.auth);
+        Err(refusal(name, auth, status, &answer))
+    }
+
+    /// Asks one place after the other until one answers that is not in trouble itself.
+    async fn post(
+        &self,
+        action: &str,
+        headers: &[(&'static str, Secret)],
+        body: &[u8],
+    ) -> Result<(Arc<Place>, u16, Vec<u8>), RegistryError> {
+        let places = self.places().clone();
+        let mut rest = places.into_iter();
+        let mut place = rest.next().unwrap_or_else(|| Arc::clone(&self.told));
+        loop {
+            let url = place.base.join(action).map_err(|_| RegistryError::Url {
+                url: public(&place.base),
+                reason: "it has no path",
+            })?;
+            let next = rest.next();
+            let post = place.http.post(&url, headers, body.to_vec());
+            let outcome = match &next {
+                None => post.await,
+                // With another to ask, nobody is waited for long.
+                Some(_) => match tokio::time::timeout(HURRY, post).await {
+                    Ok(outcome) => outcome,
+                    Err(_) => Err(RegistryError::Timeout {
+                        registry: place.http.name().to_owned(),
+                        timeout: HURRY,
+                    }),
+                },
+            };
+            let trouble = match &outcome {
+                Ok((status, _)) => matches!(status, 500..=504),
+                Err(error) => error.is_outage(),
+            };
+            match next {
+                Some(next) if trouble => place = next,
+                _ => {
+                    let (status, answer) = outcome?;
+                    self.prefer(&place);
+                    return Ok((place, status, answer));
+                }
+            }
+        }
     }
 
     fn check(&self, environment_id: &str, profile: &str) -> Result<(), RegistryError> {
