@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use async_nats::jetstream::context::GetStreamErrorKind;
-use async_nats::jetstream::{self, ErrorCode, kv};
+use async_nats::jetstream::{self, ErrorCode, kv, stream};
 use async_nats::{Client, ConnectOptions, Event, Subject};
 use bytes::Bytes;
 use exec_server_transport::journal;
@@ -54,6 +54,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How often channels are compared even though nothing happened.
 const SYNC_PERIOD: Duration = Duration::from_secs(15);
+
+/// Revisions of each key that the bucket keeps.
+const HISTORY: i64 = 5;
 
 /// How long the lease of a dead node stays.
 const BURY_AFTER: Duration = Duration::from_secs(60);
@@ -368,16 +371,23 @@ async fn open_bucket(
     if let Ok(bucket) = jetstream.get_key_value(&options.bucket).await {
         return Ok(bucket);
     }
-    let config = kv::Config {
-        bucket: options.bucket.clone(),
-        description: "exec-server: registrations, revocations, claims and leases".to_owned(),
-        max_value_size: 64 << 10,
-        history: 5,
-        num_replicas: options.replicas,
-        ..kv::Config::default()
+    // What a key-value bucket is, said by hand: the usual call asks for the account first, which
+    // servers before 2.10 describe in a way that the client does not understand.
+    let config = stream::Config {
+        name: format!("KV_{}", options.bucket),
+        description: Some("exec-server: registrations, revocations, claims and leases".to_owned()),
+        subjects: vec![format!("$KV.{}.>", options.bucket)],
+        max_messages_per_subject: HISTORY,
+        max_message_size: 64 << 10,
+        num_replicas: options.replicas.max(1),
+        discard: stream::DiscardPolicy::New,
+        allow_rollup: true,
+        deny_delete: true,
+        allow_direct: true,
+        ..stream::Config::default()
     };
-    match jetstream.create_key_value(config).await {
-        Ok(bucket) => Ok(bucket),
+    match jetstream.create_stream(config).await {
+        Ok(_) => Ok(jetstream.get_key_value(&options.bucket).await?),
         // Another node may have been faster.
         Err(error) => match jetstream.get_key_value(&options.bucket).await {
             Ok(bucket) => Ok(bucket),

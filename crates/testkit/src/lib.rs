@@ -10,6 +10,7 @@ pub mod codex;
 pub mod fake_model;
 pub mod http;
 pub mod interop;
+pub mod nats;
 pub mod proc;
 pub mod proxy;
 pub mod rendezvous;

@@ -9,6 +9,8 @@ use tokio::time::timeout;
 
 mod executor;
 mod faults;
+#[cfg(feature = "nats")]
+mod fleet;
 mod forward;
 mod guide;
 mod harness;

@@ -1,1 +1,424 @@
+//! Many nodes and environments under one seeded scheduler: partitions, delays, pauses and clocks that
+//! are wrong and go wrong, against the rules of [`super::rules`].
+//!
+//! The log is one list. Each node reads it in order, with delays, not at all while it is cut off or
+//! paused, and writes to it with delays of their own. What is checked after every step:
+//!
+//! - no node takes anybody in for an environment on a view older than it may be: if it does, its claim
+//!   is the newest of all that were written up to then, less what the lease allows;
+//! - a claim that was superseded is given up for good as soon as the newer one is seen;
+//! - an older registration is never written over a newer.
+//!
+//! And at the end, when everything works for a while: all nodes send everybody to the same place, which
+//! is the newest claim if its node lives.
 
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::rules::{Claim, Route, Rules, Timing, Verdict};
+
+/// SplitMix64: small, and the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    fn one_in(&mut self, odds: u64) -> bool {
+        self.below(odds) == 0
+    }
+}
+
+#[derive(Clone)]
+enum Entry {
+    Lease(Arc<str>, u64),
+    Claim(Arc<str>, Option<Claim>),
+}
+
+/// A write that is under way; it lands when its time has come and its node is not cut off.
+struct Write {
+    at: u64,
+    entry: Entry,
+    /// The socket of a claim, or the revision of the claim that is to be removed.
+    socket: u64,
+}
+
+struct Node {
+    rules: Rules,
+    /// Its clock: where it began, and how fast it goes in thousandths.
+    offset: u64,
+    rate: u64,
+    /// Entries of the log that it has seen.
+    seen: usize,
+    beat: u64,
+    next_beat: u64,
+    writes: VecDeque<Write>,
+    /// Until when it reads and writes nothing, and until when it does nothing at all.
+    cut_off: u64,
+    paused: u64,
+    alive: bool,
+    /// How long each entry takes to reach it.
+    delay: u64,
+    /// Environments with an executor's socket here: its socket.
+    sockets: HashMap<Arc<str>, u64>,
+}
+
+struct World {
+    random: Random,
+    base: Instant,
+    /// Milliseconds of true time.
+    now: u64,
+    /// The log: when each was written, and what. The revision is the index plus one.
+    log: Vec<(u64, Entry)>,
+    nodes: Vec<Node>,
+    environments: Vec<Arc<str>>,
+    registered: HashMap<Arc<str>, u64>,
+    sockets: u64,
+    timing: Timing,
+    accepted: u64,
+    fenced: u64,
+}
+
+impl World {
+    fn new(seed: u64, nodes: usize, environments: usize) -> Self {
+        let mut random = Random(seed);
+        let timing = Timing::default();
+        let name = |n: usize| -> Arc<str> { format!("node-{n}").into() };
+        let nodes = (0..nodes)
+            .map(|n| Node {
+                rules: Rules::new(name(n), timing),
+                // Ten minutes apart, and up to two in a hundred faster or slower.
+                offset: random.below(600_000),
+                rate: 980 + random.below(41),
+                seen: 0,
+                beat: 0,
+                next_beat: random.below(700),
+                writes: VecDeque::new(),
+                cut_off: 0,
+                paused: 0,
+                alive: true,
+                delay: 1 + random.below(30),
+                sockets: HashMap::new(),
+            })
+            .collect();
+        Self {
+            random,
+            base: Instant::now(),
+            now: 0,
+            log: Vec::new(),
+            nodes,
+            environments: (0..environments).map(|n| format!("e{n}").into()).collect(),
+            registered: HashMap::new(),
+            sockets: 0,
+            timing,
+            accepted: 0,
+            fenced: 0,
+        }
+    }
+
+    /// What a node's clock shows.
+    fn clock(&self, node: usize) -> Instant {
+        let node = &self.nodes[node];
+        self.base + Duration::from_millis(node.offset + self.now * node.rate / 1000)
+    }
+
+    fn newest_claim(&self, environment: &str) -> Option<(u64, u64, Option<Claim>)> {
+        let found = self.log.iter().enumerate().rev();
+        let mut found = found.filter_map(|(index, (at, entry))| match entry {
+            Entry::Claim(it, claim) if **it == *environment => {
+                Some((index as u64 + 1, *at, claim.clone()))
+            }
+            _ => None,
+        });
+        found.next()
+    }
+
+    /// An executor dials a node.
+    fn attach(&mut self, environment: usize, node: usize, newer_registration: bool) {
+        let environment = Arc::clone(&self.environments[environment]);
+        let revision = self.log.len() as u64;
+        let registered = self.registered.entry(Arc::clone(&environment)).or_insert(1);
+        if newer_registration {
+            *registered = (*registered).max(revision) + 1;
+        }
+        let registered = *registered;
+        let clock = self.clock(node);
+        let delay = 1 + self.random.below(200);
+        self.sockets += 1;
+        let (socket, at) = (self.sockets, self.now + delay);
+        let node = &mut self.nodes[node];
+        if !node.alive || node.paused > self.now || !node.rules.is_fresh(clock) {
+            return;
+        }
+        let claim = Claim {
+            node: Arc::clone(node.rules.node()),
+            registration: format!("r{registered}").into(),
+            registered,
+        };
+        node.writes.push_back(Write {
+            at,
+            entry: Entry::Claim(environment, Some(claim)),
+            socket,
+        });
+    }
+
+    /// An executor's socket goes.
+    fn detach(&mut self, environment: usize, node: usize) {
+        let environment = Arc::clone(&self.environments[environment]);
+        let at = self.now + 1 + self.random.below(100);
+        let node = &mut self.nodes[node];
+        if let Some(socket) = node.sockets.remove(&environment)
+            && let Some(revision) = node.rules.release(&environment, socket)
+        {
+            node.writes.push_back(Write {
+                at,
+                entry: Entry::Claim(environment, None),
+                socket: revision,
+            });
+        }
+    }
+
+    fn act(&mut self, node: usize) {
+        let clock = self.clock(node);
+        let now = self.now;
+        if !self.nodes[node].alive || self.nodes[node].paused > now {
+            return;
+        }
+        let reachable = self.nodes[node].cut_off <= now;
+        if self.nodes[node].next_beat <= now {
+            let delay = 1 + self.random.below(100);
+            let it = &mut self.nodes[node];
+            it.next_beat = now + 700 * 1000 / it.rate;
+            it.beat += 1;
+            it.rules.renewing(it.beat, clock);
+            let entry = Entry::Lease(Arc::clone(it.rules.node()), it.beat);
+            it.writes.push_back(Write {
+                at: now + delay,
+                entry,
+                socket: 0,
+            });
+        }
+        if reachable {
+            self.write(node, clock);
+            self.read(node, clock);
+        }
+        let it = &mut self.nodes[node];
+        it.rules.lapse(clock);
+        self.check(node, clock);
+    }
+
+    /// What was under way lands; as in a bucket, only over what its writer has read just before.
+    fn write(&mut self, node: usize, clock: Instant) {
+        while let Some(write) = self.nodes[node].writes.front()
+            && write.at <= self.now
+        {
+            let Some(write) = self.nodes[node].writes.pop_front() else {
+                return;
+            };
+            let revision = self.log.len() as u64 + 1;
+            if let Entry::Claim(environment, claim) = &write.entry {
+                let current = self.newest_claim(environment);
+                match claim {
+                    Some(claim) => {
+                        let before = current.and_then(|(_, _, claim)| claim);
+                        if !claim.may_follow(before.as_ref()) {
+                            continue;
+                        }
+                        let it = &mut self.nodes[node];
+                        let claimed = it.rules.claimed(
+                            environment,
+                            write.socket,
+                            revision,
+                            claim.clone(),
+                            clock,
+                        );
+                        assert!(claimed, "the newest cannot be superseded");
+                        it.sockets.insert(Arc::clone(environment), write.socket);
+                    }
+                    // Removed only if it is still the one that was meant.
+                    None if current.is_none_or(|(newest, ..)| newest != write.socket) => continue,
+                    None => {}
+                }
+            }
+            self.log.push((self.now, write.entry));
+        }
+    }
+
+    fn read(&mut self, node: usize, clock: Instant) {
+        let it = &mut self.nodes[node];
+        while let Some((at, entry)) = self.log.get(it.seen)
+            && at + it.delay <= self.now
+        {
+            it.seen += 1;
+            let revision = it.seen as u64;
+            match entry {
+                Entry::Lease(name, beat) if name == it.rules.node() => {
+                    it.rules.renewed(*beat, clock);
+                }
+                Entry::Lease(name, _) => it.rules.lease(name, revision, false, clock),
+                Entry::Claim(environment, claim) => {
+                    let verdict = it.rules.claim(environment, revision, claim.clone(), clock);
+                    if verdict == Verdict::Fenced {
+                        self.fenced += 1;
+                        it.sockets.remove(environment);
+                        assert!(!it.rules.holds(environment, revision - 1, clock));
+                    }
+                }
+            }
+        }
+    }
+
+    fn check(&mut self, node: usize, clock: Instant) {
+        for environment in self.environments.clone() {
+            let it = &self.nodes[node];
+            let Route::Here { epoch } = it.rules.route(&environment, clock) else {
+                continue;
+            };
+            assert!(it.rules.holds(&environment, epoch, clock));
+            self.accepted += 1;
+            let (newest, written, _) = self.newest_claim(&environment).unwrap();
+            // Whoever takes somebody in has the newest claim, or it is newer than any view may be
+            // old, by a clock that may be two in a hundred slow.
+            let allowed = self.timing.own.as_millis() as u64 * 103 / 100;
+            assert!(
+                newest == epoch || self.now - written <= allowed,
+                "node {node} takes in for {environment} by claim {epoch}, {} ms after claim {newest}",
+                self.now - written
+            );
+        }
+    }
+
+    fn trouble(&mut self) {
+        let count = self.nodes.len() as u64;
+        let node = self.random.below(count) as usize;
+        let long = self.now + 100 + self.random.below(20_000);
+        match self.random.below(6) {
+            0 => self.nodes[node].cut_off = long,
+            1 => self.nodes[node].paused = long,
+            2 => self.nodes[node].delay = 1 + self.random.below(2_000),
+            3 => self.nodes[node].delay = 1 + self.random.below(20),
+            4 if self.nodes.iter().filter(|node| node.alive).count() > 2 => {
+                // It dies, with all its sockets.
+                self.nodes[node].alive = false;
+            }
+            _ => {}
+        }
+    }
+
+    fn run(&mut self, millis: u64, troubled: bool) {
+        let end = self.now + millis;
+        while self.now < end {
+            self.now += 10;
+            let environments = self.environments.len() as u64;
+            if self.random.one_in(20) {
+                let environment = self.random.below(environments) as usize;
+                let node = self.random.below(self.nodes.len() as u64) as usize;
+                let newer = self.random.one_in(5);
+                self.attach(environment, node, newer);
+            }
+            if self.random.one_in(60) {
+                let environment = self.random.below(environments) as usize;
+                let node = self.random.below(self.nodes.len() as u64) as usize;
+                self.detach(environment, node);
+            }
+            if troubled && self.random.one_in(100) {
+                self.trouble();
+            }
+            for node in 0..self.nodes.len() {
+                self.act(node);
+            }
+        }
+    }
+
+    /// Everything works, nobody comes or goes: all must agree in the end.
+    fn settle(&mut self) {
+        for node in &mut self.nodes {
+            (node.cut_off, node.paused) = (0, 0);
+            node.delay = node.delay.min(20);
+        }
+        let end = self.now + 20_000;
+        while self.now < end {
+            self.now += 10;
+            for node in 0..self.nodes.len() {
+                self.act(node);
+            }
+        }
+        for environment in self.environments.clone() {
+            let newest = self.newest_claim(&environment);
+            let expected = newest.and_then(|(epoch, _, claim)| Some((epoch, claim?)));
+            let expected = expected.filter(|(epoch, claim)| {
+                self.nodes.iter().any(|node| {
+                    node.alive
+                        && *node.rules.node() == claim.node
+                        && node.rules.own_socket(&environment).is_some()
+                        && *epoch > 0
+                })
+            });
+            for node in 0..self.nodes.len() {
+                if !self.nodes[node].alive {
+                    continue;
+                }
+                let clock = self.clock(node);
+                let own = Arc::clone(self.nodes[node].rules.node());
+                match (self.nodes[node].rules.route(&environment, clock), &expected) {
+                    (Route::Here { epoch }, Some((newest, claim))) => {
+                        assert_eq!((epoch, &own), (*newest, &claim.node), "{environment}");
+                    }
+                    (Route::There { claim, epoch }, Some((newest, expected))) => {
+                        assert_eq!((epoch, &claim), (*newest, expected), "{environment}");
+                    }
+                    (Route::Nowhere { .. }, None) => {}
+                    (route, expected) => {
+                        panic!("{own}: {environment} is {route:?}, expected {expected:?}")
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nodes_agree_whatever_happens_between_them() {
+    let (mut accepted, mut fenced) = (0, 0);
+    for seed in 0..60 {
+        let mut world = World::new(seed, 3 + (seed % 6) as usize, 12);
+        world.run(5_000, false);
+        world.run(60_000, true);
+        world.settle();
+        accepted += world.accepted;
+        fenced += world.fenced;
+    }
+    // It was about something.
+    assert!(accepted > 10_000, "{accepted}");
+    assert!(fenced > 500, "{fenced}");
+}
+
+#[test]
+fn rules_that_are_too_lax_are_found_out() {
+    // A lease of an hour is no lease: some node acts on an old view, and the check says so.
+    let lax = std::panic::catch_unwind(|| {
+        for seed in 0..20 {
+            let mut world = World::new(seed, 5, 6);
+            let timing = Timing {
+                own: Duration::from_secs(3600),
+                others: Duration::from_secs(7200),
+                ..Timing::default()
+            };
+            for (n, node) in world.nodes.iter_mut().enumerate() {
+                node.rules = Rules::new(format!("node-{n}").into(), timing);
+            }
+            world.run(60_000, true);
+        }
+    });
+    assert!(lax.is_err());
+}

@@ -1,0 +1,153 @@
+//! A real nats-server on loopback.
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::process::{Child, Command};
+use tokio::time::timeout;
+
+use crate::proc::PATIENCE;
+
+/// A nats-server with JetStream and a directory of its own; ends when dropped.
+#[derive(Debug)]
+pub struct Nats {
+    directory: TempDir,
+    address: SocketAddr,
+    child: Option<Child>,
+    /// Lines of its configuration.
+    config: String,
+}
+
+impl Nats {
+    /// Starts one.
+    ///
+    /// # Panics
+    ///
+    /// If there is no nats-server, or it does not start.
+    pub async fn start() -> Self {
+        Self::with("").await
+    }
+
+    /// Starts one whose JetStream is configured with these lines besides.
+    ///
+    /// # Panics
+    ///
+    /// As [`Nats::start`].
+    pub async fn with(jetstream: &str) -> Self {
+        // The port is free again when it is needed, and stays the same when it comes back.
+        let listener = TcpListener::bind("127.0.0.1:0").await;
+        let listener = listener.expect("a free port");
+        let address = listener.local_addr().expect("a port");
+        drop(listener);
+        let directory = tempfile::tempdir().expect("a directory");
+        let store = directory.path().join("store");
+        let config = format!(
+            "listen: \"{address}\"\njetstream {{\n  store_dir: \"{}\"\n  {jetstream}\n}}\n",
+            store.display()
+        );
+        let mut nats = Self {
+            directory,
+            address,
+            child: None,
+            config,
+        };
+        nats.open().await;
+        nats
+    }
+
+    /// Starts it again, with what it has kept.
+    ///
+    /// # Panics
+    ///
+    /// If it does not start.
+    pub async fn open(&mut self) {
+        let config = self.directory.path().join("nats.conf");
+        std::fs::write(&config, &self.config).expect("a configuration");
+        let program = match Path::new("/usr/sbin/nats-server") {
+            path if path.exists() => path,
+            _ => Path::new("nats-server"),
+        };
+        let log = std::fs::File::create(self.directory.path().join("log")).expect("a log");
+        let child = Command::new(program)
+            .arg("-c")
+            .arg(&config)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .kill_on_drop(true)
+            .spawn()
+            .expect("no nats-server: install it, as scripts/setup does");
+        self.child = Some(child);
+        let up = async {
+            while TcpStream::connect(self.address).await.is_err() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(PATIENCE, up).await.expect("nats-server to listen");
+    }
+
+    /// Ends it without a word, and waits for its end.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run.
+    pub async fn die(&mut self) {
+        let mut child = self.child.take().expect("it runs");
+        child.start_kill().expect("it runs");
+        let _ = child.wait().await;
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("nats://{}", self.address)
+    }
+
+    /// Sends it a signal.
+    ///
+    /// # Panics
+    ///
+    /// If it does not run.
+    pub fn signal(&self, signal: Signal) {
+        let pid = self.child.as_ref().and_then(Child::id).expect("it runs");
+        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+        kill_process(pid.expect("a process"), signal).expect("it runs");
+    }
+
+    /// Asks something over the raw protocol; the answer, as JSON.
+    ///
+    /// # Panics
+    ///
+    /// If there is no answer.
+    pub async fn ask(&self, subject: &str, body: &str) -> Value {
+        let exchange = async {
+            let mut stream = BufReader::new(TcpStream::connect(self.address).await?);
+            let request = format!(
+                "CONNECT {{\"verbose\":false}}\r\nSUB answer 1\r\nPUB {subject} answer {}\r\n{body}\r\n",
+                body.len()
+            );
+            stream.write_all(request.as_bytes()).await?;
+            let mut line = String::new();
+            // The line before the body says how long it is; one line is enough for these.
+            while !line.starts_with("MSG answer") {
+                line.clear();
+                stream.read_line(&mut line).await?;
+            }
+            line.clear();
+            stream.read_line(&mut line).await?;
+            std::io::Result::Ok(line)
+        };
+        let answer = timeout(PATIENCE, exchange)
+            .await
+            .expect("an answer in time");
+        let answer = answer.expect("an answer");
+        serde_json::from_str(&answer).unwrap_or_else(|_| panic!("no JSON: {answer}"))
+    }
+}
