@@ -12,6 +12,7 @@
 mod agents;
 mod echo;
 mod files;
+mod fleet;
 mod handshake;
 mod http;
 mod meeting;
@@ -100,6 +101,8 @@ pub(crate) enum Name {
     Relay,
     /// A meeting point with thousands at it, and its death
     RendezvousCrowd,
+    /// Three meeting points that are one, between two of them and on one
+    Fleet,
 }
 
 /// One of the servers that are compared.
@@ -174,6 +177,7 @@ impl Bench {
                 Name::Recovery => recovery::run(self),
                 Name::Relay => relay::run(self),
                 Name::RendezvousCrowd => meeting::run(self),
+                Name::Fleet => fleet::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

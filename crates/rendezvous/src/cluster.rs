@@ -28,6 +28,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use async_nats::datetime::DateTime;
 use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode, kv, stream};
 use async_nats::{Client, ConnectOptions, Event, Subject};
@@ -164,6 +165,8 @@ pub(crate) struct Shared {
     pub(crate) draining: AtomicBool,
     /// What signs addresses on all nodes.
     secret: Mutex<Option<Bytes>>,
+    /// When the bucket was made: another one has another time.
+    created: Mutex<DateTime>,
     pub(crate) started: Instant,
 }
 
@@ -224,6 +227,7 @@ impl Cluster {
             source,
         })?;
         let node: Arc<str> = options.node.as_str().into();
+        let created = bucket.stream.cached_info().created;
         let shared = Arc::new(Shared {
             outbox: Outbox::new(client.clone()),
             state: Mutex::new(State {
@@ -251,6 +255,7 @@ impl Cluster {
             skew: AtomicI64::new(0),
             draining: AtomicBool::new(false),
             secret: Mutex::new(None),
+            created: Mutex::new(created),
             started: now(),
             options,
         });
@@ -567,13 +572,13 @@ impl Shared {
                     let mut state = self.state();
                     std::mem::replace(&mut state.renewed, revision)
                 };
-                if revision < before {
+                if revision < before || (!self.is_fresh() && self.is_bucket_lost().await) {
                     self.begin_anew().await;
                 }
             }
             Ok(Err(error)) => {
                 tracing::warn!(%error, "the lease of this node was not renewed");
-                if self.is_bucket_gone().await {
+                if self.is_bucket_lost().await {
                     self.begin_anew().await;
                 }
             }
@@ -581,14 +586,23 @@ impl Shared {
         }
     }
 
-    async fn is_bucket_gone(&self) -> bool {
+    /// Whether the bucket is gone, or is another than it was.
+    async fn is_bucket_lost(&self) -> bool {
         let found = self.jetstream.get_stream(&self.bucket.stream_name).await;
-        match found.map_err(|error| error.kind()) {
-            Err(GetStreamErrorKind::JetStream(error)) => {
-                error.error_code() == ErrorCode::STREAM_NOT_FOUND
-            }
-            _ => false,
+        match found {
+            Ok(found) => found.cached_info().created != *self.created(),
+            Err(error) => match error.kind() {
+                GetStreamErrorKind::JetStream(error) => {
+                    error.error_code() == ErrorCode::STREAM_NOT_FOUND
+                }
+                _ => false,
+            },
         }
+    }
+
+    /// When the bucket was made.
+    fn created(&self) -> MutexGuard<'_, DateTime> {
+        self.created.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What follows from the silence of others, and from claims that are left to remove.
@@ -646,9 +660,12 @@ impl Shared {
             bucket = self.options.bucket,
             "the bucket is gone; it is made again from what the nodes know"
         );
-        if let Err(error) = open_bucket(&self.jetstream, &self.options).await {
-            tracing::error!(error = %error, "the bucket cannot be made again; trying later");
-            return;
+        match open_bucket(&self.jetstream, &self.options).await {
+            Ok(bucket) => *self.created() = bucket.stream.cached_info().created,
+            Err(error) => {
+                tracing::error!(%error, "the bucket cannot be made again; trying later");
+                return;
+            }
         }
         let (claims, registrations, revocations) = {
             let mut state = self.state();

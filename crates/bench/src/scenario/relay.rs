@@ -171,13 +171,13 @@ impl Wire {
 }
 
 /// A terminal that sends back what is typed.
-struct Terminal {
+pub(super) struct Terminal {
     process: Arc<dyn ExecProcess>,
     events: ExecProcessEvents,
 }
 
 impl Terminal {
-    async fn start(client: &ExecServerClient, name: &str) -> anyhow::Result<Self> {
+    pub(super) async fn start(client: &ExecServerClient, name: &str) -> anyhow::Result<Self> {
         let params = StartParams {
             tty: true,
             ..params(name, &ECHO)
@@ -193,7 +193,7 @@ impl Terminal {
     }
 
     /// Seconds from a key to its echo.
-    async fn key(&mut self) -> anyhow::Result<f64> {
+    pub(super) async fn key(&mut self) -> anyhow::Result<f64> {
         let start = Instant::now();
         self.process.write("x".into()).await?;
         self.echo().await?;
@@ -211,7 +211,7 @@ impl Terminal {
         }
     }
 
-    async fn keys(&mut self, count: usize) -> anyhow::Result<Vec<f64>> {
+    pub(super) async fn keys(&mut self, count: usize) -> anyhow::Result<Vec<f64>> {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
             samples.push(self.key().await?);
@@ -231,14 +231,14 @@ fn params(name: &str, argv: &[&str]) -> StartParams {
 }
 
 /// A name that no other process of this run has.
-fn name() -> String {
+pub(super) fn name() -> String {
     static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     format!("bench-{number}")
 }
 
 /// Bytes per second of the pattern, each of them checked.
-async fn stream(
+pub(super) async fn stream(
     bench: &Bench,
     client: &ExecServerClient,
     pattern: &Pattern,

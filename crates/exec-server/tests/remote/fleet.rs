@@ -438,14 +438,23 @@ async fn a_bucket_that_is_deleted_is_made_again_from_what_the_nodes_know() {
     assert_eq!(collect(&client, "p", "echo here").await.0, b"here\n");
     let fresh = fleet.connect(1, "box").await;
     assert_eq!(collect(&fresh, "q", "echo there").await.0, b"there\n");
-    assert!(fleet.listed(1, "registered").await.is_some());
-    let (_, answer) = fleet
-        .call(0, "admin", "GET", "/cloud/revocations", &Value::Null)
-        .await;
-    assert_eq!(
-        answer["revocations"][0]["harness"], "token:mallory",
-        "{answer}"
-    );
+    for node in [0, 1] {
+        // The other node may just have found out.
+        fleet.wait_online(node, "registered", false).await;
+        let path = "/cloud/revocations";
+        let revoked = async {
+            loop {
+                let (status, answer) = fleet.call(node, "admin", "GET", path, &Value::Null).await;
+                if status == 200 {
+                    return answer;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let answer = timeout(LONG, revoked).await.expect("an answer");
+        let harness = &answer["revocations"][0]["harness"];
+        assert_eq!(harness, "token:mallory", "{answer}");
+    }
 }
 
 #[tokio::test]
@@ -489,7 +498,6 @@ async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
         .call(2, "admin", "POST", "/cloud/revoke", &revocation)
         .await;
     assert_eq!(status, 200, "{answer}");
-    assert_eq!(answer["sockets_ended"], 1, "{answer}");
     let ended = async {
         while fleet.listed(2, "box").await.unwrap()["streams"] != 1 {
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -284,7 +284,12 @@ impl Rules {
             last: place.or(last),
             since: now,
         };
+        let ours = known.claim.as_ref().is_some_and(|it| it.node == self.node);
         self.claims.insert(Arc::clone(environment), known);
+        if ours {
+            // We have just written it, and are about to be told so.
+            return Verdict::Same;
+        }
         match self.own.get(environment) {
             Some(own) if own.revision < revision => {
                 self.own.remove(environment);
@@ -477,6 +482,24 @@ mod tests {
         assert_eq!(see(4, None), Verdict::Same);
         assert_eq!(see(5, Some(claim("c", 1))), Verdict::Moved);
         assert_eq!(see(4, Some(claim("b", 1))), Verdict::Same, "old news");
+    }
+
+    #[test]
+    fn what_we_have_written_ourselves_is_no_news() {
+        let now = Instant::now();
+        let mut rules = Rules::new("a".into(), Timing::default());
+        let environment: Arc<str> = "e".into();
+        rules.claim(&environment, 1, Some(claim("b", 1)), now);
+        // Seen before the bucket has said that it was written.
+        let seen = rules.claim(&environment, 2, Some(claim("a", 1)), now);
+        assert_eq!(seen, Verdict::Same);
+        assert!(rules.claimed(&environment, 1, 2, claim("a", 1), now));
+        let again = rules.claim(&environment, 3, Some(claim("a", 1)), now);
+        assert_eq!((again, rules.own_socket("e")), (Verdict::Same, Some(1)));
+        assert!(rules.claimed(&environment, 2, 3, claim("a", 1), now));
+        assert_eq!(rules.own_socket("e"), Some(2));
+        let removed = rules.claim(&environment, 4, None, now);
+        assert_eq!(removed, Verdict::Fenced, "somebody took it from us");
     }
 
     #[test]

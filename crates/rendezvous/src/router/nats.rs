@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_relay::Reason;
@@ -23,7 +24,10 @@ use crate::store::Pending;
 const DRAINING: &str = "this node is about to end: use another";
 
 /// How often a harness is sent after an executor that moves.
-const ATTEMPTS: usize = 4;
+const ATTEMPTS: usize = 6;
+
+/// Before a node is asked again that does not know of an executor yet.
+const SECOND_THOUGHT: Duration = Duration::from_millis(50);
 
 /// The router of a cluster.
 #[derive(Debug, Clone)]
@@ -88,7 +92,7 @@ impl NatsRouter {
         if shared.draining.load(Ordering::Relaxed) {
             return Err(AttachError::Unavailable(DRAINING));
         }
-        let mut not = None;
+        let (mut not, mut tried) = (None, None);
         for _ in 0..ATTEMPTS {
             match shared.find(&who.environment, not).await? {
                 Some(Route::Here { epoch }) => {
@@ -104,6 +108,11 @@ impl NatsRouter {
                     match shared.open(&claim, epoch, &who, &mailbox).await {
                         Opening::Opened(uplink) => return Ok(uplink),
                         Opening::Refused(error) => return Err(error),
+                        // Its node may be a moment behind us; asked twice, it knows.
+                        Opening::Moved if tried != Some(epoch) => {
+                            tried = Some(epoch);
+                            tokio::time::sleep(SECOND_THOUGHT).await;
+                        }
                         Opening::Moved => not = Some(epoch),
                     }
                 }
