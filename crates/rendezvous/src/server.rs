@@ -555,7 +555,9 @@ impl Visitor {
                 if !oidc::is_jwt(token) {
                     return Err(TokenError::Unknown.into());
                 }
-                Ok(issuer.caller(token, self.shared.registry.store.unix_now()).await?)
+                Ok(issuer
+                    .caller(token, self.shared.registry.store.unix_now())
+                    .await?)
             }
             (Err(error), _) => Err(error.into()),
         }
