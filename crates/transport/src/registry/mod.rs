@@ -209,7 +209,7 @@ impl Place {
         if matches!(environment_id, "" | "." | "..") {
             return Err(RegistryError::EnvironmentId(environment_id.to_owned()));
         }
-        check_secrecy(&base, &options)?;
+        check_secrecy(&base, options)?;
         let mut path = base.clone();
         match path.path_segments_mut() {
             Ok(mut segments) => {
