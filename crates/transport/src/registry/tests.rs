@@ -182,7 +182,7 @@ fn credentials_do_not_leave_the_machine_in_the_clear() {
     let new = |url: &str, auth, danger| {
         let mut options = RegistryOptions::new(auth);
         options.danger_plain_http = danger;
-        Registry::new(url, "e", options).map(|registry| registry.base.to_string())
+        Registry::new(url, "e", options).map(|registry| registry.told.base.to_string())
     };
     let token = || RegistryAuth::bearer("t");
     for (url, fine) in [
@@ -210,7 +210,7 @@ fn credentials_do_not_leave_the_machine_in_the_clear() {
         assert!(Registry::new("https://h", id, options()).is_err(), "{id}");
     }
     let odd = Registry::new("https://h", "a/b c?", options()).unwrap();
-    assert_eq!(odd.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
+    assert_eq!(odd.told.base.path(), "/cloud/environment/a%2Fb%20c%3F/");
 }
 
 #[test]
