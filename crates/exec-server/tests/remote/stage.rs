@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use exec_server::ExecServerClient;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server_testkit::http;
-use exec_server_testkit::proc::PATIENCE;
+use exec_server_testkit::proc::{self, PATIENCE};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
@@ -76,6 +76,14 @@ impl Running {
     pub(super) fn signal(&self, signal: Signal) {
         let pid = i32::try_from(self.child.id().unwrap()).unwrap();
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
+    }
+
+    /// As [`Running::signal`], to the server behind its guardian as well.
+    pub(super) fn signal_both(&self, signal: Signal) {
+        for server in proc::children(self.child.id().unwrap()) {
+            kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+        }
+        self.signal(signal);
     }
 
     /// Ends it and waits for its end; its exit code.
