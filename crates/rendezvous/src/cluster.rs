@@ -1,7 +1,7 @@
 //! Many meeting points that are one, on NATS: what they share, and how they hear of each other.
 //!
 //! Owns the connection, the bucket, this node's view of it and the tasks that keep both up to date.
-//! [`rules`] decides who may do what, [`channel`] carries streams between nodes. NATS brings the
+//! [`rules`] decides who may do what, `channel` carries streams between nodes. NATS brings the
 //! messages and orders the writes; there is no other agreement between nodes.
 //!
 //! ```text
