@@ -20,6 +20,7 @@ use exec_server::{
 };
 use exec_server_client::AttachRequest;
 use exec_server_testkit::rendezvous::Rendezvous;
+use exec_server_testkit::site::{Site, answer};
 use exec_server_testkit::{codex, interop, proxy, server::Server};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::Command;
@@ -51,6 +52,65 @@ async fn start_up_files_run_once() {
     let home = tempfile::tempdir().unwrap();
     let server = ours_at("HOME", home.path()).await;
     interop::start_up_files_run_once(server.url(), home.path()).await;
+}
+
+/// Every decision about the network of a command is told to the real CLI, and nothing is asked of it.
+#[tokio::test]
+async fn the_real_client_is_told_of_decisions() {
+    let (_, server) = ours().await;
+    let proxy = proxy::Proxy::start(server.url()).await;
+    proxy.listen();
+    interop::a_managed_network_has_one_way_out(&proxy.url()).await;
+    let told: Vec<_> = proxy
+        .sent("network/policyDecision")
+        .into_iter()
+        .map(|told| ["host", "decision", "reason"].map(|name| told["params"][name].clone()))
+        .collect();
+    let expected = [
+        ["127.0.0.1", "allow", "allow"],
+        ["denied.example", "deny", "denied"],
+        ["missed.example", "deny", "not_allowed"],
+    ];
+    assert_eq!(told, expected);
+    assert!(proxy.sent("network/policyRequest").is_empty());
+}
+
+/// The real CLI is asked about a host that no rule names, and its word is final.
+#[tokio::test]
+async fn the_real_client_is_asked_about_a_host() {
+    for (outcome, reason) in [("allow", "allow"), ("deny", "not_allowed")] {
+        // Stands for the rest of the world.
+        let world = Site::saying(answer("200 OK", "", "the world\n")).await;
+        let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
+        command.arg("--set");
+        command.arg(format!("http.proxy={}", world.url("")));
+        let server = Server::start(command).await;
+        let proxy = proxy::Proxy::start(server.url()).await;
+        proxy.listen();
+        let said = interop::a_review_decides_about_a_host(&proxy.url(), outcome).await;
+        let questions = proxy.sent("network/policyRequest");
+        assert_eq!(questions.len(), 1, "{questions:?}");
+        let asked = &questions[0]["params"]["request"];
+        assert_eq!(
+            *asked,
+            serde_json::json!({"protocol": "http", "host": "93.184.216.34", "port": 80})
+        );
+        let told = proxy.sent("network/policyDecision");
+        assert_eq!(told.len(), 1, "{told:?}");
+        assert_eq!(told[0]["params"]["decision"], outcome, "{told:?}");
+        assert_eq!(told[0]["params"]["source"], "decider", "{told:?}");
+        assert_eq!(told[0]["params"]["reason"], reason, "{told:?}");
+        let reached = said.contains("the world\n");
+        assert_eq!(
+            (reached, world.asked().len()),
+            if outcome == "allow" {
+                (true, 1)
+            } else {
+                (false, 0)
+            },
+            "{said}"
+        );
+    }
 }
 
 /// Both kinds of tokens, brought by the real CLI.

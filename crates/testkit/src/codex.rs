@@ -96,9 +96,46 @@ impl Home {
             .unwrap_or_else(|error| panic!("cannot write `{}`: {error}", path.display()));
     }
 
+    /// Lays down what the machine requires of the CLI, as an administrator does.
+    ///
+    /// Only `/etc/codex` can say it. So the CLI runs with a view of `/etc` of its own, in which this
+    /// lies above what is there; that takes a kernel which lets users mount.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be written.
+    pub fn require(&self, text: &str) {
+        let directory = self.etc().join("codex");
+        fs::create_dir_all(&directory)
+            .unwrap_or_else(|error| panic!("cannot create `{}`: {error}", directory.display()));
+        let path = directory.join("requirements.toml");
+        fs::write(&path, text)
+            .unwrap_or_else(|error| panic!("cannot write `{}`: {error}", path.display()));
+    }
+
+    /// What is laid over `/etc`, if anything.
+    fn etc(&self) -> PathBuf {
+        self.root.path().join("etc")
+    }
+
+    /// The binary, with its own view of `/etc` if there is something to see.
+    fn program(&self) -> Command {
+        let etc = self.etc();
+        if !etc.exists() {
+            return Command::new(binary());
+        }
+        let script = r#"mount -t overlay overlay -o "lowerdir=$1:/etc" /etc && shift && exec "$@""#;
+        let mut command = Command::new("unshare");
+        command
+            .args(["--map-root-user", "--mount", "--", "sh", "-c", script, "sh"])
+            .arg(etc)
+            .arg(binary());
+        command
+    }
+
     /// The CLI with this home and nothing else of our environment but `PATH`.
     fn command(&self) -> Command {
-        let mut command = Command::new(binary());
+        let mut command = self.program();
         command
             .env_clear()
             .env("PATH", env::var_os("PATH").unwrap_or_default())
@@ -284,6 +321,26 @@ pub async fn exec_with(
     limit: Duration,
 ) -> Run {
     home.configure(&(config(model, sandbox_mode) + tables));
+    run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
+}
+
+/// As [`exec_with`], with somebody to ask: a model reviews what needs permission.
+///
+/// # Panics
+///
+/// As [`exec`].
+pub async fn exec_reviewed(
+    home: &Home,
+    model: &FakeModel,
+    server_url: &str,
+    sandbox_mode: &str,
+    tables: &str,
+    limit: Duration,
+) -> Run {
+    let nobody = "approval_policy = \"never\"";
+    let reviewed = "approval_policy = \"on-request\"\napprovals_reviewer = \"auto_review\"";
+    let config = config(model, sandbox_mode).replace(nobody, reviewed);
+    home.configure(&(config + tables));
     run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
 }
 

@@ -175,6 +175,91 @@ pub async fn a_workspace_is_all_that_is_writable(url: &str) {
     assert!(!session.home.work().join("../beside").exists(), "{answer}");
 }
 
+/// A command in a network that the CLI manages reaches whom the CLI allows, through a proxy that the
+/// server gives it, is told of the others there, and has no other way out.
+pub async fn a_managed_network_has_one_way_out(url: &str) {
+    let site = Site::saying(site::answer("200 OK", "", "reached\n")).await;
+    let command = format!(
+        r#"ask() {{ echo "[$1]"; shift; curl -sS -i -m 20 "$@" 2>&1; echo "[ended with $?]"; }}
+        echo "proxy=$HTTP_PROXY"
+        ask allowed '{site}/allowed'
+        ask denied 'http://denied.example/'
+        ask missed 'http://missed.example/'
+        ask direct --noproxy '*' '{site}/direct'"#,
+        site = site.url("")
+    );
+    let script = [Turn::Calls(vec![Call::exec_command("run", &command, LONG)])];
+    let tables = format!("{NETWORK}\n[features.network_proxy]\nenabled = true\n{DOMAINS}");
+    let session = Session::follow(Home::new(), url, "workspace-write", &tables, script).await;
+
+    let answer = session.answer("run");
+    expect(&answer, &["proxy=http://127.0.0.1:"]);
+    let part = |from: &str| {
+        let found = answer.split_once(&format!("[{from}]\n"));
+        let found = found.and_then(|(_, rest)| rest.split_once("[ended"));
+        found
+            .unwrap_or_else(|| panic!("no part {from:?} in the answer:\n{answer}"))
+            .0
+            .to_ascii_lowercase()
+    };
+    expect(&part("allowed"), &["200 ok", "reached\n"]);
+    expect(
+        &part("denied"),
+        &["403", "x-proxy-error: blocked-by-denylist"],
+    );
+    expect(
+        &part("missed"),
+        &["403", "x-proxy-error: blocked-by-allowlist"],
+    );
+    expect(&part("direct"), &["curl: (7)"]);
+    let asked = site.asked();
+    let asked: Vec<_> = asked.iter().map(|asked| asked.path()).collect();
+    assert_eq!(asked, ["/allowed"]);
+}
+
+/// The CLI is asked about a host that its machine's requirements do not name, has it reviewed by the
+/// model, and its word counts: whether `outcome` is `allow` or `deny`.
+///
+/// Returns what the model was told of the command that asked for [`ASKED`].
+///
+/// # Panics
+///
+/// If nobody asked.
+pub async fn a_review_decides_about_a_host(url: &str, outcome: &str) -> String {
+    let home = Home::new();
+    let domains = DOMAINS.replace("features.network_proxy", "experimental_network");
+    home.require(&format!(
+        "[experimental_network]\nenabled = true\n{domains}"
+    ));
+    let command = format!("curl -sS -i -m 20 {ASKED}");
+    let review = json!({
+        "risk_level": "low", "user_authorization": "high", "outcome": outcome,
+        "rationale": "as the script has it",
+    });
+    // The CLI uses the same model for both conversations; the second is the review's.
+    let script = [
+        Turn::Calls(vec![Call::exec_command("run", &command, LONG)]),
+        Turn::Message(review.to_string()),
+        Turn::Message("done".to_owned()),
+    ];
+    let model = FakeModel::start(script).await;
+    let run = codex::exec_reviewed(&home, &model, url, "workspace-write", NETWORK, RUN_LIMIT).await;
+    model.finish();
+    let answer = model.output("run");
+    answer.unwrap_or_else(|| panic!("no answer in {:#?}\n{}", model.inputs(), run.stderr))
+}
+
+/// A host that no rule of the tests names. Nobody goes there: it has the form of a public address
+/// because the CLI looks names up before it allows them.
+pub const ASKED: &str = "http://93.184.216.34/asked";
+
+/// The sandbox of the CLI leaves the network to its proxy.
+const NETWORK: &str = "\n[sandbox_workspace_write]\nnetwork_access = true\n";
+
+/// Whom the CLI's proxy knows of.
+const DOMAINS: &str = "\n[features.network_proxy.domains]\n\"127.0.0.1\" = \"allow\"\n\
+                       \"denied.example\" = \"deny\"\n";
+
 /// Several commands of one turn run side by side, and each answer belongs to its call.
 pub async fn parallel_commands_keep_apart(url: &str) {
     let ids = ["a", "b", "c", "d"];
@@ -422,6 +507,7 @@ macro_rules! interop_tests {
             interrupt_reaches_a_pipe_process(server => server.url());
             running_process_ends_with_the_run(server => server.url());
             a_workspace_is_all_that_is_writable(server => server.url());
+            a_managed_network_has_one_way_out(server => server.url());
             tools_over_http_are_reached_from_the_server(server => server.url());
         }
     };

@@ -35,6 +35,8 @@ struct Shared {
     left: AtomicI64,
     refuses: watch::Sender<bool>,
     accepted: AtomicU64,
+    /// All that went to clients, if somebody wants to know.
+    heard: Mutex<Option<Vec<u8>>>,
 }
 
 impl Proxy {
@@ -54,6 +56,7 @@ impl Proxy {
             left: AtomicI64::new(i64::MAX),
             refuses: watch::Sender::new(false),
             accepted: AtomicU64::new(0),
+            heard: Mutex::default(),
         });
         let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
         Self {
@@ -114,6 +117,39 @@ impl Proxy {
     /// message.
     pub fn cut_after(&self, bytes: i64) {
         self.shared.left.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Keeps what goes to clients from now on.
+    pub fn listen(&self) {
+        *self.heard() = Some(Vec::new());
+    }
+
+    /// The messages of a method that clients were sent since [`Proxy::listen`].
+    ///
+    /// Looks for them in the bytes, so it finds whole short messages that are not encrypted.
+    #[must_use]
+    pub fn sent(&self, method: &str) -> Vec<serde_json::Value> {
+        let heard = self.heard();
+        let heard = String::from_utf8_lossy(heard.as_deref().unwrap_or_default());
+        let name = format!("\"method\":\"{method}\"");
+        // Nothing is nested before the name of a method.
+        heard
+            .match_indices(&name)
+            .filter_map(|(at, _)| heard[..at].rfind('{'))
+            .filter_map(|at| {
+                serde_json::Deserializer::from_str(&heard[at..])
+                    .into_iter()
+                    .next()?
+                    .ok()
+            })
+            .collect()
+    }
+
+    fn heard(&self) -> std::sync::MutexGuard<'_, Option<Vec<u8>>> {
+        self.shared
+            .heard
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Connections so far.
@@ -199,6 +235,12 @@ async fn pump(
             }
         }
         to.write_all(part).await?;
+        if to_client {
+            let mut heard = shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(heard) = heard.as_mut() {
+                heard.extend_from_slice(part);
+            }
+        }
         if last {
             shared.left.store(i64::MAX, Ordering::SeqCst);
             shared.cuts.send_modify(|cuts| *cuts += 1);

@@ -348,7 +348,10 @@ const PARTS: &[Part] = &[
             (
                 "network/policyDecision",
                 Served,
-                &["sandbox/managed::denied_hosts_are_reached_in_none"],
+                &[
+                    "sandbox/managed::denied_hosts_are_reached_in_none",
+                    "interop::the_real_client_is_told_of_decisions",
+                ],
             ),
         ],
     ),
@@ -360,6 +363,7 @@ const PARTS: &[Part] = &[
             &[
                 "sandbox/managed::clients_are_asked_about_misses",
                 "sandbox/managed::late_missing_and_strange_answers_are_no",
+                "interop::the_real_client_is_asked_about_a_host",
             ],
         )],
     ),
@@ -461,6 +465,7 @@ const PARTS: &[Part] = &[
                 &[
                     "sandbox/managed::children_are_told_of_their_proxy",
                     "sandbox/managed::what_makes_no_sense_is_refused",
+                    "interop::a_managed_network_has_one_way_out",
                 ],
             ),
             (
