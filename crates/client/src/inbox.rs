@@ -135,6 +135,7 @@ impl Inbox {
         }
         self.cost += cost(&event);
         self.queue.push_back(event);
+        self.join(self.queue.len() - 1);
         while self.consumer == Consumer::Awaited && self.cost > MAX_WAITING_BYTES {
             if !self.evict() {
                 return;
@@ -153,23 +154,42 @@ impl Inbox {
         };
         let lost = chunk.len() as u64;
         self.cost -= chunk.len() + EVENT_COST;
+        let gap = ExecProcessEvent::Gap {
+            after_seq: seq - 1,
+            through_seq: seq,
+            bytes: Some(lost),
+        };
+        self.cost += cost(&gap);
+        self.queue.insert(at, gap);
+        self.join(at + 1);
+        self.join(at);
+        true
+    }
+
+    /// Makes one gap of the event at this place and the one before, if both are gaps and nothing is
+    /// between them. Its size is known if both were.
+    fn join(&mut self, at: usize) {
+        let Some(ExecProcessEvent::Gap {
+            after_seq: middle,
+            through_seq: end,
+            bytes: more,
+        }) = self.queue.get(at).cloned()
+        else {
+            return;
+        };
         let before = at.checked_sub(1).and_then(|at| self.queue.get_mut(at));
         if let Some(ExecProcessEvent::Gap {
             through_seq, bytes, ..
         }) = before
+            && *through_seq == middle
         {
-            *through_seq = seq;
-            *bytes = bytes.map(|bytes| bytes + lost);
-        } else {
-            let gap = ExecProcessEvent::Gap {
-                after_seq: seq - 1,
-                through_seq: seq,
-                bytes: Some(lost),
-            };
-            self.cost += cost(&gap);
-            self.queue.insert(at, gap);
+            *through_seq = end;
+            *bytes = bytes
+                .zip(more)
+                .map(|(bytes, more)| bytes.saturating_add(more));
+            self.queue.remove(at);
+            self.cost -= EVENT_COST;
         }
-        true
     }
 }
 
@@ -179,7 +199,7 @@ fn cost(event: &ExecProcessEvent) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use exec_server_protocol::process::Stream;
+    use exec_server_protocol::process::{Evicted, ReadChunk, Stream};
 
     use super::*;
 
@@ -215,6 +235,49 @@ mod tests {
         assert_eq!(inbox.take(), Some(gap));
         assert_eq!(numbers(&mut inbox), [Some(8), Some(9), Some(10)]);
         assert_eq!(inbox.cost, 0);
+    }
+
+    /// What fell out here and what the server no longer had are one gap as soon as they meet.
+    #[test]
+    fn gaps_that_meet_are_one() {
+        for known in [true, false] {
+            let mut inbox = Inbox::default();
+            for seq in 1..=10 {
+                inbox.accept(output(seq));
+            }
+            // The server has evicted what came between two connections.
+            let read = ReadResult {
+                next_seq: 31,
+                chunks: vec![ReadChunk {
+                    seq: 30,
+                    stream: Stream::Stdout,
+                    chunk: vec![0; CHUNK].into(),
+                }],
+                evicted: known.then_some(Evicted {
+                    through_seq: 29,
+                    bytes: 1234,
+                }),
+                ..ReadResult::default()
+            };
+            let rules = ReadRules {
+                after: 10,
+                states_evicted: known,
+                make_endings: true,
+            };
+            inbox.fill(read, rules);
+            for seq in 31..=40 {
+                inbox.accept(output(seq));
+            }
+            assert!(inbox.attach());
+            let gap = ExecProcessEvent::Gap {
+                after_seq: 0,
+                through_seq: 37,
+                bytes: known.then_some(1234 + 18 * CHUNK as u64),
+            };
+            assert_eq!(inbox.take(), Some(gap));
+            assert_eq!(numbers(&mut inbox), [Some(38), Some(39), Some(40)]);
+            assert_eq!(inbox.cost, 0);
+        }
     }
 
     #[test]

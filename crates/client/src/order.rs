@@ -6,7 +6,8 @@
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
-use exec_server_protocol::process::ReadResult;
+use exec_server_protocol::limits::EVICTED_SIZES;
+use exec_server_protocol::process::{Evicted, ReadResult};
 
 use crate::event::{ExecProcessEvent, ProcessExit};
 
@@ -37,6 +38,10 @@ pub(crate) struct Order {
     exit: ExitState,
     /// The log is closed and its last event released.
     closed: bool,
+    /// Bytes of all output that was released or stated as a gap.
+    counted: u64,
+    /// Some of it could not be counted: a gap of unknown size, or what was before the beginning.
+    uncounted: bool,
 }
 
 #[derive(Debug, Default)]
@@ -73,6 +78,7 @@ impl Order {
         Self {
             last,
             seen: last,
+            uncounted: last > 0,
             ..Self::default()
         }
     }
@@ -129,6 +135,7 @@ impl Order {
             {
                 self.last = *seq;
                 self.seen = self.seen.max(*seq);
+                self.count(&event);
                 Ok(event)
             }
             _ => Err(event),
@@ -185,16 +192,14 @@ impl Order {
             }
         }
         let gone = evicted.map_or(0, |evicted| evicted.through_seq);
+        let evicted = evicted.filter(|_| rules.after == self.last);
+        if evicted.is_some() && runs_through(&missing, gone) > 1 && self.forget_output(gone) {
+            missing = self.missing(through);
+        }
         let lost = evicted
-            .filter(|_| rules.after == self.last)
-            .filter(|_| {
-                missing
-                    .iter()
-                    .filter(|range| *range.start() <= gone)
-                    .count()
-                    == 1
-            })
-            .and_then(|evicted| evicted.bytes.checked_sub(self.held_bytes_through(gone)));
+            .filter(|_| runs_through(&missing, gone) == 1)
+            .and_then(|evicted| self.lost(evicted))
+            .and_then(|lost| lost.checked_sub(self.held_bytes_through(gone)));
         for range in missing {
             let (start, mut end) = range.into_inner();
             if !rules.make_endings {
@@ -244,6 +249,7 @@ impl Order {
             let event = entry.remove();
             self.held_bytes -= event.bytes();
             self.last = event.seq().unwrap_or(next);
+            self.count(&event);
             match event {
                 // A second exit takes up a number, but nobody wants to hear of it.
                 ExecProcessEvent::Exited { .. } if matches!(self.exit, ExitState::Released) => {}
@@ -288,6 +294,42 @@ impl Order {
         self.hold(*numbers.start(), gap);
     }
 
+    fn count(&mut self, event: &ExecProcessEvent) {
+        match event {
+            ExecProcessEvent::Gap { bytes: None, .. } => self.uncounted = true,
+            ExecProcessEvent::Gap {
+                bytes: Some(bytes), ..
+            } => self.counted = self.counted.saturating_add(*bytes),
+            event => self.counted += event.bytes() as u64,
+        }
+    }
+
+    /// How many bytes after the released ones are gone, if that can be told.
+    fn lost(&self, evicted: Evicted) -> Option<u64> {
+        let behind = evicted.through_seq.saturating_sub(self.last);
+        if self.last == 0 || behind <= EVICTED_SIZES {
+            return Some(evicted.bytes);
+        }
+        // The server counts from the beginning.
+        let counted = (!self.uncounted).then_some(self.counted)?;
+        evicted.bytes.checked_sub(counted)
+    }
+
+    /// Gives up held output that lies among what the server has evicted: with it there would be
+    /// several gaps, and nobody could tell the size of any. Nothing is done if an ending is among it.
+    fn forget_output(&mut self, through: u64) -> bool {
+        let is_output = |(_, event): (&u64, &ExecProcessEvent)| {
+            matches!(event, ExecProcessEvent::Output { .. })
+        };
+        if !self.held.range(..=through).all(is_output) {
+            return false;
+        }
+        let kept = self.held.split_off(&through.saturating_add(1));
+        self.held = kept;
+        self.held_bytes = self.held.values().map(ExecProcessEvent::bytes).sum();
+        true
+    }
+
     /// Bytes that the server has evicted, but we have.
     fn held_bytes_through(&self, seq: u64) -> u64 {
         self.held
@@ -328,6 +370,14 @@ impl Order {
         }
         missing
     }
+}
+
+/// How many runs begin with a number up to `through`.
+fn runs_through(missing: &[RangeInclusive<u64>], through: u64) -> usize {
+    missing
+        .iter()
+        .filter(|range| *range.start() <= through)
+        .count()
 }
 
 fn end_of(missing: &[RangeInclusive<u64>]) -> Option<u64> {

@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
+use exec_server_protocol::limits;
 pub use exec_server_protocol::process::Stream;
 use exec_server_protocol::sandbox::Denial;
 
@@ -39,7 +40,7 @@ impl Default for Retention {
 
 /// Numbers of evicted entries whose sizes are remembered, so that a reader that fell behind learns
 /// exactly how much it missed. Four bytes each.
-const EVICTED_INDEX: usize = 65_536;
+const EVICTED_INDEX: usize = limits::EVICTED_SIZES as usize;
 
 /// How a process ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -105,8 +106,8 @@ impl Entry {
 pub struct Lost {
     /// Entries up to this number are gone.
     pub through_seq: u64,
-    /// How many bytes of them came after the reader's cursor. Exact for a cursor of 0 and within
-    /// the newest 65 536 evicted entries; an upper bound for one that is further behind.
+    /// How many bytes of them came after the reader's cursor; for one that is more than
+    /// [`limits::EVICTED_SIZES`] entries behind, how many bytes they had from the beginning.
     pub bytes: u64,
 }
 
@@ -746,7 +747,7 @@ mod tests {
     }
 
     #[test]
-    fn far_behind_the_loss_is_an_upper_bound() {
+    fn far_behind_the_loss_is_counted_from_the_beginning() {
         let mut log = Log::new(Retention {
             bytes: 10,
             chunks: 10,

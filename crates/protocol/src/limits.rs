@@ -84,3 +84,6 @@ pub const MAX_DELTA_BYTES: usize = 1 << 20;
 
 /// Requests over HTTP that one connection may have under way, streamed bodies included.
 pub const MAX_HTTP_REQUESTS: usize = 256;
+
+/// Evicted events whose sizes a server remembers one by one; of older ones it knows the sum alone.
+pub const EVICTED_SIZES: u64 = 65_536;

@@ -276,7 +276,7 @@ pub struct ReadParams {
 }
 
 /// Result of [`Read`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReadResult {
     /// Retained output, in order.
@@ -323,7 +323,8 @@ pub struct ReadChunk {
 pub struct Evicted {
     /// Output numbered up to here is gone.
     pub through_seq: u64,
-    /// How many of its bytes came after `afterSeq`.
+    /// How many of its bytes came after `afterSeq`; or all of its bytes, if that is more than
+    /// [`EVICTED_SIZES`](crate::limits::EVICTED_SIZES) events before `through_seq`.
     pub bytes: u64,
 }
 

@@ -334,6 +334,71 @@ fn what_was_evicted_is_stated() {
     assert_eq!(released, [output(1), gap(1, 3, Some(2 + 3)), output(4)]);
 }
 
+/// What came in the middle of what is gone would leave two gaps of which only the sum is known.
+#[test]
+fn what_is_gone_on_both_sides_of_something_is_one_gap_of_its_size() {
+    let mut order = Order::after(0);
+    order.accept(output(1));
+    for seq in [5, 6, 9, 10] {
+        order.accept(output(seq));
+    }
+    let log = Log {
+        closed: 40,
+        exited: 39,
+        evicted_through: 8,
+    };
+    let mut released = drain(&mut order);
+    let read = log.read(10, 1, Some(1), true);
+    let rules = ReadRules {
+        after: 1,
+        states_evicted: true,
+        make_endings: true,
+    };
+    order.fill(read, rules);
+    released.extend(drain(&mut order));
+    let lost = (2..=8).map(|seq| seq % 5).sum();
+    assert_eq!(
+        released,
+        [output(1), gap(1, 8, Some(lost)), output(9), output(10)]
+    );
+    assert!(!order.has_hole());
+}
+
+/// Servers know the sizes of so many events and the sum of all: with what was counted here that is
+/// enough.
+#[test]
+fn far_behind_the_size_is_what_was_not_counted_here() {
+    let far = EVICTED_SIZES + 100;
+    let read = |bytes| ReadResult {
+        next_seq: far + 1,
+        evicted: Some(Evicted {
+            through_seq: far,
+            bytes,
+        }),
+        ..ReadResult::default()
+    };
+    let rules = ReadRules {
+        after: 3,
+        states_evicted: true,
+        make_endings: true,
+    };
+    let mut order = Order::after(0);
+    (1..=3).for_each(|seq| order.accept(output(seq)));
+    assert_eq!(drain(&mut order).len(), 3);
+    order.fill(read(1_000_006), rules);
+    assert_eq!(drain(&mut order), [gap(3, far, Some(1_000_000))]);
+    // Who began in the middle cannot tell.
+    let mut order = Order::after(3);
+    order.fill(read(1_000_006), rules);
+    assert_eq!(drain(&mut order), [gap(3, far, None)]);
+    // Nonsense is no size either.
+    let mut order = Order::after(0);
+    (1..=3).for_each(|seq| order.accept(output(seq)));
+    assert_eq!(drain(&mut order).len(), 3);
+    order.fill(read(5), rules);
+    assert_eq!(drain(&mut order), [gap(3, far, None)]);
+}
+
 #[test]
 fn an_exit_that_a_gap_passed_over_comes_late() {
     let mut order = Order::after(0);
