@@ -35,6 +35,8 @@ struct Shared {
     left: AtomicI64,
     refuses: watch::Sender<bool>,
     accepted: AtomicU64,
+    /// Bytes that went to clients.
+    carried: AtomicU64,
     /// All that went to clients, if somebody wants to know.
     heard: Mutex<Option<Vec<u8>>>,
 }
@@ -56,6 +58,7 @@ impl Proxy {
             left: AtomicI64::new(i64::MAX),
             refuses: watch::Sender::new(false),
             accepted: AtomicU64::new(0),
+            carried: AtomicU64::new(0),
             heard: Mutex::default(),
         });
         let task = tokio::spawn(accept(listener, Arc::clone(&shared)));
@@ -117,6 +120,12 @@ impl Proxy {
     /// message.
     pub fn cut_after(&self, bytes: i64) {
         self.shared.left.store(bytes, Ordering::SeqCst);
+    }
+
+    /// Bytes that have gone to clients so far.
+    #[must_use]
+    pub fn carried(&self) -> u64 {
+        self.shared.carried.load(Ordering::SeqCst)
     }
 
     /// Keeps what goes to clients from now on.
@@ -236,6 +245,9 @@ async fn pump(
         }
         to.write_all(part).await?;
         if to_client {
+            shared
+                .carried
+                .fetch_add(part.len() as u64, Ordering::SeqCst);
             let mut heard = shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(heard) = heard.as_mut() {
                 heard.extend_from_slice(part);

@@ -228,15 +228,22 @@ fn find(expected: &[u8], piece: &[u8]) -> usize {
 }
 
 /// Reads a process that writes `expected`; how much of it fell into gaps.
-async fn compare(mut events: ExecProcessEvents, expected: &[u8]) -> u64 {
-    let (mut at, mut lost) = (0, 0);
+async fn compare(events: ExecProcessEvents, expected: &[u8]) -> u64 {
+    let gaps = gaps(events, expected).await;
+    gaps.into_iter().map(|(bytes, _)| bytes).sum()
+}
+
+/// Reads a process that writes `expected`; the sizes of its gaps, and whether they were told.
+async fn gaps(mut events: ExecProcessEvents, expected: &[u8]) -> Vec<(u64, bool)> {
+    let mut at = 0;
+    let mut gaps = Vec::new();
     let mut unknown = false;
     while let Some(event) = soon(events.recv()).await {
         match event {
             ExecProcessEvent::Output { chunk, .. } => {
                 if std::mem::take(&mut unknown) {
                     let found = find(&expected[at..], &chunk);
-                    lost += found as u64;
+                    gaps.push((found as u64, false));
                     at += found;
                 }
                 let end = at + chunk.len();
@@ -249,7 +256,7 @@ async fn compare(mut events: ExecProcessEvents, expected: &[u8]) -> u64 {
                     continue;
                 };
                 at += usize::try_from(bytes).unwrap();
-                lost += bytes;
+                gaps.push((bytes, true));
             }
             ExecProcessEvent::Exited { exit, .. } => assert_eq!(exit.exit_code, 0),
             ExecProcessEvent::Closed { .. } => {}
@@ -257,7 +264,7 @@ async fn compare(mut events: ExecProcessEvents, expected: &[u8]) -> u64 {
         }
     }
     assert_eq!(at, expected.len(), "all of it, or a gap of its size");
-    lost
+    gaps
 }
 
 /// Cuts a link and waits until there is another.
@@ -375,30 +382,62 @@ async fn a_silent_link_is_noticed_and_replaced() {
     assert_eq!(lost, 0);
 }
 
-/// Nothing gets through for a while, not even a new connection.
+/// Nothing gets through for twenty seconds, not even a new connection. Who looks after its link makes
+/// others in vain meanwhile; who waits longer than that sees a pause.
 #[tokio::test]
-async fn a_network_that_stands_still_for_a_while_is_survived() {
+async fn a_network_that_stands_still_for_twenty_seconds_is_survived() {
+    const STILL: Duration = Duration::from_secs(20);
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
-    let client = through_with(&proxy, impatient()).await;
-    let process = client.start(sh("echo before; sleep 1; exit 4")).await;
-    let process = process.unwrap().process;
-    let mut events = process.events().unwrap();
-    read_until(&mut events, "before").await;
-    let mut states = client.states();
-    proxy.stall_all();
-    becomes(&mut states, &ConnectionState::Recovering).await;
-    // More than one try is made in vain.
-    let accepted = proxy.accepted();
+    let watchful = through_with(&proxy, impatient()).await;
+    let mut options = options();
+    options.keepalive = KeepaliveConfig {
+        interval: STILL,
+        deadline: 3 * STILL,
+    };
+    let patient = through_with(&proxy, options).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (begun, end) = (directory.path().join("begun"), directory.path().join("end"));
+    let script = format!(
+        "i=0; while [ ! -e {end} ]; do i=$((i+1)); echo $i; sleep 0.05; \
+         [ $i -lt 5 ] || touch {begun}; done; echo end $i >&2; exit 4",
+        end = end.display(),
+        begun = begun.display()
+    );
+    let mut seen = Vec::new();
+    for client in [&watchful, &patient] {
+        let process = client.start(sh(&script)).await.unwrap().process;
+        seen.push(tokio::spawn(all(process.events().unwrap())));
+    }
     soon(async {
-        while proxy.accepted() < accepted + 2 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
+        while !begun.exists() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     })
     .await;
+    let mut states = watchful.states();
+    proxy.stall_all();
+    let stopped = tokio::time::Instant::now();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    let accepted = proxy.accepted();
+    tokio::time::sleep_until(stopped + STILL).await;
+    assert!(proxy.accepted() >= accepted + 2, "more than one try");
+    assert_eq!(watchful.state(), ConnectionState::Recovering);
+    assert_eq!(patient.state(), ConnectionState::Connected);
     proxy.release();
     becomes(&mut states, &ConnectionState::Connected).await;
-    assert_eq!(exited(&*process).await.exit_code, 4);
+    std::fs::write(&end, "").unwrap();
+    for seen in seen {
+        let seen = soon(seen).await.unwrap();
+        let last = String::from_utf8(seen.stderr).unwrap();
+        let last = last.trim_end().strip_prefix("end ").unwrap();
+        assert!(
+            seen.stdout == lines(last.parse().unwrap()),
+            "of {last} lines"
+        );
+        assert_eq!((seen.exit_code, seen.closed), (Some(4), true));
+        assert_eq!(seen.gaps, [] as [Option<u64>; 0]);
+    }
 }
 
 #[tokio::test]
@@ -430,7 +469,10 @@ async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
     proxy.refuse(false);
     let mut expected = lines(1_000_000);
     expected.extend_from_slice(b"end\n");
-    let lost = compare(events, &expected).await;
+    let gaps = gaps(events, &expected).await;
+    let [(lost, true)] = gaps[..] else {
+        panic!("one gap, and its size: {gaps:?}");
+    };
     assert!(lost > 0, "this is more than a server keeps");
     assert_eq!(
         process
@@ -440,6 +482,68 @@ async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
             .exit_code,
         Some(0)
     );
+}
+
+/// Output falls out on both sides: here, where nobody reads it, and there, where nobody is connected.
+#[tokio::test]
+async fn what_is_lost_on_both_sides_is_one_gap_of_its_size() {
+    /// Characters of a part, as a link carries them.
+    fn carried(part: &[u8]) -> u64 {
+        part.len() as u64 / 3 * 4
+    }
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = |name: &str| directory.path().join(name);
+    let mut script = String::new();
+    // The last is so long that much of it has arrived when the rest is in the buffers of sockets.
+    let parts: Vec<Vec<u8>> = [1..=900_000, 900_001..=1_800_000, 1_800_001..=4_500_000_u64]
+        .into_iter()
+        .enumerate()
+        .map(|(part, lines)| {
+            let (first, last) = lines.clone().into_inner();
+            let begin = file(&format!("begin{part}")).display().to_string();
+            let done = file(&format!("done{part}")).display().to_string();
+            script += &format!(
+                "while [ ! -e {begin} ]; do sleep 0.01; done; seq -f %.0f {first} {last}; touch {done}; "
+            );
+            lines
+                .flat_map(|number| format!("{number}\n").into_bytes())
+                .collect()
+        })
+        .collect();
+    let process = client.start(sh(&script)).await.unwrap().process;
+    let mut states = client.states();
+    let until = async |happened: &dyn Fn() -> bool| {
+        soon(async {
+            while !happened() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+    };
+    // More than is kept here for somebody who may come.
+    std::fs::write(file("begin0"), "").unwrap();
+    until(&|| proxy.carried() > carried(&parts[0])).await;
+    // More than is kept there.
+    proxy.refuse(true);
+    proxy.cut();
+    becomes(&mut states, &ConnectionState::Recovering).await;
+    std::fs::write(file("begin1"), "").unwrap();
+    until(&|| file("done1").exists()).await;
+    proxy.refuse(false);
+    becomes(&mut states, &ConnectionState::Connected).await;
+    // As much again as here: nothing from before the cut is left.
+    let before = proxy.carried();
+    std::fs::write(file("begin2"), "").unwrap();
+    until(&|| proxy.carried() - before > carried(&parts[2])).await;
+    let expected = parts.concat();
+    let gaps = gaps(process.events().unwrap(), &expected).await;
+    let [(lost, true)] = gaps[..] else {
+        panic!("one gap, and its size: {gaps:?}");
+    };
+    assert!(lost > (parts[0].len() + parts[1].len()) as u64, "{lost}");
 }
 
 #[tokio::test]

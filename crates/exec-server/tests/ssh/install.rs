@@ -57,6 +57,88 @@ async fn what_is_missing_is_installed_once() {
     assert_eq!(lab.installed(), installed);
 }
 
+/// Whether an ELF file asks for no interpreter, so that it needs no library of the machine.
+fn is_static(elf: &[u8]) -> bool {
+    let number = |at: usize, size: usize| {
+        let bytes = &elf[at..at + size];
+        bytes
+            .iter()
+            .rev()
+            .fold(0, |number, &byte| number << 8 | usize::from(byte))
+    };
+    assert_eq!(&elf[..6], b"\x7fELF\x02\x01", "64 bits, little end first");
+    let (table, size, count) = (number(32, 8), number(54, 2), number(56, 2));
+    assert!(count > 0);
+    const PT_INTERP: usize = 3;
+    (0..count).all(|index| number(table + index * size, 4) != PT_INTERP)
+}
+
+/// Another file than the one that runs here is sent, and is what runs there: a static one, which
+/// says that it ran and goes on as the server of these tests, as a static one takes long to build.
+#[tokio::test]
+async fn a_static_executable_is_sent_and_run() {
+    let lab = Lab::new();
+    let (source, built) = (
+        lab.sshd.path().join("stand-in.rs"),
+        lab.sshd.path().join("stand-in"),
+    );
+    let ran = lab.sshd.path().join("ran");
+    let program = format!(
+        r##"use std::{{env, fs, io::Write, os::unix::process::CommandExt, process::Command}};
+        fn main() {{
+            let mut ran = fs::File::options().create(true).append(true).open(r#"{ran}"#).unwrap();
+            writeln!(ran, "{{}}", env::current_exe().unwrap().display()).unwrap();
+            panic!("{{}}", Command::new(r#"{BINARY}"#).args(env::args_os().skip(1)).exec());
+        }}"##,
+        ran = ran.display()
+    );
+    fs::write(&source, program).unwrap();
+    let compiled = Command::new("rustc")
+        .args(["--edition=2024", "-C", "target-feature=+crt-static", "-o"])
+        .args([&built, &source])
+        .output()
+        .await
+        .unwrap();
+    let complaints = String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "{complaints}");
+    assert!(is_static(&fs::read(&built).unwrap()));
+    assert!(!is_static(&fs::read(BINARY).unwrap()));
+
+    let run = |command: &[&str]| {
+        let mut program = lab.program();
+        program
+            .arg("run")
+            .args(lab.flags(&lab.sshd.url()))
+            .arg("--local-binary")
+            .arg(&built)
+            .arg("--")
+            .args(command);
+        program
+    };
+    let (out, err, code) = seen(run(&["echo", "hi"])).await;
+    assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
+    assert!(err.contains("installing exec-server"), "{err}");
+    let installed = lab.installed();
+    let [only] = &installed[..] else {
+        panic!("{installed:?}");
+    };
+    assert!(fs::read(only).unwrap() == fs::read(&built).unwrap());
+    assert_eq!(only.metadata().unwrap().mode() & 0o777, 0o700);
+    // Tried before it got its name, and then used.
+    let said = fs::read_to_string(&ran).unwrap();
+    let (directory, name) = (only.parent().unwrap(), only.file_name().unwrap());
+    let tried = format!("{}/.{}.", directory.display(), name.display());
+    let lines: Vec<_> = said.lines().collect();
+    let [first, .., last] = lines[..] else {
+        panic!("{said}");
+    };
+    assert!(first.starts_with(&tried), "{said}");
+    assert_eq!(Path::new(last), only, "{said}");
+    let (_, err, code) = seen(run(&["true"])).await;
+    assert_eq!((err.as_str(), code), ("", 0));
+    assert_eq!(lab.installed(), installed);
+}
+
 #[tokio::test]
 async fn another_kind_of_machine_is_named() {
     let lab = Lab::new();

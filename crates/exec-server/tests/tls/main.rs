@@ -4,8 +4,14 @@
 
 use std::path::PathBuf;
 use std::process::Stdio;
+use std::time::Duration;
 
+use exec_server::protocol::process::{StartParams, WriteStatus};
+use exec_server::{
+    CollectOptions, ExecBackend as _, ExecServerClient, RemoteExecServerConnectArgs,
+};
 use exec_server_testkit::proc;
+use exec_server_testkit::proxy::Proxy;
 use exec_server_testkit::server::Server;
 use exec_server_testkit::wire::{Client, Start};
 use exec_server_transport::tls::{Pin, TlsClientOptions};
@@ -381,4 +387,68 @@ async fn tokens_are_asked_for_inside_tls() {
     );
     options.bearer_token = Some("tok123".into());
     connect(server.url(), &options).await.unwrap();
+}
+
+/// A session over TLS is resumed like any other, and only with whom is believed.
+#[tokio::test]
+async fn a_cut_session_is_resumed_inside_tls() {
+    let authority = Authority::new();
+    let files = authority.issue("server", "127.0.0.1", false);
+    let server = serve_with(&files, &[]).await;
+    let plain = |url: &str| url.replace("wss://", "ws://");
+    let proxy = Proxy::start(&plain(server.url())).await;
+    let mut args = RemoteExecServerConnectArgs::new(proxy.url().replace("ws://", "wss://"), "test");
+    args.tls = authority.trusted();
+    args.options.recovery.first_pause = Duration::from_millis(2);
+    args.options.recovery.longest_pause = Duration::from_millis(20);
+    let client = ExecServerClient::connect(args).await.unwrap();
+    let sh = |id: &str, script: &str| StartParams {
+        process_id: id.to_owned(),
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: [("PATH".to_owned(), "/usr/bin:/bin".to_owned())].into(),
+        pipe_stdin: true,
+        ..StartParams::default()
+    };
+    // Less than a server keeps, over all the cuts.
+    let script = "i=0; while [ $i -lt 100 ]; do i=$((i+1)); seq 1 1500; sleep 0.02; done; exit 6";
+    let writer = client.start(sh("writer", script)).await.unwrap().process;
+    let echo = client.start(sh("echo", "cat; exit 7")).await.unwrap();
+    for cut in 0..20 {
+        // In the middle of records too.
+        if cut % 2 == 0 {
+            proxy.cut();
+        } else {
+            proxy.cut_after(300 + 29 * cut);
+        }
+        let line = format!("line {cut}\n");
+        let written = echo.process.write(line.into()).await.unwrap();
+        assert_eq!(written, WriteStatus::Accepted);
+    }
+    assert!(proxy.accepted() > 10, "{}", proxy.accepted());
+    echo.process.close_stdin().await.unwrap();
+    let collect = CollectOptions::default;
+    let echoed = echo.process.output(collect()).await.unwrap();
+    let expected: String = (0..20).map(|cut| format!("line {cut}\n")).collect();
+    assert_eq!(String::from_utf8_lossy(&echoed.stdout), expected);
+    assert_eq!(
+        (echoed.exit.unwrap().exit_code, echoed.has_gaps),
+        (7, false)
+    );
+    let written = writer.output(collect()).await.unwrap();
+    let block: String = (1..=1500).map(|number| format!("{number}\n")).collect();
+    assert!(written.stdout == block.repeat(100).as_bytes());
+    assert_eq!(
+        (written.exit.unwrap().exit_code, written.has_gaps),
+        (6, false)
+    );
+
+    // Somebody else at the same address is not believed, and not told of the session.
+    let others = Authority::new();
+    let other = serve_with(&others.issue("other", "127.0.0.1", false), &[]).await;
+    proxy.lead_to(&plain(other.url()));
+    proxy.cut();
+    let mut closed = client.closed();
+    let reason = closed.wait_for(Option::is_some).await.unwrap().clone();
+    let reason = reason.unwrap();
+    assert!(reason.contains("certificate"), "{reason}");
 }
