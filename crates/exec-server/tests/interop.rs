@@ -413,9 +413,29 @@ async fn our_client_uses_directories() {
     std::os::unix::fs::symlink("c", root.join("l")).unwrap();
     let canonical = files.canonicalize(&path("l/b"), None).await.unwrap();
     assert_eq!(canonical, path("c/b"));
-    let watch = files.watch_missing(&[path("new")], Some(&path("c"))).await;
+}
+
+/// `fs/watchMissing` came with 0.166; of an older server the client says that it has none.
+#[tokio::test]
+async fn our_client_watches_for_what_is_missing() {
+    let theirs = Theirs::new().await;
+    let files = theirs.client.file_system();
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| uri(directory.path().join(name)).unwrap();
+    std::fs::create_dir(directory.path().join("there")).unwrap();
+    let watch = files
+        .watch_missing(&[path("new")], Some(&path("there")))
+        .await;
+    if codex::version() < [0, 166, 0] {
+        let refused = watch.unwrap_err();
+        assert!(
+            matches!(refused, ExecServerError::Unsupported("fs/watchMissing")),
+            "{refused}"
+        );
+        return;
+    }
     let watch = watch.unwrap().unwrap();
-    std::fs::write(root.join("new"), "").unwrap();
+    std::fs::write(directory.path().join("new"), "").unwrap();
     let changed = tokio::time::timeout(Duration::from_secs(20), watch.changed()).await;
     changed.unwrap().unwrap();
 }

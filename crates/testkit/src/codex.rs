@@ -39,6 +39,31 @@ pub fn binary() -> PathBuf {
     path
 }
 
+/// The version of that binary, for what not all versions can do.
+///
+/// # Panics
+///
+/// If it does not say.
+#[must_use]
+pub fn version() -> [u32; 3] {
+    let binary = binary();
+    let said = std::process::Command::new(&binary)
+        .arg("--version")
+        .output()
+        .unwrap_or_else(|error| panic!("cannot run `{}`: {error}", binary.display()));
+    let said = String::from_utf8_lossy(&said.stdout);
+    let number = said.split_whitespace().next_back().unwrap_or_default();
+    // A release to come counts as the release.
+    let number = number.split(['-', '+']).next().unwrap_or_default();
+    let parts: Vec<u32> = number
+        .split('.')
+        .filter_map(|part| part.parse().ok())
+        .collect();
+    parts
+        .try_into()
+        .unwrap_or_else(|_| panic!("`{}` is of no known version: {said}", binary.display()))
+}
+
 /// A fresh `CODEX_HOME` with an empty project beside it, both removed on drop.
 #[derive(Debug)]
 pub struct Home {

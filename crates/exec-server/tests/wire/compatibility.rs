@@ -684,7 +684,8 @@ fn render() -> String {
          Written by `crates/exec-server/tests/wire/compatibility.rs`, which fails when this page is stale; to write it anew:\n\
          `UPDATE_DOCS=1 cargo test -p exec-server --test wire compatibility`. A test is named by its place below\n\
          `crates/exec-server/tests`; those of `interop` run with the real Codex (`make interop`, `make interop-matrix`).\n\
-         What this server adds is in [wire.md](wire.md).\n",
+         They pass with 0.165 as well, whose server differs in one thing: it has no `fs/watchMissing`, and our client says so\n\
+         (`interop::our_client_watches_for_what_is_missing`). What this server adds is in [wire.md](wire.md).\n",
     );
     for (title, items) in PARTS {
         let _ = write!(

@@ -27,7 +27,8 @@ impl User {
         let directory = tempfile::tempdir().unwrap();
         let home = directory.path().canonicalize().unwrap();
         let mut command = program();
-        command.env("HOME", &home);
+        // Whoever puts something aside does it in a place that can be looked at.
+        command.env("HOME", &home).env("TMPDIR", &home);
         for setting in settings {
             command.args(["--set", setting]);
         }
@@ -404,4 +405,19 @@ async fn state_is_not_left_in_the_environment_of_commands() {
         let variables = said.lines().filter(|line| line.contains("SNAPSHOT_0="));
         assert_eq!(variables.count(), 0, "{said}");
     }
+}
+
+/// What a shell knows may be secret: no file holds it, neither while it is told nor afterwards.
+#[tokio::test]
+async fn no_file_holds_a_snapshot() {
+    let mut user = User::new(Transport::Websocket, &[]).await;
+    let files = ".bash_profile\ncount\nseen\n";
+    user.profile(".bash_profile", "f() { :; }\nls -A \"$TMPDIR\" > seen");
+    for round in 0..2 {
+        let said = user.says(BASH, "s", "f && ls -A \"$TMPDIR\"").await;
+        assert_eq!(said, files, "{round}");
+    }
+    assert_eq!(user.count(), 1);
+    let seen = std::fs::read_to_string(user.home.join("seen")).unwrap();
+    assert_eq!(seen, files);
 }
