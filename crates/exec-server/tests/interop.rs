@@ -64,12 +64,16 @@ async fn the_real_client_is_told_of_decisions() {
     let told: Vec<_> = proxy
         .sent("network/policyDecision")
         .into_iter()
-        .map(|told| ["host", "decision", "reason"].map(|name| told["params"][name].clone()))
+        .map(|told| {
+            ["host", "protocol", "decision", "reason"].map(|name| told["params"][name].clone())
+        })
         .collect();
     let expected = [
-        ["127.0.0.1", "allow", "allow"],
-        ["denied.example", "deny", "denied"],
-        ["missed.example", "deny", "not_allowed"],
+        ["127.0.0.1", "http", "allow", "allow"],
+        ["127.0.0.1", "https_connect", "allow", "allow"],
+        ["127.0.0.1", "socks5_tcp", "allow", "allow"],
+        ["denied.example", "http", "deny", "denied"],
+        ["missed.example", "http", "deny", "not_allowed"],
     ];
     assert_eq!(told, expected);
     assert!(proxy.sent("network/policyRequest").is_empty());

@@ -183,6 +183,8 @@ pub async fn a_managed_network_has_one_way_out(url: &str) {
         r#"ask() {{ echo "[$1]"; shift; curl -sS -i -m 20 "$@" 2>&1; echo "[ended with $?]"; }}
         echo "proxy=$HTTP_PROXY"
         ask allowed '{site}/allowed'
+        ask tunnel -p '{site}/tunnel'
+        ask socks -x "$ALL_PROXY" '{site}/socks'
         ask denied 'http://denied.example/'
         ask missed 'http://missed.example/'
         ask direct --noproxy '*' '{site}/direct'"#,
@@ -202,7 +204,9 @@ pub async fn a_managed_network_has_one_way_out(url: &str) {
             .0
             .to_ascii_lowercase()
     };
-    expect(&part("allowed"), &["200 ok", "reached\n"]);
+    for way in ["allowed", "tunnel", "socks"] {
+        expect(&part(way), &["200 ok", "reached\n"]);
+    }
     expect(
         &part("denied"),
         &["403", "x-proxy-error: blocked-by-denylist"],
@@ -214,7 +218,7 @@ pub async fn a_managed_network_has_one_way_out(url: &str) {
     expect(&part("direct"), &["curl: (7)"]);
     let asked = site.asked();
     let asked: Vec<_> = asked.iter().map(|asked| asked.path()).collect();
-    assert_eq!(asked, ["/allowed"]);
+    assert_eq!(asked, ["/allowed", "/tunnel", "/socks"]);
 }
 
 /// The CLI is asked about a host that its machine's requirements do not name, has it reviewed by the

@@ -209,6 +209,13 @@ proptest! {
             }
         }
         check(&log, &released);
+        // Only an exit that is held among what is gone can hide a size.
+        if states_evicted && log.exited > log.evicted_through {
+            let hidden = |event: &ExecProcessEvent| {
+                matches!(event, ExecProcessEvent::Gap { bytes: None, .. })
+            };
+            prop_assert!(!released.iter().any(hidden), "{released:?}");
+        }
     }
 
     /// As a puller reads: endings come as notifications, output comes as answers.
