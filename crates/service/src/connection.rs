@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use exec_server_executor::sys::memory;
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::{ErrorObject, RequestId};
@@ -302,7 +303,7 @@ impl Responder {
         hint: usize,
         write: impl FnOnce(&mut Vec<u8>) -> Result<(), RpcError>,
     ) -> bool {
-        let mut message = Vec::with_capacity(hint + ENVELOPE_BYTES);
+        let mut message = memory::buffer(hint + ENVELOPE_BYTES);
         message.extend_from_slice(b"{\"id\":");
         let encoded = serde_json::to_writer(&mut message, &self.id);
         debug_assert!(encoded.is_ok(), "an id always serialises");

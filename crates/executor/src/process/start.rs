@@ -20,7 +20,7 @@ use super::{Life, Listeners, Orders, Output, Owner, Process, Shared, terminal};
 use crate::executor::{Executor, Slot};
 use crate::limits::{self, Applied};
 use crate::log::{Log, Retention, Stream};
-use crate::sandbox::{self, Errand, Inside, Prison, launcher};
+use crate::sandbox::{self, Errand, Inside, Ledger, Prison, launcher};
 use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
 use crate::sys::launch::{Launch, LaunchError, Step, launch};
 use crate::sys::poll;
@@ -42,6 +42,7 @@ struct Running {
 struct Sandboxed {
     prison: Prison,
     inside: Option<Inside>,
+    ledger: Option<Ledger>,
 }
 
 /// A child that is killed and reaped unless someone takes charge of it.
@@ -214,12 +215,12 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         pid,
         pidfd: Some(pidfd),
     };
-    let (leader, listeners) = match errand {
+    let (leader, listeners, ledger) = match errand {
         Some(errand) => {
             let begun = errand.wait(spec)?;
-            (begun.leader, begun.listeners)
+            (begun.leader, begun.listeners, Some(begun.ledger))
         }
-        None => (None, Vec::new()),
+        None => (None, Vec::new(), None),
     };
     let listeners = match &spec.network {
         None => None,
@@ -229,6 +230,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
         inside: leader
             .filter(|_| own_session)
             .and_then(|pid| sandbox::inside(pid, |pid| tree::is_member(pid, tag))),
+        ledger: ledger.filter(|_| own_session),
         prison,
     });
     Ok(Running {
@@ -343,15 +345,19 @@ fn adopt(
             Stdin::new(Some(fd), true)
         }
     };
-    let (inside, enforcement, facts, placeholders) = match sandbox {
-        Some(Sandboxed { prison, inside }) => {
+    let (inside, enforcement, facts, placeholders, ledger) = match sandbox {
+        Some(Sandboxed {
+            prison,
+            inside,
+            ledger,
+        }) => {
             let Prison {
                 enforcement,
                 facts,
                 placeholders,
                 ..
             } = prison;
-            (inside, Some(enforcement), facts, placeholders)
+            (inside, Some(enforcement), facts, placeholders, ledger)
         }
         None => Default::default(),
     };
@@ -389,6 +395,7 @@ fn adopt(
         Guard {
             facts,
             _placeholders: placeholders,
+            ledger,
         },
     );
     // Owned by the process: it ends when the process has, or when the last handle is dropped.

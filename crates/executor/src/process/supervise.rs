@@ -22,9 +22,11 @@ use tokio::io::unix::AsyncFd;
 use super::{Life, Shared, blocking, lock};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
+use crate::sandbox::Ledger;
 use crate::sandbox::denial::{self, Facts};
 use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
+use crate::sys::reap::Usage;
 use crate::tree;
 
 /// The most that one chunk holds: large enough that framing costs little, small enough that a
@@ -144,6 +146,14 @@ pub(super) struct Guard {
     pub(super) facts: Facts,
     /// Held until the child has ended.
     pub(super) _placeholders: Vec<Placeholder>,
+    /// Where the launcher says what its command used.
+    pub(super) ledger: Option<Ledger>,
+}
+
+impl Guard {
+    fn usage(&self) -> Option<Usage> {
+        self.ledger.as_ref().and_then(Ledger::usage)
+    }
 }
 
 /// What woke the supervisor.
@@ -278,32 +288,25 @@ impl Supervisor {
         *life = Life::Ended;
         drop(life);
         self.drain();
-        let facts = self
-            .guard
-            .take()
-            .map(|guard| guard.facts)
-            .unwrap_or_default();
-        let mut exit = match reaped {
-            Some(reaped) => Exit {
-                code: reaped
-                    .code
-                    .unwrap_or_else(|| 128 + reaped.signal.unwrap_or(0)),
-                signal: reaped.signal,
-                timed_out: self.timed_out,
-                user_micros: reaped.user_micros,
-                system_micros: reaped.system_micros,
-                max_rss_bytes: reaped.max_rss_bytes,
-                denials: None,
-            },
-            None => Exit {
-                code: -1,
-                signal: None,
-                timed_out: self.timed_out,
-                user_micros: 0,
-                system_micros: 0,
-                max_rss_bytes: 0,
-                denials: None,
-            },
+        let guard = self.guard.take();
+        let inside = guard.as_ref().and_then(Guard::usage).unwrap_or_default();
+        let facts = guard.map(|guard| guard.facts).unwrap_or_default();
+        let (code, signal, usage) = match reaped {
+            Some(reaped) => {
+                let signal = reaped.signal;
+                let code = reaped.code.unwrap_or_else(|| 128 + signal.unwrap_or(0));
+                (code, signal, reaped.usage)
+            }
+            None => (-1, None, Usage::default()),
+        };
+        let mut exit = Exit {
+            code,
+            signal,
+            timed_out: self.timed_out,
+            user_micros: usage.user_micros + inside.user_micros,
+            system_micros: usage.system_micros + inside.system_micros,
+            max_rss_bytes: usage.max_rss_bytes.max(inside.max_rss_bytes),
+            denials: None,
         };
         if facts.confined && exit.code != 0 {
             let output = lock(&self.shared.output);

@@ -35,9 +35,10 @@ use serde::{Deserialize, Serialize};
 
 use super::host::{self, Host};
 use super::plan::{Command, Confinement, Landlock, Listeners, Namespaces, Plan, Text};
-use super::standby::{self, Birth};
-use super::{helper, view};
+use super::standby::{self, Birth, Spare};
+use super::{Ledger, helper, view};
 use crate::sys::confine::{self, Fork, OneThread, Signals};
+use crate::sys::reap::Usage;
 
 /// The first argument of an executable that is to be a launcher.
 pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
@@ -176,7 +177,7 @@ pub fn dispatch() -> Option<ExitCode> {
             eprintln!("exec-server: the sandbox launcher needs /proc and a single thread");
             return ExitCode::from(125);
         };
-        run(token)
+        run(token, Net::Shared)
     })
 }
 
@@ -185,7 +186,16 @@ pub(crate) fn is_dispatched() -> bool {
     DISPATCHES.load(Ordering::Relaxed)
 }
 
-fn run(token: OneThread) -> ! {
+/// Which network a launcher is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Net {
+    /// That of the server.
+    Shared,
+    /// One that nobody else is in, and that nobody inside has rights over.
+    Own,
+}
+
+fn run(token: OneThread, network: Net) -> ! {
     let (Ok(order), Ok(report)) = (
         confine::inherited(token, ORDER_FD),
         confine::inherited(token, REPORT_FD),
@@ -193,13 +203,23 @@ fn run(token: OneThread) -> ! {
         eprintln!("exec-server: this argument is not for people");
         confine::exit(FAILED)
     };
-    match read_order(order) {
+    match read_order(&order) {
         Ok(Order::Run(plan)) => {
-            let work = Work::Command(&plan.command);
-            begin(token, &plan.confinement, work, report)
+            let ledger = Ledger(order);
+            if let Err(error) = ledger.clear() {
+                give_up(&report, failed(Step::Order, b"", error))
+            }
+            let work = Work::Command(&plan.command, ledger);
+            begin(token, &plan.confinement, network, work, report)
         }
         Ok(Order::Serve(confinement)) => match confine::inherited(token, WORK_FD) {
-            Ok(socket) => begin(token, &confinement, Work::Files(socket), report),
+            Ok(socket) => begin(
+                token,
+                &confinement,
+                network,
+                Work::Files(socket),
+                report,
+            ),
             Err(error) => give_up(&report, failed(Step::Order, b"", error)),
         },
         Ok(Order::Probe) => {
@@ -220,11 +240,20 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     // Our memory is nobody's business.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let _ = rustix::thread::set_name(standby::NAME);
-    while let Some((birth, files)) = standby::receive(&control) {
+    let mut spare = Spare::default();
+    let mut networks = false;
+    loop {
+        // For the next one, when nobody waits: not while the last one is still being born.
+        if networks && standby::is_quiet(&control) && spare.make().is_err() {
+            confine::exit(FAILED)
+        }
+        let Some((birth, files)) = standby::receive(&control) else {
+            confine::exit(0)
+        };
         let answer = match confine::fork_sibling(token) {
             Ok(Fork::Child) => {
                 drop(control);
-                be_born(token, &birth, files)
+                be_born(token, &birth, files, spare)
             }
             Ok(Fork::Parent(pid)) => pid.as_raw_nonzero().get(),
             Err(error) => -error.raw_os_error().unwrap_or(libc::EAGAIN),
@@ -232,12 +261,19 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
         // Those who listen at them wait for the last to let go.
         drop(files);
         standby::answer(&control, answer);
+        networks = birth.network;
+        if networks {
+            spare.forget();
+        }
     }
-    confine::exit(0)
 }
 
 /// Becomes a launcher like one that was executed: a session, streams, limits and an order.
-fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
+fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>, spare: Spare) -> ! {
+    let network = match birth.network && spare.enter() {
+        true => Net::Own,
+        false => Net::Shared,
+    };
     let groups = files.split_off(birth.kept);
     let prepared = || -> Result<(), Failure> {
         let failed = |step| move |error| failed(step, b"", error);
@@ -263,18 +299,24 @@ fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
         give_up(report, failure)
     }
     match confine::only(token, files) {
-        Ok(()) => run(token),
+        Ok(()) => run(token, network),
         // There is nobody to tell: it ends without a word, which is an error there.
         Err(_) => confine::exit(FAILED),
     }
 }
 
-fn read_order(order: OwnedFd) -> io::Result<Order> {
-    use std::os::unix::fs::FileExt as _;
-    let file = File::from(order);
-    let length = usize::try_from(file.metadata()?.len()).unwrap_or(0);
+fn read_order(order: &OwnedFd) -> io::Result<Order> {
+    let length = usize::try_from(rustix::fs::fstat(order)?.st_size).unwrap_or(0);
     let mut bytes = vec![0; length];
-    file.read_exact_at(&mut bytes, 0)?;
+    let mut filled = 0;
+    while filled < length {
+        match rustix::io::pread(order, &mut bytes[filled..], filled as u64) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
     postcard::from_bytes(&bytes).map_err(|_| io::Error::from_raw_os_error(libc::EBADMSG))
 }
 
@@ -291,7 +333,6 @@ fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
         return Ok(());
     }
     let failed = |port: u16| move |error: Errno| failed(Step::Network, port.to_string(), error);
-    confine::loopback_up().map_err(|error| self::failed(Step::Network, b"", error))?;
     let mut files = Vec::with_capacity(listeners.count());
     let kinds = [
         (&listeners.tcp, SocketType::STREAM),
@@ -330,26 +371,33 @@ fn give_up(report: &OwnedFd, failure: Failure) -> ! {
 
 /// What is done once everything is in place.
 enum Work<'a> {
-    Command(&'a Command),
+    /// A command, and where to say what it used.
+    Command(&'a Command, Ledger),
     /// File work, for whoever is at the other end.
     Files(OwnedFd),
 }
 
 impl Work<'_> {
     fn has_terminal(&self) -> bool {
-        matches!(self, Self::Command(command) if command.terminal)
+        matches!(self, Self::Command(command, _) if command.terminal)
     }
 }
 
-fn begin(token: OneThread, confinement: &Confinement, work: Work<'_>, report: OwnedFd) -> ! {
+fn begin(
+    token: OneThread,
+    confinement: &Confinement,
+    network: Net,
+    work: Work<'_>,
+    report: OwnedFd,
+) -> ! {
     if let Some(namespaces) = &confinement.namespaces {
-        watch(token, confinement, namespaces, work, report)
+        watch(token, confinement, namespaces, network, work, report)
     }
     if let Err(failure) = confine_self(confinement) {
         give_up(&report, failure)
     }
     match work {
-        Work::Command(command) => execute(token, command, &report),
+        Work::Command(command, _) => execute(token, command, &report),
         Work::Files(socket) => serve(confinement, &socket, report),
     }
 }
@@ -365,11 +413,36 @@ fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     helper::serve(socket, &laid)
 }
 
-/// Starts the first process of new namespaces, waits for its end and ends as the command did.
+/// What the first process tells when its command has ended, and all others of the namespace have.
+#[derive(Debug, Serialize, Deserialize)]
+struct End {
+    /// As from `wait`.
+    status: i32,
+    usage: Usage,
+}
+
+impl End {
+    /// Waits for it; nothing if the first process has ended without.
+    fn read(pipe: OwnedFd) -> Option<Self> {
+        let mut bytes = Vec::new();
+        File::from(pipe).read_to_end(&mut bytes).ok()?;
+        postcard::from_bytes(&bytes).ok()
+    }
+
+    /// So that it can be read without waiting for this process to end.
+    fn write(&self, pipe: OwnedFd) {
+        if let Ok(bytes) = postcard::to_allocvec(self) {
+            let _ = rustix::io::write(&pipe, &bytes);
+        }
+    }
+}
+
+/// Starts the first process of new namespaces, waits for the command's end and ends like it.
 fn watch(
     token: OneThread,
     confinement: &Confinement,
     namespaces: &Namespaces,
+    network: Net,
     work: Work<'_>,
     report: OwnedFd,
 ) -> ! {
@@ -382,8 +455,16 @@ fn watch(
     if namespaces.user {
         flags |= libc::CLONE_NEWUSER;
     }
-    if namespaces.network {
-        flags |= libc::CLONE_NEWNET;
+    let has_listeners = namespaces.listeners.count() > 0;
+    match network {
+        Net::Shared if namespaces.network => flags |= libc::CLONE_NEWNET,
+        // Inside nobody can do this.
+        Net::Own if has_listeners => {
+            if let Err(error) = confine::loopback_up() {
+                give_up(&report, failed(Step::Network, b"", error))
+            }
+        }
+        _ => {}
     }
     // What is sent to the whole tree is for the command, which begins with none ignored; we only
     // pass its end on.
@@ -392,20 +473,34 @@ fn watch(
         Ok(Fork::Child) => {
             drop(end);
             let pipes = (report, first_end);
-            first(token, confinement, namespaces, work, ids, pipes)
+            first(
+                token,
+                confinement,
+                (namespaces, network),
+                work,
+                ids,
+                pipes,
+            )
         }
         Ok(Fork::Parent(pid)) => pid,
         Err(error) => give_up(&report, failed(Step::Namespaces, b"", error)),
     };
-    drop((report, first_end, work));
+    drop((report, first_end));
+    let ledger = match work {
+        Work::Command(_, ledger) => Some(ledger),
+        Work::Files(_) => None,
+    };
     confine::close_streams(token);
-    let own_status = wait_for(first);
-    let mut status = [0; 4];
-    let told = File::from(end).read_exact(&mut status).is_ok();
-    let status = if told {
-        i32::from_ne_bytes(status)
-    } else {
-        own_status
+    // The first process ends with its namespaces, which takes the kernel a while. Nobody else is
+    // left in them once it has told.
+    let status = match End::read(end) {
+        Some(told) => {
+            if let Some(ledger) = ledger {
+                ledger.tell(&told.usage);
+            }
+            told.status
+        }
+        None => wait_for(first),
     };
     if libc::WIFSIGNALED(status) {
         // No core file of this one: the command has left its own, or none.
@@ -467,7 +562,7 @@ impl Ids {
 fn first(
     token: OneThread,
     confinement: &Confinement,
-    namespaces: &Namespaces,
+    (namespaces, network): (&Namespaces, Net),
     work: Work<'_>,
     ids: Ids,
     (report, end): (OwnedFd, OwnedFd),
@@ -481,6 +576,9 @@ fn first(
         if namespaces.user {
             ids.map()?;
         }
+        if network == Net::Shared && namespaces.listeners.count() > 0 {
+            confine::loopback_up().map_err(|error| failed(Step::Network, b"", error))?;
+        }
         listen(&report, &namespaces.listeners)?;
         let kept = view::build(namespaces, work.has_terminal())?;
         confine_self(confinement)?;
@@ -491,7 +589,7 @@ fn first(
         Err(failure) => give_up(&report, failure),
     };
     let command = match work {
-        Work::Command(command) => command,
+        Work::Command(command, _) => command,
         Work::Files(socket) => serve(confinement, &socket, report),
     };
     let command = match confine::fork(token, 0) {
@@ -504,18 +602,25 @@ fn first(
     confine::close_streams(token);
     // Our memory is nobody's business.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let mut status = None;
     loop {
         match rustix::process::wait(WaitOptions::empty()) {
-            Ok(Some((pid, status))) if pid == command => {
-                let _ = rustix::io::write(&end, &raw(status).to_ne_bytes());
-                drop(kept);
-                // The kernel ends whatever is left in the namespace.
-                confine::exit(0)
+            Ok(Some((pid, ended))) if pid == command => {
+                status = Some(raw(ended));
+                // What the command has left behind ends with it.
+                confine::end_namespace(token);
             }
             Ok(_) | Err(Errno::INTR) => {}
-            Err(_) => confine::exit(FAILED),
+            Err(_) => break,
         }
     }
+    drop(kept);
+    let Some(status) = status else {
+        confine::exit(FAILED)
+    };
+    let usage = confine::used_by_children();
+    End { status, usage }.write(end);
+    confine::exit(0)
 }
 
 /// Whether nobody will read what we write at the end.

@@ -50,6 +50,7 @@ pub(crate) use self::standby::Request;
 use self::standby::Standby;
 use crate::spec::{Prepared, PrivateNetwork, Spec, StartError};
 use crate::sys::launch::{Launch, launch};
+use crate::sys::reap::Usage;
 
 /// Processes of a sandbox that are not the command's: the launcher and the first in its namespace.
 const OWN_PROCESSES: u64 = 2;
@@ -89,6 +90,12 @@ impl Prison {
     /// Whether the command gets a session and a group of its own inside.
     pub(crate) fn has_namespaces(&self) -> bool {
         self.confinement.namespaces.is_some()
+    }
+
+    /// Whether it gets a network of its own.
+    fn has_network(&self) -> bool {
+        let namespaces = self.confinement.namespaces.as_ref();
+        namespaces.is_some_and(|namespaces| namespaces.network)
     }
 
     /// Processes that count against limits and are not the command's.
@@ -203,6 +210,8 @@ pub(crate) struct Errand {
     ours: OwnedFd,
     /// Where file work is asked for.
     work: Option<OwnedFd>,
+    /// It is to have a network of its own.
+    network: bool,
 }
 
 /// The command inside, as seen from here.
@@ -234,6 +243,7 @@ impl Errand {
             theirs: high(theirs)?,
             ours,
             work: None,
+            network: false,
         })
     }
 
@@ -247,6 +257,7 @@ impl Errand {
             None,
         )?;
         errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
+        errand.network = prison.has_network();
         Ok((ours, errand))
     }
 
@@ -262,7 +273,7 @@ impl Errand {
         if prison.confinement.drop_capabilities {
             limits.push((libc::RLIMIT_CORE, 0));
         }
-        Self::new(&Order::Run(Box::new(Plan {
+        let errand = Self::new(&Order::Run(Box::new(Plan {
             command: Command {
                 candidates: texts(&prepared.candidates),
                 argv: texts(&prepared.argv),
@@ -272,7 +283,11 @@ impl Errand {
                 terminal: terminal && prison.has_namespaces(),
             },
             confinement: prison.confinement.clone(),
-        })))
+        })))?;
+        Ok(Self {
+            network: prison.has_network(),
+            ..errand
+        })
     }
 
     /// The descriptors that the launcher expects, in order.
@@ -300,8 +315,9 @@ impl Errand {
             ours,
             order,
             work,
+            network: _,
         } = self;
-        drop((theirs, order, work));
+        drop((theirs, work));
         let mut started = None;
         let mut listeners = Vec::new();
         loop {
@@ -318,7 +334,12 @@ impl Errand {
                 },
                 Ok(None) => {
                     let ended = || io::Error::other("the sandbox launcher ended early");
-                    let begun = started.map(|leader| Begun { leader, listeners });
+                    let ledger = Ledger(order);
+                    let begun = started.map(|leader| Begun {
+                        leader,
+                        listeners,
+                        ledger,
+                    });
                     return begun.ok_or_else(|| StartError::System {
                         action: "start a sandboxed process",
                         source: ended(),
@@ -341,6 +362,37 @@ pub(crate) struct Begun {
     pub(crate) leader: Option<Pid>,
     /// Listeners of its network, in the order of the plan.
     pub(crate) listeners: Vec<OwnedFd>,
+    pub(crate) ledger: Ledger,
+}
+
+/// The file that an order came in: whoever has read it says there, at the end, what its command
+/// used.
+#[derive(Debug)]
+pub(crate) struct Ledger(OwnedFd);
+
+impl Ledger {
+    /// More than numbers need.
+    const MAX_BYTES: usize = 64;
+
+    /// Nothing, if the launcher did not come to it.
+    pub(crate) fn usage(&self) -> Option<Usage> {
+        let mut bytes = [0; Self::MAX_BYTES];
+        let read = rustix::io::pread(&self.0, &mut bytes, 0).ok()?;
+        postcard::from_bytes(&bytes[..read]).ok()
+    }
+
+    /// Makes room for what is to be said.
+    fn clear(&self) -> rustix::io::Result<()> {
+        rustix::fs::ftruncate(&self.0, 0)
+    }
+
+    fn tell(&self, usage: &Usage) {
+        let mut bytes = [0; Self::MAX_BYTES];
+        if let Ok(bytes) = postcard::to_slice(usage, &mut bytes) {
+            // Nothing is left to do if it fails.
+            let _ = rustix::io::pwrite(&self.0, bytes, 0);
+        }
+    }
 }
 
 /// A report, who sent it and what came with it.

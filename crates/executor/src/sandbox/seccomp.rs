@@ -60,16 +60,28 @@ pub fn programs(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
 fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
     let failed = |error: &dyn std::fmt::Display| FilterError(error.to_string());
     let arch = TargetArch::try_from(std::env::consts::ARCH).map_err(|error| failed(&error))?;
-    let program = |rules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
+    let compile = |rules, errno: i32| -> Result<BpfProgram, FilterError> {
         let action = SeccompAction::Errno(errno.unsigned_abs());
         let filter = SeccompFilter::new(rules, SeccompAction::Allow, action, arch)
             .map_err(|error| failed(&error))?;
-        let program = BpfProgram::try_from(filter).map_err(|error| failed(&error))?;
-        Ok(foreign_numbers()
-            .into_iter()
-            .chain(program)
-            .map(|line| Instruction(line.code, line.jt, line.jf, line.k))
-            .collect())
+        BpfProgram::try_from(filter).map_err(|error| failed(&error))
+    };
+    let program = |mut rules: Rules, errno: i32| -> Result<Vec<Instruction>, FilterError> {
+        let mut lines = foreign_numbers();
+        while !rules.is_empty() {
+            let rest = match rules.keys().nth(SECTION_CALLS) {
+                Some(&next) => rules.split_off(&next),
+                None => Rules::new(),
+            };
+            let last = rules.keys().next_back().copied().unwrap_or_default();
+            let section = compile(std::mem::replace(&mut rules, rest), errno)?;
+            if !rules.is_empty() {
+                lines.extend(only_up_to(last, section.len())?);
+            }
+            lines.extend(section);
+        }
+        let line = |line: sock_filter| Instruction(line.code, line.jt, line.jf, line.k);
+        Ok(lines.into_iter().map(line).collect())
     };
     // Its flags are in memory, where a filter cannot look; libraries fall back to `clone`.
     let unseen = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
@@ -80,6 +92,34 @@ fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
     Ok(programs)
 }
 
+/// Calls that one section of a program knows. The kernel tries a program with every call there is
+/// when it is installed, and the compiler makes one that compares one number after the other.
+const SECTION_CALLS: usize = 8;
+
+/// Skips a section of so many lines, for calls with a higher number than its last.
+fn only_up_to(last: i64, lines: usize) -> Result<[sock_filter; 3], FilterError> {
+    let number = |_| FilterError("a number is out of range".to_owned());
+    let (last, lines) = (
+        u32::try_from(last).map_err(number)?,
+        u32::try_from(lines).map_err(number)?,
+    );
+    Ok([
+        // The number of the call is the first word.
+        line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        line(libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K, 0, 1, last),
+        line(libc::BPF_JMP | libc::BPF_JA, 0, 0, lines),
+    ])
+}
+
+fn line(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
+    sock_filter {
+        code: u16::try_from(code).unwrap_or_default(),
+        jt,
+        jf,
+        k,
+    }
+}
+
 /// Refuses the calls of x32, which are other numbers on the same architecture: no rule would match
 /// them. Where the kernel has none of them this changes nothing.
 fn foreign_numbers() -> Vec<sock_filter> {
@@ -87,12 +127,6 @@ fn foreign_numbers() -> Vec<sock_filter> {
         return Vec::new();
     }
     const X32_BIT: u32 = 0x4000_0000;
-    let line = |code: u32, jt, jf, k| sock_filter {
-        code: u16::try_from(code).unwrap_or_default(),
-        jt,
-        jf,
-        k,
-    };
     vec![
         // The number of the call is the first word.
         line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),

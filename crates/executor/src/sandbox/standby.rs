@@ -16,12 +16,15 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, sockopt,
 };
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 use serde::{Deserialize, Serialize};
 
 use super::Errand;
@@ -43,6 +46,8 @@ pub(super) struct Birth {
     pub(super) limits: Vec<(u32, u64)>,
     /// Whether its standard input becomes its controlling terminal.
     pub(super) terminal: bool,
+    /// Whether it is to have a network of its own.
+    pub(super) network: bool,
     /// How many of the descriptors it keeps, from number 0 on; the others are groups to join.
     pub(super) kept: usize,
 }
@@ -127,6 +132,7 @@ impl Waiting {
         let birth = Birth {
             limits: request.limits.to_vec(),
             terminal: request.terminal,
+            network: request.errand.network,
             kept: files.len(),
         };
         files.extend(request.groups);
@@ -160,6 +166,72 @@ impl Drop for Waiting {
         let own = WaitId::PidFd(self.pidfd.as_fd());
         let _ = rustix::process::waitid(own, WaitIdOptions::EXITED);
     }
+}
+
+/// A network that nobody has used, made before it is asked for: making one takes the kernel longer
+/// than everything else that namespaces need.
+///
+/// Only who may enter it afterwards can make it like this. For others it is made with their user
+/// namespace, when it is needed.
+#[derive(Debug, Default)]
+pub(super) struct Spare {
+    network: Option<OwnedFd>,
+    /// It cannot be made here.
+    refused: bool,
+}
+
+impl Spare {
+    /// Makes one, unless there is one.
+    ///
+    /// # Errors
+    ///
+    /// If this process is in the wrong network afterwards.
+    pub(super) fn make(&mut self) -> io::Result<()> {
+        if self.refused || self.network.is_some() {
+            return Ok(());
+        }
+        let own = network()?;
+        #[allow(
+            deprecated,
+            reason = "its replacement is for programs that share descriptors"
+        )]
+        if rustix::thread::unshare(UnshareFlags::NEWNET).is_err() {
+            self.refused = true;
+            return Ok(());
+        }
+        self.network = network().ok();
+        enter(&own)?;
+        Ok(())
+    }
+
+    /// Enters it, which it is good for once; whether there was one.
+    pub(super) fn enter(self) -> bool {
+        self.network.is_some_and(|network| enter(&network).is_ok())
+    }
+
+    /// Somebody else has entered it.
+    pub(super) fn forget(&mut self) {
+        self.network = None;
+    }
+}
+
+fn network() -> rustix::io::Result<OwnedFd> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    rustix::fs::open(c"/proc/self/ns/net", flags, Mode::empty())
+}
+
+fn enter(network: &OwnedFd) -> rustix::io::Result<()> {
+    move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))
+}
+
+/// Whether nobody asks for a moment.
+pub(super) fn is_quiet(control: &OwnedFd) -> bool {
+    const MOMENT: Timespec = Timespec {
+        tv_sec: 0,
+        tv_nsec: 1_000_000,
+    };
+    let mut fds = [PollFd::new(control, PollFlags::IN)];
+    matches!(rustix::event::poll(&mut fds, Some(&MOMENT)), Ok(0))
 }
 
 /// The next request; `None` when there will be no more.

@@ -10,6 +10,8 @@ use std::ptr;
 
 use rustix::process::Pid;
 
+use super::reap::Usage;
+
 /// Proof that this process has a single thread.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OneThread(());
@@ -88,6 +90,25 @@ pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: it is open, and the caller is the only one who knows of it: the program has just
     // begun and opened nothing at this number.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Ends every other process of this one's namespace, whose first process this is.
+///
+/// Nobody but the first process may do that: from any other it would reach all of the user's.
+pub(crate) fn end_namespace(_: OneThread) {
+    if std::process::id() == 1 {
+        // SAFETY: plain system call; it spares the caller.
+        unsafe { libc::kill(-1, libc::SIGKILL) };
+    }
+}
+
+/// What the children that this process has reaped used, with all of theirs.
+pub(crate) fn used_by_children() -> Usage {
+    // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: a pointer to a live, writable local of the right type.
+    unsafe { libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage) };
+    Usage::from(usage)
 }
 
 /// Closes the standard streams: they belong to the command, whoever else holds them would keep

@@ -3,6 +3,7 @@
 use std::io;
 
 use rustix::process::Pid;
+use serde::{Deserialize, Serialize};
 
 /// How a reaped child ended and what it used.
 #[derive(Debug, Clone, Copy)]
@@ -11,9 +12,26 @@ pub(crate) struct Reaped {
     pub(crate) code: Option<i32>,
     /// The signal that ended it.
     pub(crate) signal: Option<i32>,
+    pub(crate) usage: Usage,
+}
+
+/// What a process used, with those of its children that it has waited for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Usage {
     pub(crate) user_micros: u64,
     pub(crate) system_micros: u64,
     pub(crate) max_rss_bytes: u64,
+}
+
+impl From<libc::rusage> for Usage {
+    fn from(usage: libc::rusage) -> Self {
+        Self {
+            user_micros: micros(usage.ru_utime),
+            system_micros: micros(usage.ru_stime),
+            // The kernel counts in KiB.
+            max_rss_bytes: usage.ru_maxrss.unsigned_abs() * 1024,
+        }
+    }
 }
 
 /// Reaps `pid` if it has ended; `Ok(None)` while it lives.
@@ -40,10 +58,7 @@ pub(crate) fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
         _ => Ok(Some(Reaped {
             code: libc::WIFEXITED(status).then(|| libc::WEXITSTATUS(status)),
             signal: libc::WIFSIGNALED(status).then(|| libc::WTERMSIG(status)),
-            user_micros: micros(usage.ru_utime),
-            system_micros: micros(usage.ru_stime),
-            // The kernel counts in KiB.
-            max_rss_bytes: usage.ru_maxrss.unsigned_abs() * 1024,
+            usage: usage.into(),
         })),
     }
 }
