@@ -46,6 +46,12 @@ pub(crate) struct Client {
     atomic: bool,
 }
 
+/// A request that was prepared.
+pub(crate) struct Encoded {
+    id: i64,
+    frames: Vec<u8>,
+}
+
 /// What carries a connection.
 enum Socket {
     Plain(TcpStream),
@@ -294,14 +300,14 @@ impl Client {
         Ok((self.request::<Start>(&params)?, process))
     }
 
-    /// Sends `process/write` with `len` bytes of the pattern from `offset`.
+    /// Prepares `process/write` with `len` bytes of the pattern from `offset`.
     pub(crate) fn write_pattern(
         &mut self,
         process: u64,
         pattern: &Pattern,
         offset: u64,
         len: usize,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<Encoded> {
         let id = self.take_id();
         self.queue_long(encoded_len(len), |out| {
             // By hand: the text of the chunk is there already and is only copied.
@@ -314,7 +320,7 @@ impl Client {
             out.extend_from_slice(b"\"}}");
             anyhow::Ok(())
         })?;
-        self.flush()
+        Ok(self.encoded(id))
     }
 
     /// Sends `process/write` with a few bytes.
@@ -384,14 +390,14 @@ impl Client {
         Ok(id)
     }
 
-    /// Sends `fs/writeBlock` with `len` bytes of the pattern from `offset`.
+    /// Prepares `fs/writeBlock` with `len` bytes of the pattern from `offset`.
     pub(crate) fn write_block(
         &mut self,
         handle: &str,
         pattern: &Pattern,
         offset: u64,
         len: usize,
-    ) -> anyhow::Result<i64> {
+    ) -> anyhow::Result<Encoded> {
         let id = self.take_id();
         self.queue_long(encoded_len(len), |out| {
             write!(
@@ -402,8 +408,22 @@ impl Client {
             out.extend_from_slice(b"\"}}");
             anyhow::Ok(())
         })?;
-        self.flush()?;
-        Ok(id)
+        Ok(self.encoded(id))
+    }
+
+    /// What was prepared last, to be sent later: what a client needs to encode much of it is not
+    /// what is measured.
+    fn encoded(&mut self, id: i64) -> Encoded {
+        let frames = std::mem::take(&mut self.out);
+        Encoded { id, frames }
+    }
+
+    /// Sends what was prepared.
+    pub(crate) fn send_encoded(&mut self, message: &Encoded) -> anyhow::Result<i64> {
+        self.stream
+            .write_all(&message.frames)
+            .context("cannot send to the server")?;
+        Ok(message.id)
     }
 
     /// Sends `process/terminate`.
@@ -468,6 +488,12 @@ impl Client {
         let Range { start, end } = self.unread.clone();
         if start == end {
             self.unread = 0..0;
+            if let Some((rest, most)) = self.decoder.room(self.read_bytes) {
+                let read = (&mut self.stream).take(most as u64).read_to_end(rest)?;
+                ensure!(read > 0, "the server closed the connection");
+                self.decoder.took(read);
+                return Ok(());
+            }
         } else if self.buffer.len() - end < missing {
             self.buffer.copy_within(start..end, 0);
             self.unread = 0..end - start;

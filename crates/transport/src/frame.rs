@@ -315,6 +315,31 @@ impl Decoder {
         }
     }
 
+    /// Where the rest of a long frame can be appended as it comes, so that it need not be moved, and
+    /// how much of it, `most` at the most; nothing if there is none under way. [`Decoder::took`] is
+    /// to be told.
+    ///
+    /// To be used only when everything that came before has been taken in.
+    pub fn room(&mut self, most: usize) -> Option<(&mut Vec<u8>, usize)> {
+        let left = self.partial.as_ref()?.left.min(most);
+        // A length in a header alone must not make us allocate; `most` is what comes soon.
+        self.assembly.reserve(left);
+        Some((&mut self.assembly, left))
+    }
+
+    /// So many bytes were appended to where [`Decoder::room`] said.
+    pub fn took(&mut self, read: usize) {
+        let Some(partial) = &mut self.partial else {
+            return;
+        };
+        let start = self.assembly.len().saturating_sub(read);
+        if self.role == Role::Server {
+            apply_mask(partial.key, &mut self.assembly[start..]);
+            partial.key.rotate_left(read % 4);
+        }
+        partial.left = partial.left.saturating_sub(read);
+    }
+
     fn admit(&self, opcode: Opcode, length: usize) -> Result<(), FrameError> {
         if (opcode == Opcode::Continuation) != self.assembling.is_some() {
             return Err(FrameError::Fragments);

@@ -414,6 +414,15 @@ impl Incoming {
             if self.buffer.capacity() > Self::READ_BYTES {
                 self.buffer = Vec::new();
             }
+            if let InFraming::Websocket(decoder) = &mut self.framing
+                && let Some((rest, most)) = decoder.room(Self::READ_BYTES)
+            {
+                let read = self.io.read_buf(&mut rest.limit(most)).await?;
+                decoder.took(read);
+                self.ended = read == 0;
+                self.received += read as u64;
+                return Ok(());
+            }
         } else if self.start >= Self::IDLE_BYTES {
             self.buffer.drain(..self.start);
             self.start = 0;

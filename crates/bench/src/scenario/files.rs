@@ -263,17 +263,24 @@ fn write_blocks(
     } else {
         "replace"
     };
+    let each = (0..total).step_by(BLOCK_BYTES as usize);
+    let blocks: Vec<_> = each
+        .map(|offset| {
+            let len = BLOCK_BYTES.min(total - offset) as usize;
+            client.write_block("w", &scratch.pattern, offset, len)
+        })
+        .collect::<Result<_, _>>()?;
+    let mut blocks = blocks.iter();
     let start = Instant::now();
     let mut waiting = VecDeque::new();
     let open = format!(r#"{{"handleId":"w","path":"{path}","mode":"{mode}"}}"#);
     waiting.push_back(client.ask("fs/open", &open)?);
-    let mut offset = 0;
     while let Some(id) = waiting.pop_front() {
         answer(client, id, |_| Ok(()))?;
-        while offset < total && waiting.len() < DEPTH {
-            let len = BLOCK_BYTES.min(total - offset) as usize;
-            waiting.push_back(client.write_block("w", &scratch.pattern, offset, len)?);
-            offset += len as u64;
+        while waiting.len() < DEPTH
+            && let Some(block) = blocks.next()
+        {
+            waiting.push_back(client.send_encoded(block)?);
         }
     }
     let id = client.ask("fs/close", r#"{"handleId":"w","commit":true}"#)?;

