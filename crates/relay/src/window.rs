@@ -12,6 +12,13 @@ use bytes::Bytes;
 use crate::frame::Acks;
 use crate::limits::WINDOW_RECORDS;
 
+/// A peer that answers faster than this is near.
+const NEAR: Duration = Duration::from_millis(2);
+
+/// Records under way to a near peer: they fill the way there, and more would only wait on it, ahead of
+/// what other streams have to say.
+const NEAR_RECORDS: u32 = 8;
+
 /// Later arrivals that make a record lost; fewer may be mere reordering.
 const REORDER_THRESHOLD: u64 = 3;
 
@@ -56,6 +63,8 @@ pub(crate) struct Window {
     /// How often in a row the wait was in vain.
     backoff: u32,
     round_trip: Option<RoundTrip>,
+    /// The shortest round trip of late.
+    least: Option<Duration>,
     retransmitted: u64,
 }
 
@@ -77,13 +86,16 @@ impl Window {
             waiting_since: None,
             backoff: 0,
             round_trip: None,
+            least: None,
             retransmitted: 0,
         }
     }
 
     /// Whether another new record may be sent.
     pub(crate) fn has_room(&self) -> bool {
-        self.sent.len() < WINDOW_RECORDS as usize
+        let near = self.least.is_some_and(|least| least < NEAR);
+        let most = if near { NEAR_RECORDS } else { WINDOW_RECORDS };
+        self.sent.len() < most as usize
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -225,6 +237,9 @@ impl Window {
     }
 
     fn measure(&mut self, sample: Duration) {
+        // It is forgotten slowly: the way may have become longer.
+        let least = self.least.map_or(sample, |least| least + least / 64);
+        self.least = Some(least.min(sample));
         self.round_trip = Some(match self.round_trip {
             None => RoundTrip {
                 smooth: sample,
@@ -362,6 +377,33 @@ mod tests {
             again,
             [(1, Bytes::from_static(&[1])), (3, Bytes::from_static(&[3]))]
         );
+    }
+
+    #[test]
+    fn a_near_peer_has_less_under_way_than_a_far_one() {
+        let under_way = |trip: u64| {
+            let (mut window, mut now) = (Window::new(), Instant::now());
+            for record in 0..200 {
+                window.push(now, Bytes::from_static(b"x"));
+                now += Duration::from_micros(trip);
+                window.acknowledge(now, acks(record, 0));
+            }
+            let mut count = 0;
+            while window.has_room() {
+                window.push(now, Bytes::from_static(b"x"));
+                count += 1;
+            }
+            count
+        };
+        assert_eq!(under_way(300), NEAR_RECORDS);
+        assert_eq!(under_way(40_000), WINDOW_RECORDS);
+        // The way becomes longer.
+        let mut window = Window::new();
+        window.measure(Duration::from_micros(300));
+        for _ in 0..400 {
+            window.measure(Duration::from_millis(40));
+        }
+        assert!(window.least.unwrap() >= NEAR, "{:?}", window.least);
     }
 
     #[test]

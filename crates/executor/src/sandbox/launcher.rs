@@ -213,13 +213,7 @@ fn run(token: OneThread, network: Net) -> ! {
             begin(token, &plan.confinement, network, work, report)
         }
         Ok(Order::Serve(confinement)) => match confine::inherited(token, WORK_FD) {
-            Ok(socket) => begin(
-                token,
-                &confinement,
-                network,
-                Work::Files(socket),
-                report,
-            ),
+            Ok(socket) => begin(token, &confinement, network, Work::Files(socket), report),
             Err(error) => give_up(&report, failed(Step::Order, b"", error)),
         },
         Ok(Order::Probe) => {
@@ -473,14 +467,7 @@ fn watch(
         Ok(Fork::Child) => {
             drop(end);
             let pipes = (report, first_end);
-            first(
-                token,
-                confinement,
-                (namespaces, network),
-                work,
-                ids,
-                pipes,
-            )
+            first(token, confinement, (namespaces, network), work, ids, pipes)
         }
         Ok(Fork::Parent(pid)) => pid,
         Err(error) => give_up(&report, failed(Step::Namespaces, b"", error)),
