@@ -216,6 +216,11 @@ impl Server {
         self.inner.info.get()
     }
 
+    /// The same as JSON.
+    pub(crate) fn info_text(&self) -> &str {
+        self.inner.info.text()
+    }
+
     /// Cancelled when the server begins to shut down.
     pub fn draining(&self) -> &CancellationToken {
         &self.inner.draining

@@ -44,7 +44,7 @@ const PATIENCE: Duration = Duration::from_secs(2);
 pub(crate) struct Info {
     /// Whether a network can be managed here.
     enforceable: Arc<(Mutex<Option<bool>>, Condvar)>,
-    described: OnceLock<EnvironmentInfo>,
+    described: OnceLock<(EnvironmentInfo, String)>,
     config: ExecServerConfig,
 }
 
@@ -74,12 +74,24 @@ impl Info {
 
     /// Waits for a moment if something is still being found out.
     pub(crate) fn get(&self) -> &EnvironmentInfo {
+        &self.described().0
+    }
+
+    /// The same as JSON: every connection is told, and is told the same.
+    pub(crate) fn text(&self) -> &str {
+        &self.described().1
+    }
+
+    fn described(&self) -> &(EnvironmentInfo, String) {
         self.described.get_or_init(|| {
             let (found, told) = &*self.enforceable;
             let found = found.lock().unwrap_or_else(PoisonError::into_inner);
             let waited = told.wait_timeout_while(found, PATIENCE, |found| found.is_none());
             let (found, _) = waited.unwrap_or_else(PoisonError::into_inner);
-            describe(&self.config, found.unwrap_or(false))
+            let info = describe(&self.config, found.unwrap_or(false));
+            let text = serde_json::to_string(&info);
+            debug_assert!(text.is_ok(), "texts and flags always serialise");
+            (info, text.unwrap_or_else(|_| "null".to_owned()))
         })
     }
 }

@@ -41,12 +41,22 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
     } else {
         0
     };
-    call.responder.send(Ok(InitializeResponse {
+    let short = InitializeResponse {
         session_id: session.id.clone(),
-        environment_info: Some(server.info().clone()),
+        environment_info: None,
         detach_grace_ms: Some(u64::try_from(grace).unwrap_or(u64::MAX)),
         resume_key: call.connection.is_resumable().then(|| session.resume_key()),
-    }));
+    };
+    let info = server.info_text();
+    call.responder.send_result(info.len() + 256, |out| {
+        // Another field, of which the text is there already.
+        let encoded = serde_json::to_writer(&mut *out, &short);
+        debug_assert!(encoded.is_ok(), "texts and numbers always serialise");
+        out.pop();
+        out.extend_from_slice(b",\"environmentInfo\":");
+        out.extend_from_slice(info.as_bytes());
+        out.push(b'}');
+    });
     // After the answer, so that news of resumed processes does not come before it.
     session.follow_all();
     *call.phase = Phase::Initialized(session);
