@@ -14,15 +14,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use async_nats::Subject;
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use exec_server_relay::Reason;
 use exec_server_relay::frame::decode;
+use exec_server_relay::limits::MAX_FRAME_BYTES;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::credit::{Receiving, Sending, WINDOW};
-use super::wire::Control;
+use super::wire::{Control, Piece, pieces};
 use crate::mailbox::Mailbox;
 use crate::router::local::reset;
 use crate::router::{Harness, HoldingUp, Kind, Outcome, Uplink};
@@ -38,8 +39,8 @@ const FAREWELL: Duration = Duration::from_secs(2);
 /// the executor's.
 const TURN_OUT: Duration = Duration::from_millis(500);
 
-/// Frames below this are copied, so that they do not keep a long buffer alive.
-const SHARED_BYTES: usize = 8 << 10;
+/// A frame of the largest kind, with what a websocket puts before it.
+const LONGEST: usize = MAX_FRAME_BYTES + 10;
 
 /// Which end this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,6 +75,8 @@ pub(crate) struct Channel {
 #[derive(Default)]
 struct Incoming {
     receiving: Receiving,
+    /// The pieces so far of a frame whose last has not come.
+    begun: BytesMut,
     waiting: VecDeque<Item>,
     /// A task passes on what waits.
     busy: bool,
@@ -161,18 +164,31 @@ impl Channel {
         self.say(shared, &sync);
     }
 
-    /// A frame has come from the other end.
-    pub(crate) fn frame(self: &Arc<Self>, shared: &Arc<Shared>, number: u64, frame: Bytes) {
+    /// A part of a frame has come from the other end.
+    pub(crate) fn piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
         let mut incoming = lock(&self.incoming);
-        if !incoming.receiving.receive(number) {
+        if !incoming.receiving.receive(piece.number) {
             drop(incoming);
             return self.fail(shared, "a frame was lost between nodes");
         }
-        let frame = match frame.len() {
-            0..SHARED_BYTES => Bytes::copy_from_slice(&frame),
-            _ => frame,
-        };
-        self.enqueue(shared, &mut incoming, Item::Frame(frame));
+        let begun = &mut incoming.begun;
+        if begun.len() + piece.bytes.len() > LONGEST {
+            drop(incoming);
+            return self.fail(shared, "a frame is too long");
+        }
+        if begun.is_empty() {
+            let length = match piece.is_last {
+                true => piece.bytes.len(),
+                false => whole(&piece.bytes).min(LONGEST),
+            };
+            begun.reserve(length);
+        }
+        // Copied in any case: a short frame must not keep the buffer alive in which it came.
+        begun.extend_from_slice(&piece.bytes);
+        if piece.is_last {
+            let frame = std::mem::take(begun).freeze();
+            self.enqueue(shared, &mut incoming, Item::Frame(frame));
+        }
     }
 
     /// A word has come from the other end.
@@ -333,7 +349,7 @@ impl Channel {
                         .take(usize::try_from(room).unwrap_or(usize::MAX), &mut batch);
                     let nothing = batch.is_empty();
                     for frame in batch.drain(..) {
-                        let number = sending.send(frame.len());
+                        let number = sending.send(frame.len(), pieces(frame.len()));
                         shared.outbox.send(self.frames.clone(), Some(number), frame);
                     }
                     if !nothing {
@@ -409,6 +425,22 @@ impl Channel {
     }
 }
 
+/// How long the websocket frame of a server is that begins so; as long as this if it does not say.
+fn whole(start: &[u8]) -> usize {
+    let length = match (start.get(1).map(|byte| byte & 0x7f), start) {
+        (Some(126), [_, _, a, b, ..]) => 4 + usize::from(u16::from_be_bytes([*a, *b])),
+        (Some(127), [_, _, a, b, c, d, e, f, g, h, ..]) => {
+            let length = u64::from_be_bytes([*a, *b, *c, *d, *e, *f, *g, *h]);
+            usize::try_from(length)
+                .unwrap_or(usize::MAX)
+                .saturating_add(10)
+        }
+        (Some(length), _) => 2 + usize::from(length),
+        (None, _) => 0,
+    };
+    length.max(start.len())
+}
+
 /// What a whole websocket frame of a server carries.
 fn payload(message: &[u8]) -> Option<&[u8]> {
     let start = match message.get(1)? & 0x7f {
@@ -441,7 +473,7 @@ impl Uplink for Entry {
                 return Outcome::Full { ready, holding_up };
             }
         }
-        let number = sending.send(message.len());
+        let number = sending.send(message.len(), pieces(message.len()));
         let subject = channel.frames.clone();
         self.shared
             .outbox
@@ -473,7 +505,13 @@ mod tests {
             let mut message = Vec::new();
             push_frame(&mut message, Opcode::Binary, None, &vec![7; length]);
             assert_eq!(payload(&message).map(<[u8]>::len), Some(length));
+            assert_eq!(whole(&message[..message.len().min(10)]), message.len());
         }
+        assert_eq!(whole(&[0x82, 127, 255, 255]), 129);
+        assert_eq!(
+            whole(&[0x82, 127, 255, 255, 255, 255, 255, 255, 255, 255]),
+            usize::MAX
+        );
         assert_eq!(payload(&[0x82]), None);
         assert_eq!(payload(&[0x82, 126]), None);
     }

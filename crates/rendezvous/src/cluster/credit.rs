@@ -1,7 +1,7 @@
 //! How much of a stream may be under way between two nodes, without IO.
 //!
 //! The receiver says up to which byte, counted from the beginning, the sender may go; so a word of it
-//! that is lost is made good by the next. Frames are numbered, so that one that is lost is noticed.
+//! that is lost is made good by the next. Messages are numbered, so that one that is lost is noticed.
 
 /// Bytes of one stream that may be under way in one direction.
 pub const WINDOW: u64 = 1 << 20;
@@ -9,7 +9,7 @@ pub const WINDOW: u64 = 1 << 20;
 /// The sending side of one direction.
 #[derive(Debug)]
 pub struct Sending {
-    /// The number of the next frame.
+    /// The number of the next message.
     next: u64,
     /// Bytes so far.
     bytes: u64,
@@ -33,10 +33,10 @@ impl Sending {
         self.granted.saturating_sub(self.bytes)
     }
 
-    /// The number of a frame that is sent now.
-    pub fn send(&mut self, bytes: usize) -> u64 {
+    /// A frame is sent now in so many messages; the number of the first.
+    pub fn send(&mut self, bytes: usize, messages: u64) -> u64 {
         let number = self.next;
-        self.next += 1;
+        self.next += messages;
         self.bytes += bytes as u64;
         number
     }
@@ -48,7 +48,7 @@ impl Sending {
         more
     }
 
-    /// Frames sent so far.
+    /// Messages sent so far.
     pub fn sent(&self) -> u64 {
         self.next
     }
@@ -57,7 +57,7 @@ impl Sending {
 /// The receiving side of one direction.
 #[derive(Debug)]
 pub struct Receiving {
-    /// The number of the next frame.
+    /// The number of the next message.
     next: u64,
     /// Bytes that were passed on.
     taken: u64,
@@ -76,7 +76,7 @@ impl Default for Receiving {
 }
 
 impl Receiving {
-    /// A frame has come; `false` if one before it is missing.
+    /// A message has come; `false` if one before it is missing.
     #[must_use]
     pub fn receive(&mut self, number: u64) -> bool {
         let expected = number == self.next;
@@ -84,7 +84,7 @@ impl Receiving {
         expected
     }
 
-    /// Whether all frames have come that the sender says it has sent.
+    /// Whether all messages have come that the sender says it has sent.
     pub fn has_all(&self, sent: u64) -> bool {
         self.next == sent
     }
@@ -114,7 +114,7 @@ mod tests {
         let (mut sending, mut receiving) = (Sending::default(), Receiving::default());
         let mut under_way = Vec::new();
         while sending.room() > 0 {
-            under_way.push(sending.send(60_000));
+            under_way.push(sending.send(60_000, 1));
         }
         assert_eq!(under_way.len(), 18, "the last goes a little beyond");
         let mut told = 0;
@@ -127,8 +127,8 @@ mod tests {
         }
         assert!((1..=4).contains(&told), "{told}");
         assert!(sending.room() > 0 && receiving.has_all(sending.sent()));
-        sending.send(1);
+        sending.send(1, 1);
         assert!(!receiving.has_all(sending.sent()));
-        assert!(!receiving.receive(sending.send(1)), "one is missing");
+        assert!(!receiving.receive(sending.send(1, 1)), "one is missing");
     }
 }

@@ -3,21 +3,20 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use async_nats::{Client, HeaderMap, Subject};
+use async_nats::{Client, Subject};
 use bytes::Bytes;
 use tokio::sync::{Notify, mpsc};
 
+use super::wire::cut;
 use crate::store::Pending;
 
 /// Bytes that may wait before streams have to. Single streams are bounded long before, by what
 /// their receivers grant.
 const LIMIT: usize = 32 << 20;
 
-/// The header with the number of a frame.
-pub(crate) const NUMBER: &str = "N";
-
 struct Letter {
     subject: Subject,
+    /// Of the first piece, if it is a frame.
     number: Option<u64>,
     payload: Bytes,
 }
@@ -41,11 +40,11 @@ impl Outbox {
                 let bytes = letter.payload.len();
                 let sent = match letter.number {
                     Some(number) => {
-                        let mut headers = HeaderMap::new();
-                        headers.insert(NUMBER, async_nats::HeaderValue::from(number));
-                        client
-                            .publish_with_headers(letter.subject, headers, letter.payload)
-                            .await
+                        let mut sent = Ok(());
+                        for piece in cut(number, &letter.payload) {
+                            sent = sent.and(client.publish(letter.subject.clone(), piece).await);
+                        }
+                        sent
                     }
                     None => client.publish(letter.subject, letter.payload).await,
                 };
@@ -66,6 +65,7 @@ impl Outbox {
         }
     }
 
+    /// A word, or a frame whose pieces have the numbers from this one on.
     pub(crate) fn send(&self, subject: Subject, number: Option<u64>, payload: Bytes) {
         self.waiting.fetch_add(payload.len(), Ordering::Relaxed);
         let letter = Letter {

@@ -11,9 +11,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::channel::{Channel, Entry, Side};
-use super::outbox::NUMBER;
 use super::rules::Claim;
-use super::wire::{Answer, Ask, Control, ITEMS_AT_ONCE, Open, Opened, Topic, entry_of};
+use super::wire::{Answer, Ask, Control, ITEMS_AT_ONCE, Open, Opened, Piece, Topic, entry_of};
 use super::{Failure, Shared, end_of, now};
 use crate::mailbox::Mailbox;
 use crate::router::{AttachError, Harness, Router as _, Uplink};
@@ -91,10 +90,8 @@ impl Shared {
     }
 
     fn frame(self: &Arc<Self>, channel: &Arc<Channel>, message: &Message) {
-        let headers = message.headers.as_ref();
-        let number = headers.and_then(|headers| headers.get(NUMBER)?.as_str().parse().ok());
-        match number {
-            Some(number) => channel.frame(self, number, message.payload.clone()),
+        match Piece::parse(message.payload.clone()) {
+            Some(piece) => channel.piece(self, piece),
             None => channel.fail(self, "a frame without a number"),
         }
     }

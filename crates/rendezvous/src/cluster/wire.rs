@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
 /// One token of a subject or a key, made of any text: letters, digits, `-` and `_` stay, the rest is
@@ -203,14 +204,61 @@ pub(crate) struct Answer<T> {
 /// Items of an answer in one message, which must stay well below what NATS takes.
 pub(crate) const ITEMS_AT_ONCE: usize = 1000;
 
+/// Bytes of a frame in one message.
+///
+/// A message that does not end within one read of nats-server, which are of 64 KiB, is copied there
+/// to memory that is new each time. Whole frames would all be such messages, and cost it twice the
+/// time for each byte; of these few are.
+const PIECE_BYTES: usize = 8 << 10;
+
+/// Before each piece: its number, and whether it is the last of its frame.
+const PIECE_HEAD: usize = 8;
+
+/// How many messages a frame of so many bytes is.
+pub(crate) fn pieces(bytes: usize) -> u64 {
+    bytes.div_ceil(PIECE_BYTES).max(1) as u64
+}
+
+/// The messages that a frame is, numbered from `number` on.
+pub(crate) fn cut(number: u64, frame: &[u8]) -> impl Iterator<Item = Bytes> {
+    let count = pieces(frame.len());
+    (0..count).map(move |index| {
+        let start = usize::try_from(index).unwrap_or(usize::MAX) * PIECE_BYTES;
+        let part = &frame[start..frame.len().min(start + PIECE_BYTES)];
+        let mut piece = BytesMut::with_capacity(PIECE_HEAD + part.len());
+        piece.put_u64((number + index) << 1 | u64::from(index + 1 == count));
+        piece.put_slice(part);
+        piece.freeze()
+    })
+}
+
+/// A part of a frame.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) number: u64,
+    pub(crate) is_last: bool,
+    pub(crate) bytes: Bytes,
+}
+
+impl Piece {
+    pub(crate) fn parse(mut message: Bytes) -> Option<Self> {
+        let head = message.try_get_u64().ok()?;
+        Some(Self {
+            number: head >> 1,
+            is_last: head & 1 == 1,
+            bytes: message,
+        })
+    }
+}
+
 /// What a message between nodes is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Topic<'a> {
     Open,
     Ask,
-    /// A frame for the executor.
+    /// A part of a frame for the executor.
     Up(&'a str),
-    /// A frame for the harness.
+    /// A part of a frame for the harness.
     Down(&'a str),
     /// A word to the end at the executor.
     ToHome(&'a str),
@@ -275,6 +323,24 @@ mod tests {
         for other in ["", "x.y", "claim", "claim.a.b", "secret.x"] {
             assert_eq!(Key::parse(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_frame_is_cut_and_put_together() {
+        for length in [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 100_000] {
+            let frame: Vec<u8> = (0..length).map(|at| at as u8).collect();
+            let cut: Vec<_> = cut(7, &frame).map(Piece::parse).collect();
+            assert_eq!(cut.len() as u64, pieces(length));
+            let mut whole = Vec::new();
+            for (index, piece) in cut.iter().enumerate() {
+                let piece = piece.as_ref().unwrap();
+                assert_eq!(piece.number, 7 + index as u64);
+                assert_eq!(piece.is_last, index + 1 == cut.len());
+                whole.extend_from_slice(&piece.bytes);
+            }
+            assert_eq!(whole, frame);
+        }
+        assert_eq!(Piece::parse(Bytes::from_static(b"1234567")), None);
     }
 
     #[test]
