@@ -165,6 +165,13 @@ impl Program {
         resident(&status).with_context(|| format!("{path} says nothing of VmRSS"))
     }
 
+    /// The most resident memory in bytes that it ever had.
+    pub(crate) fn peak(&self) -> anyhow::Result<u64> {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        memory(&status, "VmHWM:").with_context(|| format!("{path} says nothing of VmHWM"))
+    }
+
     /// Ends it without a word.
     pub(crate) fn kill(mut self) {
         let _ = self.child.kill();
@@ -335,9 +342,12 @@ impl Drop for Server {
 }
 
 fn resident(status: &str) -> Option<u64> {
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    memory(status, "VmRSS:")
+}
+
+/// One of the kernel's figures about the memory of a process, in bytes.
+fn memory(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }

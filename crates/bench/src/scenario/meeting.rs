@@ -101,14 +101,14 @@ impl Meeting {
 
 /// How to get to environments.
 #[derive(Clone)]
-struct Places {
-    url: String,
-    executor: String,
-    harness: String,
+pub(super) struct Places {
+    pub(super) url: String,
+    pub(super) executor: String,
+    pub(super) harness: String,
 }
 
 impl Places {
-    fn registry(&self, environment: &str, token: &str) -> anyhow::Result<Registry> {
+    pub(super) fn registry(&self, environment: &str, token: &str) -> anyhow::Result<Registry> {
         let mut options = RegistryOptions::new(RegistryAuth::bearer(token.to_owned()));
         options.timeout = PATIENCE;
         Ok(Registry::new(&self.url, environment, options)?)
@@ -120,7 +120,7 @@ async fn reach(url: &str) -> anyhow::Result<Link> {
 }
 
 /// A key as good as any to a meeting point.
-fn key() -> anyhow::Result<PublicKey> {
+pub(super) fn key() -> anyhow::Result<PublicKey> {
     PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).context("no key")
 }
 
@@ -154,7 +154,7 @@ async fn next<T>(
 }
 
 /// An executor that sends back what it is sent, for as long as its task lives.
-async fn echo(mut link: Link) -> anyhow::Result<()> {
+pub(super) async fn echo(mut link: Link) -> anyhow::Result<()> {
     enum Heard {
         Handshake,
         Data(u32, Vec<u8>),
@@ -289,7 +289,7 @@ impl Crowd {
 /// An executor of our kind that sends back what it is sent.
 async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result<Identity> {
     let identity = || Identity::from_seed(&[seed; SEED_BYTES]);
-    let registry = places.registry(&environment, &places.executor)?;
+    let registry = Arc::new(places.registry(&environment, &places.executor)?);
     let registered = registry.register(identity().public_key(), None).await?;
     let registration = registered.executor_registration_id;
     let config = ExecutorConfig {
@@ -299,13 +299,15 @@ async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result
         limits: Limits::default(),
     };
     let (accepted, mut streams) = mpsc::channel::<RelayStream>(64);
-    let url = registered.url;
+    let (url, urls) = (registered.url, registered.urls);
     // Both end with the runtime.
     tokio::spawn(async move {
         let dial = move || {
-            let (url, registration_id) = (url.clone(), registration.clone());
+            let (url, urls, registration_id) = (url.clone(), urls.clone(), registration.clone());
+            let registry = Arc::clone(&registry);
             async move {
-                let link = reach(&url)
+                let link = registry
+                    .dial_any(&url, &urls, PATIENCE)
                     .await
                     .map_err(|error| DialError::passing(error.to_string()))?;
                 Ok(Attachment {
@@ -365,7 +367,8 @@ async fn count(
             let passing = |error: anyhow::Error| DialError::passing(error.to_string());
             let answer = registry.connect(&public).await;
             let answer = answer.map_err(|error| passing(error.into()))?;
-            reach(&answer.url).await.map_err(passing)
+            let dialled = registry.dial_any(&answer.url, &answer.urls, PATIENCE);
+            dialled.await.map_err(|error| passing(error.into()))
         }
     };
     let mut stream = relay::open(config, dial).await?;
@@ -406,48 +409,65 @@ fn random() -> u8 {
         .finish() as u8
 }
 
-/// Seconds from the death of the meeting point until each of `count` streams has heard something
-/// that it said after that.
-fn restart(meeting: &mut Meeting, count_streams: usize) -> anyhow::Result<f64> {
-    const EXECUTORS: usize = 20;
-    let places = meeting.places();
-    let mut streams = JoinSet::new();
-    let progress: Vec<Arc<[AtomicU64; 2]>> = (0..count_streams).map(|_| Arc::default()).collect();
-    let handle = meeting.runtime.handle().clone();
-    handle.block_on(async {
+/// Streams that count, and executors that send their numbers back.
+pub(super) struct Counters {
+    streams: JoinSet<anyhow::Result<()>>,
+    progress: Vec<Arc<[AtomicU64; 2]>>,
+}
+
+impl Counters {
+    /// Opens `count_streams` streams; executors and harnesses come to all of `places` in turn.
+    pub(super) async fn new(places: &[Places], count_streams: usize) -> anyhow::Result<Self> {
+        const EXECUTORS: usize = 20;
+        let mut streams = JoinSet::new();
+        let progress: Vec<Arc<[AtomicU64; 2]>> =
+            (0..count_streams).map(|_| Arc::default()).collect();
         let mut executors = Vec::new();
-        for index in 0..EXECUTORS {
+        for (index, place) in (0..EXECUTORS).zip(places.iter().cycle()) {
             let environment = format!("reliable-{index}");
             let seed = u8::try_from(index + 1)?;
-            let identity = serve(&places, environment.clone(), seed).await?;
+            let identity = serve(place, environment.clone(), seed).await?;
             executors.push((environment, identity.public_key().clone()));
         }
         for (index, progress) in progress.iter().enumerate() {
             let (environment, key) = executors[index % EXECUTORS].clone();
-            streams.spawn_on(
-                count(places.clone(), environment, key, Arc::clone(progress)),
-                &handle,
-            );
+            // Every executor hears from every place.
+            let place = places[(index / EXECUTORS + index) % places.len()].clone();
+            streams.spawn(count(place, environment, key, Arc::clone(progress)));
         }
-        timeout(
-            PATIENCE,
-            all_past(&progress, &vec![3; count_streams], &mut streams),
-        )
-        .await
-        .context("not all streams were opened")?
-    })?;
+        let mut counters = Self { streams, progress };
+        counters
+            .wait(&vec![3; count_streams])
+            .await
+            .context("not all streams were opened")?;
+        Ok(counters)
+    }
+
+    /// What each stream has to hear to have heard something that it says from now on.
+    pub(super) fn marks(&self) -> Vec<u64> {
+        let sent = |progress: &Arc<[AtomicU64; 2]>| progress[0].load(Ordering::Relaxed) + 1;
+        self.progress.iter().map(sent).collect()
+    }
+
+    /// Waits until all have heard more than their mark.
+    pub(super) async fn wait(&mut self, marks: &[u64]) -> anyhow::Result<()> {
+        let past = all_past(&self.progress, marks, &mut self.streams);
+        timeout(PATIENCE, past).await.context("it takes too long")?
+    }
+}
+
+/// Seconds from the death of the meeting point until each of `count_streams` streams has heard
+/// something that it said after that.
+fn restart(meeting: &mut Meeting, count_streams: usize) -> anyhow::Result<f64> {
+    let places = [meeting.places()];
+    let handle = meeting.runtime.handle().clone();
+    let mut counters = handle.block_on(Counters::new(&places, count_streams))?;
     meeting.program.take().context("it does not run")?.kill();
     let died = Instant::now();
-    let marks: Vec<u64> = progress
-        .iter()
-        .map(|progress| progress[0].load(Ordering::Relaxed) + 1)
-        .collect();
+    let marks = counters.marks();
     meeting.start()?;
-    handle.block_on(async {
-        timeout(PATIENCE, all_past(&progress, &marks, &mut streams))
-            .await
-            .context("not all streams went on")?
-    })?;
+    let waited = handle.block_on(counters.wait(&marks));
+    waited.context("not all streams went on")?;
     Ok(died.elapsed().as_secs_f64())
 }
 
