@@ -1,6 +1,6 @@
 //! Many meeting points that are one, on NATS: what they share, and how they hear of each other.
 //!
-//! Owns the connection, the bucket, this node's view of it and the tasks that keep both up to date.
+//! Owns the connections, the bucket, this node's view of it and the tasks that keep both up to date.
 //! [`rules`] decides who may do what, `channel` carries streams between nodes. NATS brings the
 //! messages and orders the writes; there is no other agreement between nodes.
 //!
@@ -22,7 +22,7 @@ mod talk;
 mod view;
 mod wire;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -31,7 +31,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use async_nats::datetime::DateTime;
 use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode, kv, stream};
-use async_nats::{Client, ConnectOptions, Event, Subject};
+use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subject};
 use bytes::Bytes;
 use exec_server_transport::journal;
 use tokio::sync::Notify;
@@ -39,6 +39,7 @@ use tokio::sync::Notify;
 use crate::router::Node;
 use crate::router::local::Local;
 use crate::store::Revocation;
+use crate::tenants;
 use channel::{Channel, Side};
 use outbox::Outbox;
 use rules::{Claim, Route, Rules, Timing};
@@ -59,6 +60,9 @@ const SYNC_PERIOD: Duration = Duration::from_secs(15);
 /// Revisions of each key that the bucket keeps.
 const HISTORY: i64 = 5;
 
+/// Tenants whose streams a lease tells of: it must stay well below what a value may have.
+const TENANTS_TOLD: usize = 256;
+
 /// How long the lease of a dead node stays.
 const BURY_AFTER: Duration = Duration::from_secs(60);
 
@@ -70,10 +74,13 @@ pub(crate) const AWAY: &str =
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ClusterOptions {
-    /// NATS servers, as in `nats://127.0.0.1:4222` or `tls://nats.example`.
+    /// NATS servers, as in `nats://127.0.0.1:4222` or `tls://nats.example`; a name and a password, or
+    /// a token, may stand before an `@`.
     pub servers: Vec<String>,
     /// A credentials file of NATS.
     pub credentials: Option<PathBuf>,
+    /// Certificates of authorities that NATS's is trusted by, besides those of this machine.
+    pub authorities: Option<PathBuf>,
     /// The bucket, and the beginning of all subjects. Meeting points with the same one are one.
     pub bucket: String,
     /// Copies of the bucket, where NATS is a cluster itself.
@@ -94,6 +101,7 @@ impl ClusterOptions {
         Self {
             servers,
             credentials: None,
+            authorities: None,
             bucket: "exec-server".to_owned(),
             replicas: 1,
             node: node.into(),
@@ -147,6 +155,7 @@ pub struct Cluster(pub(crate) Arc<Shared>);
 pub(crate) struct Shared {
     pub(crate) node: Arc<str>,
     options: ClusterOptions,
+    /// For everything that is not in the bucket.
     client: Client,
     jetstream: jetstream::Context,
     pub(crate) bucket: kv::Store,
@@ -218,8 +227,11 @@ impl Cluster {
             return Err(ClusterError::Name(options.node));
         }
         let signal = Arc::new(Notify::new());
-        let client = connect(&options, Arc::clone(&signal)).await?;
-        let mut jetstream = jetstream::new(client.clone());
+        let client = connect(&options, "streams", Arc::clone(&signal)).await?;
+        // Apart from the streams: nats-server reads nothing more from a connection while it
+        // stores what came on it, which with a full disk takes for ever.
+        let ledger = connect(&options, "bucket", Arc::clone(&signal)).await?;
+        let mut jetstream = jetstream::new(ledger);
         jetstream.set_timeout(PATIENCE);
         let bucket = open_bucket(&jetstream, &options);
         let bucket = bucket.await.map_err(|source| ClusterError::Bucket {
@@ -322,7 +334,11 @@ impl Cluster {
     }
 }
 
-async fn connect(options: &ClusterOptions, signal: Arc<Notify>) -> Result<Client, ClusterError> {
+async fn connect(
+    options: &ClusterOptions,
+    purpose: &'static str,
+    signal: Arc<Notify>,
+) -> Result<Client, ClusterError> {
     let mut connect = ConnectOptions::new();
     if let Some(path) = &options.credentials {
         connect = connect.credentials_file(path).await.map_err(|source| {
@@ -330,8 +346,21 @@ async fn connect(options: &ClusterOptions, signal: Arc<Notify>) -> Result<Client
             ClusterError::Credentials { path, source }
         })?;
     }
+    // Those in a URL; the client by itself would not look.
+    let addresses = options.servers.iter();
+    for address in addresses.filter_map(|server| server.parse::<ServerAddr>().ok()) {
+        if let Some(user) = address.username() {
+            connect = match address.password() {
+                Some(password) => connect.user_and_password(user.to_owned(), password.to_owned()),
+                None => connect.token(user.to_owned()),
+            };
+        }
+    }
+    if let Some(path) = &options.authorities {
+        connect = connect.add_root_certificates(path.clone());
+    }
     connect = connect
-        .name(format!("exec-server rendezvous {}", options.node))
+        .name(format!("exec-server rendezvous {} {purpose}", options.node))
         .max_reconnects(None)
         .reconnect_delay_callback(|attempts| {
             let pause = 50 << attempts.min(5);
@@ -347,12 +376,12 @@ async fn connect(options: &ClusterOptions, signal: Arc<Notify>) -> Result<Client
             async move {
                 match event {
                     Event::Connected => {
-                        tracing::info!("connected to NATS");
+                        tracing::info!(purpose, "connected to NATS");
                         signal.notify_one();
                     }
-                    Event::Disconnected => tracing::warn!("{AWAY}"),
+                    Event::Disconnected => tracing::warn!(purpose, "{AWAY}"),
                     Event::SlowConsumer(_) => {
-                        tracing::warn!("messages from NATS were dropped");
+                        tracing::warn!(purpose, "messages from NATS were dropped");
                         signal.notify_one();
                     }
                     other => tracing::debug!(event = %other, "NATS"),
@@ -364,9 +393,21 @@ async fn connect(options: &ClusterOptions, signal: Arc<Notify>) -> Result<Client
         .connect(servers)
         .await
         .map_err(|error| ClusterError::Connect {
-            servers: options.servers.join(","),
+            servers: without_secrets(&options.servers),
             source: error.into(),
         })
+}
+
+/// Servers as they may be shown: without the name and the password in their URLs.
+fn without_secrets(servers: &[String]) -> String {
+    let shown = servers.iter().map(|server| match server.rsplit_once('@') {
+        Some((before, host)) => match before.split_once("://") {
+            Some((scheme, _)) => format!("{scheme}://{host}"),
+            None => host.to_owned(),
+        },
+        None => server.clone(),
+    });
+    shown.collect::<Vec<_>>().join(",")
 }
 
 async fn open_bucket(
@@ -482,6 +523,32 @@ impl Shared {
         node
     }
 
+    /// Sockets of harnesses that came to this node, by tenant; of those that have most.
+    fn own_streams(&self) -> BTreeMap<String, u64> {
+        let mut streams = self.local.harnesses_by_tenant();
+        for entry in self.entries() {
+            let (tenant, _) = tenants::split(&entry.who.environment);
+            *streams.entry(tenant.to_owned()).or_default() += 1;
+        }
+        if streams.len() > TENANTS_TOLD {
+            let mut most: Vec<_> = streams.into_iter().collect();
+            most.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
+            most.truncate(TENANTS_TOLD);
+            streams = most.into_iter().collect();
+        }
+        streams
+    }
+
+    /// Sockets of a tenant's harnesses at the other nodes, as they told last.
+    pub(crate) fn streams_elsewhere(&self, tenant: &str) -> u64 {
+        let state = self.state();
+        let alive = state.leases.iter();
+        let alive = alive.filter(|(name, _)| state.rules.is_alive(name));
+        alive
+            .filter_map(|(_, lease)| lease.streams.get(tenant))
+            .sum()
+    }
+
     fn forget(&self, channel: &str) {
         self.channels().remove(channel);
     }
@@ -551,7 +618,7 @@ impl Shared {
 
     /// Renews the lease once.
     async fn beat(&self) {
-        let node = self.own_node();
+        let (node, streams) = (self.own_node(), self.own_streams());
         let lease = {
             let mut state = self.state();
             state.beat += 1;
@@ -561,6 +628,7 @@ impl Shared {
                 beat,
                 at: self.own_clock(),
                 node,
+                streams,
             }
         };
         let text = serde_json::to_vec(&lease).unwrap_or_default();
@@ -726,4 +794,24 @@ fn end_of(shared: &Shared, node: &str, environment: &str, channel: &str, last: &
     let subject = shared.node_subject(node, &format!("{environment}.{channel}.{last}"));
     let text = serde_json::to_vec(&Control::End).unwrap_or_default();
     shared.outbox.send(subject, None, text.into());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn servers_are_shown_without_passwords() {
+        let servers = [
+            "nats://ann:p@ss@one:4222",
+            "tls://two",
+            "token@three",
+            "four",
+        ];
+        let servers: Vec<String> = servers.map(str::to_owned).to_vec();
+        assert_eq!(
+            without_secrets(&servers),
+            "nats://one:4222,tls://two,three,four"
+        );
+    }
 }

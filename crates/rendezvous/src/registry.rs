@@ -441,7 +441,8 @@ impl Registry {
         let registration = registration
             .filter(|registration| *registration.registration == *attached)
             .ok_or_else(offline)?;
-        self.tenants.usage(&caller.tenant).may_connect()?;
+        let elsewhere = self.router.streams_elsewhere(&caller.tenant);
+        self.tenants.usage(&caller.tenant).may_connect(elsewhere)?;
         let expires = caller.until(self.store.unix_now(), self.harness_lifetime.as_secs());
         let authorization = self.signer.authorize(
             &environment,

@@ -262,6 +262,11 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// The streams of all environments, or of one.
     fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>>;
 
+    /// Sockets of a tenant's harnesses at other nodes, as far as this one has heard.
+    fn streams_elsewhere(&self, _tenant: &str) -> u64 {
+        0
+    }
+
     /// Asks a node to send everybody elsewhere and to end; `false` if there is no such node.
     fn drain(&self, node: &str) -> Pending<'_, bool>;
 

@@ -886,7 +886,7 @@ impl Visitor {
             Admitted::Harness(who) => {
                 let usage = usage(&who.environment);
                 let entered = usage
-                    .enter()
+                    .enter(router.streams_elsewhere(&usage.tenant))
                     .map_err(|error| reject(429, &error.to_string()))?;
                 let line = json!({
                     "environment": environment, "role": role.name(), "tenant": &*usage.tenant,

@@ -317,13 +317,14 @@ impl Usage {
         }
     }
 
-    /// Whether a harness may ask for a way in now. Takes nothing: it may not come.
-    pub(crate) fn may_connect(&self) -> Result<(), QuotaError> {
+    /// Whether a harness may ask for a way in now, with so many streams at other nodes. Takes
+    /// nothing: it may not come.
+    pub(crate) fn may_connect(&self, elsewhere: u64) -> Result<(), QuotaError> {
         /// Streams end when somebody ends them; asking more often is of no use.
         const LATER: Duration = Duration::from_secs(1);
         let quota = self.quota();
         if let Some(limit) = quota.streams
-            && self.streams() >= limit
+            && self.streams().saturating_add(elsewhere) >= limit
         {
             return Err(self.refuse("streams", limit, Some(LATER)));
         }
@@ -334,13 +335,14 @@ impl Usage {
         Ok(())
     }
 
-    /// A harness's socket, if there may be one more.
-    pub(crate) fn enter(self: &Arc<Self>) -> Result<Entered, QuotaError> {
+    /// A harness's socket, if there may be one more besides so many at other nodes.
+    pub(crate) fn enter(self: &Arc<Self>, elsewhere: u64) -> Result<Entered, QuotaError> {
         let limit = self.quota().streams;
         let entered = self
             .streams
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |streams| {
-                (limit.is_none_or(|limit| streams < limit)).then_some(streams + 1)
+                let all = streams.saturating_add(elsewhere);
+                (limit.is_none_or(|limit| all < limit)).then_some(streams + 1)
             });
         if entered.is_err() {
             return Err(self.refuse("streams", limit.unwrap_or(0), None));
@@ -588,20 +590,22 @@ mod tests {
         let quotas = "a streams=2".parse().unwrap();
         let tenants = Tenants::new(quotas, 8);
         let usage = tenants.usage("a");
-        let first = usage.enter().unwrap();
-        let second = usage.enter().unwrap();
-        let error = usage.enter().unwrap_err().to_string();
+        let first = usage.enter(0).unwrap();
+        let second = usage.enter(0).unwrap();
+        let error = usage.enter(0).unwrap_err().to_string();
         assert_eq!(error, "tenant `a` has reached its quota of 2 streams");
-        assert!(usage.may_connect().is_err());
+        assert!(usage.may_connect(0).is_err());
         drop(first);
         assert_eq!((usage.streams(), usage.counters.streams.value()), (1, 1));
-        drop(usage.enter().unwrap());
+        drop(usage.enter(0).unwrap());
         // What is said later counts for those who are there.
         tenants.set_quotas("a streams=1".parse().unwrap());
-        assert!(usage.enter().is_err());
+        assert!(usage.enter(0).is_err());
         drop(second);
-        drop(usage.enter().unwrap());
+        drop(usage.enter(0).unwrap());
         assert_eq!(usage.counters.refused.value(), 3);
+        // Those at other nodes count too.
+        assert!(usage.enter(1).is_err() && usage.may_connect(1).is_err());
     }
 
     #[tokio::test(start_paused = true)]
@@ -629,15 +633,15 @@ mod tests {
         let usage = tenants.usage("a");
         let harness = Meter::new(Arc::clone(&usage), true);
         for _ in 0..2 {
-            usage.may_connect().unwrap();
+            usage.may_connect(0).unwrap();
             assert!(harness.count(10, Kind::Handshake));
             harness.pay(10, Kind::Handshake).await;
         }
-        let error = usage.may_connect().unwrap_err();
+        let error = usage.may_connect(0).unwrap_err();
         let text = "tenant `a` has reached its quota of 2 handshakes a second";
         assert_eq!(error.to_string(), text);
         tokio::time::sleep(error.retry.unwrap()).await;
-        usage.may_connect().unwrap();
+        usage.may_connect(0).unwrap();
         // What an executor answers is no handshake of its own.
         let executor = Meter::new(usage, false);
         assert!(!executor.count(10, Kind::Handshake));

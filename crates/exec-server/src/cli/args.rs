@@ -575,6 +575,11 @@ pub(super) struct NatsArgs {
     #[arg(long, value_name = "FILE", requires = "nats")]
     pub(super) nats_creds: Option<PathBuf>,
 
+    /// Certificates (PEM) of authorities that NATS's certificate is trusted by, besides those of
+    /// this machine
+    #[arg(long, value_name = "FILE", requires = "nats")]
+    pub(super) nats_ca: Option<PathBuf>,
+
     /// The JetStream bucket; meeting points with the same one are one
     #[arg(
         long,

@@ -498,6 +498,7 @@ impl Site {
         };
         let mut options = ClusterOptions::new(nats.nats.clone(), name.clone());
         options.credentials.clone_from(&nats.nats_creds);
+        options.authorities.clone_from(&nats.nats_ca);
         options.bucket.clone_from(&nats.nats_bucket);
         options.replicas = nats.nats_replicas;
         options.clock_offset = nats.clock_offset.saturating_mul(1000);

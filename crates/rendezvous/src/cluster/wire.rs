@@ -1,5 +1,6 @@
 //! What nodes write to each other and to the bucket: names, subjects, bodies.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
@@ -91,6 +92,9 @@ pub(crate) struct Lease {
     /// When, in milliseconds since 1970 by the node's own clock.
     pub(crate) at: i64,
     pub(crate) node: crate::router::Node,
+    /// Sockets of harnesses that came to it, by tenant.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) streams: BTreeMap<String, u64>,
 }
 
 /// Asks the node of an executor to take in a harness.

@@ -8,7 +8,7 @@
 //!  harness mailbox ◄── by stream id ◄── executor socket
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -28,6 +28,7 @@ use super::{
 };
 use crate::mailbox::{Backlog, Mailbox};
 use crate::store::Pending;
+use crate::tenants;
 
 /// Bounds of a router.
 #[derive(Debug, Clone)]
@@ -176,6 +177,21 @@ impl Local {
             })
         };
         self.all().into_iter().filter_map(place).collect()
+    }
+
+    /// Sockets of harnesses that came to this node, by tenant.
+    pub(crate) fn harnesses_by_tenant(&self) -> BTreeMap<String, u64> {
+        let mut counts = BTreeMap::new();
+        for hub in self.all() {
+            let state = hub.lock();
+            let own = state.harnesses.values().filter(|it| it.from.is_none());
+            let count = own.count() as u64;
+            if count > 0 {
+                let (tenant, _) = tenants::split(&hub.environment);
+                *counts.entry(tenant.to_owned()).or_default() += count;
+            }
+        }
+        counts
     }
 
     /// The streams of executors that are here.

@@ -269,6 +269,10 @@ impl Router for NatsRouter {
         })
     }
 
+    fn streams_elsewhere(&self, tenant: &str) -> u64 {
+        self.shared().streams_elsewhere(tenant)
+    }
+
     fn drain(&self, node: &str) -> Pending<'_, bool> {
         let node = node.to_owned();
         Box::pin(async move {
