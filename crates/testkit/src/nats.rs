@@ -1,7 +1,7 @@
 //! A real nats-server on loopback.
 
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -23,6 +23,23 @@ pub struct Nats {
     child: Option<Child>,
     /// Lines of its configuration.
     config: String,
+    /// Its files are on a disk of their own.
+    mounted: bool,
+    /// Its garbage is collected less often.
+    tuned: bool,
+}
+
+impl Drop for Nats {
+    fn drop(&mut self) {
+        if self.mounted {
+            if let Some(child) = &mut self.child {
+                let _ = child.start_kill();
+            }
+            // Whatever it has open still.
+            let mut unmount = std::process::Command::new("umount");
+            let _ = unmount.arg("-l").arg(self.store()).status();
+        }
+    }
 }
 
 impl Nats {
@@ -35,31 +52,121 @@ impl Nats {
         Self::with("").await
     }
 
+    /// Starts one as docs/fleet.md advises to run it.
+    ///
+    /// # Panics
+    ///
+    /// As [`Nats::start`].
+    pub async fn tuned() -> Self {
+        let mut nats = Self::prepared("").await;
+        nats.tuned = true;
+        nats.open().await;
+        nats
+    }
+
     /// Starts one whose JetStream is configured with these lines besides.
     ///
     /// # Panics
     ///
     /// As [`Nats::start`].
     pub async fn with(jetstream: &str) -> Self {
+        let mut nats = Self::prepared(jetstream).await;
+        nats.open().await;
+        nats
+    }
+
+    /// Starts one that is configured with these lines besides, which `lines` makes knowing its
+    /// directory.
+    ///
+    /// # Panics
+    ///
+    /// As [`Nats::start`].
+    pub async fn configured(lines: impl FnOnce(&Path) -> String) -> Self {
+        let mut nats = Self::prepared("").await;
+        let lines = lines(nats.directory.path());
+        nats.config.push_str(&lines);
+        nats.open().await;
+        nats
+    }
+
+    /// Starts one whose files are on a disk of their own, of so many bytes. Only for root.
+    ///
+    /// # Panics
+    ///
+    /// As [`Nats::start`], or if the disk cannot be made.
+    pub async fn on_disk(bytes: usize) -> Self {
+        // By default it would leave a quarter of the disk alone.
+        let mut nats = Self::prepared("max_file_store: 1GB").await;
+        let store = nats.store();
+        std::fs::create_dir(&store).expect("a directory");
+        let mounted = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"])
+            .arg(&store)
+            .status()
+            .await;
+        assert!(mounted.expect("mount").success(), "no tmpfs");
+        nats.mounted = true;
+        nats.open().await;
+        nats
+    }
+
+    /// One that does not run yet.
+    async fn prepared(jetstream: &str) -> Self {
         // The port is free again when it is needed, and stays the same when it comes back.
         let listener = TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.expect("a free port");
         let address = listener.local_addr().expect("a port");
         drop(listener);
         let directory = tempfile::tempdir().expect("a directory");
-        let store = directory.path().join("store");
-        let config = format!(
-            "listen: \"{address}\"\njetstream {{\n  store_dir: \"{}\"\n  {jetstream}\n}}\n",
-            store.display()
-        );
         let mut nats = Self {
             directory,
             address,
             child: None,
-            config,
+            config: String::new(),
+            mounted: false,
+            tuned: false,
         };
-        nats.open().await;
+        nats.config = format!(
+            "listen: \"{address}\"\njetstream {{\n  store_dir: \"{}\"\n  {jetstream}\n}}\n",
+            nats.store().display()
+        );
         nats
+    }
+
+    /// Where its files are.
+    fn store(&self) -> PathBuf {
+        self.directory.path().join("store")
+    }
+
+    /// Leaves no room on its disk.
+    ///
+    /// # Panics
+    ///
+    /// If there is room nevertheless.
+    pub fn fill_disk(&self) {
+        use std::io::Write as _;
+        assert!(self.mounted, "not the disk of others");
+        let filler = std::fs::File::create(self.store().join("filler"));
+        let mut filler = filler.expect("a file");
+        // Byte by byte in the end: not even a short record is to fit.
+        for size in [64 << 10, 512, 1] {
+            while filler.write_all(&vec![0; size]).is_ok() {}
+        }
+    }
+
+    /// Makes room on its disk again.
+    ///
+    /// # Panics
+    ///
+    /// If it was not filled.
+    pub fn free_disk(&self) {
+        std::fs::remove_file(self.store().join("filler")).expect("a file");
+    }
+
+    /// Where it listens, without the scheme.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Starts it again, with what it has kept.
@@ -75,7 +182,11 @@ impl Nats {
             _ => Path::new("nats-server"),
         };
         let log = std::fs::File::create(self.directory.path().join("log")).expect("a log");
-        let child = Command::new(program)
+        let mut command = Command::new(program);
+        if self.tuned {
+            command.env("GOGC", "400");
+        }
+        let child = command
             .arg("-c")
             .arg(&config)
             .stdin(Stdio::null())

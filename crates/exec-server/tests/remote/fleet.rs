@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use base64_simd::URL_SAFE_NO_PAD;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{CollectOptions, ExecBackend as _, ExecProcess, ExecServerClient};
 use exec_server_testkit::http::request;
@@ -14,7 +15,8 @@ use tempfile::TempDir;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Running, program};
+use super::operators::{block, items, shipped};
+use super::stage::{Running, finished, program};
 use super::{collect, lines, sh};
 
 /// Much longer than anything here should take, and than leases and back-offs last.
@@ -23,6 +25,8 @@ const LONG: Duration = Duration::from_secs(60);
 struct Fleet {
     directory: TempDir,
     nats: Nats,
+    /// How nodes reach it, and what else they are told.
+    options: Vec<String>,
     nodes: Vec<Option<Running>>,
 }
 
@@ -32,9 +36,15 @@ impl Fleet {
     }
 
     async fn on(nats: Nats, count: usize) -> Self {
+        let options = ["--nats".to_owned(), nats.url()];
+        Self::with(nats, &options, count).await
+    }
+
+    async fn with(nats: Nats, options: &[String], count: usize) -> Self {
         let mut fleet = Self {
             directory: tempfile::tempdir().unwrap(),
             nats,
+            options: options.to_vec(),
             nodes: Vec::new(),
         };
         for _ in 0..count {
@@ -75,7 +85,7 @@ impl Fleet {
         let mut command = program(self.directory.path());
         command
             .args(["rendezvous", "--listen", "127.0.0.1:0", "--log", "info"])
-            .args(["--nats", &self.nats.url()])
+            .args(&self.options)
             .args(["--node-name", &format!("node-{}", self.nodes.len())])
             .arg("--state-dir")
             .arg(self.directory.path().join("rendezvous"))
@@ -120,23 +130,57 @@ impl Fleet {
 
     /// Registers an environment of which there is no executor.
     async fn register(&self, node: usize, name: &str) -> (u16, Value) {
+        self.register_as(node, "executor", name).await
+    }
+
+    async fn register_as(&self, node: usize, token: &str, name: &str) -> (u16, Value) {
         let key = exec_server_transport::identity::generate();
         let body = json!({
             "security_profile": "noise_hybrid_ik_v1",
             "executor_public_key": key.public_key(),
         });
         let path = format!("/cloud/environment/{name}/register");
-        self.call(node, "executor", "POST", &path, &body).await
+        self.call(node, token, "POST", &path, &body).await
+    }
+
+    /// A new token, which all nodes know.
+    async fn add_token(&self, name: &str, role: &str, tenant: &str) {
+        let state = self.directory.path().join("rendezvous");
+        let mut command = program(self.directory.path());
+        command
+            .args(["rendezvous", "token-add", name, "--role", role])
+            .args(["--tenant", tenant, "--state-dir"])
+            .arg(&state)
+            .arg("--out")
+            .arg(state.join(format!("{name}.token")));
+        let output = finished(command).await;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{stderr}");
+        for node in 0..self.nodes.len() {
+            self.node(node).signal(Signal::HUP);
+            let known = async {
+                let path = "/cloud/environments";
+                while self.call(node, name, "GET", path, &Value::Null).await.0 == 401 {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            };
+            timeout(LONG, known).await.expect("the token to be known");
+        }
     }
 
     fn executor_command(&self, node: usize, name: &str, home: &str) -> Command {
+        self.executor_as(node, "executor", name, home)
+    }
+
+    fn executor_as(&self, node: usize, token: &str, name: &str, home: &str) -> Command {
         let home = self.directory.path().join(home);
         std::fs::create_dir_all(&home).unwrap();
+        let token = format!("rendezvous/{token}.token");
         let mut command = program(&home);
         command
             .args(["--remote", self.url(node), "--environment-id", name])
             .arg("--remote-token-file")
-            .arg(self.directory.path().join("rendezvous/executor.token"))
+            .arg(self.directory.path().join(token))
             .current_dir(&home);
         command
     }
@@ -147,7 +191,11 @@ impl Fleet {
     }
 
     fn args(&self, node: usize, name: &str) -> RegistryConnectArgs {
-        let auth = RegistryAuth::bearer(self.token("harness"));
+        self.args_as(node, "harness", name)
+    }
+
+    fn args_as(&self, node: usize, token: &str, name: &str) -> RegistryConnectArgs {
+        let auth = RegistryAuth::bearer(self.token(token));
         RegistryConnectArgs::new(self.url(node), name, auth, "test")
     }
 
@@ -348,7 +396,10 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
             .0,
         b"one\n"
     );
+    /// Much longer than a lease.
+    const PAUSED: Duration = Duration::from_secs(20);
     fleet.node(0).signal(Signal::STOP);
+    let paused = std::time::Instant::now();
     // Others believe it dead, and say so.
     fleet.wait_logged(1, "believed dead").await;
     fleet.wait_online(2, "box", false).await;
@@ -360,8 +411,9 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     let second = Running::start(fleet.executor_command(1, "box", "box")).await;
     fleet.wait_online(2, "box", true).await;
     let client = fleet.connect(2, "box").await;
-    let (script, count) = counting(6);
+    let (script, count) = counting(20);
     let running = client.start(sh("count", &script)).await.unwrap();
+    tokio::time::sleep(PAUSED.saturating_sub(paused.elapsed())).await;
     fleet.node(0).signal(Signal::CONT);
     fleet
         .wait_logged(0, "has taken the place of the one here")
@@ -370,8 +422,15 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     let late = fleet.connect(0, "box").await;
     assert_eq!(collect(&late, "late", &show).await.0, b"two\n");
     counted(running.process, count).await;
-    let listed = fleet.listed(0, "box").await.unwrap();
-    assert_eq!(listed["online"], true, "{listed}");
+    // All nodes say the same of where it is.
+    for node in [0, 1, 2] {
+        let listed = fleet.listed(node, "box").await.unwrap();
+        assert_eq!(
+            (&listed["online"], &listed["node"]),
+            (&json!(true), &json!("node-1")),
+            "{listed}"
+        );
+    }
     executor.signal(Signal::KILL);
     drop(second);
 }
@@ -584,6 +643,288 @@ async fn a_full_jetstream_lets_nobody_in_and_those_who_are_there_go_on() {
 }
 
 #[tokio::test]
+async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root can mount a disk that is small enough to be filled");
+        return;
+    }
+    let mut fleet = Fleet::on(Nats::on_disk(4 << 20).await, 2).await;
+    let _executor = fleet.executor(0, "box").await;
+    let (near, far) = (fleet.connect(0, "box").await, fleet.connect(1, "box").await);
+    fleet.nats.fill_disk();
+    let full = async {
+        for number in 0.. {
+            let (status, answer) = fleet.register(0, &format!("filler-{number}")).await;
+            if status != 200 {
+                return (status, answer);
+            }
+        }
+        unreachable!("it ends when the disk is full")
+    };
+    let (status, answer) = timeout(LONG, full).await.expect("a full disk");
+    assert_eq!(
+        (status, &answer["error"]["code"]),
+        (503, &json!("store_unavailable")),
+        "{answer}"
+    );
+    fleet.wait_logged(0, "was not renewed").await;
+    for client in [&near, &far] {
+        let (output, _) = collect(client, "still", "seq 1 1000").await;
+        assert_eq!(output, lines(1000));
+    }
+    // With room again nothing else has to be done than to start what has given up.
+    fleet.nats.free_disk();
+    fleet.nats.die().await;
+    fleet.nats.open().await;
+    let taken_in = async {
+        while fleet.register(1, "late").await.0 != 200 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(LONG, taken_in).await.expect("to be taken in again");
+    fleet.wait_online(1, "box", true).await;
+    for client in [&near, &far] {
+        assert_eq!(collect(client, "after", "echo after").await.0, b"after\n");
+    }
+    let fresh = fleet.connect(1, "box").await;
+    assert_eq!(collect(&fresh, "fresh", "echo fresh").await.0, b"fresh\n");
+}
+
+#[tokio::test]
+async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
+    let nats = Nats::start().await;
+    let options = [
+        "--nats",
+        &nats.url(),
+        "--quota",
+        "acme environments=2 streams=1",
+    ];
+    let options = options.map(str::to_owned);
+    let fleet = Fleet::with(nats, &options, 2).await;
+    for tenant in ["acme", "globex"] {
+        for role in ["executor", "harness", "admin"] {
+            fleet
+                .add_token(&format!("{tenant}-{role}"), role, tenant)
+                .await;
+        }
+    }
+    // Both call it `box`, at different nodes, and come in where the other's is.
+    let start = async |node, tenant: &str| {
+        let token = format!("{tenant}-executor");
+        Running::start(fleet.executor_as(node, &token, "box", &format!("home-{tenant}"))).await
+    };
+    let _executors = [start(0, "acme").await, start(1, "globex").await];
+    let connect = async |node, tenant: &str| {
+        let args = fleet.args_as(node, &format!("{tenant}-harness"), "box");
+        let connect = ExecServerClient::connect_registry(args);
+        timeout(LONG, connect).await.expect("an answer")
+    };
+    let mut clients = Vec::new();
+    for (node, tenant) in [(1, "acme"), (0, "globex")] {
+        let client = connect(node, tenant).await.unwrap();
+        let (home, _) = collect(&client, "p", "readlink /proc/$PPID/cwd").await;
+        let home = String::from_utf8(home).unwrap();
+        assert!(
+            home.trim_end().ends_with(&format!("home-{tenant}")),
+            "{home}"
+        );
+        clients.push(client);
+    }
+    // An admin of one sees nothing of the other, at any node.
+    for node in [0, 1] {
+        let listed = fleet
+            .call(
+                node,
+                "acme-admin",
+                "GET",
+                "/cloud/environments",
+                &Value::Null,
+            )
+            .await;
+        assert_eq!(listed.0, 200, "{}", listed.1);
+        let listed = listed.1["environments"].as_array().unwrap().clone();
+        assert!(
+            listed.len() == 1 && listed[0]["tenant"] == "acme",
+            "{listed:?}"
+        );
+    }
+    // The one stream that `acme` may have is open at node 1: no other at either.
+    for node in [0, 1] {
+        let refused = async {
+            loop {
+                match connect(node, "acme").await {
+                    Err(error) => return error.to_string(),
+                    // A node hears of the streams of others with their leases.
+                    Ok(client) => drop(client),
+                }
+                tokio::time::sleep(Duration::from_millis(200)).await;
+            }
+        };
+        let error = timeout(LONG, refused).await.expect("a refusal");
+        let expected = "tenant `acme` has reached its quota of 1 streams";
+        assert!(error.contains(expected), "{error}");
+        let other = connect(node, "globex").await.unwrap();
+        assert_eq!(collect(&other, "q", "echo in").await.0, b"in\n");
+    }
+    // Two environments wherever they are registered, and not one more.
+    assert_eq!(fleet.register_as(1, "acme-executor", "second").await.0, 200);
+    for node in [0, 1] {
+        let refused = async {
+            loop {
+                let third = format!("third-{node}");
+                let (status, answer) = fleet.register_as(node, "acme-executor", &third).await;
+                if status != 200 {
+                    return (status, answer);
+                }
+            }
+        };
+        let (status, answer) = timeout(LONG, refused).await.expect("a refusal");
+        assert_eq!(
+            (status, &answer["error"]["code"]),
+            (403, &json!("quota_exceeded")),
+            "{answer}"
+        );
+        let name = format!("more-{node}");
+        assert_eq!(
+            fleet.register_as(node, "globex-executor", &name).await.0,
+            200
+        );
+    }
+}
+
+/// Whether two nodes with these options are one.
+async fn works(nats: Nats, options: &[String]) {
+    let fleet = Fleet::with(nats, options, 2).await;
+    let _executor = fleet.executor(0, "box").await;
+    let client = fleet.connect(1, "box").await;
+    assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+}
+
+/// What a node with these options says before it gives up.
+async fn fails(options: &[String]) -> String {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = program(directory.path());
+    command
+        .args(["rendezvous", "--listen", "127.0.0.1:0", "--state-dir"])
+        .arg(directory.path().join("rendezvous"))
+        .args(options);
+    let output = finished(command).await;
+    assert!(!output.status.success());
+    String::from_utf8(output.stderr).unwrap()
+}
+
+#[tokio::test]
+async fn nodes_come_to_nats_over_tls_and_with_a_password() {
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let certificate = params.self_signed(&key).unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let authority = directory.path().join("authority.pem");
+    std::fs::write(&authority, certificate.pem()).unwrap();
+    let nats = Nats::configured(|directory| {
+        let path = |name: &str| directory.join(name).display().to_string();
+        std::fs::write(path("cert.pem"), certificate.pem()).unwrap();
+        std::fs::write(path("key.pem"), key.serialize_pem()).unwrap();
+        format!(
+            "tls {{ cert_file: \"{}\", key_file: \"{}\" }}\n\
+             authorization {{ user: ann, password: geheim }}\n",
+            path("cert.pem"),
+            path("key.pem")
+        )
+    })
+    .await;
+    let to = |who: &str| {
+        [
+            "--nats".to_owned(),
+            format!("tls://{who}{}", nats.address()),
+        ]
+    };
+    let trust = ["--nats-ca".to_owned(), authority.display().to_string()];
+    // Nobody vouches for it.
+    let said = fails(&to("ann:geheim@")).await;
+    assert!(said.contains("cannot reach NATS"), "{said}");
+    assert!(!said.contains("geheim"), "{said}");
+    // A wrong password.
+    let said = fails(&[to("ann:falsch@"), trust.clone()].concat()).await;
+    assert!(said.contains("authorization violation"), "{said}");
+    assert!(!said.contains("falsch"), "{said}");
+    let options = [to("ann:geheim@"), trust].concat();
+    works(nats, &options).await;
+}
+
+/// A JWT of NATS, signed with one of its keys.
+fn nats_jwt(issuer: &nkeys::KeyPair, subject: &nkeys::KeyPair, name: &str, nats: Value) -> String {
+    let text = |value: Value| URL_SAFE_NO_PAD.encode_to_string(value.to_string());
+    let header = text(json!({"typ": "JWT", "alg": "ed25519-nkey"}));
+    let claims = text(json!({
+        "jti": name, "iat": 1_700_000_000, "iss": issuer.public_key(), "name": name,
+        "sub": subject.public_key(), "nats": nats,
+    }));
+    let message = format!("{header}.{claims}");
+    let signature = issuer.sign(message.as_bytes()).unwrap();
+    format!("{message}.{}", URL_SAFE_NO_PAD.encode_to_string(signature))
+}
+
+#[tokio::test]
+async fn nodes_come_to_nats_with_credentials() {
+    let [operator, account, system, user] = [
+        nkeys::KeyPair::new_operator(),
+        nkeys::KeyPair::new_account(),
+        nkeys::KeyPair::new_account(),
+        nkeys::KeyPair::new_user(),
+    ];
+    let limits = |storage: i64| {
+        json!({
+            "subs": -1, "data": -1, "payload": -1, "imports": -1, "exports": -1,
+            "wildcards": true, "conn": -1, "leaf": -1,
+            "mem_storage": storage, "disk_storage": storage, "streams": storage,
+            "consumer": storage,
+        })
+    };
+    let of_account = |key: &nkeys::KeyPair, name: &str, storage| {
+        let claims = json!({"type": "account", "version": 2, "limits": limits(storage)});
+        nats_jwt(&operator, key, name, claims)
+    };
+    let of_operator = json!({
+        "type": "operator", "version": 2, "system_account": system.public_key(),
+    });
+    let of_operator = nats_jwt(&operator, &operator, "operator", of_operator);
+    let preload = format!(
+        "{}: {}\n  {}: {}",
+        account.public_key(),
+        of_account(&account, "meet", -1),
+        system.public_key(),
+        of_account(&system, "system", 0)
+    );
+    let nats = Nats::configured(|_| {
+        format!(
+            "operator: {of_operator}\nsystem_account: {}\nresolver: MEMORY\n\
+             resolver_preload {{\n  {preload}\n}}\n",
+            system.public_key()
+        )
+    })
+    .await;
+    let of_user = json!({"type": "user", "version": 2, "subs": -1, "data": -1, "payload": -1});
+    let of_user = nats_jwt(&account, &user, "node", of_user);
+    let directory = tempfile::tempdir().unwrap();
+    let credentials = directory.path().join("meet.creds");
+    let text = format!(
+        "-----BEGIN NATS USER JWT-----\n{of_user}\n------END NATS USER JWT------\n\n\
+         -----BEGIN USER NKEY SEED-----\n{}\n------END USER NKEY SEED------\n",
+        user.seed().unwrap()
+    );
+    std::fs::write(&credentials, text).unwrap();
+    let to = ["--nats".to_owned(), nats.url()];
+    let said = fails(&to).await;
+    assert!(said.contains("authorization violation"), "{said}");
+    let creds = |path: &std::path::Path| ["--nats-creds".to_owned(), path.display().to_string()];
+    let missing = directory.path().join("missing.creds");
+    let said = fails(&[to.clone(), creds(&missing)].concat()).await;
+    assert!(said.contains("missing.creds"), "{said}");
+    works(nats, &[to, creds(&credentials)].concat()).await;
+}
+
+#[tokio::test]
 async fn a_node_hands_its_sockets_over_before_it_ends() {
     let mut fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
@@ -606,4 +947,60 @@ async fn a_node_hands_its_sockets_over_before_it_ends() {
     }
     fleet.wait_online(1, "box", true).await;
     assert_eq!(fleet.registries(1).await.len(), 1, "it has left");
+}
+
+#[tokio::test]
+async fn the_manifest_of_a_fleet_starts_what_it_says() {
+    let manifest = shipped("kubernetes/fleet.yaml");
+    let home = tempfile::tempdir().unwrap();
+    let path = |name: &str| home.path().join(name).display().to_string();
+    // NATS understands its configuration.
+    std::fs::write(path("nats.conf"), block(&manifest, "nats.conf: |")).unwrap();
+    let mut check = Command::new("nats-server");
+    check
+        .args(["-t", "-c", &path("nats.conf")])
+        .env("PATH", "/usr/sbin:/usr/local/bin:/usr/bin:/bin")
+        .env("POD_NAME", "nats-0")
+        .env("NATS_PASSWORD", "geheim");
+    let output = finished(check).await;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{stderr}");
+    // And nodes with these arguments are one, here on a single server.
+    let nats =
+        Nats::configured(|_| "authorization { user: meet, password: geheim }\n".to_owned()).await;
+    let other = shipped("kubernetes/rendezvous.yaml");
+    std::fs::write(path("tokens"), block(&other, "tokens: |")).unwrap();
+    std::fs::write(path("quotas"), block(&other, "quotas: |")).unwrap();
+    let mut nodes = Vec::new();
+    for number in 0..2 {
+        let mut args: Vec<String> = items(&manifest, "args:")
+            .into_iter()
+            .map(|arg| {
+                arg.trim_matches('"')
+                    .replace("$(POD_NAME)", &format!("rendezvous-{number}"))
+                    .replace(
+                        "$(NATS_PASSWORD)@nats:4222",
+                        &format!("geheim@{}", nats.address()),
+                    )
+            })
+            .collect();
+        for (flag, with) in [
+            ("--listen", "http://127.0.0.1:0".to_owned()),
+            ("--metrics-listen", "127.0.0.1:0".to_owned()),
+            ("--nats-replicas", "1".to_owned()),
+            ("--state-dir", path(&format!("state-{number}"))),
+            ("--tokens", path("tokens")),
+            ("--quotas", path("quotas")),
+        ] {
+            let at = args.iter().position(|arg| arg == flag).expect(flag);
+            args[at + 1] = with;
+        }
+        let mut command = program(home.path());
+        command.args(&args);
+        nodes.push(Running::start(command).await);
+    }
+    for node in &nodes {
+        let health = format!("{}/readyz", node.line);
+        assert_eq!(request("GET", &health, None, "").await.0, 200);
+    }
 }

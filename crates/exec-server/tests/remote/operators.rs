@@ -210,13 +210,13 @@ async fn only_admins_are_told() {
     assert!(printed(command).await.starts_with("NODE"));
 }
 
-fn shipped(name: &str) -> String {
+pub(super) fn shipped(name: &str) -> String {
     let path = format!("{}/../../dist/{name}", env!("CARGO_MANIFEST_DIR"));
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
 
 /// The items of the list below a key of a manifest, without comments.
-fn items(manifest: &str, key: &str) -> Vec<String> {
+pub(super) fn items(manifest: &str, key: &str) -> Vec<String> {
     let mut lines = manifest.lines().skip_while(|line| line.trim() != key);
     let indent = |line: &str| line.len() - line.trim_start().len();
     let depth = indent(lines.next().unwrap());
@@ -227,7 +227,7 @@ fn items(manifest: &str, key: &str) -> Vec<String> {
 }
 
 /// The text below a key of a manifest.
-fn block(manifest: &str, key: &str) -> String {
+pub(super) fn block(manifest: &str, key: &str) -> String {
     let mut lines = manifest.lines().skip_while(|line| line.trim() != key);
     let indent = |line: &str| line.len() - line.trim_start().len();
     let depth = indent(lines.next().unwrap());
