@@ -42,12 +42,16 @@ struct Nodes {
 
 impl Nodes {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
+        Self::on(command, Nats::tuned())
+    }
+
+    fn on(command: &CommandLine, nats: impl Future<Output = Nats>) -> anyhow::Result<Self> {
         let files = tempfile::tempdir()?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()?;
-        let nats = runtime.block_on(Nats::start());
+        let nats = runtime.block_on(nats);
         let mut nodes = Self {
             running: Vec::new(),
             nats: nats.into(),
@@ -228,7 +232,10 @@ struct Stage {
 
 impl Stage {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
-        let nodes = Nodes::new(command)?;
+        Self::at(command, Nodes::new(command)?)
+    }
+
+    fn at(command: &CommandLine, nodes: Nodes) -> anyhow::Result<Self> {
         let state = nodes.path("rendezvous");
         let (token, identity) = (format!("{state}/executor.token"), nodes.path("identity"));
         let executor = [
@@ -263,6 +270,18 @@ impl Stage {
     fn connect(&self, args: &RegistryConnectArgs) -> anyhow::Result<ExecServerClient> {
         let connect = ExecServerClient::connect_registry(args.clone());
         Ok(self.nodes.runtime.block_on(connect)?)
+    }
+
+    /// Bytes a second of one stream on one node, and between two.
+    fn rates(&self, bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<(f64, f64)> {
+        let run = |args| {
+            let client = self.connect(args)?;
+            let streamed = stream(bench, &client, pattern, total);
+            self.nodes.runtime.block_on(streamed)
+        };
+        let (near, far) = (run(&self.near)?, run(&self.far)?);
+        ensure!(far > 0.0, "nothing came");
+        Ok((near, far))
     }
 
     /// Ends NATS for so long; the longest echo on one node meanwhile, and how long after its return
@@ -324,17 +343,23 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             })
         };
         let (near_echo, far_echo) = (echo(&near)?, echo(&far)?);
-        let run = |client: &ExecServerClient| {
-            let streamed = stream(bench, client, &pattern, total);
-            stage.nodes.runtime.block_on(streamed)
-        };
-        let (near_rate, far_rate) = (run(&near)?, run(&far)?);
-        ensure!(far_rate > 0.0, "nothing came");
+        let (near_rate, far_rate) = stage.rates(bench, &pattern, total)?;
         Ok(vec![
             Figure::plain((far_echo - near_echo).max(0.0)),
             Figure::against(far_rate, near_rate),
         ])
     });
+    let lines = vec![line(
+        &format!("stream {} between nodes, NATS not tuned", size(total)),
+        Unit::BytesPerSecond,
+        "one node",
+        Vec::new(),
+    )];
+    let untuned = |command: &CommandLine| Stage::at(command, Nodes::on(command, Nats::start())?);
+    rows.extend(bench.alone(bench.pick(3, 1), lines, untuned, |stage| {
+        let (near, far) = stage.rates(bench, &pattern, total)?;
+        Ok(vec![Figure::against(far, near)])
+    }));
     let lines = vec![
         line(
             &format!(
