@@ -32,7 +32,7 @@ man: build ## Write the manual pages and completions to target/man
 	    $(CARGO_TARGET_DIR)/release/exec-server completions $$shell > target/man/exec-server.$$shell; done
 
 deb: cargo-deb man ## Build the Debian package; needs cargo-deb
-	cargo deb -p exec-server --no-build
+	cargo deb -p exec-server --no-build --strip
 
 cargo-deb:
 	@cargo deb --version >/dev/null 2>&1 || { echo "missing cargo-deb: cargo install --locked cargo-deb" >&2; exit 1; }
