@@ -10,6 +10,7 @@ const LARGE_BYTES: std::ffi::c_int = 2 << 20;
 const SPARE_BYTES: std::ffi::c_int = 8 << 20;
 
 /// From here on a buffer is asked to lie in huge pages.
+#[cfg(target_os = "linux")]
 const HUGE_BYTES: usize = 4 << 20;
 
 /// An empty buffer with room for so many bytes.
