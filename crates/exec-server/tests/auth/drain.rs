@@ -1,6 +1,7 @@
 //! The end of a server: what it lets finish, and what its clients hear.
 
 use exec_server_testkit::proc;
+use exec_server_testkit::wire::Start;
 use exec_server_transport::{ConnectOptions, connect};
 use rustix::process::Signal;
 use serde_json::json;
@@ -88,6 +89,36 @@ async fn the_last_words_of_ended_processes_are_heard() {
     let observed = &client.processes["p"];
     assert_eq!(observed.text("stdout"), "up\nlast words\n");
     assert_eq!(observed.exit_code(), 9);
+    assert!(server.ended().await.success());
+}
+
+#[tokio::test]
+async fn nothing_is_lost_of_those_who_are_ended_while_they_write() {
+    const PROCESSES: usize = 8;
+    let mut server = start(&[]).await;
+    let mut client = session_with(server.url(), "x").await;
+    let line = "y".repeat(1000);
+    let script = format!(
+        "trap 'echo end; exit 9' TERM; i=0; while :; do i=$((i+1)); echo $i {line}; sleep 0.002; done"
+    );
+    let ids: Vec<String> = (0..PROCESSES).map(|n| format!("p{n}")).collect();
+    for id in &ids {
+        client.start(Start::sh(id, &script)).await;
+    }
+    for id in &ids {
+        client.wrote(id, "stdout", &format!("9 {line}\n")).await;
+    }
+    proc::signal(server.pid(), Signal::TERM);
+    client.end().await;
+    for id in &ids {
+        let observed = &client.processes[id];
+        let text = observed.text("stdout");
+        let count = text.lines().count() - 1;
+        let mut whole: String = (1..=count).map(|n| format!("{n} {line}\n")).collect();
+        whole.push_str("end\n");
+        assert!(text == whole && count >= 9, "{id}: {count} lines");
+        assert_eq!(observed.exit_code(), 9);
+    }
     assert!(server.ended().await.success());
 }
 
