@@ -5,7 +5,7 @@
 //! of one of three repeating texts, and a chunk is compared as it came, without decoding. Padded
 //! base64 is one-to-one, so equal text means equal bytes.
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use exec_server_protocol::chunk;
 
 /// After this many bytes the pattern repeats.
@@ -87,7 +87,7 @@ impl Pattern {
         if padding == 0 {
             return Some(length);
         }
-        let tail = STANDARD.decode_to_vec(tail).ok()?;
+        let tail = STANDARD.decode(tail).ok()?;
         self.matches(offset + length, &tail)
             .then_some(length + tail.len() as u64)
     }
@@ -142,7 +142,7 @@ mod tests {
                 pattern.push_text(offset, len, &mut text);
                 assert_eq!(
                     text,
-                    STANDARD.encode_to_string(&bytes).into_bytes(),
+                    STANDARD.encode(&bytes).into_bytes(),
                     "{offset} {len}"
                 );
                 assert_eq!(pattern.check_text(offset, &text), Some(len as u64));

@@ -135,7 +135,7 @@ pub(crate) fn take_credentials(url: &mut Url, headers: &mut HeaderMap) -> Result
     let mut pair: Vec<u8> = percent_decode_str(url.username()).collect();
     pair.push(b':');
     pair.extend(percent_decode_str(url.password().unwrap_or_default()));
-    let text = format!("Basic {}", base64_simd::STANDARD.encode_to_string(&pair));
+    let text = format!("Basic {}", base64_turbo::STANDARD.encode(&pair));
     // These succeed for URLs that have a host, as all of ours do.
     let _ = (url.set_username(""), url.set_password(None));
     if !headers.contains_key(AUTHORIZATION) {
@@ -274,7 +274,7 @@ mod tests {
         );
         let prepared = prepared.unwrap();
         assert_eq!(prepared.url.as_str(), "http://x/");
-        let encoded = base64_simd::STANDARD.encode_to_string("a@b:c%3");
+        let encoded = base64_turbo::STANDARD.encode("a@b:c%3");
         let expected = format!("Basic {encoded}");
         assert_eq!(prepared.headers[AUTHORIZATION], expected.as_str());
     }

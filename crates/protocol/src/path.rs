@@ -9,7 +9,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use url::Url;
 
@@ -106,7 +106,7 @@ impl PathUri {
             Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
             _ => Ok(Self(format!(
                 "file://{OPAQUE_PREFIX}{}",
-                URL_SAFE_NO_PAD.encode_to_string(bytes)
+                URL_SAFE_NO_PAD.encode(bytes)
             ))),
         }
     }
@@ -122,7 +122,7 @@ impl PathUri {
         let path = &self.0["file://".len()..];
         if let Some(encoded) = path.strip_prefix(OPAQUE_PREFIX) {
             let bytes = URL_SAFE_NO_PAD
-                .decode_to_vec(encoded)
+                .decode(encoded)
                 .map_err(|_| foreign())?;
             let native = PathBuf::from(OsString::from_vec(bytes));
             let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
@@ -474,7 +474,7 @@ mod tests {
         assert!(PathUri::from_native(Path::new(path)).is_err());
         let opaque = format!(
             "file:///%00/bad/path/{}",
-            URL_SAFE_NO_PAD.encode_to_string(path)
+            URL_SAFE_NO_PAD.encode(path)
         );
         assert!(PathUri::parse(&opaque).unwrap().to_native().is_err());
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use sha2::{Digest as _, Sha256};
@@ -99,7 +99,7 @@ impl fmt::Debug for PublicKey {
         write!(
             f,
             "PublicKey({}…)",
-            STANDARD.encode_to_string(&self.x25519[..6])
+            STANDARD.encode(&self.x25519[..6])
         )
     }
 }
@@ -116,8 +116,8 @@ impl Serialize for PublicKey {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         Wire {
             suite: SUITE.to_owned(),
-            x25519_public_key: STANDARD.encode_to_string(self.x25519),
-            mlkem768_public_key: STANDARD.encode_to_string(&self.mlkem768),
+            x25519_public_key: STANDARD.encode(self.x25519),
+            mlkem768_public_key: STANDARD.encode(&self.mlkem768),
         }
         .serialize(serializer)
     }
@@ -131,7 +131,7 @@ impl<'de> Deserialize<'de> for PublicKey {
         }
         let decode = |name: &str, text: &str, length: usize| {
             STANDARD
-                .decode_to_vec(text)
+                .decode(text)
                 .ok()
                 .filter(|bytes| bytes.len() == length)
                 .ok_or_else(|| {

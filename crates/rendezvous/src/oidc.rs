@@ -10,7 +10,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use ring::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
     UnparsedPublicKey,
@@ -221,7 +221,7 @@ impl Jwk {
 }
 
 fn decode(text: &str) -> Option<Vec<u8>> {
-    URL_SAFE_NO_PAD.decode_to_vec(text).ok()
+    URL_SAFE_NO_PAD.decode(text).ok()
 }
 
 /// Numbers of some issuers begin with zeros, which ring does not want.
@@ -531,7 +531,7 @@ mod tests {
         }
 
         fn jwk(&self, kid: &str) -> Value {
-            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode_to_string(bytes);
+            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode(bytes);
             match self {
                 Self::Ed25519(key) => json!({
                     "kty": "OKP", "crv": "Ed25519", "kid": kid, "use": "sig",
@@ -546,7 +546,7 @@ mod tests {
         }
 
         fn sign(&self, header: &Value, claims: &Value) -> String {
-            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode_to_string(bytes);
+            let text = |bytes: &[u8]| URL_SAFE_NO_PAD.encode(bytes);
             let message = format!(
                 "{}.{}",
                 text(header.to_string().as_bytes()),

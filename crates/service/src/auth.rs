@@ -8,7 +8,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_transport::Secret;
 use exec_server_transport::http::Head;
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -334,7 +334,7 @@ fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity
     let (header, claims) = signing_input.split_once('.').ok_or(AuthError::Jwt)?;
     let decode = |part: &str| {
         URL_SAFE_NO_PAD
-            .decode_to_vec(part)
+            .decode(part)
             .map_err(|_| AuthError::Jwt)
     };
     let header: JwtHeader = serde_json::from_slice(&decode(header)?).map_err(|_| AuthError::Jwt)?;
@@ -420,12 +420,12 @@ pub struct TokenClaims {
 ///
 /// Never, for claims that are texts and numbers.
 pub fn sign(claims: &TokenClaims, secret: &Secret) -> serde_json::Result<Secret> {
-    let header = URL_SAFE_NO_PAD.encode_to_string(br#"{"alg":"HS256","typ":"JWT"}"#);
-    let claims = URL_SAFE_NO_PAD.encode_to_string(serde_json::to_vec(claims)?);
+    let header = URL_SAFE_NO_PAD.encode(br#"{"alg":"HS256","typ":"JWT"}"#);
+    let claims = URL_SAFE_NO_PAD.encode(serde_json::to_vec(claims)?);
     let mut token = format!("{header}.{claims}");
     let signature = mac(secret, &token).finalize().into_bytes();
     token.push('.');
-    token.push_str(&URL_SAFE_NO_PAD.encode_to_string(signature));
+    token.push_str(&URL_SAFE_NO_PAD.encode(signature));
     Ok(Secret::from(token))
 }
 
@@ -440,7 +440,7 @@ pub fn inspect(token: &Secret) -> Result<(serde_json::Value, serde_json::Value),
         return Err(AuthError::Jwt);
     };
     let decode = |part: &str| {
-        let bytes = URL_SAFE_NO_PAD.decode_to_vec(part).ok()?;
+        let bytes = URL_SAFE_NO_PAD.decode(part).ok()?;
         serde_json::from_slice(&bytes).ok()
     };
     decode(header).zip(decode(claims)).ok_or(AuthError::Jwt)
@@ -513,11 +513,11 @@ mod tests {
     fn token(header: &str, claims: &str, secret: &str) -> String {
         let input = format!(
             "{}.{}",
-            URL_SAFE_NO_PAD.encode_to_string(header),
-            URL_SAFE_NO_PAD.encode_to_string(claims)
+            URL_SAFE_NO_PAD.encode(header),
+            URL_SAFE_NO_PAD.encode(claims)
         );
         let signature = mac(&secret.into(), &input).finalize().into_bytes();
-        format!("{input}.{}", URL_SAFE_NO_PAD.encode_to_string(signature))
+        format!("{input}.{}", URL_SAFE_NO_PAD.encode(signature))
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
 use std::process::ExitStatus;
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use exec_server_transport::{ConnectOptions, Event, Incoming, Link, Outgoing, connect, stdio};
 use serde_json::{Map, Value, json};
 use tempfile::TempDir;
@@ -835,7 +835,7 @@ impl Start {
 /// Base64 on the wire, from bytes.
 #[must_use]
 pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
-    STANDARD.encode_to_string(bytes).into()
+    STANDARD.encode(bytes).into()
 }
 
 /// Bytes from base64 on the wire.
@@ -847,7 +847,7 @@ pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
 pub fn bytes(chunk: &Value) -> Vec<u8> {
     let text = chunk.as_str().expect("base64 is a string");
     STANDARD
-        .decode_to_vec(text)
+        .decode(text)
         .expect("padded standard base64")
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
@@ -300,7 +300,7 @@ where
         url: url.to_owned(),
         source,
     };
-    let key = STANDARD.encode_to_string(uuid::Uuid::new_v4().as_bytes());
+    let key = STANDARD.encode(uuid::Uuid::new_v4().as_bytes());
     let mut request = Zeroizing::new(format!(
         "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::io;
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use sha1::{Digest as _, Sha1};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
@@ -179,7 +179,7 @@ pub fn accept_key(key: &str) -> String {
     let mut hash = Sha1::new();
     hash.update(key.trim().as_bytes());
     hash.update(GUID.as_bytes());
-    STANDARD.encode_to_string(hash.finalize())
+    STANDARD.encode(hash.finalize())
 }
 
 #[cfg(test)]

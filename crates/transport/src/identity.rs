@@ -8,7 +8,7 @@ use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use exec_server_relay::noise::{Identity, SEED_BYTES};
 use rustix::process::geteuid;
 use zeroize::Zeroizing;
@@ -96,7 +96,7 @@ pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
     let identity = generate();
     let text = Zeroizing::new(format!(
         "{MARK}{}\n",
-        *Zeroizing::new(STANDARD.encode_to_string(identity.seed()))
+        *Zeroizing::new(STANDARD.encode(identity.seed()))
     ));
     let aside = directory.join(format!(".identity-{}", uuid::Uuid::new_v4()));
     let written = OpenOptions::new()
@@ -152,7 +152,7 @@ fn load(path: &Path) -> Result<Identity, IdentityError> {
         .map_err(failed)?;
     let seed = text
         .strip_prefix(MARK)
-        .and_then(|seed| STANDARD.decode_to_vec(seed.trim_end()).ok())
+        .and_then(|seed| STANDARD.decode(seed.trim_end()).ok())
         .map(Zeroizing::new);
     let seed: Option<Zeroizing<[u8; SEED_BYTES]>> =
         seed.and_then(|seed| Some(Zeroizing::new(seed.as_slice().try_into().ok()?)));

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use exec_server_http::{HttpClient, HttpConfig, request};
 use exec_server_protocol::http::RequestParams;
 
@@ -190,10 +190,10 @@ fn streamed(client: &mut Client, site: &Site, total: u64) -> anyhow::Result<f64>
         if let Message::Delta { chunk, done } = client.receive()? {
             decoded.resize(chunk.len(), 0);
             let bytes = STANDARD
-                .decode(&chunk, base64_simd::Out::from_slice(&mut decoded))
+                .decode_slice(&chunk, &mut decoded)
                 .ok()
                 .context("a piece is not base64")?;
-            received += bytes.len() as u64;
+            received += bytes as u64;
             if done {
                 break;
             }

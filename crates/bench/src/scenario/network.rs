@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use exec_server_protocol::network::{DomainRule, NetworkProxy, ProxySettings};
 use exec_server_protocol::process::StartParams;
 use exec_server_protocol::sandbox::Sandbox;
@@ -116,7 +116,7 @@ fn told(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyhow::Result
     let mut said = Vec::new();
     loop {
         match client.receive()? {
-            Message::Output { chunk, .. } => said.extend(STANDARD.decode_to_vec(&*chunk)?),
+            Message::Output { chunk, .. } => said.extend(STANDARD.decode(&*chunk)?),
             Message::Exited { code, .. } => {
                 ensure!(code == 0, "{}", String::from_utf8_lossy(&said));
             }

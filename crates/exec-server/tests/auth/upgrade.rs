@@ -2,7 +2,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::Start;
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -88,8 +88,8 @@ async fn a_hash_is_all_that_a_server_needs() {
 fn jwt(header: &Value, claims: &str, secret: &str) -> String {
     let input = format!(
         "{}.{}",
-        URL_SAFE_NO_PAD.encode_to_string(header.to_string()),
-        URL_SAFE_NO_PAD.encode_to_string(claims)
+        URL_SAFE_NO_PAD.encode(header.to_string()),
+        URL_SAFE_NO_PAD.encode(claims)
     );
     let signature = if header["alg"] == "HS512" {
         let mut mac = Hmac::<Sha512>::new_from_slice(secret.as_bytes()).unwrap();
@@ -100,7 +100,7 @@ fn jwt(header: &Value, claims: &str, secret: &str) -> String {
         mac.update(input.as_bytes());
         mac.finalize().into_bytes().to_vec()
     };
-    format!("{input}.{}", URL_SAFE_NO_PAD.encode_to_string(signature))
+    format!("{input}.{}", URL_SAFE_NO_PAD.encode(signature))
 }
 
 fn now() -> i64 {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
 use exec_server::{CollectOptions, ExecBackend as _, ExecProcess, ExecServerClient};
 use exec_server_testkit::http::request;
@@ -854,7 +854,7 @@ async fn nodes_come_to_nats_over_tls_and_with_a_password() {
 
 /// A JWT of NATS, signed with one of its keys.
 fn nats_jwt(issuer: &nkeys::KeyPair, subject: &nkeys::KeyPair, name: &str, nats: Value) -> String {
-    let text = |value: Value| URL_SAFE_NO_PAD.encode_to_string(value.to_string());
+    let text = |value: Value| URL_SAFE_NO_PAD.encode(value.to_string());
     let header = text(json!({"typ": "JWT", "alg": "ed25519-nkey"}));
     let claims = text(json!({
         "jti": name, "iat": 1_700_000_000, "iss": issuer.public_key(), "name": name,
@@ -862,7 +862,7 @@ fn nats_jwt(issuer: &nkeys::KeyPair, subject: &nkeys::KeyPair, name: &str, nats:
     }));
     let message = format!("{header}.{claims}");
     let signature = issuer.sign(message.as_bytes()).unwrap();
-    format!("{message}.{}", URL_SAFE_NO_PAD.encode_to_string(signature))
+    format!("{message}.{}", URL_SAFE_NO_PAD.encode(signature))
 }
 
 #[tokio::test]

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server::registry::RegistryAuth;
 use exec_server::{ExecBackend as _, ExecProcessEvent, ExecServerClient};
 use exec_server_testkit::proc::PATIENCE;
@@ -194,7 +194,7 @@ impl Issuer {
     fn new(kid: &str) -> Self {
         let key = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
         let key = Ed25519KeyPair::from_pkcs8(key.as_ref()).unwrap();
-        let x = URL_SAFE_NO_PAD.encode_to_string(key.public_key());
+        let x = URL_SAFE_NO_PAD.encode(key.public_key());
         let jwk = json!({"kty": "OKP", "crv": "Ed25519", "kid": kid, "x": x});
         Self {
             key,
@@ -203,7 +203,7 @@ impl Issuer {
     }
 
     fn token(&self, kid: &str, subject: &str, role: &str) -> String {
-        let text = |value: serde_json::Value| URL_SAFE_NO_PAD.encode_to_string(value.to_string());
+        let text = |value: serde_json::Value| URL_SAFE_NO_PAD.encode(value.to_string());
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let header = text(json!({"alg": "EdDSA", "kid": kid}));
         let claims = text(json!({
@@ -212,7 +212,7 @@ impl Issuer {
         }));
         let message = format!("{header}.{claims}");
         let signature = self.key.sign(message.as_bytes());
-        let signature = URL_SAFE_NO_PAD.encode_to_string(signature);
+        let signature = URL_SAFE_NO_PAD.encode(signature);
         format!("{message}.{signature}")
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use base64_simd::URL_SAFE_NO_PAD;
+use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_rendezvous::Config;
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
 use exec_server_rendezvous::store::Pending;
@@ -28,7 +28,7 @@ impl KeySource for Issuer {
 }
 
 fn text(bytes: impl AsRef<[u8]>) -> String {
-    URL_SAFE_NO_PAD.encode_to_string(bytes)
+    URL_SAFE_NO_PAD.encode(bytes)
 }
 
 fn now() -> u64 {

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
-use base64_simd::{STANDARD, URL_SAFE_NO_PAD};
+use base64_turbo::{STANDARD, URL_SAFE_NO_PAD};
 use ring::signature::Ed25519KeyPair;
 use serde::{Deserialize, Serialize};
 use tokio::sync::OnceCell;
@@ -111,14 +111,14 @@ impl AgentIdentity {
             return Err(bad("it does not have three parts"));
         };
         let claims = URL_SAFE_NO_PAD
-            .decode_to_vec(claims)
+            .decode(claims)
             .map(Zeroizing::new)
             .map_err(|_| bad("its claims are not base64"))?;
         let claims: Claims = serde_json::from_slice(&claims)
             .map_err(|_| bad("`agent_runtime_id` or `agent_private_key` is missing"))?;
         let key = Zeroizing::new(claims.agent_private_key);
         let key = STANDARD
-            .decode_to_vec(key.as_bytes())
+            .decode(key.as_bytes())
             .map(Zeroizing::new)
             .map_err(|_| bad("its key is not base64"))?;
         let key = Ed25519KeyPair::from_pkcs8_maybe_unchecked(&key)
@@ -167,11 +167,11 @@ impl AgentIdentity {
             timestamp: &timestamp,
         };
         let json = serde_json::to_vec(&assertion).expect("four texts are JSON");
-        authorization("AgentAssertion", &URL_SAFE_NO_PAD.encode_to_string(json))
+        authorization("AgentAssertion", &URL_SAFE_NO_PAD.encode(json))
     }
 
     fn sign(&self, text: &str) -> String {
-        STANDARD.encode_to_string(self.key.sign(text.as_bytes()))
+        STANDARD.encode(self.key.sign(text.as_bytes()))
     }
 
     async fn register_task(&self) -> Result<String, AgentIdentityError> {
@@ -216,7 +216,7 @@ mod tests {
     use super::*;
 
     fn token(claims: &serde_json::Value) -> Secret {
-        let claims = URL_SAFE_NO_PAD.encode_to_string(claims.to_string());
+        let claims = URL_SAFE_NO_PAD.encode(claims.to_string());
         Secret::from(format!("e30.{claims}.c2ln"))
     }
 
@@ -242,7 +242,7 @@ mod tests {
         let pkcs8 = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
         let claims = serde_json::json!({
             "agent_runtime_id": "agent-1",
-            "agent_private_key": STANDARD.encode_to_string(pkcs8.as_ref()),
+            "agent_private_key": STANDARD.encode(pkcs8.as_ref()),
             "account_id": "acct",
             "email": "ignored",
         });
@@ -252,12 +252,12 @@ mod tests {
         let (name, value) = agent.assertion("task-1", now);
         assert_eq!(name, "authorization");
         let encoded = value.expose().strip_prefix("AgentAssertion ").unwrap();
-        let json = String::from_utf8(URL_SAFE_NO_PAD.decode_to_vec(encoded).unwrap()).unwrap();
+        let json = String::from_utf8(URL_SAFE_NO_PAD.decode(encoded).unwrap()).unwrap();
         assert!(json.starts_with("{\"agent_runtime_id\":\"agent-1\",\"signature\":\""));
         assert!(json.ends_with("\"task_id\":\"task-1\",\"timestamp\":\"2024-03-01T00:00:00Z\"}"));
         let json: serde_json::Value = serde_json::from_str(&json).unwrap();
         let signature = STANDARD
-            .decode_to_vec(json["signature"].as_str().unwrap())
+            .decode(json["signature"].as_str().unwrap())
             .unwrap();
         UnparsedPublicKey::new(&ED25519, agent.key.public_key().as_ref())
             .verify(b"agent-1:task-1:2024-03-01T00:00:00Z", &signature)

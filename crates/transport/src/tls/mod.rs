@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
-use base64_simd::STANDARD;
+use base64_turbo::STANDARD;
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -89,7 +89,7 @@ impl Pin {
 
 impl fmt::Display for Pin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}{}", Self::PREFIX, STANDARD.encode_to_string(self.0))
+        write!(f, "{}{}", Self::PREFIX, STANDARD.encode(self.0))
     }
 }
 
@@ -104,7 +104,7 @@ impl FromStr for Pin {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let decoded = text
             .strip_prefix(Self::PREFIX)
-            .and_then(|digest| STANDARD.decode_to_vec(digest).ok())
+            .and_then(|digest| STANDARD.decode(digest).ok())
             .and_then(|bytes| bytes.try_into().ok());
         decoded
             .map(Self)
