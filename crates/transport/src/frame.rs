@@ -514,13 +514,11 @@ fn push_header(out: &mut Vec<u8>, opcode: Opcode, fin: bool, mask: Option<[u8; 4
 fn apply_mask(key: [u8; 4], payload: &mut [u8]) {
     let [a, b, c, d] = key;
     let wide = u64::from_ne_bytes([a, b, c, d, a, b, c, d]);
-    let mut chunks = payload.chunks_exact_mut(8);
-    for chunk in &mut chunks {
-        let mut word = [0; 8];
-        word.copy_from_slice(chunk);
-        chunk.copy_from_slice(&(u64::from_ne_bytes(word) ^ wide).to_ne_bytes());
+    let (words, rest) = payload.as_chunks_mut();
+    for word in words {
+        *word = (u64::from_ne_bytes(*word) ^ wide).to_ne_bytes();
     }
-    for (byte, key) in chunks.into_remainder().iter_mut().zip(key.iter().cycle()) {
+    for (byte, key) in rest.iter_mut().zip(key.iter().cycle()) {
         *byte ^= key;
     }
 }

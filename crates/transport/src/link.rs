@@ -433,8 +433,10 @@ impl Incoming {
             .max(Self::IDLE_BYTES);
         self.buffer.reserve(room);
         // Of what follows a long message no more than its header: a part would have to be moved.
-        let most = if missing >= Self::LONG_BYTES {
-            room + frame::MAX_HEADER_BYTES
+        let has_length = !matches!(self.framing, InFraming::Lines { .. });
+        let message = missing + (self.buffer.len() - self.start);
+        let most = if has_length && message >= Self::LONG_BYTES {
+            missing.min(room) + frame::MAX_HEADER_BYTES
         } else {
             usize::MAX
         };
