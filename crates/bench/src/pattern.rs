@@ -140,11 +140,7 @@ mod tests {
                 assert!(pattern.matches(offset, &bytes));
                 let mut text = Vec::new();
                 pattern.push_text(offset, len, &mut text);
-                assert_eq!(
-                    text,
-                    STANDARD.encode(&bytes).into_bytes(),
-                    "{offset} {len}"
-                );
+                assert_eq!(text, STANDARD.encode(&bytes).into_bytes(), "{offset} {len}");
                 assert_eq!(pattern.check_text(offset, &text), Some(len as u64));
             }
         }

@@ -146,7 +146,7 @@ impl ExecServerClient {
         options: ExecServerClientConnectOptions,
     ) -> Result<Self, ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
-        let dialled = dial.dial().await?;
+        let dialled = dial.dial_saying(line::introduction(&options)).await?;
         Self::open(dialled, Some(dial), options, None).await
     }
 
@@ -278,6 +278,23 @@ impl ExecServerClient {
             let farewell = connection.peer.close(&reason);
             let _ = tokio::time::timeout(*timeout, farewell).await;
         }
+        Ok(())
+    }
+
+    /// As [`ExecServerClient::end_session`], without waiting until the server has done it.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Unsupported`] if the session can only be left to expire.
+    pub async fn leave(&self) -> Result<(), ExecServerError> {
+        self.require(extension::SESSION_END).await?;
+        let Caller { line, timeout } = &self.inner.caller;
+        let connection = line.ready().await?;
+        // First: what ends now must not be recovered.
+        let reason: Arc<str> = "the session was left".into();
+        line.fail(&reason);
+        let farewell = connection.peer.close_with::<End>(&NoParams, &reason);
+        let _ = tokio::time::timeout(*timeout, farewell).await;
         Ok(())
     }
 

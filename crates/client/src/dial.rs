@@ -41,6 +41,17 @@ pub trait Dial: Send + Sync + 'static {
     /// Failures that may pass are tried again: of [`ExecServerError::Connect`] those of the network,
     /// of [`ExecServerError::Dial`] those that say so. All others end the recovery.
     fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>>;
+
+    /// As [`Dial::dial`], for one that can send messages before it knows that there is a link: that
+    /// saves a round trip. Whether it did, [`Dialled`] tells; left alone, nothing is sent.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    fn dial_saying(&self, first: Vec<Vec<u8>>) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+        drop(first);
+        self.dial()
+    }
 }
 
 impl<F, R> Dial for F
@@ -57,6 +68,8 @@ where
 pub struct Dialled {
     pub(crate) link: Link,
     pub(crate) keep: Option<Box<dyn Any + Send + Sync>>,
+    /// The first messages have left.
+    pub(crate) said: bool,
 }
 
 impl Dialled {
@@ -65,13 +78,18 @@ impl Dialled {
         Self {
             link,
             keep: Some(Box::new(keep)),
+            said: false,
         }
     }
 }
 
 impl From<Link> for Dialled {
     fn from(link: Link) -> Self {
-        Self { link, keep: None }
+        Self {
+            link,
+            keep: None,
+            said: false,
+        }
     }
 }
 

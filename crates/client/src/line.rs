@@ -9,11 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_protocol::method::Empty;
+use exec_server_protocol::method::{Empty, Method as _, Notification as _};
 use exec_server_protocol::session::{
     Initialize, InitializeParams, InitializeResponse, Initialized,
 };
+use exec_server_protocol::{RequestId, envelope};
 use exec_server_transport::Peer;
+use exec_server_transport::peer::FIRST_CALL;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -217,13 +219,7 @@ pub(crate) async fn open(
     options: ExecServerClientConnectOptions,
     routes: &Arc<Routes>,
 ) -> Result<Opened, ExecServerError> {
-    let resumed = options
-        .resume_session_id
-        .clone()
-        .map(|session_id| Identity {
-            session_id,
-            resume_key: None,
-        });
+    let resumed = resumed(&options);
     let (connection, answer) = introduce(dialled, 1, resumed.as_ref(), &options, routes).await?;
     let line = Arc::new(Line::new(connection.clone(), dial.is_some()));
     let keeper = Keeper {
@@ -245,6 +241,42 @@ pub(crate) async fn open(
     })
 }
 
+fn initialize(
+    resumed: Option<&Identity>,
+    options: &ExecServerClientConnectOptions,
+) -> InitializeParams {
+    InitializeParams {
+        client_name: options.client_name.clone(),
+        resume_session_id: resumed.map(|identity| identity.session_id.clone()),
+        resume_key: resumed.and_then(|identity| identity.resume_key.clone()),
+        detach_grace_ms: options.detach_grace.map(millis),
+    }
+}
+
+/// What the handshake on a first link says, for a dial that can send it at once.
+pub(crate) fn introduction(options: &ExecServerClientConnectOptions) -> Vec<Vec<u8>> {
+    let resumed = resumed(options);
+    let params = initialize(resumed.as_ref(), options);
+    let (mut request, mut notice) = (Vec::new(), Vec::new());
+    let id = RequestId::Number(FIRST_CALL);
+    let asked = envelope::encode_request(&mut request, &id, Initialize::NAME, &params);
+    let told = envelope::encode_notification(&mut notice, Initialized::NAME, &Empty {});
+    debug_assert!(
+        asked.is_ok() && told.is_ok(),
+        "texts and numbers always serialise"
+    );
+    vec![request, notice]
+}
+
+/// The session that the options name.
+fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
+    let session_id = options.resume_session_id.clone()?;
+    Some(Identity {
+        session_id,
+        resume_key: None,
+    })
+}
+
 /// The handshake on a new link.
 async fn introduce(
     dialled: Dialled,
@@ -253,15 +285,19 @@ async fn introduce(
     options: &ExecServerClientConnectOptions,
     routes: &Arc<Routes>,
 ) -> Result<(Connection, InitializeResponse), ExecServerError> {
-    let Dialled { link, keep } = dialled;
-    let peer = Peer::new(link, options.keepalive, Dispatch(Arc::clone(routes)));
-    let params = InitializeParams {
-        client_name: options.client_name.clone(),
-        resume_session_id: resumed.map(|identity| identity.session_id.clone()),
-        resume_key: resumed.and_then(|identity| identity.resume_key.clone()),
-        detach_grace_ms: options.detach_grace.map(millis),
+    let Dialled { link, keep, said } = dialled;
+    let handler = Dispatch(Arc::clone(routes));
+    let (peer, first) = if said {
+        let (peer, first) = Peer::after_first_call(link, options.keepalive, handler);
+        (peer, Some(first))
+    } else {
+        (Peer::new(link, options.keepalive, handler), None)
     };
     let introduction = async {
+        if let Some(first) = first {
+            return Ok(peer.first_answer::<Initialize>(first).await?);
+        }
+        let params = initialize(resumed, options);
         let answer = peer.call::<Initialize>(&params, None).await?;
         peer.notify::<Initialized>(&Empty {}).await?;
         Ok::<_, ExecServerError>(answer)

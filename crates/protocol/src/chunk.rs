@@ -17,7 +17,7 @@ pub struct ByteChunk(pub Bytes);
 impl ByteChunk {
     /// Decodes padded standard base64.
     pub fn decode(text: &str) -> Option<Self> {
-        STANDARD.decode(text).ok().map(Self::from)
+        decode(text.as_bytes()).ok().map(Self::from)
     }
 
     /// The bytes.
@@ -50,11 +50,13 @@ impl From<&[u8]> for ByteChunk {
     }
 }
 
+/// How many bytes are encoded or decoded at a time. Room is made zeroed, so it is made in parts that
+/// are still in the nearest cache when they are filled. A multiple of three: only the last part of a
+/// text is padded.
+const PART_BYTES: usize = 6 * 1024;
+
 /// Appends the base64 text of `bytes` to `out`.
 pub fn encode_into(bytes: &[u8], out: &mut Vec<u8>) {
-    /// Room is made zeroed, so it is made in parts that are still in the nearest cache when the text
-    /// replaces them. A multiple of three: only the last one is padded.
-    const PART_BYTES: usize = 6 * 1024;
     out.reserve(encoded_len(bytes.len()));
     for part in bytes.chunks(PART_BYTES) {
         let start = out.len();
@@ -62,6 +64,22 @@ pub fn encode_into(bytes: &[u8], out: &mut Vec<u8>) {
         let written = STANDARD.encode_slice(part, &mut out[start..]);
         debug_assert!(written.is_ok(), "there is room for all of the text");
     }
+}
+
+fn decode(text: &[u8]) -> Result<Vec<u8>, base64_turbo::Error> {
+    let mut bytes = Vec::with_capacity(text.len() / 4 * 3);
+    let mut parts = text.chunks(encoded_len(PART_BYTES)).peekable();
+    while let Some(part) = parts.next() {
+        let start = bytes.len();
+        bytes.resize(start + STANDARD.decoded_len_estimate(part.len()), 0);
+        let written = STANDARD.decode_slice(part, &mut bytes[start..])?;
+        if parts.peek().is_some() && written != PART_BYTES {
+            // Padding is for the end.
+            return Err(base64_turbo::Error::InvalidCharacter);
+        }
+        bytes.truncate(start + written);
+    }
+    Ok(bytes)
 }
 
 /// Length of the base64 text of `len` bytes.
@@ -143,8 +161,7 @@ impl<'de> Deserialize<'de> for ByteChunk {
                 f.write_str("a base64 string")
             }
             fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteChunk, E> {
-                STANDARD
-                    .decode(text)
+                decode(text.as_bytes())
                     .map(ByteChunk::from)
                     .map_err(|error| E::custom(format_args!("invalid base64: {error}")))
             }
@@ -170,6 +187,32 @@ mod tests {
             direct.push(b'"');
             prop_assert_eq!(direct, json.into_bytes());
         }
+    }
+
+    #[test]
+    fn padding_is_for_the_end_wherever_it_is() {
+        let text = |len: usize| STANDARD.encode(vec![b'x'; len]);
+        for len in [
+            1,
+            PART_BYTES - 1,
+            PART_BYTES,
+            PART_BYTES + 1,
+            5 * PART_BYTES + 2,
+        ] {
+            assert_eq!(decode(text(len).as_bytes()).unwrap(), vec![b'x'; len]);
+        }
+        for (first, second) in [
+            (PART_BYTES - 1, 3),
+            (PART_BYTES - 2, PART_BYTES),
+            (1, 3),
+            (2 * PART_BYTES - 1, 1),
+        ] {
+            let both = text(first) + &text(second);
+            assert!(decode(both.as_bytes()).is_err(), "{first} {second}");
+        }
+        let mut cut = text(3 * PART_BYTES);
+        cut.pop();
+        assert!(decode(cut.as_bytes()).is_err());
     }
 
     #[derive(Debug, PartialEq, Deserialize)]

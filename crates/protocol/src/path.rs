@@ -121,9 +121,7 @@ impl PathUri {
         let foreign = || PathUriError::Foreign(self.0.clone());
         let path = &self.0["file://".len()..];
         if let Some(encoded) = path.strip_prefix(OPAQUE_PREFIX) {
-            let bytes = URL_SAFE_NO_PAD
-                .decode(encoded)
-                .map_err(|_| foreign())?;
+            let bytes = URL_SAFE_NO_PAD.decode(encoded).map_err(|_| foreign())?;
             let native = PathBuf::from(OsString::from_vec(bytes));
             let ordinary = Self::from_native(&native).map_err(|_| foreign())?;
             return if ordinary == *self {
@@ -472,10 +470,7 @@ mod tests {
     fn no_native_path_holds_nul() {
         let path = "/a\0b";
         assert!(PathUri::from_native(Path::new(path)).is_err());
-        let opaque = format!(
-            "file:///%00/bad/path/{}",
-            URL_SAFE_NO_PAD.encode(path)
-        );
+        let opaque = format!("file:///%00/bad/path/{}", URL_SAFE_NO_PAD.encode(path));
         assert!(PathUri::parse(&opaque).unwrap().to_native().is_err());
     }
 

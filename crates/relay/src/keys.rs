@@ -96,11 +96,7 @@ impl FromStr for Fingerprint {
 
 impl fmt::Debug for PublicKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "PublicKey({}…)",
-            STANDARD.encode(&self.x25519[..6])
-        )
+        write!(f, "PublicKey({}…)", STANDARD.encode(&self.x25519[..6]))
     }
 }
 

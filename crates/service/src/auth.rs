@@ -332,11 +332,7 @@ const MAX_NAME_CHARS: usize = 128;
 fn signed(rules: &SignedTokens, token: &str, now: SystemTime) -> Result<Identity, AuthError> {
     let (signing_input, signature) = token.rsplit_once('.').ok_or(AuthError::Jwt)?;
     let (header, claims) = signing_input.split_once('.').ok_or(AuthError::Jwt)?;
-    let decode = |part: &str| {
-        URL_SAFE_NO_PAD
-            .decode(part)
-            .map_err(|_| AuthError::Jwt)
-    };
+    let decode = |part: &str| URL_SAFE_NO_PAD.decode(part).map_err(|_| AuthError::Jwt);
     let header: JwtHeader = serde_json::from_slice(&decode(header)?).map_err(|_| AuthError::Jwt)?;
     if header.alg != "HS256" || header.crit.is_some() {
         return Err(AuthError::Jwt);

@@ -846,9 +846,7 @@ pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
 #[must_use]
 pub fn bytes(chunk: &Value) -> Vec<u8> {
     let text = chunk.as_str().expect("base64 is a string");
-    STANDARD
-        .decode(text)
-        .expect("padded standard base64")
+    STANDARD.decode(text).expect("padded standard base64")
 }
 
 /// The sorted field names of an object.

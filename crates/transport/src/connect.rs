@@ -12,7 +12,7 @@ use tokio_rustls::TlsConnector;
 use url::Url;
 use zeroize::Zeroizing;
 
-use crate::frame::Role;
+use crate::frame::{MAX_HEADER_BYTES, Opcode, Role, push_frame};
 use crate::http::{self, Kind};
 use crate::link::Link;
 use crate::secret::Secret;
@@ -116,12 +116,16 @@ pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, Connec
 
 /// As [`connect`], over a stream that somebody else has opened to a server; `url` is for messages.
 ///
+/// `first` are messages that leave with the request: a server that is known to take them so hears
+/// them a round trip earlier.
+///
 /// # Errors
 ///
 /// When nobody answers in time, or the websocket is refused.
 pub async fn connect_over<R, W>(
     url: &str,
     options: &ConnectOptions,
+    first: &[Vec<u8>],
     reader: R,
     writer: W,
 ) -> Result<Link, ConnectError>
@@ -129,7 +133,7 @@ where
     R: AsyncRead + Send + Unpin + 'static,
     W: AsyncWrite + Send + Unpin + 'static,
 {
-    let upgraded = upgrade(url, "localhost", "/", options, reader, writer);
+    let upgraded = upgrade_saying(url, ("localhost", "/"), options, first, reader, writer);
     match tokio::time::timeout(options.timeout, upgraded).await {
         Ok(result) => result,
         Err(_) => Err(ConnectError::Timeout {
@@ -289,6 +293,22 @@ async fn upgrade<R, W>(
     host: &str,
     target: &str,
     options: &ConnectOptions,
+    reader: R,
+    writer: W,
+) -> Result<Link, ConnectError>
+where
+    R: AsyncRead + Send + Unpin + 'static,
+    W: AsyncWrite + Send + Unpin + 'static,
+{
+    upgrade_saying(url, (host, target), options, &[], reader, writer).await
+}
+
+/// As [`upgrade`], with messages right behind the request.
+async fn upgrade_saying<R, W>(
+    url: &str,
+    (host, target): (&str, &str),
+    options: &ConnectOptions,
+    first: &[Vec<u8>],
     mut reader: R,
     mut writer: W,
 ) -> Result<Link, ConnectError>
@@ -318,7 +338,21 @@ where
         request.push_str("\r\n");
     }
     request.push_str("\r\n");
-    writer.write_all(request.as_bytes()).await.map_err(io)?;
+    if first.is_empty() {
+        writer.write_all(request.as_bytes()).await.map_err(io)?;
+    } else {
+        let length: usize = first
+            .iter()
+            .map(|message| message.len() + MAX_HEADER_BYTES)
+            .sum();
+        let mut bytes = Zeroizing::new(Vec::with_capacity(request.len() + length));
+        bytes.extend_from_slice(request.as_bytes());
+        for message in first {
+            let [a, b, c, d, ..] = *uuid::Uuid::new_v4().as_bytes();
+            push_frame(&mut bytes, Opcode::Text, Some([a, b, c, d]), message);
+        }
+        writer.write_all(&bytes).await.map_err(io)?;
+    }
     writer.flush().await.map_err(io)?;
     let head = http::read_head(&mut reader, Kind::Response)
         .await

@@ -113,6 +113,13 @@ struct Shared {
 
 type Outcome = Result<String, ErrorObject>;
 
+/// The id of the first call of a peer.
+pub const FIRST_CALL: i64 = 1;
+
+/// A call that was made before there was a peer to make it.
+#[derive(Debug)]
+pub struct FirstCall(oneshot::Receiver<Outcome>);
+
 #[derive(Debug, Default)]
 struct Calls {
     waiting: HashMap<i64, oneshot::Sender<Outcome>>,
@@ -122,11 +129,31 @@ struct Calls {
 impl Peer {
     /// Takes over a link; `handler` gets what the server sends unasked.
     pub fn new(link: Link, keepalive: KeepaliveConfig, handler: impl Handler) -> Self {
+        Self::start(link, keepalive, handler, Calls::default())
+    }
+
+    /// As [`Peer::new`], where the first call has been made already, as [`FIRST_CALL`].
+    pub fn after_first_call(
+        link: Link,
+        keepalive: KeepaliveConfig,
+        handler: impl Handler,
+    ) -> (Self, FirstCall) {
+        let (sender, receiver) = oneshot::channel();
+        let calls = Calls {
+            waiting: HashMap::from([(FIRST_CALL, sender)]),
+            closed: None,
+        };
+        let peer = Self::start(link, keepalive, handler, calls);
+        (peer, FirstCall(receiver))
+    }
+
+    fn start(link: Link, keepalive: KeepaliveConfig, handler: impl Handler, calls: Calls) -> Self {
         let pings = link.has_pings();
+        let next_id = FIRST_CALL + i64::from(!calls.waiting.is_empty());
         let shared = Arc::new(Shared {
             outgoing: tokio::sync::Mutex::new(link.outgoing),
-            calls: Mutex::default(),
-            next_id: AtomicI64::new(1),
+            calls: Mutex::new(calls),
+            next_id: AtomicI64::new(next_id),
             pong_pending: AtomicBool::new(false),
             closed: watch::Sender::new(None),
         });
@@ -204,14 +231,44 @@ impl Peer {
             }
             answer = &mut receiver => answer,
         };
+        self.told::<M>(answer)
+    }
+
+    /// The result of the call that was made before there was a peer.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the server answers, or that no answer can come.
+    pub async fn first_answer<M: Method>(&self, call: FirstCall) -> Result<M::Result, CallError> {
+        self.told::<M>(call.0.await)
+    }
+
+    fn told<M: Method>(
+        &self,
+        answer: Result<Outcome, oneshot::error::RecvError>,
+    ) -> Result<M::Result, CallError> {
         match answer {
-            Ok(Ok(result)) => serde_json::from_str(&result).map_err(decode),
+            Ok(Ok(result)) => serde_json::from_str(&result).map_err(|error| CallError::Decode {
+                method: M::NAME,
+                reason: error.to_string(),
+            }),
             Ok(Err(error)) => Err(CallError::Server {
                 code: error.code,
                 message: error.message,
             }),
             Err(_) => Err(CallError::Closed(self.shared.reason())),
         }
+    }
+
+    /// Asks for something whose answer nobody waits for, and ends the connection.
+    pub async fn close_with<M: Method>(&self, params: &M::Params, reason: &str) {
+        let id = RequestId::Number(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        // The connection ends either way.
+        let _ = self
+            .shared
+            .send(|out| envelope::encode_request(out, &id, M::NAME, params))
+            .await;
+        self.close(reason).await;
     }
 
     /// Sends a notification.

@@ -347,7 +347,7 @@ impl SshHost {
                 _child: child,
             };
             let options = ConnectOptions::default();
-            return Ok(connect_over(&self.name(), &options, reader, stdin).await?);
+            return Ok(connect_over(&self.name(), &options, &[], reader, stdin).await?);
         }
     }
 }

@@ -322,22 +322,28 @@ impl SshHost {
     ///
     /// When the machine cannot be reached or used. The error says what ssh said.
     pub async fn dial(&self) -> Result<Link, SshError> {
-        let link = match self.inner.options.share {
-            true => self.dial_shared().await?,
+        self.dial_or_say(&[]).await.map(|(link, _)| link)
+    }
+
+    /// As [`SshHost::dial`]; where everything is set up already, the messages leave with the request
+    /// for the link. Whether they did.
+    async fn dial_or_say(&self, first: &[Vec<u8>]) -> Result<(Link, bool), SshError> {
+        let dialled = match self.inner.options.share {
+            true => match self.warm(first).await {
+                Ok(link) => (link, !first.is_empty()),
+                Err(_) => (self.dial_shared().await?, false),
+            },
             // One ssh for this link alone.
-            false => self.stdio().await?,
+            false => (self.stdio().await?, false),
         };
         self.inner.connected.store(true, Ordering::Relaxed);
-        Ok(link)
+        Ok(dialled)
     }
 
     async fn dial_shared(&self) -> Result<Link, SshError> {
-        if let Ok(link) = self.warm().await {
-            return Ok(link);
-        }
         let _lock = lock::hold(&self.inner.lock).await?;
         // Whoever held the lock may have done it all.
-        match self.warm().await {
+        match self.warm(&[]).await {
             Ok(link) => return Ok(link),
             Err(Unready::Cold) => {}
             Err(Unready::Hangs) => self.end_master().await,
@@ -345,7 +351,7 @@ impl SshHost {
         self.master().await?;
         let place = self.daemon().await?;
         if self.forward(&place).await
-            && let Ok(link) = self.warm().await
+            && let Ok(link) = self.warm(&[]).await
         {
             return Ok(link);
         }
@@ -354,15 +360,16 @@ impl SshHost {
         self.stdio().await
     }
 
-    /// The link through what is set up already.
-    async fn warm(&self) -> Result<Link, Unready> {
+    /// The link through what is set up already; the daemon behind it is of our own build, and takes
+    /// messages behind the request.
+    async fn warm(&self, first: &[Vec<u8>]) -> Result<Link, Unready> {
         let Ok(stream) = UnixStream::connect(&self.inner.socket).await else {
             return Err(Unready::Cold);
         };
         let (reader, writer) = stream.into_split();
         let mut options = ConnectOptions::default();
         options.timeout = WARM_PATIENCE;
-        match connect_over(&self.url().to_string(), &options, reader, writer).await {
+        match connect_over(&self.url().to_string(), &options, first, reader, writer).await {
             Ok(link) => Ok(link),
             Err(ConnectError::Timeout { .. }) => Err(Unready::Hangs),
             Err(_) => Err(Unready::Cold),
@@ -388,11 +395,18 @@ impl SshHost {
 
 impl Dial for SshHost {
     fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
-        Box::pin(async {
-            let first = !self.inner.connected.load(Ordering::Relaxed);
-            match Self::dial(self).await {
-                Ok(link) => Ok(link.into()),
-                Err(error) if error.may_pass() && !first => Err(DialError::passing(error).into()),
+        self.dial_saying(Vec::new())
+    }
+
+    fn dial_saying(&self, first: Vec<Vec<u8>>) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+        Box::pin(async move {
+            let again = self.inner.connected.load(Ordering::Relaxed);
+            match self.dial_or_say(&first).await {
+                Ok((link, said)) => Ok(Dialled {
+                    said,
+                    ..link.into()
+                }),
+                Err(error) if error.may_pass() && again => Err(DialError::passing(error).into()),
                 Err(error) => Err(error.into()),
             }
         })

@@ -41,6 +41,8 @@ pub(super) struct Args {
 }
 
 #[derive(Debug, Subcommand)]
+// Only the one that is named is spelled out: all of them take longer than most commands.
+#[command(defer = true)]
 pub(super) enum Command {
     /// Serve clients (the default)
     Serve(Box<ServeArgs>),

@@ -38,6 +38,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use clap::{CommandFactory as _, Parser as _};
 use exec_server_client::{ExecServerClient, ExecServerError};
+use exec_server_executor::sys::memory;
 use exec_server_transport::ConnectError;
 
 use args::{Args, Command, ServerArgs};
@@ -49,6 +50,8 @@ pub fn main() -> ExitCode {
     if let Some(code) = exec_server_executor::sandbox::launcher::dispatch() {
         return code;
     }
+    // Clients have as much to gain from it as servers: they move the same blocks.
+    memory::return_large_allocations();
     let args = Args::parse();
     let outcome = match args.command {
         None => serve::run(args.serve, None),

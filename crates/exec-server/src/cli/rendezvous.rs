@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::{memory, own};
+use exec_server_executor::sys::own;
 use exec_server_rendezvous::mailbox::Backlog;
 use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::Signer;
@@ -47,7 +47,6 @@ pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
         None => {}
     }
     let place = Place::resolve(&args)?;
-    memory::return_large_allocations();
     log::start_with(
         args.log.as_deref().unwrap_or("warn"),
         args.log_format.as_deref() == Some("json"),

@@ -145,7 +145,7 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
         && client.supports("session/end").await.unwrap_or(false)
     {
         // Whatever the command left behind ends here, as it would with a terminal.
-        let _ = client.end_session().await;
+        let _ = client.leave().await;
     }
     outcome
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use exec_server_executor::sys::{guardian, memory, own};
+use exec_server_executor::sys::{guardian, own};
 use exec_server_service::audit::Audit;
 use exec_server_service::trace::Tracer;
 use exec_server_service::{Guard, Lifetime, ListenUrl, Listener, Server, metrics};
@@ -37,7 +37,6 @@ pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCod
     let protected = own::protect_from_lack_of_memory();
     // Before any thread: what is forked is what is there. And before any secret is read.
     guardian::split().context("cannot start the guardian")?;
-    memory::return_large_allocations();
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
     tracing::debug!(
