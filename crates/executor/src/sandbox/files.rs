@@ -15,7 +15,7 @@ use exec_server_protocol::sandbox::{
 };
 
 use super::helper::{Answer, Frame, Request};
-use super::policy::{self, Context, RealDisk};
+use super::policy::{self, CachedDisk, Context, Disk, RealDisk};
 use super::pool::Key;
 use crate::executor::Executor;
 use crate::fs::search::{self, SearchError};
@@ -159,6 +159,34 @@ impl Files {
             (Answer::File, Some(file)) => Ok(file.into()),
             (other, _) => Err(odd(other)),
         }
+    }
+
+    /// Begins to read a file, if everything that takes is at hand: may be called where nothing may
+    /// block. What comes of it is told later, unless the file has to be asked for properly after all.
+    pub fn read_soon(
+        &self,
+        path: &Path,
+        links: Links,
+        most: u32,
+    ) -> Option<impl Future<Output = Option<Result<Soon, FsError>>> + Send + use<>> {
+        let confined = self.0.as_ref()?;
+        let disk = CachedDisk::default();
+        let key = confined.key_on(&disk).ok()??;
+        // Whatever was made of what could not be told is worth nothing.
+        if !disk.has_told_all() {
+            return None;
+        }
+        let request = Request::ReadFile(text(path), links, most);
+        let asking = confined.executor.helpers().ask_soon(&key, &request)?;
+        Some(async move {
+            let frame = asking.answer().await?;
+            Some(match frame.head {
+                Answer::Content => Ok(Soon::Content(frame.tail)),
+                Answer::File => Ok(Soon::File(one(frame.descriptors)?.into())),
+                Answer::Failed(fault) => Err(fault.into()),
+                _ => return None,
+            })
+        })
     }
 
     /// As [`OpenFile::open`].
@@ -459,13 +487,27 @@ struct Work<'a> {
     key: Arc<Key>,
 }
 
+/// What comes of [`Files::read_soon`].
+#[derive(Debug)]
+pub enum Soon {
+    /// All that is in the file.
+    Content(Vec<u8>),
+    /// A file that is too long for that.
+    File(File),
+}
+
 impl Confined {
     /// What the policy means right now; `None` if it binds nothing.
     fn key(&self) -> Result<Option<Arc<Key>>, FsError> {
+        Ok(self.key_on(&RealDisk)?.map(Arc::new))
+    }
+
+    /// The same, as a disk has it.
+    fn key_on(&self, disk: &dyn Disk) -> Result<Option<Key>, FsError> {
         let config = self.executor.config();
         let context = Context {
             env: &config.environment,
-            disk: &RealDisk,
+            disk,
             hidden: &config.hidden,
         };
         let mut policy = policy::resolve(&self.sandbox, &context)
@@ -485,10 +527,10 @@ impl Confined {
             }
         }
         policy.network = Network::Restricted;
-        Ok(Some(Arc::new(Key {
+        Ok(Some(Key {
             policy,
             allow_partial: self.sandbox.allow_partial_enforcement,
-        })))
+        }))
     }
 
     fn ask(&self, key: &Arc<Key>, request: &Request) -> Result<Frame<Answer>, FsError> {

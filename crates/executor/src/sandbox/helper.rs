@@ -43,6 +43,8 @@ const MAX_DESCRIPTORS: usize = 2;
 pub(super) enum Request {
     Metadata(Text, Links),
     OpenFile(Text, Links),
+    /// The content, if it is no longer than this; else the file.
+    ReadFile(Text, Links, u32),
     Open(Text, OpenMode),
     /// With the directory and the file.
     Place(Text, Letter),
@@ -228,6 +230,8 @@ pub(super) enum Answer {
     Metadata(Metadata),
     /// With the file.
     File,
+    /// With the content.
+    Content,
     /// With the directory and the file.
     Aside(Letter),
     Listing(Listing, Vec<(usize, Text)>),
@@ -249,6 +253,22 @@ pub(super) fn send(
     tail: &[u8],
     descriptors: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
+    send_with(socket, head, tail, descriptors, SendFlags::NOSIGNAL)
+}
+
+/// As [`send`], for what surely fits: fails rather than waits.
+pub(super) fn send_at_once(socket: impl AsFd, head: &impl Serialize) -> io::Result<()> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    send_with(socket, head, &[], &[], flags)
+}
+
+fn send_with(
+    socket: impl AsFd,
+    head: &impl Serialize,
+    tail: &[u8],
+    descriptors: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> io::Result<()> {
     let mut frame = vec![0; 8];
     frame = postcard::to_extend(head, frame).map_err(io::Error::other)?;
     let length = |bytes: usize| u32::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput);
@@ -267,7 +287,7 @@ pub(super) fn send(
             IoSlice::new(frame.get(sent..).unwrap_or_default()),
             IoSlice::new(&tail[sent.saturating_sub(frame.len())..]),
         ];
-        match rustix::net::sendmsg(&socket, &parts, &mut ancillary, SendFlags::NOSIGNAL) {
+        match rustix::net::sendmsg(&socket, &parts, &mut ancillary, flags) {
             Ok(bytes) => {
                 sent += bytes;
                 ancillary.clear();
@@ -289,62 +309,97 @@ pub(super) struct Frame<T> {
 
 /// The next frame; `None` at the end.
 pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Frame<T>>> {
-    let odd = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
-    // Most fit; the rest is read when its length is known.
-    let mut bytes = vec![0; 8 * 1024];
-    let mut filled = 0;
-    let mut descriptors = Vec::new();
-    let mut wanted = None;
-    loop {
-        if let Some(total) = wanted
-            && filled >= total
-        {
-            break;
+    Receiving::new().receive(socket, RecvFlags::empty())
+}
+
+fn odd(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
+}
+
+/// A frame that may have arrived in part.
+pub(super) struct Receiving {
+    bytes: Vec<u8>,
+    filled: usize,
+    descriptors: Vec<OwnedFd>,
+    /// How long it is, once that is known.
+    wanted: Option<usize>,
+}
+
+impl Receiving {
+    pub(super) fn new() -> Self {
+        Self {
+            // Most fit; the rest is read when its length is known.
+            bytes: vec![0; 8 * 1024],
+            filled: 0,
+            descriptors: Vec::new(),
+            wanted: None,
         }
+    }
+
+    /// The frame, or `None` at the end; with [`RecvFlags::DONTWAIT`] it may have to be called again
+    /// when there is more.
+    pub(super) fn receive<T: DeserializeOwned>(
+        &mut self,
+        socket: impl AsFd,
+        flags: RecvFlags,
+    ) -> io::Result<Option<Frame<T>>> {
+        let wanted = loop {
+            if let Some(total) = self.wanted
+                && self.filled >= total
+            {
+                break total;
+            }
+            if !self.receive_more(&socket, flags)? {
+                return match self.filled {
+                    0 => Ok(None),
+                    _ => Err(io::ErrorKind::UnexpectedEof.into()),
+                };
+            }
+        };
+        let mut bytes = std::mem::take(&mut self.bytes);
+        let head_end = 8 + length_at(&bytes, 0);
+        let head = postcard::from_bytes(&bytes[8..head_end]).map_err(|_| odd("odd frame"))?;
+        bytes.truncate(wanted);
+        bytes.drain(..head_end);
+        Ok(Some(Frame {
+            head,
+            tail: bytes,
+            descriptors: std::mem::take(&mut self.descriptors),
+        }))
+    }
+
+    /// Takes in what is there; false at the end.
+    fn receive_more(&mut self, socket: impl AsFd, flags: RecvFlags) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-        let mut parts = [IoSliceMut::new(&mut bytes[filled..])];
-        let flags = RecvFlags::CMSG_CLOEXEC;
+        let mut parts = [IoSliceMut::new(&mut self.bytes[self.filled..])];
+        let flags = flags | RecvFlags::CMSG_CLOEXEC;
         let received = match rustix::net::recvmsg(&socket, &mut parts, &mut ancillary, flags) {
             Ok(received) => received.bytes,
-            Err(Errno::INTR) => continue,
+            Err(Errno::INTR) => return Ok(true),
             Err(Errno::CONNRESET) => 0,
             Err(error) => return Err(error.into()),
         };
         for message in ancillary.drain() {
             if let RecvAncillaryMessage::ScmRights(fds) = message {
-                descriptors.extend(fds);
+                self.descriptors.extend(fds);
             }
         }
-        if received == 0 {
-            return match filled {
-                0 => Ok(None),
-                _ => Err(io::ErrorKind::UnexpectedEof.into()),
-            };
-        }
-        filled += received;
-        if wanted.is_none() && filled >= 8 {
+        self.filled += received;
+        if self.wanted.is_none() && self.filled >= 8 {
             let total = 8usize
-                .saturating_add(length_at(&bytes, 0))
-                .saturating_add(length_at(&bytes, 4));
+                .saturating_add(length_at(&self.bytes, 0))
+                .saturating_add(length_at(&self.bytes, 4));
             if total > MAX_FRAME_BYTES {
                 return Err(odd("frame too long"));
             }
-            if total > bytes.len() {
-                bytes.resize(total, 0);
+            if total > self.bytes.len() {
+                self.bytes.resize(total, 0);
             }
-            wanted = Some(total);
+            self.wanted = Some(total);
         }
+        Ok(received > 0)
     }
-    let head_end = 8 + length_at(&bytes, 0);
-    let head = postcard::from_bytes(&bytes[8..head_end]).map_err(|_| odd("odd frame"))?;
-    bytes.truncate(wanted.unwrap_or(head_end));
-    bytes.drain(..head_end);
-    Ok(Some(Frame {
-        head,
-        tail: bytes,
-        descriptors,
-    }))
 }
 
 fn length_at(bytes: &[u8], at: usize) -> usize {
@@ -362,12 +417,19 @@ pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
             confine::exit(0)
         };
         let sent = if view.is_whole() {
-            let (answer, descriptors) = match perform(frame, socket) {
+            let mut content = Vec::new();
+            let done = match frame.head {
+                Request::ReadFile(path, links, most) => {
+                    read_file(&path_of(path), links, most, &mut content)
+                }
+                _ => perform(frame, socket),
+            };
+            let (answer, descriptors) = match done {
                 Ok(done) => done,
                 Err(error) => (Answer::Failed(error.into()), Vec::new()),
             };
             let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-            send(socket, &answer, &[], &descriptors)
+            send(socket, &answer, &content, &descriptors)
         } else {
             send(socket, &Answer::Stale, &[], &[])
         };
@@ -406,6 +468,26 @@ fn mount_at(path: &Path) -> Option<u64> {
 
 type Done = (Answer, Vec<OwnedFd>);
 
+/// Reads a file of at most so many bytes, or opens it.
+fn read_file(path: &Path, links: Links, most: u32, content: &mut Vec<u8>) -> Result<Done, FsError> {
+    let file = fs::open_file(path, links)?;
+    let size = fs::readable_size(&file, path)?;
+    if size <= u64::from(most) {
+        // One more shows whether it has grown meanwhile.
+        content.resize(size as usize + 1, 0);
+        let read = fs::read_at(&file, 0, content).map_err(|source| FsError::Io {
+            path: path.to_owned(),
+            source,
+        })?;
+        if read <= size as usize {
+            content.truncate(read);
+            return Ok((Answer::Content, Vec::new()));
+        }
+        content.clear();
+    }
+    Ok((Answer::File, vec![file.into()]))
+}
+
 fn perform(frame: Frame<Request>, socket: &OwnedFd) -> Result<Done, FsError> {
     let Frame {
         head,
@@ -427,7 +509,7 @@ fn perform(frame: Frame<Request>, socket: &OwnedFd) -> Result<Done, FsError> {
             let entry = fs::entry(&path, links)?;
             Ok((Answer::Metadata(found), vec![entry.into()]))
         }
-        Request::OpenFile(path, links) => {
+        Request::OpenFile(path, links) | Request::ReadFile(path, links, _) => {
             let file = fs::open_file(&path_of(path), links)?;
             Ok((Answer::File, vec![file.into()]))
         }

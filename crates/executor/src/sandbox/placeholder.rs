@@ -151,10 +151,15 @@ pub(crate) enum Hold {
     Impossible,
 }
 
+/// Whether a directory with this mode may hold the place of a name: if it is empty, it does.
+pub(super) fn may_be_one(mode: u32) -> bool {
+    mode & 0o7777 == MODE
+}
+
 /// Whether this directory is one of these, of whichever server or user.
 pub(crate) fn is_one(path: &Path) -> bool {
     std::fs::symlink_metadata(path)
-        .is_ok_and(|metadata| metadata.is_dir() && metadata.mode() & 0o7777 == MODE)
+        .is_ok_and(|metadata| metadata.is_dir() && may_be_one(metadata.mode()))
         && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
 }
 

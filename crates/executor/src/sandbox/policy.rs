@@ -3,7 +3,8 @@
 //! Owns what entries mean: special paths, precedence, protected names, patterns and links. Knows of
 //! the disk only what [`Disk`] tells, and nothing of how rules are enforced.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::ffi::OsStringExt as _;
@@ -13,6 +14,9 @@ use exec_server_protocol::sandbox::{
     Access, Entry, EntryPath, FileSystem, MissingPathBehavior, Network, Permissions, Sandbox,
     Special,
 };
+
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::io::Errno;
 
 use super::glob;
 
@@ -633,6 +637,78 @@ impl Disk for RealDisk {
 
     fn is_placeholder(&self, path: &Path) -> bool {
         super::placeholder::is_one(path)
+    }
+}
+
+/// The disk as far as the kernel has it in memory: never waits for it.
+///
+/// What it cannot tell is an error, and to be asked for again properly; some errors are nothing to
+/// whoever asks, so [`CachedDisk::has_told_all`] has the last word.
+#[derive(Debug, Default)]
+pub(super) struct CachedDisk {
+    /// What was asked already: paths have their beginnings in common.
+    known: RefCell<HashMap<PathBuf, Option<Kind>>>,
+    unknown: Cell<bool>,
+}
+
+impl CachedDisk {
+    /// Whether there was an answer to every question.
+    pub(super) fn has_told_all(&self) -> bool {
+        !self.unknown.get()
+    }
+
+    fn look(path: &Path) -> Option<Option<Kind>> {
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let resolve = ResolveFlags::CACHED;
+        let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve) {
+            Ok(fd) => fd,
+            Err(Errno::NOENT) => return Some(None),
+            Err(_) => return None,
+        };
+        let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
+        let wanted = StatxFlags::TYPE | StatxFlags::MODE;
+        let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
+        match FileType::from_raw_mode(found.stx_mode.into()) {
+            // Whether it is one takes a look inside.
+            FileType::Directory if super::placeholder::may_be_one(found.stx_mode.into()) => None,
+            FileType::Directory => Some(Some(Kind::Directory)),
+            // What a link holds may have to be read.
+            FileType::Symlink => None,
+            _ => Some(Some(Kind::File)),
+        }
+    }
+
+    fn cannot_tell<T>(&self) -> io::Result<T> {
+        self.unknown.set(true);
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+}
+
+impl Disk for CachedDisk {
+    fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
+        if let Some(known) = self.known.borrow().get(path) {
+            return Ok(known.clone());
+        }
+        let Some(kind) = Self::look(path) else {
+            return self.cannot_tell();
+        };
+        self.known
+            .borrow_mut()
+            .insert(path.to_owned(), kind.clone());
+        Ok(kind)
+    }
+
+    fn head(&self, _: &Path) -> io::Result<Vec<u8>> {
+        self.cannot_tell()
+    }
+
+    fn names(&self, _: &Path) -> io::Result<Vec<OsString>> {
+        self.cannot_tell()
+    }
+
+    fn is_placeholder(&self, _: &Path) -> bool {
+        // One that may be is not told of as a directory.
+        false
     }
 }
 

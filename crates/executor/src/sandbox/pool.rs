@@ -9,15 +9,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::RecvFlags;
 use rustix::process::{Signal, WaitId, WaitIdOptions};
+use tokio::io::Interest;
 
-use super::helper::{self, Answer, Frame, Request};
+use super::helper::{self, Answer, Frame, Receiving, Request};
 use super::placeholder::Placeholder;
 use super::policy::Policy;
 use super::{Errand, confine};
 use crate::executor::Executor;
 use crate::fs::{Cancelled, FsError};
 use crate::spec::StartError;
+use crate::sys::poll;
 
 /// Processes that wait for work.
 const MAX_IDLE: usize = 16;
@@ -213,6 +216,26 @@ impl Helpers {
         )))
     }
 
+    /// Asks one that waits, if there is one and that takes no waiting.
+    pub(super) fn ask_soon(&self, key: &Key, request: &Request) -> Option<Asking> {
+        let mut state = self.shared.state.try_lock().ok()?;
+        let position = state.idle.iter().rposition(|(one, _)| *one.key == *key)?;
+        let (helper, _) = state.idle.remove(position);
+        let key = Arc::clone(&helper.key);
+        state.busy.push(Arc::clone(&key));
+        drop(state);
+        let asking = Asking {
+            helper: Some(helper),
+            place: Some(Place {
+                shared: Arc::clone(&self.shared),
+                key,
+            }),
+        };
+        let helper = asking.helper.as_ref().filter(|helper| helper.is_alive())?;
+        helper::send_at_once(helper.socket.as_ref()?, request).ok()?;
+        Some(asking)
+    }
+
     /// Ends those that wait for work.
     pub(crate) fn clear(&self) {
         let idle = std::mem::take(&mut self.shared.state().idle);
@@ -265,6 +288,59 @@ impl Helpers {
     }
 }
 
+/// A process that was asked something from where nothing may block.
+#[derive(Debug)]
+pub(super) struct Asking {
+    helper: Option<Helper>,
+    place: Option<Place>,
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        // Whatever it was asked, nobody will hear the answer: it ends, which may take a moment.
+        drop_apart(self.helper.take());
+    }
+}
+
+/// Drops helpers where that may take a moment.
+fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
+    let helpers: Vec<_> = helpers.into_iter().collect();
+    if helpers.is_empty() {
+        return;
+    }
+    if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        runtime.spawn_blocking(move || drop(helpers));
+    }
+}
+
+impl Asking {
+    /// What it answers; nothing if it does not, or not to this.
+    pub(super) async fn answer(mut self) -> Option<Frame<Answer>> {
+        let frame = self.receive().await?;
+        if matches!(frame.head, Answer::Stale) {
+            return None;
+        }
+        if let (Some(helper), Some(place)) = (self.helper.take(), self.place.take()) {
+            drop_apart(place.keep(helper));
+        }
+        Some(frame)
+    }
+
+    async fn receive(&self) -> Option<Frame<Answer>> {
+        let socket = self.helper.as_ref()?.socket.as_ref()?.as_fd();
+        let readable = poll::register_borrowed(socket, Interest::READABLE).ok()?;
+        let mut receiving = Receiving::new();
+        loop {
+            let mut ready = readable.readable().await.ok()?;
+            match receiving.receive(socket, RecvFlags::DONTWAIT) {
+                Ok(frame) => return frame,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
 /// Leave to use a process.
 struct Turn {
     idle: Option<Helper>,
@@ -272,6 +348,7 @@ struct Turn {
 }
 
 /// A place among the busy.
+#[derive(Debug)]
 struct Place {
     shared: Arc<Shared>,
     key: Arc<Key>,
@@ -295,20 +372,24 @@ impl Drop for Place {
 impl Place {
     /// Keeps a process for the next request.
     fn give_back(self, helper: Helper) {
+        drop(self.keep(helper));
+    }
+
+    /// As [`Place::give_back`]; what has to go for it is left to the caller to drop.
+    fn keep(self, helper: Helper) -> Vec<Helper> {
         let mut state = self.shared.state();
         state.idle.push((helper, Instant::now()));
         let too_many = state.idle.len().saturating_sub(MAX_IDLE);
-        let evicted: Vec<_> = state.idle.drain(..too_many).collect();
+        let evicted = state.idle.drain(..too_many);
+        let mut evicted: Vec<_> = evicted.map(|(helper, _)| helper).collect();
         let watch = !std::mem::replace(&mut state.watched, true);
         drop(state);
-        drop(evicted);
         if watch && !start_watch(&self.shared) {
             let mut state = self.shared.state();
             state.watched = false;
-            let idle = std::mem::take(&mut state.idle);
-            drop(state);
-            drop(idle);
+            evicted.extend(state.idle.drain(..).map(|(helper, _)| helper));
         }
+        evicted
     }
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use exec_server_executor::fs::{self, Attributes, FsError, Kind, Links, Listing, Walked};
-use exec_server_executor::sandbox::files::{Files, Intent, depends_on_directory};
+use exec_server_executor::sandbox::files::{Files, Intent, Soon, depends_on_directory};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::chunk::{encode_into, encoded_len};
 use exec_server_protocol::fs::{
@@ -17,7 +17,7 @@ use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::sandbox::Sandbox;
 
-use crate::connection::Responder;
+use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
@@ -132,18 +132,51 @@ pub(crate) fn read_file(call: Call<'_>, mut params: ReadFileParams) {
     if files.is_direct()
         && let Some(data) = fs::read_at_once(&path, links, AT_ONCE_BYTES)
     {
-        return call
-            .responder
-            .send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
-                out.extend_from_slice(b"{\"dataBase64\":\"");
-                encode_into(&data, out);
-                out.extend_from_slice(b"\"}");
-            });
+        return send_content(call.responder, &data);
     }
     let (connection, responder) = (Arc::clone(call.connection), call.responder);
-    call.connection.file_work(move || {
+    let Some(soon) = files.read_soon(&path, links, AT_ONCE_BYTES as u32) else {
+        return read_apart(&connection, responder, files, path, links, None);
+    };
+    let there = Arc::clone(&connection);
+    there.spawn(async move {
+        match soon.await {
+            Some(Ok(Soon::Content(data))) => send_content(responder, &data),
+            Some(Ok(Soon::File(file))) => {
+                read_apart(&connection, responder, files, path, links, Some(file));
+            }
+            Some(Err(error)) => responder.send_error(error.into()),
+            None => read_apart(&connection, responder, files, path, links, None),
+        }
+    });
+}
+
+/// Answers with what is in a file.
+fn send_content(responder: Responder, data: &[u8]) {
+    responder.send_result(encoded_len(data.len()) + ENVELOPE_BYTES, |out| {
+        out.extend_from_slice(b"{\"dataBase64\":\"");
+        encode_into(data, out);
+        out.extend_from_slice(b"\"}");
+    });
+}
+
+/// Reads a file, which may be open already, and answers with what is in it.
+fn read_apart(
+    connection: &Arc<Connection>,
+    responder: Responder,
+    files: Files,
+    path: PathBuf,
+    links: Links,
+    file: Option<std::fs::File>,
+) {
+    let there = Arc::clone(connection);
+    connection.file_work(move || {
+        let connection = there;
         let opened = attempt(|| {
-            let file = files.open_file(&path, links)?;
+            let file = match file {
+                Some(file) => file,
+                None => files.open_file(&path, links)?,
+            };
             if files.is_direct() {
                 fs::learn(&path);
             }
