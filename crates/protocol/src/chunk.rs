@@ -98,9 +98,7 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
 ) -> serde_json::Result<P> {
     let cut = |text: Option<&str>| -> Option<P> {
         let text = text?;
-        let start = text.as_ptr().addr() - raw.as_ptr().addr();
-        let rest = [&raw[..start], &raw[start + text.len()..]].concat();
-        let mut params = serde_json::from_str(&rest).ok()?;
+        let mut params = without(raw, text)?;
         *chunk(&mut params) = ByteChunk::decode(text)?;
         Some(params)
     };
@@ -109,6 +107,19 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
         // Something is unusual or wrong; the library knows which, and can say what.
         None => serde_json::from_str(raw),
     }
+}
+
+/// Decodes params with the member `name`, which may be long base64, empty: what they most likely are.
+/// Whether they are, only [`decode_around`] tells.
+pub(crate) fn decode_without<P: DeserializeOwned>(raw: &str, name: &str) -> Option<P> {
+    without(raw, at_the_ends(raw, name)?)
+}
+
+/// Decodes params from which this part of their text is cut out.
+fn without<P: DeserializeOwned>(raw: &str, text: &str) -> Option<P> {
+    let start = text.as_ptr().addr() - raw.as_ptr().addr();
+    let rest = [&raw[..start], &raw[start + text.len()..]].concat();
+    serde_json::from_str(&rest).ok()
 }
 
 /// What the member `name` of a JSON object may be, if it is long: it is if it decodes.

@@ -272,6 +272,12 @@ impl WriteBlockParams {
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
     }
+
+    /// What the params most likely are, without looking at the data, which is empty here; only
+    /// [`WriteBlockParams::decode`] knows.
+    pub fn likely(raw: &str) -> Option<Self> {
+        chunk::decode_without(raw, "chunk")
+    }
 }
 
 /// Params of [`Close`].

@@ -82,7 +82,7 @@ pub(crate) struct Call<'a> {
     pub(crate) connection: &'a Arc<Connection>,
     pub(crate) phase: &'a mut Phase,
     pub(crate) responder: Responder,
-    params: Option<&'a str>,
+    pub(crate) params: Option<&'a str>,
 }
 
 /// Finds the method and calls it.
@@ -168,11 +168,7 @@ pub(crate) fn request(
         fs::Hash::NAME => call.plain::<fs::Hash>(methods::fs::hash),
         fs::Open::NAME => call.plain::<fs::Open>(methods::handle::open),
         fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::handle::read_block),
-        fs::WriteBlock::NAME => call.decoded(
-            fs::WriteBlockParams::decode,
-            fs::WriteBlock::NAME,
-            methods::handle::write_block,
-        ),
+        fs::WriteBlock::NAME => methods::handle::write_block(call),
         fs::Close::NAME => call.plain::<fs::Close>(methods::handle::close),
         fs::Watch::NAME => call.plain::<fs::Watch>(methods::watch::watch),
         fs::Unwatch::NAME => call.plain::<fs::Unwatch>(methods::watch::unwatch),
@@ -215,7 +211,7 @@ impl Call<'_> {
         self.decoded(|raw| serde_json::from_str(raw), M::NAME, function);
     }
 
-    fn decoded<P>(
+    pub(crate) fn decoded<P>(
         self,
         decode: fn(&str) -> serde_json::Result<P>,
         name: &str,

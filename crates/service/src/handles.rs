@@ -8,17 +8,17 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use exec_server_executor::fs::OpenFile;
+use exec_server_executor::fs::{FsError, OpenFile};
 use exec_server_executor::sandbox::files::Files;
-use exec_server_protocol::ByteChunk;
 use exec_server_protocol::chunk::encoded_len;
-use exec_server_protocol::fs::{OpenMode, OpenResult};
+use exec_server_protocol::fs::{OpenMode, OpenResult, WriteBlockParams};
 use exec_server_protocol::limits::MAX_FILE_HANDLES;
 use exec_server_protocol::method::Empty;
 
 use crate::connection::{Connection, Responder};
 use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
+use crate::methods::handle::decode_block;
 use crate::server::WithFiles;
 
 /// Open files of one connection.
@@ -71,10 +71,9 @@ pub(crate) enum Action {
         offset: u64,
         len: usize,
     },
-    Write {
-        offset: u64,
-        chunk: ByteChunk,
-    },
+    Write(WriteBlockParams),
+    /// The same, still to be decoded.
+    WriteRaw(String),
     Close {
         commit: bool,
     },
@@ -276,8 +275,13 @@ impl Handle {
                 }
                 Some(file)
             }
-            (Action::Write { offset, chunk }, Some(mut file)) => {
-                let written = attempt(|| Ok(file.write_at(offset, chunk.as_slice())?));
+            (Action::Write(params), Some(mut file)) => {
+                let written = attempt(|| Ok(write(&mut file, &params)?));
+                responder.send(written.map(|()| Empty {}));
+                Some(file)
+            }
+            (Action::WriteRaw(raw), Some(mut file)) => {
+                let written = attempt(|| Ok(write(&mut file, &decode_block(&raw)?)?));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)
             }
@@ -311,6 +315,10 @@ impl Handle {
             table.handles.remove(&self.id);
         }
     }
+}
+
+fn write(file: &mut OpenFile, params: &WriteBlockParams) -> Result<(), FsError> {
+    file.write_at(params.offset, params.chunk.as_slice())
 }
 
 impl Call {

@@ -1,8 +1,9 @@
 //! `fs/open`, `fs/readBlock`, `fs/writeBlock`, `fs/close`.
 
 use exec_server_executor::sandbox::files::Intent;
+use exec_server_protocol::Method as _;
 use exec_server_protocol::fs::{
-    CloseParams, OpenMode, OpenParams, ReadBlockParams, WriteBlockParams,
+    CloseParams, OpenMode, OpenParams, ReadBlockParams, WriteBlock, WriteBlockParams,
 };
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
@@ -43,27 +44,58 @@ pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
         offset: params.offset,
         len: params.len,
     };
-    on_block(call, &params.handle_id, action, params.len, "read");
+    let admitted = admitted(params.len, "read");
+    on_block(call, &params.handle_id, action, admitted);
 }
 
-pub(crate) fn write_block(mut call: Call<'_>, params: WriteBlockParams) {
-    let len = params.chunk.as_slice().len();
-    call.responder.hold(len);
-    let action = Action::Write {
-        offset: params.offset,
-        chunk: params.chunk,
-    };
-    on_block(call, &params.handle_id, action, len, "write");
-}
+/// Params of this length are decoded where the file is written: this thread has others to serve.
+const LONG_BYTES: usize = 128 * 1024;
 
-fn on_block(call: Call<'_>, handle_id: &str, action: Action, len: usize, verb: &str) {
-    let admitted = call.phase.ready(FAMILY).and_then(|_| {
-        if (1..=MAX_BLOCK_BYTES).contains(&len) {
-            return Ok(());
-        }
-        let message = format!("file {verb} block length must be between 1 and {MAX_BLOCK_BYTES}");
-        Err(RpcError::invalid_request(message))
+pub(crate) fn write_block(mut call: Call<'_>) {
+    let raw = call.params.unwrap_or("null");
+    if raw.len() >= LONG_BYTES
+        && let Some(likely) = WriteBlockParams::likely(raw)
+    {
+        call.responder.hold(raw.len());
+        let action = Action::WriteRaw(raw.to_owned());
+        return on_block(call, &likely.handle_id, action, Ok(()));
+    }
+    let decode = WriteBlockParams::decode;
+    call.decoded(decode, WriteBlock::NAME, |mut call, params| {
+        let len = params.chunk.as_slice().len();
+        call.responder.hold(len);
+        let handle_id = params.handle_id.clone();
+        on_block(
+            call,
+            &handle_id,
+            Action::Write(params),
+            admitted(len, "write"),
+        );
     });
+}
+
+/// The params of `fs/writeBlock`, if they can be done.
+pub(crate) fn decode_block(raw: &str) -> Result<WriteBlockParams, RpcError> {
+    let params = WriteBlockParams::decode(raw).map_err(|error| {
+        RpcError::invalid_params(format!(
+            "invalid params for `{}`: {error}",
+            WriteBlock::NAME
+        ))
+    })?;
+    admitted(params.chunk.as_slice().len(), "write")?;
+    Ok(params)
+}
+
+fn admitted(len: usize, verb: &str) -> Result<(), RpcError> {
+    if (1..=MAX_BLOCK_BYTES).contains(&len) {
+        return Ok(());
+    }
+    let message = format!("file {verb} block length must be between 1 and {MAX_BLOCK_BYTES}");
+    Err(RpcError::invalid_request(message))
+}
+
+fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<(), RpcError>) {
+    let admitted = call.phase.ready(FAMILY).and(admitted);
     let responder = call.responder;
     match admitted {
         Ok(()) => Handles::call(
