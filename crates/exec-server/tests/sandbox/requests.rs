@@ -18,6 +18,7 @@ for_both! {
     a_planted_link_leads_nowhere,
     a_replaced_file_stays_denied,
     files_are_streamed,
+    a_warm_helper_reads_what_is_there,
     a_killed_helper_fails_one_request,
     helpers_are_few_and_end_with_the_server,
     policies_without_bounds_need_no_helper,
@@ -474,6 +475,49 @@ async fn files_are_streamed(user: User) {
     assert_eq!(std::fs::read(work.join("whole")).unwrap(), big);
     let info = cell.client.ok("environment/info", json!({})).await;
     assert_eq!(info["capabilities"]["sandboxedFileStreaming"], true);
+}
+
+/// Whatever its size and however often: the same as without a policy, error or not.
+async fn a_warm_helper_reads_what_is_there(user: User) {
+    let mut cell = Cell::new(user).await;
+    let secret = cell.write("other/secret", "s");
+    let sandbox = policy(
+        vec![special("root", "read"), entry(&secret, "deny")],
+        "restricted",
+    );
+    let sizes = [0, 1, 4096, 32 << 10, (32 << 10) + 1, 300_000];
+    let files = sizes.map(|size| {
+        let text = "0123456789abcdef".repeat(size / 16 + 1);
+        cell.write(&format!("work/{size}"), &text[..size])
+    });
+    let (missing, directory) = (cell.path("work/missing"), cell.path("work"));
+    for round in 0..3 {
+        for file in &files {
+            let read = cell.fs(&sandbox, "fs/readFile", file, json!({})).await;
+            let data = bytes(&read.unwrap()["dataBase64"]);
+            assert!(data == std::fs::read(file).unwrap(), "{round} {file:?}");
+        }
+        for path in [&missing, &directory] {
+            let held = cell.fs(&sandbox, "fs/readFile", path, json!({})).await;
+            let plain = cell.fs(&Value::Null, "fs/readFile", path, json!({})).await;
+            assert_eq!(held, plain);
+        }
+        let denied = cell.code(&sandbox, "fs/readFile", &secret, json!({}));
+        assert_eq!(denied.await, DENIED);
+        // What is behind a name may change at any time.
+        std::fs::write(&files[2], format!("round {round}")).unwrap();
+    }
+    // Many at a time, more than there are helpers.
+    let params = json!({"path": uri(&files[3]), "sandbox": sandbox});
+    let mut asked = Vec::new();
+    for _ in 0..64 {
+        asked.push(cell.client.send("fs/readFile", params.clone()).await);
+    }
+    for id in asked {
+        let read = cell.client.answer(id).await.unwrap();
+        assert_eq!(bytes(&read["dataBase64"]).len(), sizes[3]);
+    }
+    assert!((1..=4).contains(&cell.helpers().await.len()));
 }
 
 async fn a_killed_helper_fails_one_request(user: User) {

@@ -2,6 +2,7 @@
 
 use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::Method as _;
+use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{
     CloseParams, OpenMode, OpenParams, ReadBlockParams, WriteBlock, WriteBlockParams,
 };
@@ -51,9 +52,14 @@ pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
 /// Params of this length are decoded where the file is written: this thread has others to serve.
 const LONG_BYTES: usize = 128 * 1024;
 
+/// Room for everything in the params but the data.
+const ENVELOPE_BYTES: usize = 4096;
+
 pub(crate) fn write_block(mut call: Call<'_>) {
     let raw = call.params.unwrap_or("null");
+    let may_fit = raw.len() <= encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES;
     if raw.len() >= LONG_BYTES
+        && may_fit
         && let Some(likely) = WriteBlockParams::likely(raw)
     {
         call.responder.hold(raw.len());

@@ -177,6 +177,40 @@ async fn the_limits_of_handles() {
         .await;
 }
 
+/// They are decoded elsewhere, which changes nothing.
+#[tokio::test]
+async fn long_blocks_are_checked_like_short_ones() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let open = json!({"handleId": "h", "mode": "replace"});
+    scene.ok("fs/open", "f", open).await;
+    for len in [1000, 200_000, MIB] {
+        let good = chunk(vec![b'g'; len]);
+        let write = json!({"handleId": "h", "offset": 0, "chunk": good});
+        scene.client.ok("fs/writeBlock", write).await;
+        let good = good.as_str().unwrap();
+        for bad in [
+            format!("*{}", &good[1..]),
+            format!("{}*", &good[..good.len() - 1]),
+            good[..good.len() - 1].to_owned(),
+            format!("QQ=={good}"),
+        ] {
+            let write = json!({"handleId": "h", "offset": 0, "chunk": bad});
+            let failure = scene.client.refused("fs/writeBlock", write).await;
+            assert_eq!(failure.code, -32602, "{len} {failure}");
+            assert!(failure.message.contains("base64"), "{failure}");
+        }
+        let other = json!({"handleId": "x", "offset": 0, "chunk": good});
+        let failure = scene.client.refused("fs/writeBlock", other).await;
+        assert_eq!(failure.code, -32004, "{failure}");
+        let late = json!({"handleId": "h", "chunk": good});
+        let failure = scene.client.refused("fs/writeBlock", late).await;
+        assert_eq!(failure.code, -32602, "{failure}");
+        assert!(failure.message.contains("offset"), "{failure}");
+    }
+    scene.client.ok("fs/close", json!({"handleId": "h"})).await;
+    assert!(fs::read(scene.path("f")).unwrap() == vec![b'g'; MIB]);
+}
+
 /// Nothing is waited for between the calls.
 #[tokio::test]
 async fn calls_on_one_handle_run_in_order() {
