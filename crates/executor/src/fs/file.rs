@@ -30,10 +30,31 @@ pub fn open_file(path: &Path, links: Links) -> Result<File, FsError> {
 }
 
 fn regular(file: File, path: &Path) -> Result<File, FsError> {
-    if !file.metadata().map_err(at(path))?.is_file() {
+    regular_size(&file, path)?;
+    Ok(file)
+}
+
+fn regular_size(file: &File, path: &Path) -> Result<u64, FsError> {
+    let metadata = file.metadata().map_err(at(path))?;
+    if !metadata.is_file() {
         return Err(FsError::NotAFile(path.to_owned()));
     }
-    Ok(file)
+    Ok(metadata.len())
+}
+
+/// As [`open_file`], with the size of what may be read in one go.
+pub(crate) fn open_sized(path: &Path, links: Links) -> Result<(File, u64), FsError> {
+    let file = open(path, OFlags::RDONLY, Mode::empty(), links)?;
+    let size = regular_size(&file, path)?;
+    readable(size)?;
+    Ok((file, size))
+}
+
+fn readable(size: u64) -> Result<(), FsError> {
+    if size > MAX_READ_FILE_BYTES {
+        return Err(FsError::TooLarge);
+    }
+    Ok(())
 }
 
 /// The size of an open file.
@@ -43,9 +64,7 @@ fn regular(file: File, path: &Path) -> Result<File, FsError> {
 /// [`FsError::TooLarge`] when it exceeds what can be read whole, or whatever the system says.
 pub fn readable_size(file: &File, path: &Path) -> Result<u64, FsError> {
     let size = file.metadata().map_err(at(path))?.len();
-    if size > MAX_READ_FILE_BYTES {
-        return Err(FsError::TooLarge);
-    }
+    readable(size)?;
     Ok(size)
 }
 

@@ -30,7 +30,7 @@ pub use directory::{
     read_directory_with_links,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
-pub(crate) use file::{Opened, place};
+pub(crate) use file::{Opened, open_sized, place};
 pub(crate) use metadata::entry;
 pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};
 pub(crate) use replace::Letter;

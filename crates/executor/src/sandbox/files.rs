@@ -16,7 +16,7 @@ use exec_server_protocol::sandbox::{
 
 use super::helper::{Answer, Frame, Request};
 use super::policy::{self, CachedDisk, Context, Disk, RealDisk};
-use super::pool::Key;
+use super::pool::{Key, Remembered};
 use crate::executor::Executor;
 use crate::fs::search::{self, SearchError};
 use crate::fs::wire::{is_whole, is_whole_walk, path_of, text};
@@ -170,12 +170,7 @@ impl Files {
         most: u32,
     ) -> Option<impl Future<Output = Option<Result<Soon, FsError>>> + Send + use<>> {
         let confined = self.0.as_ref()?;
-        let disk = CachedDisk::default();
-        let key = confined.key_on(&disk).ok()??;
-        // Whatever was made of what could not be told is worth nothing.
-        if !disk.has_told_all() {
-            return None;
-        }
+        let key = confined.key_soon()?;
         let request = Request::ReadFile(text(path), links, most);
         let asking = confined.executor.helpers().ask_soon(&key, &request)?;
         Some(async move {
@@ -531,6 +526,28 @@ impl Confined {
             policy,
             allow_partial: self.sandbox.allow_partial_enforcement,
         }))
+    }
+
+    /// What the policy means right now, if that can be told without waiting for the disk.
+    fn key_soon(&self) -> Option<Arc<Key>> {
+        let helpers = self.executor.helpers();
+        if let Some(key) = helpers.remembered(&self.sandbox, self.intent) {
+            return Some(key);
+        }
+        let disk = CachedDisk::default();
+        let key = Arc::new(self.key_on(&disk).ok()??);
+        // Whatever was made of what could not be told is worth nothing.
+        if !disk.has_told_all() {
+            return None;
+        }
+        let remembered = Remembered {
+            sandbox: Arc::clone(&self.sandbox),
+            intent: self.intent,
+            answers: disk.answers(),
+            key: Arc::clone(&key),
+        };
+        helpers.remember(remembered);
+        Some(key)
     }
 
     fn ask(&self, key: &Arc<Key>, request: &Request) -> Result<Frame<Answer>, FsError> {

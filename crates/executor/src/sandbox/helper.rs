@@ -11,6 +11,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
@@ -470,21 +471,18 @@ type Done = (Answer, Vec<OwnedFd>);
 
 /// Reads a file of at most so many bytes, or opens it.
 fn read_file(path: &Path, links: Links, most: u32, content: &mut Vec<u8>) -> Result<Done, FsError> {
-    let file = fs::open_file(path, links)?;
-    let size = fs::readable_size(&file, path)?;
+    let (file, size) = fs::open_sized(path, links)?;
     if size <= u64::from(most) {
+        let size = size as usize;
         // One more shows whether it has grown meanwhile.
-        content.resize(size as usize + 1, 0);
-        let read = fs::read_at(&file, 0, content).map_err(|source| FsError::Io {
-            path: path.to_owned(),
-            source,
-        })?;
-        if read <= size as usize {
-            content.truncate(read);
+        content.resize(size + 1, 0);
+        if file.read_at(content, 0).is_ok_and(|read| read == size) {
+            content.truncate(size);
             return Ok((Answer::Content, Vec::new()));
         }
         content.clear();
     }
+    // Too long, or not what it was a moment ago.
     Ok((Answer::File, vec![file.into()]))
 }
 

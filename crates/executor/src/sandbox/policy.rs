@@ -657,9 +657,32 @@ impl CachedDisk {
         !self.unknown.get()
     }
 
+    /// What the answers were: as long as they are the same, so is what was made of them.
+    ///
+    /// What holds of a path holds of the directories above it too, so those are left out.
+    pub(super) fn answers(self) -> Answers {
+        let known = self.known.into_inner();
+        let above = |path: &Path| {
+            known.iter().any(|(other, kind)| {
+                kind.is_some()
+                    && other
+                        .parent()
+                        .is_some_and(|parent| parent.starts_with(path))
+            })
+        };
+        let needed = known
+            .iter()
+            .filter(|(path, kind)| **kind != Some(Kind::Directory) || !above(path));
+        Answers(
+            needed
+                .map(|(path, kind)| (path.clone(), kind.clone()))
+                .collect(),
+        )
+    }
+
     fn look(path: &Path) -> Option<Option<Kind>> {
         let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let resolve = ResolveFlags::CACHED;
+        let resolve = ResolveFlags::CACHED | ResolveFlags::NO_SYMLINKS;
         let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve) {
             Ok(fd) => fd,
             Err(Errno::NOENT) => return Some(None),
@@ -681,6 +704,19 @@ impl CachedDisk {
     fn cannot_tell<T>(&self) -> io::Result<T> {
         self.unknown.set(true);
         Err(io::ErrorKind::WouldBlock.into())
+    }
+}
+
+/// What a disk has told.
+#[derive(Debug)]
+pub(super) struct Answers(Vec<(PathBuf, Option<Kind>)>);
+
+impl Answers {
+    /// Whether it would tell the same, without waiting for it.
+    pub(super) fn still_hold(&self) -> bool {
+        self.0
+            .iter()
+            .all(|(path, kind)| CachedDisk::look(path).as_ref() == Some(kind))
     }
 }
 

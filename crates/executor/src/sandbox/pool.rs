@@ -3,19 +3,22 @@
 //! Owns how many there are and how long they stay. A process does one thing at a time; who asks
 //! while all of a policy are busy gets another one, or waits. One that fails is not used again.
 
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use exec_server_protocol::sandbox::Sandbox;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
 use rustix::process::{Signal, WaitId, WaitIdOptions};
 use tokio::io::Interest;
 
+use super::files::Intent;
 use super::helper::{self, Answer, Frame, Receiving, Request};
 use super::placeholder::Placeholder;
-use super::policy::Policy;
+use super::policy::{Answers, Policy};
 use super::{Errand, confine};
 use crate::executor::Executor;
 use crate::fs::{Cancelled, FsError};
@@ -59,7 +62,21 @@ pub(crate) struct Key {
 #[derive(Debug, Default)]
 pub(crate) struct Helpers {
     shared: Arc<Shared>,
+    /// What policies meant, the last one last.
+    remembered: Mutex<VecDeque<Remembered>>,
 }
+
+/// What a policy meant, and what of the disk made it mean that.
+#[derive(Debug)]
+pub(super) struct Remembered {
+    pub(super) sandbox: Arc<Sandbox>,
+    pub(super) intent: Intent,
+    pub(super) answers: Answers,
+    pub(super) key: Arc<Key>,
+}
+
+/// How many are remembered.
+const MAX_REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -216,6 +233,27 @@ impl Helpers {
         )))
     }
 
+    /// What a policy means, if it is known and nothing has changed; never waits.
+    pub(super) fn remembered(&self, sandbox: &Sandbox, intent: Intent) -> Option<Arc<Key>> {
+        let remembered = self.remembered.try_lock().ok()?;
+        let found = remembered
+            .iter()
+            .rfind(|one| one.intent == intent && *one.sandbox == *sandbox)?;
+        found.answers.still_hold().then(|| Arc::clone(&found.key))
+    }
+
+    /// Keeps what a policy means for the next request under it.
+    pub(super) fn remember(&self, new: Remembered) {
+        let Ok(mut remembered) = self.remembered.try_lock() else {
+            return;
+        };
+        remembered.retain(|one| one.intent != new.intent || one.sandbox != new.sandbox);
+        if remembered.len() == MAX_REMEMBERED {
+            remembered.pop_front();
+        }
+        remembered.push_back(new);
+    }
+
     /// Asks one that waits, if there is one and that takes no waiting.
     pub(super) fn ask_soon(&self, key: &Key, request: &Request) -> Option<Asking> {
         let mut state = self.shared.state.try_lock().ok()?;
@@ -231,8 +269,9 @@ impl Helpers {
                 key,
             }),
         };
-        let helper = asking.helper.as_ref().filter(|helper| helper.is_alive())?;
-        helper::send_at_once(helper.socket.as_ref()?, request).ok()?;
+        // One that has ended takes nothing.
+        let socket = asking.helper.as_ref()?.socket.as_ref()?;
+        helper::send_at_once(socket, request).ok()?;
         Some(asking)
     }
 
