@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::chunk::{self, ByteChunk};
 use crate::method::{Empty, methods, notifications};
 use crate::path::PathUri;
-use crate::sandbox::Sandbox;
+use crate::sandbox::{self, Sandbox};
 
 methods! {
     /// `fs/readFile`: a whole regular file in one answer.
@@ -86,7 +86,7 @@ pub struct ReadFileParams {
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
     /// The policy to run under.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "sandbox::remembered")]
     pub sandbox: Option<Sandbox>,
 }
 

@@ -2,9 +2,13 @@
 //!
 //! Keys below `permissions` are in snake case, unlike everything else on the wire.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 
+use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use crate::path::PathUri;
 
@@ -46,6 +50,41 @@ pub struct Sandbox {
     /// Run even if only a part can be enforced, and say which part is missing.
     #[serde(default, skip_serializing_if = "is_false")]
     pub allow_partial_enforcement: bool,
+}
+
+/// Deserializes a policy that is likely to be the same as a moment ago: clients send theirs with every
+/// request, and to make it of its text costs more than to read a file.
+pub(crate) fn remembered<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<Sandbox>, D::Error> {
+    /// How many are kept, and how long a text may be.
+    const MAX_KEPT: usize = 4;
+    const MAX_BYTES: usize = 8 * 1024;
+    thread_local! {
+        /// The last one first.
+        static KEPT: RefCell<VecDeque<(Box<str>, Sandbox)>> = const { RefCell::new(VecDeque::new()) };
+    }
+    let Some(raw) = Option::<Box<RawValue>>::deserialize(deserializer)? else {
+        return Ok(None);
+    };
+    KEPT.with_borrow_mut(|kept| {
+        if let Some((_, known)) = kept.iter().find(|(text, _)| **text == *raw.get()) {
+            return Ok(Some(known.clone()));
+        }
+        let sandbox: Sandbox = serde_json::from_str(raw.get()).map_err(|error| {
+            // Where it went wrong is said by whoever reads the whole.
+            let reason = error.to_string();
+            let reason = reason
+                .rsplit_once(" at line ")
+                .map_or(&*reason, |(what, _)| what);
+            de::Error::custom(reason)
+        })?;
+        if raw.get().len() <= MAX_BYTES {
+            kept.truncate(MAX_KEPT - 1);
+            kept.push_front((raw.get().into(), sandbox.clone()));
+        }
+        Ok(Some(sandbox))
+    })
 }
 
 fn is_false(value: &bool) -> bool {
@@ -315,6 +354,35 @@ mod tests {
     use serde_json::{from_value, json};
 
     use super::*;
+    use crate::fs::ReadFileParams;
+
+    #[test]
+    fn a_policy_that_comes_again_is_the_same() {
+        let params = |sandbox: &str| -> Result<ReadFileParams, serde_json::Error> {
+            serde_json::from_str(&format!(r#"{{"path":"file:///x","sandbox":{sandbox}}}"#))
+        };
+        let policy = |root: usize| {
+            format!(
+                r#"{{"permissions":{{"type":"disabled"}},"windowsSandboxLevel":"disabled",
+                "workspaceRoots":["file:///{root}"]}}"#
+            )
+        };
+        for root in [1, 2, 1, 3, 4, 5, 6, 1, 2, 2] {
+            let text = policy(root);
+            let plain: Sandbox = serde_json::from_str(&text).unwrap();
+            assert_eq!(params(&text).unwrap().sandbox, Some(plain));
+        }
+        assert_eq!(params("null").unwrap().sandbox, None);
+        for _ in 0..2 {
+            let error = params(r#"{"permissions":{"type":"disabled"}}"#).unwrap_err();
+            let error = error.to_string();
+            assert!(
+                error.contains("missing field `windowsSandboxLevel`"),
+                "{error}"
+            );
+            assert_eq!(error.matches(" at line ").count(), 1, "{error}");
+        }
+    }
 
     #[test]
     fn a_workspace_as_clients_send_it() {

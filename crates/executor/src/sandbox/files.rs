@@ -504,6 +504,7 @@ impl Confined {
             env: &config.environment,
             disk,
             hidden: &config.hidden,
+            reads_only: self.intent == Intent::Read,
         };
         let mut policy = policy::resolve(&self.sandbox, &context)
             .map_err(|error| FsError::Policy(error.to_string()))?;

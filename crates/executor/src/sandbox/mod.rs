@@ -123,6 +123,7 @@ pub(crate) fn prepare(
         env: &spec.env,
         disk: &disk,
         hidden,
+        reads_only: false,
     };
     let policy = policy::resolve(sandbox, &context).map_err(|error| refused(&error))?;
     let network = spec.network.as_ref();

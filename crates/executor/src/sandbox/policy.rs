@@ -122,6 +122,8 @@ pub struct Context<'a> {
     pub disk: &'a dyn Disk,
     /// What no sandbox may see, whatever its policy.
     pub hidden: &'a [PathBuf],
+    /// Nothing will be written: what may be and what may not is of no interest.
+    pub reads_only: bool,
 }
 
 /// A resolved policy.
@@ -481,7 +483,10 @@ fn view(
     for path in glob::matches(patterns, depth, disk)? {
         view.rules.insert(path, Access::Deny);
     }
-    protect(&mut view, entries, disk)?;
+    // A link on the way to an entry may be one of those that are held in place.
+    if !context.reads_only || !crossed.is_empty() {
+        protect(&mut view, entries, disk)?;
+    }
     for (path, access) in absent {
         // Where nothing can be made there is nothing to prevent.
         if view.inherited(&path) == Access::Write {

@@ -90,6 +90,8 @@ struct State {
     /// The least recently used first.
     idle: Vec<(Helper, Instant)>,
     busy: Vec<Arc<Key>>,
+    /// Threads that wait for one to become idle or go.
+    waiting: usize,
     /// A thread looks after idle ones.
     watched: bool,
 }
@@ -310,8 +312,10 @@ impl Helpers {
                 continue;
             }
             let changed = &self.shared.changed;
+            state.waiting += 1;
             let waited = changed.wait_timeout(state, PATIENCE);
             (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
             if cancelled() {
                 return Err(FsError::Cancelled);
             }
@@ -403,8 +407,11 @@ impl Drop for Place {
         if let Some(position) = position {
             state.busy.swap_remove(position);
         }
+        let waiting = state.waiting > 0;
         drop(state);
-        self.shared.changed.notify_all();
+        if waiting {
+            self.shared.changed.notify_all();
+        }
     }
 }
 

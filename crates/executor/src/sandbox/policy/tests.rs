@@ -125,6 +125,7 @@ fn try_view(items: &[&str], entries: Vec<Entry>) -> Result<Option<View>, PolicyE
         env: &env,
         disk: &tree,
         hidden: &[],
+        reads_only: false,
     };
     Ok(resolve(&sandbox(entries, &["/w"]), &context)?.view)
 }
@@ -195,6 +196,7 @@ fn special_paths_that_are_not_there_grant_nothing() {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &[],
+        reads_only: false,
     };
     let policy = resolve(&without, &context).unwrap();
     assert_eq!(policy.view, Some(View::default()));
@@ -356,6 +358,7 @@ fn what_holds_a_place_counts_as_missing() {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &[],
+        reads_only: false,
     };
     let view = resolve(&sandbox(workspace(), &["/w"]), &context)
         .unwrap()
@@ -405,6 +408,7 @@ fn hidden_files_are_denied_whatever_the_policy() {
         env: &BTreeMap::new(),
         disk: &tree,
         hidden: &hidden,
+        reads_only: false,
     };
     let mut entries = workspace();
     entries.push(entry("/w/token", Write));
