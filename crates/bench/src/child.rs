@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use anyhow::ensure;
 use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
-use exec_server_transport::http;
+use exec_server_transport::{http, tcp};
 use rustix::io::Errno;
 
 use crate::pattern::{Pattern, WRITE_BYTES};
@@ -193,7 +193,7 @@ fn serve(mut talk: impl FnMut(&mut TcpStream) -> anyhow::Result<()>) -> anyhow::
 }
 
 fn answer(stream: &mut TcpStream) -> anyhow::Result<()> {
-    stream.set_nodelay(true)?;
+    tcp::prepare(&*stream, stream.peer_addr())?;
     let mut buffer = [0; 2 * 1024];
     let mut filled = 0;
     while !buffer[..filled].ends_with(b"\r\n\r\n") {

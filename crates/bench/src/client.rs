@@ -19,7 +19,7 @@ use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::session::{Initialize, InitializeParams, Initialized};
 use exec_server_protocol::{ByteChunk, PathUri, RequestId};
 use exec_server_transport::frame::{self, Decoder, Opcode, Role, Step};
-use exec_server_transport::http;
+use exec_server_transport::{http, tcp};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
@@ -165,7 +165,7 @@ impl Client {
     }
 
     fn prepare(stream: TcpStream) -> io::Result<TcpStream> {
-        stream.set_nodelay(true)?;
+        tcp::prepare(&stream, stream.peer_addr())?;
         stream.set_read_timeout(Some(Self::SILENCE))?;
         Ok(stream)
     }

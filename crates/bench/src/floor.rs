@@ -12,6 +12,8 @@ use anyhow::{Context as _, ensure};
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::OpenptFlags;
 
+use exec_server_transport::tcp;
+
 use crate::client::Client;
 use crate::placement::Placement;
 use crate::stats::median;
@@ -103,7 +105,7 @@ pub(crate) fn tcp_echo(count: usize) -> anyhow::Result<f64> {
     let address = listener.local_addr()?;
     let echo = std::thread::spawn(move || -> std::io::Result<()> {
         let (mut stream, _) = listener.accept()?;
-        stream.set_nodelay(true)?;
+        tcp::prepare(&stream, stream.peer_addr())?;
         let mut message = [0; BYTES];
         while stream.read_exact(&mut message).is_ok() {
             stream.write_all(&message)?;
@@ -111,7 +113,7 @@ pub(crate) fn tcp_echo(count: usize) -> anyhow::Result<f64> {
         Ok(())
     });
     let mut stream = TcpStream::connect(address)?;
-    stream.set_nodelay(true)?;
+    tcp::prepare(&stream, stream.peer_addr())?;
     let mut message = [0; BYTES];
     let measured = samples(count, || {
         stream.write_all(&message)?;

@@ -13,6 +13,7 @@ use exec_server_relay::registry::{ErrorBody, ErrorResponse};
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::journal::{self, Journal};
 use exec_server_transport::keepalive::KeepaliveConfig;
+use exec_server_transport::tcp;
 use exec_server_transport::throttle::{Throttle, network};
 use exec_server_transport::tls::TlsServer;
 use serde::Deserialize;
@@ -374,7 +375,7 @@ impl Visitor {
             return;
         };
         let _counted = shared.metrics.connections.hold();
-        let _ = stream.set_nodelay(true);
+        let _ = tcp::prepare(&stream, Ok(self.peer));
         let Some(tls) = tls else {
             let (reader, writer) = stream.into_split();
             return self

@@ -12,10 +12,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_executor::sys::socket;
-use exec_server_transport::Link;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::tls::{Pin, TlsServer};
+use exec_server_transport::{Link, tcp};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
@@ -333,12 +333,12 @@ impl Listener {
     }
 }
 
-/// Sets what holds for every accepted connection: nothing waits for company on its way out, little
+/// Sets what holds for every accepted connection: nothing waits on its way out, little
 /// waits in the kernel, and a connection is worth a wake-up once it has said something.
 fn tune(listener: &TcpListener) -> io::Result<()> {
     /// Unsent bytes in the kernel: one or two chunks of output.
     const UNSENT_BYTES: u32 = 128 * 1024;
-    rustix::net::sockopt::set_tcp_nodelay(listener, true)?;
+    tcp::prepare(listener, listener.local_addr())?;
     socket::limit_unsent(listener, UNSENT_BYTES)?;
     /// Seconds after which a silent connection is reported nevertheless, and then given up.
     const SILENCE: u16 = 10;

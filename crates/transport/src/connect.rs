@@ -16,6 +16,7 @@ use crate::frame::{MAX_HEADER_BYTES, Opcode, Role, push_frame};
 use crate::http::{self, Kind};
 use crate::link::Link;
 use crate::secret::Secret;
+use crate::tcp;
 use crate::tls::{self, TlsClientOptions, TlsError};
 
 /// How to dial.
@@ -202,7 +203,7 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
     let stream = TcpStream::connect((target.bare(), target.port))
         .await
         .map_err(io)?;
-    stream.set_nodelay(true).map_err(io)?;
+    tcp::prepare(&stream, stream.peer_addr()).map_err(io)?;
     target.upgrade(options, stream, tls).await
 }
 

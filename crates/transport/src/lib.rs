@@ -20,6 +20,7 @@ pub mod registry;
 pub mod relay;
 mod secret;
 pub mod stdio;
+pub mod tcp;
 pub mod throttle;
 pub mod time;
 pub mod tls;

@@ -42,7 +42,7 @@ fn as_ordinary_user(bench: &Bench) -> Option<Bench> {
 }
 
 /// How often a child looks at its repository.
-const REPEATS: usize = 5;
+const REPEATS: usize = 15;
 
 /// What runs under a policy and what runs without: a program that asks the kernel for much, and one
 /// that writes much.

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
 use rustix::process::{Signal, WaitId, WaitIdOptions};
 use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 use super::files::Intent;
 use super::helper::{self, Answer, Frame, Receiving, Request};
@@ -106,10 +107,39 @@ impl Shared {
 #[derive(Debug)]
 struct Helper {
     key: Arc<Key>,
-    socket: Option<OwnedFd>,
+    socket: Option<Socket>,
     pidfd: OwnedFd,
     /// Held as long as it lives: its view lies on them.
     places: Vec<Placeholder>,
+}
+
+/// The way to a process.
+#[derive(Debug)]
+enum Socket {
+    Plain(OwnedFd),
+    /// The runtime looks after it, for those who must not block.
+    Watched(AsyncFd<OwnedFd>),
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Plain(fd) => fd.as_fd(),
+            Self::Watched(fd) => fd.get_ref().as_fd(),
+        }
+    }
+}
+
+impl Socket {
+    /// The same, looked after by this runtime.
+    fn watched(self) -> Option<Self> {
+        match self {
+            Self::Plain(fd) => poll::register(fd, Interest::READABLE)
+                .ok()
+                .map(Self::Watched),
+            Self::Watched(_) => Some(self),
+        }
+    }
 }
 
 impl Drop for Helper {
@@ -155,7 +185,7 @@ impl Helper {
         let pidfd = executor.launch_helper(&errand).map_err(told)?;
         let helper = Self {
             key,
-            socket: Some(socket),
+            socket: Some(Socket::Plain(socket)),
             pidfd,
             places: prison.placeholders,
         };
@@ -264,16 +294,17 @@ impl Helpers {
         let key = Arc::clone(&helper.key);
         state.busy.push(Arc::clone(&key));
         drop(state);
-        let asking = Asking {
+        let mut asking = Asking {
             helper: Some(helper),
             place: Some(Place {
                 shared: Arc::clone(&self.shared),
                 key,
             }),
         };
+        let helper = asking.helper.as_mut()?;
+        helper.socket = helper.socket.take().and_then(Socket::watched);
         // One that has ended takes nothing.
-        let socket = asking.helper.as_ref()?.socket.as_ref()?;
-        helper::send_at_once(socket, request).ok()?;
+        helper::send_at_once(helper.socket.as_ref()?, request).ok()?;
         Some(asking)
     }
 
@@ -370,13 +401,18 @@ impl Asking {
     }
 
     async fn receive(&self) -> Option<Frame<Answer>> {
-        let socket = self.helper.as_ref()?.socket.as_ref()?.as_fd();
-        let readable = poll::register_borrowed(socket, Interest::READABLE).ok()?;
+        let Socket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
+            return None;
+        };
         let mut receiving = Receiving::new();
         loop {
-            let mut ready = readable.readable().await.ok()?;
-            match receiving.receive(socket, RecvFlags::DONTWAIT) {
-                Ok(frame) => return frame,
+            let mut ready = socket.readable().await.ok()?;
+            match receiving.receive(socket.get_ref(), RecvFlags::DONTWAIT) {
+                Ok(frame) => {
+                    // Nothing more comes unless it is asked for.
+                    ready.clear_ready();
+                    return frame;
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
                 Err(_) => return None,
             }

@@ -18,6 +18,7 @@ use tower_service::Service as _;
 use zeroize::Zeroizing;
 
 use crate::http::{Kind, read_head};
+use crate::tcp;
 
 /// Which proxy stands before which host; none before this machine itself.
 ///
@@ -93,7 +94,7 @@ impl Proxies {
             Some((proxy, uri)) => through(&proxy, &uri).await?,
             None => TcpStream::connect((host, port)).await?,
         };
-        stream.set_nodelay(true)?;
+        tcp::prepare(&stream, stream.peer_addr())?;
         Ok(stream)
     }
 }
