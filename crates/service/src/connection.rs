@@ -417,7 +417,9 @@ pub(crate) async fn serve(
     }
     Handles::close_all(&connection);
     if !matches!(end, End::Lost) {
-        connection.outbox.finish(GOING_AWAY);
+        // Who went without a word is told nothing.
+        let silent = pings && matches!(end, End::Eof) && !reader.incoming.said_goodbye();
+        connection.outbox.finish((!silent).then_some(GOING_AWAY));
         let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();

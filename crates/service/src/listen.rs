@@ -276,6 +276,8 @@ impl Listener {
                 accepted = self.accept(&server) => accepted,
                 () = ended.cancelled() => return,
             };
+            // Who has come is more interested in an answer than in who comes next.
+            tokio::task::yield_now().await;
             if let Err(error) = accepted {
                 // Out of descriptors, most likely: existing connections go on, and so do we.
                 tracing::warn!(%error, "cannot accept a connection");

@@ -56,8 +56,8 @@ struct State {
     ping: bool,
     /// The payload of the latest ping that was not answered yet.
     pong: Option<Vec<u8>>,
-    /// Send what is there, then stop.
-    finishing: Option<u16>,
+    /// Send what is there, then stop; with a farewell, if the peer has not gone without one.
+    finishing: Option<Option<u16>>,
 }
 
 /// An encoded message, with the share of the budget that it holds until it is sent.
@@ -121,8 +121,8 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Has the writer send what is there, a farewell, and stop.
-    pub(crate) fn finish(&self, close_code: u16) {
+    /// Has the writer send what is there, a farewell if there is one, and stop.
+    pub(crate) fn finish(&self, close_code: Option<u16>) {
         self.state().finishing = Some(close_code);
         self.wake.notify_one();
     }
@@ -179,9 +179,13 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
         while outgoing.buffered() < FLUSH_BYTES && gather(outbox, &mut outgoing, &mut sent) {}
         if outgoing.buffered() == 0 {
             let finishing = outbox.state().finishing;
-            if let Some(code) = finishing {
-                outgoing.push_close(code);
-                return outgoing.shutdown().await;
+            match finishing {
+                Some(Some(code)) => {
+                    outgoing.push_close(code);
+                    return outgoing.shutdown().await;
+                }
+                Some(None) => return Ok(()),
+                None => {}
             }
             outgoing.relax();
             wake.await;

@@ -188,6 +188,8 @@ pub struct Incoming {
     buffer: Vec<u8>,
     start: usize,
     ended: bool,
+    /// It was said that there will be no more.
+    goodbye: bool,
     /// Bytes that ever came.
     received: u64,
 }
@@ -248,8 +250,14 @@ impl Incoming {
             buffer,
             start: 0,
             ended: false,
+            goodbye: false,
             received: 0,
         }
+    }
+
+    /// Whether the peer has said that it is done, where that can be said.
+    pub fn said_goodbye(&self) -> bool {
+        self.goodbye
     }
 
     /// Bytes that ever came: a peer that is in the middle of a long message shows here that it is
@@ -323,6 +331,7 @@ impl Incoming {
             Found::Pong => control(RawEvent::Pong),
             Found::Closed => {
                 self.ended = true;
+                self.goodbye = true;
                 None
             }
         })
