@@ -9,10 +9,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
+use exec_server_transport::tcp;
 use rustix::fs::{Mode, OFlags};
 use rustix::pty::OpenptFlags;
-
-use exec_server_transport::tcp;
 
 use crate::client::Client;
 use crate::placement::Placement;

@@ -4,6 +4,7 @@
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::io;
 use std::num::NonZeroUsize;
 
 use serde::de::{self, Deserializer};
@@ -52,14 +53,16 @@ pub struct Sandbox {
     pub allow_partial_enforcement: bool,
 }
 
+/// The text of a policy as clients send them has a fraction of this.
+const SHORT_BYTES: usize = 8 * 1024;
+
 /// Deserializes a policy that is likely to be the same as a moment ago: clients send theirs with every
 /// request, and to make it of its text costs more than to read a file.
 pub(crate) fn remembered<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Sandbox>, D::Error> {
-    /// How many are kept, and how long a text may be.
+    /// How many are kept.
     const MAX_KEPT: usize = 4;
-    const MAX_BYTES: usize = 8 * 1024;
     thread_local! {
         /// The last one first.
         static KEPT: RefCell<VecDeque<(Box<str>, Sandbox)>> = const { RefCell::new(VecDeque::new()) };
@@ -79,7 +82,7 @@ pub(crate) fn remembered<'de, D: Deserializer<'de>>(
                 .map_or(&*reason, |(what, _)| what);
             de::Error::custom(reason)
         })?;
-        if raw.get().len() <= MAX_BYTES {
+        if raw.get().len() <= SHORT_BYTES {
             kept.truncate(MAX_KEPT - 1);
             kept.push_front((raw.get().into(), sandbox.clone()));
         }
@@ -91,7 +94,29 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
+/// Takes as much as it was made for.
+struct Bounded(usize);
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0 = self
+            .0
+            .checked_sub(bytes.len())
+            .ok_or(io::ErrorKind::StorageFull)?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 impl Sandbox {
+    /// Whether it is of a size that may be kept and resolved where others wait.
+    pub fn is_short(&self) -> bool {
+        serde_json::to_writer(Bounded(SHORT_BYTES), self).is_ok()
+    }
+
     /// A policy without roots.
     pub fn new(permissions: Permissions) -> Self {
         Self {
@@ -373,6 +398,10 @@ mod tests {
             assert_eq!(params(&text).unwrap().sandbox, Some(plain));
         }
         assert_eq!(params("null").unwrap().sandbox, None);
+        let mut sandbox = params(&policy(1)).unwrap().sandbox.unwrap();
+        assert!(sandbox.is_short());
+        sandbox.workspace_roots = vec![sandbox.workspace_roots[0].clone(); 1000];
+        assert!(!sandbox.is_short());
         for _ in 0..2 {
             let error = params(r#"{"permissions":{"type":"disabled"}}"#).unwrap_err();
             let error = error.to_string();

@@ -134,7 +134,7 @@ where
     R: AsyncRead + Send + Unpin + 'static,
     W: AsyncWrite + Send + Unpin + 'static,
 {
-    let upgraded = upgrade_saying(url, ("localhost", "/"), options, first, reader, writer);
+    let upgraded = upgrade(url, ("localhost", "/"), options, first, reader, writer);
     match tokio::time::timeout(options.timeout, upgraded).await {
         Ok(result) => result,
         Err(_) => Err(ConnectError::Timeout {
@@ -194,7 +194,7 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
     if let Some(path) = url.strip_prefix("unix://") {
         let path = socket_path(url, path)?;
         let (reader, writer) = UnixStream::connect(&path).await.map_err(io)?.into_split();
-        return upgrade(url, "localhost", "/", options, reader, writer).await;
+        return upgrade(url, ("localhost", "/"), options, &[], reader, writer).await;
     }
     let (parsed, secure) = websocket_url(url)?;
     let target = Target::of(url, &parsed)?;
@@ -245,7 +245,7 @@ impl<'a> Target<'a> {
         let host = format!("{}:{}", self.host, self.port);
         let Some(tls) = tls else {
             let (reader, writer) = stream.into_split();
-            return upgrade(url, &host, path, options, reader, writer).await;
+            return upgrade(url, (&host, path), options, &[], reader, writer).await;
         };
         let name = ServerName::try_from(self.bare().to_owned());
         let name = name.map_err(|_| bad_url(url, "invalid host"))?;
@@ -255,7 +255,7 @@ impl<'a> Target<'a> {
             source,
         })?;
         let (reader, writer) = tokio::io::split(stream);
-        upgrade(url, &host, path, options, reader, writer).await
+        upgrade(url, (&host, path), options, &[], reader, writer).await
     }
 }
 
@@ -288,24 +288,8 @@ pub(crate) async fn connect_by(
     }
 }
 
-/// The client's half of the websocket handshake.
+/// The client's half of the websocket handshake, with messages right behind its request.
 async fn upgrade<R, W>(
-    url: &str,
-    host: &str,
-    target: &str,
-    options: &ConnectOptions,
-    reader: R,
-    writer: W,
-) -> Result<Link, ConnectError>
-where
-    R: AsyncRead + Send + Unpin + 'static,
-    W: AsyncWrite + Send + Unpin + 'static,
-{
-    upgrade_saying(url, (host, target), options, &[], reader, writer).await
-}
-
-/// As [`upgrade`], with messages right behind the request.
-async fn upgrade_saying<R, W>(
     url: &str,
     (host, target): (&str, &str),
     options: &ConnectOptions,

@@ -14,7 +14,6 @@ use exec_server_protocol::sandbox::{
     Access, Entry, EntryPath, FileSystem, MissingPathBehavior, Network, Permissions, Sandbox,
     Special,
 };
-
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
 use rustix::io::Errno;
 
@@ -657,6 +656,9 @@ pub(super) struct CachedDisk {
 }
 
 impl CachedDisk {
+    /// Looks that are short enough together; a policy as clients send them takes about ten.
+    const MAX_LOOKS: usize = 256;
+
     /// Whether there was an answer to every question.
     pub(super) fn has_told_all(&self) -> bool {
         !self.unknown.get()
@@ -729,6 +731,9 @@ impl Disk for CachedDisk {
     fn kind(&self, path: &Path) -> io::Result<Option<Kind>> {
         if let Some(known) = self.known.borrow().get(path) {
             return Ok(known.clone());
+        }
+        if self.known.borrow().len() == Self::MAX_LOOKS {
+            return self.cannot_tell();
         }
         let Some(kind) = Self::look(path) else {
             return self.cannot_tell();
