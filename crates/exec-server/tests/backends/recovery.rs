@@ -19,6 +19,7 @@ use exec_server::{
     ExecServerError, ExecutorFileSystem as _, Listener, ProcessFailure,
     RemoteExecServerConnectArgs, Server,
 };
+use exec_server_testkit::proc;
 use exec_server_testkit::proxy::{Cutter, Proxy};
 use exec_server_testkit::server::Server as ServerProcess;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -599,6 +600,42 @@ async fn a_restarted_server_is_a_clear_failure_and_a_new_session_works() {
     let refused = client.start(sh("true")).await.unwrap_err();
     assert!(matches!(refused, ExecServerError::Closed(_)), "{refused}");
     session(&through(&proxy).await, Delivery::Push).await;
+}
+
+/// Nobody waits for it, and it ends nevertheless.
+#[tokio::test]
+async fn a_session_that_is_left_ends_with_its_processes() {
+    let (_server, url) = server().await;
+    let proxy = Proxy::start(&url).await;
+    let client = through(&proxy).await;
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("pid");
+    let script = format!(
+        "echo $$ > {0}.new && mv {0}.new {0}; sleep 600",
+        file.display()
+    );
+    let _process = client.start(sh(&script)).await.unwrap().process;
+    let pid = proc::eventually("the process", || std::fs::read_to_string(&file)).await;
+    let living = format!("/proc/{}", pid.trim());
+    client.leave().await.unwrap();
+    let refused = client.start(sh("true")).await.unwrap_err();
+    assert!(
+        refused.to_string().contains("the session was left"),
+        "{refused}"
+    );
+    proc::eventually("the end of the process", || {
+        match std::fs::metadata(&living) {
+            Ok(_) => Err(&living),
+            Err(_) => Ok(()),
+        }
+    })
+    .await;
+    let mut again = options();
+    again.resume_session_id = Some(client.session_id().to_owned());
+    let mut args = RemoteExecServerConnectArgs::new(&url, "test");
+    args.options = again;
+    let gone = ExecServerClient::connect(args).await.unwrap_err();
+    assert!(gone.to_string().contains("unknown session id"), "{gone}");
 }
 
 #[tokio::test]
