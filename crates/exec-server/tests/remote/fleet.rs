@@ -4,8 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use base64_turbo::URL_SAFE_NO_PAD;
+use exec_server::protocol::process::Condition;
 use exec_server::registry::{RegistryAuth, RegistryConnectArgs};
-use exec_server::{CollectOptions, ExecBackend as _, ExecProcess, ExecServerClient};
+use exec_server::{
+    CollectOptions, ExecBackend as _, ExecProcess, ExecServerClient, WaitForRequest,
+};
 use exec_server_testkit::http::request;
 use exec_server_testkit::nats::Nats;
 use exec_server_testkit::proc::PATIENCE;
@@ -260,6 +263,20 @@ fn counting(seconds: usize) -> (String, usize) {
     (script, count)
 }
 
+/// Until what [`counting`] started has come to this number.
+async fn said(process: &dyn ExecProcess, number: usize) {
+    let line = Condition::Regex {
+        regex: format!("(?m)^{number}$"),
+        stream: None,
+    };
+    let said = process.wait_for(WaitForRequest {
+        any: vec![line],
+        after_seq: 0,
+        timeout: None,
+    });
+    timeout(LONG, said).await.expect("its output").unwrap();
+}
+
 /// Waits for the whole output of what [`counting`] started.
 async fn counted(started: Arc<dyn ExecProcess>, count: usize) {
     let output = started.output(CollectOptions::default());
@@ -367,7 +384,9 @@ async fn a_node_dies_and_its_streams_go_on_elsewhere() {
             clients.push(client);
         }
     }
-    tokio::time::sleep(Duration::from_secs(1)).await;
+    for process in &running {
+        said(&**process, 20).await;
+    }
     fleet.kill(0).await;
     let before = std::time::Instant::now();
     for client in &clients {
