@@ -1,7 +1,7 @@
 //! Three meeting points that are one, on a real nats-server, and what may happen to them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server::protocol::process::Condition;
@@ -24,6 +24,9 @@ use super::{collect, lines, sh};
 
 /// Much longer than anything here should take, and than leases and back-offs last.
 const LONG: Duration = Duration::from_secs(60);
+
+/// How soon somebody who is revoked is out, at whichever node.
+const OUT: Duration = Duration::from_secs(1);
 
 struct Fleet {
     directory: TempDir,
@@ -221,6 +224,40 @@ impl Fleet {
         found.cloned()
     }
 
+    /// Revokes somebody.
+    async fn revoke(&self, node: usize, whom: &Value) {
+        let (status, answer) = self
+            .call(node, "admin", "POST", "/cloud/revoke", whom)
+            .await;
+        assert_eq!(status, 200, "{answer}");
+    }
+
+    /// What a node says of itself.
+    async fn usage(&self, node: usize) -> Value {
+        let path = "/cloud/usage";
+        let (status, answer) = self.call(node, "admin", "GET", path, &Value::Null).await;
+        assert_eq!(status, 200, "{answer}");
+        answer
+    }
+
+    /// Until a node has so many sockets of a kind.
+    async fn wait_sockets_at(&self, node: usize, kind: &str, count: usize) {
+        let wait = async {
+            while self.usage(node).await[kind] != count {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let waited = timeout(LONG, wait).await;
+        assert!(waited.is_ok(), "not {count} {kind} at {node}");
+    }
+
+    /// The same for all nodes.
+    async fn wait_sockets(&self, kind: &str, counts: &[usize]) {
+        for (node, count) in counts.iter().enumerate() {
+            self.wait_sockets_at(node, kind, *count).await;
+        }
+    }
+
     async fn wait_online(&self, node: usize, name: &str, online: bool) {
         let wait = async {
             loop {
@@ -254,6 +291,13 @@ impl Fleet {
             self.node(node).stderr()
         );
     }
+}
+
+/// Fails if somebody who was revoked then has stayed for too long.
+fn is_in_time(revoked: Instant) {
+    let took = revoked.elapsed();
+    eprintln!("out after {took:?}");
+    assert!(took < OUT, "{took:?}");
 }
 
 /// A script that prints numbers for about this many seconds, and how many.
@@ -388,7 +432,7 @@ async fn a_node_dies_and_its_streams_go_on_elsewhere() {
         said(&**process, 20).await;
     }
     fleet.kill(0).await;
-    let before = std::time::Instant::now();
+    let before = Instant::now();
     for client in &clients {
         // Whoever still answers goes on.
         let (output, _) = collect(client, "after", "echo after").await;
@@ -418,7 +462,7 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     /// Much longer than a lease.
     const PAUSED: Duration = Duration::from_secs(20);
     fleet.node(0).signal(Signal::STOP);
-    let paused = std::time::Instant::now();
+    let paused = Instant::now();
     // Others believe it dead, and say so.
     fleet.wait_logged(1, "believed dead").await;
     fleet.wait_online(2, "box", false).await;
@@ -580,18 +624,17 @@ async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
         .await
         .unwrap();
     let other = fleet.connect(1, "box").await;
+    let revoked = Instant::now();
     let revocation = json!({"harness": format!("key:{key}"), "environment_id": "box"});
-    let (status, answer) = fleet
-        .call(2, "admin", "POST", "/cloud/revoke", &revocation)
-        .await;
-    assert_eq!(status, 200, "{answer}");
+    fleet.revoke(2, &revocation).await;
+    fleet.wait_sockets("harnesses", &[0, 1, 0]).await;
     let ended = async {
         while fleet.listed(2, "box").await.unwrap()["streams"] != 1 {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    let ended = timeout(Duration::from_secs(3), ended).await;
-    ended.expect("the stream to end");
+    timeout(LONG, ended).await.expect("the stream to end");
+    is_in_time(revoked);
     let mut closed = client.closed();
     let closed = closed.wait_for(Option::is_some);
     timeout(LONG, closed).await.unwrap().unwrap();
@@ -602,6 +645,106 @@ async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
         assert!(error.to_string().contains("403"), "{error}");
     }
     assert_eq!(collect(&other, "p", "echo in").await.0, b"in\n");
+}
+
+#[tokio::test]
+async fn a_token_that_is_revoked_while_it_streams_is_out_at_all_nodes() {
+    let fleet = Fleet::new(3).await;
+    let _executor = fleet.executor(0, "box").await;
+    fleet.add_token("mallory", "harness", "default").await;
+    // One at the node of the executor, the others elsewhere, one of them where it will be revoked.
+    let (script, _) = counting(30);
+    let mut clients = Vec::new();
+    for node in [0, 1, 2] {
+        let connect = ExecServerClient::connect_registry(fleet.args_as(node, "mallory", "box"));
+        let client = timeout(LONG, connect).await.expect("a connection").unwrap();
+        let started = client.start(sh(&format!("p{node}"), &script)).await;
+        said(&*started.unwrap().process, 10).await;
+        clients.push(client);
+    }
+    // And one that is sent a lot and takes none of it.
+    let home = fleet.directory.path().join("stuck");
+    std::fs::create_dir_all(&home).unwrap();
+    let mut stuck = program(&home);
+    let url = fleet.url(1).replace("http://", "registry+http://");
+    stuck
+        .args(["run", "--url", &format!("{url}/box"), "--token-file"])
+        .arg(fleet.directory.path().join("rendezvous/mallory.token"))
+        .args([
+            "--",
+            "sh",
+            "-c",
+            "echo go; exec cat /dev/zero | tr '\\0' '\\n'",
+        ]);
+    let stuck = Running::start(stuck).await;
+    stuck.signal_both(Signal::STOP);
+    let other = fleet.connect(1, "box").await;
+    let (script, count) = counting(4);
+    let running = other.start(sh("other", &script)).await.unwrap();
+    said(&*running.process, 10).await;
+
+    let revoked = Instant::now();
+    fleet.revoke(2, &json!({"harness": "token:mallory"})).await;
+    fleet.wait_sockets("harnesses", &[0, 1, 0]).await;
+    is_in_time(revoked);
+    for node in [0, 1, 2] {
+        let (_, streams) = fleet
+            .call(node, "admin", "GET", "/cloud/streams", &Value::Null)
+            .await;
+        let streams = streams["streams"].as_array().unwrap();
+        assert!(
+            streams.len() == 1 && streams[0]["token"] == "harness",
+            "{streams:?}"
+        );
+    }
+    for client in clients {
+        let mut closed = client.closed();
+        let closed = closed.wait_for(Option::is_some);
+        timeout(LONG, closed).await.unwrap().unwrap();
+    }
+    counted(running.process, count).await;
+    stuck.end(Signal::KILL).await;
+}
+
+#[tokio::test]
+async fn the_revoked_are_out_even_though_a_node_does_not_answer() {
+    let fleet = Fleet::new(3).await;
+    fleet.add_token("mallory", "harness", "default").await;
+    fleet.add_token("builder", "executor", "default").await;
+    let mut executors = Vec::new();
+    for (node, name) in [(0, "a"), (0, "b"), (0, "c"), (1, "d")] {
+        let command = fleet.executor_as(node, "builder", name, name);
+        executors.push(Running::start(command).await);
+    }
+    let _other = fleet.executor(1, "other").await;
+    let mut clients = Vec::new();
+    for (node, token, name) in [(1, "mallory", "a"), (2, "harness", "d")] {
+        let connect = ExecServerClient::connect_registry(fleet.args_as(node, token, name));
+        let client = timeout(LONG, connect).await.expect("a connection").unwrap();
+        assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
+        clients.push(client);
+    }
+    fleet.node(0).signal(Signal::STOP);
+    // A harness whose executor is at that node, then an executor at another.
+    for (revoked, node, kind, left) in [
+        ("token:mallory", 1, "harnesses", 0),
+        ("token:builder", 1, "executors", 1),
+    ] {
+        let began = Instant::now();
+        let body = json!({"harness": revoked});
+        let out = async {
+            while fleet.usage(node).await[kind] != left {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            is_in_time(began);
+        };
+        let both = async { tokio::join!(fleet.revoke(2, &body), out) };
+        timeout(LONG, both).await.expect("to be out");
+    }
+    fleet.wait_sockets_at(2, "harnesses", 0).await;
+    // When the node goes on it hears of it, too.
+    fleet.node(0).signal(Signal::CONT);
+    fleet.wait_sockets_at(0, "executors", 0).await;
 }
 
 #[tokio::test]

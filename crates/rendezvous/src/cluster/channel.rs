@@ -36,8 +36,9 @@ const BATCH_BYTES: u64 = 256 << 10;
 const FAREWELL: Duration = Duration::from_secs(2);
 
 /// How long a harness that is turned out is waited for by its own node, which leaves the last word to
-/// the executor's.
-const TURN_OUT: Duration = Duration::from_millis(500);
+/// the executor's. Together with what its socket takes to end it is less than a second, within which
+/// whoever is revoked is out.
+const TURN_OUT: Duration = Duration::from_millis(250);
 
 /// A frame of the largest kind, with what a websocket puts before it.
 const LONGEST: usize = MAX_FRAME_BYTES + 10;

@@ -15,6 +15,7 @@ use super::{AWAY, Failure, PATIENCE, Shared, now};
 use crate::router::AttachError;
 use crate::router::Whom;
 use crate::store::{Registration, Revocation};
+use crate::tenants;
 
 /// Between two attempts to watch.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -118,17 +119,8 @@ impl Shared {
         {
             self.moved(&environment, home.as_deref(), verdict);
         }
-        if let Some(Revocation {
-            environment,
-            harness,
-            ..
-        }) = revoked
-        {
-            let whom = Whom::Harness {
-                environment,
-                harness,
-            };
-            self.turn_out_here(&whom, &Reason::AuthorizationRevoked);
+        if let Some(revocation) = revoked {
+            self.turn_out_revoked(revocation);
         }
         self.changed.notify_waiters();
     }
@@ -152,6 +144,37 @@ impl Shared {
                 state.leases.remove(&name);
             }
         }
+    }
+
+    /// Ends what somebody who is revoked has at this node. Every node does so by itself: who revokes
+    /// asks them one after the other, and one of them may not answer.
+    fn turn_out_revoked(self: &Arc<Self>, revocation: Revocation) {
+        let reason = Reason::AuthorizationRevoked;
+        let (tenant, harness) = tenants::split(&revocation.harness);
+        if let Some(token) = harness.strip_prefix("token:") {
+            for place in self.local.places_here() {
+                let environment = place.environment;
+                let meant = match &revocation.environment {
+                    Some(only) => *only == environment,
+                    None => tenants::split(&environment).0 == tenant,
+                };
+                if meant && self.owner(&environment).as_deref() == Some(token) {
+                    self.turn_out_here(&Whom::Environment(environment), &reason);
+                }
+            }
+        }
+        let whom = Whom::Harness {
+            environment: revocation.environment,
+            harness: revocation.harness,
+        };
+        self.turn_out_here(&whom, &reason);
+    }
+
+    /// The token that registered an environment, as far as the watch has told.
+    fn owner(&self, environment: &str) -> Option<String> {
+        let registration = self.state().registrations.get(environment).cloned()?;
+        let registration: Registration = serde_json::from_slice(&registration).ok()?;
+        Some(registration.owner)
     }
 
     /// An environment is somewhere else than before.
