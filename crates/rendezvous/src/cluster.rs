@@ -310,10 +310,10 @@ impl Cluster {
         if let Err(error) = made.await
             && error.kind() != kv::CreateErrorKind::AlreadyExists
         {
-            return Err(failed(error.into()));
+            return Err(failed(once(&error)));
         }
         let secret = self.0.bucket.get(&key).await;
-        let secret = secret.map_err(|error| failed(error.into()))?;
+        let secret = secret.map_err(|error| failed(once(&error)))?;
         let secret = secret.ok_or_else(|| failed("the shared secret is gone".into()))?;
         *self.0.secret() = Some(secret.clone());
         String::from_utf8(secret.to_vec()).map_err(|error| failed(error.into()))
@@ -394,8 +394,22 @@ async fn connect(
         .await
         .map_err(|error| ClusterError::Connect {
             servers: without_secrets(&options.servers),
-            source: error.into(),
+            source: once(&error),
         })
+}
+
+/// What an error of NATS says: it shows its source by itself, which must not be shown again.
+fn once(error: &dyn std::error::Error) -> Failure {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        source = error.source();
+    }
+    text.into()
 }
 
 /// Servers as they may be shown: without the name and the password in their URLs.
@@ -433,11 +447,14 @@ async fn open_bucket(
         ..stream::Config::default()
     };
     match jetstream.create_stream(config).await {
-        Ok(_) => Ok(jetstream.get_key_value(&options.bucket).await?),
+        Ok(_) => {
+            let bucket = jetstream.get_key_value(&options.bucket).await;
+            bucket.map_err(|error| once(&error))
+        }
         // Another node may have been faster.
         Err(error) => match jetstream.get_key_value(&options.bucket).await {
             Ok(bucket) => Ok(bucket),
-            Err(_) => Err(error.into()),
+            Err(_) => Err(once(&error)),
         },
     }
 }
@@ -799,6 +816,22 @@ fn end_of(shared: &Shared, node: &str, environment: &str, channel: &str, last: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_wrong_is_said_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("it failed: {0}")]
+        struct Outer(#[source] Inner);
+        #[derive(Debug, thiserror::Error)]
+        #[error("refused")]
+        struct Inner(#[source] std::num::ParseIntError);
+
+        let innermost = "x".parse::<u8>().unwrap_err();
+        let expected = format!("it failed: refused: {innermost}");
+        let error = once(&Outer(Inner(innermost)));
+        assert_eq!(error.to_string(), expected);
+        assert!(error.source().is_none());
+    }
 
     #[test]
     fn servers_are_shown_without_passwords() {

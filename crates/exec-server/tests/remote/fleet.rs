@@ -962,6 +962,17 @@ async fn works(nats: Nats, options: &[String]) {
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
 }
 
+#[tokio::test]
+async fn a_node_without_nats_says_once_what_is_wrong() {
+    // Nobody listens there.
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("nats://{}", free.local_addr().unwrap());
+    drop(free);
+    let said = fails(&["--nats".to_owned(), url.clone()]).await;
+    let refused = said.matches("refused").count();
+    assert!(said.contains(&url) && refused == 1, "{said}");
+}
+
 /// What a node with these options says before it gives up.
 async fn fails(options: &[String]) -> String {
     let directory = tempfile::tempdir().unwrap();
