@@ -7,6 +7,7 @@
 //! ```text
 //!  bucket   registrations, revocations, claims, leases   JetStream key-value, one log, watched
 //!  BUCKET.n.NODE.>   what is meant for one node          core NATS, never stored
+//!  BUCKET.e          what happens, for those who watch   core NATS, heard while somebody does
 //! ```
 //!
 //! While NATS is away nobody new is taken in; streams between sockets of one node go on, and those
@@ -585,6 +586,10 @@ impl Shared {
 
     fn node_subject(&self, node: &str, last: &str) -> Subject {
         format!("{}.n.{node}.{last}", self.options.bucket).into()
+    }
+
+    fn events_subject(&self) -> Subject {
+        format!("{}.e", self.options.bucket).into()
     }
 
     fn channel_subject(&self, node: &str, environment: &str, channel: &str, last: &str) -> Subject {

@@ -1,14 +1,17 @@
 //! What happens at a meeting point, for those who watch: `GET /events`, server-sent events.
 //!
 //! Owns who watches and what waits for each of them, which is bounded: whoever reads too slowly is
-//! told how much it has missed. Nobody waits for a watcher.
+//! told how much it has missed. Nobody waits for a watcher. What happens at other nodes is listened
+//! to while anybody watches here.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::Notify;
+
+use crate::router::{Happening, Hearing, Router};
 
 /// Who can watch at one time.
 const MAX_WATCHERS: usize = 64;
@@ -19,7 +22,15 @@ const MAX_WAITING: usize = 1024;
 /// Everybody who watches.
 #[derive(Debug, Default)]
 pub(crate) struct Events {
-    watchers: Mutex<Vec<Arc<Watcher>>>,
+    watchers: Mutex<Watchers>,
+}
+
+/// Under the lock; nobody waits while holding it.
+#[derive(Debug, Default)]
+struct Watchers {
+    all: Vec<Arc<Watcher>>,
+    /// While there are any, and other nodes.
+    hearing: Option<Hearing>,
 }
 
 #[derive(Debug)]
@@ -45,21 +56,22 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Events {
-    /// Whether anybody watches.
-    pub(crate) fn is_watched(&self) -> bool {
-        !locked(&self.watchers).is_empty()
-    }
-
-    /// Tells all who may know. `data` is told with what happened and whose it is.
-    pub(crate) fn tell(&self, event: &str, tenant: &str, mut data: Value) {
+    /// Tells all who may know.
+    pub(crate) fn tell(&self, happening: Happening) {
+        let Happening {
+            event,
+            tenant,
+            mut data,
+        } = happening;
         let watchers = locked(&self.watchers);
-        if watchers.is_empty() {
+        if watchers.all.is_empty() {
             return;
         }
-        data["tenant"] = json!(tenant);
+        data.insert("tenant".to_owned(), Value::from(tenant.as_str()));
+        let data = Value::Object(data);
         // JSON has no line breaks of its own, so that one line holds it.
         let text: Arc<str> = format!("event: {event}\ndata: {data}\n\n").into();
-        for watcher in &*watchers {
+        for watcher in &watchers.all {
             if watcher
                 .tenant
                 .as_ref()
@@ -80,18 +92,27 @@ impl Events {
         }
     }
 
-    /// Begins to watch one tenant, or all; `None` if too many do.
-    pub(crate) fn watch(self: &Arc<Self>, tenant: Option<Arc<str>>) -> Option<Watching> {
+    /// Begins to watch one tenant, or all, here and at the nodes that the router knows; `None` if too
+    /// many do.
+    pub(crate) fn watch(
+        self: &Arc<Self>,
+        tenant: Option<Arc<str>>,
+        router: &dyn Router,
+    ) -> Option<Watching> {
         let mut watchers = locked(&self.watchers);
-        if watchers.len() >= MAX_WATCHERS {
+        if watchers.all.len() >= MAX_WATCHERS {
             return None;
+        }
+        if watchers.hearing.is_none() {
+            let events = Arc::clone(self);
+            watchers.hearing = router.hear(Box::new(move |happening| events.tell(happening)));
         }
         let watcher = Arc::new(Watcher {
             tenant,
             waiting: Mutex::default(),
             filled: Notify::new(),
         });
-        watchers.push(Arc::clone(&watcher));
+        watchers.all.push(Arc::clone(&watcher));
         Some(Watching {
             events: Arc::clone(self),
             watcher,
@@ -133,54 +154,74 @@ impl Watching {
 impl Drop for Watching {
     fn drop(&mut self) {
         let watcher = &self.watcher;
-        locked(&self.events.watchers).retain(|other| !Arc::ptr_eq(other, watcher));
+        let mut watchers = locked(&self.events.watchers);
+        watchers.all.retain(|other| !Arc::ptr_eq(other, watcher));
+        if watchers.all.is_empty() {
+            watchers.hearing = None;
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
+    use crate::router::local::{Local, RouterLimits};
+
+    fn router() -> Local {
+        Local::new(RouterLimits::default(), Arc::default())
+    }
+
+    fn happening(event: &str, tenant: &str, data: Value) -> Happening {
+        Happening {
+            event: event.to_owned(),
+            tenant: tenant.to_owned(),
+            data: data.as_object().unwrap().clone(),
+        }
+    }
 
     #[tokio::test]
     async fn watchers_hear_of_their_tenant_alone() {
         let events = Arc::new(Events::default());
-        assert!(!events.is_watched());
-        let all = events.watch(None).unwrap();
-        let acme = events.watch(Some("acme".into())).unwrap();
-        events.tell("attach", "other-one", json!({"environment": "a\nb"}));
-        events.tell("revoke", "acme", json!({"harness": "token:x"}));
+        let all = events.watch(None, &router()).unwrap();
+        let acme = events.watch(Some("acme".into()), &router()).unwrap();
+        let other = json!({"environment": "a\nb"});
+        events.tell(happening("attach", "other-one", other));
+        // What it says of its tenant does not count.
+        let own = json!({"harness": "token:x", "tenant": "b"});
+        events.tell(happening("revoke", "acme", own));
         let expected =
             "id: 0\nevent: revoke\ndata: {\"harness\":\"token:x\",\"tenant\":\"acme\"}\n\n";
         assert_eq!(acme.next().await, expected);
         let text = all.next().await;
         assert_eq!(text.matches("\n\n").count(), 2, "{text}");
         assert!(text.contains(r#""environment":"a\nb""#), "{text}");
-        drop((all, acme));
-        assert!(!events.is_watched());
     }
 
     #[tokio::test]
     async fn the_slow_are_told_what_they_have_missed() {
         let events = Arc::new(Events::default());
-        let slow = events.watch(None).unwrap();
+        let slow = events.watch(None, &router()).unwrap();
         for _ in 0..MAX_WAITING + 7 {
-            events.tell("attach", "default", json!({}));
+            events.tell(happening("attach", "default", json!({})));
         }
         let text = slow.next().await;
         assert!(text.starts_with("event: dropped\ndata: {\"dropped\":7}\n\n"));
         assert_eq!(text.matches("event: attach").count(), MAX_WAITING);
         assert!(text.contains("id: 7\n") && !text.contains("id: 6\n"));
-        events.tell("attach", "default", json!({}));
+        events.tell(happening("attach", "default", json!({})));
         assert!(!slow.next().await.contains("dropped"));
     }
 
     #[test]
     fn not_everybody_can_watch() {
         let events = Arc::new(Events::default());
-        let all: Vec<_> = (0..MAX_WATCHERS).map(|_| events.watch(None)).collect();
+        let watch = || events.watch(None, &router());
+        let all: Vec<_> = (0..MAX_WATCHERS).map(|_| watch()).collect();
         assert!(all.iter().all(Option::is_some));
-        assert!(events.watch(None).is_none());
+        assert!(watch().is_none());
         drop(all);
-        assert!(events.watch(None).is_some());
+        assert!(watch().is_some());
     }
 }

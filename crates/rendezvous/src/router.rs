@@ -16,6 +16,8 @@ use exec_server_relay::Reason;
 use exec_server_relay::frame::{Body, Frame};
 use exec_server_relay::keys::Fingerprint;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use tokio::task::JoinHandle;
 
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
@@ -228,6 +230,34 @@ pub struct StreamPlace {
     pub key: String,
 }
 
+/// Something that happened at a node, for those who watch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Happening {
+    /// What, as in `attach`.
+    pub event: String,
+    /// Whose it is.
+    pub tenant: String,
+    /// When, at which node, and whatever else there is to tell.
+    pub data: Map<String, Value>,
+}
+
+/// Hears of other nodes until it is dropped.
+#[derive(Debug)]
+pub struct Hearing(JoinHandle<()>);
+
+impl Hearing {
+    /// What this task does.
+    pub fn new(task: JoinHandle<()>) -> Self {
+        Self(task)
+    }
+}
+
+impl Drop for Hearing {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// Brings the sockets of an environment together.
 pub trait Router: fmt::Debug + Send + Sync {
     /// Attaches an executor; one that is there already is replaced.
@@ -265,6 +295,15 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// Sockets of a tenant's harnesses at other nodes, as far as this one has heard.
     fn streams_elsewhere(&self, _tenant: &str) -> u64 {
         0
+    }
+
+    /// Tells other nodes what happened here. Never waits: what there is no room for is not told.
+    fn announce(&self, _happening: &Happening) {}
+
+    /// Has `tell` called with what happens at other nodes, until the answer is dropped; `None` where
+    /// there are none.
+    fn hear(&self, _tell: Box<dyn Fn(Happening) + Send + Sync>) -> Option<Hearing> {
+        None
     }
 
     /// Asks a node to send everybody elsewhere and to end; `false` if there is no such node.

@@ -32,7 +32,7 @@ use crate::mailbox::{Backlog, Mailbox};
 use crate::metrics::Metrics;
 use crate::oidc::{self, JwtError, Oidc};
 use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest};
-use crate::router::{AttachError, Router, Uplink, Whom};
+use crate::router::{AttachError, Happening, Router, Uplink, Whom};
 use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
 use crate::store::Store;
@@ -320,13 +320,20 @@ impl Shared {
         })
     }
 
-    /// Tells those who watch.
-    fn tell(&self, event: &str, tenant: &str, mut line: Value) {
-        if self.events.is_watched() {
-            line["time"] = json!(journal::now());
-            line["node"] = json!(self.config.node);
-            self.events.tell(event, tenant, line);
-        }
+    /// Tells those who watch, here and at other nodes.
+    fn tell(&self, event: &str, tenant: &str, line: Value) {
+        let Value::Object(mut data) = line else {
+            return;
+        };
+        data.insert("time".to_owned(), json!(journal::now()));
+        data.insert("node".to_owned(), json!(self.config.node));
+        let happening = Happening {
+            event: event.to_owned(),
+            tenant: tenant.to_owned(),
+            data,
+        };
+        self.registry.router.announce(&happening);
+        self.events.tell(happening);
     }
 
     fn note(&self, event: &str, mut line: Value) {
@@ -579,7 +586,8 @@ impl Visitor {
             return Err(answer(error));
         }
         let tenant = (!caller.is_operator()).then(|| Arc::clone(&caller.tenant));
-        shared.events.watch(tenant).ok_or_else(|| {
+        let router = &*shared.registry.router;
+        shared.events.watch(tenant, router).ok_or_else(|| {
             let message = "too many watch already";
             answer(CallError::new(429, "too_many_watchers", message))
         })
@@ -763,9 +771,9 @@ impl Visitor {
                 let request: DrainRequest = parse(body)?;
                 // Written down first: soon there may be nobody to do so.
                 registry.drains(caller, &request.node).await?;
-                let line = json!({"node": request.node, "token": token});
-                shared.tell("drain", tenants::DEFAULT, line.clone());
-                shared.note("drained", line);
+                let line = json!({"drained": request.node, "token": token});
+                shared.tell("drain", tenants::DEFAULT, line);
+                shared.note("drained", json!({"node": request.node, "token": token}));
                 registry.router.drain(&request.node).await;
                 Ok(Answer::json(200, &json!({"draining": request.node})))
             }

@@ -261,4 +261,47 @@ impl Nats {
         let answer = answer.expect("an answer");
         serde_json::from_str(&answer).unwrap_or_else(|_| panic!("no JSON: {answer}"))
     }
+
+    /// Tells whoever listens to a subject something.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be told.
+    pub async fn tell(&self, subject: &str, body: &str) {
+        self.publish(subject, "", body).await;
+    }
+
+    /// Whether anybody listens to a subject. Whoever does is told nothing at all.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot be asked.
+    pub async fn is_heard(&self, subject: &str) -> bool {
+        self.publish(subject, "answer ", "").await
+    }
+
+    /// Says something in such a way that the server tells if nobody hears it; whether somebody did.
+    async fn publish(&self, subject: &str, answer: &str, body: &str) -> bool {
+        let exchange = async {
+            let mut stream = BufReader::new(TcpStream::connect(self.address).await?);
+            let request = format!(
+                "CONNECT {{\"verbose\":false,\"headers\":true,\"no_responders\":true}}\r\n\
+                 SUB answer 1\r\nPUB {subject} {answer}{}\r\n{body}\r\nPING\r\n",
+                body.len()
+            );
+            stream.write_all(request.as_bytes()).await?;
+            let (mut line, mut heard) = (String::new(), true);
+            // What comes before the pong is all there is.
+            while !line.starts_with("PONG") {
+                line.clear();
+                if stream.read_line(&mut line).await? == 0 {
+                    return Err(std::io::ErrorKind::UnexpectedEof.into());
+                }
+                heard &= !line.contains("503");
+            }
+            std::io::Result::Ok(heard)
+        };
+        let told = timeout(PATIENCE, exchange).await.expect("to be told");
+        told.expect("a server that listens")
+    }
 }

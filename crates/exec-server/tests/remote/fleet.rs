@@ -15,6 +15,8 @@ use exec_server_testkit::proc::PATIENCE;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
+use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::time::timeout;
 
@@ -952,6 +954,158 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
             200
         );
     }
+}
+
+/// Somebody who watches what happens, and what it has heard.
+struct Watcher {
+    lines: Lines<BufReader<TcpStream>>,
+    heard: Vec<(String, Value)>,
+}
+
+impl Watcher {
+    async fn new(fleet: &Fleet, node: usize, token: &str) -> Self {
+        let host = fleet.url(node).strip_prefix("http://").unwrap();
+        let mut stream = TcpStream::connect(host).await.unwrap();
+        let token = fleet.token(token);
+        let request = format!(
+            "GET /events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n\r\n"
+        );
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut lines = BufReader::new(stream).lines();
+        let status = timeout(LONG, lines.next_line()).await.expect("an answer");
+        assert_eq!(status.unwrap().as_deref(), Some("HTTP/1.1 200 OK"));
+        let heard = Vec::new();
+        Self { lines, heard }
+    }
+
+    /// Until it has heard this of an environment; what was said.
+    async fn hears(&mut self, event: &str, environment: &str) -> Value {
+        let hears = async {
+            let mut heard = String::new();
+            loop {
+                let line = self.lines.next_line().await.unwrap().expect("more events");
+                if let Some(name) = line.strip_prefix("event: ") {
+                    heard = name.to_owned();
+                } else if let Some(data) = line.strip_prefix("data: ") {
+                    let data: Value = serde_json::from_str(data).unwrap();
+                    self.heard.push((heard.clone(), data.clone()));
+                    if heard == event && data["environment"] == environment {
+                        return data;
+                    }
+                }
+            }
+        };
+        let heard = timeout(LONG, hears).await;
+        heard.unwrap_or_else(|_| panic!("no {event} of {environment}: {:?}", self.heard))
+    }
+
+    /// How often it has heard this of an environment.
+    fn count(&self, event: &str, environment: &str) -> usize {
+        let heard = self.heard.iter();
+        heard
+            .filter(|(heard, data)| heard == event && data["environment"] == environment)
+            .count()
+    }
+}
+
+#[tokio::test]
+async fn what_happens_at_any_node_is_heard_at_each() {
+    let mut fleet = Fleet::new(2).await;
+    for tenant in ["acme", "globex"] {
+        for role in ["executor", "admin"] {
+            let name = format!("{tenant}-{role}");
+            fleet.add_token(&name, role, tenant).await;
+        }
+    }
+    let mut all = Watcher::new(&fleet, 0, "admin").await;
+    let mut acme = Watcher::new(&fleet, 1, "acme-admin").await;
+    // From when on it hears of other nodes is a matter of milliseconds.
+    for (watcher, node) in [(&mut all, 1), (&mut acme, 0)] {
+        let hears = async {
+            for number in 0.. {
+                let name = format!("early-{node}-{number}");
+                let registered = fleet.register_as(node, "acme-executor", &name).await;
+                assert_eq!(registered.0, 200, "{}", registered.1);
+                let heard = watcher.hears("register", &name);
+                if timeout(Duration::from_millis(200), heard).await.is_ok() {
+                    return;
+                }
+            }
+        };
+        timeout(LONG, hears).await.expect("to hear of the other");
+    }
+    // Messages that nobody of us has sent.
+    let forged = r#"{"event":"a\ndata: {}","tenant":"acme","data":{"node":"x"}}"#;
+    for message in ["", "nonsense", "7", forged] {
+        fleet.nats.tell("exec-server.e", message).await;
+    }
+    // Each event once, wherever it happened and is heard, and only of whom one looks after.
+    let start = async |node, tenant: &str, name: &str| {
+        let token = format!("{tenant}-executor");
+        Running::start(fleet.executor_as(node, &token, name, name)).await
+    };
+    let executors = [
+        start(0, "globex", "theirs").await,
+        start(1, "globex", "theirs-too").await,
+        start(0, "acme", "near").await,
+        start(1, "acme", "far").await,
+    ];
+    for node in [0, 1] {
+        let last = format!("last-{node}");
+        let registered = fleet.register_as(node, "acme-executor", &last).await;
+        assert_eq!(registered.0, 200, "{}", registered.1);
+    }
+    for watcher in [&mut all, &mut acme] {
+        let mut heard = Vec::new();
+        for (event, environment) in [
+            ("attach", "near"),
+            ("attach", "far"),
+            ("register", "last-0"),
+            ("register", "last-1"),
+        ] {
+            if watcher.count(event, environment) == 0 {
+                watcher.hears(event, environment).await;
+            }
+            heard.push(watcher.count(event, environment));
+        }
+        assert_eq!(heard, [1; 4], "{:?}", watcher.heard);
+        for (_, data) in &watcher.heard {
+            let at = match data["environment"].as_str().unwrap() {
+                "near" | "theirs" | "last-0" => "node-0",
+                "far" | "theirs-too" | "last-1" => "node-1",
+                _ => continue,
+            };
+            assert_eq!(data["node"], at, "{data}");
+        }
+    }
+    for theirs in ["theirs", "theirs-too"] {
+        assert_eq!(all.count("attach", theirs), 1, "{:?}", all.heard);
+        assert_eq!(acme.count("attach", theirs), 0, "{:?}", acme.heard);
+    }
+    assert!(acme.heard.iter().all(|(_, data)| data["tenant"] == "acme"));
+
+    // Without NATS a node still tells of itself, and of the others when it is back.
+    fleet.nats.die().await;
+    let [_theirs, _theirs_too, near, _far] = executors;
+    near.end(Signal::KILL).await;
+    all.hears("detach", "near").await;
+    fleet.nats.open().await;
+    let again = async {
+        while fleet.register_as(1, "acme-executor", "again").await.0 != 200 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(LONG, again).await.expect("NATS to be back");
+    all.hears("register", "again").await;
+    // Nobody listens where nobody watches.
+    assert!(fleet.nats.is_heard("exec-server.e").await);
+    drop((all, acme));
+    let unheard = async {
+        while fleet.nats.is_heard("exec-server.e").await {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    timeout(LONG, unheard).await.expect("nobody to listen");
 }
 
 /// Whether two nodes with these options are one.

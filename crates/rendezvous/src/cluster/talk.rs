@@ -1,4 +1,5 @@
-//! What nodes say to each other: frames and words of channels, questions and answers.
+//! What nodes say to each other: frames and words of channels, questions and answers, and to all
+//! others what has happened.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,19 +10,24 @@ use exec_server_relay::Reason;
 use futures_util::StreamExt as _;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use super::channel::{Channel, Entry, Side};
 use super::rules::Claim;
 use super::wire::{Answer, Ask, Control, ITEMS_AT_ONCE, Open, Opened, Piece, Topic, entry_of};
 use super::{Failure, Shared, end_of, now};
 use crate::mailbox::Mailbox;
-use crate::router::{AttachError, Harness, Router as _, Uplink};
+use crate::router::{AttachError, Happening, Harness, Hearing, Router as _, Uplink};
+use crate::tenants::is_tenant;
 
 /// How long the answers of all nodes are waited for.
 const ANSWERS: Duration = Duration::from_millis(700);
 
 /// How long the answer of one node is waited for.
 const ANSWER: Duration = Duration::from_secs(2);
+
+/// Bytes of what happened: names and a few numbers, of which none has more than 256.
+const MAX_HAPPENING_BYTES: usize = 16 << 10;
 
 /// What became of the wish to open a channel.
 pub(crate) enum Opening {
@@ -275,6 +281,92 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// Tells the other nodes what happened here, if there is room for it.
+    pub(crate) fn announce(&self, happening: &Happening) {
+        if self.outbox.full().is_some() {
+            tracing::debug!(
+                event = happening.event,
+                "too much waits for NATS to tell of it"
+            );
+            return;
+        }
+        let text = serde_json::to_vec(happening).unwrap_or_default();
+        self.outbox.send(self.events_subject(), None, text.into());
+    }
+
+    /// Listens to what happens at other nodes.
+    pub(crate) fn hear(self: &Arc<Self>, tell: Box<dyn Fn(Happening) + Send + Sync>) -> Hearing {
+        let shared = Arc::clone(self);
+        Hearing::new(tokio::spawn(async move {
+            let mut announced = match shared.client.subscribe(shared.events_subject()).await {
+                Ok(announced) => announced,
+                Err(error) => {
+                    tracing::warn!(%error, "what happens at other nodes is not heard");
+                    return;
+                }
+            };
+            // Never waits, so that nothing piles up.
+            while let Some(message) = announced.next().await {
+                match heard(&message.payload) {
+                    // Those who watch here know that already.
+                    Some(happening) if happening.data["node"] == *shared.node => {}
+                    Some(happening) => tell(happening),
+                    None => tracing::debug!(
+                        bytes = message.payload.len(),
+                        "an event that means nothing"
+                    ),
+                }
+            }
+        }))
+    }
+}
+
+/// What a message says that happened, if it makes sense.
+fn heard(message: &[u8]) -> Option<Happening> {
+    if message.len() > MAX_HAPPENING_BYTES {
+        return None;
+    }
+    let happening: Happening = serde_json::from_slice(message).ok()?;
+    let named = |byte: u8| byte.is_ascii_lowercase() || byte == b'_';
+    let event = &happening.event;
+    let sensible = (1..=32).contains(&event.len())
+        && event.bytes().all(named)
+        && is_tenant(&happening.tenant)
+        && happening.data.get("node").is_some_and(Value::is_string);
+    sensible.then_some(happening)
+}
+
 fn parse<T: DeserializeOwned>(message: &Message) -> Option<T> {
     serde_json::from_slice(&message.payload).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_events_that_make_sense_are_told() {
+        let good = r#"{"event":"attach","tenant":"acme","data":{"node":"n-1","role":"x"}}"#;
+        let heard_of = heard(good.as_bytes()).unwrap();
+        assert_eq!(
+            (&*heard_of.event, &*heard_of.tenant, &heard_of.data["role"]),
+            ("attach", "acme", &Value::from("x"))
+        );
+        let long = good.replace("\"x\"", &format!("{:?}", "x".repeat(MAX_HAPPENING_BYTES)));
+        for bad in [
+            "",
+            "hello",
+            "{}",
+            &good.replace("attach", ""),
+            &good.replace("attach", "a\\ndata: b"),
+            &good.replace("acme", "*"),
+            &good.replace("acme", "a b"),
+            &good.replace("node", "edon"),
+            &good.replace(r#"{"node":"n-1","role":"x"}"#, "7"),
+            &long,
+        ] {
+            assert_eq!(heard(bad.as_bytes()), None, "{bad:.60}");
+        }
+    }
 }

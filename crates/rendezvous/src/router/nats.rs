@@ -13,7 +13,8 @@ use bytes::Bytes;
 use exec_server_relay::Reason;
 
 use super::{
-    AttachError, Executor, Harness, Kind, Node, Outcome, Place, Router, StreamPlace, Uplink, Whom,
+    AttachError, Executor, Happening, Harness, Hearing, Kind, Node, Outcome, Place, Router,
+    StreamPlace, Uplink, Whom,
 };
 use crate::cluster::rules::Route;
 use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
@@ -271,6 +272,14 @@ impl Router for NatsRouter {
 
     fn streams_elsewhere(&self, tenant: &str) -> u64 {
         self.shared().streams_elsewhere(tenant)
+    }
+
+    fn announce(&self, happening: &Happening) {
+        self.shared().announce(happening);
+    }
+
+    fn hear(&self, tell: Box<dyn Fn(Happening) + Send + Sync>) -> Option<Hearing> {
+        Some(self.shared().hear(tell))
     }
 
     fn drain(&self, node: &str) -> Pending<'_, bool> {
