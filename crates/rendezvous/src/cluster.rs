@@ -41,6 +41,7 @@ use crate::router::Node;
 use crate::router::local::Local;
 use crate::store::Revocation;
 use crate::tenants;
+use crate::tenants::share::Rates;
 use channel::{Channel, Side};
 use outbox::Outbox;
 use rules::{Claim, Route, Rules, Timing};
@@ -61,7 +62,8 @@ const SYNC_PERIOD: Duration = Duration::from_secs(15);
 /// Revisions of each key that the bucket keeps.
 const HISTORY: i64 = 5;
 
-/// Tenants whose streams a lease tells of: it must stay well below what a value may have.
+/// Tenants whose streams, and whose rates, a lease tells of: it must stay well below what a value may
+/// have.
 const TENANTS_TOLD: usize = 256;
 
 /// How long the lease of a dead node stays.
@@ -168,6 +170,8 @@ pub(crate) struct Shared {
     rewatch: Notify,
     channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
     pub(crate) outbox: Outbox,
+    /// What tenants use here, of late; for the next lease.
+    rates: Mutex<BTreeMap<String, Rates>>,
     /// Names channels and sockets.
     numbers: AtomicU64,
     /// What NATS's clock shows more than ours, in milliseconds.
@@ -263,6 +267,7 @@ impl Cluster {
             changed: Notify::new(),
             rewatch: Notify::new(),
             channels: Mutex::default(),
+            rates: Mutex::default(),
             // Two processes that had the same name one after the other have other channels.
             numbers: AtomicU64::new(uuid::Uuid::new_v4().as_u64_pair().0 >> 16),
             skew: AtomicI64::new(0),
@@ -567,6 +572,27 @@ impl Shared {
             .sum()
     }
 
+    /// What the next lease tells of what tenants use here.
+    pub(crate) fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
+        let told = rates.into_iter().take(TENANTS_TOLD);
+        let told = told.map(|(tenant, rates)| (tenant.to_string(), rates.rounded()));
+        *self.rates() = told.collect();
+    }
+
+    /// What a tenant uses at the other nodes, as they told last.
+    pub(crate) fn rates_elsewhere(&self, tenant: &str) -> Vec<Rates> {
+        let state = self.state();
+        let alive = state.leases.iter();
+        let alive = alive.filter(|(name, _)| state.rules.is_alive(name));
+        alive
+            .filter_map(|(_, lease)| lease.rates.get(tenant).copied())
+            .collect()
+    }
+
+    fn rates(&self) -> MutexGuard<'_, BTreeMap<String, Rates>> {
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn forget(&self, channel: &str) {
         self.channels().remove(channel);
     }
@@ -641,6 +667,7 @@ impl Shared {
     /// Renews the lease once.
     async fn beat(&self) {
         let (node, streams) = (self.own_node(), self.own_streams());
+        let rates = self.rates().clone();
         let lease = {
             let mut state = self.state();
             state.beat += 1;
@@ -651,6 +678,7 @@ impl Shared {
                 at: self.own_clock(),
                 node,
                 streams,
+                rates,
             }
         };
         let text = serde_json::to_vec(&lease).unwrap_or_default();

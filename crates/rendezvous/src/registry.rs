@@ -290,6 +290,15 @@ impl Registry {
         )
     }
 
+    /// Divides what tenants may use between this node and the others.
+    pub(crate) fn share_out(&self) {
+        let router = &self.router;
+        let used = self
+            .tenants
+            .share_out(|tenant| router.rates_elsewhere(tenant));
+        router.tell_rates(used);
+    }
+
     /// Whether somebody who was allowed in once still is, as far as tokens go; `environment` is
     /// named as stores do.
     pub(crate) fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {

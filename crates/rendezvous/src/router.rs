@@ -22,6 +22,7 @@ use tokio::task::JoinHandle;
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
 use crate::tenants;
+use crate::tenants::share::Rates;
 
 /// The executor at a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -295,6 +296,14 @@ pub trait Router: fmt::Debug + Send + Sync {
     /// Sockets of a tenant's harnesses at other nodes, as far as this one has heard.
     fn streams_elsewhere(&self, _tenant: &str) -> u64 {
         0
+    }
+
+    /// Tells other nodes what tenants use here, of late; those first who use most of what they may.
+    fn tell_rates(&self, _rates: Vec<(Arc<str>, Rates)>) {}
+
+    /// What a tenant uses at each of the other nodes, as far as this one has heard.
+    fn rates_elsewhere(&self, _tenant: &str) -> Vec<Rates> {
+        Vec::new()
     }
 
     /// Tells other nodes what happened here. Never waits: what there is no room for is not told.

@@ -25,6 +25,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use crate::events::Events;
@@ -172,9 +173,14 @@ impl Rendezvous {
     pub async fn serve(&self, listener: TcpListener, tls: Option<Arc<TlsServer>>) {
         /// How long sockets may take to end.
         const PATIENCE: Duration = Duration::from_secs(3);
+        /// How often what tenants may use is divided anew between nodes: a little more often than
+        /// these hear of each other.
+        const SHARES: Duration = Duration::from_millis(500);
         // Dropped, and so aborted, with this future.
         let mut tasks = JoinSet::new();
         let stop = self.0.stop.clone();
+        let mut shares = tokio::time::interval(SHARES);
+        shares.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
@@ -189,6 +195,7 @@ impl Rendezvous {
                     }
                 },
                 Some(_) = tasks.join_next() => {}
+                _ = shares.tick() => self.0.registry.share_out(),
                 () = stop.cancelled() => break,
             }
         }

@@ -11,6 +11,8 @@
 //! *         environments=10 streams=20
 //! ```
 
+pub mod share;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::str::FromStr;
@@ -21,6 +23,7 @@ use std::time::{Duration, Instant};
 use crate::metrics::Counter;
 use crate::router::Kind;
 use crate::tokens::is_name;
+use share::{Rates, Speed, share};
 
 /// Whose everything is that names no tenant.
 pub const DEFAULT: &str = "default";
@@ -56,11 +59,11 @@ pub fn split(scoped: &str) -> (&str, &str) {
 pub struct Quota {
     /// Environments that are registered.
     pub environments: Option<u64>,
-    /// Streams at one time, on one node.
+    /// Streams at one time.
     pub streams: Option<u64>,
-    /// Bytes of relay frames a second, both ways together, on one node.
+    /// Bytes of relay frames a second, both ways together.
     pub bandwidth: Option<u64>,
-    /// Handshakes a second, on one node.
+    /// Handshakes a second.
     pub handshakes: Option<u64>,
 }
 
@@ -212,20 +215,20 @@ struct Bucket {
 
 impl Bucket {
     /// Takes `amount`, or says how long until that can be tried again. It holds a second's worth.
-    fn take(&mut self, amount: u64, rate: u64, now: Instant) -> Result<(), Duration> {
+    fn take(&mut self, amount: u64, rate: f64, now: Instant) -> Result<(), Duration> {
         self.fill(rate, now);
         if self.level <= 0.0 {
-            let seconds = (1.0 - self.level) / rate.max(1) as f64;
+            let seconds = (1.0 - self.level) / rate;
             return Err(Duration::from_secs_f64(seconds.clamp(0.001, 3600.0)));
         }
         self.level -= amount as f64;
         Ok(())
     }
 
-    fn fill(&mut self, rate: u64, now: Instant) {
-        let full = rate.max(1) as f64;
+    fn fill(&mut self, rate: f64, now: Instant) {
+        let full = rate.max(1.0);
         self.level = match self.at {
-            Some(at) => full.min(self.level + now.duration_since(at).as_secs_f64() * full),
+            Some(at) => full.min(self.level + now.duration_since(at).as_secs_f64() * rate),
             None => full,
         };
         self.at = Some(now);
@@ -249,15 +252,34 @@ pub(crate) struct Counters {
 #[derive(Debug)]
 pub(crate) struct Usage {
     pub(crate) tenant: Arc<str>,
-    quota: Mutex<Quota>,
-    /// Bytes a second, for those who look often; 0 if there is no end.
+    limits: Mutex<Limits>,
+    /// Bytes a second that may pass here, for those who look often; 0 if there is no end.
     bandwidth: AtomicU64,
     streams: AtomicU64,
     bytes: Mutex<Bucket>,
     /// Whose turn it is when bytes are scarce; first come, first served.
     turn: tokio::sync::Mutex<()>,
     handshakes: Mutex<Bucket>,
+    /// What has passed here of what is counted by the second.
+    passed_bytes: AtomicU64,
+    passed_handshakes: AtomicU64,
+    speeds: Mutex<Speeds>,
     pub(crate) counters: Arc<Counters>,
+}
+
+/// What a tenant may use.
+#[derive(Debug, Clone, Copy, Default)]
+struct Limits {
+    quota: Quota,
+    /// This node's part of the handshakes a second.
+    handshakes: Option<f64>,
+}
+
+/// How fast a tenant uses what is counted by the second.
+#[derive(Debug, Default)]
+struct Speeds {
+    bytes: Speed,
+    handshakes: Speed,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -273,12 +295,15 @@ impl Usage {
     fn new(tenant: Arc<str>, quota: Quota, counters: Arc<Counters>) -> Arc<Self> {
         let usage = Self {
             tenant,
-            quota: Mutex::default(),
+            limits: Mutex::default(),
             bandwidth: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             bytes: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
             handshakes: Mutex::default(),
+            passed_bytes: AtomicU64::new(0),
+            passed_handshakes: AtomicU64::new(0),
+            speeds: Mutex::default(),
             counters,
         };
         usage.allow(quota);
@@ -286,13 +311,46 @@ impl Usage {
     }
 
     fn allow(&self, quota: Quota) {
-        *locked(&self.quota) = quota;
-        self.bandwidth
-            .store(quota.bandwidth.unwrap_or(0), Ordering::Relaxed);
+        locked(&self.limits).quota = quota;
+        self.divide(&[]);
+    }
+
+    /// Says which part of the quota is this node's while others use so much of it.
+    fn divide(&self, others: &[Rates]) {
+        let mut limits = locked(&self.limits);
+        let quota = limits.quota;
+        limits.handshakes = quota
+            .handshakes
+            .map(|quota| share(quota as f64, others.iter().map(|used| used.handshakes)));
+        let bandwidth = quota.bandwidth.map_or(0, |quota| {
+            let part = share(quota as f64, others.iter().map(|used| used.bytes));
+            // A part that is too little for one frame would be none.
+            (part as u64).max(MIN_BANDWIDTH)
+        });
+        self.bandwidth.store(bandwidth, Ordering::Relaxed);
+    }
+
+    /// What is used here a second of what is counted so, and which part of the quota that is; `None`
+    /// if nothing is counted so.
+    fn measure(&self, now: Instant) -> Option<(Rates, f64)> {
+        let quota = self.quota();
+        if quota.bandwidth.is_none() && quota.handshakes.is_none() {
+            return None;
+        }
+        let mut speeds = locked(&self.speeds);
+        let bytes = self.passed_bytes.load(Ordering::Relaxed);
+        let handshakes = self.passed_handshakes.load(Ordering::Relaxed);
+        let rates = Rates {
+            bytes: speeds.bytes.look(now, bytes),
+            handshakes: speeds.handshakes.look(now, handshakes),
+        };
+        let part = |used: f64, quota: Option<u64>| quota.map_or(0.0, |quota| used / quota as f64);
+        let part = part(rates.bytes, quota.bandwidth).max(part(rates.handshakes, quota.handshakes));
+        Some((rates, part))
     }
 
     pub(crate) fn quota(&self) -> Quota {
-        *locked(&self.quota)
+        locked(&self.limits).quota
     }
 
     pub(crate) fn streams(&self) -> u64 {
@@ -322,14 +380,14 @@ impl Usage {
     pub(crate) fn may_connect(&self, elsewhere: u64) -> Result<(), QuotaError> {
         /// Streams end when somebody ends them; asking more often is of no use.
         const LATER: Duration = Duration::from_secs(1);
-        let quota = self.quota();
+        let Limits { quota, handshakes } = *locked(&self.limits);
         if let Some(limit) = quota.streams
             && self.streams().saturating_add(elsewhere) >= limit
         {
             return Err(self.refuse("streams", limit, Some(LATER)));
         }
-        if let Some(limit) = quota.handshakes {
-            let taken = locked(&self.handshakes).take(0, limit, now());
+        if let (Some(limit), Some(rate)) = (quota.handshakes, handshakes) {
+            let taken = locked(&self.handshakes).take(0, rate, now());
             taken.map_err(|wait| self.refuse("handshakes a second", limit, Some(wait)))?;
         }
         Ok(())
@@ -359,8 +417,11 @@ impl Usage {
             if rate == 0 {
                 return;
             }
-            let taken = locked(&self.bytes).take(bytes, rate, now());
-            let Err(wait) = taken else { return };
+            let taken = locked(&self.bytes).take(bytes, rate as f64, now());
+            let Err(wait) = taken else {
+                self.passed_bytes.fetch_add(bytes, Ordering::Relaxed);
+                return;
+            };
             self.counters.waits.add(1);
             tokio::time::sleep(wait).await;
         }
@@ -369,11 +430,14 @@ impl Usage {
     /// Waits until a handshake may be made. Cancel safe.
     async fn pay_handshake(&self) {
         loop {
-            let Some(rate) = self.quota().handshakes else {
+            let Some(rate) = locked(&self.limits).handshakes else {
                 return;
             };
             let taken = locked(&self.handshakes).take(1, rate, now());
-            let Err(wait) = taken else { return };
+            let Err(wait) = taken else {
+                self.passed_handshakes.fetch_add(1, Ordering::Relaxed);
+                return;
+            };
             self.counters.waits.add(1);
             tokio::time::sleep(wait).await;
         }
@@ -476,6 +540,29 @@ impl Tenants {
         inner.quotas = quotas;
     }
 
+    /// Measures what tenants use here of what is counted by the second, and divides anew what they
+    /// may use between this node and others, of which `elsewhere` tells what a tenant uses there. Says
+    /// what was measured, with those first who use most of what they may.
+    pub(crate) fn share_out(
+        &self,
+        elsewhere: impl Fn(&str) -> Vec<Rates>,
+    ) -> Vec<(Arc<str>, Rates)> {
+        let usages: Vec<_> = locked(&self.inner).usages.values().cloned().collect();
+        let now = now();
+        let mut measured = Vec::new();
+        for usage in usages {
+            if let Some((rates, part)) = usage.measure(now) {
+                usage.divide(&elsewhere(&usage.tenant));
+                if part > 0.0 {
+                    measured.push((part, Arc::clone(&usage.tenant), rates));
+                }
+            }
+        }
+        measured.sort_by(|(a, ..), (b, ..)| b.total_cmp(a));
+        let measured = measured.into_iter();
+        measured.map(|(_, tenant, rates)| (tenant, rates)).collect()
+    }
+
     /// What a tenant uses.
     pub(crate) fn usage(&self, tenant: &str) -> Arc<Usage> {
         let mut inner = locked(&self.inner);
@@ -574,15 +661,21 @@ mod tests {
         let start = Instant::now();
         let mut bucket = Bucket::default();
         // A second's worth, and as much on top as one wants who comes while something is left.
-        assert_eq!(bucket.take(60, 100, start), Ok(()));
-        assert_eq!(bucket.take(240, 100, start), Ok(()));
-        let wait = bucket.take(1, 100, start).unwrap_err();
+        assert_eq!(bucket.take(60, 100.0, start), Ok(()));
+        assert_eq!(bucket.take(240, 100.0, start), Ok(()));
+        let wait = bucket.take(1, 100.0, start).unwrap_err();
         assert_eq!(wait, Duration::from_secs_f64(2.01));
-        assert!(bucket.take(1, 100, start + wait).is_ok());
+        assert!(bucket.take(1, 100.0, start + wait).is_ok());
         // It never holds more than a second's worth.
         let later = start + Duration::from_secs(1000);
-        assert_eq!(bucket.take(100, 100, later), Ok(()));
-        assert!(bucket.take(1, 100, later).is_err());
+        assert_eq!(bucket.take(100, 100.0, later), Ok(()));
+        assert!(bucket.take(1, 100.0, later).is_err());
+        // Of less than one a second it holds one.
+        let mut slow = Bucket::default();
+        assert_eq!(slow.take(1, 0.25, start), Ok(()));
+        let wait = slow.take(1, 0.25, start).unwrap_err();
+        assert_eq!(wait, Duration::from_secs(4));
+        assert!(slow.take(1, 0.25, start + wait).is_ok());
     }
 
     #[test]
@@ -645,6 +738,49 @@ mod tests {
         // What an executor answers is no handshake of its own.
         let executor = Meter::new(usage, false);
         assert!(!executor.count(10, Kind::Handshake));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_used_elsewhere_is_not_there_to_be_used() {
+        let tenants = Tenants::new("a bandwidth=1M handshakes=9".parse().unwrap(), 8);
+        let usage = tenants.usage("a");
+        tenants.usage("without");
+        let meter = Meter::new(Arc::clone(&usage), true);
+        let other = |bytes: u64, handshakes: f64| Rates {
+            bytes: bytes as f64,
+            handshakes,
+        };
+        let may = || {
+            let handshakes = locked(&usage.limits).handshakes.unwrap();
+            (usage.bandwidth.load(Ordering::Relaxed) >> 10, handshakes)
+        };
+        assert_eq!(may(), (1024, 9.0));
+        let busy = |_: &str| vec![other(1 << 20, 9.0), other(1 << 20, 9.0)];
+        assert_eq!(tenants.share_out(busy), []);
+        assert_eq!(may(), (341, 3.0));
+        // Never too little for one frame.
+        let crowd = |_: &str| vec![other(1 << 20, 0.0); 40];
+        tenants.share_out(crowd);
+        assert_eq!(may(), (64, 9.0));
+        // What is used here is told, a half of it after the first look.
+        tokio::time::advance(Duration::from_secs(1)).await;
+        meter.pay(5000, Kind::Handshake).await;
+        let used = tenants.share_out(|_| vec![other(24 << 10, 1.0)]);
+        assert_eq!(used, [("a".into(), other(2500, 0.5))]);
+        assert_eq!(may(), (1000, 8.0));
+        // Those with a greater part of what they may come first.
+        tenants.set_quotas("a handshakes=100\n* handshakes=1".parse().unwrap());
+        assert_eq!(may(), (0, 100.0));
+        let small = Meter::new(tenants.usage("b"), true);
+        tenants.share_out(|_| Vec::new());
+        for _ in 0..3 {
+            meter.pay(1, Kind::Handshake).await;
+        }
+        small.pay(1, Kind::Handshake).await;
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let used = tenants.share_out(|_| Vec::new());
+        let order: Vec<_> = used.iter().map(|(tenant, _)| &**tenant).collect();
+        assert_eq!(order, ["b", "a"]);
     }
 
     #[test]

@@ -956,6 +956,63 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
     }
 }
 
+#[tokio::test]
+async fn nodes_share_the_bandwidth_of_a_tenant() {
+    const QUOTA: f64 = (1 << 20) as f64;
+    const OVER: Duration = Duration::from_secs(2);
+    let nats = Nats::start().await;
+    let options = ["--nats", &nats.url(), "--quota", "* bandwidth=1M"].map(str::to_owned);
+    let fleet = Fleet::with(nats, &options, 2).await;
+    let _executors = [fleet.executor(0, "a").await, fleet.executor(1, "b").await];
+    // As much as it can have, from a node to itself.
+    let flood = async |node, name: &str| {
+        let home = fleet.directory.path().join(format!("flood-{name}"));
+        std::fs::create_dir_all(&home).unwrap();
+        let url = fleet.url(node).replace("http://", "registry+http://");
+        let mut run = program(&home);
+        run.args(["run", "--url", &format!("{url}/{name}"), "--token-file"])
+            .arg(fleet.directory.path().join("rendezvous/harness.token"))
+            .args(["--", "yes", &"x".repeat(1000)]);
+        Running::start(run).await
+    };
+    let received = async |node| {
+        let usage = fleet.usage(node).await;
+        usage["received_bytes"].as_f64().unwrap()
+    };
+    // Parts of the quota that pass each of the nodes.
+    let parts = async || {
+        let began = Instant::now();
+        let before = [received(0).await, received(1).await];
+        tokio::time::sleep(OVER).await;
+        let after = [received(0).await, received(1).await];
+        let whole = QUOTA * began.elapsed().as_secs_f64();
+        [0, 1].map(|node| (after[node] - before[node]) / whole)
+    };
+    let wait = async |enough: fn([f64; 2]) -> bool| {
+        let mut last = [0.0; 2];
+        let wait = async {
+            while !enough(last) {
+                last = parts().await;
+            }
+        };
+        let waited = timeout(LONG, wait).await;
+        assert!(waited.is_ok(), "{last:?}");
+        last
+    };
+    // One alone has all of it, although there is another node.
+    let first = flood(0, "a").await;
+    wait(|[a, b]| a > 0.8 && b < 0.1).await;
+    // Two have half of it each, and both together not more.
+    let second = flood(1, "b").await;
+    wait(|[a, b]| a > 0.35 && b > 0.35 && a + b < 1.2).await;
+    let [a, b] = parts().await;
+    assert!((0.7..1.25).contains(&(a + b)), "{a} and {b}");
+    // And the one that is left has it all again.
+    first.end(Signal::KILL).await;
+    wait(|[a, b]| a < 0.1 && b > 0.8).await;
+    second.end(Signal::KILL).await;
+}
+
 /// Somebody who watches what happens, and what it has heard.
 struct Watcher {
     lines: Lines<BufReader<TcpStream>>,

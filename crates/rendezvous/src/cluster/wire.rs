@@ -6,6 +6,8 @@ use std::sync::Arc;
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 use serde::{Deserialize, Serialize};
 
+use crate::tenants::share::Rates;
+
 /// One token of a subject or a key, made of any text: letters, digits, `-` and `_` stay, the rest is
 /// `=` and two hexadecimal digits.
 pub(crate) fn escape(text: &str) -> String {
@@ -85,7 +87,7 @@ impl std::fmt::Display for Key {
 }
 
 /// A node's lease: that it is there, and what others want to know of it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Lease {
     /// How often it was renewed.
     pub(crate) beat: u64,
@@ -95,6 +97,9 @@ pub(crate) struct Lease {
     /// Sockets of harnesses that came to it, by tenant.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) streams: BTreeMap<String, u64>,
+    /// What tenants with quotas of that use there, by tenant.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) rates: BTreeMap<String, Rates>,
 }
 
 /// Asks the node of an executor to take in a harness.

@@ -20,6 +20,7 @@ use crate::cluster::rules::Route;
 use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
+use crate::tenants::share::Rates;
 
 /// What somebody hears who comes to a node that is about to end.
 const DRAINING: &str = "this node is about to end: use another";
@@ -272,6 +273,14 @@ impl Router for NatsRouter {
 
     fn streams_elsewhere(&self, tenant: &str) -> u64 {
         self.shared().streams_elsewhere(tenant)
+    }
+
+    fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
+        self.shared().tell_rates(rates);
+    }
+
+    fn rates_elsewhere(&self, tenant: &str) -> Vec<Rates> {
+        self.shared().rates_elsewhere(tenant)
     }
 
     fn announce(&self, happening: &Happening) {
