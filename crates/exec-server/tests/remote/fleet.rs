@@ -750,6 +750,51 @@ async fn the_revoked_are_out_even_though_a_node_does_not_answer() {
 }
 
 #[tokio::test]
+async fn a_token_that_is_gone_from_one_nodes_file_is_out_there() {
+    let mut fleet = Fleet::new(1).await;
+    fleet.add_token("mallory", "harness", "default").await;
+    fleet.add_token("builder", "executor", "default").await;
+    let file = fleet.directory.path().join("tokens-1");
+    let tokens = fleet.directory.path().join("rendezvous/tokens");
+    let tokens = std::fs::read_to_string(tokens).unwrap();
+    std::fs::write(&file, &tokens).unwrap();
+    fleet.add(&["--tokens", file.to_str().unwrap()]).await;
+    fleet.wait_nodes(2).await;
+    let _executors = [
+        fleet.executor(0, "box").await,
+        Running::start(fleet.executor_as(0, "builder", "built", "built")).await,
+    ];
+    let mut clients = Vec::new();
+    for node in [0, 1] {
+        let connect = ExecServerClient::connect_registry(fleet.args_as(node, "mallory", "box"));
+        clients.push(timeout(LONG, connect).await.expect("a connection").unwrap());
+    }
+    fleet.wait_sockets("harnesses", &[1, 1]).await;
+    let mut watcher = Watcher::new(&fleet, 0, "admin").await;
+    let gone = ["mallory", "builder"];
+    let left = tokens.lines().filter(|line| {
+        let name = line.split_ascii_whitespace().next();
+        name.is_none_or(|name| !gone.contains(&name))
+    });
+    let left: Vec<_> = left.collect();
+    assert_eq!(left.len() + gone.len(), tokens.lines().count());
+    std::fs::write(&file, left.join("\n")).unwrap();
+    // The harness at that node, the executor wherever it is attached.
+    watcher.hears("detach", "built").await;
+    fleet.wait_sockets("harnesses", &[1, 0]).await;
+    let error = ExecServerClient::connect_registry(fleet.args_as(1, "mallory", "box")).await;
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("401"), "{error}");
+    // The other node has not heard of it, and lets both in again.
+    watcher.hears("attach", "built").await;
+    let connect = ExecServerClient::connect_registry(fleet.args_as(0, "mallory", "box"));
+    clients.push(timeout(LONG, connect).await.expect("a connection").unwrap());
+    for client in [&clients[0], &clients[2]] {
+        assert_eq!(collect(client, "p", "echo in").await.0, b"in\n");
+    }
+}
+
+#[tokio::test]
 async fn a_wrong_clock_on_one_node_harms_nobody() {
     let mut fleet = Fleet::new(1).await;
     for offset in ["-300", "300"] {
@@ -1011,6 +1056,45 @@ async fn nodes_share_the_bandwidth_of_a_tenant() {
     first.end(Signal::KILL).await;
     wait(|[a, b]| a < 0.1 && b > 0.8).await;
     second.end(Signal::KILL).await;
+}
+
+#[tokio::test]
+async fn nodes_share_the_handshakes_of_a_tenant() {
+    const QUOTA: f64 = 3.0;
+    const OVER: Duration = Duration::from_secs(5);
+    let nats = Nats::start().await;
+    let options = ["--nats", &nats.url(), "--quota", "* handshakes=3"].map(str::to_owned);
+    let fleet = Fleet::with(nats, &options, 2).await;
+    let _executor = fleet.executor(0, "box").await;
+    // One after the other at both nodes, as fast as they are let in.
+    let crowd = async |node| loop {
+        let connect = ExecServerClient::connect_registry(fleet.args(node, "box"));
+        let _ = timeout(LONG, connect).await.expect("an answer");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    let made = async |node| {
+        let usage = fleet.usage(node).await;
+        let tenants = usage["tenants"].as_array().unwrap().iter();
+        let made = tenants.map(|tenant| tenant["handshakes"].as_f64().unwrap());
+        made.sum::<f64>()
+    };
+    let measured = async {
+        loop {
+            let began = Instant::now();
+            let before = made(0).await + made(1).await;
+            tokio::time::sleep(OVER).await;
+            let part =
+                (made(0).await + made(1).await - before) / (QUOTA * began.elapsed().as_secs_f64());
+            if (0.5..1.3).contains(&part) {
+                return;
+            }
+        }
+    };
+    tokio::select! {
+        measured = timeout(LONG, measured) => measured.expect("the quota to be kept"),
+        () = crowd(0) => unreachable!("it goes on"),
+        () = crowd(1) => unreachable!("it goes on"),
+    }
 }
 
 /// Somebody who watches what happens, and what it has heard.
