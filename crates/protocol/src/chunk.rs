@@ -17,7 +17,11 @@ pub struct ByteChunk(pub Bytes);
 impl ByteChunk {
     /// Decodes padded standard base64.
     pub fn decode(text: &str) -> Option<Self> {
-        decode(text.as_bytes()).ok().map(Self::from)
+        Self::decode_bytes(text.as_bytes())
+    }
+
+    fn decode_bytes(text: &[u8]) -> Option<Self> {
+        decode(text).ok().map(Self::from)
     }
 
     /// The bytes.
@@ -92,34 +96,51 @@ pub const fn encoded_len(len: usize) -> usize {
 /// The JSON library looks at every byte of a string; here the long one is cut out first, and what
 /// the library gets has an empty one in its place.
 pub(crate) fn decode_around<P: DeserializeOwned>(
-    raw: &str,
+    raw: &[u8],
     name: &str,
     chunk: impl Fn(&mut P) -> &mut ByteChunk,
 ) -> serde_json::Result<P> {
-    let cut = |text: Option<&str>| -> Option<P> {
+    let cut = |text: Option<&[u8]>| -> Option<P> {
         let text = text?;
         let mut params = without(raw, text)?;
-        *chunk(&mut params) = ByteChunk::decode(text)?;
+        *chunk(&mut params) = ByteChunk::decode_bytes(text)?;
         Some(params)
     };
     match cut(at_the_ends(raw, name)).or_else(|| cut(among_members(raw, name))) {
         Some(params) => Ok(params),
         // Something is unusual or wrong; the library knows which, and can say what.
-        None => serde_json::from_str(raw),
+        None => serde_json::from_slice(raw),
     }
+}
+
+/// The same with the data at the beginning of `room`, which grows if need be, and the member empty;
+/// how much there is. Nothing if [`decode_around`] has to tell what the params are.
+pub(crate) fn decode_apart<P: DeserializeOwned>(
+    raw: &[u8],
+    name: &str,
+    room: &mut Vec<u8>,
+) -> Option<(P, usize)> {
+    let text = at_the_ends(raw, name)?;
+    let params = without(raw, text)?;
+    let most = STANDARD.decoded_len_estimate(text.len());
+    if room.len() < most {
+        room.resize(most, 0);
+    }
+    let len = STANDARD.decode_slice(text, &mut room[..]).ok()?;
+    Some((params, len))
 }
 
 /// Decodes params with the member `name`, which may be long base64, empty: what they most likely are.
 /// Whether they are, only [`decode_around`] tells.
-pub(crate) fn decode_without<P: DeserializeOwned>(raw: &str, name: &str) -> Option<P> {
+pub(crate) fn decode_without<P: DeserializeOwned>(raw: &[u8], name: &str) -> Option<P> {
     without(raw, at_the_ends(raw, name)?)
 }
 
 /// Decodes params from which this part of their text is cut out.
-fn without<P: DeserializeOwned>(raw: &str, text: &str) -> Option<P> {
+fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8]) -> Option<P> {
     let start = text.as_ptr().addr() - raw.as_ptr().addr();
     let rest = [&raw[..start], &raw[start + text.len()..]].concat();
-    serde_json::from_str(&rest).ok()
+    serde_json::from_slice(&rest).ok()
 }
 
 /// What the member `name` of a JSON object may be, if it is long: it is if it decodes.
@@ -127,10 +148,9 @@ fn without<P: DeserializeOwned>(raw: &str, text: &str) -> Option<P> {
 /// The whole text was looked at before, and a long string is expensive to pass again. So only both ends
 /// are searched: the key in what comes first, the closing quote in what comes last. Base64 has no
 /// quote in it, so text that decodes up to a quote is the whole string.
-fn at_the_ends<'a>(raw: &'a str, name: &str) -> Option<&'a str> {
+fn at_the_ends<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
     const NEAR_END: usize = 512;
-    let bytes = raw.as_bytes();
-    let head = &bytes[..bytes.len().min(NEAR_END)];
+    let head = &raw[..raw.len().min(NEAR_END)];
     let quoted = [b"\"", name.as_bytes(), b"\""].concat();
     let key = memchr::memmem::find(head, &quoted)?;
     // Up to the key there is nothing but members with plain values, so it is a key of this object
@@ -143,18 +163,18 @@ fn at_the_ends<'a>(raw: &'a str, name: &str) -> Option<&'a str> {
     let value = head[key + quoted.len()..].trim_ascii_start();
     let value = value.strip_prefix(b":")?.trim_ascii_start();
     let value = value.strip_prefix(b"\"")?;
-    let start = value.as_ptr().addr() - bytes.as_ptr().addr();
-    let tail = start.max(bytes.len().saturating_sub(NEAR_END));
-    let end = tail + memchr::memchr(b'"', &bytes[tail..])?;
+    let start = value.as_ptr().addr() - raw.as_ptr().addr();
+    let tail = start.max(raw.len().saturating_sub(NEAR_END));
+    let end = tail + memchr::memchr(b'"', &raw[tail..])?;
     raw.get(start..end)
 }
 
 /// The text of the string member `name`, found by passing everything.
-fn among_members<'a>(raw: &'a str, name: &str) -> Option<&'a str> {
-    let members = scan::members(raw, MAX_JSON_VALUES).ok()?;
+fn among_members<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
+    let members = scan::members(std::str::from_utf8(raw).ok()?, MAX_JSON_VALUES).ok()?;
     let (_, value) = members.into_iter().find(|(key, _)| *key == name)?;
     // Without escapes: base64 has no use for them, and a backslash fails to decode.
-    value.strip_prefix('"')?.strip_suffix('"')
+    value.as_bytes().strip_prefix(b"\"")?.strip_suffix(b"\"")
 }
 
 impl Serialize for ByteChunk {
@@ -236,8 +256,15 @@ mod tests {
     /// What the long way makes of it, whatever the shape.
     #[track_caller]
     fn decodes_alike(raw: &str) {
-        let around = decode_around(raw, "chunk", |params: &mut Params| &mut params.chunk);
+        let bytes = raw.as_bytes();
+        let around = decode_around(bytes, "chunk", |params: &mut Params| &mut params.chunk);
         let library: Result<Params, _> = serde_json::from_str(raw);
+        // What an earlier one has left there is not in the way.
+        let mut room = b"left".to_vec();
+        if let Some((mut apart, len)) = decode_apart::<Params>(bytes, "chunk", &mut room) {
+            apart.chunk = room[..len].into();
+            assert_eq!(Some(&apart), library.as_ref().ok(), "{raw:.200}");
+        }
         assert_eq!(around.ok(), library.ok(), "{raw:.200}");
     }
 

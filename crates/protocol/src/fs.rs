@@ -127,6 +127,7 @@ impl WriteFileParams {
     ///
     /// When they are not what they should be.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
+        let raw = raw.as_bytes();
         chunk::decode_around(raw, "dataBase64", |params: &mut Self| {
             &mut params.data_base64
         })
@@ -270,13 +271,31 @@ impl WriteBlockParams {
     ///
     /// When they are not what they should be.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
+        let raw = raw.as_bytes();
         chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
     }
 
     /// What the params most likely are, without looking at the data, which is empty here; only
     /// [`WriteBlockParams::decode`] knows.
     pub fn likely(raw: &str) -> Option<Self> {
-        chunk::decode_without(raw, "chunk")
+        chunk::decode_without(raw.as_bytes(), "chunk")
+    }
+
+    /// As [`WriteBlockParams::decode`], for whoever has much to decode and keeps `room`: the data is
+    /// left there if that can be done, and is so many bytes; the chunk is then empty.
+    ///
+    /// # Errors
+    ///
+    /// When they are not what they should be.
+    pub fn decode_apart(
+        raw: &[u8],
+        room: &mut Vec<u8>,
+    ) -> Result<(Self, Option<usize>), serde_json::Error> {
+        if let Some((params, len)) = chunk::decode_apart(raw, "chunk", room) {
+            return Ok((params, Some(len)));
+        }
+        let params = chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)?;
+        Ok((params, None))
     }
 }
 

@@ -347,6 +347,7 @@ impl WriteParams {
     ///
     /// As the JSON library would have it.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
+        let raw = raw.as_bytes();
         chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
     }
 }

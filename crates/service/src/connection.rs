@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use exec_server_executor::sys::memory;
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
@@ -554,14 +555,14 @@ impl Reader {
                 () = &mut alarm, if wake => continue,
             };
             if let Some(text) = self.ahead.pop() {
-                receive(&self.connection, phase, &self.name, &text, slot);
+                receive(&self.connection, phase, &self.name, (&text, None), slot);
                 continue;
             }
             if self.ahead.ended {
                 return End::Eof;
             }
             let event = tokio::select! {
-                event = self.incoming.recv() => event,
+                event = self.incoming.recv_shared() => event,
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
                 () = &mut alarm, if wake => continue,
@@ -571,15 +572,17 @@ impl Reader {
                 keepalive.heard(Instant::now());
             }
             match event {
-                Ok(Some(Event::Message(text))) => {
+                Ok(Some((Event::Message(text), shared))) => {
                     turn += text.len();
-                    receive(&self.connection, phase, &self.name, text, slot);
+                    let message = (text, shared);
+                    receive(&self.connection, phase, &self.name, message, slot);
                     if turn >= TURN_BYTES {
                         turn = 0;
                         tokio::task::yield_now().await;
                     }
                 }
                 event => {
+                    let event = event.map(|event| event.map(|(event, _)| event));
                     if let Some(end) = control(&self.connection, &self.name, event) {
                         return end;
                     }
@@ -648,11 +651,12 @@ fn refuse(connection: &Connection, message: &str) {
     });
 }
 
+/// Takes a message, and what it lies in if that can be kept.
 fn receive(
     connection: &Arc<Connection>,
     phase: &mut Phase,
     name: &str,
-    text: &str,
+    (text, shared): (&str, Option<&Bytes>),
     slot: Option<OwnedSemaphorePermit>,
 ) {
     match envelope::decode(text) {
@@ -682,7 +686,7 @@ fn receive(
                 trace,
                 failed: false,
             };
-            dispatch::request(connection, phase, &method, params, responder);
+            dispatch::request(connection, phase, &method, (params, shared), responder);
         }
         Ok(Message::Notification { method, .. }) => {
             if let Err(error) = dispatch::notification(phase, &method) {

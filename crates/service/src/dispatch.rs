@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use exec_server_protocol::session::{self, Initialized};
 use exec_server_protocol::{
     Method, Notification as _, capability, command, environment, fs, http, process,
@@ -83,6 +84,8 @@ pub(crate) struct Call<'a> {
     pub(crate) phase: &'a mut Phase,
     pub(crate) responder: Responder,
     pub(crate) params: Option<&'a str>,
+    /// What they lie in, if that can be kept.
+    pub(crate) shared: Option<&'a Bytes>,
 }
 
 /// Finds the method and calls it.
@@ -90,7 +93,7 @@ pub(crate) fn request(
     connection: &Arc<Connection>,
     phase: &mut Phase,
     method: &str,
-    params: Option<&str>,
+    (params, shared): (Option<&str>, Option<&Bytes>),
     responder: Responder,
 ) {
     if let Err(error) = scope::check(&connection.identity, method, params) {
@@ -106,6 +109,7 @@ pub(crate) fn request(
         phase,
         responder,
         params,
+        shared,
     };
     match method {
         session::Initialize::NAME => {

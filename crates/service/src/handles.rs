@@ -8,7 +8,8 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use exec_server_executor::fs::{FsError, OpenFile};
+use bytes::Bytes;
+use exec_server_executor::fs::OpenFile;
 use exec_server_executor::sandbox::files::Files;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{OpenMode, OpenResult, WriteBlockParams};
@@ -18,7 +19,7 @@ use exec_server_protocol::method::Empty;
 use crate::connection::{Connection, Responder};
 use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
-use crate::methods::handle::decode_block;
+use crate::methods::handle::with_block;
 use crate::server::WithFiles;
 
 /// Open files of one connection.
@@ -73,7 +74,7 @@ pub(crate) enum Action {
     },
     Write(WriteBlockParams),
     /// The same, still to be decoded.
-    WriteRaw(String),
+    WriteRaw(Bytes),
     Close {
         commit: bool,
     },
@@ -276,12 +277,14 @@ impl Handle {
                 Some(file)
             }
             (Action::Write(params), Some(mut file)) => {
-                let written = attempt(|| Ok(write(&mut file, &params)?));
+                let data = params.chunk.as_slice();
+                let written = attempt(|| Ok(file.write_at(params.offset, data)?));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)
             }
             (Action::WriteRaw(raw), Some(mut file)) => {
-                let written = attempt(|| Ok(write(&mut file, &decode_block(&raw)?)?));
+                let written =
+                    attempt(|| with_block(&raw, |offset, data| file.write_at(offset, data)));
                 responder.send(written.map(|()| Empty {}));
                 Some(file)
             }
@@ -315,10 +318,6 @@ impl Handle {
             table.handles.remove(&self.id);
         }
     }
-}
-
-fn write(file: &mut OpenFile, params: &WriteBlockParams) -> Result<(), FsError> {
-    file.write_at(params.offset, params.chunk.as_slice())
 }
 
 impl Call {

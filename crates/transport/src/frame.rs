@@ -139,6 +139,8 @@ pub struct Decoder {
     limit: usize,
     /// Payload of the fragments so far.
     assembly: Vec<u8>,
+    /// The same, once it is whole and somebody wants to keep it.
+    shared: Bytes,
     /// Kind of the fragmented message being assembled, if any.
     assembling: Option<Opcode>,
     /// The long frame that is being taken in, if any.
@@ -168,6 +170,7 @@ impl Decoder {
             role,
             limit: MAX_MESSAGE_BYTES,
             assembly: Vec::new(),
+            shared: Bytes::new(),
             assembling: None,
             partial: None,
         }
@@ -182,7 +185,22 @@ impl Decoder {
 
     /// The payload of the message that [`Step::Assembled`] announced, until the next step.
     pub fn assembled(&self) -> &[u8] {
-        &self.assembly
+        match self.shared.is_empty() {
+            true => &self.assembly,
+            false => &self.shared,
+        }
+    }
+
+    /// Lets the same be kept without being copied, if it is long: [`Decoder::shared`] then has it.
+    pub fn share(&mut self) {
+        if self.assembly.len() >= Self::LONG_FRAME_BYTES {
+            self.shared = std::mem::take(&mut self.assembly).into();
+        }
+    }
+
+    /// The payload that was shared, until the next step.
+    pub fn shared(&self) -> Option<&Bytes> {
+        (!self.shared.is_empty()).then_some(&self.shared)
     }
 
     /// Looks at the frame at `*at` of `buffer`, unmasking it in place and moving `*at` past it.
@@ -194,6 +212,7 @@ impl Decoder {
         if let Some(partial) = self.partial {
             return Ok(self.take_in(partial, buffer, at));
         }
+        self.shared = Bytes::new();
         if self.assembling.is_none() && !self.assembly.is_empty() {
             self.assembly.clear();
             if self.assembly.capacity() > Self::KEPT_BYTES {
@@ -321,10 +340,10 @@ impl Decoder {
     ///
     /// To be used only when everything that came before has been taken in.
     pub fn room(&mut self, most: usize) -> Option<(&mut Vec<u8>, usize)> {
-        let left = self.partial.as_ref()?.left.min(most);
-        // A length in a header alone must not make us allocate; `most` is what comes soon.
-        self.assembly.reserve(left);
-        Some((&mut self.assembly, left))
+        let left = self.partial.as_ref()?.left;
+        // A length in a header alone must not make us allocate more than is kept anyway.
+        self.assembly.reserve(left.min(Self::KEPT_BYTES));
+        Some((&mut self.assembly, left.min(most)))
     }
 
     /// So many bytes were appended to where [`Decoder::room`] said.

@@ -210,6 +210,8 @@ enum Found {
     Ping(Range<usize>),
     Pong,
     Closed,
+    /// Nothing more will come.
+    End,
 }
 
 /// How a message was sent, which decides what it means if it is not text.
@@ -225,7 +227,12 @@ impl MessageKind {
         if text { Self::Text } else { Self::Binary }
     }
 
-    fn message(self, bytes: &[u8]) -> Result<Event<'_>, LinkError> {
+    fn event(self, event: RawEvent<'_>) -> Result<Event<'_>, LinkError> {
+        let bytes = match event {
+            RawEvent::Message { bytes, .. } => bytes,
+            RawEvent::Ping(payload) => return Ok(Event::Ping(payload)),
+            RawEvent::Pong => return Ok(Event::Pong),
+        };
         match (simdutf8::basic::from_utf8(bytes), self) {
             (Ok(text), _) => Ok(Event::Message(text)),
             (Err(_), Self::Line) => Err(LinkError::LineNotUtf8),
@@ -274,14 +281,33 @@ impl Incoming {
     ///
     /// When the connection fails or the peer breaks its protocol; the link is then unusable.
     pub async fn recv(&mut self) -> Result<Option<Event<'_>>, LinkError> {
-        let Some((kind, event)) = self.receive().await? else {
-            return Ok(None);
+        let found = self.receive().await?;
+        match self.raw(found) {
+            Some((kind, event)) => kind.event(event).map(Some),
+            None => Ok(None),
+        }
+    }
+
+    /// As [`Incoming::recv`], and what a long message lies in, if it has that to itself: whoever
+    /// keeps a part of the message need not copy it.
+    ///
+    /// # Errors
+    ///
+    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    pub async fn recv_shared(&mut self) -> Result<Option<(Event<'_>, Option<&Bytes>)>, LinkError> {
+        let found = self.receive().await?;
+        if let (Found::Assembled(_), InFraming::Websocket(decoder)) = (&found, &mut self.framing) {
+            decoder.share();
+        }
+        let shared = match (&found, &self.framing) {
+            (Found::Assembled(_), InFraming::Websocket(decoder)) => decoder.shared(),
+            (Found::Handed, InFraming::Handed(_, message)) => Some(message),
+            _ => None,
         };
-        Ok(Some(match event {
-            RawEvent::Message { bytes, .. } => kind.message(bytes)?,
-            RawEvent::Ping(payload) => Event::Ping(payload),
-            RawEvent::Pong => Event::Pong,
-        }))
+        match self.raw(found) {
+            Some((kind, event)) => Ok(Some((kind.event(event)?, shared))),
+            None => Ok(None),
+        }
     }
 
     /// As [`Incoming::recv`], for messages that are not text.
@@ -290,14 +316,16 @@ impl Incoming {
     ///
     /// When the connection fails or the peer breaks its protocol; the link is then unusable.
     pub async fn recv_raw(&mut self) -> Result<Option<RawEvent<'_>>, LinkError> {
-        Ok(self.receive().await?.map(|(_, event)| event))
+        let found = self.receive().await?;
+        Ok(self.raw(found).map(|(_, event)| event))
     }
 
-    async fn receive(&mut self) -> Result<Option<(MessageKind, RawEvent<'_>)>, LinkError> {
+    /// Waits for the next event.
+    async fn receive(&mut self) -> Result<Found, LinkError> {
         let found = loop {
             match self.find()? {
                 Ok(found) => break found,
-                Err(_) if self.ended => return Ok(None),
+                Err(_) if self.ended => return Ok(Found::End),
                 Err(missing) => match &mut self.framing {
                     InFraming::Handed(source, message) => {
                         let next = poll_fn(|cx| source.poll_next(cx)).await;
@@ -312,12 +340,21 @@ impl Incoming {
                 },
             }
         };
+        if matches!(found, Found::Closed) {
+            self.ended = true;
+            self.goodbye = true;
+        }
+        Ok(found)
+    }
+
+    /// What was found; nothing at the end.
+    fn raw(&self, found: Found) -> Option<(MessageKind, RawEvent<'_>)> {
         let message = |kind, bytes| {
             let text = !matches!(kind, MessageKind::Binary);
             Some((kind, RawEvent::Message { bytes, text }))
         };
         let control = |event| Some((MessageKind::Binary, event));
-        Ok(match found {
+        match found {
             Found::Buffer(kind, range) => message(kind, &self.buffer[range]),
             Found::Assembled(kind) => match &self.framing {
                 InFraming::Websocket(decoder) => message(kind, decoder.assembled()),
@@ -329,12 +366,8 @@ impl Incoming {
             },
             Found::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
             Found::Pong => control(RawEvent::Pong),
-            Found::Closed => {
-                self.ended = true;
-                self.goodbye = true;
-                None
-            }
-        })
+            Found::Closed | Found::End => None,
+        }
     }
 
     /// Looks for a complete event; the inner error is how many bytes are missing at least.
@@ -979,6 +1012,45 @@ mod tests {
         tokio::join!(send, receive);
         let mut too_long = Link::prefixed(&[4, 0, 0, 1][..], tokio::io::sink());
         assert!(too_long.incoming.recv().await.is_err());
+    }
+
+    #[tokio::test]
+    async fn long_messages_can_be_kept() {
+        let (client, server) = tokio::io::duplex(1 << 16);
+        let (read, write) = tokio::io::split(server);
+        let mut server = Link::websocket(Role::Server, read, write, Vec::new());
+        let (read, write) = tokio::io::split(client);
+        let mut client = Link::websocket(Role::Client, read, write, Vec::new());
+        let sent = |n: usize| n.to_string().repeat(400_000 * n);
+        let send = async {
+            for n in 1..=3 {
+                client
+                    .outgoing
+                    .push_message(0, |out| out.extend_from_slice(sent(n).as_bytes()));
+                client
+                    .outgoing
+                    .push_message(0, |out| out.extend_from_slice(b"short"));
+            }
+            client.outgoing.flush().await.unwrap();
+        };
+        let receive = async {
+            let mut kept = Vec::new();
+            for _ in 1..=3 {
+                let received = server.incoming.recv_shared().await.unwrap();
+                let Some((Event::Message(text), Some(shared))) = received else {
+                    panic!("{received:.200?}");
+                };
+                let part = &text[text.len() / 2..];
+                kept.push((part.to_owned(), shared.slice_ref(part.as_bytes())));
+                let received = server.incoming.recv_shared().await.unwrap();
+                assert_eq!(received, Some((Event::Message("short"), None)));
+            }
+            // Nothing that came later was written over them.
+            for (text, bytes) in kept {
+                assert!(text.as_bytes() == bytes);
+            }
+        };
+        tokio::join!(send, receive);
     }
 
     #[tokio::test]

@@ -1,5 +1,8 @@
 //! `fs/open`, `fs/readBlock`, `fs/writeBlock`, `fs/close`.
 
+use std::cell::RefCell;
+
+use exec_server_executor::fs::FsError;
 use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
@@ -49,21 +52,20 @@ pub(crate) fn read_block(call: Call<'_>, params: ReadBlockParams) {
     on_block(call, &params.handle_id, action, admitted);
 }
 
-/// Params of this length are decoded where the file is written: this thread has others to serve.
+/// A message of this length is decoded where the file is written: this thread has others to serve.
 const LONG_BYTES: usize = 128 * 1024;
 
-/// Room for everything in the params but the data.
+/// Room for everything in a message but the data.
 const ENVELOPE_BYTES: usize = 4096;
 
 pub(crate) fn write_block(mut call: Call<'_>) {
     let raw = call.params.unwrap_or("null");
-    let may_fit = raw.len() <= encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES;
-    if raw.len() >= LONG_BYTES
-        && may_fit
+    if let Some(shared) = call.shared
+        && (LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len())
         && let Some(likely) = WriteBlockParams::likely(raw)
     {
-        call.responder.hold(raw.len());
-        let action = Action::WriteRaw(raw.to_owned());
+        call.responder.hold(shared.len());
+        let action = Action::WriteRaw(shared.slice_ref(raw.as_bytes()));
         return on_block(call, &likely.handle_id, action, Ok(()));
     }
     let decode = WriteBlockParams::decode;
@@ -80,16 +82,30 @@ pub(crate) fn write_block(mut call: Call<'_>) {
     });
 }
 
-/// The params of `fs/writeBlock`, if they can be done.
-pub(crate) fn decode_block(raw: &str) -> Result<WriteBlockParams, RpcError> {
-    let params = WriteBlockParams::decode(raw).map_err(|error| {
-        RpcError::invalid_params(format!(
-            "invalid params for `{}`: {error}",
-            WriteBlock::NAME
-        ))
-    })?;
-    admitted(params.chunk.as_slice().len(), "write")?;
-    Ok(params)
+/// Decodes the params of `fs/writeBlock`, and passes on where to write what if that can be done.
+pub(crate) fn with_block(
+    raw: &[u8],
+    write: impl FnOnce(u64, &[u8]) -> Result<(), FsError>,
+) -> Result<(), RpcError> {
+    thread_local! {
+        /// The data of one block; a thread that writes one mostly writes more.
+        static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    ROOM.with_borrow_mut(|room| {
+        let decoded = WriteBlockParams::decode_apart(raw, room);
+        let (params, apart) = decoded.map_err(|error| {
+            RpcError::invalid_params(format!(
+                "invalid params for `{}`: {error}",
+                WriteBlock::NAME
+            ))
+        })?;
+        let data = match apart {
+            Some(len) => &room[..len],
+            None => params.chunk.as_slice(),
+        };
+        admitted(data.len(), "write")?;
+        Ok(write(params.offset, data)?)
+    })
 }
 
 fn admitted(len: usize, verb: &str) -> Result<(), RpcError> {
