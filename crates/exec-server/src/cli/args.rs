@@ -690,6 +690,7 @@ pub(super) struct FleetArgs {
 
 /// What there is to know and to do.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(super) enum FleetCommand {
     /// The nodes that work together, and what is attached to each
     Nodes,
@@ -885,6 +886,7 @@ impl ServerArgs {
 
 /// What can be done with environments.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(super) enum EnvCommand {
     /// List the environments
     List {
@@ -990,6 +992,7 @@ pub(super) struct EnvAddArgs {
 
 /// What can be done with tokens.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(super) enum TokenCommand {
     /// Make a random token
     ///
@@ -1038,6 +1041,7 @@ pub(super) enum TokenCommand {
 
 /// What can be asked about settings.
 #[derive(Debug, Subcommand)]
+#[command(defer = true)]
 pub(super) enum ConfigCommand {
     /// Print every key, its value and where that came from
     Show {

@@ -122,6 +122,7 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
     let place = Place::new(on::resolve(&args.server)?).await?;
     let tty = args.tty || (!args.no_tty && terminal::is_interactive());
     let params = params(&args, &place, tty).await?;
+    let feeds = params.pipe_stdin;
     // Before the start, so that none is missed; they are for the command from now on.
     let mut signals = Signals::new()?;
     if let Place::There { client, .. } = &place {
@@ -139,7 +140,7 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
         place.backend().start(params).await?
     };
     let raw = if tty { terminal::Raw::enter()? } else { None };
-    let outcome = attend(started.process, &mut signals, tty, keys).await;
+    let outcome = attend(started.process, &mut signals, (tty, feeds), keys).await;
     drop(raw);
     if let Place::There { client, .. } = place
         && client.supports("session/end").await.unwrap_or(false)
@@ -227,7 +228,8 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
             include_only: Vec::new(),
         }),
         tty,
-        pipe_stdin: true,
+        // Where nothing comes from here, nothing has to be sent.
+        pipe_stdin: tty || !terminal::is_input_null(),
         size: tty.then(terminal::size).flatten(),
         timeout_ms: args
             .timeout
@@ -261,7 +263,7 @@ impl Signals {
 async fn attend(
     process: Arc<dyn ExecProcess>,
     signals: &mut Signals,
-    tty: bool,
+    (tty, feeds): (bool, bool),
     keys: Arc<Keys>,
 ) -> anyhow::Result<u8> {
     let mut events = process.events()?;
@@ -269,8 +271,16 @@ async fn attend(
         stdout: tokio::io::stdout(),
         stderr: tokio::io::stderr(),
     };
-    let feeding = feed(Arc::clone(&process), tokio::io::stdin(), tty, keys);
-    let feeding = tokio::spawn(feeding);
+    let feeding = match feeds {
+        true => {
+            let feeding = feed(Arc::clone(&process), tokio::io::stdin(), tty, keys);
+            Some(tokio::spawn(feeding))
+        }
+        false => {
+            keys.end();
+            None
+        }
+    };
     let mut code = None;
     let outcome = loop {
         let event = tokio::select! {
@@ -330,7 +340,9 @@ async fn attend(
             Some(_) => {}
         }
     };
-    feeding.abort();
+    if let Some(feeding) = feeding {
+        feeding.abort();
+    }
     outcome
 }
 

@@ -3,6 +3,7 @@
 use std::io;
 
 use exec_server_protocol::process::TerminalSize;
+use rustix::fs::FileType;
 use rustix::termios::{self, OptionalActions, Termios};
 
 /// The size of the terminal, if standard output or input is one.
@@ -19,6 +20,18 @@ pub(super) fn size() -> Option<TerminalSize> {
 /// Whether standard input and output are terminals.
 pub(super) fn is_interactive() -> bool {
     termios::isatty(rustix::stdio::stdin()) && termios::isatty(rustix::stdio::stdout())
+}
+
+/// Whether standard input is where nothing ever comes from: `/dev/null`.
+pub(super) fn is_input_null() -> bool {
+    let (Ok(input), Ok(null)) = (
+        rustix::fs::fstat(rustix::stdio::stdin()),
+        rustix::fs::stat("/dev/null"),
+    ) else {
+        return false;
+    };
+    let is_device = FileType::from_raw_mode(input.st_mode) == FileType::CharacterDevice;
+    is_device && input.st_rdev == null.st_rdev
 }
 
 /// Raw mode on standard input, until dropped: every key goes to the command.

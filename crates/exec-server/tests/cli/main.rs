@@ -262,6 +262,35 @@ async fn ps_lists_and_kill_ends() {
 }
 
 #[tokio::test]
+async fn nothing_as_input_is_nothing_there() {
+    let (_server, places) = places().await;
+    for place in places {
+        let script = "readlink /proc/self/fd/0; cat; echo end";
+        let mut command = Command::new(BINARY);
+        command
+            .args(["run", "--", "sh", "-c", script])
+            .env("EXEC_SERVER_URL", place.as_deref().unwrap_or_default())
+            .env("EXEC_SERVER_HOME", "/nonexistent");
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        assert_eq!(
+            seen(&output),
+            ("/dev/null\nend\n".to_owned(), String::new(), 0),
+            "{place:?}"
+        );
+        let output = run_with(
+            place.as_deref(),
+            &["run", "--", "sh", "-c", script],
+            b"in\n",
+        );
+        let said = text(&output.stdout);
+        assert!(
+            !said.contains("/dev/null") && said.ends_with("in\nend\n"),
+            "{said}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn kill_sends_a_signal() {
     let server = server().await;
     let script = "trap 'exit 9' USR1; echo up; while :; do sleep 0.05; done";
