@@ -115,7 +115,8 @@ pub fn write_file(
         if let Some(mode) = attributes.mode {
             replacement.set_mode(Mode::from_raw_mode(mode & 0o7777))?;
         }
-        replacement.file().write_all(data)?;
+        replacement.write_at(0, data)?;
+        replacement.give_back_room();
         if let Some(modified_at_ms) = attributes.modified_at_ms {
             rustix::fs::futimens(replacement.file(), &modified(modified_at_ms))?;
         }
@@ -281,7 +282,12 @@ impl OpenFile {
     ///
     /// Whatever the system says; that the file is open for reading only, for example.
     pub fn write_at(&mut self, offset: u64, data: &[u8]) -> Result<(), FsError> {
-        let written = self.file().write_all_at(data, offset);
+        let written = match &mut self.access {
+            Access::Direct(file) => file.write_all_at(data, offset),
+            Access::Aside(replacement) | Access::Confined(replacement, _) => {
+                replacement.write_at(offset, data)
+            }
+        };
         self.incomplete |= written.is_err();
         written.map_err(at(&self.path))
     }
@@ -299,8 +305,12 @@ impl OpenFile {
             Access::Aside(_) | Access::Confined(..) if self.incomplete => {
                 Err(FsError::Incomplete(self.path))
             }
-            Access::Aside(replacement) => replacement.commit().map_err(at(&self.path)),
-            Access::Confined(replacement, confined) => {
+            Access::Aside(mut replacement) => {
+                replacement.give_back_room();
+                replacement.commit().map_err(at(&self.path))
+            }
+            Access::Confined(mut replacement, confined) => {
+                replacement.give_back_room();
                 let (letter, directory, file) = replacement.letter();
                 confined.place(&self.path, letter, [directory.as_fd(), file.as_fd()])?;
                 replacement.forget();
@@ -433,6 +443,54 @@ mod tests {
             let found = super::super::metadata(&path, links).unwrap();
             assert_eq!((found.mode, found.modified_at_ms), (0o2701, 1_234_567));
         }
+    }
+
+    #[test]
+    fn long_files_take_no_more_room_than_they_need() {
+        const MIB: usize = 1 << 20;
+        // Where files of the system are too: in `/tmp` they may be in memory.
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("f");
+        let bytes = |len: usize| (0..len).map(|at| (at / 7) as u8).collect::<Vec<u8>>();
+        let room = |path: &Path| {
+            // What is not on its way to the disk yet takes none.
+            File::open(path).unwrap().sync_all().unwrap();
+            fs::metadata(path).unwrap().blocks() * 512
+        };
+        for len in [MIB - 1, MIB, 9 * MIB + 5, 20 * MIB] {
+            let data = bytes(len);
+            let attributes = Attributes {
+                mode: None,
+                modified_at_ms: Some(1_234_567),
+            };
+            write_file(&path, &data, Links::Follow, attributes).unwrap();
+            assert!(fs::read(&path).unwrap() == data, "{len}");
+            let found = super::super::metadata(&path, Links::Follow).unwrap();
+            assert_eq!(found.modified_at_ms, 1_234_567);
+            assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
+
+            let mut file = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+            for (index, part) in data.chunks(MIB / 2).enumerate() {
+                file.write_at((index * MIB / 2) as u64, part).unwrap();
+            }
+            file.commit().unwrap();
+            assert!(fs::read(&path).unwrap() == data, "{len}");
+            assert!(room(&path) < (len + MIB) as u64, "{len}: {}", room(&path));
+        }
+        // What is skipped is neither there nor takes room, whatever the order.
+        let mut file = OpenFile::open(&path, OpenMode::Atomic).unwrap();
+        for mib in [40, 2, 0, 20] {
+            file.write_at((mib * MIB) as u64, &bytes(2 * MIB)).unwrap();
+        }
+        file.commit().unwrap();
+        let found = fs::read(&path).unwrap();
+        assert_eq!(found.len(), 42 * MIB);
+        for mib in [0, 2, 20, 40] {
+            assert!(found[mib * MIB..][..2 * MIB] == bytes(2 * MIB), "{mib}");
+        }
+        assert!(found[4 * MIB..20 * MIB].iter().all(|&byte| byte == 0));
+        assert!(room(&path) < 24 * MIB as u64, "{}", room(&path));
+        assert_eq!(names(dir.path()), ["f"]);
     }
 
     #[test]
