@@ -4,7 +4,6 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use base64_turbo::STANDARD;
 use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
@@ -305,7 +304,7 @@ where
         url: url.to_owned(),
         source,
     };
-    let key = STANDARD.encode(uuid::Uuid::new_v4().as_bytes());
+    let key = http::base64(uuid::Uuid::new_v4().as_bytes());
     let mut request = Zeroizing::new(format!(
         "GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
          Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {key}\r\n"
@@ -339,6 +338,8 @@ where
         writer.write_all(&bytes).await.map_err(io)?;
     }
     writer.flush().await.map_err(io)?;
+    // While the answer is on its way.
+    let expected = http::accept_key(&key);
     let head = http::read_head(&mut reader, Kind::Response)
         .await
         .map_err(io)?;
@@ -357,7 +358,7 @@ where
             reason,
         });
     }
-    if head.header("sec-websocket-accept") != Some(&http::accept_key(&key)) {
+    if head.header("sec-websocket-accept") != Some(&expected) {
         let reason = "wrong Sec-WebSocket-Accept".to_owned();
         return Err(ConnectError::Refused {
             url: url.to_owned(),
