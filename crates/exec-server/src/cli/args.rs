@@ -40,6 +40,46 @@ pub(super) struct Args {
     pub(super) serve: ServeArgs,
 }
 
+/// The same without everything about serving, which takes longer to spell out than a command.
+///
+/// Good for a command that is named first and is right; whatever else is typed is for [`Args`], which
+/// knows what to say about it.
+#[derive(Debug, Parser)]
+#[command(name = "exec-server", version)]
+struct Named {
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// And that of `run` alone, which has to be there before what it runs.
+#[derive(Debug, Parser)]
+#[command(name = "exec-server run")]
+struct Run {
+    #[command(flatten)]
+    run: RunArgs,
+}
+
+impl Command {
+    /// What was typed; tells what is wrong with it, or what was asked about it, and ends the program.
+    pub(super) fn parse() -> Self {
+        let first = std::env::args_os().nth(1).unwrap_or_default();
+        if first == "run"
+            && let Ok(only) = Run::try_parse_from(std::env::args_os().skip(1))
+        {
+            return Self::Run(only.run);
+        }
+        let is_named = !first.is_empty() && !first.as_encoded_bytes().starts_with(b"-");
+        if is_named && let Ok(named) = Named::try_parse() {
+            return named.command;
+        }
+        let args = Args::parse();
+        match args.command {
+            Some(command) => command,
+            None => Self::Serve(Box::new(args.serve)),
+        }
+    }
+}
+
 #[derive(Debug, Subcommand)]
 // Only the one that is named is spelled out: all of them take longer than most commands.
 #[command(defer = true)]

@@ -36,7 +36,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
-use clap::{CommandFactory as _, Parser as _};
+use clap::CommandFactory as _;
 use exec_server_client::{ExecServerClient, ExecServerError};
 use exec_server_executor::sys::memory;
 use exec_server_transport::ConnectError;
@@ -52,30 +52,28 @@ pub fn main() -> ExitCode {
     }
     // Clients have as much to gain from it as servers: they move the same blocks.
     memory::return_large_allocations();
-    let args = Args::parse();
-    let outcome = match args.command {
-        None => serve::run(args.serve, None),
-        Some(Command::Serve(args)) => serve::run(*args, None),
-        Some(Command::Run(args)) => return run::run(args),
-        Some(Command::Ps(args)) => ps::run(&args),
-        Some(Command::Kill(args)) => kill::run(&args),
-        Some(Command::Fs(args)) => fs::run(&args),
-        Some(Command::Cp(args)) => fs::run_cp(&args),
-        Some(Command::Env(command)) => env::run(&command),
-        Some(Command::Forward(args)) => forward::run(*args),
+    let outcome = match Command::parse() {
+        Command::Serve(args) => serve::run(*args, None),
+        Command::Run(args) => return run::run(args),
+        Command::Ps(args) => ps::run(&args),
+        Command::Kill(args) => kill::run(&args),
+        Command::Fs(args) => fs::run(&args),
+        Command::Cp(args) => fs::run_cp(&args),
+        Command::Env(command) => env::run(&command),
+        Command::Forward(args) => forward::run(*args),
         #[cfg(feature = "mcp")]
-        Some(Command::Mcp(args)) => mcp::run(*args),
+        Command::Mcp(args) => mcp::run(*args),
         #[cfg(feature = "mcp")]
-        Some(Command::McpProxy(args)) => mcp::run_proxy(*args),
-        Some(Command::Rendezvous(args)) => rendezvous::run(*args),
-        Some(Command::Fleet(args)) => fleet::run(&args),
-        Some(Command::Token(command)) => token::run(command),
-        Some(Command::Config(command)) => config::run(&command),
-        Some(Command::Daemon(args)) => daemon::run(args),
-        Some(Command::Status(args)) => status::run(&args),
-        Some(Command::Man { out }) => man(out.as_deref()),
-        Some(Command::Doctor(args)) => doctor::run(&args),
-        Some(Command::Completions { shell }) => {
+        Command::McpProxy(args) => mcp::run_proxy(*args),
+        Command::Rendezvous(args) => rendezvous::run(*args),
+        Command::Fleet(args) => fleet::run(&args),
+        Command::Token(command) => token::run(command),
+        Command::Config(command) => config::run(&command),
+        Command::Daemon(args) => daemon::run(args),
+        Command::Status(args) => status::run(&args),
+        Command::Man { out } => man(out.as_deref()),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Args::command(), "exec-server", &mut script);
             print(&script).map(|()| ExitCode::SUCCESS)
