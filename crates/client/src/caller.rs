@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use exec_server_protocol::Method;
 use exec_server_transport::CallError;
+use exec_server_transport::peer::FirstCall;
 
 use crate::error::ExecServerError;
 use crate::line::Line;
@@ -89,6 +90,27 @@ impl Caller {
             // Lets go of what is left of the old one before waiting.
             drop(connection);
             connection = self.line.after(generation).await?;
+        }
+    }
+
+    /// The answer to a call that was made on the first connection before it was ours.
+    ///
+    /// # Errors
+    ///
+    /// [`ExecServerError::Interrupted`] if that connection was lost, or whatever the server answers.
+    pub(crate) async fn first_answer<M: Method>(
+        &self,
+        call: FirstCall,
+    ) -> Result<M::Result, ExecServerError> {
+        let connection = self.line.ready().await?;
+        let answer = connection.peer.first_answer::<M>(call);
+        match tokio::time::timeout(self.timeout, answer).await {
+            Ok(Err(CallError::Closed(reason))) => Err(self.line.interrupted(M::NAME, reason)),
+            Ok(answer) => Ok(answer?),
+            Err(_) => Err(ExecServerError::Timeout {
+                method: M::NAME,
+                timeout: self.timeout,
+            }),
         }
     }
 

@@ -7,12 +7,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::environment::{self, EnvironmentInfo};
+use exec_server_protocol::process::StartParams;
 use exec_server_protocol::session::End;
 use exec_server_protocol::{Method, NoParams, codes};
+use exec_server_transport::peer::FirstCall;
 use exec_server_transport::{Link, stdio};
 use tokio::process::{Child, Command};
 use tokio::sync::{OnceCell, watch};
 
+use crate::backend::StartedProcess;
 use crate::caller::Caller;
 use crate::dial::{Dial, Dialled, UrlDial};
 use crate::error::ExecServerError;
@@ -21,6 +24,7 @@ use crate::follow::AbortOnDrop;
 use crate::fs::RemoteFileSystem;
 use crate::line;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
+use crate::remote::unique;
 use crate::route::Routes;
 use crate::state::{ConnectionState, ConnectionStates};
 
@@ -146,8 +150,38 @@ impl ExecServerClient {
         options: ExecServerClientConnectOptions,
     ) -> Result<Self, ExecServerError> {
         let dial: Box<dyn Dial> = Box::new(dial);
-        let dialled = dial.dial_saying(line::introduction(&options)).await?;
+        let words = line::introduction(&options, None);
+        let dialled = dial.dial_saying(words).await?;
         Self::open(dialled, Some(dial), options, None).await
+    }
+
+    /// As [`connect_with`](Self::connect_with), and starts a process there. Where the dial can send
+    /// messages before it knows that there is a link, both are asked for in one breath.
+    ///
+    /// # Errors
+    ///
+    /// When there is no link or the handshake fails; if that was after the start was sent, the
+    /// process may have been started. What became of the start is told apart.
+    pub async fn connect_and_start(
+        dial: impl Dial,
+        options: ExecServerClientConnectOptions,
+        mut params: StartParams,
+    ) -> Result<(Self, Result<StartedProcess, ExecServerError>), ExecServerError> {
+        let dial: Box<dyn Dial> = Box::new(dial);
+        params.start_id.get_or_insert_with(unique);
+        let words = line::introduction(&options, Some(&params));
+        let dialled = dial.dial_saying(words).await?;
+        let routes = Arc::new(Routes::default());
+        // Before anything is read, so that nothing of the process is missed.
+        let registration = match dialled.said {
+            true => Some(routes.register(&params.process_id, 0)?),
+            false => None,
+        };
+        let dial = Some(dial);
+        let (client, start) = Self::open_on(routes, dialled, dial, options, None).await?;
+        let said = registration.zip(start);
+        let started = client.start_remote(params, None, said).await;
+        Ok((client, started))
     }
 
     async fn open(
@@ -156,13 +190,26 @@ impl ExecServerClient {
         options: ExecServerClientConnectOptions,
         server: Option<ServerChild>,
     ) -> Result<Self, ExecServerError> {
-        let routes = Arc::new(Routes::default());
+        let opened = Self::open_on(Arc::default(), dialled, dial, options, server).await;
+        opened.map(|(client, _)| client)
+    }
+
+    /// With the start that was said before, if there is one: there are processes already then.
+    async fn open_on(
+        routes: Arc<Routes>,
+        dialled: Dialled,
+        dial: Option<Box<dyn Dial>>,
+        options: ExecServerClientConnectOptions,
+        server: Option<ServerChild>,
+    ) -> Result<(Self, Option<FirstCall>), ExecServerError> {
         let (timeout, repair_delay) = (options.call_timeout, options.repair_delay);
+        let starts = !routes.is_empty();
         let line::Opened {
             line,
             answer,
             keeper,
-        } = line::open(dialled, dial, options, &routes).await?;
+            start,
+        } = line::open(dialled, dial, options, &routes, starts).await?;
         let environment = match answer.environment_info {
             Some(info) => OnceCell::new_with(Some(Some(info))),
             None => OnceCell::new(),
@@ -177,9 +224,10 @@ impl ExecServerClient {
             _keeper: AbortOnDrop(tokio::spawn(keeper.run())),
             _server: server,
         };
-        Ok(Self {
+        let client = Self {
             inner: Arc::new(inner),
-        })
+        };
+        Ok((client, start))
     }
 
     /// The session, for resuming it on another connection.

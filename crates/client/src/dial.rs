@@ -48,10 +48,20 @@ pub trait Dial: Send + Sync + 'static {
     /// # Errors
     ///
     /// As there.
-    fn dial_saying(&self, first: Vec<Vec<u8>>) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial_saying(&self, first: FirstWords) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
         drop(first);
         self.dial()
     }
+}
+
+/// Messages for a link that is not there yet.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct FirstWords {
+    /// Each of them, in their order.
+    pub messages: Vec<Vec<u8>>,
+    /// They may be said again on another link even though they may have been heard on this one.
+    pub repeatable: bool,
 }
 
 impl<F, R> Dial for F

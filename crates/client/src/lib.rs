@@ -67,7 +67,7 @@ pub use backend::{
 };
 pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
-pub use dial::{Dial, DialError, Dialled};
+pub use dial::{Dial, DialError, Dialled, FirstWords};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
 pub use error::ExecServerError;
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};

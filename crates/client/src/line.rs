@@ -10,17 +10,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::method::{Empty, Method as _, Notification as _};
+use exec_server_protocol::process::{Start, StartParams};
 use exec_server_protocol::session::{
     Initialize, InitializeParams, InitializeResponse, Initialized,
 };
 use exec_server_protocol::{RequestId, envelope};
 use exec_server_transport::Peer;
-use exec_server_transport::peer::FIRST_CALL;
+use exec_server_transport::peer::{FIRST_CALL, FirstCall};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::caller::millis;
-use crate::dial::{Dial, Dialled};
+use crate::dial::{Dial, Dialled, FirstWords};
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
 use crate::recovery::{Recovery, Step, may_pass};
@@ -210,17 +211,23 @@ pub(crate) struct Opened {
     pub(crate) answer: InitializeResponse,
     /// Replaces connections; to be run until the client is gone.
     pub(crate) keeper: Keeper,
+    /// The start that was said with the introduction, if both were.
+    pub(crate) start: Option<FirstCall>,
 }
 
-/// Opens a session, or the one that the options name; `dial` is for later connections.
+/// Opens a session, or the one that the options name; `dial` is for later connections. If something
+/// was said, a start may have been.
 pub(crate) async fn open(
     dialled: Dialled,
     dial: Option<Box<dyn Dial>>,
     options: ExecServerClientConnectOptions,
     routes: &Arc<Routes>,
+    starts: bool,
 ) -> Result<Opened, ExecServerError> {
     let resumed = resumed(&options);
-    let (connection, answer) = introduce(dialled, 1, resumed.as_ref(), &options, routes).await?;
+    let calls = 1 + usize::from(starts);
+    let introduced = introduce(dialled, (1, calls), resumed.as_ref(), &options, routes);
+    let (connection, answer, start) = introduced.await?;
     let line = Arc::new(Line::new(connection.clone(), dial.is_some()));
     let keeper = Keeper {
         line: Arc::clone(&line),
@@ -238,6 +245,7 @@ pub(crate) async fn open(
         line,
         answer,
         keeper,
+        start,
     })
 }
 
@@ -253,8 +261,11 @@ fn initialize(
     }
 }
 
-/// What the handshake on a first link says, for a dial that can send it at once.
-pub(crate) fn introduction(options: &ExecServerClientConnectOptions) -> Vec<Vec<u8>> {
+/// What the handshake on a first link says, for a dial that can send it at once, and a start behind it.
+pub(crate) fn introduction(
+    options: &ExecServerClientConnectOptions,
+    start: Option<&StartParams>,
+) -> FirstWords {
     let resumed = resumed(options);
     let params = initialize(resumed.as_ref(), options);
     let (mut request, mut notice) = (Vec::new(), Vec::new());
@@ -265,7 +276,18 @@ pub(crate) fn introduction(options: &ExecServerClientConnectOptions) -> Vec<Vec<
         asked.is_ok() && told.is_ok(),
         "texts and numbers always serialise"
     );
-    vec![request, notice]
+    let mut messages = vec![request, notice];
+    if let Some(params) = start {
+        let mut request = Vec::new();
+        let id = RequestId::Number(FIRST_CALL + 1);
+        let asked = envelope::encode_request(&mut request, &id, Start::NAME, params);
+        debug_assert!(asked.is_ok(), "texts and numbers always serialise");
+        messages.push(request);
+    }
+    FirstWords {
+        messages,
+        repeatable: start.is_none(),
+    }
 }
 
 /// The session that the options name.
@@ -277,24 +299,21 @@ fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
     })
 }
 
-/// The handshake on a new link.
+/// The handshake on a new link, of this generation; so many calls were made if anything was said.
 async fn introduce(
     dialled: Dialled,
-    generation: u64,
+    (generation, calls): (u64, usize),
     resumed: Option<&Identity>,
     options: &ExecServerClientConnectOptions,
     routes: &Arc<Routes>,
-) -> Result<(Connection, InitializeResponse), ExecServerError> {
+) -> Result<(Connection, InitializeResponse, Option<FirstCall>), ExecServerError> {
     let Dialled { link, keep, said } = dialled;
     let handler = Dispatch(Arc::clone(routes));
-    let (peer, first) = if said {
-        let (peer, first) = Peer::after_first_call(link, options.keepalive, handler);
-        (peer, Some(first))
-    } else {
-        (Peer::new(link, options.keepalive, handler), None)
-    };
+    let calls = if said { calls } else { 0 };
+    let (peer, first) = Peer::after_calls(link, options.keepalive, handler, calls);
+    let mut first = first.into_iter();
     let introduction = async {
-        if let Some(first) = first {
+        if let Some(first) = first.next() {
             return Ok(peer.first_answer::<Initialize>(first).await?);
         }
         let params = initialize(resumed, options);
@@ -321,7 +340,7 @@ async fn introduce(
         generation,
         _keep: keep.map(Arc::from),
     };
-    Ok((connection, answer))
+    Ok((connection, answer, first.next()))
 }
 
 fn granted(answer: &InitializeResponse) -> Option<Duration> {
@@ -415,10 +434,11 @@ impl Keeper {
             let attempt = async {
                 let dialled = dial.dial().await?;
                 let identity = Some(&self.identity);
-                introduce(dialled, generation, identity, &self.options, &self.routes).await
+                let made = (generation, 1);
+                introduce(dialled, made, identity, &self.options, &self.routes).await
             };
             match tokio::time::timeout_at(until.into(), attempt).await {
-                Ok(Ok((connection, answer))) => {
+                Ok(Ok((connection, answer, _))) => {
                     if answer.resume_key.is_some() {
                         self.identity.resume_key.clone_from(&answer.resume_key);
                     }

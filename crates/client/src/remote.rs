@@ -20,6 +20,7 @@ use exec_server_protocol::process::{
 };
 use exec_server_protocol::sandbox::Enforcement;
 use exec_server_transport::CallError;
+use exec_server_transport::peer::FirstCall;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -47,7 +48,7 @@ const TERMINAL_EOF: &[u8] = b"\x04";
 
 impl ExecBackend for ExecServerClient {
     fn start(&self, params: StartParams) -> Reply<'_, StartedProcess> {
-        Box::pin(self.start_remote(params, None))
+        Box::pin(self.start_remote(params, None, None))
     }
 
     fn start_with_network_policy_decider(
@@ -57,7 +58,8 @@ impl ExecBackend for ExecServerClient {
     ) -> Reply<'_, StartedProcess> {
         Box::pin(async move {
             let patience = network::patience(&params)?;
-            self.start_remote(params, Some((decider, patience))).await
+            let decider = Some((decider, patience));
+            self.start_remote(params, decider, None).await
         })
     }
 
@@ -70,12 +72,17 @@ impl ExecBackend for ExecServerClient {
 }
 
 impl ExecServerClient {
-    async fn start_remote(
+    /// Starts a process, unless that was asked for already.
+    pub(crate) async fn start_remote(
         &self,
         mut params: StartParams,
         decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
+        said: Option<(Registration, FirstCall)>,
     ) -> Result<StartedProcess, ExecServerError> {
-        let registration = self.inner.routes.register(&params.process_id, 0)?;
+        let (registration, said) = match said {
+            Some((registration, said)) => (registration, Some(said)),
+            None => (self.inner.routes.register(&params.process_id, 0)?, None),
+        };
         if let Some(decider) = decider {
             registration.route.decided_by(decider);
         }
@@ -97,9 +104,19 @@ impl ExecServerClient {
             let Caller { timeout, .. } = client.inner.caller;
             let repeat = params.start_id.is_some();
             let caller = &client.inner.caller;
-            let result = caller.call_noting::<Start>(&params, Some(timeout), repeat);
+            let result = async {
+                if let Some(said) = said {
+                    match caller.first_answer::<Start>(said).await {
+                        // Asked for again, by its name.
+                        Err(ExecServerError::Interrupted { .. }) if repeat => {}
+                        answer => return answer,
+                    }
+                }
+                let answer = caller.call_noting::<Start>(&params, Some(timeout), repeat);
+                answer.await.map(|(started, _)| started)
+            };
             let started = match result.await {
-                Ok((started, _)) => started,
+                Ok(started) => started,
                 Err(error) => {
                     let may_have_started = matches!(
                         error,
@@ -188,7 +205,7 @@ pub struct AttachRequest {
 }
 
 /// A name that nobody else uses.
-fn unique() -> String {
+pub(crate) fn unique() -> String {
     uuid::Uuid::new_v4().to_string()
 }
 

@@ -88,6 +88,10 @@ impl Routes {
         }
     }
 
+    pub(crate) fn is_empty(&self) -> bool {
+        self.table().routes.is_empty()
+    }
+
     /// Fails every process, now and from now on.
     pub(crate) fn close(&self, reason: Arc<str>) {
         let routes: Vec<_> = {

@@ -132,24 +132,27 @@ impl Peer {
         Self::start(link, keepalive, handler, Calls::default())
     }
 
-    /// As [`Peer::new`], where the first call has been made already, as [`FIRST_CALL`].
-    pub fn after_first_call(
+    /// As [`Peer::new`], where so many calls have been made already, from [`FIRST_CALL`] on.
+    pub fn after_calls(
         link: Link,
         keepalive: KeepaliveConfig,
         handler: impl Handler,
-    ) -> (Self, FirstCall) {
-        let (sender, receiver) = oneshot::channel();
-        let calls = Calls {
-            waiting: HashMap::from([(FIRST_CALL, sender)]),
-            closed: None,
-        };
-        let peer = Self::start(link, keepalive, handler, calls);
-        (peer, FirstCall(receiver))
+        count: usize,
+    ) -> (Self, Vec<FirstCall>) {
+        let mut calls = Calls::default();
+        let mut first = Vec::with_capacity(count);
+        for id in (FIRST_CALL..).take(count) {
+            let (sender, receiver) = oneshot::channel();
+            calls.waiting.insert(id, sender);
+            first.push(FirstCall(receiver));
+        }
+        (Self::start(link, keepalive, handler, calls), first)
     }
 
     fn start(link: Link, keepalive: KeepaliveConfig, handler: impl Handler, calls: Calls) -> Self {
         let pings = link.has_pings();
-        let next_id = FIRST_CALL + i64::from(!calls.waiting.is_empty());
+        let made = i64::try_from(calls.waiting.len()).unwrap_or(i64::MAX);
+        let next_id = FIRST_CALL.saturating_add(made);
         let shared = Arc::new(Shared {
             outgoing: tokio::sync::Mutex::new(link.outgoing),
             calls: Mutex::new(calls),
@@ -263,12 +266,11 @@ impl Peer {
     /// Asks for something whose answer nobody waits for, and ends the connection.
     pub async fn close_with<M: Method>(&self, params: &M::Params, reason: &str) {
         let id = RequestId::Number(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        let mut request = Vec::new();
         // The connection ends either way.
-        let _ = self
-            .shared
-            .send(|out| envelope::encode_request(out, &id, M::NAME, params))
+        let encoded = envelope::encode_request(&mut request, &id, M::NAME, params);
+        self.close_after(encoded.ok().map(|()| request), reason)
             .await;
-        self.close(reason).await;
     }
 
     /// Sends a notification.
@@ -291,10 +293,18 @@ impl Peer {
 
     /// Ends the connection: fails all calls, says farewell and sends nothing more.
     pub async fn close(&self, reason: &str) {
+        self.close_after(None, reason).await;
+    }
+
+    /// Ends the connection with a last message, which leaves together with the farewell.
+    async fn close_after(&self, last: Option<Vec<u8>>, reason: &str) {
         self.shared.close(reason.into());
         /// The websocket code of a normal end.
         const NORMAL: u16 = 1000;
         let mut outgoing = self.shared.outgoing.lock().await;
+        if let Some(message) = last {
+            outgoing.push_encoded(message);
+        }
         outgoing.push_close(NORMAL);
         let _ = outgoing.shutdown().await;
     }

@@ -9,13 +9,15 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::Arc;
 
+use exec_server_protocol::PathUri;
+use exec_server_protocol::process::StartParams;
 use exec_server_transport::Secret;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, BufReader};
 use tokio::net::unix::pipe;
 use tokio::process::Command;
 use url::{Host, Url};
 
-use crate::backend::Reply;
+use crate::backend::{ExecBackend as _, Reply, StartedProcess};
 use crate::client::ExecServerClient;
 use crate::dial::Dialled;
 use crate::error::ExecServerError;
@@ -56,6 +58,24 @@ pub trait Connect: Send + Sync + fmt::Debug {
     /// When the machine cannot be reached or the handshake fails.
     fn connect(&self) -> Reply<'_, ExecServerClient>;
 
+    /// Opens a session and starts a process in it, with as few round trips as there can be.
+    ///
+    /// # Errors
+    ///
+    /// When the machine cannot be reached or the handshake fails.
+    fn connect_and_start(&self, params: StartParams) -> Reply<'_, StartedThere> {
+        Box::pin(async move {
+            let client = self.connect().await?;
+            let started = client.start(params).await;
+            Ok((client, started))
+        })
+    }
+
+    /// Where processes run there that do not say where, if that is known without asking.
+    fn directory(&self) -> Option<PathUri> {
+        None
+    }
+
     /// Where it leads, for people to read; never a secret.
     fn target(&self) -> String;
 
@@ -75,6 +95,9 @@ pub trait Connect: Send + Sync + fmt::Debug {
         None
     }
 }
+
+/// A session, and what became of a process that was to be started in it.
+pub type StartedThere = (ExecServerClient, Result<StartedProcess, ExecServerError>);
 
 /// When an environment connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -137,7 +137,7 @@ impl SshHost {
 
     /// Sees that there is a master.
     pub(super) async fn master(&self) -> Result<(), SshError> {
-        if self.control("check", None).await {
+        if self.has_master().await {
             return Ok(());
         }
         // It is gone, or it answers nobody.
@@ -178,6 +178,11 @@ impl SshHost {
         // The master may still hold the one that was removed.
         self.control("cancel", Some(&pair)).await;
         self.control("forward", Some(&pair)).await
+    }
+
+    /// Whether there is a master that answers.
+    pub(super) async fn has_master(&self) -> bool {
+        self.control("check", None).await
     }
 
     /// Asks something of the master itself.

@@ -17,12 +17,14 @@ mod target;
 mod url;
 
 use std::fmt;
-use std::io;
+use std::io::{self, Read as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use exec_server_protocol::PathUri;
 use exec_server_transport::{ConnectError, ConnectOptions, Link, connect_over};
 use sha2::{Digest as _, Sha256};
 use tokio::net::UnixStream;
@@ -30,7 +32,7 @@ use tokio::sync::OnceCell;
 
 use crate::backend::BoxFuture;
 use crate::client::ExecServerClient;
-use crate::dial::{Dial, DialError, Dialled};
+use crate::dial::{Dial, DialError, Dialled, FirstWords};
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
 
@@ -41,6 +43,9 @@ pub use url::{SshUrl, SshUrlError};
 /// How long a master that is still there may take to carry the first answer before another one
 /// takes its place: a network that has changed lets old connections hang.
 const WARM_PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long after an answer the next one is as good as certain.
+const FRESH: Duration = Duration::from_secs(30);
 
 /// Whoever is told what takes long, and what is not as it should be.
 pub type NoticeFn = Arc<dyn Fn(&str) + Send + Sync>;
@@ -216,6 +221,15 @@ pub enum SshError {
         /// What was said there.
         reason: String,
     },
+    /// Everything was there a moment ago, and does not answer now.
+    #[error(
+        "{url} was there a moment ago and does not answer now: whether the command was started is \
+         not known"
+    )]
+    Unclear {
+        /// Where.
+        url: String,
+    },
     /// The daemon there does not answer as it should.
     #[error(transparent)]
     Link(#[from] ConnectError),
@@ -259,6 +273,8 @@ struct Inner {
     lock: PathBuf,
     /// Leads to the daemon.
     socket: PathBuf,
+    /// Where the daemon runs commands unless they say otherwise; as old as its last answer.
+    remembered: PathBuf,
     /// What to install; read when it is needed first.
     binary: OnceCell<install::Binary>,
     /// There has been a connection: nobody sits at a terminal waiting for the next one.
@@ -290,6 +306,7 @@ impl SshHost {
             control: file(".ctl"),
             lock: file(".lock"),
             socket: file(&format!("-{}.sock", &build[..8])),
+            remembered: file(&format!("-{}.cwd", &build[..8])),
             binary: OnceCell::new(),
             connected: AtomicBool::new(false),
             options,
@@ -322,16 +339,34 @@ impl SshHost {
     ///
     /// When the machine cannot be reached or used. The error says what ssh said.
     pub async fn dial(&self) -> Result<Link, SshError> {
-        self.dial_or_say(&[]).await.map(|(link, _)| link)
+        let dialled = self.dial_or_say(&[], true).await;
+        dialled.map(|(link, _)| link)
     }
 
     /// As [`SshHost::dial`]; where everything is set up already, the messages leave with the request
     /// for the link. Whether they did.
-    async fn dial_or_say(&self, first: &[Vec<u8>]) -> Result<(Link, bool), SshError> {
+    async fn dial_or_say(
+        &self,
+        first: &[Vec<u8>],
+        repeatable: bool,
+    ) -> Result<(Link, bool), SshError> {
         let dialled = match self.inner.options.share {
             true => match self.warm(first).await {
                 Ok(link) => (link, !first.is_empty()),
-                Err(_) => (self.dial_shared().await?, false),
+                Err(unready) => {
+                    let heard = match unready {
+                        Unready::Cold => false,
+                        // A daemon answers before it does anything else, so it has heard nothing,
+                        // unless the way back is gone.
+                        Unready::Lost => !self.has_master().await,
+                        Unready::Hung { heard } => heard,
+                    };
+                    if heard && !repeatable {
+                        let url = self.name();
+                        return Err(SshError::Unclear { url });
+                    }
+                    (self.dial_shared().await?, false)
+                }
             },
             // One ssh for this link alone.
             false => (self.stdio().await?, false),
@@ -345,8 +380,8 @@ impl SshHost {
         // Whoever held the lock may have done it all.
         match self.warm(&[]).await {
             Ok(link) => return Ok(link),
-            Err(Unready::Cold) => {}
-            Err(Unready::Hangs) => self.end_master().await,
+            Err(Unready::Cold | Unready::Lost) => {}
+            Err(Unready::Hung { .. }) => self.end_master().await,
         }
         self.master().await?;
         let place = self.daemon().await?;
@@ -366,13 +401,52 @@ impl SshHost {
         let Ok(stream) = UnixStream::connect(&self.inner.socket).await else {
             return Err(Unready::Cold);
         };
+        let held = stream.as_fd().try_clone_to_owned();
         let (reader, writer) = stream.into_split();
         let mut options = ConnectOptions::default();
         options.timeout = WARM_PATIENCE;
         match connect_over(&self.url().to_string(), &options, first, reader, writer).await {
             Ok(link) => Ok(link),
-            Err(ConnectError::Timeout { .. }) => Err(Unready::Hangs),
-            Err(_) => Err(Unready::Cold),
+            Err(ConnectError::Timeout { .. }) => {
+                let heard = match held {
+                    Ok(held) => end_by_force(&held).await,
+                    Err(_) => true,
+                };
+                Err(Unready::Hung { heard })
+            }
+            Err(_) => Err(Unready::Lost),
+        }
+    }
+
+    /// The directory of commands that do not say where, if there was an answer a moment ago: it is
+    /// that of the daemon, and stays as long as it.
+    pub(crate) fn remembered(&self) -> Option<PathUri> {
+        let (text, age) = self.last_answer()?;
+        let fresh = age <= FRESH && self.inner.options.share;
+        fresh.then(|| PathUri::parse(&text).ok()).flatten()
+    }
+
+    /// The directory that was told last, and how long ago.
+    fn last_answer(&self) -> Option<(String, Duration)> {
+        let mut file = std::fs::File::open(&self.inner.remembered).ok()?;
+        let age = file.metadata().ok()?.modified().ok()?.elapsed().ok()?;
+        let mut text = String::new();
+        file.read_to_string(&mut text).ok()?;
+        Some((text, age))
+    }
+
+    /// There was an answer.
+    pub(crate) async fn remember(&self, client: &ExecServerClient) {
+        let info = client.environment_info().await.ok();
+        let Some(cwd) = info.and_then(|info| info.cwd.as_ref()) else {
+            return;
+        };
+        let cwd = cwd.to_string();
+        // Writing takes longer than all else here, so it is not done for every command.
+        match self.last_answer() {
+            Some((text, age)) if text == cwd && age < FRESH / 4 => {}
+            // Only helps the next one: it does without if it has to.
+            _ => drop(std::fs::write(&self.inner.remembered, cwd)),
         }
     }
 
@@ -395,13 +469,17 @@ impl SshHost {
 
 impl Dial for SshHost {
     fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
-        self.dial_saying(Vec::new())
+        self.dial_saying(FirstWords {
+            messages: Vec::new(),
+            repeatable: true,
+        })
     }
 
-    fn dial_saying(&self, first: Vec<Vec<u8>>) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
+    fn dial_saying(&self, first: FirstWords) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
         Box::pin(async move {
             let again = self.inner.connected.load(Ordering::Relaxed);
-            match self.dial_or_say(&first).await {
+            let dialled = self.dial_or_say(&first.messages, first.repeatable);
+            match dialled.await {
                 Ok((link, said)) => Ok(Dialled {
                     said,
                     ..link.into()
@@ -415,10 +493,43 @@ impl Dial for SshHost {
 
 /// Why what is set up already does not do.
 enum Unready {
-    /// Nothing is there, or what it leads to is gone.
+    /// Nothing is there.
     Cold,
-    /// Something is there and carries nothing.
-    Hangs,
+    /// What it leads to is gone, or has gone.
+    Lost,
+    /// Something was there and carried nothing; whether it may have passed on what was said.
+    Hung { heard: bool },
+}
+
+/// Ends the master behind a socket, which carries nothing any more: whether it may have passed on what
+/// was written to it. What it had not taken is gone with it, and shows as a reset.
+async fn end_by_force(socket: &OwnedFd) -> bool {
+    /// How long a process may take to be gone.
+    const PATIENCE: Duration = Duration::from_secs(1);
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::net::{RecvFlags, recv, sockopt};
+        // Of whoever listens, and is thus there.
+        let Ok(peer) = sockopt::socket_peercred(socket) else {
+            return true;
+        };
+        if rustix::process::kill_process(peer.pid, rustix::process::Signal::KILL).is_err() {
+            return true;
+        }
+        let end = tokio::time::Instant::now() + PATIENCE;
+        while tokio::time::Instant::now() < end {
+            match recv(socket, &mut [0; 1], RecvFlags::DONTWAIT) {
+                Err(rustix::io::Errno::CONNRESET) => return false,
+                Err(rustix::io::Errno::AGAIN) => {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                _ => return true,
+            }
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = (socket, PATIENCE);
+    true
 }
 
 /// A name for things that belong together.

@@ -1,9 +1,12 @@
 //! A machine behind ssh, as a way to reach an environment.
 
+use exec_server_protocol::PathUri;
+use exec_server_protocol::process::StartParams;
+
 use super::{SshHost, SshOptions};
 use crate::backend::Reply;
 use crate::client::ExecServerClient;
-use crate::environment::connect::{Connect, ENVIRONMENT_CLIENT_NAME, Start};
+use crate::environment::connect::{Connect, ENVIRONMENT_CLIENT_NAME, Start, StartedThere};
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;
 
@@ -34,8 +37,25 @@ impl Connect for SshTarget {
     fn connect(&self) -> Reply<'_, ExecServerClient> {
         Box::pin(async move {
             let host = SshHost::new(self.ssh.clone())?;
-            host.connect(self.options.clone()).await
+            let client = host.connect(self.options.clone()).await?;
+            host.remember(&client).await;
+            Ok(client)
         })
+    }
+
+    fn connect_and_start(&self, params: StartParams) -> Reply<'_, StartedThere> {
+        Box::pin(async move {
+            let host = SshHost::new(self.ssh.clone())?;
+            let options = self.options.clone();
+            let started = ExecServerClient::connect_and_start(host.clone(), options, params);
+            let (client, started) = started.await?;
+            host.remember(&client).await;
+            Ok((client, started))
+        })
+    }
+
+    fn directory(&self) -> Option<PathUri> {
+        SshHost::new(self.ssh.clone()).ok()?.remembered()
     }
 
     fn target(&self) -> String {

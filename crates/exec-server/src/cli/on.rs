@@ -8,14 +8,17 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 #[cfg(feature = "mcp")]
 use exec_server_client::environment::Environment;
-use exec_server_client::environment::connect::{Connect, from_url};
+use exec_server_client::environment::connect::{Connect, StartedThere, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
 use exec_server_client::fs::uri;
 use exec_server_client::map::PathMap;
 use exec_server_client::registry::RegistryUrl;
-use exec_server_client::{ExecServerClient, ExecutorFileSystem as _, RemoteExecServerConnectArgs};
+use exec_server_client::{
+    ExecServerClient, ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
+};
+use exec_server_protocol::process::StartParams;
 
 use super::args::ServerArgs;
 use super::settings::variable;
@@ -95,6 +98,23 @@ impl There {
         })
     }
 
+    /// Where a command would run that is to run in `given`, if that is known without asking, and
+    /// whether it was said; else it is so as far as is known.
+    pub(super) fn known_directory(&self, given: Option<&Path>) -> Option<(PathBuf, bool)> {
+        // Also tells that there was an answer a moment ago.
+        let believed = self.connect.directory()?.to_native().ok()?;
+        match given.or(self.directory.as_deref()) {
+            _ if self.roots.is_some() => None,
+            Some(said) => said.is_absolute().then(|| (said.to_owned(), true)),
+            None => Some((believed, false)),
+        }
+    }
+
+    /// Opens a session and starts a process in it, with as few round trips as there can be.
+    pub(super) async fn start(&self, params: StartParams) -> anyhow::Result<StartedThere> {
+        self.named(self.connect.connect_and_start(params).await)
+    }
+
     /// As a value that connects when it is used, and again when it was lost.
     #[cfg(feature = "mcp")]
     pub(super) fn environment(&self) -> Environment {
@@ -103,7 +123,10 @@ impl There {
 
     /// Opens a session.
     pub(super) async fn connect(&self) -> anyhow::Result<ExecServerClient> {
-        let session = self.connect.connect().await;
+        self.named(self.connect.connect().await)
+    }
+
+    fn named<T>(&self, session: Result<T, ExecServerError>) -> anyhow::Result<T> {
         // A URL is named by the error itself.
         if self.name.contains("://") {
             return Ok(session?);

@@ -1,7 +1,7 @@
 //! `exec-server run`: a command somewhere, as if it ran in this terminal.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -43,15 +43,26 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
         }
     };
     let outcome = runtime.block_on(execute(args));
-    // A thread may still wait for a key; it must not keep us.
-    runtime.shutdown_background();
     match outcome {
-        Ok(code) => ExitCode::from(code),
+        // There is nothing left to be done, and taking everything apart takes its time.
+        Ok(Ended { left: true, .. }) => std::mem::forget(runtime),
+        // A thread may still wait for a key; it must not keep us.
+        _ => runtime.shutdown_background(),
+    }
+    match outcome {
+        Ok(ended) => ExitCode::from(ended.code),
         Err(error) => {
             complain(&error);
             ExitCode::from(failure_code(&error))
         }
     }
+}
+
+/// What became of a command.
+struct Ended {
+    code: u8,
+    /// Its session was left: nothing of it, or of the connection, is ours any more.
+    left: bool,
 }
 
 /// The exit code for something that kept the command from running.
@@ -118,20 +129,64 @@ impl Place {
     }
 }
 
-async fn execute(args: RunArgs) -> anyhow::Result<u8> {
-    let place = Place::new(on::resolve(&args.server)?).await?;
+async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
     let tty = args.tty || (!args.no_tty && terminal::is_interactive());
-    let params = params(&args, &place, tty).await?;
-    let feeds = params.pipe_stdin;
-    // Before the start, so that none is missed; they are for the command from now on.
-    let mut signals = Signals::new()?;
+    let keys = Arc::new(Keys::default());
+    let Begun {
+        place,
+        process,
+        feeds,
+        mut signals,
+    } = match begin(&args, tty, &keys).await? {
+        Ok(begun) => begun,
+        Err(code) => return Ok(Ended { code, left: false }),
+    };
     if let Place::There { client, .. } = &place {
         // Ends with the client.
         tokio::spawn(tell_of(client.states()));
     }
-    let keys = Arc::new(Keys::default());
+    let raw = if tty { terminal::Raw::enter()? } else { None };
+    let outcome = attend(process, &mut signals, (tty, feeds), keys).await;
+    drop(raw);
+    let mut left = false;
+    if let Place::There { client, .. } = &place
+        && client.supports("session/end").await.unwrap_or(false)
+    {
+        // Whatever the command left behind ends here, as it would with a terminal.
+        left = client.leave().await.is_ok();
+    }
+    if left {
+        std::mem::forget(place);
+    }
+    let code = outcome?;
+    Ok(Ended { code, left })
+}
+
+/// A command that was started.
+struct Begun {
+    place: Place,
+    process: Arc<dyn ExecProcess>,
+    /// Our input is to be passed on.
+    feeds: bool,
+    signals: Signals,
+}
+
+/// Starts the command; the exit code if we were told to stop before.
+async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Result<Begun, u8>> {
+    let resolved = on::resolve(&args.server)?;
+    if let on::Place::There(there) = &resolved
+        && !args.network.net_ask
+        && let Some((cwd, said)) = there.known_directory(args.cwd.as_deref())
+    {
+        return begin_at_once(args, there, &cwd, said, tty).await;
+    }
+    let place = Place::new(resolved).await?;
+    let params = params(args, &cwd(args, &place).await?, tty)?;
+    let feeds = params.pipe_stdin;
+    // Before the start, so that none is missed; they are for the command from now on.
+    let signals = Signals::new()?;
     let started = if args.network.net_ask {
-        let asker = Arc::new(Asker::new(Arc::clone(&keys))?);
+        let asker = Arc::new(Asker::new(Arc::clone(keys))?);
         let backend = place.backend();
         backend
             .start_with_network_policy_decider(params, asker)
@@ -139,16 +194,54 @@ async fn execute(args: RunArgs) -> anyhow::Result<u8> {
     } else {
         place.backend().start(params).await?
     };
-    let raw = if tty { terminal::Raw::enter()? } else { None };
-    let outcome = attend(started.process, &mut signals, (tty, feeds), keys).await;
-    drop(raw);
-    if let Place::There { client, .. } = place
-        && client.supports("session/end").await.unwrap_or(false)
-    {
-        // Whatever the command left behind ends here, as it would with a terminal.
-        let _ = client.leave().await;
+    Ok(Ok(Begun {
+        place,
+        process: started.process,
+        feeds,
+        signals,
+    }))
+}
+
+/// The same with the first words to a machine, where all that it takes is known; unless it was `said`
+/// where the command is to run, that is only believed.
+async fn begin_at_once(
+    args: &RunArgs,
+    there: &on::There,
+    cwd: &Path,
+    said: bool,
+    tty: bool,
+) -> anyhow::Result<Result<Begun, u8>> {
+    let mut params = params(args, cwd, tty)?;
+    let (feeds, believed) = (params.pipe_stdin, params.cwd.clone());
+    let mut signals = Signals::new()?;
+    let (client, mut started) = tokio::select! {
+        begun = there.start(params.clone()) => begun?,
+        code = signals.end() => return Ok(Err(code)),
+    };
+    let real = client.environment_info().await.ok();
+    let real = real.and_then(|info| info.cwd.clone());
+    if let Some(real) = real.filter(|real| !said && *real != believed) {
+        match &started {
+            Ok(_) => eprintln!("exec-server: the command runs in {believed}; the next in {real}"),
+            Err(_) => {
+                params.cwd = real;
+                started = client.start(params).await;
+            }
+        }
     }
-    outcome
+    let process = started?.process;
+    let place = Place::There {
+        backend: Arc::new(client.clone()),
+        client,
+        mapped: false,
+        directory: None,
+    };
+    Ok(Ok(Begun {
+        place,
+        process,
+        feeds,
+        signals,
+    }))
 }
 
 /// Says when the connection is lost and when it is back; its final loss is the command's to tell.
@@ -164,8 +257,9 @@ async fn tell_of(mut states: ConnectionStates) {
     }
 }
 
-async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<StartParams> {
-    let cwd = match (&args.cwd, place) {
+/// Where the command is to run.
+async fn cwd(args: &RunArgs, place: &Place) -> anyhow::Result<PathBuf> {
+    Ok(match (&args.cwd, place) {
         (Some(cwd), Place::Here(_) | Place::There { mapped: true, .. }) => {
             std::path::absolute(cwd)?
         }
@@ -192,7 +286,10 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
                 cwd.unwrap_or_else(|| PathBuf::from("/"))
             }
         },
-    };
+    })
+}
+
+fn params(args: &RunArgs, cwd: &Path, tty: bool) -> anyhow::Result<StartParams> {
     let mut env = BTreeMap::new();
     if tty && let Ok(term) = std::env::var("TERM") {
         env.insert("TERM".to_owned(), term);
@@ -210,7 +307,7 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
         }
         env.insert(name.to_owned(), value);
     }
-    let sandbox = sandbox::of(&args.sandbox, &cwd)?;
+    let sandbox = sandbox::of(&args.sandbox, cwd)?;
     let network_proxy = network::of(&args.network);
     Ok(StartParams {
         sandbox,
@@ -218,7 +315,7 @@ async fn params(args: &RunArgs, place: &Place, tty: bool) -> anyhow::Result<Star
         network_proxy,
         process_id: format!("run-{}", std::process::id()),
         argv: args.command.clone(),
-        cwd: PathUri::from_native(&cwd)?,
+        cwd: PathUri::from_native(cwd)?,
         env,
         env_policy: Some(EnvPolicy {
             inherit: Inherit::All,
@@ -256,6 +353,17 @@ impl Signals {
             hangup: signal(SignalKind::hangup())?,
             resize: signal(SignalKind::window_change())?,
         })
+    }
+
+    /// Waits until we are told to stop; what to exit with.
+    async fn end(&mut self) -> u8 {
+        let kind = tokio::select! {
+            _ = self.interrupt.recv() => SignalKind::interrupt(),
+            _ = self.quit.recv() => SignalKind::quit(),
+            _ = self.terminate.recv() => SignalKind::terminate(),
+            _ = self.hangup.recv() => SignalKind::hangup(),
+        };
+        128 + u8::try_from(kind.as_raw_value()).unwrap_or(0)
     }
 }
 

@@ -82,11 +82,46 @@ async fn a_connection_that_hangs_is_replaced() {
     for pid in &masters {
         proc::signal(u32::try_from(*pid).unwrap(), Signal::STOP);
     }
-    let (out, err, code) = seen(lab.run(&[], &["echo", "again"])).await;
-    for pid in &masters {
-        proc::signal(u32::try_from(*pid).unwrap(), Signal::KILL);
-    }
+    let log = lab.sshd.home().join("log");
+    let script = format!("echo once >> '{}'; echo again", log.display());
+    let (out, err, code) = seen(lab.run(&[], &["sh", "-c", &script])).await;
     assert_eq!((out.as_str(), code), ("again\n", 0), "{err}");
+    // Nobody is left who could still pass on what the first was told.
+    assert!(lab.sshd.masters().iter().all(|pid| !masters.contains(pid)));
+    assert_eq!(fs::read_to_string(log).unwrap(), "once\n");
+}
+
+#[tokio::test]
+async fn a_command_that_may_run_is_not_started_again() {
+    let lab = Lab::new();
+    assert_eq!(seen(lab.run(&[], &["true"])).await.2, 0);
+    let daemon = u32::try_from(lab.daemon_pid()).unwrap();
+    proc::signal(daemon, Signal::STOP);
+    let log = lab.sshd.home().join("log");
+    let script = format!("echo once >> '{}'", log.display());
+    let (_, err, code) = seen(lab.run(&[], &["sh", "-c", &script])).await;
+    proc::signal(daemon, Signal::CONT);
+    assert_eq!(code, 125, "{err}");
+    assert!(err.contains("is not known"), "{err}");
+    // It was heard in the end, and nobody has said it twice.
+    let (out, err, code) = seen(lab.run(&[], &["sh", "-c", "cat; echo on"])).await;
+    assert_eq!((out.as_str(), code), ("on\n", 0), "{err}");
+    let times = fs::read_to_string(log).unwrap_or_default();
+    assert!(times.is_empty() || times == "once\n", "{times}");
+}
+
+#[tokio::test]
+async fn a_daemon_that_was_stopped_is_started_again() {
+    let lab = Lab::new();
+    assert_eq!(seen(lab.run(&[], &["true"])).await.2, 0);
+    let before = lab.daemon_pid();
+    let mut stop = lab.program();
+    stop.args(["daemon", "--stop", "--directory"])
+        .arg(lab.place());
+    assert_eq!(seen(stop).await.2, 0);
+    let (out, err, code) = seen(lab.run(&[], &["echo", "again"])).await;
+    assert_eq!((out.as_str(), code), ("again\n", 0), "{err}");
+    assert_ne!(lab.daemon_pid(), before);
 }
 
 /// A command that says one number after another, waits in the middle to be let on, and says the

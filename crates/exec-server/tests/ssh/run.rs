@@ -38,6 +38,57 @@ async fn the_next_command_finds_everything_ready() {
     assert_eq!(log.matches("Starting session").count(), sessions);
 }
 
+/// What is remembered of a machine from one command to the next.
+fn remembered(lab: &Lab) -> PathBuf {
+    let files = tree(&lab.sshd.path().join("run"));
+    let mut found = files
+        .iter()
+        .filter(|path| path.extension() == Some("cwd".as_ref()));
+    found
+        .next()
+        .expect("the directory to be remembered")
+        .clone()
+}
+
+#[tokio::test]
+async fn a_command_is_started_with_the_first_words_where_it_was_before() {
+    let lab = Lab::new();
+    let home = format!("{}\n", lab.sshd.home().display());
+    for _ in 0..3 {
+        assert_eq!(
+            seen(lab.run(&[], &["pwd"])).await,
+            (home.clone(), String::new(), 0)
+        );
+    }
+    let (out, err, code) = seen(lab.run(&["--cwd", "/usr"], &["pwd"])).await;
+    assert_eq!((out.as_str(), code), ("/usr\n", 0), "{err}");
+    let (_, err, code) = seen(lab.run(&[], &["no-such-program"])).await;
+    assert_eq!(code, 127, "{err}");
+    let (_, err, code) = seen(lab.run(&["--cwd", "/no/such"], &["pwd"])).await;
+    assert!(code == 125 && err.contains("`/no/such`"), "{err}");
+    // What is not so any more is noticed.
+    fs::write(remembered(&lab), "file:///no/such").unwrap();
+    let (out, err, code) = seen(lab.run(&[], &["pwd"])).await;
+    assert_eq!((out, code), (home.clone(), 0), "{err}");
+    fs::write(remembered(&lab), "file:///usr").unwrap();
+    let (out, err, code) = seen(lab.run(&[], &["pwd"])).await;
+    assert_eq!((out.as_str(), code), ("/usr\n", 0), "{err}");
+    assert!(
+        err.contains("file:///usr") && err.contains(home.trim()),
+        "{err}"
+    );
+    let (out, err, code) = seen(lab.run(&[], &["pwd"])).await;
+    assert_eq!((out, err.as_str(), code), (home.clone(), "", 0));
+    fs::write(remembered(&lab), "nonsense").unwrap();
+    assert_eq!(seen(lab.run(&[], &["pwd"])).await.0, home);
+    // Input and its end go where they went before.
+    let output = output_of(lab.run(&[], &["cat"]), b"in").await;
+    assert_eq!(
+        (&output.stdout[..], output.status.code()),
+        (&b"in"[..], Some(0))
+    );
+}
+
 #[tokio::test]
 async fn many_at_once_share_one_connection() {
     let lab = Lab::new();
