@@ -18,7 +18,7 @@ use crate::scenario::Name;
 pub(crate) struct Args {
     /// Command of the server under test; `--listen ws://127.0.0.1:0` is appended
     ///
-    /// [default: `exec-server` beside this program]
+    /// [default: a copy of `exec-server` beside this program]
     #[arg(long, value_name = "CMD")]
     pub(crate) server: Option<String>,
     /// Command of another server that speaks the same wire, measured side by side

@@ -16,6 +16,7 @@ mod stats;
 mod wire;
 
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context as _;
@@ -66,7 +67,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let own = std::env::current_exe().context("cannot find this program")?;
     let server = match &args.server {
         Some(text) => CommandLine::parse(text)?,
-        None => CommandLine::program(&own.with_file_name("exec-server")),
+        None => CommandLine::program(&installed(&own.with_file_name("exec-server"))?),
     };
     let mut sides = vec![Side {
         name: "server",
@@ -111,6 +112,20 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         ExitCode::SUCCESS
     })
+}
+
+/// A program as it is when it was installed, by being copied: what a linker has written is in memory
+/// in single pages, until it is read from the disk again, and each start would have to deal with each
+/// of them.
+fn installed(program: &Path) -> anyhow::Result<PathBuf> {
+    // Beside it, where everybody can run it who can run that.
+    let directory = program.with_file_name("installed");
+    let (copy, new) = (directory.join("exec-server"), directory.join("new"));
+    let copied = std::fs::create_dir_all(&directory)
+        .and_then(|()| std::fs::copy(program, &new))
+        .and_then(|_| std::fs::rename(&new, &copy));
+    copied.with_context(|| format!("cannot copy {} to {}", program.display(), copy.display()))?;
+    Ok(copy)
 }
 
 /// Hundreds of processes and connections need descriptors, here and in the server that inherits
