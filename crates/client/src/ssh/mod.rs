@@ -428,10 +428,12 @@ impl SshHost {
 
     /// The directory that was told last, and how long ago.
     fn last_answer(&self) -> Option<(String, Duration)> {
-        let mut file = std::fs::File::open(&self.inner.remembered).ok()?;
+        /// No directory has a longer name, however it is written.
+        const MAX_BYTES: u64 = 16 * 1024;
+        let file = std::fs::File::open(&self.inner.remembered).ok()?;
         let age = file.metadata().ok()?.modified().ok()?.elapsed().ok()?;
         let mut text = String::new();
-        file.read_to_string(&mut text).ok()?;
+        file.take(MAX_BYTES).read_to_string(&mut text).ok()?;
         Some((text, age))
     }
 
@@ -509,18 +511,22 @@ async fn end_by_force(socket: &OwnedFd) -> bool {
     #[cfg(target_os = "linux")]
     {
         use rustix::net::{RecvFlags, recv, sockopt};
-        // Of whoever listens, and is thus there.
+        use rustix::process::{Signal, kill_process};
+        // Of whoever listens; while nothing has come, it is there.
         let Ok(peer) = sockopt::socket_peercred(socket) else {
             return true;
         };
-        if rustix::process::kill_process(peer.pid, rustix::process::Signal::KILL).is_err() {
-            return true;
-        }
+        let mut killed = false;
         let end = tokio::time::Instant::now() + PATIENCE;
         while tokio::time::Instant::now() < end {
             match recv(socket, &mut [0; 1], RecvFlags::DONTWAIT) {
                 Err(rustix::io::Errno::CONNRESET) => return false,
                 Err(rustix::io::Errno::AGAIN) => {
+                    if !killed {
+                        killed = true;
+                        // Another program may have been faster, which shows here as well.
+                        let _ = kill_process(peer.pid, Signal::KILL);
+                    }
                     tokio::time::sleep(Duration::from_millis(5)).await;
                 }
                 _ => return true,
