@@ -27,9 +27,9 @@ use crate::router::local::reset;
 use crate::router::{HoldingUp, Kind, Outcome, Uplink};
 use crate::tenants::Meter;
 
-/// Bytes taken from the mailbox at a time: enough for one write, and little enough that what comes
-/// up meanwhile does not wait long.
-const BATCH_BYTES: usize = 64 << 10;
+/// Bytes taken from the mailbox at a time: enough for one write of a few long frames, as each wakes
+/// the peer, and little enough that what comes up meanwhile does not wait long.
+const BATCH_BYTES: usize = 128 << 10;
 
 /// How long a write may make no progress. Shorter than what peers wait for the answer to a ping, so
 /// that those who wait for a stuck executor hear of it in time.

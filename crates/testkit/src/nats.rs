@@ -184,7 +184,7 @@ impl Nats {
         let log = std::fs::File::create(self.directory.path().join("log")).expect("a log");
         let mut command = Command::new(program);
         if self.tuned {
-            command.env("GOGC", "400");
+            command.env("GOGC", "400").env("GOMAXPROCS", "1");
         }
         let child = command
             .arg("-c")

@@ -31,9 +31,10 @@ use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 use crate::turn;
 
-/// Frames are taken from the endpoint until they are this many bytes: many short ones, or a single
-/// long one, so that what comes up meanwhile does not wait long.
-const BATCH_BYTES: usize = 32 << 10;
+/// Frames are taken from the endpoint until they are this many bytes: many short ones, or three long
+/// ones. Each write wakes the next process on the way, and those are several; more at once would
+/// keep what comes up meanwhile waiting for too long.
+const BATCH_BYTES: usize = 128 << 10;
 
 /// How long one write may take.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
