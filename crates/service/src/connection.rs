@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -527,11 +528,17 @@ impl Reader {
             // Nothing is read while there is no room for its answer; nothing is dropped. But what
             // the client was asked itself must not wait for what it asks.
             let pending = self.connection.asks.is_pending();
+            if closed.is_cancelled() {
+                return End::Lost;
+            }
+            if closing.is_cancelled() {
+                return End::Told;
+            }
             let slot = tokio::select! {
                 biased;
+                slot = next_slot(&self.connection) => slot,
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
-                slot = next_slot(&self.connection) => slot,
                 event = self.incoming.recv(), if pending && self.ahead.has_room() => {
                     let event = match event {
                         Ok(Some(Event::Message(text))) => {
@@ -562,6 +569,7 @@ impl Reader {
                 return End::Eof;
             }
             let event = tokio::select! {
+                biased;
                 event = self.incoming.recv_shared() => event,
                 () = closed.cancelled() => return End::Lost,
                 () = closing.cancelled() => return End::Told,
@@ -579,6 +587,9 @@ impl Reader {
                     if turn >= TURN_BYTES {
                         turn = 0;
                         tokio::task::yield_now().await;
+                    } else if !self.incoming.has_more() {
+                        // An answer leaves before we make ready to wait for what comes next.
+                        go_behind().await;
                     }
                 }
                 event => {
@@ -627,8 +638,28 @@ fn answer(connection: &Connection, text: &str) -> bool {
     settled == Settled::Known
 }
 
+/// Lets those run first who were woken before, and does not ask the system for more of them.
+async fn go_behind() {
+    let mut asked = false;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut asked, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
+
 /// Waits for room for one more request and its answer.
 async fn next_slot(connection: &Connection) -> Option<OwnedSemaphorePermit> {
+    // Nearly always there is, and waiting for it takes longer than finding that.
+    if connection.outbox.has_room()
+        && !connection.backlog.is_full()
+        && let Ok(slot) = Arc::clone(&connection.slots).try_acquire_owned()
+    {
+        return Some(slot);
+    }
     connection.outbox.room().await;
     connection.backlog.room().await;
     // The semaphore is never closed.

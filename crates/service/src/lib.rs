@@ -3,6 +3,7 @@
 //! Owns who may talk to whom and in which order; translates between the wire and the executor.
 //! Knows no client.
 
+mod accept;
 mod asks;
 pub mod audit;
 pub mod auth;

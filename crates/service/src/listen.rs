@@ -19,6 +19,7 @@ use exec_server_transport::{Link, tcp};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
+use crate::accept::Knocking;
 use crate::auth::Identity;
 use crate::crowd::Place;
 use crate::guard::{Guard, Refusal};
@@ -271,9 +272,15 @@ impl Listener {
     /// Accepts connections until the server has shut down; while it does, they are told so.
     pub async fn serve(self, server: Server) {
         let ended = server.ended().clone();
+        let knocking = match &self.socket {
+            Socket::Tcp(listener) => Knocking::at(listener),
+            Socket::Unix(listener) => Knocking::at(listener),
+        };
+        // Without it there is nothing but asking.
+        let knocking = knocking.ok();
         loop {
             let accepted = tokio::select! {
-                accepted = self.accept(&server) => accepted,
+                accepted = self.accept(&server, knocking.as_ref()) => accepted,
                 () = ended.cancelled() => return,
             };
             // Who has come is more interested in an answer than in who comes next.
@@ -286,7 +293,10 @@ impl Listener {
         }
     }
 
-    async fn accept(&self, server: &Server) -> io::Result<()> {
+    async fn accept(&self, server: &Server, knocking: Option<&Knocking>) -> io::Result<()> {
+        if let Some(knocking) = knocking {
+            knocking.heard().await?;
+        }
         let (server, guard) = (server.clone(), Arc::clone(&self.guard));
         match &self.socket {
             Socket::Tcp(listener) => {

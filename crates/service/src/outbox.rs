@@ -127,11 +127,16 @@ impl Outbox {
         self.wake.notify_one();
     }
 
+    /// Whether there is room for answers.
+    pub(crate) fn has_room(&self) -> bool {
+        self.state().reply_bytes < HIGH_BYTES
+    }
+
     /// Waits until there is room for answers.
     pub(crate) async fn room(&self) {
         loop {
             let room = self.room.notified();
-            if self.state().reply_bytes < HIGH_BYTES {
+            if self.has_room() {
                 return;
             }
             room.await;

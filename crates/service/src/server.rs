@@ -381,12 +381,8 @@ impl Server {
             return Err(RpcError::invalid_request("the server is shutting down"));
         }
         let grace = self.grant(grace).unwrap_or(self.config().detach_grace);
-        let session = Arc::new(Session::new(
-            uuid::Uuid::new_v4().to_string(),
-            grace,
-            driver,
-            Snapshots::new(self.config().snapshot_time),
-        ));
+        let snapshots = Snapshots::new(self.config().snapshot_time);
+        let session = Arc::new(Session::new(grace, driver, snapshots));
         sessions.insert(session.id.clone(), Arc::clone(&session));
         self.inner.metrics.sessions.add(1);
         Ok((session, grace))

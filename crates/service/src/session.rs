@@ -193,11 +193,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Session {
-    pub(crate) fn new(id: String, grace: Duration, driver: Driver, snapshots: Snapshots) -> Self {
+    pub(crate) fn new(grace: Duration, driver: Driver, snapshots: Snapshots) -> Self {
+        let (id, resume_key) = new_names();
         let owner = driver.identity.clone();
         let state = State {
             driver: Some(driver),
-            resume_key: new_key(),
+            resume_key,
             attachments: 1,
             grace,
             ended: false,
@@ -497,6 +498,18 @@ impl Session {
 
 fn new_key() -> String {
     uuid::Uuid::new_v4().simple().to_string()
+}
+
+/// The id and the resume key of a session, with one call for their randomness.
+fn new_names() -> (String, String) {
+    let mut random = [0; 32];
+    getrandom::fill(&mut random).expect("the system has randomness");
+    let name = |half: &[u8]| {
+        let bytes = half.try_into().unwrap_or_default();
+        uuid::Builder::from_random_bytes(bytes).into_uuid()
+    };
+    let (id, key) = random.split_at(16);
+    (name(id).to_string(), name(key).simple().to_string())
 }
 
 /// Compares without telling by its time how much of it was right.

@@ -310,6 +310,11 @@ impl Incoming {
         }
     }
 
+    /// Whether something was read that was not asked for yet, whole or in part.
+    pub fn has_more(&self) -> bool {
+        self.start < self.buffer.len()
+    }
+
     /// As [`Incoming::recv`], for messages that are not text.
     ///
     /// # Errors

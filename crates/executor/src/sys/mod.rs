@@ -12,7 +12,7 @@ pub mod guardian;
 pub(crate) mod launch;
 pub mod memory;
 pub mod own;
-pub(crate) mod poll;
+pub mod poll;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
 pub mod socket;

@@ -11,7 +11,7 @@ use tokio::io::unix::AsyncFd;
 /// # Errors
 ///
 /// When the poller refuses it.
-pub(crate) fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+pub fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: the `OwnedFd` moves into the `AsyncFd` and always names the same open file, which is
     // closed only after it was deregistered; nothing here hands out mutable access to it.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
