@@ -1,5 +1,6 @@
 //! Finding that somebody waits to be let in.
 
+use std::future::poll_fn;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -26,17 +27,22 @@ impl Knocking {
     /// Waits until somebody is there. Cancel safe.
     pub(crate) async fn heard(&self) -> io::Result<()> {
         loop {
-            let mut ready = self.0.readable().await?;
-            let heard = ready.try_io(|listener| {
-                let mut one = [PollFd::new(listener, PollFlags::IN)];
-                match poll(&mut one, Some(&Timespec::default()))? {
-                    0 => Err(io::ErrorKind::WouldBlock.into()),
-                    _ => Ok(()),
-                }
+            let mut waited = false;
+            let ready = poll_fn(|cx| {
+                let ready = self.0.poll_read_ready(cx);
+                waited |= ready.is_pending();
+                ready
             });
-            if let Ok(heard) = heard {
-                return heard;
+            let mut ready = ready.await?;
+            // This is news; what was heard before may have been let in.
+            if waited {
+                return Ok(());
             }
+            let mut one = [PollFd::new(ready.get_inner(), PollFlags::IN)];
+            if poll(&mut one, Some(&Timespec::default()))? > 0 {
+                return Ok(());
+            }
+            ready.clear_ready();
         }
     }
 }

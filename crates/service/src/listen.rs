@@ -4,7 +4,7 @@ use std::fmt;
 use std::fs;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -16,6 +16,7 @@ use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::tls::{Pin, TlsServer};
 use exec_server_transport::{Link, tcp};
+use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
@@ -283,8 +284,11 @@ impl Listener {
                 accepted = self.accept(&server, knocking.as_ref()) => accepted,
                 () = ended.cancelled() => return,
             };
-            // Who has come is more interested in an answer than in who comes next.
-            tokio::task::yield_now().await;
+            // Who has come is more interested in answers than in who comes next; and the first two
+            // come quickly.
+            for _ in 0..2 {
+                tokio::task::yield_now().await;
+            }
             if let Err(error) = accepted {
                 // Out of descriptors, most likely: existing connections go on, and so do we.
                 tracing::warn!(%error, "cannot accept a connection");
@@ -371,6 +375,41 @@ fn remove_stale(path: &Path) -> io::Result<()> {
     }
 }
 
+/// A connection that may have said more than the runtime knows of.
+///
+/// A program on this machine that was woken by our answer may have gone on before we do. To look once
+/// is less than to prepare for waiting, and to be told.
+trait Glance {
+    /// What has come.
+    fn glance(&self) -> Vec<u8> {
+        Vec::new()
+    }
+}
+
+impl Glance for tokio::net::tcp::OwnedReadHalf {
+    fn glance(&self) -> Vec<u8> {
+        glance(self.as_ref())
+    }
+}
+
+impl Glance for tokio::net::unix::OwnedReadHalf {
+    fn glance(&self) -> Vec<u8> {
+        glance(self.as_ref())
+    }
+}
+
+/// What comes over TLS has to be decrypted first.
+impl<T> Glance for tokio::io::ReadHalf<T> {}
+
+/// What can be read from a socket, if anything; its end and errors are left for whoever reads next.
+fn glance(socket: impl AsFd) -> Vec<u8> {
+    let mut buffer = [0; 1024];
+    match recv(socket, &mut buffer, RecvFlags::DONTWAIT) {
+        Ok((read, _)) => buffer[..read].to_vec(),
+        Err(_) => Vec::new(),
+    }
+}
+
 /// Somebody at the door.
 struct Visitor {
     server: Server,
@@ -415,7 +454,7 @@ impl Visitor {
     /// Reads the HTTP request of a new connection and does what it asks for.
     async fn handle<R, W>(self, mut reader: R, mut writer: W)
     where
-        R: AsyncRead + Send + Unpin + 'static,
+        R: Glance + AsyncRead + Send + Unpin + 'static,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let limit = self.server.config().handshake_timeout;
@@ -442,7 +481,11 @@ impl Visitor {
                 // Encryption has a buffer of its own, hence the flush.
                 if writer.write_all(answer.as_bytes()).await.is_ok() && writer.flush().await.is_ok()
                 {
-                    let link = Link::websocket(Role::Server, reader, writer, head.rest);
+                    let mut rest = head.rest;
+                    if rest.is_empty() && self.address.is_none_or(|address| address.is_loopback()) {
+                        rest = reader.glance();
+                    }
+                    let link = Link::websocket(Role::Server, reader, writer, rest);
                     let Self {
                         server,
                         name,
