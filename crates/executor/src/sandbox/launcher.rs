@@ -37,7 +37,7 @@ use super::host::{self, Host};
 use super::plan::{Command, Confinement, Landlock, Listeners, Namespaces, Plan, Text};
 use super::standby::{self, Birth, Spare};
 use super::{Ledger, helper, view};
-use crate::sys::confine::{self, Fork, OneThread, Signals};
+use crate::sys::confine::{self, Fork, OneThread};
 use crate::sys::reap::Usage;
 
 /// The first argument of an executable that is to be a launcher.
@@ -234,6 +234,8 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     // Our memory is nobody's business.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let _ = rustix::thread::set_name(standby::NAME);
+    // Once for all that will be forked.
+    confine::default_signals(token);
     let mut spare = Spare::default();
     let mut networks = false;
     loop {
@@ -460,9 +462,10 @@ fn watch(
         }
         _ => {}
     }
-    // What is sent to the whole tree is for the command, which begins with none ignored; we only
-    // pass its end on.
-    confine::signals(token, Signals::Ignored);
+    // What is sent to the whole tree is for the command, which begins with none ignored and none held;
+    // we only pass its end on.
+    confine::default_signals(token);
+    confine::hold_signals(token);
     let first = match confine::fork(token, flags) {
         Ok(Fork::Child) => {
             drop(end);
@@ -579,16 +582,15 @@ fn first(
         Work::Command(command, _) => command,
         Work::Files(socket) => serve(confinement, &socket, report),
     };
-    let command = match confine::fork(token, 0) {
-        Ok(Fork::Child) => lead_session(token, command, &report),
-        Ok(Fork::Parent(pid)) => pid,
+    // Our memory is nobody's business; what the command becomes has its own.
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let command = match confine::lend(token, || lead_session(token, command, &report)) {
+        Ok(pid) => pid,
         Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
     };
     // Whoever listens waits for the command to let go of it.
     drop(report);
     confine::close_streams(token);
-    // Our memory is nobody's business.
-    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let mut status = None;
     loop {
         match rustix::process::wait(WaitOptions::empty()) {
@@ -757,7 +759,8 @@ fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
     };
     let candidates = strings(&command.candidates);
     let (argv, env) = (strings(&command.argv), strings(&command.env));
-    confine::signals(token, Signals::Default);
+    confine::default_signals(token);
+    confine::release_signals(token);
     confine::close_on_exec();
     tell(report, &Report::Started);
     let error = confine::execute(&candidates, &argv, &env);
