@@ -13,6 +13,8 @@ for_both! {
     what_cannot_be_run_is_a_start_error,
     arguments_and_environment_arrive,
     signals_reach_the_command,
+    signals_begin_as_they_are_by_themselves,
+    signals_for_others_change_nothing,
     stopping_and_continuing,
     a_terminal_has_job_control,
     interrupts_and_sizes_reach_a_terminal,
@@ -195,6 +197,48 @@ async fn signals_reach_the_command(user: User) {
     let params = json!({"processId": id, "signal": "interrupt"});
     cell.client.ok("process/signal", params).await;
     assert_eq!(cell.client.closed(&id).await.exit_code(), 130);
+}
+
+async fn signals_begin_as_they_are_by_themselves(user: User) {
+    let mut cell = Cell::new(user).await;
+    // Of a launcher that was executed, then of one that was forked.
+    for _ in 0..2 {
+        let script = "exec grep -E 'SigBlk|SigIgn' /proc/self/status";
+        let outcome = cell.sh(&read_only(), script).await;
+        assert_eq!(
+            outcome.stdout, "SigBlk:\t0000000000000000\nSigIgn:\t0000000000000000\n",
+            "{}",
+            outcome.stderr
+        );
+    }
+}
+
+/// Whoever stands between the server and the command ends as the command does, whatever it was sent.
+async fn signals_for_others_change_nothing(user: User) {
+    let mut cell = Cell::new(user).await;
+    for (end, code, name) in [
+        ("kill -SEGV $$", 139, json!("SIGSEGV")),
+        ("exit 7", 7, Value::Null),
+    ] {
+        let script = format!("echo up; read line; {end}");
+        let start = cell.start_of(&read_only(), &["/bin/sh", "-c", &script]);
+        let start = start.piped();
+        let id = start.0["processId"].as_str().unwrap().to_owned();
+        cell.client.start(start).await;
+        cell.client.wrote(&id, "stdout", "up\n").await;
+        let server = cell.server.server_pid().await;
+        let launchers = proc::children(server).into_iter();
+        for pid in launchers.filter(|&pid| !is_standby(pid)) {
+            for signal in [Signal::TERM, Signal::USR1, Signal::HUP, Signal::ALARM] {
+                proc::signal(pid.unsigned_abs(), signal);
+            }
+        }
+        let write = json!({"processId": id, "chunk": chunk("\n"), "writeId": "1"});
+        cell.client.ok("process/write", write).await;
+        let seen = cell.client.closed(&id).await;
+        let signal = seen.exited.as_ref().map(|exited| &exited["signal"]);
+        assert_eq!((seen.exit_code(), signal), (code, Some(&name)), "{end}");
+    }
 }
 
 async fn stopping_and_continuing(user: User) {
