@@ -21,6 +21,7 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
+use rustix::fs::Advice;
 use rustix::process::{Resource, Rlimit};
 
 use crate::args::Args;
@@ -114,16 +115,22 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// A program as it is when it was installed, by being copied: what a linker has written is in memory
-/// in single pages, until it is read from the disk again, and each start would have to deal with each
-/// of them.
+/// A program as it is when it was installed some time ago: in memory as it was read from the disk. What
+/// a linker has written is there in single pages, with which each start has to deal; what was copied
+/// is in pieces as large as the writes were, of which each that is touched counts as resident.
 fn installed(program: &Path) -> anyhow::Result<PathBuf> {
     // Beside it, where everybody can run it who can run that.
     let directory = program.with_file_name("installed");
     let (copy, new) = (directory.join("exec-server"), directory.join("new"));
+    let forget = |path: &Path| -> std::io::Result<()> {
+        let file = std::fs::File::open(path)?;
+        file.sync_all()?;
+        Ok(rustix::fs::fadvise(&file, 0, None, Advice::DontNeed)?)
+    };
     let copied = std::fs::create_dir_all(&directory)
         .and_then(|()| std::fs::copy(program, &new))
-        .and_then(|_| std::fs::rename(&new, &copy));
+        .and_then(|_| forget(&new))
+        .and_then(|()| std::fs::rename(&new, &copy));
     copied.with_context(|| format!("cannot copy {} to {}", program.display(), copy.display()))?;
     Ok(copy)
 }
