@@ -1,4 +1,4 @@
-//! Finding that somebody waits to be let in.
+//! That somebody is at the door. Knows neither who it is nor whether it may come in.
 
 use std::future::poll_fn;
 use std::io;

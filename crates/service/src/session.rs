@@ -502,14 +502,10 @@ fn new_key() -> String {
 
 /// The id and the resume key of a session, with one call for their randomness.
 fn new_names() -> (String, String) {
-    let mut random = [0; 32];
-    getrandom::fill(&mut random).expect("the system has randomness");
-    let name = |half: &[u8]| {
-        let bytes = half.try_into().unwrap_or_default();
-        uuid::Builder::from_random_bytes(bytes).into_uuid()
-    };
-    let (id, key) = random.split_at(16);
-    (name(id).to_string(), name(key).simple().to_string())
+    let mut random = [[0; 16]; 2];
+    getrandom::fill(random.as_flattened_mut()).expect("the system has randomness");
+    let [id, key] = random.map(|bytes| uuid::Builder::from_random_bytes(bytes).into_uuid());
+    (id.to_string(), key.simple().to_string())
 }
 
 /// Compares without telling by its time how much of it was right.

@@ -227,8 +227,10 @@ async fn signals_for_others_change_nothing(user: User) {
         cell.client.start(start).await;
         cell.client.wrote(&id, "stdout", "up\n").await;
         let server = cell.server.server_pid().await;
-        let launchers = proc::children(server).into_iter();
-        for pid in launchers.filter(|&pid| !is_standby(pid)) {
+        let mut launchers = proc::children(server);
+        launchers.retain(|&pid| !is_standby(pid));
+        assert!(!launchers.is_empty(), "nobody is in between");
+        for pid in launchers {
             for signal in [Signal::TERM, Signal::USR1, Signal::HUP, Signal::ALARM] {
                 proc::signal(pid.unsigned_abs(), signal);
             }
