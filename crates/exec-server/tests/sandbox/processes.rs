@@ -5,8 +5,8 @@ use exec_server_testkit::wire::chunk;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::requests::is_standby;
-use crate::{Cell, User, for_both, read_only};
+use crate::requests::{is_spare, is_standby};
+use crate::{Cell, User, for_both, policy, read_only, special};
 
 for_both! {
     ends_pass_through,
@@ -25,6 +25,7 @@ for_both! {
     limits_bind,
     no_descriptor_is_inherited,
     a_launcher_stands_by_and_may_be_killed,
+    the_next_launcher_waits_and_may_be_killed,
 }
 
 async fn a_launcher_stands_by_and_may_be_killed(user: User) {
@@ -60,6 +61,102 @@ async fn a_launcher_stands_by_and_may_be_killed(user: User) {
     let outcome = cell.sh(&read_only(), "echo works").await;
     assert_eq!(outcome.stdout, "works\n", "{}", outcome.stderr);
     assert!(!standby().contains(&one));
+}
+
+/// The launcher that waits for the next command.
+async fn spare(server: u32) -> i32 {
+    proc::eventually("a spare launcher", || {
+        let mut children = proc::children(server).into_iter();
+        children.find(|&pid| is_spare(pid)).ok_or("none")
+    })
+    .await
+}
+
+async fn the_next_launcher_waits_and_may_be_killed(user: User) {
+    let mut cell = Cell::new(user).await;
+    let server = cell.server.server_pid().await;
+    let mut seen = Vec::new();
+    for round in 0..3 {
+        cell.sh(&read_only(), "true").await;
+        let next = spare(server).await;
+        assert!(!seen.contains(&next), "{next} in {seen:?}");
+        seen.push(next);
+        if round == 1 {
+            proc::signal(next.unsigned_abs(), Signal::KILL);
+            let outcome = cell.sh(&read_only(), "echo works").await;
+            assert_eq!(outcome.stdout, "works\n", "{}", outcome.stderr);
+            continue;
+        }
+        // Other namespaces than those it has are made when they are asked for.
+        if round == 2 {
+            let sandbox = policy(vec![special("root", "read")], "enabled");
+            let outcome = cell.sh(&sandbox, "readlink /proc/self/ns/net").await;
+            let own = std::fs::read_link("/proc/self/ns/net").unwrap();
+            assert_eq!(
+                outcome.stdout.trim(),
+                own.to_str().unwrap(),
+                "{}",
+                outcome.stderr
+            );
+            continue;
+        }
+        let start = cell.start_of(&read_only(), &["/bin/sh", "-c", "echo up; read line"]);
+        let start = start.piped();
+        let id = start.0["processId"].as_str().unwrap().to_owned();
+        cell.client.start(start).await;
+        cell.client.wrote(&id, "stdout", "up\n").await;
+        assert!(proc::children(server).contains(&next), "it was not used");
+        let write = json!({"processId": id, "chunk": chunk("\n"), "writeId": "1"});
+        cell.client.ok("process/write", write).await;
+        assert_eq!(cell.client.closed(&id).await.exit_code(), 0);
+    }
+    proc::eventually("no zombies", || match &proc::zombies(server)[..] {
+        [] => Ok(()),
+        zombies => Err(format!("{zombies:?}")),
+    })
+    .await;
+}
+
+/// What is prepared for the next command shows what is mounted when that is started, and does not hold
+/// on to what is unmounted.
+#[tokio::test]
+async fn mounts_that_come_and_go_are_seen() {
+    let mut command = tokio::process::Command::new("unshare");
+    command.args(["--mount", "--propagation", "private"]);
+    if !crate::is_root() {
+        command.args(["--user", "--map-root-user"]);
+    }
+    command.arg(env!("CARGO_BIN_EXE_exec-server"));
+    let mut cell = Cell::on(User::Own, command).await;
+    let server = cell.server.server_pid().await;
+    let work = cell.path("work").display().to_string();
+    let inside = |script: String| {
+        let mut command = std::process::Command::new("nsenter");
+        command.args(["--target", &server.to_string(), "--mount"]);
+        if !crate::is_root() {
+            command.args(["--user", "--preserve-credentials"]);
+        }
+        let status = command.args(["sh", "-c", &script]).status().unwrap();
+        assert!(status.success(), "{script}: {status}");
+    };
+    cell.sh(&read_only(), "true").await;
+    spare(server).await;
+    inside(format!(
+        "mount -t tmpfs none {work} && echo new > {work}/file"
+    ));
+    let outcome = cell.sh(&read_only(), "cat file").await;
+    assert_eq!(outcome.stdout, "new\n", "{}", outcome.stderr);
+    let next = spare(server).await;
+    inside(format!("umount {work}"));
+    proc::eventually("the spare launcher is given up", || {
+        match proc::children(server).contains(&next) {
+            true => Err("there"),
+            false => Ok(()),
+        }
+    })
+    .await;
+    let outcome = cell.sh(&read_only(), "cat file").await;
+    assert_ne!(outcome.code, 0, "{}", outcome.stdout);
 }
 
 async fn ends_pass_through(user: User) {
@@ -228,7 +325,7 @@ async fn signals_for_others_change_nothing(user: User) {
         cell.client.wrote(&id, "stdout", "up\n").await;
         let server = cell.server.server_pid().await;
         let mut launchers = proc::children(server);
-        launchers.retain(|&pid| !is_standby(pid));
+        launchers.retain(|&pid| !is_standby(pid) && !is_spare(pid));
         assert!(!launchers.is_empty(), "nobody is in between");
         for pid in launchers {
             for signal in [Signal::TERM, Signal::USR1, Signal::HUP, Signal::ALARM] {

@@ -78,14 +78,23 @@ impl Cell {
                 std::fs::read(format!("/proc/{pid}/cmdline"))
                     .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
             })
-            .filter(|&pid| !is_standby(pid))
+            .filter(|&pid| !is_standby(pid) && !is_spare(pid))
             .collect()
     }
 }
 
 /// Whether a process is the launcher that forks others.
 pub(crate) fn is_standby(pid: i32) -> bool {
-    std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "exec-standby\n")
+    is_called(pid, "exec-standby")
+}
+
+/// Whether a process is a launcher that waits for its command.
+pub(crate) fn is_spare(pid: i32) -> bool {
+    is_called(pid, "exec-spare")
+}
+
+fn is_called(pid: i32, name: &str) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
 }
 
 /// Every method that changes something, with what it needs, from a name that is there.

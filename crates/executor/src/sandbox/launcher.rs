@@ -30,12 +30,12 @@ use rustix::net::{
 };
 use rustix::pipe::PipeFlags;
 use rustix::process::{DumpableBehavior, Pid, Signal, WaitOptions, WaitStatus};
-use rustix::thread::CapabilitySet;
+use rustix::thread::{CapabilitySet, UnshareFlags};
 use serde::{Deserialize, Serialize};
 
 use super::host::{self, Host};
-use super::plan::{Command, Confinement, Landlock, Listeners, Namespaces, Plan, Text};
-use super::standby::{self, Birth, Spare};
+use super::plan::{Base, Command, Confinement, Landlock, Listeners, Plan, Text};
+use super::standby::{self, Birth, Spares};
 use super::{Ledger, helper, view};
 use crate::sys::confine::{self, Fork, OneThread};
 use crate::sys::reap::Usage;
@@ -44,7 +44,7 @@ use crate::sys::reap::Usage;
 pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
 
 /// Where the order and the socket for reports are.
-const ORDER_FD: i32 = 3;
+pub(super) const ORDER_FD: i32 = 3;
 const REPORT_FD: i32 = 4;
 
 /// Where file work is asked for, if that is the order.
@@ -55,6 +55,9 @@ pub(super) const MAX_LISTENERS: usize = 32;
 
 /// Connections to a listener that may wait to be taken; the kernel has its own bound.
 const BACKLOG: i32 = 4096;
+
+/// What lists of processes show.
+const NAME: &CStr = c"exec-server";
 
 /// What a launcher that fails exits with; whoever started it has been told more.
 const FAILED: c_int = 125;
@@ -177,7 +180,7 @@ pub fn dispatch() -> Option<ExitCode> {
             eprintln!("exec-server: the sandbox launcher needs /proc and a single thread");
             return ExitCode::from(125);
         };
-        run(token, Net::Shared)
+        run(token)
     })
 }
 
@@ -186,16 +189,7 @@ pub(crate) fn is_dispatched() -> bool {
     DISPATCHES.load(Ordering::Relaxed)
 }
 
-/// Which network a launcher is in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Net {
-    /// That of the server.
-    Shared,
-    /// One that nobody else is in, and that nobody inside has rights over.
-    Own,
-}
-
-fn run(token: OneThread, network: Net) -> ! {
+fn run(token: OneThread) -> ! {
     let (Ok(order), Ok(report)) = (
         confine::inherited(token, ORDER_FD),
         confine::inherited(token, REPORT_FD),
@@ -204,18 +198,6 @@ fn run(token: OneThread, network: Net) -> ! {
         confine::exit(FAILED)
     };
     match read_order(&order) {
-        Ok(Order::Run(plan)) => {
-            let ledger = Ledger(order);
-            if let Err(error) = ledger.clear() {
-                give_up(&report, failed(Step::Order, b"", error))
-            }
-            let work = Work::Command(&plan.command, ledger);
-            begin(token, &plan.confinement, network, work, report)
-        }
-        Ok(Order::Serve(confinement)) => match confine::inherited(token, WORK_FD) {
-            Ok(socket) => begin(token, &confinement, network, Work::Files(socket), report),
-            Err(error) => give_up(&report, failed(Step::Order, b"", error)),
-        },
         Ok(Order::Probe) => {
             tell(&report, &Report::Host(probe(token)));
             confine::exit(0)
@@ -224,6 +206,10 @@ fn run(token: OneThread, network: Net) -> ! {
             Ok(control) => stand_by(token, control, report),
             Err(error) => give_up(&report, failed(Step::Order, b"", error)),
         },
+        Ok(asked) => {
+            let socket = confine::inherited(token, WORK_FD).ok();
+            begin(token, Charge::new(asked, order, socket, report))
+        }
         Err(error) => give_up(&report, failed(Step::Order, b"", error)),
     }
 }
@@ -236,68 +222,133 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     let _ = rustix::thread::set_name(standby::NAME);
     // Once for all that will be forked.
     confine::default_signals(token);
-    let mut spare = Spare::default();
-    let mut networks = false;
-    loop {
-        // For the next one, when nobody waits: not while the last one is still being born.
-        if networks && standby::is_quiet(&control) && spare.make().is_err() {
-            confine::exit(FAILED)
-        }
-        let Some((birth, files)) = standby::receive(&control) else {
-            confine::exit(0)
-        };
-        let answer = match confine::fork_sibling(token) {
-            Ok(Fork::Child) => {
-                drop(control);
-                be_born(token, &birth, files, spare)
-            }
-            Ok(Fork::Parent(pid)) => pid.as_raw_nonzero().get(),
-            Err(error) => -error.raw_os_error().unwrap_or(libc::EAGAIN),
+    let mut spares = Spares::new(token);
+    while let Some((birth, files)) = spares.next(&control) {
+        let born = match birth.base {
+            Some(base) => spares.assign(base, &birth, &files),
+            None => match confine::fork_sibling(token) {
+                Ok(Fork::Child) => {
+                    drop((control, spares));
+                    be_born(token, &birth, files)
+                }
+                Ok(Fork::Parent(pid)) => Ok(pid),
+                Err(error) => Err(error),
+            },
         };
         // Those who listen at them wait for the last to let go.
         drop(files);
-        standby::answer(&control, answer);
-        networks = birth.network;
-        if networks {
-            spare.forget();
-        }
+        spares.answer(&control, born);
     }
+    confine::exit(0)
 }
 
 /// Becomes a launcher like one that was executed: a session, streams, limits and an order.
-fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>, spare: Spare) -> ! {
-    let network = match birth.network && spare.enter() {
-        true => Net::Own,
-        false => Net::Shared,
-    };
+fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
     let groups = files.split_off(birth.kept);
     let prepared = || -> Result<(), Failure> {
-        let failed = |step| move |error| failed(step, b"", error);
-        let _ = rustix::thread::set_name(c"exec-server");
-        // Its own files in `/proc` are its own again.
-        rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
-            .map_err(|error| failed(Step::Session)(error.into()))?;
-        rustix::process::setsid().map_err(|error| failed(Step::Session)(error.into()))?;
+        begin_session(NAME)?;
         if let (true, Some(terminal)) = (birth.terminal, files.first()) {
             rustix::process::ioctl_tiocsctty(terminal)
-                .map_err(|error| failed(Step::Session)(error.into()))?;
+                .map_err(|error| failed(Step::Session, b"", error))?;
         }
-        for group in &groups {
-            rustix::io::write(group, b"0").map_err(|error| failed(Step::Group)(error.into()))?;
-        }
-        for &(resource, value) in &birth.limits {
-            confine::limit(resource, value).map_err(failed(Step::Limit))?;
-        }
-        Ok(())
+        submit(&groups, &birth.limits)
     };
     let prepared = prepared();
     if let (Err(failure), Some(report)) = (prepared, files.get(REPORT_FD as usize)) {
         give_up(report, failure)
     }
     match confine::only(token, files) {
-        Ok(()) => run(token, network),
+        Ok(()) => run(token),
         // There is nobody to tell: it ends without a word, which is an error there.
         Err(_) => confine::exit(FAILED),
+    }
+}
+
+/// Makes a process that was forked by one that stands by a launcher.
+fn begin_session(name: &CStr) -> Result<(), Failure> {
+    let _ = rustix::thread::set_name(name);
+    // Its own files in `/proc` are its own again.
+    let begun = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
+        .and_then(|()| rustix::process::setsid());
+    begun.map_err(|error| failed(Step::Session, b"", error))?;
+    Ok(())
+}
+
+/// Joins groups and takes limits, for this process and those that come from it.
+fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), Failure> {
+    for group in groups {
+        rustix::io::write(group, b"0").map_err(|error| failed(Step::Group, b"", error))?;
+    }
+    for &(resource, value) in limits {
+        confine::limit(resource, value).map_err(|error| failed(Step::Limit, b"", error))?;
+    }
+    Ok(())
+}
+
+/// Becomes a launcher whose namespaces are there before anybody needs them.
+///
+/// It and the first process in them are told separately, at the same time, by whom they are needed;
+/// they end when nobody can tell them any more.
+pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd) -> ! {
+    let files = confine::streams().map(|streams| streams.into_iter().chain([own, firsts]));
+    let kept = files.and_then(|files| confine::only(token, files.collect()));
+    let (Ok(()), Ok(own), Ok(firsts), Ok(())) = (
+        kept,
+        confine::inherited(token, 3),
+        confine::inherited(token, 4),
+        begin_session(standby::SPARE_NAME),
+    ) else {
+        confine::exit(FAILED)
+    };
+    let mut split = split(token, base);
+    let mut told = None;
+    if split.is_err() {
+        // It may be possible when it is needed; whoever needs it is told if not.
+        told = standby::receive(&own);
+        split = self::split(token, base);
+    }
+    match split {
+        Ok(Side::First { ids, end, network }) => {
+            drop(own);
+            first(token, base, (ids, network), end, || {
+                let (birth, mut files) = standby::receive(&firsts)?;
+                let _ = rustix::thread::set_name(NAME);
+                let groups = files.split_off(birth.kept);
+                let mut files = files.into_iter();
+                confine::take_streams(token, &mut files).ok()?;
+                let (order, report) = (files.next()?, files.next()?);
+                let read = submit(&groups, &birth.limits).and_then(|()| {
+                    read_order(&order).map_err(|error| failed(Step::Order, b"", error))
+                });
+                match read {
+                    Ok(asked) => Some(Charge::new(asked, order, files.next(), report)),
+                    Err(failure) => give_up(&report, failure),
+                }
+            })
+        }
+        Ok(Side::Launcher { first, end }) => {
+            drop(firsts);
+            let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+            let Some((birth, mut files)) = told.or_else(|| standby::receive(&own)) else {
+                confine::exit(FAILED)
+            };
+            let _ = rustix::thread::set_name(NAME);
+            let groups = files.split_off(birth.kept);
+            // The first process tells of the same failure.
+            let (Ok(()), Some(order)) = (submit(&groups, &birth.limits), files.pop()) else {
+                confine::exit(FAILED)
+            };
+            drop((groups, own));
+            watch(token, first, end, Some(Ledger(order)))
+        }
+        Err(failure) => {
+            if let Some((_, files)) = standby::receive(&firsts)
+                && let Some(report) = files.get(REPORT_FD as usize)
+            {
+                give_up(report, failure)
+            }
+            confine::exit(FAILED)
+        }
     }
 }
 
@@ -366,35 +417,78 @@ fn give_up(report: &OwnedFd, failure: Failure) -> ! {
 }
 
 /// What is done once everything is in place.
-enum Work<'a> {
+enum Work {
     /// A command, and where to say what it used.
-    Command(&'a Command, Ledger),
+    Command(Command, Ledger),
     /// File work, for whoever is at the other end.
     Files(OwnedFd),
 }
 
-impl Work<'_> {
+impl Work {
     fn has_terminal(&self) -> bool {
         matches!(self, Self::Command(command, _) if command.terminal)
     }
 }
 
-fn begin(
-    token: OneThread,
-    confinement: &Confinement,
-    network: Net,
-    work: Work<'_>,
+/// What a launcher was started for, and whom to tell.
+struct Charge {
+    confinement: Confinement,
+    work: Work,
     report: OwnedFd,
-) -> ! {
-    if let Some(namespaces) = &confinement.namespaces {
-        watch(token, confinement, namespaces, network, work, report)
+}
+
+impl Charge {
+    /// From what was read from `order`; gives up if it makes no sense.
+    fn new(asked: Order, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
+        let (confinement, work) = match (asked, socket) {
+            (Order::Run(plan), _) => {
+                let ledger = Ledger(order);
+                if let Err(error) = ledger.clear() {
+                    give_up(&report, failed(Step::Order, b"", error))
+                }
+                (plan.confinement, Work::Command(plan.command, ledger))
+            }
+            (Order::Serve(confinement), Some(socket)) => (*confinement, Work::Files(socket)),
+            _ => give_up(&report, failed(Step::Order, b"", Errno::BADF)),
+        };
+        Self {
+            confinement,
+            work,
+            report,
+        }
     }
-    if let Err(failure) = confine_self(confinement) {
+}
+
+fn begin(token: OneThread, charge: Charge) -> ! {
+    if let Some(namespaces) = &charge.confinement.namespaces {
+        let base = Base::of(namespaces);
+        match split(token, base) {
+            Ok(Side::First { ids, end, network }) => {
+                first(token, base, (ids, network), end, || Some(charge))
+            }
+            Ok(Side::Launcher { first, end }) => {
+                let Charge { work, report, .. } = charge;
+                drop(report);
+                let ledger = match work {
+                    Work::Command(_, ledger) => Some(ledger),
+                    Work::Files(_) => None,
+                };
+                watch(token, first, end, ledger)
+            }
+            Err(failure) => give_up(&charge.report, failure),
+        }
+    }
+    let Charge {
+        confinement,
+        work,
+        report,
+    } = charge;
+    if let Err(failure) = confine_self(&confinement) {
         give_up(&report, failure)
     }
     match work {
-        Work::Command(command, _) => execute(token, command, &report),
-        Work::Files(socket) => serve(confinement, &socket, report),
+        Work::Command(command, _) => execute(token, &command, &report),
+        Work::Files(socket) => serve(&confinement, &socket, report),
     }
 }
 
@@ -433,53 +527,63 @@ impl End {
     }
 }
 
-/// Starts the first process of new namespaces, waits for the command's end and ends like it.
-fn watch(
-    token: OneThread,
-    confinement: &Confinement,
-    namespaces: &Namespaces,
-    network: Net,
-    work: Work<'_>,
-    report: OwnedFd,
-) -> ! {
-    let (end, first_end) = match rustix::pipe::pipe_with(PipeFlags::CLOEXEC) {
-        Ok(pipe) => pipe,
-        Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
-    };
+/// Which network the first process is in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Net {
+    /// One that it has rights over, or that of the server.
+    Given,
+    /// One that nobody else is in, and that nobody inside has rights over.
+    Own,
+}
+
+/// Where a launcher goes on.
+enum Side {
+    /// In the first process of new namespaces.
+    First {
+        ids: Ids,
+        end: OwnedFd,
+        network: Net,
+    },
+    /// In the launcher, which hears of the end there.
+    Launcher { first: Pid, end: OwnedFd },
+}
+
+/// Forks the first process of new namespaces.
+fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
+    let (end, first_end) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)
+        .map_err(|error| failed(Step::Fork, b"", error))?;
     let ids = Ids::own();
     let mut flags = libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWIPC;
-    if namespaces.user {
+    if base.user {
         flags |= libc::CLONE_NEWUSER;
     }
-    let has_listeners = namespaces.listeners.count() > 0;
-    match network {
-        Net::Shared if namespaces.network => flags |= libc::CLONE_NEWNET,
-        // Inside nobody can do this.
-        Net::Own if has_listeners => {
-            if let Err(error) = confine::loopback_up() {
-                give_up(&report, failed(Step::Network, b"", error))
-            }
+    let mut network = Net::Given;
+    // Who may not do this gets one together with the right to.
+    if base.network && try_unshare(UnshareFlags::NEWNET) == 0 {
+        network = Net::Own;
+        if base.loopback {
+            confine::loopback_up().map_err(|error| failed(Step::Network, b"", error))?;
         }
-        _ => {}
+    } else if base.network {
+        flags |= libc::CLONE_NEWNET;
     }
     // What is sent to the whole tree is for the command, which begins with none ignored and none held;
     // we only pass its end on.
     confine::default_signals(token);
     confine::hold_signals(token);
-    let first = match confine::fork(token, flags) {
-        Ok(Fork::Child) => {
-            drop(end);
-            let pipes = (report, first_end);
-            first(token, confinement, (namespaces, network), work, ids, pipes)
-        }
-        Ok(Fork::Parent(pid)) => pid,
-        Err(error) => give_up(&report, failed(Step::Namespaces, b"", error)),
-    };
-    drop((report, first_end));
-    let ledger = match work {
-        Work::Command(_, ledger) => Some(ledger),
-        Work::Files(_) => None,
-    };
+    match confine::fork(token, flags) {
+        Ok(Fork::Child) => Ok(Side::First {
+            ids,
+            end: first_end,
+            network,
+        }),
+        Ok(Fork::Parent(first)) => Ok(Side::Launcher { first, end }),
+        Err(error) => Err(failed(Step::Namespaces, b"", error)),
+    }
+}
+
+/// Waits for the command's end and ends like it.
+fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<Ledger>) -> ! {
     confine::close_streams(token);
     // The first process ends with its namespaces, which takes the kernel a while. Nobody else is
     // left in them once it has told.
@@ -547,31 +651,51 @@ impl Ids {
     }
 }
 
-/// The first process of new namespaces: builds the view, confines itself, forks the command or
-/// does file work itself.
+/// The first process of new namespaces: makes ready, learns what for, builds the view, confines
+/// itself, forks the command or does file work itself.
 fn first(
     token: OneThread,
-    confinement: &Confinement,
-    (namespaces, network): (&Namespaces, Net),
-    work: Work<'_>,
-    ids: Ids,
-    (report, end): (OwnedFd, OwnedFd),
+    base: Base,
+    (ids, network): (Ids, Net),
+    end: OwnedFd,
+    learn: impl FnOnce() -> Option<Charge>,
 ) -> ! {
     // If the launcher dies, so does this process, and with it everything in its namespace.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if launcher_is_gone(&end) {
         confine::exit(FAILED)
     }
-    let built = || -> Result<view::Kept, Failure> {
-        if namespaces.user {
+    let entered = || -> Result<(), Failure> {
+        if base.user {
             ids.map()?;
         }
-        if network == Net::Shared && namespaces.listeners.count() > 0 {
+        if network == Net::Given && base.loopback {
             confine::loopback_up().map_err(|error| failed(Step::Network, b"", error))?;
         }
+        Ok(())
+    };
+    let entered = entered();
+    let parts = view::Parts::make(base);
+    // Our memory is nobody's business; what the command becomes has its own.
+    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    let Some(charge) = learn() else {
+        confine::exit(FAILED)
+    };
+    let Charge {
+        confinement,
+        work,
+        report,
+    } = charge;
+    let built = || -> Result<view::Kept, Failure> {
+        entered?;
+        // What could not be made then may be possible now.
+        let parts = parts.or_else(|_| view::Parts::make(base))?;
+        let Some(namespaces) = &confinement.namespaces else {
+            return Err(failed(Step::Order, b"", Errno::BADMSG));
+        };
         listen(&report, &namespaces.listeners)?;
-        let kept = view::build(namespaces, work.has_terminal())?;
-        confine_self(confinement)?;
+        let kept = view::build(namespaces, parts, work.has_terminal())?;
+        confine_self(&confinement)?;
         Ok(kept)
     };
     let kept = match built() {
@@ -580,11 +704,9 @@ fn first(
     };
     let command = match work {
         Work::Command(command, _) => command,
-        Work::Files(socket) => serve(confinement, &socket, report),
+        Work::Files(socket) => serve(&confinement, &socket, report),
     };
-    // Our memory is nobody's business; what the command becomes has its own.
-    let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
-    let command = match confine::lend(token, || lead_session(token, command, &report)) {
+    let command = match confine::lend(token, || lead_session(token, &command, &report)) {
         Ok(pid) => pid,
         Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
     };
@@ -816,8 +938,7 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]
             let mapped = errno(if user { ids.map() } else { Ok(()) });
             let api = errno(view::try_attributes());
             let proc = errno(view::try_proc());
-            let network = rustix::thread::UnshareFlags::NEWNET;
-            let network = try_unshare(network);
+            let network = try_unshare(UnshareFlags::NEWNET);
             let loopback = match network {
                 0 => confine::loopback_up()
                     .err()
@@ -854,7 +975,7 @@ fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]
     deprecated,
     reason = "its replacement is for programs that share descriptors"
 )]
-fn try_unshare(flags: rustix::thread::UnshareFlags) -> i32 {
+fn try_unshare(flags: UnshareFlags) -> i32 {
     rustix::thread::unshare(flags)
         .err()
         .map_or(0, Errno::raw_os_error)

@@ -44,7 +44,7 @@ use self::denial::Facts;
 use self::host::Host;
 use self::launcher::{Failure, Order, Report, Step};
 use self::placeholder::{Hold, Placeholder};
-use self::plan::{Command, Confinement, Plan};
+use self::plan::{Base, Command, Confinement, Plan};
 use self::policy::{Context, Disk as _, Kind, Policy, RealDisk};
 pub(crate) use self::standby::Request;
 use self::standby::Standby;
@@ -92,10 +92,9 @@ impl Prison {
         self.confinement.namespaces.is_some()
     }
 
-    /// Whether it gets a network of its own.
-    fn has_network(&self) -> bool {
-        let namespaces = self.confinement.namespaces.as_ref();
-        namespaces.is_some_and(|namespaces| namespaces.network)
+    /// The namespaces that the command gets.
+    fn base(&self) -> Option<Base> {
+        self.confinement.namespaces.as_ref().map(Base::of)
     }
 
     /// Processes that count against limits and are not the command's.
@@ -211,8 +210,8 @@ pub(crate) struct Errand {
     ours: OwnedFd,
     /// Where file work is asked for.
     work: Option<OwnedFd>,
-    /// It is to have a network of its own.
-    network: bool,
+    /// The namespaces that it is to make.
+    base: Option<Base>,
 }
 
 /// The command inside, as seen from here.
@@ -244,7 +243,7 @@ impl Errand {
             theirs: high(theirs)?,
             ours,
             work: None,
-            network: false,
+            base: None,
         })
     }
 
@@ -258,7 +257,7 @@ impl Errand {
             None,
         )?;
         errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
-        errand.network = prison.has_network();
+        errand.base = prison.base();
         Ok((ours, errand))
     }
 
@@ -286,7 +285,7 @@ impl Errand {
             confinement: prison.confinement.clone(),
         })))?;
         Ok(Self {
-            network: prison.has_network(),
+            base: prison.base(),
             ..errand
         })
     }
@@ -316,7 +315,7 @@ impl Errand {
             ours,
             order,
             work,
-            network: _,
+            base: _,
         } = self;
         drop((theirs, work));
         let mut started = None;

@@ -76,6 +76,29 @@ pub struct Namespaces {
     pub cover_proc: bool,
 }
 
+/// What has to be known of namespaces to make them before the rest is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Base {
+    pub(crate) user: bool,
+    pub(crate) network: bool,
+    /// With a loopback interface that works.
+    pub(crate) loopback: bool,
+    pub(crate) fresh_proc: bool,
+    pub(crate) cover_proc: bool,
+}
+
+impl Base {
+    pub(crate) fn of(namespaces: &Namespaces) -> Self {
+        Self {
+            user: namespaces.user,
+            network: namespaces.network,
+            loopback: namespaces.listeners.count() > 0,
+            fresh_proc: namespaces.fresh_proc,
+            cover_proc: namespaces.cover_proc,
+        }
+    }
+}
+
 /// Ports of the loopback interface to listen at.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listeners {

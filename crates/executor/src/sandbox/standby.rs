@@ -4,9 +4,14 @@
 //! So one of them stays, as small as it was at its beginning, and forks on demand; the new process is
 //! no child of its own but of whoever asked (`CLONE_PARENT`), who waits for it like for any other.
 //!
+//! When nobody asks it forks one in advance, which makes namespaces like those that were asked for
+//! last, with a first process in them that waits to learn what for.
+//!
 //! ```text
 //! server ──► standby                   one, from the first sandbox on; ends with its socket
-//!        └─► launcher, launcher, …     siblings that it has forked
+//!        ├─► launcher, launcher, …     siblings that it has forked
+//!        └─► launcher (exec-spare)     the next one
+//!               └─► first process
 //! ```
 
 use std::ffi::CStr;
@@ -23,15 +28,19 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, sockopt,
 };
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
-use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitOptions};
 use serde::{Deserialize, Serialize};
 
 use super::Errand;
-use super::launcher::Order;
+use super::launcher::{self, Order};
+use super::plan::Base;
+use crate::sys::confine::{self, Fork, OneThread};
 
 /// What lists of processes show.
 pub(super) const NAME: &CStr = c"exec-standby";
+
+/// What they show of one that waits for its command.
+pub(super) const SPARE_NAME: &CStr = c"exec-spare";
 
 /// How long a fork may take before something else is tried.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -46,8 +55,8 @@ pub(super) struct Birth {
     pub(super) limits: Vec<(u32, u64)>,
     /// Whether its standard input becomes its controlling terminal.
     pub(super) terminal: bool,
-    /// Whether it is to have a network of its own.
-    pub(super) network: bool,
+    /// The namespaces that it is to have.
+    pub(super) base: Option<Base>,
     /// How many of the descriptors it keeps, from number 0 on; the others are groups to join.
     pub(super) kept: usize,
 }
@@ -69,6 +78,8 @@ pub(crate) struct Standby(Mutex<Option<Waiting>>);
 struct Waiting {
     control: OwnedFd,
     pidfd: OwnedFd,
+    /// It has answered so far.
+    answers: bool,
 }
 
 impl Standby {
@@ -86,17 +97,22 @@ impl Standby {
         if waiting.is_none() {
             *waiting = Some(Waiting::start(start)?);
         }
-        let Some(current) = &*waiting else {
+        let Some(current) = &mut *waiting else {
             return Err(io::Error::other("nobody stands by"));
         };
         match current.ask(request) {
-            Ok(answer) => {
-                let pid = answer.map_err(io::Error::from_raw_os_error)?;
+            Ok(Answer { born, ended }) => {
+                // It has nothing more to do, and nobody else knows of it.
+                if let Some(ended) = ended {
+                    reap(ended);
+                }
+                let pid = born.map_err(io::Error::from_raw_os_error)?;
                 // Nobody has reaped it: it is not known to anybody else yet.
                 let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
                 Ok((pid, pidfd))
             }
             Err(error) => {
+                current.answers = false;
                 *waiting = None;
                 Err(error)
             }
@@ -122,45 +138,76 @@ impl Waiting {
         sockopt::set_socket_timeout(&control, sockopt::Timeout::Send, Some(PATIENCE))?;
         errand.work = Some(rustix::io::fcntl_dupfd_cloexec(&theirs, 16)?);
         let (_, pidfd) = start(&errand)?;
-        Ok(Self { control, pidfd })
+        Ok(Self {
+            control,
+            pidfd,
+            answers: true,
+        })
     }
 
-    /// The new process, or why there is none.
-    fn ask(&self, request: &Request<'_>) -> io::Result<Result<Pid, i32>> {
+    /// Has one forked.
+    fn ask(&self, request: &Request<'_>) -> io::Result<Answer> {
         let mut files = request.streams.to_vec();
         files.extend(request.errand.descriptors());
         let birth = Birth {
             limits: request.limits.to_vec(),
             terminal: request.terminal,
-            network: request.errand.network,
+            base: request.errand.base,
             kept: files.len(),
         };
         files.extend(request.groups);
-        if files.len() > MAX_FILES {
-            return Ok(Err(Errno::MFILE.raw_os_error()));
-        }
-        let bytes = postcard::to_allocvec(&birth).map_err(io::Error::other)?;
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut space);
-        ancillary.push(SendAncillaryMessage::ScmRights(&files));
-        let parts = [IoSlice::new(&bytes)];
-        rustix::net::sendmsg(&self.control, &parts, &mut ancillary, SendFlags::NOSIGNAL)?;
-        let mut answer = [0; 4];
+        send(&self.control, &birth, &files)?;
+        self.answer()
+    }
+
+    fn answer(&self) -> io::Result<Answer> {
+        let mut answer = [0; 8];
         let (length, _) =
             retry(|| rustix::net::recv(&self.control, &mut answer, RecvFlags::empty()))?;
         if length != answer.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let answer = i32::from_ne_bytes(answer);
-        Ok(match Pid::from_raw(answer) {
-            Some(pid) if answer > 0 => Ok(pid),
-            _ => Err(-answer),
+        let [a, b, c, d, e, f, g, h] = answer;
+        let born = i32::from_ne_bytes([a, b, c, d]);
+        let pid = |number: i32| Pid::from_raw(number).filter(|_| number > 0);
+        Ok(Answer {
+            born: pid(born).ok_or(-born),
+            ended: pid(i32::from_ne_bytes([e, f, g, h])),
         })
+    }
+}
+
+/// What the one that stands by says.
+struct Answer {
+    /// The new process, or why there is none.
+    born: Result<Pid, i32>,
+    /// One that is not needed any more, and is ours to reap.
+    ended: Option<Pid>,
+}
+
+/// Reaps a child that is about to end. One that does not is left to whoever reaps orphans.
+fn reap(pid: Pid) {
+    const ROUNDS: u32 = 100;
+    for _ in 0..ROUNDS {
+        let ended = retry(|| rustix::process::waitpid(Some(pid), WaitOptions::NOHANG));
+        if !matches!(ended, Ok(None)) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
+        // It says what it leaves behind.
+        if self.answers
+            && send(&self.control, &Birth::default(), &[]).is_ok()
+            && let Ok(Answer {
+                ended: Some(ended), ..
+            }) = self.answer()
+        {
+            reap(ended);
+        }
         // It ends by itself when its socket does; one that hangs would not.
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
         let own = WaitId::PidFd(self.pidfd.as_fd());
@@ -168,70 +215,213 @@ impl Drop for Waiting {
     }
 }
 
-/// A network that nobody has used, made before it is asked for: making one takes the kernel longer
-/// than everything else that namespaces need.
-///
-/// Only who may enter it afterwards can make it like this. For others it is made with their user
-/// namespace, when it is needed.
-#[derive(Debug, Default)]
-pub(super) struct Spare {
-    network: Option<OwnedFd>,
-    /// It cannot be made here.
-    refused: bool,
+/// Makes launchers with namespaces, and has one more than is asked for.
+#[derive(Debug)]
+pub(super) struct Spares {
+    token: OneThread,
+    spare: Option<Spare>,
+    /// What was asked for last, if there will be one like it.
+    wanted: Option<Base>,
+    /// Tells of changes to what is mounted where. A spare would not show them, and would hold on to
+    /// what was unmounted.
+    mounts: Option<OwnedFd>,
+    /// One that is not needed any more.
+    ended: Option<Pid>,
 }
 
-impl Spare {
-    /// Makes one, unless there is one.
+/// A launcher that waits, and the first process of its namespaces.
+#[derive(Debug)]
+struct Spare {
+    base: Base,
+    pid: Pid,
+    launcher: OwnedFd,
+    first: OwnedFd,
+}
+
+impl Spares {
+    pub(super) fn new(token: OneThread) -> Self {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+        Self {
+            token,
+            spare: None,
+            wanted: None,
+            mounts: rustix::fs::open(c"/proc/self/mountinfo", flags, Mode::empty()).ok(),
+            ended: None,
+        }
+    }
+
+    /// The next request; `None` when there will be no more.
+    pub(super) fn next(&mut self, control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
+        // For the next one, when nobody waits: not while the last one is still being born.
+        if let (Some(base), None) = (self.wanted.take(), &self.spare)
+            && is_quiet(control)
+        {
+            self.mounts_changed();
+            self.spare = self.make(base).ok();
+        }
+        while self.spare.is_some() && self.mounts_change_before(control) {
+            self.discard();
+        }
+        let (birth, files) = receive(control)?;
+        if files.is_empty() {
+            // No more will be asked for.
+            self.discard();
+            self.answer(control, Err(Errno::CANCELED.into()));
+            return None;
+        }
+        Some((birth, files))
+    }
+
+    /// Waits for a request or a change of mounts; whether it was a change.
+    fn mounts_change_before(&self, control: &OwnedFd) -> bool {
+        let Some(mounts) = &self.mounts else {
+            return false;
+        };
+        let mut fds = [
+            PollFd::new(control, PollFlags::IN),
+            PollFd::new(mounts, PollFlags::PRI),
+        ];
+        let _ = retry(|| rustix::event::poll(&mut fds, None));
+        // Told once.
+        !fds[1].revents().is_empty()
+    }
+
+    /// Whether mounts have changed since the last call, as far as anybody can tell.
+    fn mounts_changed(&self) -> bool {
+        let Some(mounts) = &self.mounts else {
+            return true;
+        };
+        let mut fds = [PollFd::new(mounts, PollFlags::PRI)];
+        !matches!(
+            rustix::event::poll(&mut fds, Some(&Timespec::default())),
+            Ok(0)
+        )
+    }
+
+    /// Has a launcher with these namespaces do what it is told.
     ///
     /// # Errors
     ///
-    /// If this process is in the wrong network afterwards.
-    pub(super) fn make(&mut self) -> io::Result<()> {
-        if self.refused || self.network.is_some() {
-            return Ok(());
+    /// When it cannot be made.
+    pub(super) fn assign(
+        &mut self,
+        base: Base,
+        birth: &Birth,
+        files: &[OwnedFd],
+    ) -> io::Result<Pid> {
+        self.wanted = self.mounts.is_some().then_some(base);
+        let spare = self.spare.as_ref();
+        let is_good = spare.is_some_and(|spare| spare.base == base && spare.is_there());
+        if !is_good || self.mounts_changed() {
+            self.discard();
         }
-        let own = network()?;
-        #[allow(
-            deprecated,
-            reason = "its replacement is for programs that share descriptors"
-        )]
-        if rustix::thread::unshare(UnshareFlags::NEWNET).is_err() {
-            self.refused = true;
-            return Ok(());
+        match self.spare.take() {
+            Some(spare) => spare.tell(birth, files),
+            None => self.make(base)?.tell(birth, files),
         }
-        self.network = network().ok();
-        enter(&own)?;
-        Ok(())
     }
 
-    /// Enters it, which it is good for once; whether there was one.
-    pub(super) fn enter(self) -> bool {
-        self.network.is_some_and(|network| enter(&network).is_ok())
+    /// Ends the spare; its parent will be told, unless it has ended by itself.
+    fn discard(&mut self) {
+        if let Some(spare) = self.spare.take()
+            && spare.is_there()
+        {
+            self.ended = Some(spare.pid);
+        }
     }
 
-    /// Somebody else has entered it.
-    pub(super) fn forget(&mut self) {
-        self.network = None;
+    fn make(&self, base: Base) -> io::Result<Spare> {
+        let pair = || {
+            rustix::net::socketpair(
+                AddressFamily::UNIX,
+                SocketType::SEQPACKET,
+                SocketFlags::CLOEXEC,
+                None,
+            )
+        };
+        let ((launcher, own), (first, firsts)) = (pair()?, pair()?);
+        match confine::fork_sibling(self.token)? {
+            Fork::Child => {
+                drop((launcher, first));
+                launcher::attend(self.token, base, own, firsts)
+            }
+            Fork::Parent(pid) => Ok(Spare {
+                base,
+                pid,
+                launcher,
+                first,
+            }),
+        }
+    }
+
+    /// Tells of a new process, or why there is none.
+    pub(super) fn answer(&mut self, control: &OwnedFd, born: io::Result<Pid>) {
+        let number = |pid: Pid| pid.as_raw_nonzero().get();
+        let born = match born {
+            Ok(pid) => number(pid),
+            Err(error) => -error.raw_os_error().unwrap_or(libc::EAGAIN),
+        };
+        let ended = self.ended.take().map_or(0, number);
+        let mut bytes = [0; 8];
+        bytes[..4].copy_from_slice(&born.to_ne_bytes());
+        bytes[4..].copy_from_slice(&ended.to_ne_bytes());
+        // Whoever asked may be gone.
+        let _ = retry(|| rustix::net::send(control, &bytes, SendFlags::NOSIGNAL));
     }
 }
 
-fn network() -> rustix::io::Result<OwnedFd> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    rustix::fs::open(c"/proc/self/ns/net", flags, Mode::empty())
-}
+impl Spare {
+    /// Whether both processes wait.
+    fn is_there(&self) -> bool {
+        let ends = [&self.launcher, &self.first];
+        let mut fds = ends.map(|end| PollFd::new(end, PollFlags::empty()));
+        matches!(
+            rustix::event::poll(&mut fds, Some(&Timespec::default())),
+            Ok(0)
+        )
+    }
 
-fn enter(network: &OwnedFd) -> rustix::io::Result<()> {
-    move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))
+    /// Tells both processes what they need to know.
+    fn tell(&self, birth: &Birth, files: &[OwnedFd]) -> io::Result<Pid> {
+        let all: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
+        send(&self.first, birth, &all)?;
+        // The launcher has no use for streams and sockets, and others wait for the last who has them
+        // to let go.
+        let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[birth.kept..]);
+        let own: Vec<_> = order.into_iter().chain(groups).copied().collect();
+        let birth = Birth {
+            limits: birth.limits.clone(),
+            kept: 1,
+            ..Birth::default()
+        };
+        send(&self.launcher, &birth, &own)?;
+        Ok(self.pid)
+    }
 }
 
 /// Whether nobody asks for a moment.
-pub(super) fn is_quiet(control: &OwnedFd) -> bool {
+fn is_quiet(control: &OwnedFd) -> bool {
     const MOMENT: Timespec = Timespec {
         tv_sec: 0,
-        tv_nsec: 1_000_000,
+        tv_nsec: 200_000,
     };
     let mut fds = [PollFd::new(control, PollFlags::IN)];
     matches!(rustix::event::poll(&mut fds, Some(&MOMENT)), Ok(0))
+}
+
+fn send(socket: &OwnedFd, birth: &Birth, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if files.len() > MAX_FILES {
+        return Err(Errno::MFILE.into());
+    }
+    let bytes = postcard::to_allocvec(birth).map_err(io::Error::other)?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !files.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(files));
+    }
+    let parts = [IoSlice::new(&bytes)];
+    retry(|| rustix::net::sendmsg(socket, &parts, &mut ancillary, SendFlags::NOSIGNAL))?;
+    Ok(())
 }
 
 /// The next request; `None` when there will be no more.
@@ -260,12 +450,6 @@ pub(super) fn receive(control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
     }
     let birth: Birth = postcard::from_bytes(&bytes[..received.bytes]).ok()?;
     (birth.kept <= files.len()).then_some((birth, files))
-}
-
-/// Tells of a new process, or of an error as a negative number.
-pub(super) fn answer(control: &OwnedFd, answer: i32) {
-    // Whoever asked may be gone.
-    let _ = retry(|| rustix::net::send(control, &answer.to_ne_bytes(), SendFlags::NOSIGNAL));
 }
 
 fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {

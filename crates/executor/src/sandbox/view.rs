@@ -18,7 +18,7 @@ use rustix::mount::{
 };
 
 use super::launcher::{Failure, Step, failed, here};
-use super::plan::{Mount, Namespaces, Root, Text, What};
+use super::plan::{Base, Mount, Namespaces, Root, Text, What};
 use crate::sys::confine;
 
 const READ_ONLY: u64 = 1;
@@ -72,7 +72,60 @@ struct Piece<'a> {
     source: Option<OwnedFd>,
 }
 
-pub(super) fn build(plan: &Namespaces, terminal: bool) -> Built<Kept> {
+/// What every view has, made before it is known which: mounted nowhere yet.
+pub(super) struct Parts {
+    dev: OwnedFd,
+    terminals: OwnedFd,
+    proc: OwnedFd,
+    /// What could not be put together yet, by its place in the view.
+    loose: Vec<(PathBuf, OwnedFd)>,
+    /// Whether `/proc` is still to be covered.
+    uncovered: bool,
+}
+
+impl Parts {
+    pub(super) fn make(base: Base) -> Built<Self> {
+        let dev = make_dev().map_err(|error| failed(Step::Mount, b"/dev", error))?;
+        let shm = fresh("tmpfs", &[("mode", "1777")])?;
+        attributes(&shm, 0, NO_SUID | NO_DEVICES)?;
+        let mut parts = copy_devices()?;
+        parts.push(("shm", shm));
+        let terminals = fresh("devpts", &[("ptmxmode", "0666"), ("mode", "0620")])?;
+        let proc = if base.fresh_proc {
+            fresh("proc", &[])?
+        } else {
+            let host = copy(Path::new("/proc"))?;
+            attributes(&host, RECURSIVE, READ_ONLY)?;
+            host
+        };
+        let mut loose = Vec::new();
+        for (name, part) in parts {
+            match find(&dev, Path::new(name)).and_then(|at| attach(&part, at, c"")) {
+                Ok(()) => {}
+                // Kernels before 6.15 want something to be mounted before anything is laid on it.
+                Err(Errno::INVAL) => loose.push((Path::new("dev").join(name), part)),
+                Err(error) => return Err(failed(Step::Mount, name, error)),
+            }
+        }
+        let mut uncovered = base.fresh_proc && base.cover_proc;
+        if uncovered {
+            uncovered = match cover_proc(&proc) {
+                Ok(()) => false,
+                Err(failure) if failure.errno == libc::EINVAL => true,
+                Err(failure) => return Err(failure),
+            };
+        }
+        Ok(Self {
+            dev,
+            terminals,
+            proc,
+            loose,
+            uncovered,
+        })
+    }
+}
+
+pub(super) fn build(plan: &Namespaces, parts: Parts, terminal: bool) -> Built<Kept> {
     // Everything is found while all of it is still there.
     let mut pieces = Vec::with_capacity(plan.mounts.len());
     for mount in &plan.mounts {
@@ -83,23 +136,25 @@ pub(super) fn build(plan: &Namespaces, terminal: bool) -> Built<Kept> {
         };
         pieces.push(Piece { mount, source });
     }
-    let devices = copy_devices()?;
     let slave = terminal.then(Slave::find).flatten();
-    let proc = if plan.fresh_proc {
-        fresh("proc", &[])?
-    } else {
-        let host = copy(Path::new("/proc"))?;
-        attributes(&host, RECURSIVE, READ_ONLY)?;
-        host
-    };
 
     let root = prepare_root(&plan.root)?;
     let view = View { root };
-    view.lay_devices(devices)?;
-    let kept = view.lay_terminals(slave)?;
+    let Parts {
+        dev,
+        terminals,
+        proc,
+        loose,
+        uncovered,
+    } = parts;
+    view.lay(&dev, Path::new("dev"))?;
+    for (path, part) in loose {
+        view.lay(&part, &path)?;
+    }
+    let kept = view.lay_terminals(&terminals, slave)?;
     view.lay(&proc, Path::new("proc"))?;
-    if plan.fresh_proc && plan.cover_proc {
-        view.cover_proc()?;
+    if uncovered {
+        cover_proc(&proc)?;
     }
     for piece in pieces {
         view.lay_piece(piece)?;
@@ -175,51 +230,16 @@ impl View {
         laid.map_err(|error| failed(Step::Mount, path.as_os_str().as_bytes(), error))
     }
 
-    fn lay_devices(&self, devices: Vec<(&'static str, OwnedFd)>) -> Built<()> {
-        let made = || -> rustix::io::Result<OwnedFd> {
-            let dev = fresh_raw("tmpfs", &[("mode", "0755")])?;
-            for (name, _) in &devices {
-                make_file(&dev, Path::new(name), 0o644)?;
-            }
-            for name in ["pts", "shm"] {
-                rustix::fs::mkdirat(&dev, name, Mode::from_raw_mode(0o755))?;
-            }
-            // What masks are copies of; gone again before the command runs.
-            rustix::fs::mkdirat(&dev, MASK_DIRECTORY, Mode::empty())?;
-            make_file(&dev, Path::new(MASK_FILE), 0)?;
-            for (link, to) in [
-                ("fd", "/proc/self/fd"),
-                ("stdin", "/proc/self/fd/0"),
-                ("stdout", "/proc/self/fd/1"),
-                ("stderr", "/proc/self/fd/2"),
-                ("ptmx", "pts/ptmx"),
-            ] {
-                rustix::fs::symlinkat(to, &dev, link)?;
-            }
-            Ok(dev)
-        };
-        let dev = made().map_err(|error| failed(Step::Mount, b"/dev", error))?;
-        self.lay(&dev, Path::new("dev"))?;
-        for (name, device) in devices {
-            self.lay(&device, &Path::new("dev").join(name))?;
-        }
-        let shm = fresh("tmpfs", &[("mode", "1777")])?;
-        confine::mount_attributes(&shm, c"", EMPTY_PATH, NO_SUID | NO_DEVICES, 0)
-            .map_err(|error| failed(Step::Mount, b"/dev/shm", error))?;
-        self.lay(&shm, Path::new("dev/shm"))
-    }
-
     /// Terminals of the sandbox's own, and among them the command's, by its own number.
-    fn lay_terminals(&self, slave: Option<Slave>) -> Built<Kept> {
-        let pts = fresh("devpts", &[("ptmxmode", "0666"), ("mode", "0620")])?;
-        self.lay(&pts, Path::new("dev/pts"))?;
+    fn lay_terminals(&self, pts: &OwnedFd, slave: Option<Slave>) -> Built<Kept> {
+        self.lay(pts, Path::new("dev/pts"))?;
         let Some(slave) = slave else {
             return Ok(Kept::default());
         };
         let mut taken = Vec::new();
         let holder = loop {
             let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-            let Ok(ptmx) = rustix::fs::openat(&pts, "ptmx", flags, Mode::empty()) else {
+            let Ok(ptmx) = rustix::fs::openat(pts, "ptmx", flags, Mode::empty()) else {
                 return Ok(Kept::default());
             };
             let name = rustix::pty::ptsname(&ptmx, Vec::new());
@@ -236,22 +256,6 @@ impl View {
         Ok(Kept {
             _terminal: Some(holder),
         })
-    }
-
-    fn cover_proc(&self) -> Built<()> {
-        for name in PROC_COVERS {
-            let path = Path::new("proc").join(name);
-            let Ok(found) = self.find(&path) else {
-                continue;
-            };
-            let cover = || -> io::Result<()> {
-                let copy = clone(&found)?;
-                confine::mount_attributes(&copy, c"", EMPTY_PATH | RECURSIVE, READ_ONLY, 0)?;
-                Ok(attach(&copy, &found, c"")?)
-            };
-            cover().map_err(|error| failed(Step::Mount, path.as_os_str().as_bytes(), error))?;
-        }
-        Ok(())
     }
 
     fn lay_piece(&self, piece: Piece<'_>) -> Built<()> {
@@ -432,6 +436,46 @@ fn copy_link(path: &Path) -> Built<OwnedFd> {
         rustix::mount::open_tree(&above, path.file_name().unwrap_or_default(), flags)
     };
     copied().map_err(|error| failed(Step::Find, path.as_os_str().as_bytes(), error))
+}
+
+/// What `/dev` is, without what is mounted in it.
+fn make_dev() -> rustix::io::Result<OwnedFd> {
+    let dev = fresh_raw("tmpfs", &[("mode", "0755")])?;
+    for name in DEVICES {
+        make_file(&dev, Path::new(name), 0o644)?;
+    }
+    for name in ["pts", "shm"] {
+        rustix::fs::mkdirat(&dev, name, Mode::from_raw_mode(0o755))?;
+    }
+    // What masks are copies of; gone again before the command runs.
+    rustix::fs::mkdirat(&dev, MASK_DIRECTORY, Mode::empty())?;
+    make_file(&dev, Path::new(MASK_FILE), 0)?;
+    for (link, to) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+        ("ptmx", "pts/ptmx"),
+    ] {
+        rustix::fs::symlinkat(to, &dev, link)?;
+    }
+    Ok(dev)
+}
+
+/// Makes a fresh `/proc` read-only where its owner could change the machine.
+fn cover_proc(proc: &OwnedFd) -> Built<()> {
+    for name in PROC_COVERS {
+        let Ok(found) = find(proc, Path::new(name)) else {
+            continue;
+        };
+        let cover = || -> io::Result<()> {
+            let copy = clone(&found)?;
+            confine::mount_attributes(&copy, c"", EMPTY_PATH | RECURSIVE, READ_ONLY, 0)?;
+            Ok(attach(&copy, &found, c"")?)
+        };
+        cover().map_err(|error| failed(Step::Mount, format!("/proc/{name}"), error))?;
+    }
+    Ok(())
 }
 
 fn copy_devices() -> Built<Vec<(&'static str, OwnedFd)>> {

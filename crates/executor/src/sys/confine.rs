@@ -115,6 +115,27 @@ pub(crate) fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
     Ok(())
 }
 
+/// Copies of the standard streams.
+pub(crate) fn streams() -> io::Result<[OwnedFd; 3]> {
+    use rustix::stdio::{stderr, stdin, stdout};
+    let copy = |stream| rustix::io::fcntl_dupfd_cloexec(stream, 3);
+    Ok([copy(stdin())?, copy(stdout())?, copy(stderr())?])
+}
+
+/// Makes the first three of these the standard streams.
+pub(crate) fn take_streams(
+    _: OneThread,
+    files: &mut impl Iterator<Item = OwnedFd>,
+) -> io::Result<()> {
+    for (target, file) in (0..3).zip(files) {
+        // SAFETY: an open descriptor; the standard streams are used by number only.
+        if unsafe { libc::dup2(file.as_raw_fd(), target) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}
+
 /// Takes charge of a descriptor that this program was started with, and keeps it from the next.
 pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: plain system call; a number that is no descriptor gives an error.
