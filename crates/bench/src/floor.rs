@@ -62,77 +62,108 @@ fn spawn_once() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Seconds from a byte written to a terminal until [`ECHO`] has sent it back: the median.
-pub(crate) fn terminal_echo(count: usize) -> anyhow::Result<f64> {
-    let master =
-        rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
-    rustix::pty::grantpt(&master)?;
-    rustix::pty::unlockpt(&master)?;
-    let name = rustix::pty::ptsname(&master, Vec::new())?;
-    let slave: OwnedFd = rustix::fs::open(
-        &*name,
-        OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC,
-        Mode::empty(),
-    )?;
-    let mut child = Command::new(ECHO[0])
-        .args(&ECHO[1..])
-        .stdin(slave.try_clone()?)
-        .stdout(slave.try_clone()?)
-        .stderr(slave)
-        .spawn()?;
-    let mut terminal = File::from(master);
-    let mut byte = [0];
-    let measured = (|| {
-        while byte != *b"R" {
-            terminal.read_exact(&mut byte)?;
-        }
-        samples(count, || {
-            terminal.write_all(b"x")?;
-            terminal.read_exact(&mut byte)
-        })
-    })();
-    child.kill()?;
-    child.wait()?;
-    Ok(median(&measured?))
+/// A terminal whose program, [`ECHO`], sends each byte back.
+#[derive(Debug)]
+pub(crate) struct TerminalEcho {
+    child: Child,
+    terminal: File,
 }
 
-/// Seconds for a round trip over loopback TCP between two threads: the median.
-pub(crate) fn tcp_echo(count: usize) -> anyhow::Result<f64> {
+impl TerminalEcho {
+    pub(crate) fn start() -> anyhow::Result<Self> {
+        let master =
+            rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC)?;
+        rustix::pty::grantpt(&master)?;
+        rustix::pty::unlockpt(&master)?;
+        let name = rustix::pty::ptsname(&master, Vec::new())?;
+        let slave: OwnedFd = rustix::fs::open(
+            &*name,
+            OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        let child = Command::new(ECHO[0])
+            .args(&ECHO[1..])
+            .stdin(slave.try_clone()?)
+            .stdout(slave.try_clone()?)
+            .stderr(slave)
+            .spawn()?;
+        let mut echo = Self {
+            child,
+            terminal: File::from(master),
+        };
+        let mut byte = [0];
+        while byte != *b"R" {
+            echo.terminal.read_exact(&mut byte)?;
+        }
+        echo.samples(WARM_UP)?;
+        Ok(echo)
+    }
+
+    /// Seconds from a byte written until it is back, for each of so many.
+    pub(crate) fn samples(&mut self, count: usize) -> std::io::Result<Vec<f64>> {
+        let mut byte = [0];
+        samples(count, || {
+            self.terminal.write_all(b"x")?;
+            self.terminal.read_exact(&mut byte)
+        })
+    }
+}
+
+impl Drop for TerminalEcho {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A connection over loopback TCP to a thread that sends back what comes.
+#[derive(Debug)]
+pub(crate) struct TcpEcho {
+    stream: TcpStream,
+}
+
+impl TcpEcho {
     /// About as long as a message of a keystroke.
     const BYTES: usize = 128;
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let address = listener.local_addr()?;
-    let echo = std::thread::spawn(move || -> std::io::Result<()> {
-        let (mut stream, _) = listener.accept()?;
+
+    pub(crate) fn start() -> anyhow::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        let address = listener.local_addr()?;
+        // It ends with the connection.
+        std::thread::spawn(move || -> std::io::Result<()> {
+            let (mut stream, _) = listener.accept()?;
+            tcp::prepare(&stream, stream.peer_addr())?;
+            let mut message = [0; Self::BYTES];
+            while stream.read_exact(&mut message).is_ok() {
+                stream.write_all(&message)?;
+            }
+            Ok(())
+        });
+        let stream = TcpStream::connect(address)?;
         tcp::prepare(&stream, stream.peer_addr())?;
-        let mut message = [0; BYTES];
-        while stream.read_exact(&mut message).is_ok() {
-            stream.write_all(&message)?;
-        }
-        Ok(())
-    });
-    let mut stream = TcpStream::connect(address)?;
-    tcp::prepare(&stream, stream.peer_addr())?;
-    let mut message = [0; BYTES];
-    let measured = samples(count, || {
-        stream.write_all(&message)?;
-        stream.read_exact(&mut message)
-    });
-    drop(stream);
-    if let Ok(result) = echo.join() {
-        result?;
+        let mut echo = Self { stream };
+        echo.samples(WARM_UP)?;
+        Ok(echo)
     }
-    Ok(median(&measured?))
+
+    /// Seconds of each of so many round trips.
+    pub(crate) fn samples(&mut self, count: usize) -> std::io::Result<Vec<f64>> {
+        let mut message = [0; Self::BYTES];
+        samples(count, || {
+            self.stream.write_all(&message)?;
+            self.stream.read_exact(&mut message)
+        })
+    }
 }
 
-/// Times `round` after a few runs that do not count.
+/// Runs that do not count.
+const WARM_UP: usize = 20;
+
+/// Times `round`.
 fn samples(
     count: usize,
     mut round: impl FnMut() -> std::io::Result<()>,
 ) -> std::io::Result<Vec<f64>> {
-    for _ in 0..20 {
-        round()?;
-    }
     let mut samples = Vec::with_capacity(count);
     for _ in 0..count {
         let start = Instant::now();
