@@ -743,6 +743,11 @@ impl Connection {
         self.backlog.is_full() || self.slots.available_permits() == 0
     }
 
+    /// Whether nothing else is asked, while one request is worked on.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.slots.available_permits() + 1 >= self.concurrent_requests
+    }
+
     /// Whether the session waits for the client to come back.
     pub(crate) fn is_resumable(&self) -> bool {
         self.lifetime == Lifetime::Resumable

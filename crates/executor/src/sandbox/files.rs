@@ -16,7 +16,7 @@ use exec_server_protocol::sandbox::{
 
 use super::helper::{Answer, Frame, Request};
 use super::policy::{self, CachedDisk, Context, Disk, RealDisk};
-use super::pool::{Key, Remembered};
+use super::pool::{Asking, Key, Remembered};
 use crate::executor::Executor;
 use crate::fs::search::{self, SearchError};
 use crate::fs::wire::{is_whole, is_whole_walk, path_of, text};
@@ -162,26 +162,20 @@ impl Files {
     }
 
     /// Begins to read a file, if everything that takes is at hand: may be called where nothing may
-    /// block, inside a runtime. What comes of it is told later, unless the file has to be asked for properly after all.
-    pub fn read_soon(
-        &self,
-        path: &Path,
-        links: Links,
-        most: u32,
-    ) -> Option<impl Future<Output = Option<Result<Soon, FsError>>> + Send + use<>> {
+    /// block, inside a runtime.
+    pub fn read_soon(&self, path: &Path, links: Links, most: u32) -> Option<Reading> {
         let confined = self.0.as_ref()?;
-        let key = confined.key_soon()?;
+        let helpers = confined.executor.helpers();
         let request = Request::ReadFile(text(path), links, most);
-        let asking = confined.executor.helpers().ask_soon(&key, &request)?;
-        Some(async move {
-            let frame = asking.answer().await?;
-            Some(match frame.head {
-                Answer::Content => Ok(Soon::Content(frame.tail)),
-                Answer::File => Ok(Soon::File(one(frame.descriptors)?.into())),
-                Answer::Failed(fault) => Err(fault.into()),
-                _ => return None,
-            })
-        })
+        if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
+            let asking = helpers.ask_soon(&key, &request)?;
+            // Looked at while it reads: nobody hears what it finds if the policy means something else.
+            if answers.still_hold() {
+                return Some(Reading(asking));
+            }
+        }
+        let key = confined.key_soon()?;
+        helpers.ask_soon(&key, &request).map(Reading)
     }
 
     /// As [`OpenFile::open`].
@@ -491,6 +485,24 @@ pub enum Soon {
     File(File),
 }
 
+/// A file that is being read.
+#[derive(Debug)]
+pub struct Reading(Asking);
+
+impl Reading {
+    /// What comes of it; nothing if the file has to be asked for properly after all. Whoever has
+    /// nothing else to do may look for it for a moment before waiting.
+    pub async fn finish(self, look: bool) -> Option<Result<Soon, FsError>> {
+        let frame = self.0.answer(look).await?;
+        Some(match frame.head {
+            Answer::Content => Ok(Soon::Content(frame.tail)),
+            Answer::File => Ok(Soon::File(one(frame.descriptors)?.into())),
+            Answer::Failed(fault) => Err(fault.into()),
+            _ => return None,
+        })
+    }
+}
+
 impl Confined {
     /// What the policy means right now; `None` if it binds nothing.
     fn key(&self) -> Result<Option<Arc<Key>>, FsError> {
@@ -532,9 +544,6 @@ impl Confined {
     /// What the policy means right now, if that can be told without waiting for the disk.
     fn key_soon(&self) -> Option<Arc<Key>> {
         let helpers = self.executor.helpers();
-        if let Some(key) = helpers.remembered(&self.sandbox, self.intent) {
-            return Some(key);
-        }
         // What others would have to wait for is done elsewhere.
         if !self.sandbox.is_short() {
             return None;
@@ -548,7 +557,7 @@ impl Confined {
         let remembered = Remembered {
             sandbox: Arc::clone(&self.sandbox),
             intent: self.intent,
-            answers: disk.answers(),
+            answers: Arc::new(disk.answers()),
             key: Arc::clone(&key),
         };
         helpers.remember(remembered);

@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -44,6 +45,13 @@ const IDLE_WITH_PLACES: Duration = Duration::from_secs(1);
 /// Between two looks at whether anybody still waits for an answer.
 const PATIENCE: Duration = Duration::from_millis(100);
 
+/// How long to look for an answer before sleeping: being woken takes as long, where that has to wake
+/// a core as well.
+const LOOK: Duration = Duration::from_micros(100);
+
+/// How many answers are waited for in the usual way after one that did not come while we looked.
+const LOOKS_SKIPPED: u32 = 15;
+
 /// How long one may take to end by itself.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -72,7 +80,7 @@ pub(crate) struct Helpers {
 pub(super) struct Remembered {
     pub(super) sandbox: Arc<Sandbox>,
     pub(super) intent: Intent,
-    pub(super) answers: Answers,
+    pub(super) answers: Arc<Answers>,
     pub(super) key: Arc<Key>,
 }
 
@@ -84,6 +92,8 @@ struct Shared {
     state: Mutex<State>,
     /// One has become idle or gone.
     changed: Condvar,
+    /// Answers that are not worth looking for.
+    unlooked: AtomicU32,
 }
 
 #[derive(Debug, Default)]
@@ -265,13 +275,18 @@ impl Helpers {
         )))
     }
 
-    /// What a policy means, if it is known and nothing has changed; never waits.
-    pub(super) fn remembered(&self, sandbox: &Sandbox, intent: Intent) -> Option<Arc<Key>> {
+    /// What a policy meant, if that is known, and what has to be as it was for it to mean the same;
+    /// never waits.
+    pub(super) fn remembered(
+        &self,
+        sandbox: &Sandbox,
+        intent: Intent,
+    ) -> Option<(Arc<Key>, Arc<Answers>)> {
         let remembered = self.remembered.try_lock().ok()?;
         let found = remembered
             .iter()
             .rfind(|one| one.intent == intent && *one.sandbox == *sandbox)?;
-        found.answers.still_hold().then(|| Arc::clone(&found.key))
+        Some((Arc::clone(&found.key), Arc::clone(&found.answers)))
     }
 
     /// Keeps what a policy means for the next request under it.
@@ -388,9 +403,10 @@ fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
 }
 
 impl Asking {
-    /// What it answers; nothing if it does not, or not to this.
-    pub(super) async fn answer(mut self) -> Option<Frame<Answer>> {
-        let frame = self.receive().await?;
+    /// What it answers; nothing if it does not, or not to this. Whoever has nothing else to do may look
+    /// for it for a moment.
+    pub(super) async fn answer(mut self, look: bool) -> Option<Frame<Answer>> {
+        let frame = self.receive(look).await?;
         if matches!(frame.head, Answer::Stale) {
             return None;
         }
@@ -400,11 +416,14 @@ impl Asking {
         Some(frame)
     }
 
-    async fn receive(&self) -> Option<Frame<Answer>> {
+    async fn receive(&self, look: bool) -> Option<Frame<Answer>> {
         let Socket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
             return None;
         };
         let mut receiving = Receiving::new();
+        if look && let Some(found) = self.look(&mut receiving, socket.get_ref()) {
+            return found.ok()?;
+        }
         loop {
             let mut ready = socket.readable().await.ok()?;
             match receiving.receive(socket.get_ref(), RecvFlags::DONTWAIT) {
@@ -416,6 +435,37 @@ impl Asking {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => ready.clear_ready(),
                 Err(_) => return None,
             }
+        }
+    }
+}
+
+impl Asking {
+    /// Looks for an answer for as long as it would take to be woken by it.
+    fn look(
+        &self,
+        receiving: &mut Receiving,
+        socket: &OwnedFd,
+    ) -> Option<io::Result<Option<Frame<Answer>>>> {
+        let unlooked = &self.place.as_ref()?.shared.unlooked;
+        let skip = |left: u32| left.checked_sub(1);
+        if unlooked
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, skip)
+            .is_ok()
+        {
+            return None;
+        }
+        let until = Instant::now() + LOOK;
+        loop {
+            match receiving.receive(socket, RecvFlags::DONTWAIT) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                received => return Some(received),
+            }
+            if Instant::now() >= until {
+                // It is busy, or waits for the core that we are on.
+                unlooked.store(LOOKS_SKIPPED, Ordering::Relaxed);
+                return None;
+            }
+            std::hint::spin_loop();
         }
     }
 }

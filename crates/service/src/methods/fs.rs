@@ -140,7 +140,7 @@ pub(crate) fn read_file(call: Call<'_>, mut params: ReadFileParams) {
     };
     let there = Arc::clone(&connection);
     there.spawn(async move {
-        match soon.await {
+        match soon.finish(connection.is_alone()).await {
             Some(Ok(Soon::Content(data))) => send_content(responder, &data),
             Some(Ok(Soon::File(file))) => {
                 read_apart(&connection, responder, files, path, links, Some(file));
