@@ -455,6 +455,8 @@ impl Asking {
             return None;
         }
         let until = Instant::now() + LOOK;
+        // The kernel may have it wait for us to sleep, on this core.
+        std::thread::yield_now();
         loop {
             match receiving.receive(socket, RecvFlags::DONTWAIT) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
