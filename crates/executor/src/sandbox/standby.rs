@@ -315,10 +315,16 @@ impl Spares {
         if !is_good || self.mounts_changed() {
             self.discard();
         }
-        match self.spare.take() {
-            Some(spare) => spare.tell(birth, files),
-            None => self.make(base)?.tell(birth, files),
+        let spare = match self.spare.take() {
+            Some(spare) => spare,
+            None => self.make(base)?,
+        };
+        let told = spare.tell(birth, files);
+        if told.is_err() {
+            // It ends without us.
+            self.ended = Some(spare.pid);
         }
+        told
     }
 
     /// Ends the spare; its parent will be told, unless it has ended by itself.
@@ -384,17 +390,19 @@ impl Spare {
     /// Tells both processes what they need to know.
     fn tell(&self, birth: &Birth, files: &[OwnedFd]) -> io::Result<Pid> {
         let all: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
-        send(&self.first, birth, &all)?;
         // The launcher has no use for streams and sockets, and others wait for the last who has them
         // to let go.
         let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[birth.kept..]);
         let own: Vec<_> = order.into_iter().chain(groups).copied().collect();
-        let birth = Birth {
+        let own_birth = Birth {
             limits: birth.limits.clone(),
             kept: 1,
             ..Birth::default()
         };
-        send(&self.launcher, &birth, &own)?;
+        // In this order: the one that runs the command knows last, so that after a failure it has
+        // not been run, and somebody else can be asked.
+        send(&self.launcher, &own_birth, &own)?;
+        send(&self.first, birth, &all)?;
         Ok(self.pid)
     }
 }
