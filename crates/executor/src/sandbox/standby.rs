@@ -169,7 +169,7 @@ impl Waiting {
         }
         let [a, b, c, d, e, f, g, h] = answer;
         let born = i32::from_ne_bytes([a, b, c, d]);
-        let pid = |number: i32| Pid::from_raw(number).filter(|_| number > 0);
+        let pid = |number: i32| (number > 0).then(|| Pid::from_raw(number)).flatten();
         Ok(Answer {
             born: pid(born).ok_or(-born),
             ended: pid(i32::from_ne_bytes([e, f, g, h])),
