@@ -140,7 +140,8 @@ fn children_listed(pid: i32) -> Option<Vec<i32>> {
     Some(children)
 }
 
-/// The living processes that bear one of `tags`, or descend from one that does.
+/// The living processes that bear one of `tags`, or descend from one that does; who started others
+/// comes before them, so that a shell hears of its end before it sees that of what it waits for.
 ///
 /// Reads `/proc`: not for an async worker. Never returns this process.
 pub(crate) fn members(tags: &HashSet<Tag>) -> Vec<Pid> {
@@ -169,11 +170,23 @@ pub(crate) fn members(tags: &HashSet<Tag>) -> Vec<Pid> {
         }
         members.extend(more);
     }
-    members
+    let mut ordered: Vec<i32> = members.iter().copied().collect();
+    ordered.sort_by_key(|pid| ancestors(*pid, &members, &stats));
+    ordered
         .into_iter()
         .filter(|pid| *pid != own && stats.get(pid).is_some_and(|stat| !stat.zombie))
         .filter_map(Pid::from_raw)
         .collect()
+}
+
+/// How many of those above a process are members too.
+fn ancestors(pid: i32, members: &HashSet<i32>, stats: &HashMap<i32, Stat>) -> usize {
+    let parent = |pid: &i32| stats.get(pid).map(|stat| stat.parent);
+    // What was read at different moments may go in a circle.
+    std::iter::successors(parent(&pid), parent)
+        .take(members.len())
+        .filter(|above| members.contains(above))
+        .count()
 }
 
 /// Sends a signal to every member.
@@ -263,6 +276,24 @@ mod tests {
                 .any(|pid| pid.as_raw_nonzero().get() == own)
         );
         assert!(members(&HashSet::from([Tag::fresh()])).is_empty());
+    }
+
+    #[test]
+    fn parents_come_before_children() {
+        let stats: HashMap<i32, Stat> = [(9, 1), (8, 9), (5, 8), (7, 9), (2, 3), (3, 2)]
+            .map(|(pid, parent)| {
+                let stat = Stat {
+                    parent,
+                    zombie: false,
+                };
+                (pid, stat)
+            })
+            .into();
+        let members = HashSet::from([9, 8, 5, 7, 2, 3]);
+        let above = |pid| ancestors(pid, &members, &stats);
+        assert_eq!([9, 8, 7, 5].map(above), [0, 1, 1, 2]);
+        // A circle has an end.
+        assert_eq!(above(2), members.len());
     }
 
     #[test]
