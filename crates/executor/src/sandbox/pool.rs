@@ -52,6 +52,9 @@ const LOOK: Duration = Duration::from_micros(100);
 /// How many answers are waited for in the usual way after one that did not come while we looked.
 const LOOKS_SKIPPED: u32 = 15;
 
+/// The same after somebody else has had our core for long: everybody here has waited for that.
+const LOOKS_SKIPPED_WHEN_BUSY: u32 = 1023;
+
 /// How long one may take to end by itself.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -454,17 +457,20 @@ impl Asking {
         {
             return None;
         }
-        let until = Instant::now() + LOOK;
+        let begun = Instant::now();
         // The kernel may have it wait for us to sleep, on this core.
         std::thread::yield_now();
+        if begun.elapsed() >= 10 * LOOK {
+            unlooked.store(LOOKS_SKIPPED_WHEN_BUSY, Ordering::Relaxed);
+        }
         loop {
             match receiving.receive(socket, RecvFlags::DONTWAIT) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 received => return Some(received),
             }
-            if Instant::now() >= until {
+            if begun.elapsed() >= LOOK {
                 // It is busy, or waits for the core that we are on.
-                unlooked.store(LOOKS_SKIPPED, Ordering::Relaxed);
+                unlooked.fetch_max(LOOKS_SKIPPED, Ordering::Relaxed);
                 return None;
             }
             std::hint::spin_loop();

@@ -185,12 +185,19 @@ struct Answer {
     ended: Option<Pid>,
 }
 
-/// Reaps a child that is about to end. One that does not is left to whoever reaps orphans.
+/// Reaps a spare launcher that is about to end. One that does not is left to whoever reaps orphans,
+/// and so is a number that is somebody else's by now.
 fn reap(pid: Pid) {
     const ROUNDS: u32 = 100;
+    let comm = format!("/proc/{}/comm", pid.as_raw_nonzero());
     for _ in 0..ROUNDS {
-        let ended = retry(|| rustix::process::waitpid(Some(pid), WaitOptions::NOHANG));
-        if !matches!(ended, Ok(None)) {
+        // Those who have ended keep their names.
+        let name = std::fs::read(&comm).unwrap_or_default();
+        let is_spare = [NAME, SPARE_NAME]
+            .map(CStr::to_bytes)
+            .contains(&name.trim_ascii_end());
+        let reaped = || retry(|| rustix::process::waitpid(Some(pid), WaitOptions::NOHANG));
+        if !is_spare || !matches!(reaped(), Ok(None)) {
             return;
         }
         std::thread::sleep(Duration::from_millis(1));
