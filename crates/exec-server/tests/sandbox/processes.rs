@@ -83,6 +83,12 @@ async fn the_next_launcher_waits_and_may_be_killed(user: User) {
         seen.push(next);
         if round == 1 {
             proc::signal(next.unsigned_abs(), Signal::KILL);
+            // A command that it was given before it felt that would fail.
+            proc::eventually("its end", || {
+                let is_there = proc::children(server).contains(&next);
+                if is_there { Err("it goes on") } else { Ok(()) }
+            })
+            .await;
             let outcome = cell.sh(&read_only(), "echo works").await;
             assert_eq!(outcome.stdout, "works\n", "{}", outcome.stderr);
             continue;
