@@ -3,6 +3,7 @@
 //! A task per process (`supervise`) moves bytes and notices the end; handles share its state and
 //! may be used from anywhere. When the last handle is dropped the process is killed.
 
+mod scratch;
 pub(crate) mod start;
 pub(crate) mod stdin;
 mod supervise;

@@ -19,6 +19,7 @@ use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 
+use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
 use super::{Life, Shared, blocking, lock};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
@@ -29,20 +30,12 @@ use crate::spec::Timeout;
 use crate::sys::reap::Usage;
 use crate::tree;
 
-/// The most that one chunk holds: large enough that framing costs little, small enough that a
-/// keystroke's echo is not kept waiting behind it for long.
-const CHUNK_BYTES: usize = 64 * 1024;
-
-/// The most that is read at once: each read may wake the child, which costs more than the copy.
-const READ_BYTES: usize = 4 * CHUNK_BYTES;
-
 /// What is taken from a child's pipes between its end and the word of it. More than any pipe holds,
 /// so that only output of descendants can come after `exited`.
 const DRAIN_BYTES: usize = super::LARGE_PIPE_BYTES + READ_BYTES;
 
 thread_local! {
-    /// Where reads land before they are copied to their exact size; one per worker, not per process.
-    static SCRATCH: RefCell<Box<[u8]>> = RefCell::new(vec![0; READ_BYTES].into_boxed_slice());
+    static SCRATCH: RefCell<Scratch> = RefCell::new(Scratch::new());
 }
 
 /// One open output of the child.
@@ -72,8 +65,12 @@ impl Source {
         }
     }
 
-    /// Reads one chunk's worth once there is something, and gives it to `sink`.
-    fn poll_take(&mut self, cx: &mut Context<'_>, sink: impl FnOnce(Stream, &[u8])) -> Poll<Took> {
+    /// Reads a few chunks' worth once there is something, and gives it to `sink`.
+    fn poll_take(
+        &mut self,
+        cx: &mut Context<'_>,
+        sink: impl FnOnce(Stream, &mut Scratch),
+    ) -> Poll<Took> {
         let file = Arc::clone(&self.file);
         let mut guard = match file.poll_read_ready(cx) {
             Poll::Ready(Ok(guard)) => guard,
@@ -87,30 +84,29 @@ impl Source {
         Poll::Ready(took)
     }
 
-    /// Reads one chunk's worth and gives it to `sink`; also tells whether it is empty now.
-    fn take(&mut self, sink: impl FnOnce(Stream, &[u8])) -> (Took, bool) {
+    /// Reads a few chunks' worth and gives it to `sink`; also tells whether it is empty now.
+    fn take(&mut self, sink: impl FnOnce(Stream, &mut Scratch)) -> (Took, bool) {
         SCRATCH.with_borrow_mut(|scratch| {
-            let (mut filled, mut ended, mut empty) = (0, false, false);
-            while filled < scratch.len() && !ended && !empty {
-                let room = scratch.len() - filled;
-                match rustix::io::read(self.file.get_ref(), &mut scratch[filled..]) {
+            let (mut ended, mut empty) = (false, false);
+            scratch.clear();
+            while scratch.room() > 0 && !ended && !empty {
+                let room = scratch.room();
+                match scratch.read(self.file.get_ref()) {
                     Ok(0) => ended = true,
-                    Ok(read) => {
-                        filled += read;
-                        // A pipe that gives less than asked for is empty; a terminal gives a
-                        // little at a time.
-                        empty = read < room && self.stream != Stream::Pty;
-                    }
+                    // A pipe that gives less than asked for is empty; a terminal gives a little at
+                    // a time.
+                    Ok(read) => empty = read < room && self.stream != Stream::Pty,
                     Err(Errno::AGAIN) => empty = true,
                     Err(Errno::INTR) => {}
                     // A terminal ends with EIO when its last user is gone.
                     Err(_) => ended = true,
                 }
             }
+            let filled = scratch.filled();
             if filled == 0 {
                 return (if ended { Took::End } else { Took::Nothing }, empty);
             }
-            sink(self.stream, &scratch[..filled]);
+            sink(self.stream, scratch);
             if filled >= CHUNK_BYTES && !self.enlarged && self.stream != Stream::Pty {
                 self.enlarged = true;
                 let size = super::LARGE_PIPE_BYTES;
@@ -337,7 +333,7 @@ impl Supervisor {
         sources.retain_mut(|source| {
             let mut drained = 0;
             while drained < DRAIN_BYTES && lock(&shared.output).log.has_room() {
-                match source.take(|stream, bytes| append(shared, stream, bytes)).0 {
+                match source.take(|stream, read| append(shared, stream, read)).0 {
                     Took::Some(bytes) => drained += bytes,
                     Took::End => return false,
                     Took::Nothing => break,
@@ -419,14 +415,13 @@ impl Supervisor {
     }
 }
 
-fn append(shared: &Shared, stream: Stream, bytes: &[u8]) {
-    let mut chunks = bytes.chunks(CHUNK_BYTES).map(Bytes::copy_from_slice);
-    if bytes.len() <= CHUNK_BYTES {
-        let only = chunks.next().unwrap_or_default();
+fn append(shared: &Shared, stream: Stream, scratch: &mut Scratch) {
+    if scratch.filled() <= CHUNK_BYTES {
+        let only = scratch.take().next().unwrap_or_default();
         return shared.append(|log| log.output(stream, only));
     }
-    // Copied before the log is locked: whoever reads it meanwhile does not wait for that.
-    let chunks: Vec<Bytes> = chunks.collect();
+    // Made before the log is locked: whoever reads it meanwhile does not wait for that.
+    let chunks: Vec<Bytes> = scratch.take().collect();
     shared.append(|log| {
         for chunk in chunks {
             log.output(stream, chunk);
@@ -437,8 +432,8 @@ fn append(shared: &Shared, stream: Stream, bytes: &[u8]) {
 /// Takes output from whichever source has some, in turns; 0 when one has ended.
 async fn take_output(shared: &Shared, sources: &mut Vec<Source>, turn: &mut usize) -> usize {
     poll_fn(|cx| {
-        poll_sources(sources, turn, cx, |stream, bytes| {
-            append(shared, stream, bytes)
+        poll_sources(sources, turn, cx, |stream, read| {
+            append(shared, stream, read)
         })
     })
     .await
@@ -453,7 +448,7 @@ fn poll_sources(
     sources: &mut Vec<Source>,
     turn: &mut usize,
     cx: &mut Context<'_>,
-    mut sink: impl FnMut(Stream, &[u8]),
+    mut sink: impl FnMut(Stream, &mut Scratch),
 ) -> Poll<usize> {
     *turn += 1;
     for offset in 0..sources.len() {

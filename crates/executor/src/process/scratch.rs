@@ -1,0 +1,157 @@
+//! Memory that output is read into. What fills it is kept where it is; the rest is copied.
+
+use std::io::IoSliceMut;
+use std::os::fd::AsFd;
+use std::sync::{Mutex, PoisonError};
+
+use bytes::Bytes;
+
+/// The most that one chunk holds: large enough that framing costs little, small enough that a
+/// keystroke's echo is not kept waiting behind it for long.
+pub(super) const CHUNK_BYTES: usize = 64 * 1024;
+
+/// Chunks that are read at once: each read may wake the child, which costs more than the copy.
+const CHUNKS: usize = 4;
+
+/// The most that is read at once.
+pub(super) const READ_BYTES: usize = CHUNKS * CHUNK_BYTES;
+
+/// Memory that nobody uses, to be used again: memory that is new costs more than what it is for.
+static SPARE: Mutex<Vec<Box<[u8]>>> = Mutex::new(Vec::new());
+
+/// How much of it is kept; more than a turn or two never is of use.
+const MAX_SPARE: usize = 4 * CHUNKS;
+
+fn spare() -> Box<[u8]> {
+    let kept = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    kept.unwrap_or_else(|| vec![0; CHUNK_BYTES].into_boxed_slice())
+}
+
+/// A chunk that is full; its memory is used again once nobody needs it.
+struct Full(Box<[u8]>);
+
+impl AsRef<[u8]> for Full {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl Drop for Full {
+    fn drop(&mut self) {
+        let mut kept = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.len() < MAX_SPARE {
+            kept.push(std::mem::take(&mut self.0));
+        }
+    }
+}
+
+/// Where reads land; one per worker, not per process.
+pub(super) struct Scratch {
+    parts: [Box<[u8]>; CHUNKS],
+    filled: usize,
+}
+
+impl Scratch {
+    pub(super) fn new() -> Self {
+        Self {
+            parts: std::array::from_fn(|_| spare()),
+            filled: 0,
+        }
+    }
+
+    /// Bytes that were read and not taken.
+    pub(super) fn filled(&self) -> usize {
+        self.filled
+    }
+
+    /// Bytes that can still be read.
+    pub(super) fn room(&self) -> usize {
+        READ_BYTES - self.filled
+    }
+
+    /// Reads once, as much as there is room for.
+    pub(super) fn read(&mut self, file: impl AsFd) -> rustix::io::Result<usize> {
+        let mut skip = self.filled;
+        let mut slices = self.parts.each_mut().map(|part| {
+            let start = skip.min(CHUNK_BYTES);
+            skip -= start;
+            IoSliceMut::new(&mut part[start..])
+        });
+        let read = rustix::io::readv(file, &mut slices[self.filled / CHUNK_BYTES..])?;
+        self.filled += read;
+        Ok(read)
+    }
+
+    /// Forgets what was read.
+    pub(super) fn clear(&mut self) {
+        self.filled = 0;
+    }
+
+    /// What was read, in chunks.
+    pub(super) fn take(&mut self) -> impl Iterator<Item = Bytes> {
+        let mut left = std::mem::take(&mut self.filled);
+        self.parts.iter_mut().map_while(move |part| {
+            let length = left.min(CHUNK_BYTES);
+            left -= length;
+            match length {
+                0 => None,
+                CHUNK_BYTES => Some(Bytes::from_owner(Full(std::mem::replace(part, spare())))),
+                _ => Some(Bytes::copy_from_slice(&part[..length])),
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::pipe::PipeFlags;
+
+    use super::*;
+
+    #[test]
+    fn what_was_read_stays_as_it_is_while_more_is_read() {
+        let (read, write) = rustix::pipe::pipe_with(PipeFlags::NONBLOCK).unwrap();
+        rustix::pipe::fcntl_setpipe_size(&write, 1 << 20).unwrap();
+        let mut scratch = Scratch::new();
+        let mut kept: Vec<(u8, Vec<Bytes>)> = Vec::new();
+        for (number, parts) in [
+            &[1][..],
+            &[CHUNK_BYTES],
+            &[100, CHUNK_BYTES],
+            &[CHUNK_BYTES - 1, 1, 7],
+            &[READ_BYTES],
+            &[3 * CHUNK_BYTES, 5],
+            &[READ_BYTES],
+        ]
+        .iter()
+        .enumerate()
+        {
+            for &part in *parts {
+                let text = vec![number as u8; part];
+                assert_eq!(rustix::io::write(&write, &text).unwrap(), part);
+                assert_eq!(scratch.read(&read).unwrap(), part);
+            }
+            let total: usize = parts.iter().sum();
+            assert_eq!(
+                (scratch.filled(), scratch.room()),
+                (total, READ_BYTES - total)
+            );
+            let chunks: Vec<Bytes> = scratch.take().collect();
+            assert_eq!(chunks.len(), total.div_ceil(CHUNK_BYTES));
+            assert_eq!(chunks.iter().map(Bytes::len).sum::<usize>(), total);
+            assert_eq!(scratch.filled(), 0);
+            kept.push((number as u8, chunks));
+            // Some are let go of, and their memory is used again.
+            if number % 2 == 0 {
+                kept.remove(0);
+            }
+            for (number, chunks) in &kept {
+                assert!(chunks.iter().flatten().all(|byte| byte == number));
+            }
+        }
+        rustix::io::write(&write, b"lost").unwrap();
+        scratch.read(&read).unwrap();
+        scratch.clear();
+        assert_eq!(scratch.take().count(), 0);
+    }
+}
