@@ -27,7 +27,7 @@ const HIGH_BYTES: usize = 1 << 20;
 
 /// Bytes encoded before they are sent: large enough to amortise the system call, small enough that
 /// what comes up meanwhile does not wait long.
-const FLUSH_BYTES: usize = 64 * 1024;
+const FLUSH_BYTES: usize = 128 * 1024;
 
 /// Granularity of the reply budget: permits are counted in 32 bits.
 const BUDGET_UNIT: usize = 1024;
