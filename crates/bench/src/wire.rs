@@ -250,6 +250,13 @@ mod tests {
             }
         ));
         assert!(matches!(
+            decode(r#"{"id":7,"result":{"a":[1]},"jsonrpc":"2.0"}"#),
+            Message::Response {
+                id: 7,
+                result: r#"{"a":[1]}"#
+            }
+        ));
+        assert!(matches!(
             decode(
                 r#"{"method":"process/output","params":{"processId":"bench-3","seq":2,"stream":"stdout","chunk":"aGk="}}"#
             ),

@@ -1,4 +1,5 @@
-//! Memory that output is read into. What fills it is kept where it is; the rest is copied.
+//! Memory that output is read into. What fills it is kept where it is; the rest is copied. Knows neither
+//! whose output it is nor how long it is kept.
 
 use std::io::IoSliceMut;
 use std::os::fd::AsFd;

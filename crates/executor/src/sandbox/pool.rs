@@ -440,9 +440,7 @@ impl Asking {
             }
         }
     }
-}
 
-impl Asking {
     /// Looks for an answer for as long as it would take to be woken by it.
     fn look(
         &self,
