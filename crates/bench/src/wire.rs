@@ -101,9 +101,6 @@ pub(crate) fn process_id(number: u64) -> String {
 impl<'a> Message<'a> {
     /// Decodes one message; an error answer is an error.
     pub(crate) fn decode(text: &'a [u8]) -> anyhow::Result<Self> {
-        if let Some(response) = plain_response(text) {
-            return Ok(response);
-        }
         let Some(cut) = long_chunk(text) else {
             return Self::decode_whole(text);
         };
@@ -181,18 +178,6 @@ impl<'a> Message<'a> {
             _ => Self::Other,
         })
     }
-}
-
-/// A response as servers write it: an id, then an object. What that says is left to whoever asked, as a
-/// parser takes longer to find its end than most servers to make it.
-fn plain_response(text: &[u8]) -> Option<Message<'_>> {
-    let rest = text.strip_prefix(b"{\"id\":")?;
-    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    let id = std::str::from_utf8(&rest[..digits]).ok()?.parse().ok()?;
-    let result = rest[digits..].strip_prefix(b",\"result\":")?;
-    let result = std::str::from_utf8(result.strip_suffix(b"}")?).ok()?;
-    let is_object = result.starts_with('{') && result.ends_with('}');
-    (is_object && long_chunk(text).is_none()).then_some(Message::Response { id, result })
 }
 
 fn bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
