@@ -394,7 +394,7 @@ pub(crate) async fn serve(
     });
     let Link { incoming, outgoing } = link;
     let closed = connection.closed.clone();
-    let writer = tokio::spawn(async move {
+    let mut writer = Box::pin(async move {
         if let Err(error) = outbox::write(&outbox, outgoing).await {
             tracing::debug!(%error, "cannot send");
         }
@@ -408,7 +408,20 @@ pub(crate) async fn serve(
         ahead: Ahead::default(),
     };
     let mut phase = Phase::New;
-    let end = reader.run(&mut phase).await;
+    let (end, writer) = {
+        let mut run = std::pin::pin!(reader.run(&mut phase));
+        // What was asked with the first message is answered right here: whoever connects waits for it.
+        let (read, written) = std::future::poll_fn(|cx| {
+            let read = run.as_mut().poll(cx);
+            Poll::Ready((read, writer.as_mut().poll(cx)))
+        })
+        .await;
+        let writer = written.is_pending().then(|| tokio::spawn(writer));
+        match read {
+            Poll::Ready(end) => (end, writer),
+            Poll::Pending => (run.await, writer),
+        }
+    };
     // Nobody is left to answer.
     connection.asks.close();
     tracing::debug!(peer = reader.name, ?end, "connection ended");
@@ -426,7 +439,9 @@ pub(crate) async fn serve(
     }
     connection.closed.cancel();
     connection.watches.end();
-    writer.abort();
+    if let Some(writer) = writer {
+        writer.abort();
+    }
     if let Some(session) = phase.session() {
         connection
             .server

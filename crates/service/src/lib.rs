@@ -27,6 +27,7 @@ pub mod remote;
 mod scope;
 mod server;
 mod session;
+mod socket;
 pub mod trace;
 
 pub use config::ExecServerConfig;

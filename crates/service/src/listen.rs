@@ -11,21 +11,21 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_executor::sys::socket;
+use exec_server_executor::sys;
 use exec_server_transport::frame::Role;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::tls::{Pin, TlsServer};
 use exec_server_transport::{Link, tcp};
-use rustix::net::{RecvFlags, recv};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
-use crate::accept::Knocking;
+use crate::accept::Door;
 use crate::auth::Identity;
 use crate::crowd::Place;
 use crate::guard::{Guard, Refusal};
 use crate::metrics::RefusalCause;
 use crate::server::{Lifetime, Server};
+use crate::socket;
 
 /// Where a server listens unless told otherwise.
 pub const DEFAULT_LISTEN_URL: &str = "ws://127.0.0.1:0";
@@ -135,18 +135,12 @@ pub enum ListenError {
 /// A bound socket.
 #[derive(Debug)]
 pub struct Listener {
-    socket: Socket,
+    door: Door,
     url: ListenUrl,
     guard: Arc<Guard>,
     tls: Option<Arc<TlsServer>>,
     /// The file of a unix socket, which goes with it.
     _file: Option<RemoveOnDrop>,
-}
-
-#[derive(Debug)]
-enum Socket {
-    Tcp(TcpListener),
-    Unix(UnixListener),
 }
 
 /// Removes a socket's file.
@@ -175,9 +169,11 @@ impl Listener {
             source,
         };
         let listener = TcpListener::bind(address).await.map_err(failed)?;
-        tune(&listener).map_err(failed)?;
-        let url = ListenUrl::Websocket(listener.local_addr().map_err(failed)?);
-        Ok(Self::new(Socket::Tcp(listener), url, None))
+        let address = listener.local_addr().map_err(failed)?;
+        tune(&listener, address).map_err(failed)?;
+        let url = ListenUrl::Websocket(address);
+        let door = listener.into_std().and_then(Door::new).map_err(failed)?;
+        Ok(Self::new(door, url, None))
     }
 
     /// Takes a listening socket that somebody else has bound, under the rules of
@@ -194,13 +190,9 @@ impl Listener {
             listener.set_nonblocking(true).map_err(failed)?;
             let address = listener.local_addr().map_err(failed)?;
             let path = address.as_pathname().unwrap_or(Path::new("")).to_owned();
-            let listener = UnixListener::from_std(listener).map_err(failed)?;
+            let door = Door::new(listener).map_err(failed)?;
             // The file belongs to whoever made it.
-            return Ok(Self::new(
-                Socket::Unix(listener),
-                ListenUrl::Unix(path),
-                None,
-            ));
+            return Ok(Self::new(door, ListenUrl::Unix(path), None));
         }
         let listener = std::net::TcpListener::from(socket);
         listener.set_nonblocking(true).map_err(failed)?;
@@ -208,15 +200,14 @@ impl Listener {
         if !address.ip().is_loopback() && !danger_exposed {
             return Err(ListenError::Exposed(address));
         }
-        let listener = TcpListener::from_std(listener).map_err(failed)?;
-        tune(&listener).map_err(failed)?;
-        let url = ListenUrl::Websocket(address);
-        Ok(Self::new(Socket::Tcp(listener), url, None))
+        tune(&listener, address).map_err(failed)?;
+        let door = Door::new(listener).map_err(failed)?;
+        Ok(Self::new(door, ListenUrl::Websocket(address), None))
     }
 
-    fn new(socket: Socket, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
+    fn new(door: Door, url: ListenUrl, file: Option<RemoveOnDrop>) -> Self {
         Self {
-            socket,
+            door,
             url,
             guard: Arc::default(),
             tls: None,
@@ -262,7 +253,8 @@ impl Listener {
             return Err(failed(error));
         }
         let file = Some(RemoveOnDrop(path.to_owned()));
-        Ok(Self::new(Socket::Unix(listener), url, file))
+        let door = listener.into_std().and_then(Door::new).map_err(failed)?;
+        Ok(Self::new(door, url, file))
     }
 
     /// Where it can be reached; the port is the real one.
@@ -273,15 +265,9 @@ impl Listener {
     /// Accepts connections until the server has shut down; while it does, they are told so.
     pub async fn serve(self, server: Server) {
         let ended = server.ended().clone();
-        let knocking = match &self.socket {
-            Socket::Tcp(listener) => Knocking::at(listener),
-            Socket::Unix(listener) => Knocking::at(listener),
-        };
-        // Without it there is nothing but asking.
-        let knocking = knocking.ok();
         loop {
             let accepted = tokio::select! {
-                accepted = self.accept(&server, knocking.as_ref()) => accepted,
+                accepted = self.accept(&server) => accepted,
                 () = ended.cancelled() => return,
             };
             // Who has come is more interested in answers than in who comes next; and the first two
@@ -297,52 +283,31 @@ impl Listener {
         }
     }
 
-    async fn accept(&self, server: &Server, knocking: Option<&Knocking>) -> io::Result<()> {
-        if let Some(knocking) = knocking {
-            knocking.heard().await?;
-        }
-        let (server, guard) = (server.clone(), Arc::clone(&self.guard));
-        match &self.socket {
-            Socket::Tcp(listener) => {
-                let (stream, peer) = listener.accept().await?;
-                let address = Some(peer.ip());
-                let Some(place) = server.crowd().enter(address) else {
-                    return Ok(());
-                };
-                let name = format!("exec-server websocket {peer}");
-                let visitor = Visitor {
-                    server,
-                    guard,
-                    name,
-                    address,
-                    certificate: None,
-                    place,
-                };
-                match &self.tls {
-                    None => {
-                        let (reader, writer) = stream.into_split();
-                        tokio::spawn(visitor.handle(reader, writer));
-                    }
-                    Some(tls) => {
-                        tokio::spawn(visitor.handle_tls(Arc::clone(tls), stream));
-                    }
-                }
-            }
-            Socket::Unix(listener) => {
-                let (stream, _) = listener.accept().await?;
-                let Some(place) = server.crowd().enter(None) else {
-                    return Ok(());
-                };
-                let (reader, writer) = stream.into_split();
-                let visitor = Visitor {
-                    server,
-                    guard,
-                    name: "exec-server websocket on a unix socket".to_owned(),
-                    address: None,
-                    certificate: None,
-                    place,
-                };
+    async fn accept(&self, server: &Server) -> io::Result<()> {
+        let (connection, peer) = self.door.accept().await?;
+        let address = peer.map(|peer| peer.ip());
+        let Some(place) = server.crowd().enter(address) else {
+            return Ok(());
+        };
+        let visitor = Visitor {
+            server: server.clone(),
+            guard: Arc::clone(&self.guard),
+            name: match peer {
+                Some(peer) => format!("exec-server websocket {peer}"),
+                None => "exec-server websocket on a unix socket".to_owned(),
+            },
+            address,
+            certificate: None,
+            place,
+        };
+        match &self.tls {
+            None => {
+                let (reader, writer) = socket::split(connection);
                 tokio::spawn(visitor.handle(reader, writer));
+            }
+            Some(tls) => {
+                let stream = TcpStream::from_std(connection.into())?;
+                tokio::spawn(visitor.handle_tls(Arc::clone(tls), stream));
             }
         }
         Ok(())
@@ -351,14 +316,15 @@ impl Listener {
 
 /// Sets what holds for every accepted connection: nothing waits on its way out, little
 /// waits in the kernel, and a connection is worth a wake-up once it has said something.
-fn tune(listener: &TcpListener) -> io::Result<()> {
+fn tune(listener: impl AsFd, address: SocketAddr) -> io::Result<()> {
     /// Unsent bytes in the kernel: one or two chunks of output.
     const UNSENT_BYTES: u32 = 128 * 1024;
-    tcp::prepare(listener, listener.local_addr())?;
-    socket::limit_unsent(listener, UNSENT_BYTES)?;
+    let listener = listener.as_fd();
+    tcp::prepare(listener, Ok(address))?;
+    sys::socket::limit_unsent(listener, UNSENT_BYTES)?;
     /// Seconds after which a silent connection is reported nevertheless, and then given up.
     const SILENCE: u16 = 10;
-    socket::defer_accept(listener, SILENCE)
+    sys::socket::defer_accept(listener, SILENCE)
 }
 
 /// Removes a socket file that nobody listens on any more.
@@ -372,41 +338,6 @@ fn remove_stale(path: &Path) -> io::Result<()> {
         }
         Ok(_) => Err(io::ErrorKind::AlreadyExists.into()),
         Err(_) => Ok(()),
-    }
-}
-
-/// A connection that may have said more than the runtime knows of.
-///
-/// A program on this machine that was woken by our answer may have gone on before we do. To look once
-/// is less than to prepare for waiting, and to be told.
-trait Glance {
-    /// What has come.
-    fn glance(&self) -> Vec<u8> {
-        Vec::new()
-    }
-}
-
-impl Glance for tokio::net::tcp::OwnedReadHalf {
-    fn glance(&self) -> Vec<u8> {
-        glance(self.as_ref())
-    }
-}
-
-impl Glance for tokio::net::unix::OwnedReadHalf {
-    fn glance(&self) -> Vec<u8> {
-        glance(self.as_ref())
-    }
-}
-
-/// What comes over TLS has to be decrypted first.
-impl<T> Glance for tokio::io::ReadHalf<T> {}
-
-/// What can be read from a socket, if anything; its end and errors are left for whoever reads next.
-fn glance(socket: impl AsFd) -> Vec<u8> {
-    let mut buffer = [0; 1024];
-    match recv(socket, &mut buffer, RecvFlags::DONTWAIT) {
-        Ok((read, _)) => buffer[..read].to_vec(),
-        Err(_) => Vec::new(),
     }
 }
 
@@ -454,7 +385,7 @@ impl Visitor {
     /// Reads the HTTP request of a new connection and does what it asks for.
     async fn handle<R, W>(self, mut reader: R, mut writer: W)
     where
-        R: Glance + AsyncRead + Send + Unpin + 'static,
+        R: AsyncRead + Send + Unpin + 'static,
         W: AsyncWrite + Send + Unpin + 'static,
     {
         let limit = self.server.config().handshake_timeout;
@@ -481,11 +412,7 @@ impl Visitor {
                 // Encryption has a buffer of its own, hence the flush.
                 if writer.write_all(answer.as_bytes()).await.is_ok() && writer.flush().await.is_ok()
                 {
-                    let mut rest = head.rest;
-                    if rest.is_empty() && self.address.is_none_or(|address| address.is_loopback()) {
-                        rest = reader.glance();
-                    }
-                    let link = Link::websocket(Role::Server, reader, writer, rest);
+                    let link = Link::websocket(Role::Server, reader, writer, head.rest);
                     let Self {
                         server,
                         name,
@@ -701,8 +628,8 @@ mod tests {
     #[tokio::test]
     async fn connections_inherit_the_listeners_options() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        tune(&listener).unwrap();
         let address = listener.local_addr().unwrap();
+        tune(&listener, address).unwrap();
         let mut client = TcpStream::connect(address).await.unwrap();
         client.write_all(b"x").await.unwrap();
         let (accepted, _) = listener.accept().await.unwrap();

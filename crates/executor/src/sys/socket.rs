@@ -1,9 +1,12 @@
-//! Socket options that no safe wrapper offers. Set on a listening socket, they hold for every
-//! connection that it accepts.
+//! What no safe wrapper offers for sockets: options, which hold for every connection that a listening
+//! socket accepts, and receiving into memory that nobody has cleared.
 
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _};
+
+use rustix::net::{RecvFlags, recv};
+use tokio::io::ReadBuf;
 
 /// Has the kernel report a connection only when its peer has sent something, at the latest after
 /// `seconds`: one wake-up instead of two for each new client.
@@ -48,4 +51,21 @@ fn set(socket: impl AsFd, option: c_int, value: c_int) -> io::Result<()> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// Receives what has come, without waiting; how much.
+///
+/// # Errors
+///
+/// `WouldBlock` when nothing has, and what the socket failed with.
+pub fn receive(socket: impl AsFd, buffer: &mut ReadBuf<'_>) -> io::Result<usize> {
+    // SAFETY: nothing is written through this slice but by the kernel, so that what was initialised
+    // stays so.
+    let free = unsafe { buffer.unfilled_mut() };
+    let ((received, _), _) = recv(socket, free, RecvFlags::DONTWAIT)?;
+    let received = received.len();
+    // SAFETY: the kernel has written this many bytes at the beginning of the slice.
+    unsafe { buffer.assume_init(received) };
+    buffer.advance(received);
+    Ok(received)
 }
