@@ -12,12 +12,19 @@ use bytes::Bytes;
 use crate::frame::Acks;
 use crate::limits::WINDOW_RECORDS;
 
-/// A peer that answers faster than this is near.
-const NEAR: Duration = Duration::from_millis(2);
+/// Records under way however near the peer is: fewer would keep both sides waiting for each other.
+const NEAR_RECORDS: usize = 8;
 
-/// Records under way to a near peer: they fill the way there, and more would only wait on it, ahead of
-/// what other streams have to say.
-const NEAR_RECORDS: u32 = 8;
+/// One more may be under way for each of these in the shortest round trip: two gigabytes a second fill
+/// the way there, and more would only wait on it, ahead of what other streams have to say.
+///
+/// The shortest, because what waits on the way makes every other longer: measured by those, the more
+/// there is the more there might be.
+const RECORD_TIME: Duration = Duration::from_micros(30);
+
+/// The shortest round trip counts a thirty-second more each time this has passed: the way may have
+/// become longer.
+const FORGET: Duration = Duration::from_secs(1);
 
 /// Later arrivals that make a record lost; fewer may be mere reordering.
 const REORDER_THRESHOLD: u64 = 3;
@@ -63,8 +70,10 @@ pub(crate) struct Window {
     /// How often in a row the wait was in vain.
     backoff: u32,
     round_trip: Option<RoundTrip>,
-    /// The shortest round trip of late.
-    least: Option<Duration>,
+    /// The shortest round trip on this way, and since when it counts so much.
+    least: Option<(Duration, Instant)>,
+    /// Records that may be under way: at first few, and as many more as arrive.
+    most: usize,
     retransmitted: u64,
 }
 
@@ -87,15 +96,14 @@ impl Window {
             backoff: 0,
             round_trip: None,
             least: None,
+            most: NEAR_RECORDS,
             retransmitted: 0,
         }
     }
 
     /// Whether another new record may be sent.
     pub(crate) fn has_room(&self) -> bool {
-        let near = self.least.is_some_and(|least| least < NEAR);
-        let most = if near { NEAR_RECORDS } else { WINDOW_RECORDS };
-        self.sent.len() < most as usize
+        self.sent.len() < self.most
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -168,7 +176,7 @@ impl Window {
         if ack >= end {
             return false;
         }
-        let mut progress = false;
+        let mut progress = 0;
         // The newest of what is new, which tells the round trip.
         let mut newest: Option<(u64, Instant, bool)> = None;
         let mut arrived = |sent: &mut Sent, lost: &mut usize| {
@@ -177,7 +185,7 @@ impl Window {
             }
             *lost -= usize::from(sent.state == State::Lost);
             sent.state = State::Arrived;
-            progress = true;
+            progress += 1;
             if newest.is_none_or(|(order, ..)| order < sent.order) {
                 newest = Some((sent.order, sent.at, sent.again));
             }
@@ -203,13 +211,24 @@ impl Window {
         if let Some((order, at, again)) = newest {
             self.arrived_order = self.arrived_order.max(Some(order));
             if !again {
-                self.measure(now.saturating_duration_since(at));
+                self.measure(now, now.saturating_duration_since(at));
             }
+            self.most = self.fitting().min(self.most + progress);
             self.backoff = 0;
             self.waiting_since = (!self.sent.is_empty()).then_some(now);
             self.find_lost();
         }
-        progress
+        progress > 0
+    }
+
+    /// Records that fit on the way, as far as is known.
+    fn fitting(&self) -> usize {
+        let Some((least, _)) = self.least else {
+            return NEAR_RECORDS;
+        };
+        let fitting = least.as_nanos() / RECORD_TIME.as_nanos();
+        let fitting = usize::try_from(fitting).unwrap_or(usize::MAX);
+        fitting.clamp(NEAR_RECORDS, WINDOW_RECORDS as usize)
     }
 
     fn find_lost(&mut self) {
@@ -234,12 +253,20 @@ impl Window {
         }
         self.backoff = 0;
         self.waiting_since = None;
+        self.least = None;
+        self.most = NEAR_RECORDS;
     }
 
-    fn measure(&mut self, sample: Duration) {
-        // It is forgotten slowly: the way may have become longer.
-        let least = self.least.map_or(sample, |least| least + least / 64);
-        self.least = Some(least.min(sample));
+    fn measure(&mut self, now: Instant, sample: Duration) {
+        self.least = Some(match self.least {
+            Some((least, since)) if sample > least => {
+                match now.saturating_duration_since(since) < FORGET {
+                    true => (least, since),
+                    false => ((least + least / 32).min(sample), now),
+                }
+            }
+            _ => (sample, now),
+        });
         self.round_trip = Some(match self.round_trip {
             None => RoundTrip {
                 smooth: sample,
@@ -379,31 +406,57 @@ mod tests {
         );
     }
 
-    #[test]
-    fn a_near_peer_has_less_under_way_than_a_far_one() {
-        let under_way = |trip: u64| {
-            let (mut window, mut now) = (Window::new(), Instant::now());
-            for record in 0..200 {
-                window.push(now, Bytes::from_static(b"x"));
-                now += Duration::from_micros(trip);
-                window.acknowledge(now, acks(record, 0));
-            }
-            let mut count = 0;
+    /// Records under way to a peer at this distance that takes one each `pace`, after so many, and the
+    /// round trip that comes of it; all in microseconds.
+    fn under_way(distance: u64, pace: u64, records: u32) -> (usize, u64) {
+        let (mut window, mut now) = (Window::new(), Instant::now());
+        // When the one who takes them is done with each.
+        let mut done = VecDeque::new();
+        let mut busy = now;
+        for record in 0..records {
             while window.has_room() {
                 window.push(now, Bytes::from_static(b"x"));
-                count += 1;
+                let there = now + Duration::from_micros(distance / 2);
+                busy = busy.max(there) + Duration::from_micros(pace);
+                done.push_back(busy + Duration::from_micros(distance / 2));
             }
-            count
-        };
-        assert_eq!(under_way(300), NEAR_RECORDS);
-        assert_eq!(under_way(40_000), WINDOW_RECORDS);
-        // The way becomes longer.
-        let mut window = Window::new();
-        window.measure(Duration::from_micros(300));
-        for _ in 0..400 {
-            window.measure(Duration::from_millis(40));
+            now = done.pop_front().unwrap();
+            window.acknowledge(now, acks(record, 0));
         }
-        assert!(window.least.unwrap() >= NEAR, "{:?}", window.least);
+        let trip = window.round_trip().unwrap();
+        (window.most, trip.as_micros().try_into().unwrap())
+    }
+
+    #[test]
+    fn what_is_under_way_fills_the_way_and_little_more() {
+        // On one machine, between two of them, and far away.
+        assert_eq!(under_way(100, 120, 5000).0, NEAR_RECORDS);
+        let (between, trip) = under_way(550, 200, 5000);
+        assert!((20..32).contains(&between), "{between}");
+        assert!(trip < 7000, "{trip}");
+        assert_eq!(under_way(40_000, 200, 5000).0, WINDOW_RECORDS as usize);
+        // As much again with each round trip.
+        let grown = [1, 8, 20, 60].map(|records| under_way(40_000, 200, records).0);
+        assert_eq!(grown, [9, 16, 28, 64]);
+    }
+
+    #[test]
+    fn a_way_that_becomes_longer_is_noticed_and_another_one_is_measured_anew() {
+        let (mut window, mut now) = (Window::new(), Instant::now());
+        window.measure(now, Duration::from_micros(300));
+        for seconds in 0..120 {
+            match seconds {
+                10 => assert!(window.fitting() < 16, "{}", window.fitting()),
+                30 => assert!(window.fitting() > 16, "{}", window.fitting()),
+                _ => {}
+            }
+            now += FORGET;
+            window.measure(now, Duration::from_millis(40));
+            window.measure(now, Duration::from_millis(40));
+        }
+        assert_eq!(window.fitting(), WINDOW_RECORDS as usize);
+        window.lose_all();
+        assert_eq!(window.fitting(), NEAR_RECORDS);
     }
 
     #[test]
