@@ -15,12 +15,16 @@ use crate::limits::WINDOW_RECORDS;
 /// Records under way however near the peer is: fewer would keep both sides waiting for each other.
 const NEAR_RECORDS: usize = 8;
 
-/// One more may be under way for each of these in the shortest round trip: two gigabytes a second fill
-/// the way there, and more would only wait on it, ahead of what other streams have to say.
+/// What the ends alone take of a round trip; they are busy with those records for as long.
+const NEAR: Duration = Duration::from_micros(300);
+
+/// One more may be under way for each of these that the shortest round trip has beyond [`NEAR`]: three
+/// gigabytes a second fill the way there, and more would only wait on it, ahead of what other streams
+/// have to say.
 ///
 /// The shortest, because what waits on the way makes every other longer: measured by those, the more
 /// there is the more there might be.
-const RECORD_TIME: Duration = Duration::from_micros(30);
+const RECORD_TIME: Duration = Duration::from_micros(20);
 
 /// The shortest round trip counts a thirty-second more each time this has passed: the way may have
 /// become longer.
@@ -226,9 +230,11 @@ impl Window {
         let Some((least, _)) = self.least else {
             return NEAR_RECORDS;
         };
-        let fitting = least.as_nanos() / RECORD_TIME.as_nanos();
-        let fitting = usize::try_from(fitting).unwrap_or(usize::MAX);
-        fitting.clamp(NEAR_RECORDS, WINDOW_RECORDS as usize)
+        let more = least.saturating_sub(NEAR).as_nanos() / RECORD_TIME.as_nanos();
+        let more = usize::try_from(more).unwrap_or(usize::MAX);
+        NEAR_RECORDS
+            .saturating_add(more)
+            .min(WINDOW_RECORDS as usize)
     }
 
     fn find_lost(&mut self) {
@@ -432,8 +438,8 @@ mod tests {
         // On one machine, between two of them, and far away.
         assert_eq!(under_way(100, 120, 5000).0, NEAR_RECORDS);
         let (between, trip) = under_way(550, 200, 5000);
-        assert!((20..32).contains(&between), "{between}");
-        assert!(trip < 7000, "{trip}");
+        assert!((20..36).contains(&between), "{between}");
+        assert!(trip < 8000, "{trip}");
         assert_eq!(under_way(40_000, 200, 5000).0, WINDOW_RECORDS as usize);
         // As much again with each round trip.
         let grown = [1, 8, 20, 60].map(|records| under_way(40_000, 200, records).0);
