@@ -666,6 +666,8 @@ async fn our_client_resumes_their_sessions() {
                 Some(ExecProcessEvent::Output { chunk, .. }) => {
                     heard.push_str(&String::from_utf8_lossy(&chunk));
                 }
+                // Theirs may tell of the end before the last of the output.
+                Some(ExecProcessEvent::Exited { .. }) => {}
                 other => panic!("{other:?} before {wanted:?} in {heard:?}"),
             }
         }
