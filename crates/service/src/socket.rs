@@ -152,3 +152,99 @@ impl AsyncWrite for Writer {
         Poll::Ready(Ok(()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    fn pair() -> ((Reader, Writer), tokio::net::UnixStream) {
+        let (here, there) = UnixStream::pair().unwrap();
+        for end in [&here, &there] {
+            end.set_nonblocking(true).unwrap();
+        }
+        let there = tokio::net::UnixStream::from_std(there).unwrap();
+        (split(here.into()), there)
+    }
+
+    #[tokio::test]
+    async fn a_connection_is_watched_from_when_it_has_to_be_waited_for() {
+        let ((mut reader, mut writer), mut there) = pair();
+        let mut buffer = [0; 16];
+        there.write_all(b"question").await.unwrap();
+        assert_eq!(reader.read(&mut buffer).await.unwrap(), 8);
+        writer.write_all(b"answer").await.unwrap();
+        assert_eq!(there.read(&mut buffer).await.unwrap(), 6);
+        assert!(reader.0.watched.get().is_none(), "nobody had to wait");
+        let (read, ()) = tokio::join!(reader.read(&mut buffer), async {
+            // The other goes first.
+            tokio::task::yield_now().await;
+            there.write_all(b"more").await.unwrap();
+        });
+        assert_eq!(&buffer[..read.unwrap()], b"more");
+        assert!(reader.0.watched.get().is_some());
+        drop(there);
+        assert_eq!(reader.read(&mut buffer).await.unwrap(), 0);
+        let error = writer.write_all(b"x").await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[tokio::test]
+    async fn both_directions_wait_for_each_other_and_lose_nothing() {
+        const BYTES: usize = 3_000_000;
+        let pattern = |at: usize| (at % 251) as u8;
+        let sent: Vec<u8> = (0..BYTES).map(pattern).collect();
+        let ((mut reader, mut writer), there) = pair();
+        let (mut their_reader, mut their_writer) = there.into_split();
+        let send = async {
+            let (first, rest) = sent.split_at(BYTES / 2);
+            let parts = [IoSlice::new(&first[..10]), IoSlice::new(&first[10..])];
+            let mut written = writer.write_vectored(&parts).await.unwrap();
+            while written < first.len() {
+                written += writer.write(&first[written..]).await.unwrap();
+            }
+            writer.write_all(rest).await.unwrap();
+            writer.shutdown().await.unwrap();
+        };
+        let send_back = async {
+            their_writer.write_all(&sent).await.unwrap();
+            their_writer.shutdown().await.unwrap();
+        };
+        let receive = async {
+            let mut received = Vec::new();
+            their_reader.read_to_end(&mut received).await.unwrap();
+            assert!(received == sent);
+        };
+        let receive_back = async {
+            let mut received = Vec::new();
+            reader.read_to_end(&mut received).await.unwrap();
+            assert!(received == sent);
+        };
+        tokio::join!(send, send_back, receive, receive_back);
+    }
+
+    #[tokio::test]
+    async fn who_sends_without_end_leaves_others_their_turn() {
+        let ((mut reader, _writer), mut there) = pair();
+        there.write_all(&[7; 4000]).await.unwrap();
+        let ran = Arc::new(AtomicBool::new(false));
+        let other = Arc::clone(&ran);
+        tokio::spawn(async move { other.store(true, Ordering::Relaxed) });
+        let mut reads = 0;
+        while !ran.load(Ordering::Relaxed) {
+            let mut byte = [0];
+            poll_fn(|cx| Pin::new(&mut reader).poll_read(cx, &mut ReadBuf::new(&mut byte)))
+                .await
+                .unwrap();
+            assert_eq!(byte, [7]);
+            reads += 1;
+        }
+        assert!((2..1000).contains(&reads), "{reads}");
+        assert!(reader.0.watched.get().is_none());
+    }
+}
