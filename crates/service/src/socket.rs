@@ -1,4 +1,4 @@
-//! An accepted connection, as two halves.
+//! An accepted connection, as two halves. Knows neither who is there nor what is said.
 //!
 //! The runtime watches it from the moment that one of them has to wait. Whoever connects from this machine
 //! has usually said what it wants before we look, and goes on before we have prepared to wait for that:
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(there.read(&mut buffer).await.unwrap(), 6);
         assert!(reader.0.watched.get().is_none(), "nobody had to wait");
         let (read, ()) = tokio::join!(reader.read(&mut buffer), async {
-            // The other goes first.
+            // The reader looks first, and finds nothing.
             tokio::task::yield_now().await;
             there.write_all(b"more").await.unwrap();
         });
