@@ -117,13 +117,13 @@ pub enum ListenError {
     )]
     Exposed(SocketAddr),
     /// What was handed over is no listening socket.
-    #[error("cannot use a socket that was handed over: {source}")]
+    #[error("cannot use a socket that was handed over")]
     Inherited {
         /// What the system said.
         source: io::Error,
     },
     /// The address cannot be had.
-    #[error("cannot listen on {url}: {source}")]
+    #[error("cannot listen on {url}")]
     Bind {
         /// Where.
         url: ListenUrl,
