@@ -1,4 +1,4 @@
-//! Following one process's log for one connection: from entries to notifications.
+//! Follower of one process's log for one connection: turns log entries into notifications.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -25,26 +25,38 @@ pub(crate) enum Dialect {
 }
 
 /// A cursor over one log that feeds one connection.
+///
+/// The session's record of the process owns the follower. The log only keeps [`FollowerWaker`],
+/// which does not: the follower owns the process and with it the log, so an owning waker would keep
+/// all three alive for ever.
 #[derive(Debug)]
 pub(crate) struct Follower {
     process: Process,
+    /// Wakes this follower; the log keeps a clone.
+    waker: Waker,
     process_id: String,
     dialect: Dialect,
     /// The last entry that was sent.
     cursor: AtomicU64,
-    /// It is on the ready list, or about to be pulled.
+    /// The follower is on the ready list, or about to be pulled.
     queued: AtomicBool,
+    /// The end of the log has been handed to the connection.
+    finished: AtomicBool,
     outbox: Weak<Outbox>,
     /// The exit code, for dialects that tell it at the end.
     exit_code: AtomicU64,
 }
 
-impl Wake for Follower {
+/// Puts a follower on its connection's ready list, if the follower still exists.
+struct FollowerWaker(Weak<Follower>);
+
+impl Wake for FollowerWaker {
     fn wake(self: Arc<Self>) {
-        if !self.queued.swap(true, Ordering::AcqRel)
-            && let Some(outbox) = self.outbox.upgrade()
+        if let Some(follower) = self.0.upgrade()
+            && !follower.queued.swap(true, Ordering::AcqRel)
+            && let Some(outbox) = follower.outbox.upgrade()
         {
-            outbox.ready(self);
+            outbox.ready(follower);
         }
     }
 }
@@ -62,12 +74,14 @@ impl Follower {
         if dialect != Dialect::ProcessPull {
             process.hold(cursor);
         }
-        let follower = Arc::new(Self {
+        let follower = Arc::new_cyclic(|this| Self {
             process,
+            waker: Waker::from(Arc::new(FollowerWaker(this.clone()))),
             process_id,
             dialect,
             cursor: AtomicU64::new(cursor),
             queued: AtomicBool::new(true),
+            finished: AtomicBool::new(false),
             outbox: Arc::downgrade(outbox),
             exit_code: AtomicU64::new(0),
         });
@@ -75,9 +89,9 @@ impl Follower {
         follower
     }
 
-    /// Stops following: the connection is gone.
-    pub(crate) fn stop(&self) {
-        self.process.release();
+    /// Whether every entry of the log, its end included, has been handed to the connection.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.finished.load(Ordering::Relaxed)
     }
 
     fn push_process(&self, entry: &Entry, outgoing: &mut Outgoing) {
@@ -129,9 +143,8 @@ impl Follower {
 impl Feed for Follower {
     fn pull(self: Arc<Self>, outgoing: &mut Outgoing) -> bool {
         self.queued.store(false, Ordering::Release);
-        let waker = Waker::from(Arc::clone(&self));
         let cursor = self.cursor.load(Ordering::Relaxed);
-        let entry = self.process.follow(&waker, |log| {
+        let entry = self.process.follow(&self.waker, |log| {
             let mut cursor = cursor;
             loop {
                 let entry = log.entry_after(cursor)?;
@@ -149,6 +162,9 @@ impl Feed for Follower {
         });
         let Some(entry) = entry else { return false };
         self.cursor.store(entry.seq, Ordering::Relaxed);
+        if matches!(entry.kind, EntryKind::Closed(_)) {
+            self.finished.store(true, Ordering::Relaxed);
+        }
         self.queued.store(true, Ordering::Release);
         match self.dialect {
             Dialect::Command => self.push_command(&entry, outgoing),

@@ -402,13 +402,23 @@ impl Server {
         Ok((session, granted))
     }
 
-    /// Whether processes may be started right now.
-    pub(crate) fn accepts_processes(&self) -> Result<(), RpcError> {
+    /// Whether a process may be started right now in `session`.
+    ///
+    /// Where retained output has reached its limit, records of closed processes that their clients
+    /// have received give way: those of this session, then those of others.
+    pub(crate) fn accepts_processes(&self, session: &Session) -> Result<(), RpcError> {
         if self.inner.draining.is_cancelled() {
             return Err(RpcError::invalid_request("the server is shutting down"));
         }
         let limit = self.config().max_retained_bytes;
-        if self.inner.executor.retained_bytes() >= limit as u64 {
+        let is_full = || self.inner.executor.retained_bytes() >= limit as u64;
+        while is_full() && session.drop_oldest_delivered() {}
+        if is_full() {
+            for other in self.all_sessions() {
+                while is_full() && other.drop_oldest_delivered() {}
+            }
+        }
+        if is_full() {
             return Err(RpcError::invalid_request(format!(
                 "limit of {limit} bytes of retained output reached"
             )));
@@ -436,10 +446,11 @@ impl Server {
             return;
         };
         let (server, session) = (self.clone(), Arc::clone(session));
-        // Ends by itself, after the grace.
+        // Ends after the grace, or earlier with the absence: a task for each cut of a connection
+        // would otherwise keep the session for the whole grace.
         tokio::spawn(async move {
             if lifetime == Lifetime::Resumable {
-                tokio::time::sleep(grace).await;
+                let _ = tokio::time::timeout(grace, session.attended()).await;
             }
             if session.is_still_absent(absence) {
                 server.end_session(&session).await;

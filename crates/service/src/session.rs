@@ -9,7 +9,7 @@
 use std::collections::hash_map::RandomState;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::BuildHasher as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,8 +41,9 @@ pub(crate) struct Session {
     owner: Identity,
     state: Mutex<State>,
     table: Mutex<Table>,
-    /// A connection drives it, or it has ended.
-    attended: watch::Sender<bool>,
+    /// Since when a connection has driven the session, or since when it has ended; `None` while it
+    /// waits for its client.
+    attended: watch::Sender<Option<Instant>>,
     /// What its shells begin with.
     pub(crate) snapshots: Snapshots,
 }
@@ -103,6 +104,20 @@ struct Table {
     slots: HashMap<String, Slot>,
     /// Processes ever started, which orders them.
     started: u64,
+    /// Records of processes whose log has ended, in the order of their ends. They stay readable for
+    /// the configured time, unless new processes need their slots or their bytes.
+    closed: VecDeque<Closed>,
+    /// A task removes expired records from `closed`.
+    sweeping: bool,
+}
+
+/// The record of a process whose log has ended.
+#[derive(Debug)]
+struct Closed {
+    process: Arc<Managed>,
+    at: Instant,
+    /// How long the record stays once the log has ended and the session has a connection.
+    retention: Duration,
 }
 
 enum Slot {
@@ -155,8 +170,8 @@ pub(crate) struct Managed {
     /// Its place in the order of starts.
     pub(crate) number: u64,
     input: Mutex<Input>,
-    /// The last number acknowledged by reading, for processes whose output is read.
-    acknowledged: AtomicU64,
+    /// A client has read the output to its end.
+    read_to_end: AtomicBool,
     follower: Mutex<Option<Arc<Follower>>>,
 }
 
@@ -208,7 +223,7 @@ impl Session {
             owner,
             state: Mutex::new(state),
             table: Mutex::default(),
-            attended: watch::Sender::new(true),
+            attended: watch::Sender::new(Some(Instant::now())),
             snapshots,
         }
     }
@@ -250,7 +265,7 @@ impl Session {
             // Whoever had it is not the one who drives it now.
             state.resume_key = new_key();
         }
-        self.attended.send_replace(true);
+        self.attended.send_replace(Some(Instant::now()));
         state.driver = Some(driver);
         state.attachments += 1;
         state.grace = grace.unwrap_or(state.grace);
@@ -266,7 +281,7 @@ impl Session {
             .driver
             .take_if(|driver| Arc::ptr_eq(&driver.outbox, outbox))?;
         let absence = (state.grace, state.attachments);
-        self.attended.send_replace(false);
+        self.attended.send_replace(None);
         drop(state);
         for managed in self.processes() {
             managed.unfollow();
@@ -274,17 +289,10 @@ impl Session {
         Some(absence)
     }
 
-    /// Waits for `time` in which the session had a connection, all of it after the last that came.
-    pub(crate) async fn attended_for(&self, time: Duration) {
-        let mut attended = self.attended.subscribe();
-        loop {
-            // Neither fails: the sender is ours.
-            let _ = attended.wait_for(|attended| *attended).await;
-            let left = attended.wait_for(|attended| !attended);
-            if tokio::time::timeout(time, left).await.is_err() {
-                return;
-            }
-        }
+    /// Waits until a connection drives the session again, or the session has ended.
+    pub(crate) async fn attended(&self) {
+        // Cannot fail: `self` owns the sender.
+        let _ = self.attended.subscribe().wait_for(Option::is_some).await;
     }
 
     /// Whether nobody has come back since that absence began.
@@ -300,18 +308,21 @@ impl Session {
             return None;
         }
         state.driver = None;
-        self.attended.send_replace(true);
+        self.attended.send_replace(Some(Instant::now()));
         drop(state);
-        let slots: Vec<Slot> = lock(&self.table)
-            .slots
-            .drain()
-            .map(|(_, slot)| slot)
-            .collect();
+        let (slots, closed) = {
+            let mut table = lock(&self.table);
+            let slots: Vec<Slot> = table.slots.drain().map(|(_, slot)| slot).collect();
+            (slots, std::mem::take(&mut table.closed))
+        };
+        drop(closed);
         let mut processes = self.snapshots.end();
         for slot in slots {
             match slot {
                 Slot::Started(managed) => {
                     managed.unfollow();
+                    // Also output that waits to be read no longer holds the process back.
+                    managed.process.release();
                     processes.push(managed.process.clone());
                 }
                 Slot::Starting(starting) => starting.jobs.into_iter().for_each(|job| job(None)),
@@ -334,12 +345,16 @@ impl Session {
     }
 
     /// Reserves an id for a process that is about to be started, unless the same request did before.
+    ///
+    /// `limit` bounds live processes and records of closed ones that the client has not received
+    /// completely. Records that it has received give way, the oldest first.
     pub(crate) fn reserve(
         &self,
         id: &str,
         start_id: Option<&str>,
         limit: usize,
     ) -> Result<Reserved, RpcError> {
+        let removed;
         let mut table = lock(&self.table);
         if let Some(slot) = table.slots.get(id) {
             let known = match slot {
@@ -352,16 +367,30 @@ impl Session {
             let message = format!("process ID already exists: {id}");
             return Err(RpcError::invalid_request(message));
         }
-        if table.slots.len() >= limit {
+        removed = if table.slots.len() < limit {
+            None
+        } else if let Some(oldest) = table.remove_oldest_delivered() {
+            Some(oldest)
+        } else {
             let message = format!("limit of {limit} processes per session reached");
             return Err(RpcError::invalid_request(message));
-        }
+        };
         let starting = Starting {
             start_id: start_id.map(str::to_owned),
             ..Starting::default()
         };
         table.slots.insert(id.to_owned(), Slot::Starting(starting));
+        drop(table);
+        // Its log is freed without the lock on the table.
+        drop(removed);
         Ok(Reserved::New)
+    }
+
+    /// Removes the oldest record of a closed process that the client has received completely;
+    /// returns whether there was one.
+    pub(crate) fn drop_oldest_delivered(&self) -> bool {
+        let removed = lock(&self.table).remove_oldest_delivered();
+        removed.is_some()
     }
 
     /// Notes why a process will not be, for those who asked for the same start.
@@ -398,6 +427,10 @@ impl Session {
         answer();
         let mut followed = None;
         if let Some(managed) = &managed {
+            if managed.dialect == Dialect::ProcessPull {
+                // Until it is read, also while the session waits for its client.
+                managed.process.hold(0);
+            }
             followed = self.follow_driver(managed, None);
         }
         loop {
@@ -461,13 +494,49 @@ impl Session {
         job(managed.as_ref());
     }
 
-    /// Frees the id of a process, if it is still this one.
-    pub(crate) fn forget(&self, process: &Arc<Managed>) {
+    /// Keeps the record of a process whose log has ended for `retention`, counted from now or from
+    /// the moment the client came back, if it was away.
+    pub(crate) fn retire(self: &Arc<Self>, process: Arc<Managed>, retention: Duration) {
         let mut table = lock(&self.table);
-        let same = matches!(table.slots.get(&process.id),
-            Some(Slot::Started(managed)) if Arc::ptr_eq(managed, process));
-        if same {
-            table.slots.remove(&process.id);
+        if !table.holds(&process) {
+            return;
+        }
+        table.closed.push_back(Closed {
+            process,
+            at: Instant::now(),
+            retention,
+        });
+        if !std::mem::replace(&mut table.sweeping, true) {
+            tokio::spawn(Arc::clone(self).sweep());
+        }
+    }
+
+    /// Removes expired records of closed processes; ends when none is left.
+    async fn sweep(self: Arc<Self>) {
+        /// Shortest time between two looks: many records expire together.
+        const PAUSE: Duration = Duration::from_millis(50);
+        let mut attended = self.attended.subscribe();
+        loop {
+            let since = *attended.borrow_and_update();
+            let (expired, due) = {
+                let mut table = lock(&self.table);
+                let expired = since.map(|since| table.remove_expired(since, Instant::now()));
+                let Some(first) = table.closed.front() else {
+                    table.sweeping = false;
+                    return;
+                };
+                (expired, since.map(|since| first.due(since)))
+            };
+            drop(expired);
+            let changed = match due {
+                Some(due) => {
+                    let due = due.max(Instant::now() + PAUSE);
+                    tokio::time::timeout_at(due.into(), attended.changed()).await
+                }
+                None => Ok(attended.changed().await),
+            };
+            // The sender is dropped with the session, which this task owns.
+            debug_assert!(!matches!(changed, Ok(Err(_))));
         }
     }
 
@@ -493,6 +562,49 @@ impl Session {
         drop(table);
         processes.sort_by_key(|managed| managed.number);
         processes
+    }
+}
+
+impl Table {
+    /// Whether the slot of this process is still its own.
+    fn holds(&self, process: &Arc<Managed>) -> bool {
+        matches!(self.slots.get(&process.id),
+            Some(Slot::Started(managed)) if Arc::ptr_eq(managed, process))
+    }
+
+    /// Removes the record at `index` of `closed`, and with it the id of its process.
+    fn remove_closed(&mut self, index: usize) -> Option<Arc<Managed>> {
+        let process = self.closed.remove(index)?.process;
+        if self.holds(&process) {
+            self.slots.remove(&process.id);
+        }
+        Some(process)
+    }
+
+    fn remove_oldest_delivered(&mut self) -> Option<Arc<Managed>> {
+        let mut closed = self.closed.iter();
+        let index = closed.position(|closed| closed.process.is_delivered())?;
+        self.remove_closed(index)
+    }
+
+    /// Removes the records that have expired for a client that came at `since`.
+    fn remove_expired(&mut self, since: Instant, now: Instant) -> Vec<Arc<Managed>> {
+        let mut removed = Vec::new();
+        while self
+            .closed
+            .front()
+            .is_some_and(|first| first.due(since) <= now)
+        {
+            removed.extend(self.remove_closed(0));
+        }
+        removed
+    }
+}
+
+impl Closed {
+    /// When the record expires for a client that came at `since`.
+    fn due(&self, since: Instant) -> Instant {
+        self.at.max(since) + self.retention
     }
 }
 
@@ -537,35 +649,51 @@ impl ManagedParts {
             start_id: self.start_id,
             number,
             input: Mutex::default(),
-            acknowledged: AtomicU64::new(0),
+            read_to_end: AtomicBool::new(false),
             follower: Mutex::default(),
         }
     }
 }
 
 impl Managed {
-    /// Sends news of the process to a connection, after `cursor` or from now on.
+    /// Sends notifications of the process to a connection, after `cursor` or from now on.
     fn follow(&self, cursor: Option<u64>, outbox: &Arc<Outbox>) {
-        if self.dialect == Dialect::ProcessPull {
-            self.process.hold(self.acknowledged.load(Ordering::Relaxed));
-        }
         let (process, id) = (self.process.clone(), self.id.clone());
         let follower = Follower::start(process, id, self.dialect, cursor, outbox);
         *lock(&self.follower) = Some(follower);
     }
 
+    /// Stops sending notifications: the connection has ended.
+    ///
+    /// Output that is pushed then runs on into the log, where the oldest is evicted. Output that is
+    /// read waits for its reader, who may come back, and goes on slowing the process.
     fn unfollow(&self) {
-        if let Some(follower) = lock(&self.follower).take() {
-            follower.stop();
+        let follower = lock(&self.follower).take();
+        if follower.is_some() && self.dialect != Dialect::ProcessPull {
+            self.process.release();
         }
     }
 
     /// A reader has everything up to `seq`, which lets a process whose output is read go on.
     pub(crate) fn acknowledge(&self, seq: u64) {
         if self.dialect == Dialect::ProcessPull {
-            self.acknowledged.fetch_max(seq, Ordering::Relaxed);
             self.process.advance(seq);
         }
+    }
+
+    /// Notes that an answer to the client has carried the output to its end.
+    pub(crate) fn note_read_to_end(&self) {
+        self.read_to_end.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the client has been sent everything that the log holds.
+    fn is_delivered(&self) -> bool {
+        let follower = lock(&self.follower);
+        let notified = follower
+            .as_ref()
+            .is_some_and(|follower| follower.is_finished());
+        let pushed = notified && self.dialect != Dialect::ProcessPull;
+        pushed || self.read_to_end.load(Ordering::Relaxed)
     }
 
     /// Writes once per `write_id`, after all earlier writes; answers when it is accepted.

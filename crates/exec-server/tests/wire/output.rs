@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex};
 
-use exec_server_testkit::proc::{all_gone, eventually, marker};
 use exec_server_testkit::wire::{Client, Start, Subject, Transport, bytes, fields};
 use serde_json::{Value, json};
 
@@ -468,59 +467,35 @@ pub(crate) fn count(client: &mut Client, process_id: &str) -> Arc<Mutex<Counted>
 }
 
 #[tokio::test]
-async fn without_its_reader_a_pulled_process_runs_free() {
+async fn pulled_process_waits_for_its_reader_across_a_cut() {
     let (mut server, mut client) = served(Transport::Websocket).await;
-    let (directory, mark) = (tempfile::tempdir().unwrap(), marker());
+    let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
     let script = format!("{}; touch {}", count_to(1_000_000), done.display());
     client
-        .start(
-            Start::sh("p", &script)
-                .marked(&mark)
-                .with("delivery", "pull"),
-        )
+        .start(Start::sh("p", &script).with("delivery", "pull"))
         .await;
-    let read = client
-        .ok("process/read", json!({"processId": "p", "waitMs": 60_000}))
-        .await;
-    let first = read["nextSeq"].as_u64().unwrap() - 1;
-    client
-        .ok("process/read", json!({"processId": "p", "afterSeq": first}))
-        .await;
-    assert!(
-        !done.exists(),
-        "nine megabytes cannot have been written yet"
-    );
     let session = client.session_id();
     drop(client);
-    eventually("it is done", || {
-        if done.exists() {
-            Ok(())
-        } else {
-            Err("not yet")
-        }
-    })
-    .await;
-    all_gone(&mark).await;
+    // Takes as long as the pulled process would without waiting.
+    let mut other = server.session().await;
+    let counted = count(&mut other, "q");
+    other.run(Start::sh("q", &count_to(1_000_000))).await;
+    assert_eq!(counted.lock().unwrap().finish(), 1_000_000);
+    assert!(
+        !done.exists(),
+        "nine megabytes were written without a reader"
+    );
 
     let mut client = server.connect().await;
     let params = json!({"clientName": "test", "resumeSessionId": session});
-    client.initialize(params).await;
-    let params = json!({"processId": "p", "afterSeq": first, "waitMs": 60_000});
-    let read = client.ok("process/read", params).await;
-    assert_eq!(read["closed"], true, "{read}");
-    let kept: usize = read["chunks"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|chunk| bytes(&chunk["chunk"]).len())
-        .sum();
-    assert!(kept <= 1 << 20);
-    assert!(
-        read["evicted"]["bytes"].as_u64().unwrap() > 6_000_000,
-        "{}",
-        read["evicted"]
-    );
+    while client.call("initialize", params.clone()).await.is_err() {}
+    client.pulls("p");
+    client.send_text(r#"{"method":"initialized"}"#).await;
+    let (lines, end) = pull_everything(&mut client, "p").await;
+    assert_eq!(lines, 1_000_000);
+    assert_eq!(end["exitCode"], 0);
+    assert!(done.exists());
 }
 
 /// What the server grants is for one reader at a time: the resumed one holds the child back again.

@@ -215,15 +215,17 @@ impl Process {
         look(&lock(&self.shared.output).log)
     }
 
-    /// Takes what `take` takes, or has `waker` woken at the next entry.
+    /// Runs `take` on the log; if it returns `None`, wakes `waker` at the next entry.
     ///
-    /// There is one follower at a time; the latest waker counts. `take` may say with
-    /// [`Log::advance`] how far it came.
+    /// There is one follower at a time; the latest waker replaces an earlier one. `take` may call
+    /// [`Log::advance`]. A closed log keeps no waker: no entry will follow.
+    ///
+    /// The log keeps `waker` until then, so a waker that owned this process would keep it alive.
     pub fn follow<R>(&self, waker: &Waker, take: impl FnOnce(&mut Log) -> Option<R>) -> Option<R> {
         let mut output = lock(&self.shared.output);
         let had_room = output.log.has_room();
         let taken = take(&mut output.log);
-        if taken.is_none() {
+        if taken.is_none() && output.log.close().is_none() {
             output.follower = Some(waker.clone());
         }
         let room = !had_room && output.log.has_room();

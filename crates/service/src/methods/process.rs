@@ -12,10 +12,10 @@ use exec_server_network as network;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::process::{
-    CloseStdinParams, Delivery, ListParams, ListResult, ListedProcess, ReadParams, ResizeParams,
-    SandboxType, SignalParams, SignalScope, SnapshotParams, StartParams, StartResult, Survivor,
-    TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitForParams, WaitParams,
-    WaitUntil, WriteParams, WriteResult, WriteStatus,
+    CloseStdinParams, Delivery, ListParams, ListResult, ListedProcess, ReadParams, ReadResult,
+    ResizeParams, SandboxType, SignalParams, SignalScope, SnapshotParams, StartParams, StartResult,
+    Survivor, TerminalSize, TerminateMode, TerminateParams, TerminateResult, WaitForParams,
+    WaitParams, WaitUntil, WriteParams, WriteResult, WriteStatus,
 };
 use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
 
@@ -25,6 +25,7 @@ use crate::error::RpcError;
 use crate::follow::Dialect;
 use crate::network::Driving;
 use crate::record::Record;
+use crate::server::Server;
 use crate::session::{Managed, ManagedParts, Reserved, Session, unknown_session};
 
 /// The family's name in messages of the handshake.
@@ -129,7 +130,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
         }
         Err(error) => return responder.send_error(error),
     }
-    if let Err(error) = server.accepts_processes() {
+    if let Err(error) = server.accepts_processes(&session) {
         session.note_failure(id, error.clone());
         session.fill(id, None, || responder.send_error(error));
         return;
@@ -188,7 +189,6 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             process.terminate(End::Now);
             return;
         }
-        // Keeps the id until the log has been closed for a while, in which somebody could read it.
         if let Some(managed) = session.process(&process_id) {
             // After the answer to the request, before which nothing is told of the process.
             let proxy = network.and_then(|network| {
@@ -197,27 +197,39 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                     server: server.clone(),
                     session: Arc::clone(&session),
                     identity,
-                    process_id: process_id.clone(),
+                    process_id,
                 });
                 let served = network.serve(&managed.process, authority);
                 if let Err(error) = &served {
-                    tracing::error!(process_id, %error, "cannot serve a process's network");
+                    tracing::error!(process_id = managed.id, %error, "cannot serve a process's network");
                     managed.process.terminate(End::Now);
                 }
                 served.ok()
             });
-            let retention = server.config().closed_retention;
-            record.exited(&managed.process).await;
-            managed
-                .process
-                .wait_for(|log| log.close().map(|_| ()))
-                .await;
-            // Whatever still goes through it ends.
-            drop(proxy);
-            session.attended_for(retention).await;
-            session.forget(&managed);
+            // A task of its own: this one stays as large as what a start needs.
+            tokio::spawn(watch_end(server, session, managed, record, proxy));
         }
     });
+}
+
+/// Records the end of a process, and then leaves its record to the session.
+async fn watch_end<P>(
+    server: Server,
+    session: Arc<Session>,
+    managed: Arc<Managed>,
+    record: Record,
+    proxy: Option<P>,
+) {
+    record.exited(&managed.process).await;
+    drop(record);
+    managed
+        .process
+        .wait_for(|log| log.close().map(|_| ()))
+        .await;
+    // Connections that still go through the proxy end.
+    drop(proxy);
+    let retention = server.config().closed_retention;
+    session.retire(managed, retention);
 }
 
 /// What a policy is called in the audit log; who wants to know all of it looks at the request.
@@ -277,11 +289,13 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
         }
         let wait = Duration::from_millis(params.wait_ms.unwrap_or(0));
         let max_bytes = params.max_bytes;
+        let own = params.session_id.is_none();
         let now = managed.process.with_log(|log| {
             (wait.is_zero() || report::has_news(log, after))
                 .then(|| report::read(log, after, max_bytes))
         });
         if let Some(result) = now {
+            note_end(managed, own, &result);
             return responder.send(Ok(result));
         }
         let waiting = match connection.wait(&mut responder) {
@@ -302,11 +316,20 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
             let result = managed
                 .process
                 .with_log(|log| report::read(log, after, max_bytes));
+            note_end(&managed, own, &result);
             drop(waiting);
             responder.send(Ok(result));
         });
     };
     in_session(call, session.as_deref(), &id, job);
+}
+
+/// Notes on the record of a closed process that its own client has read everything, if it has.
+fn note_end(managed: &Managed, own: bool, result: &ReadResult) {
+    let read = result.next_seq.saturating_sub(1);
+    if own && result.closed && !managed.process.with_log(|log| log.has_output_after(read)) {
+        managed.note_read_to_end();
+    }
 }
 
 pub(crate) fn write(call: Call<'_>, params: WriteParams) {

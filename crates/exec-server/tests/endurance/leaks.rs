@@ -1,0 +1,299 @@
+//! One test for each kind of object: after many of them, live bytes are as before.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bytes::Bytes;
+use exec_server::fs::{
+    Access, ReadDirectory, ReadStream, Search, Walk, Watch, WriteMode, WriteStream, uri,
+};
+use exec_server::protocol::process::{
+    Condition, Delivery, SignalName, SignalScope, StartParams, TerminateMode, WaitUntil,
+};
+use exec_server::{
+    CollectOptions, ExecBackend as _, ExecServerClient, ExecutorFileSystem as _, Lifetime,
+    Listener, RemoteExecServerConnectArgs, Server, WaitForRequest, in_process,
+};
+
+use super::{PATIENCE, config, eventually, live_bytes, serially, served};
+
+/// What one object may leave behind on average, in bytes: tables that grow in steps, statistics of
+/// new kinds. A leaked record of a process costs some thousand.
+const SLACK_PER_OBJECT: usize = 100;
+
+/// Runs `object` `count` times to warm up, and `count` times more.
+///
+/// # Panics
+///
+/// If live bytes do not return to those after the warm-up.
+async fn leaves_nothing(count: usize, mut object: impl AsyncFnMut(usize)) {
+    for number in 0..count {
+        object(number).await;
+    }
+    // Records expire, tasks end.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let before = live_bytes();
+    for number in count..2 * count {
+        object(number).await;
+    }
+    eventually("live bytes return to those before", || {
+        let now = live_bytes();
+        let allowed = before + SLACK_PER_OBJECT * count;
+        (now <= allowed).then_some(()).ok_or_else(|| {
+            format!("{before} before, {now} after {count} objects, {allowed} allowed")
+        })
+    })
+    .await;
+}
+
+/// Parameters of a shell script under an id of its own.
+fn sh(number: usize, script: &str) -> StartParams {
+    StartParams {
+        process_id: format!("p{number}"),
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        ..StartParams::default()
+    }
+}
+
+/// Starts processes that write 300 kB each and reads them to their end.
+async fn processes_leave_nothing(change: impl Fn(&mut StartParams)) {
+    let _one = serially().await;
+    let (server, client) = served(config()).await;
+    leaves_nothing(30, async |number| {
+        let mut params = sh(number, "head -c 300000 /dev/zero");
+        change(&mut params);
+        let process = client.start(params).await.unwrap().process;
+        let options = CollectOptions::default();
+        let output = process.output(options).await.unwrap();
+        assert_eq!(output.exit.unwrap().exit_code, 0);
+    })
+    .await;
+    eventually("no output is retained", || {
+        match server.executor().retained_bytes() {
+            0 => Ok(()),
+            bytes => Err(bytes),
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn processes_with_pipes_leave_no_memory() {
+    processes_leave_nothing(|_| ()).await;
+}
+
+#[tokio::test]
+async fn processes_with_a_terminal_leave_no_memory() {
+    processes_leave_nothing(|params| params.tty = true).await;
+}
+
+#[tokio::test]
+async fn processes_with_pull_delivery_leave_no_memory() {
+    processes_leave_nothing(|params| params.delivery = Some(Delivery::Pull)).await;
+}
+
+#[tokio::test]
+async fn processes_with_input_that_is_never_read_leave_no_memory() {
+    let _one = serially().await;
+    let (_server, client) = served(config()).await;
+    leaves_nothing(20, async |number| {
+        let params = StartParams {
+            pipe_stdin: true,
+            ..sh(number, "sleep 600")
+        };
+        let process = client.start(params).await.unwrap().process;
+        let write = process.write(Bytes::from(vec![0; 100_000]));
+        write.await.unwrap();
+        let ended = process.terminate(TerminateMode::Force, true);
+        assert_eq!(ended.await.unwrap().gone, Some(true));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn processes_of_a_client_that_reads_nothing_leave_no_memory() {
+    let _one = serially().await;
+    let (server, client) = served(config()).await;
+    leaves_nothing(20, async |number| {
+        let params = sh(number, "head -c 100000 /dev/zero");
+        let process = client.start(params).await.unwrap().process;
+        let wait = process.wait(WaitUntil::Exited, None);
+        assert_eq!(wait.await.unwrap().exit_code, Some(0));
+    })
+    .await;
+    drop(client);
+    drop(server);
+}
+
+#[tokio::test]
+async fn waits_that_time_out_leave_no_memory() {
+    let _one = serially().await;
+    let (_server, client) = served(config()).await;
+    let params = sh(0, "trap '' INT; sleep 600");
+    let process = client.start(params).await.unwrap().process;
+    leaves_nothing(50, async |_| {
+        let short = Some(Duration::from_millis(1));
+        let wait = process.wait(WaitUntil::Closed, short).await.unwrap();
+        assert!(wait.wait_timed_out);
+        let request = WaitForRequest {
+            any: vec![Condition::Regex {
+                regex: "never".to_owned(),
+                stream: None,
+            }],
+            timeout: short,
+            ..WaitForRequest::default()
+        };
+        process.wait_for(request).await.unwrap();
+        let sent = process.signal(SignalName::Interrupt, SignalScope::Group);
+        sent.await.unwrap();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn sessions_leave_no_memory() {
+    let _one = serially().await;
+    let server = Server::new(config()).unwrap();
+    leaves_nothing(30, async |number| {
+        let client = in_process(&server).await.unwrap();
+        let process = client.start(sh(number, "sleep 600")).await.unwrap().process;
+        drop(process);
+        client.end_session().await.unwrap();
+        drop(client);
+    })
+    .await;
+    eventually("sessions end", || match server.session_count() {
+        0 => Ok(()),
+        count => Err(count),
+    })
+    .await;
+}
+
+/// A session that waits for its client costs one task for each absence, not for the whole grace.
+#[tokio::test]
+async fn cuts_of_one_session_leave_no_memory() {
+    let _one = serially().await;
+    let listener = Listener::tcp("127.0.0.1:0".parse().unwrap(), false)
+        .await
+        .unwrap();
+    let url = listener.url().to_string();
+    let server = Server::new(config()).unwrap();
+    tokio::spawn(listener.serve(server.clone()));
+    let connect = async |resume: Option<String>| {
+        let mut args = RemoteExecServerConnectArgs::new(url.clone(), "test");
+        args.options.resume_session_id = resume;
+        args.options.detach_grace = Some(Duration::from_secs(3600));
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            match ExecServerClient::connect(args.clone()).await {
+                Ok(client) => return client,
+                // The server may not have noticed the end of the connection before.
+                Err(error) if deadline > tokio::time::Instant::now() => drop(error),
+                Err(error) => panic!("cannot resume: {error}"),
+            }
+        }
+    };
+    let first = connect(None).await;
+    let session = first.session_id().to_owned();
+    drop(first);
+    leaves_nothing(50, async |_| {
+        let client = connect(Some(session.clone())).await;
+        client.list().await.unwrap();
+        drop(client);
+    })
+    .await;
+    assert_eq!(server.session_count(), 1);
+}
+
+#[tokio::test]
+async fn connections_without_a_handshake_leave_no_memory() {
+    let _one = serially().await;
+    let server = Server::new(config()).unwrap();
+    leaves_nothing(100, async |number| {
+        let (here, there) = exec_server::transport::Link::pair();
+        let served = server.serve(there, format!("peer {number}"), Lifetime::Connection);
+        drop(here);
+        served.await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn open_files_and_streams_leave_no_memory() {
+    let _one = serially().await;
+    let directory = tempfile::tempdir().unwrap();
+    let path = uri(directory.path().join("file")).unwrap();
+    let (_server, client) = served(config()).await;
+    let files = client.file_system();
+    leaves_nothing(30, async |_| {
+        let options = WriteStream {
+            mode: WriteMode::Replace,
+            ..WriteStream::default()
+        };
+        let mut writer = files.open_write(&path, options).await.unwrap();
+        let chunk = Bytes::from(vec![7; 200_000]);
+        writer.write_chunk(chunk.clone()).await.unwrap();
+        writer.commit().await.unwrap();
+        let mut reader = files.open_read(&path, ReadStream::default()).await.unwrap();
+        let read = reader.next_chunk().await.unwrap().unwrap();
+        assert_eq!(read[..], chunk[..read.len()]);
+        // Dropped before its end.
+        drop(reader);
+        let whole = files.read_file(&path, Access::default()).await.unwrap();
+        assert_eq!(whole, chunk);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn watches_of_files_leave_no_memory() {
+    let _one = serially().await;
+    let directory = tempfile::tempdir().unwrap();
+    for number in 0..20 {
+        std::fs::create_dir(directory.path().join(number.to_string())).unwrap();
+    }
+    let path = uri(directory.path()).unwrap();
+    let (_server, client) = served(config()).await;
+    let files = client.file_system();
+    leaves_nothing(30, async |number| {
+        let options = Watch {
+            recursive: true,
+            ..Watch::default()
+        };
+        let mut changes = files.watch(&path, options).await.unwrap();
+        let file = directory.path().join("3").join("changed");
+        std::fs::write(&file, number.to_string()).unwrap();
+        changes.recv().await.unwrap();
+        std::fs::remove_file(&file).unwrap();
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn listings_and_searches_leave_no_memory() {
+    let _one = serially().await;
+    let directory = tempfile::tempdir().unwrap();
+    for number in 0..50 {
+        let file = directory.path().join(format!("file{number}"));
+        std::fs::write(file, "some needle in it\n").unwrap();
+    }
+    let path = uri(directory.path()).unwrap();
+    let (_server, client) = served(config()).await;
+    let files = client.file_system();
+    leaves_nothing(30, async |_| {
+        let entries = files
+            .read_directory(&path, ReadDirectory::default())
+            .await
+            .unwrap();
+        assert_eq!(entries.len(), 50);
+        let found = files
+            .search(&path, "needle", Search::default())
+            .await
+            .unwrap();
+        assert_eq!(found.matches.len(), 50);
+        let walked = files.walk(&path, Walk::default()).await.unwrap();
+        assert_eq!(walked.entries.len(), 50);
+    })
+    .await;
+}

@@ -1,0 +1,64 @@
+//! Memory of a server that lives for weeks: what an object costs is given back with the object.
+//!
+//! This binary counts every allocation, so each kind of object has a test of its own: create and
+//! drop many of them, then compare the live bytes with those before. The runner gives each test a
+//! process, so tests do not see each other's memory; `serially` does the same for `cargo test`.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod leaks;
+mod records;
+
+use std::alloc::System;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use cap::Cap;
+use exec_server::{ExecServerClient, ExecServerConfig, Server, in_process};
+use tokio::sync::{Mutex, MutexGuard};
+
+#[global_allocator]
+static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
+
+/// How long memory may take to be given back: tasks end after the answers that they cause.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Keeps tests of one process apart, where the runner does not.
+async fn serially() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::const_new(());
+    ONE.lock().await
+}
+
+/// Bytes that are allocated right now.
+fn live_bytes() -> usize {
+    ALLOCATOR.allocated()
+}
+
+/// Polls until `check` returns `Ok`.
+///
+/// # Panics
+///
+/// With the last error, after [`PATIENCE`].
+async fn eventually<E: Debug>(what: &str, mut check: impl FnMut() -> Result<(), E>) {
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    while let Err(error) = check() {
+        let left = deadline > tokio::time::Instant::now();
+        assert!(left, "{what}: {error:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// Settings under which records of closed processes expire soon.
+fn config() -> ExecServerConfig {
+    ExecServerConfig {
+        closed_retention: Duration::from_millis(100),
+        ..ExecServerConfig::default()
+    }
+}
+
+/// A server in this process, and a client of it.
+async fn served(config: ExecServerConfig) -> (Server, ExecServerClient) {
+    let server = Server::new(config).unwrap();
+    let client = in_process(&server).await.unwrap();
+    (server, client)
+}

@@ -1,0 +1,178 @@
+//! Records of closed processes: what they cost, and when they give way to new processes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use exec_server::protocol::process::{Delivery, StartParams, WaitUntil};
+use exec_server::{CollectOptions, ExecBackend as _, ExecServerConfig, ReadRequest};
+
+use super::{eventually, live_bytes, serially, served};
+
+/// The most that the record of a closed process without output may cost.
+const RECORD_BYTES: usize = 5 * 1024;
+
+/// Settings under which records stay until they give way.
+fn config() -> ExecServerConfig {
+    ExecServerConfig {
+        closed_retention: Duration::from_secs(3600),
+        ..ExecServerConfig::default()
+    }
+}
+
+fn command(number: usize, argv: &[&str]) -> StartParams {
+    StartParams {
+        process_id: format!("p{number}"),
+        argv: argv.iter().map(|&arg| arg.to_owned()).collect(),
+        env: BTreeMap::from([("PATH".to_owned(), "/usr/bin:/bin".to_owned())]),
+        ..StartParams::default()
+    }
+}
+
+#[tokio::test]
+async fn records_of_closed_processes_cost_little() {
+    const COUNT: usize = 200;
+    let _one = serially().await;
+    let (_server, client) = served(config()).await;
+    let mut before = 0;
+    for number in 0..2 * COUNT {
+        if number == COUNT {
+            before = live_bytes();
+        }
+        let process = client
+            .start(command(number, &["true"]))
+            .await
+            .unwrap()
+            .process;
+        let output = process.output(CollectOptions::default()).await.unwrap();
+        assert_eq!(output.exit.unwrap().exit_code, 0);
+    }
+    assert_eq!(client.list().await.unwrap().len(), 2 * COUNT);
+    eventually("tasks of closed processes end", || {
+        let each = live_bytes().saturating_sub(before) / COUNT;
+        (each <= RECORD_BYTES).then_some(()).ok_or(each)
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn delivered_records_give_way_to_new_processes_oldest_first() {
+    let _one = serially().await;
+    let config = ExecServerConfig {
+        max_processes_per_session: 4,
+        ..config()
+    };
+    let (_server, client) = served(config).await;
+    let live = client
+        .start(command(0, &["sleep", "600"]))
+        .await
+        .unwrap()
+        .process;
+    for number in 1..40 {
+        let delivery = if number % 2 == 0 {
+            Delivery::Push
+        } else {
+            Delivery::Pull
+        };
+        let params = StartParams {
+            delivery: Some(delivery),
+            ..command(number, &["echo", "hello"])
+        };
+        let process = client.start(params).await.unwrap().process;
+        let output = process.output(CollectOptions::default()).await.unwrap();
+        assert_eq!(output.stdout, b"hello\n");
+    }
+    let mut left: Vec<String> = client
+        .list()
+        .await
+        .unwrap()
+        .into_iter()
+        .map(|listed| listed.process_id)
+        .collect();
+    left.sort();
+    assert_eq!(left, ["p0", "p37", "p38", "p39"]);
+    assert_eq!(live.process_id(), "p0");
+}
+
+#[tokio::test]
+async fn live_processes_are_limited_per_session() {
+    let _one = serially().await;
+    let config = ExecServerConfig {
+        max_processes_per_session: 2,
+        ..config()
+    };
+    let (_server, client) = served(config).await;
+    for number in 0..2 {
+        client
+            .start(command(number, &["sleep", "600"]))
+            .await
+            .unwrap();
+    }
+    let refused = client.start(command(2, &["true"])).await.unwrap_err();
+    let wanted = "limit of 2 processes per session reached";
+    assert!(refused.to_string().contains(wanted), "{refused}");
+}
+
+#[tokio::test]
+async fn records_that_are_still_to_be_read_do_not_give_way() {
+    let _one = serially().await;
+    let config = ExecServerConfig {
+        max_processes_per_session: 2,
+        ..config()
+    };
+    let (_server, client) = served(config).await;
+    let mut processes = Vec::new();
+    for number in 0..2 {
+        let params = StartParams {
+            delivery: Some(Delivery::Pull),
+            ..command(number, &["echo", "hello"])
+        };
+        let process = client.start(params).await.unwrap().process;
+        process.wait(WaitUntil::Closed, None).await.unwrap();
+        processes.push(process);
+    }
+    let refused = client.start(command(2, &["true"])).await.unwrap_err();
+    let wanted = "limit of 2 processes per session reached";
+    assert!(refused.to_string().contains(wanted), "{refused}");
+    // Read to its end, the first gives way; the other stays.
+    let read = processes[0].read(ReadRequest::default()).await.unwrap();
+    assert!(read.closed && read.chunks.len() == 1, "{read:?}");
+    client.start(command(3, &["true"])).await.unwrap();
+    let gone = processes[0].read(ReadRequest::default()).await;
+    let gone = gone.unwrap_err().to_string();
+    assert!(gone.contains("unknown process id p0"), "{gone}");
+    let kept = processes[1].read(ReadRequest::default()).await.unwrap();
+    assert_eq!(kept.chunks.len(), 1);
+}
+
+#[tokio::test]
+async fn delivered_output_gives_way_where_retained_output_has_reached_its_limit() {
+    let _one = serially().await;
+    let config = ExecServerConfig {
+        max_retained_bytes: 1 << 20,
+        ..config()
+    };
+    let (server, client) = served(config).await;
+    for number in 0..20 {
+        let params = command(number, &["head", "-c", "500000", "/dev/zero"]);
+        let process = client.start(params).await.unwrap().process;
+        let output = process.output(CollectOptions::default()).await.unwrap();
+        assert_eq!(output.stdout.len(), 500_000);
+    }
+    assert!(server.executor().retained_bytes() <= 2 << 20);
+    // Output of live processes stays, and beyond the limit nothing is started.
+    for number in 20..23 {
+        let script = "head -c 500000 /dev/zero; exec sleep 600";
+        let params = command(number, &["sh", "-c", script]);
+        let process = client.start(params).await.unwrap().process;
+        assert_eq!(process.process_id(), format!("p{number}"));
+    }
+    let live_bytes = async || -> u64 {
+        let listed = client.list().await.unwrap();
+        let live = listed.iter().filter(|listed| listed.running);
+        live.map(|listed| listed.retained_bytes).sum()
+    };
+    while live_bytes().await < 1_500_000 {}
+    let refused = client.start(command(23, &["true"])).await.unwrap_err();
+    let wanted = "limit of 1048576 bytes of retained output reached";
+    assert!(refused.to_string().contains(wanted), "{refused}");
+}
