@@ -6,6 +6,8 @@ export CARGO_TARGET_DIR ?= $(EXEC_SERVER_CACHE)/target
 
 # Seconds for each fuzz target.
 FUZZ_SECONDS ?= 60
+# How long `make soak` runs.
+SOAK ?= 1h
 # More options for the benchmark, such as --quick.
 BENCH_ARGS ?=
 
@@ -13,7 +15,7 @@ BENCH_ARGS ?=
 HOST_TARGET ?= $(shell rustc -vV | sed -n 's/^host: //p')
 
 .DEFAULT_GOAL := help
-.PHONY: help build static man deb cargo-deb start check test interop interop-matrix conformance bench fuzz demo clean
+.PHONY: help build static man deb cargo-deb start check test interop interop-matrix conformance bench soak fuzz demo clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +60,10 @@ conformance: ## The conformance suite, from CONFORMANCE_SUITE
 bench: build ## Measure the server beside the Codex CLI's own
 	cargo build --release -p exec-server-bench
 	$(CARGO_TARGET_DIR)/release/exec-server-bench --peer "$$(scripts/codex) exec-server" $(BENCH_ARGS)
+
+soak: build ## Mixed work for SOAK, an hour by default; fails if memory, descriptors or latency grow
+	cargo build --release -p exec-server-bench
+	$(CARGO_TARGET_DIR)/release/exec-server-bench --soak $(SOAK)
 
 fuzz: ## Fuzz each target for FUZZ_SECONDS; needs a C++ compiler
 	FUZZ_SECONDS=$(FUZZ_SECONDS) scripts/test fuzz

@@ -1,6 +1,7 @@
 //! What was typed.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Parser;
 
@@ -36,6 +37,9 @@ pub(crate) struct Args {
     /// Write the figures to a file as well
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    /// Run mixed work for so long (such as 60m or 90s) instead, and fail if a figure grows
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    pub(crate) soak: Option<Duration>,
     /// Exit with 1 if a target is missed
     #[arg(long)]
     pub(crate) check: bool,
@@ -60,4 +64,17 @@ pub(crate) struct Args {
     /// As a child: answer every websocket message with a short one
     #[arg(long, hide = true)]
     pub(crate) echo_websockets: bool,
+}
+
+/// Parses a number of hours, minutes or seconds: `1h`, `60m`, `90s`.
+fn duration(text: &str) -> Result<Duration, String> {
+    let units = [("h", 3600), ("m", 60), ("s", 1)];
+    let parsed = units.iter().find_map(|(unit, seconds)| {
+        let number: u64 = text.strip_suffix(unit)?.parse().ok()?;
+        number.checked_mul(*seconds)
+    });
+    match parsed {
+        Some(seconds) if seconds > 0 => Ok(Duration::from_secs(seconds)),
+        _ => Err("expected a time such as 1h, 60m or 90s".to_owned()),
+    }
 }

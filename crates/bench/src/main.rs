@@ -12,6 +12,7 @@ mod placement;
 mod report;
 mod scenario;
 mod server;
+mod soak;
 mod stats;
 mod wire;
 
@@ -78,6 +79,13 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
         sides.push(Side {
             name: "peer",
             command: CommandLine::parse(text)?,
+        });
+    }
+    if let Some(duration) = args.soak {
+        return Ok(if soak::run(&sides[0].command, duration)? {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::FAILURE
         });
     }
     for side in &sides {

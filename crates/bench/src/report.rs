@@ -17,6 +17,8 @@ pub(crate) enum Unit {
     BytesPerSecond,
     /// How often a second.
     PerSecond,
+    /// A number without a unit; less is better.
+    Number,
 }
 
 impl Unit {
@@ -35,6 +37,7 @@ impl Unit {
             Self::Bytes => format!("{:.1} MiB", value / MIB),
             Self::BytesPerSecond => format!("{:.0} MiB/s", value / MIB),
             Self::PerSecond => format!("{value:.0} /s"),
+            Self::Number => format!("{value:.2}"),
         }
     }
 }

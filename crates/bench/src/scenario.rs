@@ -18,10 +18,11 @@ mod http;
 mod meeting;
 mod memory;
 pub(crate) mod network;
-mod operate;
+pub(crate) mod operate;
 mod recovery;
-mod relay;
-mod sandbox;
+pub(crate) mod relay;
+pub(crate) mod sandbox;
+mod scale;
 mod snapshot;
 mod spawn;
 mod ssh;
@@ -103,6 +104,8 @@ pub(crate) enum Name {
     RendezvousCrowd,
     /// Three meeting points that are one, between two of them and on one
     Fleet,
+    /// How time, CPU and memory grow with up to 10,000 of each kind of object
+    Scale,
 }
 
 /// One of the servers that are compared.
@@ -178,6 +181,7 @@ impl Bench {
                 Name::Relay => relay::run(self),
                 Name::RendezvousCrowd => meeting::run(self),
                 Name::Fleet => fleet::run(self),
+                Name::Scale => scale::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());

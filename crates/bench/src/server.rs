@@ -172,7 +172,12 @@ impl Program {
         memory(&status, "VmHWM:").with_context(|| format!("{path} says nothing of VmHWM"))
     }
 
-    /// Ends it without a word.
+    /// The process that was started.
+    pub(crate) fn own_pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Kills the process.
     pub(crate) fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -289,6 +294,11 @@ impl Server {
         address.with_context(|| format!("no `{before}ADDRESS{after}` in `{text}`"))
     }
 
+    /// The process that was started.
+    pub(crate) fn own_pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
     /// A connection that is ready for calls.
     pub(crate) fn client(&self) -> anyhow::Result<Client> {
         Client::open(self.address)
@@ -305,6 +315,18 @@ impl Server {
     pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
         std::thread::sleep(Duration::from_millis(300));
         self.resident()
+    }
+
+    /// The process that listens, once it is [`Server::observed`].
+    pub(crate) fn serving_pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Resident memory in bytes that no file backs.
+    pub(crate) fn own_memory(&self) -> anyhow::Result<u64> {
+        let path = format!("/proc/{}/status", self.pid.as_raw_nonzero());
+        let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+        memory(&status, "RssAnon:").with_context(|| format!("{path} says nothing of RssAnon"))
     }
 }
 
@@ -399,6 +421,14 @@ fn owns_socket(pid: Pid, inodes: &HashSet<u64>) -> bool {
                 .and_then(|inode| inode.parse().ok())
                 .is_some_and(|inode| inodes.contains(&inode))
         })
+}
+
+/// The process that serves: the child of the guardian that was started.
+pub(crate) fn serving_process(guardian: Pid) -> anyhow::Result<Pid> {
+    let child = children(guardian)
+        .into_iter()
+        .min_by_key(|pid| pid.as_raw_nonzero());
+    child.with_context(|| format!("process {} has no child", guardian.as_raw_nonzero()))
 }
 
 fn children(parent: Pid) -> Vec<Pid> {

@@ -340,7 +340,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
 }
 
 /// The whole page.
-fn scrape(address: SocketAddr) -> anyhow::Result<String> {
+pub(crate) fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address)?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")?;
     let mut page = String::new();

@@ -31,23 +31,28 @@ use crate::stats::percentile;
 const ENVIRONMENT: &str = "bench";
 
 /// Everything that a client needs to be there.
-struct Stage {
-    runtime: Runtime,
-    registry: RegistryConnectArgs,
+pub(crate) struct Stage {
+    pub(crate) runtime: Runtime,
+    pub(crate) registry: RegistryConnectArgs,
     /// The same, through a wire that can be cut.
     cuttable: RegistryConnectArgs,
     wire: Wire,
-    direct: RemoteExecServerConnectArgs,
+    pub(crate) direct: RemoteExecServerConnectArgs,
     secure: RemoteExecServerConnectArgs,
     /// In the order in which they end.
-    _executor: Program,
-    _server: Server,
-    _rendezvous: Program,
+    pub(crate) executor: Program,
+    pub(crate) server: Server,
+    pub(crate) rendezvous: Program,
     _files: TempDir,
 }
 
 impl Stage {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
+        Self::with_options(command, &[])
+    }
+
+    /// As [`Stage::new`], with more options for the server that is reached directly.
+    pub(crate) fn with_options(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         let files = tempfile::tempdir()?;
         let path = |name: &str| files.path().join(name).display().to_string();
         let state = path("rendezvous");
@@ -87,7 +92,7 @@ impl Stage {
             "--tls-key",
             &key,
         ];
-        let mut server = Server::start_with(command, &listen)?;
+        let mut server = Server::start_with(command, &[&listen, options].concat())?;
         let secure = server.next_address("wss://")?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -107,9 +112,9 @@ impl Stage {
             secure,
             wire,
             runtime,
-            _executor: executor,
-            _server: server,
-            _rendezvous: rendezvous,
+            executor,
+            server,
+            rendezvous,
             _files: files,
         })
     }
@@ -129,13 +134,13 @@ impl Stage {
 }
 
 /// A wire to somewhere that can be cut.
-struct Wire {
-    address: SocketAddr,
+pub(crate) struct Wire {
+    pub(crate) address: SocketAddr,
     open: Arc<Mutex<Vec<Arc<Notify>>>>,
 }
 
 impl Wire {
-    async fn new(to: SocketAddr) -> anyhow::Result<Self> {
+    pub(crate) async fn new(to: SocketAddr) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
         let open = Arc::<Mutex<Vec<Arc<Notify>>>>::default();
@@ -162,7 +167,7 @@ impl Wire {
         Ok(Self { address, open })
     }
 
-    fn cut(&self) {
+    pub(crate) fn cut(&self) {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         for connection in open.drain(..) {
             connection.notify_one();
@@ -171,13 +176,13 @@ impl Wire {
 }
 
 /// A terminal that sends back what is typed.
-pub(super) struct Terminal {
+pub(crate) struct Terminal {
     process: Arc<dyn ExecProcess>,
     events: ExecProcessEvents,
 }
 
 impl Terminal {
-    pub(super) async fn start(client: &ExecServerClient, name: &str) -> anyhow::Result<Self> {
+    pub(crate) async fn start(client: &ExecServerClient, name: &str) -> anyhow::Result<Self> {
         let params = StartParams {
             tty: true,
             ..params(name, &ECHO)
@@ -193,7 +198,7 @@ impl Terminal {
     }
 
     /// Seconds from a key to its echo.
-    pub(super) async fn key(&mut self) -> anyhow::Result<f64> {
+    pub(crate) async fn key(&mut self) -> anyhow::Result<f64> {
         let start = Instant::now();
         self.process.write("x".into()).await?;
         self.echo().await?;
@@ -231,7 +236,7 @@ fn params(name: &str, argv: &[&str]) -> StartParams {
 }
 
 /// A name that no other process of this run has.
-pub(super) fn name() -> String {
+pub(crate) fn name() -> String {
     static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     format!("bench-{number}")

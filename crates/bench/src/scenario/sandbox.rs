@@ -273,7 +273,7 @@ fn spawns(bench: &Bench, who: &str) -> Vec<Row> {
 }
 
 /// Reading everything, writing to these, no network.
-pub(super) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
+pub(crate) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
     let entry = |value: Special, access| Entry {
         path: EntryPath::Special { value },
         access,

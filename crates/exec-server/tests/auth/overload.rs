@@ -67,12 +67,15 @@ async fn retained_output_is_limited_in_all() {
     ])
     .await;
     let mut client = session_with(server.url(), "x").await;
+    // Alive: output of closed processes that was delivered gives way.
+    let script = "head -c 200 /dev/zero; exec sleep 600";
     let params = |id: &str| {
-        json!({"processId": id, "argv": ["head", "-c", "200", "/dev/zero"], "cwd": "file:///",
+        json!({"processId": id, "argv": ["sh", "-c", script], "cwd": "file:///",
             "env": {"PATH": "/usr/bin:/bin"}, "tty": false})
     };
     client.call("process/start", params("p")).await.unwrap();
-    client.closed("p").await;
+    let read = json!({"processId": "p", "afterSeq": 0, "waitMs": 20_000});
+    client.call("process/read", read).await.unwrap();
     let failure = client.call("process/start", params("q")).await.unwrap_err();
     assert_eq!(
         (failure.code, failure.message.as_str()),

@@ -71,16 +71,20 @@ impl Cell {
 
     /// The helpers of the server: its children that are launchers.
     async fn helpers(&self) -> Vec<i32> {
-        let server = self.server.server_pid().await;
-        let children = proc::children(server).into_iter();
-        children
-            .filter(|pid| {
-                std::fs::read(format!("/proc/{pid}/cmdline"))
-                    .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
-            })
-            .filter(|&pid| !is_standby(pid) && !is_spare(pid))
-            .collect()
+        helpers_of(self.server.server_pid().await)
     }
+}
+
+/// The helpers of a server: its children that are launchers.
+fn helpers_of(server: u32) -> Vec<i32> {
+    let children = proc::children(server).into_iter();
+    children
+        .filter(|pid| {
+            std::fs::read(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|line| String::from_utf8_lossy(&line).contains("sandbox-launcher"))
+        })
+        .filter(|&pid| !is_standby(pid) && !is_spare(pid))
+        .collect()
 }
 
 /// Whether a process is the launcher that forks others.
@@ -574,10 +578,12 @@ async fn a_killed_helper_fails_one_request(user: User) {
     cell.own(&large);
     let params = json!({"path": uri(&large), "sandbox": sandbox});
     let asked = cell.client.send("fs/hash", params).await;
-    let helpers = cell.helpers().await;
+    let server = cell.server.server_pid().await;
     let helper = proc::eventually("a helper at work", || {
-        // The launcher's child does the work.
-        let inner = proc::children(helpers[0].unsigned_abs());
+        // The launcher's child does the work. The one before it may have ended a moment ago.
+        let helpers = helpers_of(server);
+        let helper = helpers.first().ok_or("no helper")?;
+        let inner = proc::children(helper.unsigned_abs());
         let inner = *inner.first().ok_or("no child")?;
         let stat = std::fs::read_to_string(format!("/proc/{inner}/stat")).map_err(|_| "gone")?;
         if stat.contains(") R") {
