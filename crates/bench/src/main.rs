@@ -146,7 +146,16 @@ fn installed(program: &Path) -> anyhow::Result<PathBuf> {
 /// Hundreds of processes and connections need descriptors, here and in the server that inherits
 /// the limit; without the right to raise it the scenarios say what failed.
 fn raise_descriptor_limit() {
+    /// What the kernel allows by default, to those who may raise their limit at all.
+    const MOST: u64 = 1 << 20;
     let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
+    let most = Rlimit {
+        current: Some(MOST),
+        maximum: Some(MOST),
+    };
+    if rustix::process::setrlimit(Resource::Nofile, most).is_ok() {
+        return;
+    }
     let _ = rustix::process::setrlimit(
         Resource::Nofile,
         Rlimit {

@@ -65,7 +65,7 @@ pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<b
     });
     let (samples, worked) = threads;
     worked??;
-    judge(&samples?)
+    judge(&samples?, duration / PERIODS as u32)
 }
 
 /// What the clients share with the thread that prints.
@@ -194,8 +194,16 @@ fn resources(pid: Pid) -> anyhow::Result<Resources> {
     })
 }
 
-/// Compares the last periods with the first; the very first one is left out, as caches fill in it.
-fn judge(samples: &[Sample]) -> anyhow::Result<bool> {
+/// Compares the last periods with the first after the warm-up, in which records of closed processes
+/// collect until the oldest expire.
+fn judge(samples: &[Sample], period: Duration) -> anyhow::Result<bool> {
+    const WARM_UP: Duration = Duration::from_secs(45);
+    let warm = WARM_UP.div_duration_f64(period).ceil() as usize;
+    let samples = samples.get(warm..).unwrap_or_default();
+    ensure!(
+        samples.len() >= 4,
+        "too short: nothing is left to compare after {WARM_UP:?}"
+    );
     let compared = COMPARED.min(samples.len() / 2);
     let mut flat = true;
     for (index, (name, factor, amount)) in COLUMNS.iter().enumerate() {
@@ -203,7 +211,7 @@ fn judge(samples: &[Sample]) -> anyhow::Result<bool> {
             let values: Vec<f64> = samples.iter().map(|sample| sample[index]).collect();
             median(&values)
         };
-        let first = of(&samples[1..=compared]);
+        let first = of(&samples[..compared]);
         let last = of(&samples[samples.len() - compared..]);
         let allowed = (first * factor).max(first + amount);
         let grew = last > allowed;
@@ -273,11 +281,8 @@ async fn command(
     let output = process.output(CollectOptions::default()).await?;
     let exit = output.exit.context("no exit")?;
     ensure!(exit.exit_code == 0, "exit code {}", exit.exit_code);
-    ensure!(
-        output.stdout.len() == bytes,
-        "{} bytes of {bytes}",
-        output.stdout.len()
-    );
+    let received = output.stdout.len() + output.terminal.len();
+    ensure!(received == bytes, "{received} bytes of {bytes}");
     Ok(())
 }
 

@@ -6,8 +6,7 @@
 //! largest sizes, where constant costs no longer count. 1 is linear.
 
 use std::fs;
-use std::net::TcpStream;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use exec_server_client::protocol::PathUri;
@@ -48,12 +47,61 @@ struct Cost {
 /// A kind of object that there can be many of.
 struct Kind {
     name: &'static str,
-    /// Makes so many of them and ends them; calls the closure when all are there.
-    run: fn(&Server, usize, There<'_>) -> anyhow::Result<()>,
+    /// Makes so many of them and ends them, and starts and stops the clock.
+    run: fn(&Server, usize, &mut Clock<'_>) -> anyhow::Result<()>,
 }
 
-/// Called when all objects are there.
-type There<'a> = &'a mut dyn FnMut() -> anyhow::Result<()>;
+/// Measures what happens between [`Clock::start`] and [`Clock::stop`].
+struct Clock<'a> {
+    server: &'a Server,
+    begun: Instant,
+    cpu: f64,
+    memory: f64,
+    cost: Cost,
+}
+
+impl<'a> Clock<'a> {
+    fn new(server: &'a Server) -> Self {
+        Self {
+            server,
+            begun: Instant::now(),
+            cpu: 0.0,
+            memory: 0.0,
+            cost: Cost {
+                seconds: 0.0,
+                cpu_seconds: 0.0,
+                bytes: 0.0,
+            },
+        }
+    }
+
+    /// To be called when everything outside of the server is ready.
+    fn start(&mut self) -> anyhow::Result<()> {
+        self.memory = self.server.own_memory()? as f64;
+        self.cpu = self.cpu_seconds()?;
+        self.begun = Instant::now();
+        Ok(())
+    }
+
+    /// To be called when all objects are there.
+    fn all_there(&mut self) -> anyhow::Result<()> {
+        let before = Instant::now();
+        self.cost.bytes = self.server.own_memory()? as f64 - self.memory;
+        self.begun += before.elapsed();
+        Ok(())
+    }
+
+    /// To be called when all objects have ended.
+    fn stop(&mut self) -> anyhow::Result<()> {
+        self.cost.seconds = self.begun.elapsed().as_secs_f64();
+        self.cost.cpu_seconds = self.cpu_seconds()? - self.cpu;
+        Ok(())
+    }
+
+    fn cpu_seconds(&self) -> anyhow::Result<f64> {
+        cpu_seconds(&[self.server.own_pid(), self.server.serving_pid()])
+    }
+}
 
 const KINDS: [Kind; 6] = [
     Kind {
@@ -114,15 +162,16 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             let [.., (small, before), (large, after)] = costs[..] else {
                 anyhow::bail!("one size only")
             };
-            let exponent = |of: fn(Cost) -> f64| {
-                // Below these a figure is noise of the clock.
-                let (before, after) = (of(before).max(1e-3), of(after).max(1e-3));
+            // Below `least` a figure is noise: of the scheduler, of the kernel's clock for CPU time,
+            // of the allocator.
+            let exponent = |of: fn(Cost) -> f64, least: f64| {
+                let (before, after) = (of(before).max(least), of(after).max(least));
                 Figure::plain((after / before).ln() / (large / small).ln())
             };
             Ok(vec![
-                exponent(|cost| cost.seconds),
-                exponent(|cost| cost.cpu_seconds),
-                exponent(|cost| cost.bytes),
+                exponent(|cost| cost.seconds, 0.02),
+                exponent(|cost| cost.cpu_seconds, 0.05),
+                exponent(|cost| cost.bytes, 2.0 * 1024.0 * 1024.0),
             ])
         }));
     }
@@ -133,24 +182,10 @@ fn measure(command: &CommandLine, kind: &Kind, size: usize) -> anyhow::Result<Co
     let options = [&LIMITS[..], &MORE_LIMITS[..]].concat();
     let server = Server::start_with(command, &options)?.observed()?;
     // What the first of a kind costs once is not the cost of each.
-    (kind.run)(&server, 20, &mut || Ok(()))?;
-    let memory = server.own_memory()?;
-    let processes = [server.own_pid(), server.serving_pid()];
-    let cpu = cpu_seconds(&processes)?;
-    let begun = Instant::now();
-    let mut bytes = 0.0;
-    let mut observing = Duration::ZERO;
-    (kind.run)(&server, size, &mut || {
-        let observed = Instant::now();
-        bytes = server.own_memory()? as f64 - memory as f64;
-        observing += observed.elapsed();
-        Ok(())
-    })?;
-    Ok(Cost {
-        seconds: (begun.elapsed() - observing).as_secs_f64(),
-        cpu_seconds: cpu_seconds(&processes)? - cpu,
-        bytes,
-    })
+    (kind.run)(&server, 20, &mut Clock::new(&server))?;
+    let mut clock = Clock::new(&server);
+    (kind.run)(&server, size, &mut clock)?;
+    Ok(clock.cost)
 }
 
 /// CPU time of these processes, without that of their children.
@@ -184,19 +219,22 @@ fn sleepers(client: &mut Client, count: usize) -> anyhow::Result<Vec<u64>> {
 }
 
 /// Processes that the end of their session ends.
-fn processes(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn processes(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
+    clock.start()?;
     sleepers(&mut client, count)?;
-    there()?;
+    clock.all_there()?;
     let ended = client.ask("session/end", "{}")?;
-    client.answer(ended)
+    client.answer(ended)?;
+    clock.stop()
 }
 
 /// Processes that are terminated by a request each.
-fn terminated(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn terminated(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
+    clock.start()?;
     let started = sleepers(&mut client, count)?;
-    there()?;
+    clock.all_there()?;
     for batch in started.chunks(BATCH) {
         for &process in batch {
             client.terminate(process)?;
@@ -204,39 +242,41 @@ fn terminated(server: &Server, count: usize, there: There<'_>) -> anyhow::Result
         client.answers(batch.len())?;
     }
     let ended = client.ask("session/end", "{}")?;
-    client.answer(ended)
+    client.answer(ended)?;
+    clock.stop()
 }
 
 /// Sessions that wait for their clients, then all of their ends.
-fn sessions(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn sessions(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
+    clock.start()?;
     for _ in 0..count {
         clients.push(server.client()?);
     }
-    there()?;
+    clock.all_there()?;
     for client in &mut clients {
         let ended = client.ask("session/end", "{}")?;
         client.answer(ended)?;
     }
-    Ok(())
+    clock.stop()
 }
 
 /// Connections that have upgraded and sent nothing yet.
-fn connections(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn connections(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
+    clock.start()?;
     for _ in 0..count {
         clients.push(Client::connect(server.address)?);
     }
-    there()?;
+    clock.all_there()?;
     drop(clients);
     // The last one is answered after all the others have ended.
     drop(server.client()?);
-    drop(TcpStream::connect(server.address)?);
-    Ok(())
+    clock.stop()
 }
 
 /// Requests that wait for the next output of one process, all answered by one line of it.
-fn readers(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn readers(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut owner = server.client()?;
     let (request, process) = owner.start(&["cat"], Stdio::PipeWithInput)?;
     owner.answer(request)?;
@@ -244,17 +284,19 @@ fn readers(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()
         r#"{{"processId":"{}","afterSeq":0,"waitMs":60000}}"#,
         crate::wire::process_id(process)
     );
+    clock.start()?;
     owner.ask_batch("process/read", &params, count)?;
-    there()?;
+    clock.all_there()?;
     owner.write(process, b"line\n")?;
     // The write is answered as well.
     owner.answers(count + 1)?;
+    clock.stop()?;
     let ended = owner.ask("session/end", "{}")?;
     owner.answer(ended)
 }
 
 /// A tree of so many directories under one watch.
-fn watched(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()> {
+fn watched(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let tree = tempfile::tempdir()?;
     for number in 0..count {
         fs::create_dir_all(tree.path().join(format!("{}/{number}", number % 100)))?;
@@ -262,11 +304,13 @@ fn watched(server: &Server, count: usize, there: There<'_>) -> anyhow::Result<()
     let mut client = server.client()?;
     let path = PathUri::from_native(tree.path())?;
     let params = format!(r#"{{"path":"{path}","recursive":true,"watchId":"w"}}"#);
+    clock.start()?;
     let request = client.ask("fs/watch", &params)?;
     client.answer(request)?;
-    there()?;
+    clock.all_there()?;
     let ended = client.ask("session/end", "{}")?;
     client.answer(ended)?;
+    clock.stop()?;
     ensure!(tree.path().is_dir(), "the tree is gone");
     Ok(())
 }
