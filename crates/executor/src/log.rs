@@ -19,6 +19,11 @@ use exec_server_protocol::limits;
 pub use exec_server_protocol::process::Stream;
 use exec_server_protocol::sandbox::Denial;
 
+use crate::sys::memory;
+
+/// Memory of one ended process beside its output, roughly: its record, task and queues.
+const RECORD_BYTES: usize = 4 << 10;
+
 /// How much one process may retain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retention {
@@ -183,6 +188,7 @@ impl Drop for Retained {
         counts
             .retained
             .fetch_sub(self.bytes as u64, Ordering::Relaxed);
+        memory::freed(self.bytes + RECORD_BYTES);
     }
 }
 
