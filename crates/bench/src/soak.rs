@@ -9,8 +9,8 @@ use std::fs;
 use std::io::Write as _;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
@@ -24,6 +24,7 @@ use exec_server_client::{
     CollectOptions, ExecBackend as _, ExecProcessEvent, ExecServerClient, ExecutorFileSystem as _,
     RemoteExecServerConnectArgs,
 };
+use exec_server_sync::Mutex;
 use rustix::process::Pid;
 
 use crate::scenario::operate::scrape;
@@ -124,7 +125,7 @@ fn watch(observed: &Observed, work: &Work, duration: Duration) -> anyhow::Result
     let mut samples = Vec::with_capacity(PERIODS);
     for number in 1..=PERIODS {
         while begun.elapsed() < period * number as u32 {
-            if let Some(failure) = lock(&work.failure).take() {
+            if let Some(failure) = work.failure.lock().take() {
                 bail!("{failure}");
             }
             std::thread::sleep(Duration::from_millis(100).min(period));
@@ -147,7 +148,7 @@ fn sample(observed: &Observed, work: &Work) -> anyhow::Result<Sample> {
         let line = page.lines().find_map(|line| line.strip_prefix(&prefix));
         Ok(line.with_context(|| format!("no metric {name}"))?.parse()?)
     };
-    let mut echoes = std::mem::take(&mut *lock(&work.echoes));
+    let mut echoes = std::mem::take(&mut *work.echoes.lock());
     if echoes.is_empty() {
         echoes.push(f64::NAN);
     }
@@ -249,7 +250,7 @@ async fn all(
         named("the relay", relayed(work, registry)),
     );
     if let Err(error) = result {
-        *lock(&work.failure) = Some(format!("{error:#}"));
+        *work.failure.lock() = Some(format!("{error:#}"));
     }
     Ok(())
 }
@@ -335,7 +336,7 @@ async fn terminal(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Re
     let mut terminal = Terminal::start(&client, &name()).await?;
     while work.goes_on() {
         let sample = terminal.key().await?;
-        lock(&work.echoes).push(sample);
+        work.echoes.lock().push(sample);
         pause(20).await;
     }
     Ok(())
@@ -461,8 +462,4 @@ async fn relayed(work: &Work, args: &RegistryConnectArgs) -> anyhow::Result<()> 
         client.end_session().await?;
     }
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -23,6 +23,7 @@ use exec_server_protocol::process::{
     WaitUntil, WriteStatus,
 };
 use exec_server_protocol::{PathUri, codes};
+use exec_server_sync::Mutex;
 use exec_server_transport::time::timestamp_millis;
 
 use crate::backend::{
@@ -88,13 +89,9 @@ struct Local {
 impl Drop for Local {
     fn drop(&mut self) {
         if let Some(table) = self.table.upgrade() {
-            lock(&table).slots.remove(&self.id);
+            table.lock().slots.remove(&self.id);
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl LocalBackend {
@@ -118,7 +115,7 @@ impl LocalBackend {
         decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
     ) -> Result<StartedProcess, ExecServerError> {
         let number = {
-            let mut table = lock(&self.table);
+            let mut table = self.table.lock();
             if table.slots.contains_key(&params.process_id) {
                 return Err(ExecServerError::DuplicateProcess(params.process_id));
             }
@@ -223,7 +220,7 @@ struct Reservation<'a>(&'a Mutex<Table>, Option<String>);
 impl Reservation<'_> {
     fn keep(mut self, local: &Arc<Local>) {
         if let Some(id) = self.1.take() {
-            lock(self.0).slots.insert(id, Arc::downgrade(local));
+            self.0.lock().slots.insert(id, Arc::downgrade(local));
         }
     }
 }
@@ -231,7 +228,7 @@ impl Reservation<'_> {
 impl Drop for Reservation<'_> {
     fn drop(&mut self) {
         if let Some(id) = self.1.take() {
-            lock(self.0).slots.remove(&id);
+            self.0.lock().slots.remove(&id);
         }
     }
 }
@@ -253,7 +250,9 @@ impl ExecBackend for LocalBackend {
     }
 
     fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
-        let mut locals: Vec<Arc<Local>> = lock(&self.table)
+        let mut locals: Vec<Arc<Local>> = self
+            .table
+            .lock()
             .slots
             .values()
             .filter_map(Weak::upgrade)

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use exec_server_protocol::fs::{Changed, MissingChanged};
@@ -16,6 +16,7 @@ use exec_server_protocol::network::{
 };
 use exec_server_protocol::process::{Closed, Exited, Output, ReadResult};
 use exec_server_protocol::{ErrorObject, Method as _, Notification, codes};
+use exec_server_sync::Mutex;
 use exec_server_transport::peer::{Answer, Handler};
 use serde_json::json;
 use tokio::sync::{Notify, Semaphore, watch};
@@ -71,7 +72,7 @@ impl Routes {
         process_id: &str,
         after: u64,
     ) -> Result<Registration, ExecServerError> {
-        let mut table = self.table();
+        let mut table = self.table.lock();
         if let Some(reason) = &table.closed {
             return Err(ExecServerError::Closed(Arc::clone(reason)));
         }
@@ -89,13 +90,13 @@ impl Routes {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.table().routes.is_empty()
+        self.table.lock().routes.is_empty()
     }
 
     /// Fails every process, now and from now on.
     pub(crate) fn close(&self, reason: Arc<str>) {
         let routes: Vec<_> = {
-            let mut table = self.table();
+            let mut table = self.table.lock();
             table.closed.get_or_insert_with(|| Arc::clone(&reason));
             table.routes.values().filter_map(Weak::upgrade).collect()
         };
@@ -107,12 +108,11 @@ impl Routes {
     }
 
     fn find(&self, process_id: &str) -> Option<Arc<Route>> {
-        self.table().routes.get(process_id).and_then(Weak::upgrade)
-    }
-
-    fn table(&self) -> MutexGuard<'_, Table> {
-        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table
+            .lock()
+            .routes
+            .get(process_id)
+            .and_then(Weak::upgrade)
     }
 }
 
@@ -226,7 +226,11 @@ pub(crate) struct Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.routes.table().routes.remove(&self.route.process_id);
+        self.routes
+            .table
+            .lock()
+            .routes
+            .remove(&self.route.process_id);
         self.route.detach();
     }
 }
@@ -314,17 +318,17 @@ impl Route {
 
     /// The number of the last event that was put in order.
     pub(crate) fn last(&self) -> u64 {
-        self.inbox().order().last()
+        self.inbox.lock().order().last()
     }
 
     /// Nothing more will come.
     pub(crate) fn is_finished(&self) -> bool {
-        self.inbox().is_finished()
+        self.inbox.lock().is_finished()
     }
 
     /// The last number before a missing event, if one is missing.
     pub(crate) fn hole(&self) -> Option<u64> {
-        let inbox = self.inbox();
+        let inbox = self.inbox.lock();
         let order = inbox.order();
         (!inbox.is_finished() && order.has_hole()).then(|| order.last())
     }
@@ -370,7 +374,7 @@ impl Route {
         loop {
             let readable = self.readable.notified();
             {
-                let mut inbox = self.inbox();
+                let mut inbox = self.inbox.lock();
                 let was_full = inbox.is_full();
                 if let Some(event) = inbox.take() {
                     if was_full && !inbox.is_full() {
@@ -388,14 +392,14 @@ impl Route {
 
     /// Lets the consumer in, unless there has been one.
     pub(crate) fn attach(&self) -> bool {
-        let first = self.inbox().attach();
+        let first = self.inbox.lock().attach();
         self.moved.notify_waiters();
         first
     }
 
     /// The consumer will not read any more.
     pub(crate) fn detach(&self) {
-        self.inbox().detach();
+        self.inbox.lock().detach();
         self.writable.notify_waiters();
         self.moved.notify_waiters();
     }
@@ -433,7 +437,7 @@ impl Route {
         loop {
             // Made before looking, so that no news in between is missed.
             let news = news.notified();
-            if holds(&self.inbox()) {
+            if holds(&self.inbox.lock()) {
                 return;
             }
             news.await;
@@ -443,7 +447,7 @@ impl Route {
     /// Changes the inbox and wakes whom it concerns; says whether the order moved on.
     fn change(&self, change: impl FnOnce(&mut Inbox)) -> bool {
         let (moved, had_hole, has_hole) = {
-            let mut inbox = self.inbox();
+            let mut inbox = self.inbox.lock();
             let last = inbox.order().last();
             let had_hole = inbox.order().has_hole();
             change(&mut inbox);
@@ -460,10 +464,5 @@ impl Route {
             self.moved.notify_waiters();
         }
         moved
-    }
-
-    fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        // Nothing panics while the lock is held, so the inbox is whole even if it is poisoned.
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

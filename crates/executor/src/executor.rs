@@ -8,11 +8,12 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sync::{Mutex, MutexGuard, RwLock};
 use rustix::process::Pid;
 use tokio::sync::Notify;
 
@@ -145,17 +146,12 @@ impl Executor {
 
     /// The bounds in force.
     pub fn limits(&self) -> ExecutorLimits {
-        let limits = self.inner.limits.read();
-        *limits.unwrap_or_else(PoisonError::into_inner)
+        *self.inner.limits.read()
     }
 
     /// Sets other bounds, for what is started from now on.
     pub fn set_limits(&self, limits: ExecutorLimits) {
-        let mut current = self
-            .inner
-            .limits
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.inner.limits.write();
         *current = limits;
     }
 
@@ -246,11 +242,7 @@ impl Executor {
     fn reap_orphans(&self) -> bool {
         let mut any = false;
         while let Some(pid) = reap::any_ended() {
-            let _alone = self
-                .inner
-                .starting
-                .write()
-                .unwrap_or_else(PoisonError::into_inner);
+            let _alone = self.inner.starting.write();
             if self.managed().contains(&pid) {
                 // Its supervisor is about to reap it; those behind it wait for the next round.
                 break;
@@ -289,11 +281,7 @@ impl Executor {
         let path = self.inner.launcher.path()?;
         let null = self.null();
         // A launcher that was forked is found by its number, which nobody may reap meanwhile.
-        let _shared = self
-            .inner
-            .starting
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _shared = self.inner.starting.read();
         let request = sandbox::Request {
             streams: [null; 3],
             errand,
@@ -321,11 +309,7 @@ impl Executor {
     ///
     /// When there is no launcher, or it cannot be run.
     pub fn sandbox_host(&self) -> Result<&Host, StartError> {
-        let _shared = self
-            .inner
-            .starting
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _shared = self.inner.starting.read();
         self.inner.launcher.host(&self.inner.null)
     }
 
@@ -334,11 +318,7 @@ impl Executor {
         &self,
         launch: impl FnOnce() -> Result<(Pid, T), E>,
     ) -> Result<(Pid, T), E> {
-        let _shared = self
-            .inner
-            .starting
-            .read()
-            .unwrap_or_else(PoisonError::into_inner);
+        let _shared = self.inner.starting.read();
         let (pid, rest) = launch()?;
         self.managed().insert(pid);
         Ok((pid, rest))
@@ -355,9 +335,6 @@ impl Executor {
     }
 
     fn managed(&self) -> MutexGuard<'_, HashSet<Pid>> {
-        self.inner
-            .managed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.inner.managed.lock()
     }
 }

@@ -9,8 +9,9 @@ use std::io::{self, Write as _};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use exec_server_sync::{Mutex, MutexGuard};
 
 pub use exec_server_protocol::process::Limits;
 
@@ -51,7 +52,7 @@ impl Drop for Group {
 /// Groups that could not be removed yet.
 fn left_behind() -> MutexGuard<'static, Vec<PathBuf>> {
     static LEFT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+    LEFT.lock()
 }
 
 /// Removes groups whose last process has ended since they were left behind.
@@ -66,7 +67,7 @@ fn sweep_strangers(base: &Path) {
     /// Younger groups may be about to get their first process, from a server that we cannot see.
     const AGE: Duration = Duration::from_secs(60);
     static SWEPT: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
-    let mut swept = SWEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut swept = SWEPT.lock();
     if swept.iter().any(|done| done == base) {
         return;
     }

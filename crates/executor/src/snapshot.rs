@@ -6,11 +6,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::process::{EnvPolicy, StartParams};
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sync::Mutex;
 use tokio::sync::OnceCell;
 
 use crate::env;
@@ -218,17 +219,12 @@ impl Snapshots {
 
     /// Forgets all of them; what their shells have left running, to be ended.
     pub fn end(&self) -> Vec<Process> {
-        let kept = std::mem::take(&mut *self.kept());
+        let kept = std::mem::take(&mut *self.kept.lock());
         kept.iter().filter_map(|(_, cell)| left(cell)).collect()
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<(Key, Cell)>> {
-        // Nothing panics while the lock is held, so the list is whole even if it is poisoned.
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn cell(&self, key: &Key) -> Cell {
-        let mut kept = self.kept();
+        let mut kept = self.kept.lock();
         let known = kept.iter().position(|(known, _)| known == key);
         let entry = known.and_then(|at| kept.remove(at));
         let (key, cell) = entry.unwrap_or_else(|| (key.clone(), Cell::default()));
@@ -629,7 +625,13 @@ mod tests {
         assert!(Arc::ptr_eq(&first, &snapshots.cell(&key(0))));
         snapshots.cell(&key(99));
         assert!(Arc::ptr_eq(&first, &snapshots.cell(&key(0))));
-        assert!(snapshots.kept().iter().all(|(kept, _)| *kept != key(1)));
-        assert_eq!(snapshots.kept().len(), MAX_SNAPSHOTS);
+        assert!(
+            snapshots
+                .kept
+                .lock()
+                .iter()
+                .all(|(kept, _)| *kept != key(1))
+        );
+        assert_eq!(snapshots.kept.lock().len(), MAX_SNAPSHOTS);
     }
 }

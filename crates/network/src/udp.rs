@@ -12,12 +12,13 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket as StdUdpSocket};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::network::PolicyProtocol;
+use exec_server_sync::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::mpsc;
@@ -66,10 +67,6 @@ impl Relay {
         Ok(relay)
     }
 
-    fn flows(&self) -> MutexGuard<'_, HashMap<FlowKey, mpsc::Sender<Bytes>>> {
-        self.flows.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Holds the relay open for as long as the other side does.
     pub(crate) async fn associate(&self, mut stream: TcpStream) {
         let Ok(at) = self.socket.local_addr() else {
@@ -102,7 +99,7 @@ impl Relay {
     }
 
     fn deliver(self: &Arc<Self>, key: FlowKey, data: Bytes) {
-        let mut flows = self.flows();
+        let mut flows = self.flows.lock();
         if let Some(flow) = flows.get(&key) {
             // What does not fit is lost, as on any network.
             let _ = flow.try_send(data);
@@ -194,7 +191,7 @@ impl Drop for Association<'_> {
     fn drop(&mut self) {
         if self.0.associations.fetch_sub(1, Ordering::Relaxed) == 1 {
             // Nobody is left: flows end when they have nobody to hear from.
-            self.0.flows().clear();
+            self.0.flows.lock().clear();
         }
     }
 }
@@ -204,7 +201,7 @@ struct Gone<'a>(&'a Relay, &'a FlowKey);
 
 impl Drop for Gone<'_> {
     fn drop(&mut self) {
-        let mut flows = self.0.flows();
+        let mut flows = self.0.flows.lock();
         // It may be another by now, after the last association had ended.
         if flows.get(self.1).is_some_and(mpsc::Sender::is_closed) {
             flows.remove(self.1);

@@ -25,8 +25,8 @@ mod wire;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use async_nats::datetime::DateTime;
@@ -34,6 +34,7 @@ use async_nats::jetstream::context::GetStreamErrorKind;
 use async_nats::jetstream::{self, ErrorCode, kv, stream};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subject};
 use bytes::Bytes;
+use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::journal;
 use tokio::sync::Notify;
 
@@ -321,7 +322,7 @@ impl Cluster {
         let secret = self.0.bucket.get(&key).await;
         let secret = secret.map_err(|error| failed(once(&error)))?;
         let secret = secret.ok_or_else(|| failed("the shared secret is gone".into()))?;
-        *self.0.secret() = Some(secret.clone());
+        *self.0.secret.lock() = Some(secret.clone());
         String::from_utf8(secret.to_vec()).map_err(|error| failed(error.into()))
     }
 
@@ -467,24 +468,16 @@ async fn open_bucket(
 
 impl Shared {
     pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn secret(&self) -> MutexGuard<'_, Option<Bytes>> {
-        self.secret.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Channel>>> {
-        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn all_channels(&self) -> Vec<Arc<Channel>> {
-        self.channels().values().cloned().collect()
+        self.channels.lock().values().cloned().collect()
     }
 
     /// Sockets of harnesses whose executor is at another node.
     pub(crate) fn entries(&self) -> Vec<Arc<Channel>> {
-        let channels = self.channels();
+        let channels = self.channels.lock();
         let entries = channels.values().filter(|it| it.side == Side::Entry);
         entries.cloned().collect()
     }
@@ -576,7 +569,7 @@ impl Shared {
     pub(crate) fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
         let told = rates.into_iter().take(TENANTS_TOLD);
         let told = told.map(|(tenant, rates)| (tenant.to_string(), rates.rounded()));
-        *self.rates() = told.collect();
+        *self.rates.lock() = told.collect();
     }
 
     /// What a tenant uses at the other nodes, as they told last.
@@ -589,16 +582,13 @@ impl Shared {
             .collect()
     }
 
-    fn rates(&self) -> MutexGuard<'_, BTreeMap<String, Rates>> {
-        self.rates.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn forget(&self, channel: &str) {
-        self.channels().remove(channel);
+        self.channels.lock().remove(channel);
     }
 
     fn remember(&self, channel: &Arc<Channel>) {
-        self.channels()
+        self.channels
+            .lock()
             .insert(Arc::clone(&channel.id), Arc::clone(channel));
     }
 
@@ -667,7 +657,7 @@ impl Shared {
     /// Renews the lease once.
     async fn beat(&self) {
         let (node, streams) = (self.own_node(), self.own_streams());
-        let rates = self.rates().clone();
+        let rates = self.rates.lock().clone();
         let lease = {
             let mut state = self.state();
             state.beat += 1;
@@ -708,7 +698,7 @@ impl Shared {
     async fn is_bucket_lost(&self) -> bool {
         let found = self.jetstream.get_stream(&self.bucket.stream_name).await;
         match found {
-            Ok(found) => found.cached_info().created != *self.created(),
+            Ok(found) => found.cached_info().created != *self.created.lock(),
             Err(error) => match error.kind() {
                 GetStreamErrorKind::JetStream(error) => {
                     error.error_code() == ErrorCode::STREAM_NOT_FOUND
@@ -716,11 +706,6 @@ impl Shared {
                 _ => false,
             },
         }
-    }
-
-    /// When the bucket was made.
-    fn created(&self) -> MutexGuard<'_, DateTime> {
-        self.created.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What follows from the silence of others, and from claims that are left to remove.
@@ -779,7 +764,7 @@ impl Shared {
             "the bucket is gone; it is made again from what the nodes know"
         );
         match open_bucket(&self.jetstream, &self.options).await {
-            Ok(bucket) => *self.created() = bucket.stream.cached_info().created,
+            Ok(bucket) => *self.created.lock() = bucket.stream.cached_info().created,
             Err(error) => {
                 tracing::error!(%error, "the bucket cannot be made again; trying later");
                 return;
@@ -795,7 +780,7 @@ impl Shared {
             let registrations = state.registrations.clone();
             (claims, registrations, state.revocations.clone())
         };
-        let secret = self.secret().clone();
+        let secret = self.secret.lock().clone();
         let keep = async |key: String, value: Bytes| {
             if let Err(error) = self.bucket.create(&key, value).await
                 && error.kind() != kv::CreateErrorKind::AlreadyExists

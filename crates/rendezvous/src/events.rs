@@ -6,8 +6,9 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use exec_server_sync::{Mutex, MutexGuard};
 use serde_json::Value;
 use tokio::sync::Notify;
 
@@ -52,7 +53,7 @@ struct Waiting {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl Events {

@@ -7,10 +7,11 @@
 //! it is given lasts no longer than its token; nothing about it is remembered.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64_turbo::URL_SAFE_NO_PAD;
+use exec_server_sync::{Mutex, RwLock};
 use ring::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
     UnparsedPublicKey,
@@ -363,11 +364,7 @@ impl Oidc {
     }
 
     fn keys(&self) -> Arc<Vec<Key>> {
-        Arc::clone(&self.keys.read().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn asked(&self) -> std::sync::MutexGuard<'_, Option<Instant>> {
-        self.asked.lock().unwrap_or_else(PoisonError::into_inner)
+        Arc::clone(&self.keys.read())
     }
 
     /// Fetches the keys; how many there are now. Keys that are not there any more are forgotten.
@@ -381,10 +378,10 @@ impl Oidc {
     }
 
     async fn fetch(&self) -> Result<usize, String> {
-        *self.asked() = Some(now());
+        *self.asked.lock() = Some(now());
         let keys = parse_keys(&self.source.fetch().await?)?;
         let count = keys.len();
-        *self.keys.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(keys);
+        *self.keys.write() = Arc::new(keys);
         Ok(count)
     }
 
@@ -394,7 +391,7 @@ impl Oidc {
         let _alone = self.refreshing.lock().await;
         let recent = |asked: Instant| now().duration_since(asked) < REFRESH_PAUSE;
         // Somebody may have been faster.
-        if !Arc::ptr_eq(&before, &self.keys()) || self.asked().is_some_and(recent) {
+        if !Arc::ptr_eq(&before, &self.keys()) || self.asked.lock().is_some_and(recent) {
             return;
         }
         match self.fetch().await {
@@ -579,15 +576,15 @@ mod tests {
 
     impl KeySource for Source {
         fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
-            *self.fetched.lock().unwrap() += 1;
-            let document = self.document.lock().unwrap().to_string();
+            *self.fetched.lock() += 1;
+            let document = self.document.lock().to_string();
             Box::pin(std::future::ready(Ok(document.into_bytes())))
         }
     }
 
     async fn issuer(keys: Value) -> (Oidc, Arc<Source>) {
         let source = Arc::new(Source::default());
-        *source.document.lock().unwrap() = json!({ "keys": keys });
+        *source.document.lock() = json!({ "keys": keys });
         let config = OidcConfig::new("https://issuer.example", "meet");
         let oidc = Oidc::new(config, Arc::clone(&source) as Arc<dyn KeySource>);
         oidc.refresh().await.unwrap();
@@ -644,7 +641,7 @@ mod tests {
     async fn claims_may_have_other_names() {
         let key = Signer::ed25519();
         let source = Arc::new(Source::default());
-        *source.document.lock().unwrap() = json!({"keys": [key.jwk("a")]});
+        *source.document.lock() = json!({"keys": [key.jwk("a")]});
         let mut config = OidcConfig::new("i", "meet");
         config.role_claim = "realm_access.roles".to_owned();
         config.tenant_claim = "https://example.com/tenant".to_owned();
@@ -737,8 +734,8 @@ mod tests {
     async fn keys_rotate_and_are_not_asked_for_too_often() {
         let (old, new) = (Signer::ed25519(), Signer::p256());
         let (oidc, source) = issuer(json!([old.jwk("old")])).await;
-        let fetched = || *source.fetched.lock().unwrap();
-        *source.document.lock().unwrap() = json!({"keys": [new.jwk("new")]});
+        let fetched = || *source.fetched.lock();
+        *source.document.lock() = json!({"keys": [new.jwk("new")]});
         // They were fetched just now.
         let token = new.token("new", &claims());
         assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
@@ -753,7 +750,7 @@ mod tests {
         }
         assert_eq!(fetched(), 2);
         // What cannot be understood changes nothing.
-        *source.document.lock().unwrap() = json!({"keys": []});
+        *source.document.lock() = json!({"keys": []});
         assert!(oidc.refresh().await.is_err());
         oidc.caller(&token, NOW).await.unwrap();
     }

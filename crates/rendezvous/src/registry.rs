@@ -1,7 +1,7 @@
 //! The calls of the registry, without HTTP: who may register, connect and be vouched for.
 
 use std::collections::HashMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_relay::Reason;
@@ -10,6 +10,7 @@ use exec_server_relay::registry::{
     ConnectRequest, ConnectResponse, RegisterRequest, RegisterResponse, ValidateRequest,
     ValidateResponse,
 };
+use exec_server_sync::RwLock;
 use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
@@ -278,12 +279,12 @@ impl Registry {
     }
 
     pub(crate) fn tokens(&self) -> Arc<Tokens> {
-        Arc::clone(&self.tokens.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.tokens.read())
     }
 
     /// Exchanges the tokens; harnesses whose token is gone are turned out. Says how many.
     pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
-        *self.tokens.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(tokens);
+        *self.tokens.write() = Arc::new(tokens);
         self.router.review(
             &|who| self.still_allows(&who.token, Role::Harness, &who.environment),
             Reason::AuthorizationRevoked,

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use exec_server_relay::Reason;
 use exec_server_relay::registry::{ErrorBody, ErrorResponse};
+use exec_server_sync::Mutex;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::journal::{self, Journal};
 use exec_server_transport::keepalive::KeepaliveConfig;
@@ -257,7 +258,8 @@ impl Rendezvous {
         shared.draining.store(true, Ordering::Relaxed);
         for role in [Role::Executor, Role::Harness] {
             let leaving: Vec<_> = shared
-                .sockets()
+                .sockets
+                .lock()
                 .values()
                 .filter(|open| open.role == role)
                 .map(|open| Arc::clone(&open.mailbox))
@@ -283,10 +285,6 @@ impl Rendezvous {
 }
 
 impl Shared {
-    fn sockets(&self) -> MutexGuard<'_, BTreeMap<u64, Open>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn is_draining(&self) -> bool {
         self.stop.is_cancelled() || self.draining.load(Ordering::Relaxed)
     }
@@ -535,12 +533,7 @@ impl Visitor {
     async fn caller(&self, head: &Head) -> Result<Caller, Answer> {
         let shared = &*self.shared;
         let from: IpAddr = network(self.peer.ip());
-        let throttle = || {
-            shared
-                .throttle
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        };
+        let throttle = || shared.throttle.lock();
         let wait = throttle().wait(from, Instant::now());
         if let Some(wait) = wait {
             let seconds = wait.as_secs() + 1;
@@ -966,7 +959,7 @@ impl Visitor {
             role,
             mailbox: Arc::clone(&mailbox),
         };
-        shared.sockets().insert(number, open);
+        shared.sockets.lock().insert(number, open);
         if shared.is_draining() {
             // It came while the others were told.
             closing.close();
@@ -983,7 +976,7 @@ impl Visitor {
                 }
             }
         };
-        shared.sockets().remove(&number);
+        shared.sockets.lock().remove(&number);
         let violation = !matches!(
             end,
             SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Io(_)

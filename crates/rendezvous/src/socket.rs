@@ -6,14 +6,15 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSlice};
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes, BytesMut};
 use exec_server_relay::Reason;
 use exec_server_relay::frame::{FrameError as RelayError, decode};
 use exec_server_relay::limits::MAX_FRAME_BYTES;
+use exec_server_sync::Mutex;
 use exec_server_transport::frame::{
     Decoder, FrameError, Opcode, Role, Step, push_frame, readdress,
 };
@@ -125,7 +126,7 @@ pub(crate) async fn serve(
             error = &mut writing => return SocketEnd::Io(error),
         }
     };
-    *signs.farewell() = Some(end.code());
+    *signs.farewell.lock() = Some(end.code());
     mailbox.close();
     // A peer that does not take even this has had its chance.
     let _ = tokio::time::timeout(FAREWELL, writing).await;
@@ -145,15 +146,7 @@ struct Signs {
     farewell: Mutex<Option<u16>>,
 }
 
-impl Signs {
-    fn farewell(&self) -> std::sync::MutexGuard<'_, Option<u16>> {
-        self.farewell.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn ping(&self) -> std::sync::MutexGuard<'_, Option<Bytes>> {
-        self.ping.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Signs {}
 
 /// Passes on what comes.
 async fn read(
@@ -179,7 +172,7 @@ async fn read(
             Ok(Received::Message { message, payload }) => (message, payload),
             Ok(Received::Text) => return SocketEnd::Text,
             Ok(Received::Ping(payload)) => {
-                *signs.ping() = Some(payload);
+                *signs.ping.lock() = Some(payload);
                 mailbox.wake();
                 continue;
             }
@@ -433,7 +426,7 @@ impl Writer {
     ) -> io::Result<()> {
         let mut keepalive = Keepalive::new(config, now());
         loop {
-            if let Some(payload) = signs.ping().take() {
+            if let Some(payload) = signs.ping.lock().take() {
                 self.queue.push_back(control(Opcode::Pong, &payload));
             }
             if signs.heard.swap(false, Ordering::Relaxed) || signs.deaf.load(Ordering::Relaxed) {
@@ -460,7 +453,7 @@ impl Writer {
                 continue;
             }
             if closed {
-                let code = signs.farewell().unwrap_or(1001);
+                let code = signs.farewell.lock().unwrap_or(1001);
                 self.queue
                     .push_back(control(Opcode::Close, &code.to_be_bytes()));
                 self.flush().await?;

@@ -16,13 +16,14 @@ pub mod share;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::metrics::Counter;
 use crate::router::Kind;
 use crate::tokens::is_name;
+use exec_server_sync::{Mutex, MutexGuard};
 use share::{Rates, Speed, share};
 
 /// Whose everything is that names no tenant.
@@ -283,7 +284,7 @@ struct Speeds {
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 fn now() -> Instant {

@@ -4,12 +4,13 @@
 //! or not: what a session asks next goes over whichever connection it has then.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyRequest, PolicyRequestParams, PolicyRequestResult,
 };
 use exec_server_protocol::{Method as _, RequestId, envelope};
+use exec_server_sync::Mutex;
 use tokio::sync::{Notify, oneshot};
 
 use crate::outbox::{Outbox, Reply};
@@ -45,10 +46,6 @@ pub(crate) enum Settled {
 }
 
 impl Asks {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Asks and waits for the answer; `None` if there will be none: too many wait already, the client
     /// cannot answer, or the connection has ended.
     ///
@@ -59,7 +56,7 @@ impl Asks {
         params: &PolicyRequestParams,
     ) -> Option<PolicyAnswer> {
         let (id, answer) = {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             if state.closed || state.waiting.len() >= MAX_ASKS {
                 return None;
             }
@@ -86,7 +83,7 @@ impl Asks {
         let RequestId::Number(id) = *id else {
             return Settled::Stray;
         };
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if id < 1 || id > state.last {
             return Settled::Stray;
         }
@@ -101,7 +98,7 @@ impl Asks {
 
     /// Whether an answer is expected.
     pub(crate) fn is_pending(&self) -> bool {
-        !self.state().waiting.is_empty()
+        !self.state.lock().waiting.is_empty()
     }
 
     /// Waits until something is asked, or was since this was last waited for.
@@ -111,7 +108,7 @@ impl Asks {
 
     /// There will be no more answers.
     pub(crate) fn close(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.closed = true;
         let waiting = std::mem::take(&mut state.waiting);
         drop(state);
@@ -127,7 +124,7 @@ struct Forget<'a> {
 
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
-        self.asks.state().waiting.remove(&self.id);
+        self.asks.state.lock().waiting.remove(&self.id);
     }
 }
 
@@ -209,14 +206,14 @@ mod tests {
     async fn they_are_bounded_forgotten_and_end_with_their_connection() {
         let asks = Arc::new(Asks::default());
         let mut all: Vec<_> = (0..MAX_ASKS).map(|_| asked(&asks)).collect();
-        while asks.state().waiting.len() < MAX_ASKS {
+        while asks.state.lock().waiting.len() < MAX_ASKS {
             asks.begun().await;
         }
         assert_eq!(asked(&asks).await.unwrap(), None);
         let gone = all.pop().unwrap();
         gone.abort();
         assert!(gone.await.is_err());
-        assert_eq!(asks.state().waiting.len(), MAX_ASKS - 1);
+        assert_eq!(asks.state.lock().waiting.len(), MAX_ASKS - 1);
         asks.close();
         for one in all {
             assert_eq!(one.await.unwrap(), None);

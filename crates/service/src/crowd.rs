@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use exec_server_sync::Mutex;
 
 /// Counts connections, those that are still in their handshake included.
 #[derive(Debug)]
@@ -67,17 +69,13 @@ impl Crowd {
 
     /// Counts by other limits from now on.
     pub(crate) fn set_limits(&self, limits: CrowdLimits) {
-        self.state().limits = limits;
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().limits = limits;
     }
 
     /// A place for a new connection, or one for telling it why it has none; `None` if even those
     /// are taken.
     pub(crate) fn enter(self: &Arc<Self>, address: Option<IpAddr>) -> Option<Place> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let CrowdLimits {
             connections,
             per_address,
@@ -112,7 +110,7 @@ impl Crowd {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut state = self.crowd.state();
+        let mut state = self.crowd.state.lock();
         if self.kind != Kind::Inside {
             state.refusing -= 1;
             return;
@@ -144,15 +142,15 @@ mod tests {
         let refusals: Vec<_> = places.iter().map(Place::refusal).collect();
         let text = "limit of 2 connections from one address reached";
         assert_eq!(refusals, [None, None, Some(text)]);
-        assert_eq!(crowd.state().total, 2);
+        assert_eq!(crowd.state.lock().total, 2);
         let _local = crowd.enter(None).unwrap();
         let full = crowd.enter(None).unwrap();
         assert_eq!(full.refusal(), Some("limit of 3 connections reached"));
         let refused: Vec<_> = (0..100).map_while(|_| crowd.enter(None)).collect();
         assert_eq!(refused.len(), REFUSALS - 2);
         drop((refused, full, places));
-        assert_eq!(crowd.state().total, 1);
+        assert_eq!(crowd.state.lock().total, 1);
         assert_eq!(crowd.enter(one).unwrap().refusal(), None);
-        assert!(crowd.state().by_address.is_empty());
+        assert!(crowd.state.lock().by_address.is_empty());
     }
 }

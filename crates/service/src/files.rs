@@ -9,10 +9,11 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::chunk::encode_into;
+use exec_server_sync::{Condvar, Mutex};
 use tokio::runtime::Handle;
 
 use crate::error::RpcError;
@@ -62,7 +63,7 @@ struct Turn {
 
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let state = self.state();
+        let state = self.state.lock();
         f.debug_struct("Shared")
             .field("threads", &state.threads)
             .field("idle", &state.idle)
@@ -72,14 +73,10 @@ impl std::fmt::Debug for Shared {
 }
 
 impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Has some thread take a turn.
     fn take_on(self: &Arc<Self>, turn: Turn) {
         let runtime = turn.lane.runtime.clone();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.turns.push_back(turn);
         if state.idle >= state.turns.len() {
             drop(state);
@@ -98,12 +95,12 @@ impl Shared {
             .spawn(move || shared.work());
         if let Err(error) = started {
             tracing::warn!(%error, "cannot start a thread for file work");
-            self.state().threads -= 1;
+            self.state.lock().threads -= 1;
             let (shared, handle) = (Arc::clone(self), runtime.clone());
             // Ends by itself: a thread comes, or another has taken the turn.
             runtime.spawn(async move {
                 tokio::time::sleep(RETRY).await;
-                let mut state = shared.state();
+                let mut state = shared.state.lock();
                 if state.idle < state.turns.len() {
                     state.threads += 1;
                     drop(state);
@@ -115,22 +112,19 @@ impl Shared {
 
     /// What a thread does until it has been idle for a while.
     fn work(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         loop {
             if let Some(turn) = state.turns.pop_front() {
                 drop(state);
                 turn.lane.drain(turn.first);
-                state = self.state();
+                state = self.state.lock();
                 continue;
             }
             state.idle += 1;
-            let (woken, waited) = self
-                .turn
-                .wait_timeout(state, IDLE)
-                .unwrap_or_else(PoisonError::into_inner);
-            state = woken;
+            let timed_out;
+            (state, timed_out) = self.turn.wait_timeout(state, IDLE);
             state.idle -= 1;
-            if waited.timed_out() && state.turns.is_empty() {
+            if timed_out && state.turns.is_empty() {
                 state.threads -= 1;
                 return;
             }
@@ -158,7 +152,7 @@ struct LaneState {
 
 impl std::fmt::Debug for Lane {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let state = self.state();
+        let state = self.state.lock();
         f.debug_struct("Lane")
             .field("waiting", &state.waiting.len())
             .field("at_work", &state.at_work)
@@ -176,10 +170,6 @@ impl Lane {
         })
     }
 
-    fn state(&self) -> MutexGuard<'_, LaneState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Where to wait for anything but a disk.
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
@@ -187,7 +177,7 @@ impl Lane {
 
     /// Runs a job after those that wait, on whichever thread is free.
     pub(crate) fn run(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.waiting.push_back(Box::new(job));
         if state.at_work == 0 {
             state.at_work = 1;
@@ -203,7 +193,7 @@ impl Lane {
     /// Runs a job that will take its time, on a thread of its own if the lane may have one more.
     pub(crate) fn run_apart(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
         let limit = self.limit();
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.at_work < limit {
             state.at_work += 1;
             drop(state);
@@ -222,7 +212,7 @@ impl Lane {
     }
 
     fn limit(&self) -> usize {
-        if self.threads.state().threads < MANY_THREADS {
+        if self.threads.state.lock().threads < MANY_THREADS {
             LANE_THREADS
         } else {
             1
@@ -233,11 +223,11 @@ impl Lane {
     fn watch(self: &Arc<Self>) {
         let lane = Arc::clone(self);
         self.runtime.spawn(async move {
-            let mut seen = lane.state().begun;
+            let mut seen = lane.state.lock().begun;
             loop {
                 tokio::time::sleep(STUCK).await;
                 let limit = lane.limit();
-                let mut state = lane.state();
+                let mut state = lane.state.lock();
                 if state.waiting.is_empty() {
                     state.watched = false;
                     return;
@@ -262,7 +252,7 @@ impl Lane {
             {
                 tracing::error!("file work failed");
             }
-            let mut state = self.state();
+            let mut state = self.state.lock();
             next = state.waiting.pop_front();
             if next.is_none() {
                 state.at_work -= 1;
@@ -330,7 +320,7 @@ mod tests {
         for _ in 0..LANE_THREADS - 1 {
             let stuck = Arc::clone(&stuck);
             one.run(move || {
-                let _ = stuck.lock().map(|stuck| stuck.recv());
+                let _ = stuck.lock().recv();
             });
         }
         for lane in [&one, &other] {
@@ -355,7 +345,7 @@ mod tests {
         for _ in 0..LANE_THREADS + 8 {
             let stuck = Arc::clone(&stuck);
             one.run_apart(move || {
-                let _ = stuck.lock().map(|stuck| stuck.recv());
+                let _ = stuck.lock().recv();
             });
         }
         let (late, mut last) = tokio::sync::oneshot::channel();
@@ -371,7 +361,7 @@ mod tests {
             .unwrap()
             .unwrap();
         assert!(last.try_recv().is_err());
-        assert_eq!(one.state().at_work, LANE_THREADS);
+        assert_eq!(one.state.lock().at_work, LANE_THREADS);
         drop(release);
         tokio::time::timeout(PATIENCE, last).await.unwrap().unwrap();
     }

@@ -4,9 +4,10 @@
 //! memory of who has failed too often. Knows no socket.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use exec_server_sync::{Mutex, RwLock};
 use exec_server_transport::http::Head;
 use exec_server_transport::throttle::{Throttle, network};
 
@@ -48,11 +49,11 @@ impl Guard {
 
     /// Exchanges the rules, for those who come from now on.
     pub fn set_rules(&self, rules: Rules) {
-        *self.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+        *self.rules.write() = Arc::new(rules);
     }
 
     fn rules(&self) -> Arc<Rules> {
-        Arc::clone(&self.rules.read().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.rules.read())
     }
 
     /// Whether a request may come from where it says: browsers always say.
@@ -73,7 +74,7 @@ impl Guard {
             return Ok(Identity::anyone());
         }
         let from = from.map(network);
-        let throttle = || self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
+        let throttle = || self.throttle.lock();
         if let Some(from) = from
             && let Some(wait) = throttle().wait(from, Instant::now())
         {

@@ -6,7 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_executor::fs::OpenFile;
@@ -15,6 +15,7 @@ use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{OpenMode, OpenResult, WriteBlockParams};
 use exec_server_protocol::limits::MAX_FILE_HANDLES;
 use exec_server_protocol::method::Empty;
+use exec_server_sync::Mutex;
 
 use crate::connection::{Connection, Responder};
 use crate::error::RpcError;
@@ -91,14 +92,10 @@ impl Handles {
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes an id and opens the file behind it.
     pub(crate) fn open(connection: &Arc<Connection>, id: String, call: Call) {
         let taken = {
-            let mut table = connection.handles.table();
+            let mut table = connection.handles.table.lock();
             if table.handles.contains_key(&id) {
                 Err(format!("file handle `{id}` already exists"))
             } else if table.handles.len() >= MAX_FILE_HANDLES {
@@ -125,7 +122,7 @@ impl Handles {
     /// Does something with an open file, after what was asked of it before.
     pub(crate) fn call(connection: &Arc<Connection>, id: &str, call: Call) {
         let found = {
-            let mut table = connection.handles.table();
+            let mut table = connection.handles.table.lock();
             match call.action {
                 Action::Close { .. } => table.handles.remove(id),
                 _ => table.handles.get(id).cloned(),
@@ -140,7 +137,7 @@ impl Handles {
     /// Closes everything, now and in the future.
     pub(crate) fn close_all(connection: &Arc<Connection>) {
         let (handles, open) = {
-            let mut table = connection.handles.table();
+            let mut table = connection.handles.table.lock();
             table.ended = true;
             (std::mem::take(&mut table.handles), table.open.take())
         };
@@ -150,7 +147,7 @@ impl Handles {
         connection.lane.run_apart(move || {
             for handle in handles.into_values() {
                 // What is being worked on closes itself when it notices.
-                let file = handle.state().file.take();
+                let file = handle.state.lock().file.take();
                 drop(file);
             }
             drop(open);
@@ -158,17 +155,13 @@ impl Handles {
     }
 
     fn ended(&self) -> bool {
-        self.table().ended
+        self.table.lock().ended
     }
 }
 
 impl Handle {
-    fn state(&self) -> MutexGuard<'_, HandleState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn queue(self: Arc<Self>, connection: &Arc<Connection>, call: Call) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.calls.push_back(call);
         if std::mem::replace(&mut state.busy, true) {
             return;
@@ -180,11 +173,11 @@ impl Handle {
 
     /// Does what was asked, in order.
     fn work(self: Arc<Self>, connection: &Arc<Connection>) {
-        let _open = connection.handles.table().open.clone();
-        let mut file = self.state().file.take();
+        let _open = connection.handles.table.lock().open.clone();
+        let mut file = self.state.lock().file.take();
         loop {
             let mut call = {
-                let mut state = self.state();
+                let mut state = self.state.lock();
                 if connection.handles.ended() {
                     state.calls.clear();
                     drop(state);
@@ -202,7 +195,7 @@ impl Handle {
             };
             let bytes = call.answer_bytes();
             if file.is_some() && bytes > 0 && !call.responder.try_reserve(bytes) {
-                self.state().file = file;
+                self.state.lock().file = file;
                 return self.wait_for_room(connection, call, bytes);
             }
             file = self.perform(connection, file, call);
@@ -218,7 +211,7 @@ impl Handle {
             tokio::select! {
                 () = closed.cancelled() => {}
                 () = call.responder.reserve(bytes) => {
-                    self.state().calls.push_front(call);
+                    self.state.lock().calls.push_front(call);
                     let connection_too = Arc::clone(&connection);
                     connection.lane.run(move || self.work(&connection_too));
                 }
@@ -309,7 +302,7 @@ impl Handle {
 
     /// Takes the handle out of the table, unless another has its id by now.
     fn forget(&self, connection: &Connection) {
-        let mut table = connection.handles.table();
+        let mut table = connection.handles.table.lock();
         if table
             .handles
             .get(&self.id)

@@ -6,10 +6,11 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
@@ -81,7 +82,7 @@ impl Outbox {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Queues an encoded message.

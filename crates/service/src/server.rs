@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_executor::fs::watch::Hub;
@@ -11,6 +11,7 @@ use exec_server_executor::snapshot::Snapshots;
 use exec_server_executor::{Executor, ExecutorConfig, ExecutorLimits, process};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_protocol::environment::EnvironmentInfo;
+use exec_server_sync::{Mutex, RwLock};
 use exec_server_transport::Link;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -151,8 +152,7 @@ impl Server {
 
     /// The settings in force.
     pub fn config(&self) -> Arc<ExecServerConfig> {
-        let config = self.inner.config.read();
-        Arc::clone(&config.unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&self.inner.config.read())
     }
 
     /// Takes up the limits and times of other settings; whatever else they say is left alone.
@@ -174,11 +174,7 @@ impl Server {
         };
         self.inner.crowd.set_limits(crowd_limits(&config));
         self.inner.executor.set_limits(executor_limits(&config));
-        let mut current = self
-            .inner
-            .config
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut current = self.inner.config.write();
         *current = Arc::new(config);
     }
 
@@ -246,7 +242,7 @@ impl Server {
 
     /// Sessions right now, waiting ones included.
     pub fn session_count(&self) -> usize {
-        self.sessions().len()
+        self.inner.sessions.lock().len()
     }
 
     pub(crate) fn crowd(&self) -> &Arc<Crowd> {
@@ -342,7 +338,7 @@ impl Server {
         closing.cancel();
         let mut served = connections.subscribe();
         let _ = tokio::time::timeout(FAREWELL, served.wait_for(|count| *count == 0)).await;
-        let sessions: Vec<_> = self.sessions().drain().collect();
+        let sessions: Vec<_> = self.inner.sessions.lock().drain().collect();
         let late: Vec<_> = sessions
             .iter()
             .filter_map(|(_, session)| session.end())
@@ -357,20 +353,13 @@ impl Server {
         ended.cancel();
     }
 
-    fn sessions(&self) -> MutexGuard<'_, HashMap<String, Arc<Session>>> {
-        self.inner
-            .sessions
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Opens a session.
     pub(crate) fn open(
         &self,
         driver: Driver,
         grace: Option<u64>,
     ) -> Result<(Arc<Session>, Duration), RpcError> {
-        let mut sessions = self.sessions();
+        let mut sessions = self.inner.sessions.lock();
         let limit = self.config().max_sessions;
         if sessions.len() >= limit {
             return Err(RpcError::invalid_request(format!(
@@ -431,11 +420,11 @@ impl Server {
     }
 
     pub(crate) fn session(&self, id: &str) -> Option<Arc<Session>> {
-        self.sessions().get(id).cloned()
+        self.inner.sessions.lock().get(id).cloned()
     }
 
     pub(crate) fn all_sessions(&self) -> Vec<Arc<Session>> {
-        let mut sessions: Vec<_> = self.sessions().values().cloned().collect();
+        let mut sessions: Vec<_> = self.inner.sessions.lock().values().cloned().collect();
         sessions.sort_by(|one, other| one.id.cmp(&other.id));
         sessions
     }
@@ -460,7 +449,7 @@ impl Server {
 
     /// Ends a session and its processes, at once.
     pub(crate) async fn end_session(&self, session: &Session) {
-        self.sessions().remove(&session.id);
+        self.inner.sessions.lock().remove(&session.id);
         if let Some(processes) = session.end() {
             process::end_all(&processes, Duration::ZERO).await;
         }

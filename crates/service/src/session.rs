@@ -9,8 +9,8 @@
 use std::collections::hash_map::RandomState;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::BuildHasher as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -19,6 +19,7 @@ use exec_server_executor::process::Written;
 use exec_server_executor::snapshot::Snapshots;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::process::WriteStatus;
+use exec_server_sync::Mutex;
 use subtle::ConstantTimeEq as _;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
@@ -203,10 +204,6 @@ pub(crate) enum Write {
 /// How the outcome of a write is told.
 pub(crate) type StatusOf = fn(Responder, WriteStatus);
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Session {
     pub(crate) fn new(grace: Duration, driver: Driver, snapshots: Snapshots) -> Self {
         let (id, resume_key) = new_names();
@@ -230,12 +227,12 @@ impl Session {
 
     /// The connection that drives it, if one does.
     pub(crate) fn driver(&self) -> Option<Driver> {
-        lock(&self.state).driver.clone()
+        self.state.lock().driver.clone()
     }
 
     /// What lets the driver take the session over from its own connection.
     pub(crate) fn resume_key(&self) -> String {
-        lock(&self.state).resume_key.clone()
+        self.state.lock().resume_key.clone()
     }
 
     /// Makes `driver` drive the session, if nobody does, whoever does has gone silent, or `key` shows
@@ -247,7 +244,7 @@ impl Session {
         grace: Option<Duration>,
         silence: Duration,
     ) -> Result<Duration, RpcError> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let identity = &driver.identity;
         // With less than its owner had, a session could only be disturbed.
         let owned = identity.name == self.owner.name && identity.scopes.include(self.owner.scopes);
@@ -275,7 +272,7 @@ impl Session {
     /// The connection behind `outbox` is gone; how long to wait for another, and which absence
     /// this is.
     pub(crate) fn detach(&self, outbox: &Arc<Outbox>) -> Option<(Duration, u64)> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         // A connection that was taken over has nothing to say any more.
         state
             .driver
@@ -297,13 +294,13 @@ impl Session {
 
     /// Whether nobody has come back since that absence began.
     pub(crate) fn is_still_absent(&self, absence: u64) -> bool {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.driver.is_none() && state.attachments == absence
     }
 
     /// Marks the session as gone; its processes, to be killed. `None` if it is gone already.
     pub(crate) fn end(&self) -> Option<Vec<Process>> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if std::mem::replace(&mut state.ended, true) {
             return None;
         }
@@ -311,7 +308,7 @@ impl Session {
         self.attended.send_replace(Some(Instant::now()));
         drop(state);
         let (slots, closed) = {
-            let mut table = lock(&self.table);
+            let mut table = self.table.lock();
             let slots: Vec<Slot> = table.slots.drain().map(|(_, slot)| slot).collect();
             (slots, std::mem::take(&mut table.closed))
         };
@@ -333,7 +330,9 @@ impl Session {
 
     /// Sends news of every process to the driver, from now on.
     pub(crate) fn follow_all(&self) {
-        let outbox = lock(&self.state)
+        let outbox = self
+            .state
+            .lock()
             .driver
             .as_ref()
             .map(|driver| Arc::clone(&driver.outbox));
@@ -355,7 +354,7 @@ impl Session {
         limit: usize,
     ) -> Result<Reserved, RpcError> {
         let removed;
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         if let Some(slot) = table.slots.get(id) {
             let known = match slot {
                 Slot::Starting(starting) => starting.start_id.as_deref(),
@@ -389,20 +388,20 @@ impl Session {
     /// Removes the oldest record of a closed process that the client has received completely;
     /// returns whether there was one.
     pub(crate) fn drop_oldest_delivered(&self) -> bool {
-        let removed = lock(&self.table).remove_oldest_delivered();
+        let removed = self.table.lock().remove_oldest_delivered();
         removed.is_some()
     }
 
     /// Notes why a process will not be, for those who asked for the same start.
     pub(crate) fn note_failure(&self, id: &str, failure: RpcError) {
-        if let Some(Slot::Starting(starting)) = lock(&self.table).slots.get_mut(id) {
+        if let Some(Slot::Starting(starting)) = self.table.lock().slots.get_mut(id) {
             starting.failure = Some(failure);
         }
     }
 
     /// Why a process is not, from a job that waited for it.
     pub(crate) fn failure(&self, id: &str) -> RpcError {
-        match lock(&self.table).slots.get(id) {
+        match self.table.lock().slots.get(id) {
             Some(Slot::Starting(starting)) => starting.failure.clone(),
             _ => None,
         }
@@ -420,7 +419,7 @@ impl Session {
         answer: impl FnOnce(),
     ) -> Option<Process> {
         let managed = managed.map(|parts| {
-            let mut table = lock(&self.table);
+            let mut table = self.table.lock();
             table.started += 1;
             Arc::new(parts.build(id, table.started))
         });
@@ -434,7 +433,7 @@ impl Session {
             followed = self.follow_driver(managed, None);
         }
         loop {
-            let mut table = lock(&self.table);
+            let mut table = self.table.lock();
             let Some(Slot::Starting(Starting { jobs, .. })) = table.slots.get_mut(id) else {
                 // The session ended; whoever ended it knows nothing of this process.
                 return managed.map(|managed| managed.process.clone());
@@ -464,7 +463,7 @@ impl Session {
         managed: &Managed,
         already: Option<&Arc<Outbox>>,
     ) -> Option<Arc<Outbox>> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         let current = state
             .driver
             .as_ref()
@@ -483,7 +482,7 @@ impl Session {
         id: &str,
         job: impl FnOnce(Option<&Arc<Managed>>) + Send + 'static,
     ) {
-        let managed = match lock(&self.table).slots.get_mut(id) {
+        let managed = match self.table.lock().slots.get_mut(id) {
             None => None,
             Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
             Some(Slot::Starting(starting)) => {
@@ -497,7 +496,7 @@ impl Session {
     /// Keeps the record of a process whose log has ended for `retention`, counted from now or from
     /// the moment the client came back, if it was away.
     pub(crate) fn retire(self: &Arc<Self>, process: Arc<Managed>, retention: Duration) {
-        let mut table = lock(&self.table);
+        let mut table = self.table.lock();
         if !table.holds(&process) {
             return;
         }
@@ -519,7 +518,7 @@ impl Session {
         loop {
             let since = *attended.borrow_and_update();
             let (expired, due) = {
-                let mut table = lock(&self.table);
+                let mut table = self.table.lock();
                 let expired = since.map(|since| table.remove_expired(since, Instant::now()));
                 let Some(first) = table.closed.front() else {
                     table.sweeping = false;
@@ -542,7 +541,7 @@ impl Session {
 
     /// A started process by its id.
     pub(crate) fn process(&self, id: &str) -> Option<Arc<Managed>> {
-        match lock(&self.table).slots.get(id) {
+        match self.table.lock().slots.get(id) {
             Some(Slot::Started(managed)) => Some(Arc::clone(managed)),
             _ => None,
         }
@@ -550,7 +549,7 @@ impl Session {
 
     /// The started processes, in the order of their starts.
     pub(crate) fn processes(&self) -> Vec<Arc<Managed>> {
-        let table = lock(&self.table);
+        let table = self.table.lock();
         let mut processes: Vec<Arc<Managed>> = table
             .slots
             .values()
@@ -660,7 +659,7 @@ impl Managed {
     fn follow(&self, cursor: Option<u64>, outbox: &Arc<Outbox>) {
         let (process, id) = (self.process.clone(), self.id.clone());
         let follower = Follower::start(process, id, self.dialect, cursor, outbox);
-        *lock(&self.follower) = Some(follower);
+        *self.follower.lock() = Some(follower);
     }
 
     /// Stops sending notifications: the connection has ended.
@@ -668,7 +667,7 @@ impl Managed {
     /// Output that is pushed then runs on into the log, where the oldest is evicted. Output that is
     /// read waits for its reader, who may come back, and goes on slowing the process.
     fn unfollow(&self) {
-        let follower = lock(&self.follower).take();
+        let follower = self.follower.lock().take();
         if follower.is_some() && self.dialect != Dialect::ProcessPull {
             self.process.release();
         }
@@ -688,7 +687,7 @@ impl Managed {
 
     /// Whether the client has been sent everything that the log holds.
     fn is_delivered(&self) -> bool {
-        let follower = lock(&self.follower);
+        let follower = self.follower.lock();
         let notified = follower
             .as_ref()
             .is_some_and(|follower| follower.is_finished());
@@ -704,7 +703,7 @@ impl Managed {
         mut responder: Responder,
         status: StatusOf,
     ) {
-        let mut input = lock(&self.input);
+        let mut input = self.input.lock();
         let id = write_id.map(|id| input.hasher.hash_one(id));
         if id.is_some_and(|id| input.accepted.contains(&id)) {
             drop(input);
@@ -743,7 +742,7 @@ impl Managed {
 
     /// Ends the input after all earlier writes.
     pub(crate) fn close_stdin(self: &Arc<Self>, mut responder: Responder) {
-        let mut input = lock(&self.input);
+        let mut input = self.input.lock();
         responder.wait_for_input(0);
         input.waiting.push_back(Write::End { responder });
         let first = input.waiting.len() == 1;
@@ -760,7 +759,7 @@ impl Managed {
         tokio::spawn(async move {
             loop {
                 // The first stays in the queue while it is worked on: others line up behind it.
-                let data = match lock(&this.input).waiting.front_mut() {
+                let data = match this.input.lock().waiting.front_mut() {
                     Some(Write::Data { data, .. }) => Some(std::mem::take(data)),
                     Some(Write::End { .. }) => None,
                     None => return,
@@ -769,7 +768,7 @@ impl Managed {
                     Some(data) => this.process.write(data).await,
                     None => this.process.close_stdin().await,
                 };
-                let mut input = lock(&this.input);
+                let mut input = this.input.lock();
                 let done = input.waiting.pop_front();
                 let last = input.waiting.is_empty();
                 if let Some(Write::Data { id, .. }) = &done {

@@ -7,11 +7,12 @@
 use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 
 use exec_server_executor::sys::poll::register_shared;
 use exec_server_executor::sys::socket::receive;
+use exec_server_sync::Mutex;
 use rustix::net::SendFlags;
 use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -29,7 +30,7 @@ struct Shared {
 
 impl Shared {
     fn watch(&self) -> io::Result<&AsyncFd<Arc<OwnedFd>>> {
-        let _watching = self.watching.lock().unwrap_or_else(PoisonError::into_inner);
+        let _watching = self.watching.lock();
         match self.watched.get() {
             Some(watched) => Ok(watched),
             None => {

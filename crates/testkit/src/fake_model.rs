@@ -8,8 +8,9 @@ use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
 
+use exec_server_sync::Mutex;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -173,13 +174,13 @@ impl FakeModel {
     /// Everything that was asked, as the `input` of each POST.
     #[must_use]
     pub fn inputs(&self) -> Vec<Vec<Value>> {
-        lock(&self.state).inputs.clone()
+        self.state.lock().inputs.clone()
     }
 
     /// What the call `id` answered, or `None` while no answer came.
     #[must_use]
     pub fn output(&self, id: &str) -> Option<String> {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         state.inputs.last().and_then(|input| output_of(input, id))
     }
 
@@ -189,7 +190,7 @@ impl FakeModel {
     ///
     /// If it was not; the text holds what came instead.
     pub fn finish(&self) {
-        let state = lock(&self.state);
+        let state = self.state.lock();
         assert!(
             state.failures.is_empty() && state.script.is_empty(),
             "the model's script was not played as written\nfailures: {:#?}\nturns left: {:#?}\nlast input: {:#?}",
@@ -282,19 +283,12 @@ fn output_of(input: &[Value], id: &str) -> Option<String> {
     })
 }
 
-/// A panic elsewhere must not hide what the model saw.
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state
-        .lock()
-        .unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
 async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
     while let Ok((stream, _)) = listener.accept().await {
         let state = Arc::clone(&state);
         tokio::spawn(async move {
             if let Err(error) = serve(stream, &state).await {
-                lock(&state).failures.push(format!("connection: {error}"));
+                state.lock().failures.push(format!("connection: {error}"));
             }
         });
     }
@@ -314,11 +308,11 @@ async fn serve(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
                     .cloned()
                     .ok_or("no `input`".to_owned())
             });
-        let wait = lock(state).next_wait();
+        let wait = state.lock().next_wait();
         if let Some(wait) = wait {
             let _ = wait.await;
         }
-        let mut state = lock(state);
+        let mut state = state.lock();
         match input.and_then(|input| state.respond(input)) {
             Ok(events) => ("200 OK", "text/event-stream", events),
             Err(text) => {

@@ -4,10 +4,11 @@
 //! between two links and knows messages.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use exec_server_sync::Mutex;
 use exec_server_transport::{Event, Incoming, Link, Outgoing};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -77,11 +78,7 @@ impl Proxy {
 
     /// Sends later connections elsewhere.
     pub fn lead_to(&self, url: &str) {
-        *self
-            .shared
-            .target
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = host(url);
+        *self.shared.target.lock() = host(url);
     }
 
     /// Ends every connection, in the middle of whatever it carries.
@@ -130,7 +127,7 @@ impl Proxy {
 
     /// Keeps what goes to clients from now on.
     pub fn listen(&self) {
-        *self.heard() = Some(Vec::new());
+        *self.shared.heard.lock() = Some(Vec::new());
     }
 
     /// The messages of a method that clients were sent since [`Proxy::listen`].
@@ -138,7 +135,7 @@ impl Proxy {
     /// Looks for them in the bytes, so it finds whole short messages that are not encrypted.
     #[must_use]
     pub fn sent(&self, method: &str) -> Vec<serde_json::Value> {
-        let heard = self.heard();
+        let heard = self.shared.heard.lock();
         let heard = String::from_utf8_lossy(heard.as_deref().unwrap_or_default());
         let name = format!("\"method\":\"{method}\"");
         // Nothing is nested before the name of a method.
@@ -152,13 +149,6 @@ impl Proxy {
                     .ok()
             })
             .collect()
-    }
-
-    fn heard(&self) -> std::sync::MutexGuard<'_, Option<Vec<u8>>> {
-        self.shared
-            .heard
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Connections so far.
@@ -190,11 +180,7 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
         // Ends with either side, or with the next cut.
         tokio::spawn(async move {
             let mut cuts = shared.cuts.subscribe();
-            let target = shared
-                .target
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone();
+            let target = shared.target.lock().clone();
             let carried = async {
                 let server = TcpStream::connect(target).await?;
                 client.set_nodelay(true)?;
@@ -248,7 +234,7 @@ async fn pump(
             shared
                 .carried
                 .fetch_add(part.len() as u64, Ordering::SeqCst);
-            let mut heard = shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut heard = shared.heard.lock();
             if let Some(heard) = heard.as_mut() {
                 heard.extend_from_slice(part);
             }
@@ -291,7 +277,7 @@ impl Cutter {
     pub fn arm(&self, now: u64, later: &[u64]) {
         let mut later = later.to_vec();
         later.reverse();
-        *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = later;
+        *self.limits.lock() = later;
         let now = i64::try_from(now).expect("a reasonable number");
         self.left.store(now, Ordering::SeqCst);
         self.changed.notify_waiters();
@@ -311,11 +297,7 @@ impl Cutter {
     /// The client's end of a link to `server` that this cuts.
     #[must_use]
     pub fn join(self: &Arc<Self>, server: Link) -> Link {
-        let limit = self
-            .limits
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop();
+        let limit = self.limits.lock().pop();
         let limit = limit.and_then(|limit| i64::try_from(limit).ok());
         self.left.store(limit.unwrap_or(i64::MAX), Ordering::SeqCst);
         let (here, there) = Link::pair();

@@ -5,8 +5,9 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use exec_server_sync::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
@@ -122,15 +123,12 @@ impl Site {
     /// What was asked so far.
     #[must_use]
     pub fn asked(&self) -> Vec<Asked> {
-        self.asked
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        self.asked.lock().clone()
     }
 }
 
 fn note(record: &Mutex<Vec<Asked>>, request: &Asked) {
-    let mut seen = record.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut seen = record.lock();
     seen.push(request.clone());
 }
 

@@ -6,12 +6,13 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
+use exec_server_sync::Mutex;
 use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
@@ -205,7 +206,7 @@ impl Peer {
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
         let (sender, mut receiver) = oneshot::channel();
         {
-            let mut calls = self.shared.calls();
+            let mut calls = self.shared.calls.lock();
             if let Some(reason) = &calls.closed {
                 return Err(CallError::Unsent(Arc::clone(reason)));
             }
@@ -279,7 +280,7 @@ impl Peer {
     ///
     /// When the connection is gone.
     pub async fn notify<N: Notification>(&self, params: &N::Params) -> Result<(), CallError> {
-        if let Some(reason) = &self.shared.calls().closed {
+        if let Some(reason) = &self.shared.calls.lock().closed {
             return Err(CallError::Unsent(Arc::clone(reason)));
         }
         self.shared
@@ -316,15 +317,9 @@ impl Peer {
 }
 
 impl Shared {
-    fn calls(&self) -> MutexGuard<'_, Calls> {
-        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
+    fn reason(&self) -> Arc<str> {
         self.calls
             .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner)
-    }
-
-    fn reason(&self) -> Arc<str> {
-        self.calls()
             .closed
             .clone()
             .unwrap_or_else(|| "connection dropped".into())
@@ -350,7 +345,7 @@ impl Shared {
 
     /// Fails every call, now and later.
     fn close(&self, reason: Arc<str>) {
-        let mut calls = self.calls();
+        let mut calls = self.calls.lock();
         if calls.closed.is_none() {
             calls.closed = Some(Arc::clone(&reason));
             calls.waiting.clear();
@@ -396,7 +391,7 @@ struct Forget<'a> {
 
 impl Drop for Forget<'_> {
     fn drop(&mut self) {
-        self.shared.calls().waiting.remove(&self.id);
+        self.shared.calls.lock().waiting.remove(&self.id);
     }
 }
 
@@ -544,7 +539,7 @@ async fn dispatch<H: Handler>(
 fn answer(shared: &Shared, id: RequestId, answer: Outcome) {
     match id {
         RequestId::Number(id) => {
-            if let Some(waiting) = shared.calls().waiting.remove(&id) {
+            if let Some(waiting) = shared.calls.lock().waiting.remove(&id) {
                 let _ = waiting.send(answer);
             }
         }

@@ -14,8 +14,8 @@ use std::fmt;
 use std::future::Future;
 use std::io;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ use exec_server_relay::keys::{Authorization, PublicKey};
 use exec_server_relay::{
     Endpoint, Event, ExecutorConfig, HarnessConfig, Mode, Reason, SendError, StreamKey,
 };
+use exec_server_sync::{Mutex, MutexGuard};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -280,7 +281,7 @@ struct Waiter(Mutex<Option<Waker>>);
 impl Waiter {
     /// To be called before looking whether there is something to wait for.
     fn register(&self, cx: &Context<'_>) {
-        let mut waker = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waker = self.0.lock();
         match &mut *waker {
             Some(waker) => waker.clone_from(cx.waker()),
             None => *waker = Some(cx.waker().clone()),
@@ -288,7 +289,7 @@ impl Waiter {
     }
 
     fn wake(&self) {
-        let waker = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let waker = self.0.lock().take();
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -314,7 +315,7 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, Core> {
-        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+        self.core.lock()
     }
 
     fn is_idle(&self) -> bool {
@@ -411,7 +412,7 @@ impl Port {
     }
 
     fn close(&self, reason: Reason, unread: Vec<Bytes>) {
-        *self.unread.lock().unwrap_or_else(PoisonError::into_inner) = unread.into();
+        *self.unread.lock() = unread.into();
         self.ended.send_replace(Some(reason));
         self.readable.wake();
         self.writable.wake();
@@ -592,7 +593,7 @@ struct Socket {
 
 impl Socket {
     fn take_ping(&self) -> Option<Vec<u8>> {
-        let mut ping = self.ping.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ping = self.ping.lock();
         ping.take()
     }
 }
@@ -618,7 +619,7 @@ async fn read_frames(
             }
             RawEvent::Ping(payload) => {
                 let ping = Some(payload.to_vec());
-                *socket.ping.lock().unwrap_or_else(PoisonError::into_inner) = ping;
+                *socket.ping.lock() = ping;
                 shared.transmit.notify_one();
             }
             RawEvent::Pong => {}
@@ -819,11 +820,7 @@ impl Source for FromStream {
         let read = |endpoint: &mut Endpoint, now| endpoint.read_message(now, self.stream);
         let mut message = self.shared.update(read);
         if message.is_none() && closed {
-            let mut unread = self
-                .port
-                .unread
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut unread = self.port.unread.lock();
             message = unread.pop_front();
         }
         if message.is_none() && !closed {

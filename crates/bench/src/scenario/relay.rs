@@ -4,7 +4,7 @@
 //! without: the same client library, the same processes, a websocket instead of a stream.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
@@ -15,6 +15,7 @@ use exec_server_client::{
     RemoteExecServerConnectArgs,
 };
 use exec_server_relay::noise::{Initiator, Responder, prologue};
+use exec_server_sync::Mutex;
 use exec_server_transport::identity;
 use tempfile::TempDir;
 use tokio::net::{TcpListener, TcpStream};
@@ -149,9 +150,7 @@ impl Wire {
         tokio::spawn(async move {
             while let Ok((mut here, _)) = listener.accept().await {
                 let cut = Arc::new(Notify::new());
-                cuts.lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(Arc::clone(&cut));
+                cuts.lock().push(Arc::clone(&cut));
                 tokio::spawn(async move {
                     let Ok(mut there) = TcpStream::connect(to).await else {
                         return;
@@ -168,7 +167,7 @@ impl Wire {
     }
 
     pub(crate) fn cut(&self) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = self.open.lock();
         for connection in open.drain(..) {
             connection.notify_one();
         }

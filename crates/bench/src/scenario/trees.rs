@@ -4,13 +4,14 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
 use exec_server_client::transfer::{self, TransferOptions};
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
 use exec_server_protocol::PathUri;
+use exec_server_sync::Mutex;
 use grep_regex::RegexMatcher;
 use grep_searcher::{BinaryDetection, SearcherBuilder, sinks};
 use ignore::{WalkBuilder, WalkState};
@@ -125,7 +126,7 @@ fn search_here(root: &Path) -> anyhow::Result<usize> {
             if entry.file_type().is_some_and(|kind| kind.is_file()) {
                 let path = entry.path();
                 let sink = sinks::Lossy(|number, line| {
-                    let mut found = found.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut found = found.lock();
                     found.push((path.to_owned(), number, line.to_owned()));
                     Ok(true)
                 });
@@ -135,7 +136,7 @@ fn search_here(root: &Path) -> anyhow::Result<usize> {
             WalkState::Continue
         })
     });
-    let found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let found = found.into_inner();
     Ok(found.len())
 }
 

@@ -4,15 +4,15 @@
 //! by a handle: a fresh handle of the same environment asks nothing anew.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use exec_server_protocol::Method as _;
 use exec_server_protocol::capability::{DiscoverV1, DiscoveredRoot, MAX_ROOTS, RootParams};
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sync::Mutex;
 use tokio::task::JoinSet;
 
 use super::handle::Environment;
-use super::lazy::lock;
 use super::roots::{ResolvedCapabilityRoot, SelectedCapabilityRoot};
 use crate::error::ExecServerError;
 
@@ -109,7 +109,7 @@ impl CapabilityCache {
         };
         let mut asked: Vec<(Arc<Environment>, Vec<Key>)> = Vec::new();
         {
-            let known = lock(&self.shared.known);
+            let known = self.shared.known.lock();
             for root in roots {
                 if known.get(&key(root)).is_some_and(stays) {
                     continue;
@@ -131,7 +131,7 @@ impl CapabilityCache {
         while let Some(done) = asking.join_next().await {
             recovered |= done.unwrap_or(false);
         }
-        let known = lock(&self.shared.known);
+        let known = self.shared.known.lock();
         let found = roots.iter().map(|root| {
             let outcome = known.get(&key(root)).cloned();
             let outcome = outcome.unwrap_or_else(|| Err(Arc::new(given_up())));
@@ -151,14 +151,16 @@ impl CapabilityCache {
         sandbox: Option<Sandbox>,
     ) -> bool {
         let turn = Arc::clone(
-            lock(&self.shared.turns)
+            self.shared
+                .turns
+                .lock()
                 .entry(environment.id().to_owned())
                 .or_default(),
         );
         let _turn = turn.lock().await;
         {
             // Somebody else may have asked meanwhile.
-            let known = lock(&self.shared.known);
+            let known = self.shared.known.lock();
             keys.retain(|key| !known.get(key).is_some_and(stays));
         }
         let mut recovered = false;
@@ -175,7 +177,7 @@ impl CapabilityCache {
                 answer = environment.discover(params).await;
             }
             let outcomes = judge(keys, answer);
-            let mut known = lock(&self.shared.known);
+            let mut known = self.shared.known.lock();
             for (key, outcome) in keys.iter().zip(outcomes) {
                 let is_new = outcome.is_ok();
                 let before = known.insert(key.clone(), outcome);

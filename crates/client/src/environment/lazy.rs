@@ -10,8 +10,9 @@
 //!
 //! A failure that may pass is tried again by the next who asks; one that would come again is kept.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use exec_server_sync::Mutex;
 use tokio::sync::watch;
 
 use super::connect::Connect;
@@ -91,7 +92,7 @@ impl Lazy {
             // Whoever uses it later has one.
             return;
         };
-        let mut attempt = lock(&self.attempt);
+        let mut attempt = self.attempt.lock();
         let begun = self.state.send_if_modified(|state| {
             let begin = match state {
                 State::Idle => true,
@@ -208,8 +209,4 @@ impl Drop for Outcome {
 /// Whether a session cannot be used any more.
 fn is_lost(client: &ExecServerClient) -> bool {
     client.state().is_failed()
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

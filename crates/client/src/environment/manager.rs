@@ -4,13 +4,14 @@
 //! becomes of the id.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+
+use exec_server_sync::Mutex;
 
 use super::connect::Connect;
 use super::gate::{Gate, ReadyReport, ReportError};
 use super::handle::Environment;
 use super::id::{self, EnvironmentIdError, LOCAL};
-use super::lazy::lock;
 use super::source::{EnvironmentList, EnvironmentProvider, EnvironmentSourceError};
 use super::step::Attachments;
 
@@ -154,22 +155,22 @@ impl EnvironmentManager {
 
     /// What an id stands for now.
     pub fn get(&self, id: &str) -> Option<Arc<Environment>> {
-        lock(&self.shared).get(id).cloned()
+        self.shared.lock().get(id).cloned()
     }
 
     /// All of them, in the order in which they became known.
     pub fn environments(&self) -> Vec<Arc<Environment>> {
-        lock(&self.shared).handles.clone()
+        self.shared.lock().handles.clone()
     }
 
     /// The id of the one that is used when nothing is said.
     pub fn default_id(&self) -> Option<String> {
-        lock(&self.shared).default.clone()
+        self.shared.lock().default.clone()
     }
 
     /// The one that is used when nothing is said.
     pub fn default_environment(&self) -> Option<Arc<Environment>> {
-        let known = lock(&self.shared);
+        let known = self.shared.lock();
         known.get(known.default.as_deref()?).cloned()
     }
 
@@ -179,7 +180,7 @@ impl EnvironmentManager {
     ///
     /// When there is no such environment.
     pub fn set_default(&self, id: Option<&str>) -> Result<(), EnvironmentError> {
-        let mut known = lock(&self.shared);
+        let mut known = self.shared.lock();
         if let Some(id) = id
             && known.get(id).is_none()
         {
@@ -192,7 +193,7 @@ impl EnvironmentManager {
     /// The ids to attach when nothing is said: the default one first, then the others in order;
     /// none without a default.
     pub fn default_ids(&self) -> Vec<String> {
-        let known = lock(&self.shared);
+        let known = self.shared.lock();
         let Some(default) = &known.default else {
             return Vec::new();
         };
@@ -216,7 +217,7 @@ impl EnvironmentManager {
         id::check(id)?;
         let handle = Arc::new(Environment::remote(id, connect));
         {
-            let mut known = lock(&self.shared);
+            let mut known = self.shared.lock();
             known.gates.remove(id);
             known.put(Arc::clone(&handle));
         }
@@ -230,7 +231,7 @@ impl EnvironmentManager {
     ///
     /// When there is no such environment, or it is this machine.
     pub fn remove(&self, id: &str) -> Result<Arc<Environment>, EnvironmentError> {
-        let mut known = lock(&self.shared);
+        let mut known = self.shared.lock();
         if id == LOCAL {
             return Err(EnvironmentIdError::Reserved(id.to_owned()).into());
         }
@@ -252,7 +253,7 @@ impl EnvironmentManager {
     /// nobody prepares.
     pub fn prepared(&self, id: &str) -> Result<Arc<Environment>, EnvironmentError> {
         id::check(id)?;
-        let mut known = lock(&self.shared);
+        let mut known = self.shared.lock();
         if let Some(handle) = known.get(id) {
             return match known.gates.contains_key(id) {
                 true => Ok(Arc::clone(handle)),
@@ -294,7 +295,7 @@ impl EnvironmentManager {
     /// The gate of an environment that somebody prepares, or may.
     fn gate(&self, id: &str) -> Result<Option<Arc<Gate>>, EnvironmentError> {
         id::check(id)?;
-        let mut known = lock(&self.shared);
+        let mut known = self.shared.lock();
         if known.get(id).is_some() && !known.gates.contains_key(id) {
             return Ok(None);
         }
@@ -307,7 +308,7 @@ impl EnvironmentManager {
     /// Captures the handles that these ids stand for now, the first being the primary one, and asks
     /// them to begin. Ids that nothing is known of are left out.
     pub fn attach<'a>(&self, ids: impl IntoIterator<Item = &'a str>) -> Attachments {
-        let known = lock(&self.shared);
+        let known = self.shared.lock();
         let handles: Vec<_> = ids
             .into_iter()
             .filter_map(|id| known.get(id).cloned())

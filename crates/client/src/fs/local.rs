@@ -6,8 +6,8 @@
 use std::future::poll_fn;
 use std::io::{self, Read as _};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 
 use bytes::Bytes;
@@ -21,6 +21,7 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::sandbox::{Permissions, Sandbox};
 use exec_server_protocol::{PathUri, codes};
+use exec_server_sync::Mutex;
 use tokio::sync::oneshot;
 
 use super::{
@@ -60,7 +61,7 @@ impl LocalFileSystem {
     }
 
     fn replace_missing(&self, next: Option<AbortOnDrop>) {
-        *self.missing.lock().unwrap_or_else(PoisonError::into_inner) = next;
+        *self.missing.lock() = next;
     }
 }
 
@@ -486,7 +487,7 @@ impl LocalFile {
     ) -> Result<T, ExecServerError> {
         let file = Arc::clone(&self.file);
         blocking(move || {
-            let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut file = file.lock();
             let file = file.as_mut().ok_or_else(|| ExecServerError::Server {
                 code: codes::NOT_FOUND,
                 message: "the file was closed".to_owned(),
@@ -517,7 +518,7 @@ impl FileBlocks for LocalFile {
     fn close(&self, commit: bool) -> Reply<'_, ()> {
         let file = Arc::clone(&self.file);
         Box::pin(blocking(move || {
-            let file = file.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let file = file.lock().take();
             match file {
                 Some(file) if commit => Ok(file.commit()?),
                 _ => Ok(()),

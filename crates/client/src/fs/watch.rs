@@ -5,10 +5,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{Change, ChangedParams};
+use exec_server_sync::{Mutex, MutexGuard};
 use tokio::sync::{Notify, oneshot};
 
 use crate::backend::BoxFuture;
@@ -170,8 +171,7 @@ impl WatchRoutes {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock()
     }
 }
 
@@ -276,7 +276,7 @@ impl Queue {
     }
 
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Requests that a server makes.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -9,6 +9,7 @@ use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, Cancel, CancelParams, Request, RequestParams, RequestResult,
 };
 use exec_server_protocol::{ByteChunk, Notification as _};
+use exec_server_sync::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
@@ -153,14 +154,9 @@ struct Table {
 }
 
 impl BodyRoutes {
-    fn table(&self) -> MutexGuard<'_, Table> {
-        // Nothing panics while the lock is held, so the table is whole even if it is poisoned.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn register(&self, request_id: &str) -> Arc<Queue> {
         let queue = Arc::new(Queue::default());
-        let mut table = self.table();
+        let mut table = self.table.lock();
         match &table.closed {
             Some(reason) => queue.change(|waiting| waiting.cut_off(reason)),
             None => {
@@ -174,7 +170,7 @@ impl BodyRoutes {
 
     /// The answer is there; its body comes over the same connection, or not at all.
     fn begin(&self, request_id: &str, generation: u64) {
-        let table = self.table();
+        let table = self.table.lock();
         let Some(queue) = table.bodies.get(request_id) else {
             return;
         };
@@ -189,7 +185,7 @@ impl BodyRoutes {
     /// Fails the bodies that a lost connection was to bring; those of requests that were not answered
     /// yet are another matter.
     pub(crate) fn lose(&self, generation: u64, reason: &Arc<str>) {
-        let mut table = self.table();
+        let mut table = self.table.lock();
         table.lost = Some((generation, Arc::clone(reason)));
         for queue in table.bodies.values() {
             queue.change(|waiting| {
@@ -201,7 +197,7 @@ impl BodyRoutes {
     }
 
     fn remove(&self, request_id: &str) {
-        let queue = self.table().bodies.remove(request_id);
+        let queue = self.table.lock().bodies.remove(request_id);
         if let Some(queue) = queue {
             // Whoever waits to deliver need not.
             queue.change(|waiting| waiting.abandoned = true);
@@ -210,7 +206,7 @@ impl BodyRoutes {
 
     /// Takes a piece, waiting for room first.
     pub(crate) async fn deliver(&self, delta: BodyDeltaParams) {
-        let queue = self.table().bodies.get(&delta.request_id).cloned();
+        let queue = self.table.lock().bodies.get(&delta.request_id).cloned();
         match queue {
             Some(queue) => queue.deliver(delta).await,
             None => {
@@ -223,7 +219,7 @@ impl BodyRoutes {
     /// Fails every body, now and from now on.
     pub(crate) fn close(&self, reason: &Arc<str>) {
         let bodies = {
-            let mut table = self.table();
+            let mut table = self.table.lock();
             table.closed.get_or_insert_with(|| Arc::clone(reason));
             std::mem::take(&mut table.bodies)
         };
@@ -291,7 +287,7 @@ impl Waiting {
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, Waiting> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut Waiting)) {

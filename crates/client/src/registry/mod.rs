@@ -23,13 +23,14 @@
 
 mod known;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_relay::keys::PublicKey;
 use exec_server_relay::noise::Identity;
 use exec_server_relay::registry::ConnectResponse;
 use exec_server_relay::{HarnessConfig, Limits};
+use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
 use exec_server_transport::relay::{self, DialError, OpenError};
 use exec_server_transport::{ConnectError, Link, identity};
@@ -332,7 +333,7 @@ impl Dial for RegistryDial {
 impl Shared {
     /// Whether there was a link before.
     fn is_known(&self) -> bool {
-        let key = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = self.key.lock();
         key.is_some()
     }
 
@@ -392,7 +393,7 @@ impl Shared {
     /// Whether a key may be the environment's.
     fn check(&self, key: &PublicKey) -> Result<(), RegistryConnectError> {
         let found = key.fingerprint();
-        let before = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.key.lock();
         let expected = match (&*before, &self.trust) {
             (Some(before), _) => Some(before.fingerprint()),
             (None, Trust::Registry) => None,
@@ -408,7 +409,7 @@ impl Shared {
     /// Remembers a key that was proved.
     fn believe(&self, key: PublicKey) -> Result<(), RegistryConnectError> {
         let found = key.fingerprint();
-        let mut before = self.key.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = self.key.lock();
         if before.is_none()
             && let Trust::FirstUse(known) = &self.trust
         {

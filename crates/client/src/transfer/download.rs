@@ -7,11 +7,11 @@ use std::collections::HashSet;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::Mutex;
 
 use bytes::Bytes;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use exec_server_sync::Mutex;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::mpsc;
 
@@ -115,7 +115,7 @@ async fn fetch_tree(
             scan.directory(directory)
         })
         .await;
-        let looked = std::mem::take(&mut *lock(&next));
+        let looked = std::mem::take(&mut *next.lock());
         let unknown = Arc::new(Mutex::new(Vec::new()));
         each(looked, work.parallel(), |look| {
             let scan = Scan {
@@ -127,7 +127,7 @@ async fn fetch_tree(
             scan.look(look)
         })
         .await;
-        level = std::mem::take(&mut *lock(&unknown))
+        level = std::mem::take(&mut *unknown.lock())
             .into_iter()
             .filter_map(|look| match look {
                 Look::Directory(item) => Some(item),
@@ -135,15 +135,9 @@ async fn fetch_tree(
             })
             .collect();
     }
-    let plan = std::mem::take(&mut *lock(&plan));
+    let plan = std::mem::take(&mut *plan.lock());
     fetch(work, plan).await;
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
 /// What a listing leaves to be done.
@@ -188,7 +182,7 @@ impl Scan {
             Ok(entries) => self.entries(&directory, entries),
             Err(error) => self.work.failed(remote(&directory.from)(error)),
         }
-        lock(&self.plan).directories.push(directory);
+        self.plan.lock().directories.push(directory);
     }
 
     fn entries(&self, directory: &Item, entries: Vec<DirectoryEntry>) {
@@ -208,8 +202,8 @@ impl Scan {
             };
             let to = directory.to.join(&name);
             match entry.symlink_target {
-                Some(target) => lock(&self.plan).links.push((to, target)),
-                None => lock(&self.next).push(Look::At { from, to }),
+                Some(target) => self.plan.lock().links.push((to, target)),
+                None => self.next.lock().push(Look::At { from, to }),
             }
         }
     }
@@ -222,7 +216,7 @@ impl Scan {
             Ok(found) => found,
             Err(error) => return self.work.failed(remote(&from)(error)),
         };
-        let mut plan = lock(&self.plan);
+        let mut plan = self.plan.lock();
         if found.is_symlink {
             match found.symlink_target {
                 Some(target) => plan.links.push((to, target)),
@@ -233,7 +227,9 @@ impl Scan {
             }
         } else if found.is_directory {
             drop(plan);
-            lock(&self.next).push(Look::Directory(Item { from, to, found }));
+            self.next
+                .lock()
+                .push(Look::Directory(Item { from, to, found }));
         } else if found.is_file {
             self.work.expect(1, found.size);
             plan.files.push(Item { from, to, found });

@@ -12,9 +12,10 @@ mod upload;
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use exec_server_protocol::PathUri;
+use exec_server_sync::Mutex;
 use sha2::{Digest as _, Sha256};
 use tokio::task::JoinSet;
 
@@ -228,7 +229,7 @@ impl Work {
 
     /// More is known of what there is to do.
     fn expect(&self, files: u64, bytes: u64) {
-        let mut tally = self.tally();
+        let mut tally = self.tally.lock();
         tally.total_files += files;
         tally.total_bytes += bytes;
     }
@@ -262,7 +263,7 @@ impl Work {
 
     /// Something that is no file is done.
     fn count(&self, outcome: Result<(), TransferError>, count: impl FnOnce(&mut TransferReport)) {
-        let mut tally = self.tally();
+        let mut tally = self.tally.lock();
         match outcome {
             Ok(()) => count(&mut tally.report),
             Err(error) => tally.report.failures.push(error),
@@ -270,12 +271,12 @@ impl Work {
     }
 
     fn failed(&self, error: TransferError) {
-        self.tally().report.failures.push(error);
+        self.tally.lock().report.failures.push(error);
     }
 
     fn tell(&self, path: &Path, change: impl FnOnce(&mut Tally)) {
         let progress = {
-            let mut tally = self.tally();
+            let mut tally = self.tally.lock();
             change(&mut tally);
             Progress {
                 files: tally.done_files,
@@ -291,11 +292,7 @@ impl Work {
     }
 
     fn report(&self) -> TransferReport {
-        std::mem::take(&mut self.tally().report)
-    }
-
-    fn tally(&self) -> MutexGuard<'_, Tally> {
-        self.tally.lock().unwrap_or_else(PoisonError::into_inner)
+        std::mem::take(&mut self.tally.lock().report)
     }
 
     fn parallel(&self) -> usize {

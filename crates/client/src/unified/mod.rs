@@ -43,12 +43,13 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{SignalName, SignalScope, TerminateMode};
+use exec_server_sync::Mutex;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -98,7 +99,7 @@ struct State {
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Inner")
-            .field("sessions", &self.state().store.len())
+            .field("sessions", &self.state.lock().store.len())
             .finish_non_exhaustive()
     }
 }
@@ -350,12 +351,13 @@ impl UnifiedExec {
         } = write;
         let unknown = || UnifiedExecError::UnknownSession(session_id);
         let session = inner
-            .state()
+            .state
+            .lock()
             .store
             .use_one(session_id)
             .ok_or_else(unknown)?;
         let mut input = session.interaction.lock().await;
-        if inner.state().store.get(session_id).is_none() {
+        if inner.state.lock().store.get(session_id).is_none() {
             // A call that was before us has reported its end.
             return Err(unknown());
         }
@@ -407,7 +409,8 @@ impl UnifiedExec {
     ) -> Result<Answer, UnifiedExecError> {
         let inner = &self.inner;
         let session = inner
-            .state()
+            .state
+            .lock()
             .store
             .use_one(session_id)
             .ok_or(UnifiedExecError::UnknownSession(session_id))?;
@@ -427,7 +430,7 @@ impl UnifiedExec {
 
     /// The sessions that there are, then those that have ended and can still be looked at.
     pub fn sessions(&self) -> Vec<SessionInfo> {
-        let state = self.inner.state();
+        let state = self.inner.state.lock();
         let all = state.store.items().chain(&state.finished);
         all.map(|session| info(session)).collect()
     }
@@ -451,7 +454,7 @@ impl UnifiedExec {
 
     /// Ends all commands with everything they started.
     pub async fn shutdown(&self) {
-        let sessions = self.inner.state().store.drain();
+        let sessions = self.inner.state.lock().store.drain();
         for session in sessions {
             session.end().await;
         }
@@ -476,19 +479,14 @@ fn info(session: &Session) -> SessionInfo {
 }
 
 impl Inner {
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while holding it, so a poisoned one is whole.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn find(&self, id: u32) -> Option<Arc<Session>> {
-        let state = self.state();
+        let state = self.state.lock();
         let finished = || state.finished.iter().find(|session| session.id == id);
         state.store.get(id).or_else(finished).cloned()
     }
 
     fn reserve(self: &Arc<Self>) -> Result<Reservation, UnifiedExecError> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let max = IDS.len();
         // Far from full, so that a free one is found in a few tries.
         if state.store.len() > max / 2 {
@@ -592,7 +590,7 @@ impl Inner {
 
     /// Takes a command that has ended out of the store.
     fn finish(&self, session: &Arc<Session>) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let is_there = state
             .store
             .get(session.id)
@@ -609,7 +607,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let sessions = self.state().store.drain();
+        let sessions = self.state.lock().store.drain();
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;
         };
@@ -632,7 +630,8 @@ impl Reservation {
         self.kept = true;
         let removed = self
             .inner
-            .state()
+            .state
+            .lock()
             .store
             .insert(self.id, Arc::clone(session));
         if let Some(removed) = removed {
@@ -647,7 +646,7 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         if !self.kept {
-            self.inner.state().store.remove(self.id);
+            self.inner.state.lock().store.remove(self.id);
         }
     }
 }

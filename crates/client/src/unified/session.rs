@@ -3,10 +3,11 @@
 //! Owns the buffers and what is known of the end. The task is the only one that writes to either;
 //! calls read what there is. Knows nothing of other sessions.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{SandboxType, Stream, TerminateMode, WriteStatus};
+use exec_server_sync::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -139,19 +140,19 @@ impl Session {
 
     /// What came since it was last asked for, and whether something of it went missing.
     pub(super) fn take_window(&self) -> (HeadTail, bool) {
-        let mut output = self.output();
+        let mut output = self.output.lock();
         let has_gaps = std::mem::take(&mut output.has_gaps);
         (output.window.take(), has_gaps)
     }
 
     /// Head and tail of all that came.
     pub(super) fn transcript(&self) -> HeadTail {
-        self.output().transcript.clone()
+        self.output.lock().transcript.clone()
     }
 
     /// How many bytes came, kept or not.
     pub(super) fn output_bytes(&self) -> u64 {
-        self.output().transcript.total_bytes()
+        self.output.lock().transcript.total_bytes()
     }
 
     /// Whether the sandbox was in its way, once it has ended.
@@ -211,11 +212,6 @@ impl Session {
             tracing::warn!(session, %error, "cannot end a command");
         }
     }
-
-    fn output(&self) -> MutexGuard<'_, Output> {
-        // Nothing panics while holding it, so a poisoned one is whole.
-        self.output.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// What became of a write.
@@ -274,7 +270,7 @@ impl Follower {
                     }
                 }
                 Some(ExecProcessEvent::Gap { bytes, .. }) => {
-                    let mut output = self.session.output();
+                    let mut output = self.session.output.lock();
                     output.window.push_gap(bytes);
                     output.transcript.push_gap(bytes);
                     output.has_gaps = true;
@@ -312,7 +308,7 @@ impl Follower {
             return;
         }
         {
-            let mut output = self.session.output();
+            let mut output = self.session.output.lock();
             output.window.push(&bytes);
             output.transcript.push(&bytes);
         }

@@ -46,7 +46,7 @@ struct Fake {
 
 impl Fake {
     fn next(&self) -> u64 {
-        let mut seq = self.seq.lock().unwrap();
+        let mut seq = self.seq.lock();
         *seq += 1;
         *seq
     }
@@ -110,8 +110,8 @@ impl ExecBackend for FakeBackend {
             seq: Mutex::new(0),
         });
         let started = (params, Arc::clone(&fake));
-        self.started.lock().unwrap().push(started);
-        if let Some(script) = self.scripts.lock().unwrap().pop_front() {
+        self.started.lock().push(started);
+        if let Some(script) = self.scripts.lock().pop_front() {
             tokio::spawn(script(Arc::clone(&fake)));
         }
         let sandbox_type = self.sandbox;
@@ -131,7 +131,7 @@ impl ExecProcess for Fake {
     }
 
     fn events(&self) -> Result<ExecProcessEvents, ExecServerError> {
-        let source = self.source.lock().unwrap().take();
+        let source = self.source.lock().take();
         Ok(ExecProcessEvents::new(Source(source.unwrap())))
     }
 
@@ -213,11 +213,11 @@ impl Test {
         F: Future<Output = ()> + Send + 'static,
     {
         let script: Script = Box::new(|fake| Box::pin(script(fake)));
-        self.backend.scripts.lock().unwrap().push_back(script);
+        self.backend.scripts.lock().push_back(script);
     }
 
     fn fake(&self, index: usize) -> Arc<Fake> {
-        Arc::clone(&self.backend.started.lock().unwrap()[index].1)
+        Arc::clone(&self.backend.started.lock()[index].1)
     }
 
     fn launch(&self, io: ProcessIo) -> Launch {
@@ -817,7 +817,7 @@ async fn prepared_requests_are_sent_as_they_are() {
     let launch = Launch::prepared(backend, params.clone());
     let command = ExecCommand::new("call", launch);
     test.unified.exec_command(command).await.unwrap();
-    let sent = test.backend.started.lock().unwrap()[0].0.clone();
+    let sent = test.backend.started.lock()[0].0.clone();
     assert_eq!(sent.process_id, "1000");
     let process_id = params.process_id.clone();
     assert_eq!(StartParams { process_id, ..sent }, params);
@@ -833,5 +833,5 @@ async fn random_ids_stay_in_their_range() {
         assert!(process.starts_with(&format!("{}-", reservation.id)));
     }
     // Given up as soon as they were dropped.
-    assert_eq!(unified.inner.state().store.len(), 0);
+    assert_eq!(unified.inner.state.lock().store.len(), 0);
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Write as _};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
@@ -11,6 +11,7 @@ use exec_server_client::{BoxFuture, NetworkPolicyDecider};
 use exec_server_protocol::network::{
     DomainRule, NetworkProxy, PolicyAnswer, PolicyProtocol, PolicyTarget, ProxySettings,
 };
+use exec_server_sync::Mutex;
 use rustix::termios;
 use tokio::sync::oneshot;
 
@@ -50,10 +51,6 @@ pub(super) fn of(args: &NetworkArgs) -> Option<NetworkProxy> {
     })
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// What is typed, while a question waits for it.
 #[derive(Debug, Default)]
 pub(super) struct Keys {
@@ -70,7 +67,7 @@ struct Waiting {
 impl Keys {
     /// Takes what was typed if a question waits for it; whether one did. Its first key is the answer.
     pub(super) fn take(&self, typed: &[u8]) -> bool {
-        match (lock(&self.state).question.take(), typed.first()) {
+        match (self.state.lock().question.take(), typed.first()) {
             (Some(question), Some(&key)) => question.send(key).is_ok(),
             _ => false,
         }
@@ -78,13 +75,13 @@ impl Keys {
 
     /// Nothing more will be typed.
     pub(super) fn end(&self) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.ended = true;
         state.question = None;
     }
 
     fn wait(&self) -> Option<oneshot::Receiver<u8>> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         if state.ended {
             return None;
         }

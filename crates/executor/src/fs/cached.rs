@@ -10,8 +10,8 @@
 
 use std::io::IoSliceMut;
 use std::path::Path;
-use std::sync::{PoisonError, RwLock};
 
+use exec_server_sync::RwLock;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, Statx, StatxFlags};
 use rustix::io::{Errno, ReadWriteFlags};
 
@@ -52,7 +52,7 @@ pub fn learn(path: &Path) {
     };
     // Sign extension is of no interest: the numbers have 32 bits.
     if LOCAL.contains(&(system.f_type as u64 & 0xffff_ffff)) {
-        let mut devices = DEVICES.write().unwrap_or_else(PoisonError::into_inner);
+        let mut devices = DEVICES.write();
         if devices.len() < MAX_DEVICES {
             devices.push((found.stx_dev_major, found.stx_dev_minor));
         }
@@ -62,7 +62,6 @@ pub fn learn(path: &Path) {
 fn is_known(found: &Statx) -> bool {
     DEVICES
         .read()
-        .unwrap_or_else(PoisonError::into_inner)
         .contains(&(found.stx_dev_major, found.stx_dev_minor))
 }
 

@@ -9,13 +9,14 @@ use std::collections::{HashMap, VecDeque};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread;
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{SearchMatch, SearchParams, SearchResult};
 use exec_server_protocol::limits::{MAX_SEARCH_REPLY_BYTES, MAX_SEARCH_TEXT_BYTES};
+use exec_server_sync::{Mutex, RwLock};
 use grep_matcher::Matcher as _;
 use grep_regex::{RegexMatcher, RegexMatcherBuilder};
 use grep_searcher::{
@@ -193,7 +194,7 @@ impl Ignored {
         }
         let more = 1 + rules.as_ref().map_or(0, |rules| rules.len());
         if self.count.fetch_add(more, Ordering::Relaxed) < MAX_RULES {
-            let mut below = self.below.write().unwrap_or_else(PoisonError::into_inner);
+            let mut below = self.below.write();
             below.insert(directory.to_owned(), rules);
             self.differs.store(true, Ordering::Release);
         }
@@ -201,7 +202,7 @@ impl Ignored {
 
     fn rules_of(&self, directory: &Path) -> Option<Arc<Rules>> {
         if self.differs.load(Ordering::Acquire) {
-            let below = self.below.read().unwrap_or_else(PoisonError::into_inner);
+            let below = self.below.read();
             let within = directory.ancestors();
             let mut within = within.take_while(|directory| *directory != self.root);
             if let Some(rules) = within.find_map(|directory| below.get(directory)) {
@@ -288,10 +289,7 @@ impl<'a> Shared<'a> {
     }
 
     fn into_result(self) -> SearchResult {
-        let mut found = self
-            .found
-            .into_inner()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut found = self.found.into_inner();
         found.sort_unstable_by(|a, b| a.path.cmp(&b.path));
         let matches = found.into_iter().flat_map(|Found { uri, lines, .. }| {
             lines.into_iter().map(move |line| SearchMatch {
@@ -343,11 +341,7 @@ impl ParallelVisitor for Worker<'_, '_> {
 
 impl Drop for Worker<'_, '_> {
     fn drop(&mut self) {
-        self.shared
-            .found
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .append(&mut self.found);
+        self.shared.found.lock().append(&mut self.found);
     }
 }
 

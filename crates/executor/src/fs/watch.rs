@@ -17,7 +17,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::Waker;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{Change, WatchIgnore};
 use exec_server_protocol::limits::MAX_CHANGES;
+use exec_server_sync::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
@@ -181,10 +182,6 @@ struct Shared {
 }
 
 impl Shared {
-    fn subscribers(&self) -> MutexGuard<'_, Vec<Arc<Subscriber>>> {
-        lock(&self.subscribers)
-    }
-
     fn rouse(&self) {
         // It cannot fill up: the thread reads it, and one write is as good as many.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
@@ -193,7 +190,7 @@ impl Shared {
 
 impl Tell for Arc<Shared> {
     fn tell(&self, happening: Happening<'_>) {
-        for subscriber in &*self.subscribers() {
+        for subscriber in &*self.subscribers.lock() {
             subscriber.record(happening);
         }
     }
@@ -220,7 +217,7 @@ struct State {
 
 impl Subscriber {
     fn record(&self, happening: Happening<'_>) {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         state.pending.record(happening);
         if state.due.is_none() && !state.ready {
             state.due = Some(Instant::now() + self.debounce);
@@ -229,7 +226,7 @@ impl Subscriber {
 
     /// Lets what has waited long enough be taken; otherwise, when that will be.
     fn ripen(&self, now: Instant) -> Option<Instant> {
-        let mut state = lock(&self.state);
+        let mut state = self.state.lock();
         let due = state.due?;
         if due > now {
             return Some(due);
@@ -275,7 +272,7 @@ impl Subscription {
     /// Takes what has been gathered long enough; if there is nothing, `waker` is woken when there
     /// is.
     pub fn take(&self, waker: &Waker) -> Option<Batch> {
-        let mut state = lock(&self.subscriber.state);
+        let mut state = self.subscriber.state.lock();
         if !state.ready {
             state.waker = Some(waker.clone());
             return None;
@@ -310,7 +307,8 @@ impl Drop for Subscription {
     fn drop(&mut self) {
         self.trunk
             .shared
-            .subscribers()
+            .subscribers
+            .lock()
             .retain(|one| !Arc::ptr_eq(one, &self.subscriber));
     }
 }
@@ -340,7 +338,7 @@ impl Hub {
             patterns: ignore.patterns.clone(),
         };
         let slot = self.slot(key)?;
-        let mut tree = lock(&slot);
+        let mut tree = slot.lock();
         let trunk = match tree.upgrade() {
             Some(trunk) => trunk,
             None => {
@@ -354,7 +352,11 @@ impl Hub {
             debounce,
             state: Mutex::default(),
         });
-        trunk.shared.subscribers().push(Arc::clone(&subscriber));
+        trunk
+            .shared
+            .subscribers
+            .lock()
+            .push(Arc::clone(&subscriber));
         Ok(Subscription {
             root,
             trunk,
@@ -364,11 +366,10 @@ impl Hub {
 
     /// The place of a tree, within the limit.
     fn slot(&self, key: Key) -> Result<Arc<Mutex<Weak<Trunk>>>, WatchError> {
-        let mut trees = lock(&self.trees);
+        let mut trees = self.trees.lock();
         trees.retain(|_, slot| match slot.try_lock() {
-            Ok(tree) => tree.strong_count() > 0 || Arc::strong_count(slot) > 1,
-            Err(TryLockError::WouldBlock) => true,
-            Err(TryLockError::Poisoned(_)) => false,
+            Some(tree) => tree.strong_count() > 0 || Arc::strong_count(slot) > 1,
+            None => true,
         });
         if trees.len() >= MAX_TREES && !trees.contains_key(&key) {
             return Err(WatchError::TooMany);
@@ -417,7 +418,7 @@ fn run(mut tree: Tree<Arc<Shared>>, shared: &Arc<Shared>) {
         let more = tree.turn(&mut buffer);
         let now = Instant::now();
         // Without the lock, as whoever is woken may want it.
-        let subscribers = shared.subscribers().clone();
+        let subscribers = shared.subscribers.lock().clone();
         let ripe = subscribers.iter().filter_map(|one| one.ripen(now)).min();
         drop(subscribers);
         if more {
@@ -439,10 +440,6 @@ fn run(mut tree: Tree<Arc<Shared>>, shared: &Arc<Shared>) {
             }
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

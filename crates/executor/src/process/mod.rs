@@ -13,13 +13,14 @@ use std::collections::HashSet;
 use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use exec_server_protocol::sandbox::Enforcement;
+use exec_server_sync::Mutex;
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process, pidfd_send_signal};
 use tokio::io::unix::AsyncFd;
@@ -164,14 +165,9 @@ impl Drop for Owner {
         if !self.0.is_closed() {
             self.0.signal_group(Signal::KILL);
         }
-        lock(&self.0.orders).abandoned = true;
+        self.0.orders.lock().abandoned = true;
         self.0.wake.notify_one();
     }
-}
-
-/// Locks a mutex. Nothing panics while holding one of ours, so a poisoned one is whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Process {
@@ -187,7 +183,7 @@ impl Process {
 
     /// The listeners of its own network, if it has one and nobody has taken them.
     pub fn take_listeners(&self) -> Option<Listeners> {
-        lock(&self.shared.listeners).take()
+        self.shared.listeners.lock().take()
     }
 
     /// When it was started.
@@ -212,7 +208,7 @@ impl Process {
 
     /// Looks at the log.
     pub fn with_log<R>(&self, look: impl FnOnce(&Log) -> R) -> R {
-        look(&lock(&self.shared.output).log)
+        look(&self.shared.output.lock().log)
     }
 
     /// Runs `take` on the log; if it returns `None`, wakes `waker` at the next entry.
@@ -222,7 +218,7 @@ impl Process {
     ///
     /// The log keeps `waker` until then, so a waker that owned this process would keep it alive.
     pub fn follow<R>(&self, waker: &Waker, take: impl FnOnce(&mut Log) -> Option<R>) -> Option<R> {
-        let mut output = lock(&self.shared.output);
+        let mut output = self.shared.output.lock();
         let had_room = output.log.has_room();
         let taken = take(&mut output.log);
         if taken.is_none() && output.log.close().is_none() {
@@ -238,18 +234,18 @@ impl Process {
 
     /// Makes the process wait for a consumer at `cursor`, instead of evicting what it lacks.
     pub fn hold(&self, cursor: u64) {
-        lock(&self.shared.output).log.hold(cursor);
+        self.shared.output.lock().log.hold(cursor);
     }
 
     /// The consumer that holds the process back has taken everything up to `cursor`.
     pub fn advance(&self, cursor: u64) {
-        lock(&self.shared.output).log.advance(cursor);
+        self.shared.output.lock().log.advance(cursor);
         self.shared.wake.notify_one();
     }
 
     /// Lets the process run free again and forgets the follower.
     pub fn release(&self) {
-        let mut output = lock(&self.shared.output);
+        let mut output = self.shared.output.lock();
         output.log.release();
         output.follower = None;
         drop(output);
@@ -258,7 +254,7 @@ impl Process {
 
     /// Keeps output from being evicted before it was searched; see [`Watch`].
     pub(crate) fn watch(&self, cursor: u64) -> Watch {
-        let watcher = lock(&self.shared.output).log.watch(cursor);
+        let watcher = self.shared.output.lock().log.watch(cursor);
         Watch {
             process: self.clone(),
             watcher,
@@ -296,7 +292,7 @@ impl Process {
     ///
     /// The data, when too much waits already.
     pub fn try_write(&self, data: Bytes) -> Result<Written, Bytes> {
-        let mut stdin = lock(&self.shared.stdin);
+        let mut stdin = self.shared.stdin.lock();
         let pushed = stdin.push(data);
         let waiting = stdin.waiting().is_some();
         drop(stdin);
@@ -330,7 +326,10 @@ impl Process {
     /// end-of-input character.
     pub async fn close_stdin(&self) -> Written {
         if self.shared.has_terminal {
-            let end = lock(&self.shared.terminal)
+            let end = self
+                .shared
+                .terminal
+                .lock()
                 .as_ref()
                 .map(terminal::end_of_input);
             return match end {
@@ -338,7 +337,7 @@ impl Process {
                 None => Written::Closed,
             };
         }
-        let mut stdin = lock(&self.shared.stdin);
+        let mut stdin = self.shared.stdin.lock();
         let open = stdin.finish();
         drop(stdin);
         self.shared.wake.notify_one();
@@ -355,7 +354,7 @@ impl Process {
     ///
     /// `NotConnected` when there is no terminal (any more).
     pub fn resize(&self, size: Size) -> io::Result<()> {
-        match lock(&self.shared.terminal).as_ref() {
+        match self.shared.terminal.lock().as_ref() {
             Some(master) => terminal::resize(master, size),
             None => Err(io::ErrorKind::NotConnected.into()),
         }
@@ -370,7 +369,7 @@ impl Process {
         match scope {
             Scope::Group => self.shared.signal_group(signal),
             Scope::Leader => {
-                let life = lock(&self.shared.life);
+                let life = self.shared.life.lock();
                 if *life == Life::Running {
                     match &self.shared.inside {
                         Some(inside) => match pidfd_send_signal(&inside.pidfd, signal) {
@@ -429,7 +428,7 @@ impl Process {
 
     /// Sends the first signal at once.
     fn begin_to_end(&self, end: End) -> bool {
-        let running = *lock(&self.shared.life) == Life::Running;
+        let running = *self.shared.life.lock() == Life::Running;
         self.shared.signal_group(match end {
             End::Now => Signal::KILL,
             End::Within(_) => Signal::TERM,
@@ -461,7 +460,7 @@ impl Watch {
     /// Everything up to `cursor` was searched.
     pub(crate) fn advance(&self, cursor: u64) {
         let shared = &self.process.shared;
-        lock(&shared.output).log.watched(self.watcher, cursor);
+        shared.output.lock().log.watched(self.watcher, cursor);
         shared.wake.notify_one();
     }
 }
@@ -469,7 +468,7 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         let shared = &self.process.shared;
-        lock(&shared.output).log.unwatch(self.watcher);
+        shared.output.lock().log.unwatch(self.watcher);
         shared.wake.notify_one();
     }
 }
@@ -477,7 +476,7 @@ impl Drop for Watch {
 impl Shared {
     /// Signals the process group, unless its leader was reaped and the number may mean another.
     fn signal_group(&self, signal: Signal) {
-        let life = lock(&self.life);
+        let life = self.life.lock();
         if *life != Life::Running {
             return;
         }
@@ -505,12 +504,12 @@ impl Shared {
     }
 
     fn is_closed(&self) -> bool {
-        lock(&self.output).log.close().is_some()
+        self.output.lock().log.close().is_some()
     }
 
     /// Appends to the log and wakes whoever waits for it.
     fn append(&self, append: impl FnOnce(&mut Log)) {
-        let mut output = lock(&self.output);
+        let mut output = self.output.lock();
         append(&mut output.log);
         let follower = output.follower.take();
         drop(output);

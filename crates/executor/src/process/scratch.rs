@@ -3,9 +3,9 @@
 
 use std::io::IoSliceMut;
 use std::os::fd::AsFd;
-use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
+use exec_server_sync::Mutex;
 
 /// The most that one chunk holds: large enough that framing costs little, small enough that a
 /// keystroke's echo is not kept waiting behind it for long.
@@ -34,7 +34,7 @@ impl Memory {
 
     /// Some that was used before, if there is any.
     fn get() -> Self {
-        let kept = SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let kept = SPARE.lock().pop();
         kept.unwrap_or_else(|| {
             let bytes = vec![0; CHUNK_BYTES + Self::LINE_BYTES].into_boxed_slice();
             // It may not be known, and then does not matter.
@@ -66,7 +66,7 @@ impl AsRef<[u8]> for Full {
 
 impl Drop for Full {
     fn drop(&mut self) {
-        let mut kept = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = SPARE.lock();
         if kept.len() < MAX_SPARE {
             kept.extend(self.0.take());
         }

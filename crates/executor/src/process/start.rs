@@ -3,11 +3,12 @@
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use exec_server_protocol::sandbox::Permissions;
+use exec_server_sync::Mutex;
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal};
 use tokio::io::Interest;

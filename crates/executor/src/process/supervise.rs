@@ -20,7 +20,7 @@ use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 
 use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
-use super::{Life, Shared, blocking, lock};
+use super::{Life, Shared, blocking};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
 use crate::sandbox::Ledger;
@@ -199,7 +199,7 @@ impl Supervisor {
                 Wake::Ended => self.reap(),
                 Wake::Alarm => self.ring(),
                 Wake::Orders => {
-                    if lock(&self.shared.orders).abandoned {
+                    if self.shared.orders.lock().abandoned {
                         return self.abandon().await;
                     }
                 }
@@ -213,8 +213,8 @@ impl Supervisor {
 
     /// Waits for the next thing to do, taking output on the way.
     async fn wait(&mut self) -> Wake {
-        let room = lock(&self.shared.output).log.has_room();
-        let writable = lock(&self.shared.stdin).waiting().cloned();
+        let room = self.shared.output.lock().log.has_room();
+        let writable = self.shared.stdin.lock().waiting().cloned();
         let quiet_end = self
             .quiet_since
             .filter(|_| room)
@@ -247,14 +247,14 @@ impl Supervisor {
     }
 
     fn is_quiet(&self) -> bool {
-        lock(&self.shared.output).log.has_room()
+        self.shared.output.lock().log.has_room()
             && self
                 .quiet_since
                 .is_some_and(|since| since.elapsed() >= self.grace())
     }
 
     fn feed_stdin(&self) {
-        let mut stdin = lock(&self.shared.stdin);
+        let mut stdin = self.shared.stdin.lock();
         if let Some(file) = stdin.waiting().cloned()
             && stdin.drain()
         {
@@ -272,7 +272,7 @@ impl Supervisor {
 
     /// Takes note of the child's end, after what it has written.
     fn reap(&mut self) {
-        let mut life = lock(&self.shared.life);
+        let mut life = self.shared.life.lock();
         let reaped = match self.executor.reap(self.shared.pid) {
             Ok(None) => return,
             Ok(Some(reaped)) => Some(reaped),
@@ -305,7 +305,7 @@ impl Supervisor {
             denials: None,
         };
         if facts.confined && exit.code != 0 {
-            let output = lock(&self.shared.output);
+            let output = self.shared.output.lock();
             let retained = output.log.retained();
             exit.denials = denial::classify(facts, exit.code, exit.signal, retained);
         }
@@ -319,7 +319,7 @@ impl Supervisor {
         } else {
             self.shared.append(|log| log.exited(exit));
         }
-        lock(&self.shared.stdin).close();
+        self.shared.stdin.lock().close();
         self.shared.stdin_room.notify_waiters();
         self.slot = None;
         self.quiet_since = Some(Instant::now());
@@ -332,7 +332,7 @@ impl Supervisor {
         } = self;
         sources.retain_mut(|source| {
             let mut drained = 0;
-            while drained < DRAIN_BYTES && lock(&shared.output).log.has_room() {
+            while drained < DRAIN_BYTES && shared.output.lock().log.has_room() {
                 match source.take(|stream, read| append(shared, stream, read)).0 {
                     Took::Some(bytes) => drained += bytes,
                     Took::End => return false,
@@ -367,9 +367,9 @@ impl Supervisor {
 
     /// Lets go of descriptors that the log does not need any more.
     fn release_files(&self) {
-        *lock(&self.shared.terminal) = None;
-        lock(&self.shared.stdin).close();
-        lock(&self.shared.groups).clear();
+        *self.shared.terminal.lock() = None;
+        self.shared.stdin.lock().close();
+        self.shared.groups.lock().clear();
     }
 
     async fn close(mut self) {
@@ -383,7 +383,7 @@ impl Supervisor {
             self.shared.append(|log| log.closed(close));
         }
         // The output is kept open for descendants that still write: closing it would kill them.
-        while !self.sources.is_empty() && !lock(&self.shared.orders).abandoned {
+        while !self.sources.is_empty() && !self.shared.orders.lock().abandoned {
             let Self {
                 shared,
                 sources,

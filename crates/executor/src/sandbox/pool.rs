@@ -7,10 +7,11 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_sync::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
 use rustix::process::{Signal, WaitId, WaitIdOptions};
@@ -112,7 +113,7 @@ struct State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 }
 
@@ -285,7 +286,7 @@ impl Helpers {
         sandbox: &Sandbox,
         intent: Intent,
     ) -> Option<(Arc<Key>, Arc<Answers>)> {
-        let remembered = self.remembered.try_lock().ok()?;
+        let remembered = self.remembered.try_lock()?;
         let found = remembered
             .iter()
             .rfind(|one| one.intent == intent && *one.sandbox == *sandbox)?;
@@ -294,7 +295,7 @@ impl Helpers {
 
     /// Keeps what a policy means for the next request under it.
     pub(super) fn remember(&self, new: Remembered) {
-        let Ok(mut remembered) = self.remembered.try_lock() else {
+        let Some(mut remembered) = self.remembered.try_lock() else {
             return;
         };
         remembered.retain(|one| one.intent != new.intent || one.sandbox != new.sandbox);
@@ -306,7 +307,7 @@ impl Helpers {
 
     /// Asks one that waits, if there is one and that takes no waiting.
     pub(super) fn ask_soon(&self, key: &Key, request: &Request) -> Option<Asking> {
-        let mut state = self.shared.state.try_lock().ok()?;
+        let mut state = self.shared.state.try_lock()?;
         let position = state.idle.iter().rposition(|(one, _)| *one.key == *key)?;
         let (helper, _) = state.idle.remove(position);
         let key = Arc::clone(&helper.key);
@@ -362,8 +363,7 @@ impl Helpers {
             }
             let changed = &self.shared.changed;
             state.waiting += 1;
-            let waited = changed.wait_timeout(state, PATIENCE);
-            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            (state, _) = changed.wait_timeout(state, PATIENCE);
             state.waiting -= 1;
             if cancelled() {
                 return Err(FsError::Cancelled);

@@ -18,9 +18,9 @@ use std::ffi::CStr;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use exec_server_sync::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
@@ -93,7 +93,7 @@ impl Standby {
         request: &Request<'_>,
         start: impl FnOnce(&Errand) -> io::Result<(Pid, OwnedFd)>,
     ) -> io::Result<(Pid, OwnedFd)> {
-        let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut waiting = self.0.lock();
         if waiting.is_none() {
             *waiting = Some(Waiting::start(start)?);
         }
@@ -121,7 +121,7 @@ impl Standby {
 
     /// Ends the one that waits.
     pub(crate) fn end(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.0.lock() = None;
     }
 }
 

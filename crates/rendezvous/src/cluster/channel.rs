@@ -10,7 +10,7 @@
 //! bounded by what the sender was granted, and nobody else waits for it.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::Subject;
@@ -18,6 +18,7 @@ use bytes::{Bytes, BytesMut};
 use exec_server_relay::Reason;
 use exec_server_relay::frame::decode;
 use exec_server_relay::limits::MAX_FRAME_BYTES;
+use exec_server_sync::Mutex;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -95,10 +96,6 @@ enum Step {
     Wait(Item, Pending<'static, ()>),
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl std::fmt::Debug for Channel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Channel")
@@ -141,7 +138,7 @@ impl Channel {
 
     /// Where frames from afar go, at home.
     pub(crate) fn set_uplink(&self, uplink: Box<dyn Uplink>) {
-        lock(&self.incoming).uplink = Some(uplink);
+        self.incoming.lock().uplink = Some(uplink);
     }
 
     pub(crate) fn say(&self, shared: &Shared, control: &Control) {
@@ -153,8 +150,8 @@ impl Channel {
 
     /// Tells the other end where we are, so that what was lost is noticed.
     pub(crate) fn sync(&self, shared: &Shared, answer: bool) {
-        let granted = lock(&self.incoming).receiving.granted();
-        let sending = lock(&self.sending);
+        let granted = self.incoming.lock().receiving.granted();
+        let sending = self.sending.lock();
         let sync = Control::Sync {
             sent: sending.sent(),
             granted,
@@ -167,7 +164,7 @@ impl Channel {
 
     /// A part of a frame has come from the other end.
     pub(crate) fn piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
-        let mut incoming = lock(&self.incoming);
+        let mut incoming = self.incoming.lock();
         if !incoming.receiving.receive(piece.number) {
             drop(incoming);
             return self.fail(shared, "a frame was lost between nodes");
@@ -197,12 +194,12 @@ impl Channel {
         match control {
             Control::Grant(total) => self.grant(total),
             Control::End => {
-                let mut incoming = lock(&self.incoming);
+                let mut incoming = self.incoming.lock();
                 self.enqueue(shared, &mut incoming, Item::End);
             }
             Control::TurnOut(reason) => {
-                let stream = lock(&self.stream).clone();
-                let mut incoming = lock(&self.incoming);
+                let stream = self.stream.lock().clone();
+                let mut incoming = self.incoming.lock();
                 match (stream, &mut incoming.uplink) {
                     (Some(stream), Some(uplink)) => {
                         uplink.give_up(&stream, Reason::parse(&reason));
@@ -217,7 +214,7 @@ impl Channel {
                 ..
             } => {
                 self.grant(granted);
-                if !lock(&self.incoming).receiving.has_all(sent) {
+                if !self.incoming.lock().receiving.has_all(sent) {
                     return self.fail(shared, "frames were lost between nodes");
                 }
                 if !answer {
@@ -228,7 +225,7 @@ impl Channel {
     }
 
     fn grant(&self, total: u64) {
-        if lock(&self.sending).grant(total) {
+        if self.sending.lock().grant(total) {
             self.granted.notify_waiters();
             // For a pump that is between two looks.
             self.granted.notify_one();
@@ -255,7 +252,7 @@ impl Channel {
                 () = ready => {}
                 () = self.ended.cancelled() => return,
             }
-            let mut incoming = lock(&self.incoming);
+            let mut incoming = self.incoming.lock();
             loop {
                 let Some(item) = incoming.waiting.pop_front() else {
                     incoming.busy = false;
@@ -324,7 +321,7 @@ impl Channel {
     }
 
     fn note_stream(&self, stream_id: &str) {
-        let mut stream = lock(&self.stream);
+        let mut stream = self.stream.lock();
         if stream.is_none() {
             *stream = Some(stream_id.into());
         }
@@ -343,7 +340,7 @@ impl Channel {
             }
             let closed = self.mailbox.is_closed();
             {
-                let mut sending = lock(&self.sending);
+                let mut sending = self.sending.lock();
                 let room = sending.room().min(BATCH_BYTES);
                 if room > 0 {
                     self.mailbox
@@ -382,7 +379,7 @@ impl Channel {
             }
         }
         self.say(&shared, &Control::End);
-        lock(&self.incoming).uplink = None;
+        self.incoming.lock().uplink = None;
         self.end(&shared);
     }
 
@@ -401,7 +398,7 @@ impl Channel {
             Side::Entry => self.mailbox.close(),
             Side::Home => {
                 self.say(shared, &Control::End);
-                lock(&self.incoming).uplink = None;
+                self.incoming.lock().uplink = None;
                 self.mailbox.close();
                 self.end(shared);
             }
@@ -417,7 +414,7 @@ impl Channel {
             if tokio::time::timeout(TURN_OUT, gone).await.is_ok() {
                 return;
             }
-            if let Some(stream) = lock(&channel.stream).clone() {
+            if let Some(stream) = channel.stream.lock().clone() {
                 channel.mailbox.clear(&channel.id);
                 channel.mailbox.push(&channel.id, reset(&stream, &reason));
             }
@@ -463,7 +460,7 @@ impl Uplink for Entry {
         let channel = &self.channel;
         channel.note_stream(stream_id);
         let holding_up = HoldingUp::Nobody;
-        let mut sending = lock(&channel.sending);
+        let mut sending = channel.sending.lock();
         if !matches!(kind, Kind::Reset { .. }) {
             if sending.room() == 0 {
                 // Made under the lock, so that no notice is missed.

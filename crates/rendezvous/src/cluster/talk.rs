@@ -65,7 +65,7 @@ impl Shared {
         };
         let environment = rest.split('.').next().unwrap_or_default();
         let known = |channel: &str, side: Side| {
-            let channel = self.channels().get(channel).cloned();
+            let channel = self.channels.lock().get(channel).cloned();
             channel.filter(|channel| channel.side == side)
         };
         match topic {

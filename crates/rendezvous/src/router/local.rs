@@ -9,14 +9,15 @@
 //! ```
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use exec_server_relay::Reason;
 use exec_server_relay::frame::Transmit;
 use exec_server_relay::keys::Fingerprint;
+use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::frame::{Opcode, push_parts};
 use exec_server_transport::journal;
 use tokio::sync::Notify;
@@ -160,7 +161,7 @@ impl Local {
     }
 
     fn all(&self) -> Vec<Arc<Hub>> {
-        self.hubs().values().cloned().collect()
+        self.0.hubs.lock().values().cloned().collect()
     }
 
     /// The environments whose executors are here.
@@ -226,18 +227,14 @@ impl Local {
         places
     }
 
-    fn hubs(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Hub>>> {
-        self.0.hubs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn find(&self, environment: &str) -> Option<Arc<Hub>> {
-        self.hubs().get(environment).cloned()
+        self.0.hubs.lock().get(environment).cloned()
     }
 
     fn hub(&self, environment: &Arc<str>) -> Arc<Hub> {
         /// Between two looks for environments that nobody has used for long.
         const TIDY: usize = 1024;
-        let mut hubs = self.hubs();
+        let mut hubs = self.0.hubs.lock();
         if let Some(hub) = hubs.get(environment) {
             return Arc::clone(hub);
         }
@@ -501,7 +498,7 @@ impl State {
 
 impl Hub {
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn limits(&self) -> &RouterLimits {

@@ -1,6 +1,6 @@
 //! `environment/*`.
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use exec_server_executor::configuration::ConfigError;
@@ -10,6 +10,7 @@ use exec_server_protocol::environment::{
 };
 use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::{NoParams, PathUri};
+use exec_server_sync::{Condvar, Mutex};
 use sha2::{Digest as _, Sha256};
 
 use crate::config::ExecServerConfig;
@@ -58,11 +59,11 @@ impl Info {
             .spawn(move || {
                 let host = executor.sandbox_host();
                 let yes = host.is_ok_and(|host| host.private_network().is_ok());
-                *found.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(yes);
+                *found.0.lock() = Some(yes);
                 found.1.notify_all();
             });
         if asked.is_err() {
-            let mut enforceable = enforceable.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut enforceable = enforceable.0.lock();
             *enforceable = Some(false);
         }
         Self {
@@ -85,9 +86,8 @@ impl Info {
     fn described(&self) -> &(EnvironmentInfo, String) {
         self.described.get_or_init(|| {
             let (found, told) = &*self.enforceable;
-            let found = found.lock().unwrap_or_else(PoisonError::into_inner);
-            let waited = told.wait_timeout_while(found, PATIENCE, |found| found.is_none());
-            let (found, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            let found = found.lock();
+            let found = told.wait_timeout_while(found, PATIENCE, |found| found.is_none());
             let info = describe(&self.config, found.unwrap_or(false));
             let text = serde_json::to_string(&info);
             debug_assert!(text.is_ok(), "texts and flags always serialise");

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use exec_server_http::{Body, HttpClient, HttpError, Prepared, Response, request as checks};
@@ -11,6 +11,7 @@ use exec_server_protocol::http::{
 };
 use exec_server_protocol::limits::{MAX_DELTA_BYTES, MAX_HTTP_REQUESTS, MAX_MESSAGE_BYTES};
 use exec_server_protocol::{ByteChunk, Notification as _, chunk};
+use exec_server_sync::Mutex;
 use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
@@ -72,15 +73,11 @@ struct Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.shared.active().requests.remove(&self.number);
+        self.shared.active.lock().requests.remove(&self.number);
     }
 }
 
-impl Shared {
-    fn active(&self) -> MutexGuard<'_, Active> {
-        self.active.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
+impl Shared {}
 
 impl Default for Requests {
     fn default() -> Self {
@@ -93,7 +90,7 @@ impl Default for Requests {
 
 impl Requests {
     fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, RpcError> {
-        let mut active = self.shared.active();
+        let mut active = self.shared.active.lock();
         // Pieces bear the id alone, so a stream must have it for itself.
         let taken = |entry: &Entry| streamed && entry.streamed && entry.request_id == request_id;
         if active.requests.values().any(taken) {
@@ -123,7 +120,7 @@ impl Requests {
 
     /// Ends all requests of this id; whether there were any.
     fn cancel(&self, request_id: &str) -> bool {
-        let active = self.shared.active();
+        let active = self.shared.active.lock();
         let mut any = false;
         for entry in active.requests.values() {
             if entry.request_id == request_id {
@@ -136,7 +133,7 @@ impl Requests {
 
     /// Ends all of them.
     pub(crate) fn cancel_all(&self) {
-        for entry in self.shared.active().requests.values() {
+        for entry in self.shared.active.lock().requests.values() {
             entry.cancelled.cancel();
         }
     }
@@ -362,17 +359,13 @@ struct State {
 }
 
 impl Stream {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Receives the body, no faster than the peer takes it.
     async fn take(self: &Arc<Self>, mut body: Body) -> Result<(), HttpError> {
         while let Some(mut piece) = body.chunk().await? {
             while !piece.is_empty() {
                 self.until_room().await;
                 let part = piece.split_to(piece.len().min(MAX_DELTA_BYTES));
-                let mut state = self.state();
+                let mut state = self.state.lock();
                 state.bytes += part.len();
                 state.waiting.push_back(part);
                 drop(state);
@@ -385,7 +378,7 @@ impl Stream {
     async fn until_room(&self) {
         loop {
             let room = self.room.notified();
-            if self.state().bytes < WAITING_BYTES {
+            if self.state.lock().bytes < WAITING_BYTES {
                 return;
             }
             room.await;
@@ -393,7 +386,7 @@ impl Stream {
     }
 
     fn finish(self: &Arc<Self>, error: Option<HttpError>) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if matches!(error, Some(HttpError::Cancelled)) {
             // Whoever does not want the rest does not want this either.
             state.waiting.clear();
@@ -414,7 +407,7 @@ impl Stream {
 
     /// The next piece and its number, or the end.
     fn next(&self) -> Option<(u64, Next)> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let next = match state.waiting.pop_front() {
             Some(piece) => {
                 state.bytes -= piece.len();

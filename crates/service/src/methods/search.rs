@@ -1,7 +1,7 @@
 //! `fs/search`.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::fs::SearchParams;
@@ -9,6 +9,7 @@ use exec_server_protocol::limits::{
     MAX_GLOB_BYTES, MAX_GLOBS, MAX_SEARCH_CONTEXT_LINES, MAX_SEARCH_PATTERN_BYTES,
     MAX_SEARCH_REPLY_BYTES,
 };
+use exec_server_sync::Mutex;
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
@@ -39,12 +40,12 @@ impl Default for Searches {
 impl Searches {
     /// Ends those that run or wait.
     pub(crate) fn cancel(&self) {
-        let mut session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut session = self.session.lock();
         std::mem::take(&mut *session).cancel();
     }
 
     fn session(&self) -> CancellationToken {
-        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        let session = self.session.lock();
         session.clone()
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::task::{Wake, Waker};
 use std::time::Duration;
 
@@ -18,6 +18,7 @@ use exec_server_protocol::limits::{
 };
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::{Notification as _, PathUri, envelope};
+use exec_server_sync::Mutex;
 use exec_server_transport::Outgoing;
 use tokio_util::sync::CancellationToken;
 
@@ -54,24 +55,16 @@ struct MissingWatch {
 }
 
 impl Watches {
-    fn active(&self) -> MutexGuard<'_, HashMap<String, Watch>> {
-        self.active.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn missing(&self) -> MutexGuard<'_, MissingWatch> {
-        self.missing.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Ends all of them.
     pub(crate) fn end(&self) {
-        let active = std::mem::take(&mut *self.active());
+        let active = std::mem::take(&mut *self.active.lock());
         active.into_values().for_each(Watch::end);
-        self.missing().current.cancel();
+        self.missing.lock().current.cancel();
     }
 
     /// Takes an id for a watch that is about to be registered.
     fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), RpcError> {
-        let mut active = self.active();
+        let mut active = self.active.lock();
         if active.contains_key(watch_id) {
             let message = format!("watch `{watch_id}` already exists");
             return Err(RpcError::invalid_request(message));
@@ -133,10 +126,7 @@ impl Watcher {
     }
 
     fn end(&self) {
-        let mut subscription = self
-            .subscription
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut subscription = self.subscription.lock();
         *subscription = None;
     }
 }
@@ -146,10 +136,7 @@ impl Feed for Watcher {
         self.queued.store(false, Ordering::Release);
         let waker = Waker::from(Arc::new(Bell(Arc::downgrade(&self))));
         let batch = {
-            let subscription = self
-                .subscription
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let subscription = self.subscription.lock();
             subscription.as_ref().and_then(|one| one.take(&waker))
         };
         let Some(batch) = batch else { return false };
@@ -205,7 +192,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
         match started.await {
             Ok(subscription) => begin(&connection, watch_id, subscription, &cancelled, responder),
             Err(error) => {
-                let mut active = connection.watches.active();
+                let mut active = connection.watches.active.lock();
                 if Watches::holds(&active, &watch_id, &cancelled) {
                     active.remove(&watch_id);
                 }
@@ -234,7 +221,7 @@ fn begin(
         queued: AtomicBool::new(false),
         outbox: Arc::downgrade(&connection.outbox),
     });
-    let mut active = connection.watches.active();
+    let mut active = connection.watches.active.lock();
     if Watches::holds(&active, &watch_id, cancelled) {
         active.insert(watch_id, Watch::Told(Arc::clone(&watcher)));
         drop(active);
@@ -264,7 +251,12 @@ fn check(params: &WatchParams) -> Result<(), RpcError> {
 
 pub(crate) fn unwatch(call: Call<'_>, params: UnwatchParams) {
     let answer = call.phase.ready(FAMILY).map(|_| {
-        let watch = call.connection.watches.active().remove(&params.watch_id);
+        let watch = call
+            .connection
+            .watches
+            .active
+            .lock()
+            .remove(&params.watch_id);
         if let Some(watch) = watch {
             watch.end();
         }
@@ -284,7 +276,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
     } = params;
     let connection = Arc::clone(call.connection);
     let replaced = {
-        let mut state = connection.watches.missing();
+        let mut state = connection.watches.missing.lock();
         if state.last.is_some_and(|last| watch_id <= last) {
             None
         } else {
@@ -322,7 +314,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
             // Told as a change: whoever waits will look, and see.
             tracing::warn!(%error, "cannot watch any longer for what is missing");
         }
-        let _state = connection.watches.missing();
+        let _state = connection.watches.missing.lock();
         if !current.is_cancelled() {
             tell_missing(&connection.outbox, watch_id);
         }

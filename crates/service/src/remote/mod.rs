@@ -18,13 +18,14 @@ mod validate;
 use std::future::Future;
 use std::io;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use exec_server_relay::noise;
 use exec_server_relay::registry::RegisterResponse;
 use exec_server_relay::{ExecutorConfig, Limits, Reason};
+use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::ConnectError;
 use exec_server_transport::registry::auth::CredentialError;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
@@ -284,9 +285,7 @@ struct Desk {
 
 impl Desk {
     fn lock(&self) -> MutexGuard<'_, Option<RegisterResponse>> {
-        self.registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.registration.lock()
     }
 
     fn current(&self) -> Option<RegisterResponse> {

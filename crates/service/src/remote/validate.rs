@@ -1,11 +1,12 @@
 //! Who may open a stream: the registry's word, for as long as it counts.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use exec_server_relay::Reason;
 use exec_server_relay::keys::PublicKey;
+use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError};
 use exec_server_transport::relay::Ask;
 
@@ -57,13 +58,9 @@ impl Validator {
         }
     }
 
-    fn approved(&self) -> MutexGuard<'_, Approved> {
-        self.approved.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether a harness may come in, and if not, why.
     pub(super) async fn admit(&self, ask: &Ask, registration_id: &str) -> Result<(), Reason> {
-        let age = self.approved().age(&ask.harness, Instant::now());
+        let age = self.approved.lock().age(&ask.harness, Instant::now());
         if age.is_some_and(|age| age < self.policy.cache) {
             return Ok(());
         }
@@ -72,7 +69,8 @@ impl Validator {
         let asking = self.ask(ask, registration_id, !trusted);
         let reason = match tokio::time::timeout(patience, asking).await {
             Ok(Ok(true)) => {
-                self.approved()
+                self.approved
+                    .lock()
                     .remember(ask.harness.clone(), Instant::now());
                 return Ok(());
             }
@@ -129,7 +127,7 @@ impl Validator {
 
     /// A harness is approved no longer.
     pub(super) fn forget(&self, harness: &PublicKey) {
-        self.approved().since.remove(harness);
+        self.approved.lock().since.remove(harness);
     }
 }
 
@@ -250,7 +248,13 @@ mod tests {
         for _ in 0..5 {
             asked.recv().await.unwrap();
         }
-        assert!(validator.approved().age(&key(1), Instant::now()).is_none());
+        assert!(
+            validator
+                .approved
+                .lock()
+                .age(&key(1), Instant::now())
+                .is_none()
+        );
     }
 
     #[tokio::test(start_paused = true)]

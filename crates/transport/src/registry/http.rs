@@ -4,10 +4,10 @@
 //! credentials must be whom we were told to give them to.
 
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use exec_server_sync::Mutex;
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::header::{ACCEPT, CONTENT_TYPE, HOST, HeaderName, HeaderValue};
@@ -117,8 +117,7 @@ impl Http {
     ) -> Result<(u16, Vec<u8>), RegistryError> {
         let call = async {
             let body = Bytes::from(body);
-            let idle = self.idle.lock();
-            let idle = idle.unwrap_or_else(PoisonError::into_inner).take();
+            let idle = self.idle.lock().take();
             if let Some(mut connection) = idle
                 && connection.ready().await.is_ok()
                 // It may have been closed while it lay about; a new one tells.
@@ -146,8 +145,7 @@ impl Http {
     }
 
     fn keep(&self, connection: SendRequest<Full<Bytes>>) {
-        let idle = self.idle.lock();
-        *idle.unwrap_or_else(PoisonError::into_inner) = Some(connection);
+        *self.idle.lock() = Some(connection);
     }
 
     async fn send(
@@ -209,22 +207,16 @@ impl Http {
 
     /// For this host and for where it sends us.
     pub(super) fn connector(&self) -> Result<TlsConnector, TlsError> {
-        if let Some(connector) = &*self.cached() {
+        if let Some(connector) = &*self.connector.lock() {
             return Ok(connector.clone());
         }
         let made = tls::connector(&self.tls)?;
-        Ok(self.cached().insert(made).clone())
+        Ok(self.connector.lock().insert(made).clone())
     }
 
     /// The certificates did not fit; others may lie there by now.
     pub(super) fn forget_connector(&self) {
-        self.cached().take();
-    }
-
-    fn cached(&self) -> MutexGuard<'_, Option<TlsConnector>> {
-        self.connector
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.connector.lock().take();
     }
 
     pub(super) fn proxies(&self) -> &Proxies {

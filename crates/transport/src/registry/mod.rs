@@ -12,7 +12,7 @@ mod proxy;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_relay::keys::{Authorization, PublicKey, SECURITY_PROFILE};
@@ -20,6 +20,7 @@ use exec_server_relay::registry::{
     ConnectRequest, ConnectResponse, ErrorResponse, RegisterRequest, RegisterResponse,
     ValidateRequest, ValidateResponse,
 };
+use exec_server_sync::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use url::{Host, Url};
@@ -267,14 +268,10 @@ impl Registry {
         self.told.http.name()
     }
 
-    fn places(&self) -> MutexGuard<'_, Vec<Arc<Place>>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Takes note of the other places that the registry named. One that would get our credentials
     /// with less protection is left out.
     fn learn(&self, others: &[String]) {
-        let mut places = self.places();
+        let mut places = self.places.lock();
         let mut learned = Vec::new();
         // The one that named them has just answered.
         learned.extend(places.first().cloned());
@@ -298,7 +295,7 @@ impl Registry {
 
     /// Asks this place first from now on.
     fn prefer(&self, place: &Arc<Place>) {
-        let mut places = self.places();
+        let mut places = self.places.lock();
         if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, place)) {
             places[..=at].rotate_right(1);
         }
@@ -482,7 +479,7 @@ impl Registry {
         headers: &[(&'static str, Secret)],
         body: &[u8],
     ) -> Result<(Arc<Place>, u16, Vec<u8>), RegistryError> {
-        let places = self.places().clone();
+        let places = self.places.lock().clone();
         let mut rest = places.into_iter();
         let mut place = rest.next().unwrap_or_else(|| Arc::clone(&self.told));
         loop {

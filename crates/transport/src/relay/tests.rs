@@ -30,7 +30,7 @@ impl Meeting {
         let link = Link::websocket(Role::Server, reader, writer, Vec::new());
         let cut = Arc::new(Notify::new());
         let (sender, receiver) = mpsc::channel(8);
-        let mut routes = self.routes.lock().unwrap();
+        let mut routes = self.routes.lock();
         routes.cuts.push((executor, Arc::clone(&cut)));
         if executor {
             routes.executor = Some(sender.clone());
@@ -57,7 +57,7 @@ impl Meeting {
             };
             let frame = frame::decode(bytes).unwrap();
             let to = {
-                let mut routes = self.routes.lock().unwrap();
+                let mut routes = self.routes.lock();
                 if executor {
                     routes.harnesses.get(frame.stream_id.as_ref()).cloned()
                 } else {
@@ -76,7 +76,7 @@ impl Meeting {
 
     async fn leave(&self, executor: bool, own: &mpsc::Sender<Vec<u8>>) {
         let notices = {
-            let mut routes = self.routes.lock().unwrap();
+            let mut routes = self.routes.lock();
             if executor {
                 if !routes
                     .executor
@@ -107,7 +107,7 @@ impl Meeting {
 
     /// Cuts all sockets of one side; how many there were.
     fn cut(&self, executor: bool) -> usize {
-        let mut routes = self.routes.lock().unwrap();
+        let mut routes = self.routes.lock();
         let cut: Vec<_> = routes
             .cuts
             .extract_if(.., |(side, _)| *side == executor)
@@ -192,7 +192,7 @@ impl Stage {
         limits: Limits,
     ) -> Result<RelayStream, OpenError> {
         // The executor may not have dialled yet; a harness would hear that from the registry.
-        while self.meeting.routes.lock().unwrap().executor.is_none() {
+        while self.meeting.routes.lock().executor.is_none() {
             tokio::task::yield_now().await;
         }
         let config = HarnessConfig {

@@ -1,8 +1,9 @@
 //! The serving side: who we are, exchangeable while connections live on.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::Arc;
 
+use exec_server_sync::{Mutex, RwLock};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
@@ -100,7 +101,7 @@ impl TlsServer {
         let Some(files) = &self.files else {
             return Ok(());
         };
-        *self.seen() = Stamp::of(files.paths());
+        *self.seen.lock() = Stamp::of(files.paths());
         let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
         let fresh = build(
             chain,
@@ -108,7 +109,7 @@ impl TlsServer {
             files.client_ca.as_deref(),
             identity_error(files),
         )?;
-        *self.current.write().unwrap_or_else(PoisonError::into_inner) = fresh;
+        *self.current.write() = fresh;
         Ok(())
     }
 
@@ -121,22 +122,15 @@ impl TlsServer {
         let Some(files) = &self.files else {
             return Ok(false);
         };
-        if *self.seen() == Stamp::of(files.paths()) {
+        if *self.seen.lock() == Stamp::of(files.paths()) {
             return Ok(false);
         }
         self.reload().map(|()| true)
     }
 
-    fn seen(&self) -> MutexGuard<'_, Stamp> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// The pin of the present key.
     pub fn pin(&self) -> Pin {
-        self.current
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .1
+        self.current.read().1
     }
 
     /// Whether clients need a certificate of their own.
@@ -146,7 +140,7 @@ impl TlsServer {
 
     /// What accepts a connection with the present identity.
     pub fn acceptor(&self) -> TlsAcceptor {
-        let current = self.current.read().unwrap_or_else(PoisonError::into_inner);
+        let current = self.current.read();
         TlsAcceptor::from(Arc::clone(&current.0))
     }
 }

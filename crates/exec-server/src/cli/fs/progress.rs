@@ -1,10 +1,11 @@
 //! One line on the terminal that tells how far a copy is.
 
 use std::io::Write as _;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use exec_server_client::transfer::{Progress, ProgressFn};
+use exec_server_sync::Mutex;
 use rustix::termios::{isatty, tcgetwinsize};
 
 use super::visible;
@@ -36,7 +37,7 @@ impl Bar {
     pub(super) fn callback(&self) -> Option<ProgressFn> {
         let line = Arc::clone(self.0.as_ref()?);
         Some(Arc::new(move |progress| {
-            let mut line = line.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut line = line.lock();
             let now = Instant::now();
             if line.shown.is_some_and(|shown| now - shown < INTERVAL) {
                 return;
@@ -56,7 +57,7 @@ impl Drop for Bar {
         let Some(line) = &self.0 else {
             return;
         };
-        let line = line.lock().unwrap_or_else(PoisonError::into_inner);
+        let line = line.lock();
         if line.shown.is_some() {
             let _ = write!(std::io::stderr(), "\r\x1b[K");
         }

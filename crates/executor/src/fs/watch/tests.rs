@@ -319,13 +319,13 @@ impl Tell for Meddler {
         if let Happening::Created { path, .. } = happening
             && path.parent().is_some_and(|parent| parent.ends_with("new"))
         {
-            let mut first = lock(&self.first);
+            let mut first = self.first.lock();
             match &*first {
                 None => *first = Some(path.to_owned()),
                 Some(first) => fs::write(first.join("file"), "").unwrap(),
             }
         }
-        lock(&self.pending).record(happening);
+        self.pending.lock().record(happening);
     }
 }
 
@@ -351,7 +351,7 @@ fn a_file_that_a_scan_and_an_event_tell_of_is_removed_for_all() {
     // The event of the directory alone; that of the file is in the queue now.
     tree.turn(&mut buffer);
     let told = |kind| {
-        let (changes, overflow) = lock(&pending).take(usize::MAX, usize::MAX);
+        let (changes, overflow) = pending.lock().take(usize::MAX, usize::MAX);
         assert!(!overflow);
         let told = changes.into_iter().filter(|change| change.kind == kind);
         let files = told.filter(|change| change.path.ends_with("file"));
