@@ -14,13 +14,13 @@ use exec_server_transport::peer::FirstCall;
 use exec_server_transport::{Link, stdio};
 use tokio::process::{Child, Command};
 use tokio::sync::{OnceCell, watch};
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::StartedProcess;
 use crate::caller::Caller;
 use crate::dial::{Dial, Dialled, UrlDial};
 use crate::error::ExecServerError;
 use crate::extension;
-use crate::follow::AbortOnDrop;
 use crate::fs::RemoteFileSystem;
 use crate::line;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
@@ -78,7 +78,7 @@ pub(crate) struct Inner {
     /// Nothing if the server does not know the question.
     environment: OnceCell<Option<EnvironmentInfo>>,
     /// Replaces lost connections, and fails everything when there can be no more.
-    _keeper: AbortOnDrop,
+    _keeper: AbortOnDropHandle<()>,
     /// Dropped last, when the server's input has ended.
     _server: Option<ServerChild>,
 }
@@ -221,7 +221,7 @@ impl ExecServerClient {
             session_id: answer.session_id,
             detach_grace: answer.detach_grace_ms.map(Duration::from_millis),
             environment,
-            _keeper: AbortOnDrop(tokio::spawn(keeper.run())),
+            _keeper: AbortOnDropHandle::new(tokio::spawn(keeper.run())),
             _server: server,
         };
         let client = Self {

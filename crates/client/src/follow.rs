@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use exec_server_protocol::process::{Read, ReadParams, ReadResult};
-use tokio::task::JoinHandle;
 
 use crate::caller::{Caller, millis};
 use crate::error::ExecServerError;
@@ -23,16 +22,6 @@ const PULL_WAIT: Duration = Duration::from_secs(20);
 
 /// Repairs that may bring nothing before the process is given up.
 const MAX_FRUITLESS: u32 = 3;
-
-/// Ends its task when dropped.
-#[derive(Debug)]
-pub(crate) struct AbortOnDrop(pub(crate) JoinHandle<()>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
 
 /// Reads for one process.
 #[derive(Debug)]

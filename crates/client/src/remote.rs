@@ -23,6 +23,7 @@ use exec_server_transport::CallError;
 use exec_server_transport::peer::FirstCall;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::{
     BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
@@ -32,7 +33,7 @@ use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::extension;
-use crate::follow::{AbortOnDrop, Follower};
+use crate::follow::Follower;
 use crate::line::Connection;
 use crate::network::{self, NetworkPolicyDecider};
 use crate::route::{Registration, Route, Status};
@@ -267,7 +268,7 @@ struct Inner {
     /// Held while a write is under way, which keeps writes in the order of their calls.
     writes: tokio::sync::Mutex<WriteIds>,
     /// Ends with the process's last handle.
-    _follower: AbortOnDrop,
+    _follower: AbortOnDropHandle<()>,
 }
 
 impl fmt::Debug for Inner {
@@ -620,7 +621,7 @@ impl RemoteProcess {
             Delivery::Pull => tokio::spawn(follower.pull()),
         };
         let writes = tokio::sync::Mutex::new(details.write_ids.clone());
-        let _follower = AbortOnDrop(task);
+        let _follower = AbortOnDropHandle::new(task);
         Self {
             inner: Arc::new(Inner {
                 client,

@@ -17,7 +17,7 @@ use exec_server_relay::frame::{Body, Frame};
 use exec_server_relay::keys::Fingerprint;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::mailbox::Mailbox;
 use crate::store::Pending;
@@ -243,21 +243,7 @@ pub struct Happening {
 }
 
 /// Hears of other nodes until it is dropped.
-#[derive(Debug)]
-pub struct Hearing(JoinHandle<()>);
-
-impl Hearing {
-    /// What this task does.
-    pub fn new(task: JoinHandle<()>) -> Self {
-        Self(task)
-    }
-}
-
-impl Drop for Hearing {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
+pub type Hearing = AbortOnDropHandle<()>;
 
 /// Brings the sockets of an environment together.
 pub trait Router: fmt::Debug + Send + Sync {

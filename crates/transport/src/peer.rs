@@ -15,7 +15,7 @@ use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
 use exec_server_sync::Mutex;
 use serde_json::Value;
 use tokio::sync::{oneshot, watch};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Event, Incoming, Link, Outgoing};
@@ -87,16 +87,7 @@ pub type Answer = Pin<Box<dyn Future<Output = Result<Value, ErrorObject>> + Send
 pub struct Peer {
     shared: Arc<Shared>,
     /// Ends the reader task with the last clone.
-    _reader: Arc<AbortOnDrop>,
-}
-
-#[derive(Debug)]
-struct AbortOnDrop(JoinHandle<()>);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
+    _reader: Arc<AbortOnDropHandle<()>>,
 }
 
 #[derive(Debug)]
@@ -174,7 +165,7 @@ impl Peer {
         });
         Self {
             shared,
-            _reader: Arc::new(AbortOnDrop(task)),
+            _reader: Arc::new(AbortOnDropHandle::new(task)),
         }
     }
 

@@ -14,12 +14,12 @@ use std::sync::Arc;
 
 use exec_server_sync::Mutex;
 use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::connect::Connect;
 use super::gate::Gate;
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
-use crate::follow::AbortOnDrop;
 use crate::state::ConnectionState;
 
 /// A session that is opened when it is needed, and again when it was lost.
@@ -30,7 +30,7 @@ pub(super) struct Lazy {
     state: watch::Sender<State>,
     /// The attempt under way or the last one; held while the state turns to `Connecting`, so that
     /// there is one at a time.
-    attempt: Mutex<Option<AbortOnDrop>>,
+    attempt: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
 /// How the machine is reached.
@@ -109,7 +109,7 @@ impl Lazy {
             let (id, way) = (self.id.clone(), self.way.clone());
             let outcome = Outcome(self.state.clone());
             // Ends with its outcome, or with the last who could want it.
-            *attempt = Some(AbortOnDrop(runtime.spawn(async move {
+            *attempt = Some(AbortOnDropHandle::new(runtime.spawn(async move {
                 outcome.tell(connect(&id, way).await);
             })));
         }

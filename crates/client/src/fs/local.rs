@@ -23,6 +23,7 @@ use exec_server_protocol::sandbox::{Permissions, Sandbox};
 use exec_server_protocol::{PathUri, codes};
 use exec_server_sync::Mutex;
 use tokio::sync::oneshot;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
@@ -32,7 +33,6 @@ use super::{
 };
 use crate::backend::{BoxFuture, Reply};
 use crate::error::ExecServerError;
-use crate::follow::AbortOnDrop;
 
 /// Files of this machine.
 ///
@@ -51,7 +51,7 @@ pub struct LocalFileSystem {
     /// What watches trees for all clones.
     hub: Arc<Hub>,
     /// The one watch for something missing. Never held across an await.
-    missing: Arc<Mutex<Option<AbortOnDrop>>>,
+    missing: Arc<Mutex<Option<AbortOnDropHandle<()>>>>,
 }
 
 impl LocalFileSystem {
@@ -60,7 +60,7 @@ impl LocalFileSystem {
         Self::default()
     }
 
-    fn replace_missing(&self, next: Option<AbortOnDrop>) {
+    fn replace_missing(&self, next: Option<AbortOnDropHandle<()>>) {
         *self.missing.lock() = next;
     }
 }
@@ -427,7 +427,7 @@ impl ExecutorFileSystem for LocalFileSystem {
                     let _ = sender.send(());
                 }
             });
-            self.replace_missing(Some(AbortOnDrop(task)));
+            self.replace_missing(Some(AbortOnDropHandle::new(task)));
             Ok(Some(MissingWatch::new(receiver)))
         })
     }

@@ -15,6 +15,7 @@ use exec_server_protocol::fs::{self as wire, DirectoryEntry, HashResult, Metadat
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{Method, PathUri, codes};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::watch::Queue;
 use super::{
@@ -28,7 +29,6 @@ use crate::caller::{Caller, millis};
 use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::extension;
-use crate::follow::AbortOnDrop;
 
 /// Bytes that are read or written in one request of a server whose limits are not known to be ours:
 /// in base64 well below the 16 MiB that a compatible peer takes and we accept in one frame.
@@ -540,7 +540,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
             let (queue, caller) = (Arc::clone(&changes.queue), caller.clone());
             let keeper = keep_watching(caller, queue, params, generation);
             // Ends with the watch.
-            changes._keeper = Some(AbortOnDrop(tokio::spawn(keeper)));
+            changes._keeper = Some(AbortOnDropHandle::new(tokio::spawn(keeper)));
             Ok(FileChanges::new(result.path, changes))
         })
     }
@@ -741,7 +741,7 @@ struct RemoteChanges {
     queue: Arc<Queue>,
     watch_id: String,
     /// Asks for it again on later connections.
-    _keeper: Option<AbortOnDrop>,
+    _keeper: Option<AbortOnDropHandle<()>>,
 }
 
 /// Asks for a watch on every connection after `generation`; ends when it is not to be had, or there

@@ -15,7 +15,7 @@ use bytes::{Buf as _, Bytes, BytesMut};
 use exec_server_protocol::codes;
 use exec_server_protocol::limits::MAX_BLOCK_BYTES;
 use tokio::io::{AsyncRead, AsyncSeek, AsyncWrite, ReadBuf};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::backend::Reply;
 use crate::error::ExecServerError;
@@ -165,8 +165,10 @@ impl FileReader {
         let (file, offset) = (Arc::clone(&self.file), self.next);
         self.next = self.next.saturating_add(BLOCK_BYTES as u64);
         let task = async move { file.read(offset, BLOCK_BYTES).await };
-        self.ahead
-            .push_back((BLOCK_BYTES, Pending(tokio::spawn(task))));
+        self.ahead.push_back((
+            BLOCK_BYTES,
+            Pending(AbortOnDropHandle::new(tokio::spawn(task))),
+        ));
     }
 }
 
@@ -378,7 +380,8 @@ impl FileWriter {
         let file = Arc::clone(&self.file);
         let offset = self.position - block.len() as u64;
         let task = async move { file.write(offset, block).await };
-        self.ahead.push_back(Pending(tokio::spawn(task)));
+        self.ahead
+            .push_back(Pending(AbortOnDropHandle::new(tokio::spawn(task))));
     }
 }
 
@@ -401,7 +404,7 @@ impl AsyncWrite for FileWriter {
 }
 
 /// A request of its own task, which ends with this handle.
-struct Pending<T>(JoinHandle<Result<T, ExecServerError>>);
+struct Pending<T>(AbortOnDropHandle<Result<T, ExecServerError>>);
 
 impl<T> Pending<T> {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<T, ExecServerError>> {
@@ -412,12 +415,6 @@ impl<T> Pending<T> {
                 "the runtime is shutting down".into(),
             )),
         })
-    }
-}
-
-impl<T> Drop for Pending<T> {
-    fn drop(&mut self) {
-        self.0.abort();
     }
 }
 
