@@ -4,7 +4,6 @@
 //! connection to a server or the machine itself.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,8 +19,7 @@ use crate::error::ExecServerError;
 use crate::event::ExecProcessEvents;
 use crate::network::NetworkPolicyDecider;
 
-/// A boxed future, which keeps the traits usable as `dyn`.
-pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+pub use futures_util::future::BoxFuture;
 
 /// What most methods of the traits answer with.
 pub type Reply<'a, T> = BoxFuture<'a, Result<T, ExecServerError>>;

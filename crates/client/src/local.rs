@@ -182,7 +182,7 @@ struct Deciding {
 }
 
 impl Authority for Deciding {
-    fn ask(&self, target: PolicyTarget) -> exec_server_network::BoxFuture<PolicyAnswer> {
+    fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let decider = self.decider.clone();
         Box::pin(async move {
             let Some((decider, patience)) = decider else {

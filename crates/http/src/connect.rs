@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use http::Uri;
 use http::header::HeaderValue;
 use hyper::rt::{Read, ReadBufCursor, Write};
@@ -48,7 +49,6 @@ pub enum ProxyChoice {
 
 /// An error of whatever kind.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
-type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Opens connections; cheap to clone.
 #[derive(Clone)]
@@ -325,7 +325,7 @@ async fn tls() -> Result<TlsConnector, BoxError> {
 impl Service<Uri> for Connector {
     type Response = Stream;
     type Error = BoxError;
-    type Future = BoxFuture<Result<Stream, BoxError>>;
+    type Future = BoxFuture<'static, Result<Stream, BoxError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         Poll::Ready(Ok(()))
@@ -343,7 +343,7 @@ struct ToProxy(Connector);
 impl Service<Uri> for ToProxy {
     type Response = TokioIo<Box<dyn Duplex>>;
     type Error = BoxError;
-    type Future = BoxFuture<Result<Self::Response, BoxError>>;
+    type Future = BoxFuture<'static, Result<Self::Response, BoxError>>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         Poll::Ready(Ok(()))
@@ -374,7 +374,7 @@ struct Checked {
 impl Service<Name> for Checked {
     type Response = std::vec::IntoIter<SocketAddr>;
     type Error = BoxError;
-    type Future = BoxFuture<Result<Self::Response, BoxError>>;
+    type Future = BoxFuture<'static, Result<Self::Response, BoxError>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         self.inner.poll_ready(cx).map_err(Into::into)

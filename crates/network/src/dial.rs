@@ -25,7 +25,7 @@ const MAX_TRIED: usize = 4;
 /// Finds the addresses of names.
 pub trait Resolve: fmt::Debug + Send + Sync + 'static {
     /// All addresses of a name, with this port.
-    fn resolve(&self, name: String, port: u16) -> BoxFuture<io::Result<Vec<SocketAddr>>>;
+    fn resolve(&self, name: String, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 }
 
 /// Names that one process has looked up at the same time: each takes a thread for as long as the
@@ -47,7 +47,7 @@ impl Default for SystemResolver {
 }
 
 impl Resolve for SystemResolver {
-    fn resolve(&self, name: String, port: u16) -> BoxFuture<io::Result<Vec<SocketAddr>>> {
+    fn resolve(&self, name: String, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
         let slots = Arc::clone(&self.slots);
         Box::pin(async move {
             let slot = slots.acquire_owned().await.map_err(io::Error::other)?;

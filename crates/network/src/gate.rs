@@ -24,7 +24,7 @@ const MAX_REASON_BYTES: usize = 1024;
 /// Whoever decides what the rules do not, and hears of every decision.
 pub trait Authority: fmt::Debug + Send + Sync + 'static {
     /// Asks about a host that no rule is about. Must answer in the end, if only because time is up.
-    fn ask(&self, target: PolicyTarget) -> BoxFuture<PolicyAnswer>;
+    fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer>;
 
     /// Tells of a decision; must not wait.
     fn tell(&self, decision: Decision);
@@ -306,7 +306,7 @@ pub(crate) mod tests {
     }
 
     impl Authority for Script {
-        fn ask(&self, target: PolicyTarget) -> BoxFuture<PolicyAnswer> {
+        fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
             self.asked.lock().unwrap().push(target);
             let answer = self.answers.lock().unwrap().pop_front();
             Box::pin(async { answer.unwrap_or_else(PolicyAnswer::not_allowed) })
@@ -332,7 +332,7 @@ pub(crate) mod tests {
     }
 
     impl Resolve for Names {
-        fn resolve(&self, _: String, _: u16) -> BoxFuture<io::Result<Vec<SocketAddr>>> {
+        fn resolve(&self, _: String, _: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
             let mut lists = self.0.lock().unwrap();
             let answer = if lists.len() > 1 {
                 lists.pop_front()

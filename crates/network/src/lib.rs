@@ -28,5 +28,4 @@ pub use managed::Managed;
 pub use plan::{Binding, Plan, PlanError, Wanted};
 pub use proxy::{Proxy, ProxyConfig, Sockets};
 
-/// A boxed future, which keeps traits usable as `dyn`.
-pub type BoxFuture<T> = std::pin::Pin<Box<dyn Future<Output = T> + Send>>;
+pub use futures_util::future::BoxFuture;

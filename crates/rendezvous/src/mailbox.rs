@@ -9,10 +9,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::Bytes;
 use exec_server_sync::{Mutex, MutexGuard};
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-
-use crate::store::Pending;
 
 /// What a message costs besides its bytes.
 const OVERHEAD_BYTES: usize = 64;
@@ -82,7 +81,7 @@ impl Mailbox {
         lane: &Arc<str>,
         message: &Bytes,
         limit: usize,
-    ) -> Result<(), Pending<'static, ()>> {
+    ) -> Result<(), BoxFuture<'static, ()>> {
         let mut inner = self.lock();
         if let Some(found) = inner.lanes.get_mut(lane)
             && found.bytes + message.len() > limit

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_sync::{Mutex, RwLock};
+use futures_util::future::BoxFuture;
 use ring::signature::{
     ECDSA_P256_SHA256_FIXED, ED25519, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
     UnparsedPublicKey,
@@ -19,7 +20,6 @@ use ring::signature::{
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
-use crate::store::Pending;
 use crate::tenants;
 use crate::tokens::{Caller, Role};
 
@@ -73,7 +73,7 @@ impl OidcConfig {
 /// Where an issuer's keys come from: the text of a JWKS document.
 pub trait KeySource: fmt::Debug + Send + Sync {
     /// Gets it; the error is for the log.
-    fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>>;
+    fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>>;
 }
 
 /// Why a signed token speaks for nobody.
@@ -575,7 +575,7 @@ mod tests {
     }
 
     impl KeySource for Source {
-        fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
+        fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
             *self.fetched.lock() += 1;
             let document = self.document.lock().to_string();
             Box::pin(std::future::ready(Ok(document.into_bytes())))

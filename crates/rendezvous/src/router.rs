@@ -4,6 +4,8 @@
 //! `nats::NatsRouter` the one for many: a socket is known by its [`Mailbox`], and gives what it
 //! receives to an [`Uplink`].
 
+use futures_util::future::BoxFuture;
+
 pub mod local;
 #[cfg(feature = "nats")]
 pub mod nats;
@@ -20,7 +22,6 @@ use serde_json::{Map, Value};
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::mailbox::Mailbox;
-use crate::store::Pending;
 use crate::tenants;
 use crate::tenants::share::Rates;
 
@@ -103,7 +104,7 @@ pub enum Outcome {
     /// There is no room for it now.
     Full {
         /// When to try again.
-        ready: Pending<'static, ()>,
+        ready: BoxFuture<'static, ()>,
         /// Who else has to wait meanwhile.
         holding_up: HoldingUp,
     },
@@ -252,32 +253,32 @@ pub trait Router: fmt::Debug + Send + Sync {
         &self,
         who: Executor,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>>;
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>>;
 
     /// Attaches a harness.
     fn attach_harness(
         &self,
         who: Harness,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>>;
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>>;
 
     /// The registration of the executor that is attached; waits a little for one that has just gone.
-    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>>;
+    fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>>;
 
     /// Ends the sockets and streams of somebody; says how many sockets that were.
-    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize>;
+    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize>;
 
     /// Ends the sockets of harnesses that `stays` does not want any more.
     fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
 
     /// All nodes that work together, this one first.
-    fn nodes(&self) -> Pending<'_, Vec<Node>>;
+    fn nodes(&self) -> BoxFuture<'_, Vec<Node>>;
 
     /// All environments whose executor is attached, wherever that is.
-    fn places(&self) -> Pending<'_, Vec<Place>>;
+    fn places(&self) -> BoxFuture<'_, Vec<Place>>;
 
     /// The streams of all environments, or of one.
-    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>>;
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>>;
 
     /// Sockets of a tenant's harnesses at other nodes, as far as this one has heard.
     fn streams_elsewhere(&self, _tenant: &str) -> u64 {
@@ -302,8 +303,8 @@ pub trait Router: fmt::Debug + Send + Sync {
     }
 
     /// Asks a node to send everybody elsewhere and to end; `false` if there is no such node.
-    fn drain(&self, node: &str) -> Pending<'_, bool>;
+    fn drain(&self, node: &str) -> BoxFuture<'_, bool>;
 
     /// Done when somebody has asked this node to drain.
-    fn told_to_drain(&self) -> Pending<'_, ()>;
+    fn told_to_drain(&self) -> BoxFuture<'_, ()>;
 }

@@ -3,21 +3,19 @@
 //! Owns the records and the trait that keeps them. The embedded implementation is
 //! [`embedded::Embedded`], the one that many meeting points share is `nats::NatsStore`.
 
+use futures_util::future::BoxFuture;
+
 pub mod embedded;
 #[cfg(feature = "nats")]
 pub mod nats;
 
 use std::fmt;
-use std::pin::Pin;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use exec_server_relay::keys::PublicKey;
 use serde::{Deserialize, Serialize};
 
 use crate::tenants;
-
-/// What a trait object's function gives that may have to wait.
-pub type Pending<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
 /// One environment and the executor that stands for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,13 +63,13 @@ pub trait Store: fmt::Debug + Send + Sync {
     fn registration(
         &self,
         environment: &str,
-    ) -> Pending<'_, Result<Option<Registration>, StoreError>>;
+    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>>;
 
     /// All registrations, by environment.
-    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>>;
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>>;
 
     /// How many environments a tenant has.
-    fn environments(&self, tenant: &str) -> Pending<'_, Result<u64, StoreError>> {
+    fn environments(&self, tenant: &str) -> BoxFuture<'_, Result<u64, StoreError>> {
         let tenant = tenant.to_owned();
         Box::pin(async move {
             let all = self.registrations().await?;
@@ -88,30 +86,30 @@ pub trait Store: fmt::Debug + Send + Sync {
         &self,
         registration: Registration,
         replaces: Option<String>,
-    ) -> Pending<'_, Result<bool, StoreError>>;
+    ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
     /// Forgets an environment; `false` if it was not there.
-    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>>;
+    fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>>;
 
     /// Whether any of these harness names is revoked, everywhere or in this environment.
     fn is_revoked(
         &self,
         environment: &str,
         harnesses: [String; 2],
-    ) -> Pending<'_, Result<bool, StoreError>>;
+    ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
     /// Everybody who is revoked.
-    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>>;
+    fn revocations(&self) -> BoxFuture<'_, Result<Vec<Revocation>, StoreError>>;
 
     /// Revokes a harness.
-    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>>;
+    fn revoke(&self, revocation: Revocation) -> BoxFuture<'_, Result<(), StoreError>>;
 
     /// Takes a revocation back; `false` if there was none.
     fn permit(
         &self,
         environment: Option<String>,
         harness: String,
-    ) -> Pending<'_, Result<bool, StoreError>>;
+    ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
     /// What time it is, in seconds since 1970: the same for all who share the store.
     fn unix_now(&self) -> u64 {

@@ -26,7 +26,7 @@ pub(crate) struct Driving {
 }
 
 impl Authority for Driving {
-    fn ask(&self, request: PolicyTarget) -> BoxFuture<PolicyAnswer> {
+    fn ask(&self, request: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let driver = self.session.driver();
         let params = PolicyRequestParams {
             process_id: self.process_id.clone(),

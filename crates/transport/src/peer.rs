@@ -5,7 +5,6 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,6 +12,7 @@ use std::time::{Duration, Instant};
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
 use exec_server_sync::Mutex;
+use futures_util::future::BoxFuture;
 use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
@@ -80,7 +80,7 @@ pub trait Handler: Send + 'static {
 }
 
 /// The answer to a request of the server, once there is one.
-pub type Answer = Pin<Box<dyn Future<Output = Result<Value, ErrorObject>> + Send>>;
+pub type Answer = BoxFuture<'static, Result<Value, ErrorObject>>;
 
 /// One end of a link, for making calls; cheap to clone.
 #[derive(Debug, Clone)]

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use exec_server_client::BoxFuture;
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
-use exec_server_rendezvous::store::Pending;
 use exec_server_transport::registry::{Proxies, api};
 use exec_server_transport::tls::TlsClientOptions;
 use tokio::time::Instant;
@@ -32,7 +32,7 @@ enum Keys {
 }
 
 impl KeySource for Keys {
-    fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
+    fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
         Box::pin(async move {
             match self {
                 Self::File(path) => {

@@ -7,11 +7,12 @@ use std::io::{Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context as _, bail};
+use exec_server_client::BoxFuture;
 use exec_server_service::Server;
 use exec_server_service::remote::{self, RemoteEnvironmentConfig, Status};
 use exec_server_transport::registry::auth::{MAX_LINE_BYTES, RegistryAuth, ScopedCredential};
@@ -130,7 +131,7 @@ fn handed_over() -> anyhow::Result<Vec<(String, Secret)>> {
 }
 
 /// Something that ends the program when it does.
-type Ending = Pin<Box<dyn Future<Output = anyhow::Result<()>> + Send>>;
+type Ending = BoxFuture<'static, anyhow::Result<()>>;
 
 /// What an environment needs to be served or forwarded, and what ends it.
 pub(super) struct Setup {

@@ -386,7 +386,7 @@ struct Silent {
 }
 
 impl Authority for Silent {
-    fn ask(&self, _: PolicyTarget) -> BoxFuture<PolicyAnswer> {
+    fn ask(&self, _: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         struct Dropped(Arc<Notify>);
         impl Drop for Dropped {
             fn drop(&mut self) {

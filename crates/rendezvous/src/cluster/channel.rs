@@ -19,6 +19,7 @@ use exec_server_relay::Reason;
 use exec_server_relay::frame::decode;
 use exec_server_relay::limits::MAX_FRAME_BYTES;
 use exec_server_sync::Mutex;
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -28,7 +29,6 @@ use super::wire::{Control, Piece, pieces};
 use crate::mailbox::Mailbox;
 use crate::router::local::reset;
 use crate::router::{Harness, HoldingUp, Kind, Outcome, Uplink};
-use crate::store::Pending;
 
 /// Bytes taken from a mailbox at a time.
 const BATCH_BYTES: u64 = 256 << 10;
@@ -93,7 +93,7 @@ enum Item {
 
 enum Step {
     Done,
-    Wait(Item, Pending<'static, ()>),
+    Wait(Item, BoxFuture<'static, ()>),
 }
 
 impl std::fmt::Debug for Channel {
@@ -246,7 +246,7 @@ impl Channel {
     }
 
     /// Passes on what waits, until nothing does.
-    async fn catch_up(self: Arc<Self>, shared: &Arc<Shared>, mut ready: Pending<'static, ()>) {
+    async fn catch_up(self: Arc<Self>, shared: &Arc<Shared>, mut ready: BoxFuture<'static, ()>) {
         loop {
             tokio::select! {
                 () = ready => {}

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_nats::{Client, Subject};
 use bytes::Bytes;
+use futures_util::future::BoxFuture;
 use tokio::sync::{Notify, mpsc};
 
 use super::wire::cut;
-use crate::store::Pending;
 
 /// Bytes that may wait before streams have to. Single streams are bounded long before, by what
 /// their receivers grant.
@@ -78,8 +78,8 @@ impl Outbox {
     }
 
     /// What to wait for before more frames are put in, if anything.
-    pub(crate) fn full(&self) -> Option<Pending<'static, ()>> {
+    pub(crate) fn full(&self) -> Option<BoxFuture<'static, ()>> {
         let room = Arc::clone(&self.room).notified_owned();
-        (self.waiting.load(Ordering::Relaxed) >= LIMIT).then(|| Box::pin(room) as Pending<'_, ()>)
+        (self.waiting.load(Ordering::Relaxed) >= LIMIT).then(|| Box::pin(room) as BoxFuture<'_, ()>)
     }
 }

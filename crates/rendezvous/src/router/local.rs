@@ -20,6 +20,7 @@ use exec_server_relay::keys::Fingerprint;
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::frame::{Opcode, push_parts};
 use exec_server_transport::journal;
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -28,7 +29,6 @@ use super::{
     Uplink, Whom,
 };
 use crate::mailbox::{Backlog, Mailbox};
-use crate::store::Pending;
 use crate::tenants;
 
 /// Bounds of a router.
@@ -660,7 +660,7 @@ impl Router for Local {
         &self,
         who: Executor,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         let uplink = self.take_executor(&who, mailbox);
         Box::pin(std::future::ready(Ok(uplink)))
     }
@@ -669,16 +669,16 @@ impl Router for Local {
         &self,
         who: Harness,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(std::future::ready(self.take_harness(who, mailbox, None)))
     }
 
-    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
+    fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>> {
         let environment: Arc<str> = environment.into();
         Box::pin(async { Ok(self.wait_for_executor(environment).await) })
     }
 
-    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
+    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize> {
         Box::pin(std::future::ready(self.turn_out_now(&whom, &reason)))
     }
 
@@ -700,19 +700,19 @@ impl Router for Local {
         count
     }
 
-    fn nodes(&self) -> Pending<'_, Vec<Node>> {
+    fn nodes(&self) -> BoxFuture<'_, Vec<Node>> {
         Box::pin(std::future::ready(vec![self.node()]))
     }
 
-    fn places(&self) -> Pending<'_, Vec<Place>> {
+    fn places(&self) -> BoxFuture<'_, Vec<Place>> {
         Box::pin(std::future::ready(self.places_here()))
     }
 
-    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>> {
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>> {
         Box::pin(std::future::ready(self.streams_here(environment)))
     }
 
-    fn drain(&self, node: &str) -> Pending<'_, bool> {
+    fn drain(&self, node: &str) -> BoxFuture<'_, bool> {
         let own = node == self.0.node;
         if own {
             self.0.drain.cancel();
@@ -720,7 +720,7 @@ impl Router for Local {
         Box::pin(std::future::ready(own))
     }
 
-    fn told_to_drain(&self) -> Pending<'_, ()> {
+    fn told_to_drain(&self) -> BoxFuture<'_, ()> {
         Box::pin(self.0.drain.cancelled())
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_relay::Reason;
+use futures_util::future::BoxFuture;
 
 use super::{
     AttachError, Executor, Happening, Harness, Hearing, Kind, Node, Outcome, Place, Router,
@@ -19,7 +20,6 @@ use super::{
 use crate::cluster::rules::Route;
 use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
 use crate::mailbox::Mailbox;
-use crate::store::Pending;
 use crate::tenants::share::Rates;
 
 /// What somebody hears who comes to a node that is about to end.
@@ -214,7 +214,7 @@ impl Router for NatsRouter {
         &self,
         who: Executor,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(self.attach_executor(who, mailbox))
     }
 
@@ -222,11 +222,11 @@ impl Router for NatsRouter {
         &self,
         who: Harness,
         mailbox: Arc<Mailbox>,
-    ) -> Pending<'_, Result<Box<dyn Uplink>, AttachError>> {
+    ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
         Box::pin(self.attach_harness(who, mailbox))
     }
 
-    fn attached(&self, environment: &str) -> Pending<'_, Result<Option<Arc<str>>, AttachError>> {
+    fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>> {
         let environment: Arc<str> = environment.into();
         Box::pin(async move {
             Ok(match self.shared().find(&environment, None).await? {
@@ -237,7 +237,7 @@ impl Router for NatsRouter {
         })
     }
 
-    fn turn_out(&self, whom: Whom, reason: Reason) -> Pending<'_, usize> {
+    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize> {
         Box::pin(self.turn_out(whom, reason))
     }
 
@@ -253,15 +253,15 @@ impl Router for NatsRouter {
         count + shared.local.review(stays, reason)
     }
 
-    fn nodes(&self) -> Pending<'_, Vec<Node>> {
+    fn nodes(&self) -> BoxFuture<'_, Vec<Node>> {
         Box::pin(std::future::ready(self.shared().nodes()))
     }
 
-    fn places(&self) -> Pending<'_, Vec<Place>> {
+    fn places(&self) -> BoxFuture<'_, Vec<Place>> {
         Box::pin(self.places())
     }
 
-    fn streams(&self, environment: Option<&str>) -> Pending<'_, Vec<StreamPlace>> {
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>> {
         let environment = environment.map(str::to_owned);
         Box::pin(async move {
             let shared = self.shared();
@@ -291,7 +291,7 @@ impl Router for NatsRouter {
         Some(self.shared().hear(tell))
     }
 
-    fn drain(&self, node: &str) -> Pending<'_, bool> {
+    fn drain(&self, node: &str) -> BoxFuture<'_, bool> {
         let node = node.to_owned();
         Box::pin(async move {
             let shared = self.shared();
@@ -307,7 +307,7 @@ impl Router for NatsRouter {
         })
     }
 
-    fn told_to_drain(&self) -> Pending<'_, ()> {
+    fn told_to_drain(&self) -> BoxFuture<'_, ()> {
         self.shared().local.told_to_drain()
     }
 }

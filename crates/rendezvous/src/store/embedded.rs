@@ -6,11 +6,12 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use futures_util::future::BoxFuture;
 use redb::{Database, ReadableDatabase as _, ReadableTable as _, TableDefinition};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{Pending, Registration, Revocation, Store, StoreError};
+use super::{Registration, Revocation, Store, StoreError};
 use crate::tenants;
 
 /// By environment.
@@ -80,7 +81,7 @@ impl Embedded {
         &self,
         doing: &'static str,
         work: impl FnOnce(&Database) -> Result<T, Failure> + Send + 'static,
-    ) -> Pending<'static, Result<T, StoreError>> {
+    ) -> BoxFuture<'static, Result<T, StoreError>> {
         let database = Arc::clone(&self.database);
         Box::pin(async move {
             match tokio::task::spawn_blocking(move || work(&database)).await {
@@ -96,7 +97,7 @@ impl Embedded {
         &self,
         doing: &'static str,
         look: impl FnOnce(&Database) -> Result<T, Failure>,
-    ) -> Pending<'static, Result<T, StoreError>> {
+    ) -> BoxFuture<'static, Result<T, StoreError>> {
         let result = look(&self.database).map_err(|source| StoreError { doing, source });
         Box::pin(std::future::ready(result))
     }
@@ -106,7 +107,7 @@ impl Store for Embedded {
     fn registration(
         &self,
         environment: &str,
-    ) -> Pending<'_, Result<Option<Registration>, StoreError>> {
+    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>> {
         self.look("read a registration", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table
@@ -116,14 +117,14 @@ impl Store for Embedded {
         })
     }
 
-    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>> {
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>> {
         self.work("list registrations", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
         })
     }
 
-    fn environments(&self, tenant: &str) -> Pending<'_, Result<u64, StoreError>> {
+    fn environments(&self, tenant: &str) -> BoxFuture<'_, Result<u64, StoreError>> {
         let tenant = tenant.to_owned();
         self.work("count registrations", move |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
@@ -148,7 +149,7 @@ impl Store for Embedded {
         &self,
         registration: Registration,
         replaces: Option<String>,
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.work("write a registration", move |database| {
             let write = database.begin_write()?;
             {
@@ -168,7 +169,7 @@ impl Store for Embedded {
         })
     }
 
-    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>> {
+    fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>> {
         let environment = environment.to_owned();
         self.work("remove a registration", move |database| {
             let write = database.begin_write()?;
@@ -185,7 +186,7 @@ impl Store for Embedded {
         &self,
         environment: &str,
         harnesses: [String; 2],
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.look("read revocations", |database| {
             let table = database.begin_read()?.open_table(REVOCATIONS)?;
             for harness in &harnesses {
@@ -202,14 +203,14 @@ impl Store for Embedded {
         })
     }
 
-    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>> {
+    fn revocations(&self) -> BoxFuture<'_, Result<Vec<Revocation>, StoreError>> {
         self.work("list revocations", |database| {
             let table = database.begin_read()?.open_table(REVOCATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
         })
     }
 
-    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>> {
+    fn revoke(&self, revocation: Revocation) -> BoxFuture<'_, Result<(), StoreError>> {
         self.work("write a revocation", move |database| {
             let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
             let write = database.begin_write()?;
@@ -225,7 +226,7 @@ impl Store for Embedded {
         &self,
         environment: Option<String>,
         harness: String,
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.work("take back a revocation", move |database| {
             let key = revocation_key(environment.as_deref(), &harness);
             let write = database.begin_write()?;

@@ -5,9 +5,10 @@
 //! turned out by that watch, on every node.
 
 use async_nats::jetstream::kv;
+use futures_util::future::BoxFuture;
 use serde::Serialize;
 
-use super::{Pending, Registration, Revocation, Store, StoreError};
+use super::{Registration, Revocation, Store, StoreError};
 use crate::cluster::Cluster;
 use crate::cluster::{AWAY, Failure, Key};
 
@@ -26,7 +27,7 @@ impl NatsStore {
         &'a self,
         doing: &'static str,
         work: impl Future<Output = Result<T, Failure>> + Send + 'a,
-    ) -> Pending<'a, Result<T, StoreError>> {
+    ) -> BoxFuture<'a, Result<T, StoreError>> {
         Box::pin(async move {
             let result = match self.0.0.is_fresh() {
                 true => work.await,
@@ -49,7 +50,7 @@ impl Store for NatsStore {
     fn registration(
         &self,
         environment: &str,
-    ) -> Pending<'_, Result<Option<Registration>, StoreError>> {
+    ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>> {
         let environment = environment.to_owned();
         self.work("read a registration", async move {
             let found = self.0.0.read_registration(&environment).await?;
@@ -57,7 +58,7 @@ impl Store for NatsStore {
         })
     }
 
-    fn registrations(&self) -> Pending<'_, Result<Vec<Registration>, StoreError>> {
+    fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>> {
         self.work("list registrations", async move {
             let values: Vec<_> = self.0.0.state().registrations.values().cloned().collect();
             let read = values.iter().map(|value| serde_json::from_slice(value));
@@ -71,7 +72,7 @@ impl Store for NatsStore {
         &self,
         registration: Registration,
         replaces: Option<String>,
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.work("write a registration", async move {
             let key = Key::Registration(registration.environment.clone()).to_string();
             let (revision, value) = self.0.0.read(key.clone()).await?;
@@ -91,7 +92,7 @@ impl Store for NatsStore {
         })
     }
 
-    fn remove(&self, environment: &str) -> Pending<'_, Result<bool, StoreError>> {
+    fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>> {
         let key = Key::Registration(environment.to_owned()).to_string();
         self.work("remove a registration", async move {
             let (revision, value) = self.0.0.read(key.clone()).await?;
@@ -108,7 +109,7 @@ impl Store for NatsStore {
         &self,
         environment: &str,
         harnesses: [String; 2],
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         let environment = environment.to_owned();
         self.work("read revocations", async move {
             let state = self.0.0.state();
@@ -121,7 +122,7 @@ impl Store for NatsStore {
         })
     }
 
-    fn revocations(&self) -> Pending<'_, Result<Vec<Revocation>, StoreError>> {
+    fn revocations(&self) -> BoxFuture<'_, Result<Vec<Revocation>, StoreError>> {
         self.work("list revocations", async move {
             let mut all: Vec<_> = self.0.0.state().revocations.values().cloned().collect();
             all.sort_by(|a, b| (&a.environment, &a.harness).cmp(&(&b.environment, &b.harness)));
@@ -129,7 +130,7 @@ impl Store for NatsStore {
         })
     }
 
-    fn revoke(&self, revocation: Revocation) -> Pending<'_, Result<(), StoreError>> {
+    fn revoke(&self, revocation: Revocation) -> BoxFuture<'_, Result<(), StoreError>> {
         self.work("write a revocation", async move {
             let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
             let shared = &self.0.0;
@@ -144,7 +145,7 @@ impl Store for NatsStore {
         &self,
         environment: Option<String>,
         harness: String,
-    ) -> Pending<'_, Result<bool, StoreError>> {
+    ) -> BoxFuture<'_, Result<bool, StoreError>> {
         self.work("take back a revocation", async move {
             let key = revocation_key(environment.as_deref(), &harness);
             let shared = &self.0.0;

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_rendezvous::Config;
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
-use exec_server_rendezvous::store::Pending;
+use futures_util::future::BoxFuture;
 use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ struct Issuer {
 }
 
 impl KeySource for Issuer {
-    fn fetch(&self) -> Pending<'_, Result<Vec<u8>, String>> {
+    fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>> {
         let document = self.document.lock().unwrap().clone();
         Box::pin(std::future::ready(Ok(document.into_bytes())))
     }
