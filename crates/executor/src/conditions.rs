@@ -19,7 +19,7 @@ use regex_automata::util::syntax;
 use tokio::time::Instant;
 
 use crate::look;
-use crate::process::{Process, Watch, blocking};
+use crate::process::{Process, Watch, blocking, sleep_until};
 
 /// The longest match that is always found.
 pub const MATCH_BYTES: usize = 16 * 1024;
@@ -417,13 +417,6 @@ impl Waiting<'_> {
         });
         add(&mut result);
         result
-    }
-}
-
-async fn sleep_until(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => tokio::time::sleep_until(moment).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::{ErrorObject, Method, Notification, RequestId, codes};
 use exec_server_sync::Mutex;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, OptionFuture};
 use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
@@ -416,9 +416,10 @@ impl<H: Handler> Reader<H> {
                 Some(Action::Wait(until)) => Some(until),
                 None => None,
             };
+            let wake = OptionFuture::from(wake.map(|at| tokio::time::sleep_until(at.into())));
             let event = tokio::select! {
                 event = self.incoming.recv() => event,
-                () = sleep_until(wake) => continue,
+                Some(()) = wake => continue,
                 _ = closed.changed() => return self.shared.reason().to_string(),
             };
             if let Some(keepalive) = &mut self.keepalive {
@@ -470,13 +471,6 @@ async fn handle(
         };
         keepalive.heard(Instant::now());
         return outcome;
-    }
-}
-
-async fn sleep_until(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => tokio::time::sleep_until(moment.into()).await,
-        None => std::future::pending().await,
     }
 }
 

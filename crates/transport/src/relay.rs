@@ -16,7 +16,7 @@ use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Waker, ready};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -25,6 +25,8 @@ use exec_server_relay::{
     Endpoint, Event, ExecutorConfig, HarnessConfig, Mode, Reason, SendError, StreamKey,
 };
 use exec_server_sync::{Mutex, MutexGuard};
+use futures_util::future::OptionFuture;
+use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
@@ -266,34 +268,12 @@ struct Core {
 /// Where the two halves of one stream's link wait.
 struct Port {
     stream_id: Arc<str>,
-    readable: Waiter,
-    writable: Waiter,
+    readable: AtomicWaker,
+    writable: AtomicWaker,
     ended: watch::Sender<Option<Reason>>,
     /// What came and was not read before the end.
     unread: Mutex<VecDeque<Bytes>>,
     harness: Option<PublicKey>,
-}
-
-/// Whoever waits for something; one at a time.
-#[derive(Default)]
-struct Waiter(Mutex<Option<Waker>>);
-
-impl Waiter {
-    /// To be called before looking whether there is something to wait for.
-    fn register(&self, cx: &Context<'_>) {
-        let mut waker = self.0.lock();
-        match &mut *waker {
-            Some(waker) => waker.clone_from(cx.waker()),
-            None => *waker = Some(cx.waker().clone()),
-        }
-    }
-
-    fn wake(&self) {
-        let waker = self.0.lock().take();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
 }
 
 impl Shared {
@@ -403,8 +383,8 @@ impl Port {
     fn new(stream_id: Arc<str>, harness: Option<PublicKey>) -> Self {
         Self {
             stream_id,
-            readable: Waiter::default(),
-            writable: Waiter::default(),
+            readable: AtomicWaker::default(),
+            writable: AtomicWaker::default(),
             ended: watch::Sender::new(None),
             unread: Mutex::default(),
             harness,
@@ -683,16 +663,12 @@ async fn run_timers(shared: &Shared) -> std::convert::Infallible {
             core.armed = core.endpoint.next_deadline();
             core.armed
         };
-        match deadline {
-            Some(deadline) => {
-                tokio::select! {
-                    () = tokio::time::sleep_until(deadline.into()) => {
-                        shared.update(|endpoint, now| endpoint.handle_timeout(now));
-                    }
-                    () = shared.timers.notified() => {}
-                }
+        let due = OptionFuture::from(deadline.map(|at| tokio::time::sleep_until(at.into())));
+        tokio::select! {
+            Some(()) = due => {
+                shared.update(|endpoint, now| endpoint.handle_timeout(now));
             }
-            None => shared.timers.notified().await,
+            () = shared.timers.notified() => {}
         }
     }
 }
@@ -814,7 +790,7 @@ impl Source for FromStream {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
         // There may be something for as long as somebody sends; others want to run too.
         let operation = ready!(tokio::task::coop::poll_proceed(cx));
-        self.port.readable.register(cx);
+        self.port.readable.register(cx.waker());
         // Before reading: what comes between the two is found by the next turn.
         let closed = self.port.is_closed();
         let read = |endpoint: &mut Endpoint, now| endpoint.read_message(now, self.stream);
@@ -846,7 +822,7 @@ impl Sink for ToStream {
         messages: &mut VecDeque<Bytes>,
     ) -> Poll<io::Result<()>> {
         let operation = ready!(tokio::task::coop::poll_proceed(cx));
-        self.port.writable.register(cx);
+        self.port.writable.register(cx.waker());
         let stream = self.stream;
         let sent = self.shared.update(|endpoint, now| {
             while let Some(message) = messages.pop_front() {

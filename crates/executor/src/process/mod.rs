@@ -572,6 +572,14 @@ pub async fn end_all(processes: &[Process], grace: Duration) {
     limits::sweep();
 }
 
+/// Sleeps until this moment, or forever without one.
+pub(crate) async fn sleep_until(moment: Option<tokio::time::Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Runs what may block away from the async workers.
 pub(crate) async fn blocking<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
     match tokio::task::spawn_blocking(work).await {

@@ -20,7 +20,7 @@ use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 
 use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
-use super::{Life, Shared, blocking};
+use super::{Life, Shared, blocking, sleep_until};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
 use crate::sandbox::Ledger;
@@ -238,7 +238,7 @@ impl Supervisor {
             () = writable_or_never(writable.as_deref()), if writable.is_some() => {
                 Wake::StdinWritable
             }
-            () = sleep_until(alarm), if alarm.is_some() => Wake::Alarm,
+            () = sleep_until(alarm.map(Into::into)), if alarm.is_some() => Wake::Alarm,
         }
     }
 
@@ -474,13 +474,6 @@ async fn writable_or_never(file: Option<&AsyncFd<OwnedFd>>) {
         Some(file) => {
             let _ = file.writable().await;
         }
-        None => std::future::pending().await,
-    }
-}
-
-async fn sleep_until(moment: Option<Instant>) {
-    match moment {
-        Some(moment) => tokio::time::sleep_until(moment.into()).await,
         None => std::future::pending().await,
     }
 }

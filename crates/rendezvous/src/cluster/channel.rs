@@ -19,7 +19,7 @@ use exec_server_relay::Reason;
 use exec_server_relay::frame::decode;
 use exec_server_relay::limits::MAX_FRAME_BYTES;
 use exec_server_sync::Mutex;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, OptionFuture};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
@@ -364,18 +364,13 @@ impl Channel {
                 (true, None) => Some(tokio::time::Instant::now() + FAREWELL),
             };
             deadline = until;
-            let late = async {
-                match until {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
+            let late = OptionFuture::from(until.map(tokio::time::sleep_until));
             tokio::select! {
                 () = self.mailbox.filled() => {}
                 () = self.granted.notified() => {}
                 () = self.mailbox.closed(), if !closed => {}
                 () = self.ended.cancelled() => break,
-                () = late => break,
+                Some(()) = late => break,
             }
         }
         self.say(&shared, &Control::End);
