@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use exec_server_protocol::process::{EnvPolicy, StartParams};
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_protocol::text::shell_quoted;
 use exec_server_sync::Mutex;
 use tokio::sync::OnceCell;
 
@@ -287,7 +288,7 @@ impl Snapshot {
         // What a shell says of its own state, as that some of it is given, is nobody's concern.
         let text = format!(
             "{{ eval \"{values}\"; }} 2>/dev/null\nunset {names}\neval {}",
-            quoted(command)
+            shell_quoted(command)
         );
         if text.len() > MAX_TEXT_BYTES {
             return None;
@@ -315,11 +316,6 @@ fn parts(text: &str) -> impl Iterator<Item = &str> {
         rest = (!more.is_empty()).then_some(more);
         Some(part)
     })
-}
-
-/// One word for any shell.
-fn quoted(text: &str) -> String {
-    format!("'{}'", text.replace('\'', "'\\''"))
 }
 
 /// Has a shell tell its state, and another show that it can be given it.

@@ -21,6 +21,7 @@ pub mod process;
 pub mod sandbox;
 mod scan;
 pub mod session;
+pub mod text;
 
 pub use chunk::ByteChunk;
 pub use envelope::{ErrorObject, Incoming, RequestId};

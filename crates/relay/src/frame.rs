@@ -560,13 +560,10 @@ pub(crate) fn readers_agree(bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use exec_server_protocol::text::hex;
     use proptest::prelude::*;
 
     use super::*;
-
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
 
     #[test]
     fn frames_are_golden() {
@@ -598,7 +595,7 @@ mod tests {
                 "0801120173180720818080800868ac023a0308c801",
             ),
         ] {
-            assert_eq!(hex(&transmit.to_vec()), expected);
+            assert_eq!(hex(transmit.to_vec()), expected);
             assert_eq!(transmit.len(), expected.len() / 2);
             assert_eq!(transmit.parts().concat(), transmit.to_vec());
             decode(&transmit.to_vec()).unwrap();

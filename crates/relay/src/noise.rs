@@ -445,11 +445,9 @@ impl CryptoRng for Drawn {}
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use exec_server_protocol::text::hex;
 
-    fn hex(bytes: &[u8]) -> String {
-        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-    }
+    use super::*;
 
     fn sha256(bytes: &[u8]) -> String {
         hex(ring::digest::digest(&ring::digest::SHA256, bytes).as_ref())
@@ -477,7 +475,7 @@ mod tests {
     #[test]
     fn prologue_is_golden() {
         assert_eq!(
-            hex(&prologue("env-1", "registration-1", "stream-1")),
+            hex(prologue("env-1", "registration-1", "stream-1")),
             "0000000000000020636f6465782d657865632d7365727665722d72656c61792d6e6f6973652f7631\
              0000000000000005656e762d31\
              000000000000000e726567697374726174696f6e2d31\
@@ -490,7 +488,7 @@ mod tests {
         let harness = Identity::from_seed(&seed(1, 2));
         let executor = Identity::from_seed(&seed(3, 4));
         assert_eq!(
-            hex(&harness.public.x25519),
+            hex(harness.public.x25519),
             "a4e09292b651c278b9772c569f5fa9bb13d906b46ab68c9df9dc2b4409f8a209"
         );
         assert_eq!(
@@ -498,7 +496,7 @@ mod tests {
             "718469495294b6b0b9875f0cd62f2b8fda0ac3852711a87d5c461d7d0d9df7a3"
         );
         assert_eq!(
-            hex(&executor.public.x25519),
+            hex(executor.public.x25519),
             "5dfedd3b6bd47f6fa28ee15d969d5bb0ea53774d488bdaf9df1c6e0124b3ef22"
         );
         assert_eq!(
@@ -542,8 +540,8 @@ mod tests {
         let mut here = Channel::new(initiator, true).unwrap();
         let mut there = Channel::new(responder, false).unwrap();
         let hash = "390b899384de06828f589e69f0443c585c8a2a55ff5dac769c1519c81484269f";
-        assert_eq!(hex(&here.hash), hash);
-        assert_eq!(hex(&there.hash), hash);
+        assert_eq!(hex(here.hash), hash);
+        assert_eq!(hex(there.hash), hash);
         for (from, to, text, sealed) in [
             (
                 &mut here.sealer,

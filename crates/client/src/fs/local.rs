@@ -20,6 +20,7 @@ use exec_server_protocol::fs::{
 };
 use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::sandbox::{Permissions, Sandbox};
+use exec_server_protocol::text::hex;
 use exec_server_protocol::{PathUri, codes};
 use exec_server_sync::Mutex;
 use tokio::sync::oneshot;
@@ -346,7 +347,7 @@ impl ExecutorFileSystem for LocalFileSystem {
                 move |cancelled: Cancelled<'_>| files::hash(&path, options.length, cancelled);
             let (digest, length) = cancellable(work).await?;
             Ok(HashResult {
-                sha256: digest.iter().map(|byte| format!("{byte:02x}")).collect(),
+                sha256: hex(digest),
                 length,
             })
         })

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use exec_server_protocol::text::shell_quoted;
 use exec_server_transport::{ConnectOptions, Link, connect_over};
 use tokio::io::{AsyncRead, AsyncReadExt as _, ReadBuf};
 use tokio::process::{Child, ChildStdout, Command};
@@ -227,10 +228,10 @@ impl SshHost {
         };
         let mut command = self.ssh(way);
         self.destination(&mut command);
-        let mut line = format!("exec sh -c {} exec-server", quoted(script));
+        let mut line = format!("exec sh -c {} exec-server", shell_quoted(script));
         for arg in args {
             line.push(' ');
-            line.push_str(&quoted(arg));
+            line.push_str(&shell_quoted(arg));
         }
         command.arg(line);
         command
@@ -403,11 +404,6 @@ async fn gather(stream: &mut Option<impl AsyncRead + Unpin>, kept: &mut Vec<u8>)
     }
 }
 
-/// A word for a shell.
-fn quoted(text: &str) -> String {
-    format!("'{}'", text.replace('\'', r"'\''"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -426,7 +422,10 @@ mod tests {
     fn words_for_a_shell() {
         let output = std::process::Command::new("sh")
             .arg("-c")
-            .arg(format!("printf %s {}", quoted("it's $HOME; `x` \"y\"\n")))
+            .arg(format!(
+                "printf %s {}",
+                shell_quoted("it's $HOME; `x` \"y\"\n")
+            ))
             .output()
             .unwrap();
         assert_eq!(output.stdout, b"it's $HOME; `x` \"y\"\n");

@@ -257,7 +257,7 @@ impl Binary {
             hash.update(piece);
             bytes += read as u64;
         }
-        let sha256 = hex(&hash.finalize());
+        let sha256 = hex(hash.finalize());
         // Also what the far side sees as a word: no more than names need.
         let version: String = version
             .chars()

@@ -10,6 +10,8 @@
 //!   └─ else, one at a time: master ─► find or install ─► start daemon ─► forward ─┘
 //! ```
 
+use exec_server_protocol::text::hex;
+
 mod command;
 mod install;
 mod lock;
@@ -545,15 +547,7 @@ fn digest(parts: impl IntoIterator<Item = String>) -> String {
         hash.update((part.len() as u64).to_le_bytes());
         hash.update(part.as_bytes());
     }
-    hex(&hash.finalize())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    hex(hash.finalize())
 }
 
 #[cfg(test)]

@@ -5,6 +5,8 @@
 //! root. A large file is written beside its target and put in place when its SHA-256 is that of the
 //! source, so that a transfer that was cut off goes on where it stopped.
 
+use exec_server_protocol::text::hex;
+
 mod download;
 mod here;
 mod upload;
@@ -366,15 +368,6 @@ fn part_name(name: &std::ffi::OsStr) -> std::ffi::OsString {
     }
     part.push(SUFFIX);
     part
-}
-
-fn hex(bytes: impl AsRef<[u8]>) -> String {
-    use fmt::Write as _;
-    let mut text = String::new();
-    for byte in bytes.as_ref() {
-        let _ = write!(text, "{byte:02x}");
-    }
-    text
 }
 
 /// The mode that an executable file has elsewhere, if it is one: nobody else may write it.

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use exec_server_executor::sys::own;
+use exec_server_protocol::text::{hex, shell_quoted};
 use exec_server_rendezvous::mailbox::Backlog;
 use exec_server_rendezvous::router::Router;
 use exec_server_rendezvous::signature::Signer;
@@ -236,7 +237,7 @@ fn line(
     tenant: &str,
 ) -> String {
     let roles: Vec<_> = roles.iter().map(|role| role.name()).collect();
-    let hash = token::hex(&Sha256::digest(token.expose()));
+    let hash = hex(Sha256::digest(token.expose()));
     let mut line = format!("{name} {} sha256:{hash}", roles.join(","));
     if !environments.is_empty() {
         line.push(' ');
@@ -660,7 +661,7 @@ fn quoted(path: &Path) -> String {
     if text.chars().all(plain) {
         return text;
     }
-    format!("'{}'", text.replace('\'', "'\\''"))
+    shell_quoted(&text)
 }
 
 #[cfg(test)]

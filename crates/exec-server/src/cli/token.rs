@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
+use exec_server_protocol::text::hex;
 use exec_server_service::auth::{
     self, Auth, AuthError, MIN_SECRET_BYTES, Scopes, SignedTokens, TokenClaims,
 };
@@ -24,7 +25,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
                 Some(path) => access::write_new(&path, &format!("{}\n", token.expose()), 0o600)?,
                 None => print(format!("{}\n", token.expose()).as_bytes())?,
             }
-            eprintln!("sha256: {}", hex(&Sha256::digest(token.expose())));
+            eprintln!("sha256: {}", hex(Sha256::digest(token.expose())));
             Ok(ExitCode::SUCCESS)
         }
         TokenCommand::Sign {
@@ -93,11 +94,7 @@ pub(super) fn random() -> anyhow::Result<Secret> {
     if got != bytes.len() {
         bail!("no randomness: {got} bytes only");
     }
-    Ok(Secret::from(hex(&bytes)))
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    Ok(Secret::from(hex(bytes)))
 }
 
 fn now() -> i64 {
@@ -111,7 +108,7 @@ fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
         // A capability token: nothing can be seen in it, and it is not shown.
         let report = json!({
             "kind": "capability-token",
-            "sha256": hex(&Sha256::digest(token.expose())),
+            "sha256": hex(Sha256::digest(token.expose())),
         });
         return (report, secret.is_none());
     };

@@ -9,6 +9,7 @@ use exec_server_protocol::environment::{
     ConfigReadParams, ConfigReadResult, EnvironmentInfo, EnvironmentStatus, Readiness,
 };
 use exec_server_protocol::limits::MAX_CONFIG_PATHS;
+use exec_server_protocol::text::hex;
 use exec_server_protocol::{NoParams, PathUri};
 use exec_server_sync::{Condvar, Mutex};
 use sha2::{Digest as _, Sha256};
@@ -120,12 +121,7 @@ fn provider_id(machine: &str) -> String {
     let mut hash = Sha256::new();
     hash.update(b"exec-server provider\0");
     hash.update(machine.as_bytes());
-    let hex: String = hash
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    format!("sha256:{hex}")
+    format!("sha256:{}", hex(hash.finalize()))
 }
 
 /// What files on this machine say to its clients.

@@ -16,6 +16,7 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::sandbox::Sandbox;
+use exec_server_protocol::text::hex;
 
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
@@ -502,7 +503,7 @@ pub(crate) fn hash(call: Call<'_>, mut params: HashParams) {
     match admit(&call, &params.path, &mut params.sandbox, Intent::Read) {
         Ok((path, files)) => run_long(call, move |cancelled| {
             let (digest, length) = files.hash(&path, params.length, cancelled)?;
-            let sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            let sha256 = hex(digest);
             Ok(HashResult { sha256, length })
         }),
         Err(error) => call.responder.send_error(error),
