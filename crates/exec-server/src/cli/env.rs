@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, value};
 
 use super::args::{EnvAddArgs, EnvCommand};
+use super::table::table;
 use super::{on, print, runtime, ssh, trust};
 
 /// What stands for no environment.
@@ -496,44 +497,4 @@ fn capabilities(answer: &Answer) -> String {
         let _ = write!(text, "{extensions} extensions");
     }
     text
-}
-
-/// Columns that line up; what is in them stays on one line.
-fn table<const N: usize>(names: &[&str; N], rows: impl Iterator<Item = [String; N]>) -> String {
-    let head = names.map(str::to_owned);
-    let rows: Vec<[String; N]> = std::iter::once(head)
-        .chain(rows.map(|row| row.map(|cell| super::fs::visible(&cell))))
-        .collect();
-    let mut widths = [0; N];
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let mut text = String::new();
-    for row in &rows {
-        let mut line = String::new();
-        for (cell, width) in row.iter().zip(widths) {
-            let _ = write!(line, "{cell:width$}  ");
-        }
-        let _ = writeln!(text, "{}", line.trim_end());
-    }
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tables_line_up() {
-        let rows = [
-            ["a".to_owned(), "b\nc".to_owned()],
-            ["long".to_owned(), String::new()],
-        ];
-        assert_eq!(
-            table(&["X", "Y"], rows.into_iter()),
-            "X     Y\na     b\\nc\nlong\n"
-        );
-    }
 }

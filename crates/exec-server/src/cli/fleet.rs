@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 
 use super::args::{FleetArgs, FleetCommand};
 use super::settings::{state_directory, variable};
-use super::{print, ps, runtime, terminal};
+use super::table::{self, table, visible};
+use super::{print, runtime, terminal};
 
 /// Where a meeting point listens unless it is told otherwise.
 const DEFAULT_URL: &str = "http://127.0.0.1:4700";
@@ -193,32 +194,10 @@ fn show(as_json: bool, answer: &Value, table: impl Fn(&Value) -> String) -> anyh
 /// What another machine said, as one word of a table.
 fn text(value: &Value) -> String {
     match value {
-        Value::String(text) => text.escape_debug().to_string(),
+        Value::String(text) => visible(text),
         Value::Null => "-".to_owned(),
         other => other.to_string(),
     }
-}
-
-/// Columns, each as wide as its widest cell.
-fn table(head: &[&str], rows: Vec<Vec<String>>) -> String {
-    let head = head.iter().map(|cell| (*cell).to_owned()).collect();
-    let rows: Vec<Vec<String>> = [head].into_iter().chain(rows).collect();
-    let mut widths = vec![0; rows[0].len()];
-    for row in &rows {
-        for (width, cell) in widths.iter_mut().zip(row) {
-            *width = (*width).max(cell.chars().count());
-        }
-    }
-    let mut out = String::new();
-    for row in rows {
-        let mut line = String::new();
-        for (cell, width) in row.iter().zip(&widths) {
-            let _ = write!(line, "{cell:width$}  ");
-        }
-        out.push_str(line.trim_end());
-        out.push('\n');
-    }
-    out
 }
 
 fn list<'a>(answer: &'a Value, name: &str) -> &'a [Value] {
@@ -232,7 +211,7 @@ fn now_ms() -> u64 {
 
 fn age(since_ms: &Value) -> String {
     let since = since_ms.as_u64().unwrap_or(0);
-    ps::age(now_ms().saturating_sub(since) / 1000)
+    table::age(now_ms().saturating_sub(since) / 1000)
 }
 
 fn nodes_table(answer: &Value) -> String {
@@ -263,7 +242,7 @@ fn nodes_table(answer: &Value) -> String {
         "VERSION",
         "URL",
     ];
-    table(&head, list(answer, "nodes").iter().map(row).collect())
+    table(&head, list(answer, "nodes").iter().map(row))
 }
 
 fn environments_table(answer: &Value) -> String {
@@ -292,10 +271,7 @@ fn environments_table(answer: &Value) -> String {
         "OWNER",
         "NAME",
     ];
-    table(
-        &head,
-        list(answer, "environments").iter().map(row).collect(),
-    )
+    table(&head, list(answer, "environments").iter().map(row))
 }
 
 fn streams_table(answer: &Value) -> String {
@@ -319,7 +295,7 @@ fn streams_table(answer: &Value) -> String {
         "FROM NODE",
         "TO NODE",
     ];
-    table(&head, list(answer, "streams").iter().map(row).collect())
+    table(&head, list(answer, "streams").iter().map(row))
 }
 
 fn revocations_table(answer: &Value) -> String {
@@ -332,7 +308,7 @@ fn revocations_table(answer: &Value) -> String {
         ]
     };
     let head = ["TENANT", "WHO", "ENVIRONMENT", "AGO"];
-    table(&head, list(answer, "revocations").iter().map(row).collect())
+    table(&head, list(answer, "revocations").iter().map(row))
 }
 
 /// One look at everything.
@@ -412,7 +388,7 @@ impl Look {
 
     fn screen(&self, before: Option<&Self>) -> String {
         let count = |value: &Value| value.as_u64().unwrap_or(0);
-        let per_second = |rate: f64| format!("{}/s", ps::bytes(rate as u64));
+        let per_second = |rate: f64| format!("{}/s", table::bytes(rate as u64));
         let total = |name: &str| -> u64 {
             let nodes = list(&self.nodes, "nodes").iter();
             nodes.map(|node| count(&node[name])).sum()
@@ -447,7 +423,7 @@ impl Look {
                 text(&node["streams"]),
                 known(rate("received_bytes")),
                 known(rate("sent_bytes")),
-                known(ps::bytes(
+                known(table::bytes(
                     usage.map_or(0, |usage| count(&usage["backlog_bytes"])),
                 )),
             ]
@@ -462,7 +438,7 @@ impl Look {
             "OUT",
             "WAITING",
         ];
-        screen.push_str(&table(&head, rows.collect()));
+        screen.push_str(&table(&head, rows));
         screen.push('\n');
         screen.push_str(&self.tenants(before));
         screen.push('\n');
@@ -476,7 +452,7 @@ impl Look {
             ]
         });
         let head = ["TENANT", "ENVIRONMENT", "NODE", "HARNESSES", "STREAMS"];
-        screen.push_str(&table(&head, rows.collect()));
+        screen.push_str(&table(&head, rows));
         screen
     }
 
@@ -508,7 +484,7 @@ impl Look {
                 name,
                 now[0].to_string(),
                 now[1].to_string(),
-                format!("{}/s", ps::bytes(bytes as u64)),
+                format!("{}/s", table::bytes(bytes as u64)),
                 now[3].to_string(),
                 now[4].to_string(),
             ]
@@ -521,7 +497,7 @@ impl Look {
             "REFUSED",
             "HELD BACK",
         ];
-        table(&head, rows.collect())
+        table(&head, rows)
     }
 }
 

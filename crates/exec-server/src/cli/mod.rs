@@ -27,6 +27,7 @@ mod settings;
 mod ssh;
 mod status;
 mod systemd;
+mod table;
 mod terminal;
 mod token;
 mod trust;

@@ -16,6 +16,7 @@ use rustix::termios;
 use tokio::sync::oneshot;
 
 use super::args::NetworkArgs;
+use super::table::visible;
 
 /// How long somebody may think about an answer.
 const PATIENCE: Duration = Duration::from_secs(5 * 60);
@@ -167,7 +168,7 @@ impl NetworkPolicyDecider for Asker {
                     PolicyProtocol::Socks5Tcp => "by SOCKS",
                     PolicyProtocol::Socks5Udp => "by SOCKS, with datagrams",
                 };
-                let host = printable(&target.host);
+                let host = visible(&target.host);
                 let port = target.port;
                 let question = format!(
                     "exec-server: may the command reach {host}, port {port}, {how}? \
@@ -189,11 +190,6 @@ impl NetworkPolicyDecider for Asker {
             }
         })
     }
-}
-
-/// Without what a terminal would take for an order.
-fn printable(text: &str) -> String {
-    text.chars().filter(|c| !c.is_control()).collect()
 }
 
 /// Writes to the terminal, wherever output goes; in its raw mode too.

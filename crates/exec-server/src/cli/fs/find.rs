@@ -9,8 +9,9 @@ use exec_server_protocol::fs::{ChangeKind, SearchMatch, WatchIgnore};
 use serde_json::json;
 
 use super::args::{SearchArgs, WatchArgs};
-use super::{Place, native_bytes, prints_to_terminal, push_line, visible};
+use super::{Place, native_bytes, prints_to_terminal, push_line};
 use crate::cli::print;
+use crate::cli::table::visible;
 
 /// What `fs search` ends with when nothing matches.
 const NOTHING: u8 = 1;

@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use super::args::{LsArgs, StatArgs, WalkArgs};
-use super::{Place, native_bytes, prints_to_terminal, push_line, shown, visible};
-use crate::cli::ps::bytes;
+use super::{Place, native_bytes, prints_to_terminal, push_line, shown};
+use crate::cli::table::{bytes, columns, visible};
 use crate::cli::{complain, print};
 
 /// Requests for metadata at a time.
@@ -57,7 +57,7 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
             out.extend_from_slice(format!("{gap}{}:\n", visible(&shown(&uri))).as_bytes());
         }
         if args.long {
-            out.extend_from_slice(table(&lines).as_bytes());
+            out.extend_from_slice(long_listing(&lines).as_bytes());
         } else {
             for line in &lines {
                 push_line(&mut out, line.name.as_bytes(), for_terminal);
@@ -181,43 +181,31 @@ fn to_json(line: &Line) -> Value {
     value
 }
 
-fn table(lines: &[Line]) -> String {
-    let rows: Vec<[String; 4]> = lines
-        .iter()
-        .map(|line| {
-            let letter = match line.kind {
-                "directory" => 'd',
-                "symlink" => 'l',
-                "file" => '-',
-                _ => '?',
-            };
-            let found = line.found.as_ref();
-            let permissions = match found.and_then(|found| found.mode) {
-                Some(mode) => permissions(mode),
-                None => "?????????".to_owned(),
-            };
-            let mut name = visible(&line.name.to_string_lossy());
-            if let Some(target) = &line.target {
-                let _ = write!(name, " -> {}", visible(target));
-            }
-            [
-                format!("{letter}{permissions}"),
-                found.map_or_else(|| "-".to_owned(), |found| bytes(found.size)),
-                found.map_or_else(|| "-".to_owned(), |found| time(found.modified_at_ms)),
-                name,
-            ]
-        })
-        .collect();
-    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-    let (size_width, time_width) = (width(1), width(2));
-    let mut text = String::new();
-    for [mode, size, time, name] in &rows {
-        let _ = writeln!(
-            text,
-            "{mode}  {size:>size_width$}  {time:time_width$}  {name}"
-        );
-    }
-    text
+fn long_listing(lines: &[Line]) -> String {
+    let rows = lines.iter().map(|line| {
+        let letter = match line.kind {
+            "directory" => 'd',
+            "symlink" => 'l',
+            "file" => '-',
+            _ => '?',
+        };
+        let found = line.found.as_ref();
+        let permissions = match found.and_then(|found| found.mode) {
+            Some(mode) => permissions(mode),
+            None => "?????????".to_owned(),
+        };
+        let mut name = line.name.to_string_lossy().into_owned();
+        if let Some(target) = &line.target {
+            let _ = write!(name, " -> {target}");
+        }
+        vec![
+            format!("{letter}{permissions}"),
+            found.map_or_else(|| "-".to_owned(), |found| bytes(found.size)),
+            found.map_or_else(|| "-".to_owned(), |found| time(found.modified_at_ms)),
+            name,
+        ]
+    });
+    columns(rows, Some(1))
 }
 
 fn permissions(mode: u32) -> String {

@@ -18,6 +18,7 @@ use exec_server_client::{ExecutorFileSystem, LocalFileSystem};
 use exec_server_protocol::PathUri;
 use rustix::termios::isatty;
 
+use super::table::visible;
 use super::{on, runtime};
 use args::{CpArgs, FsArgs, FsCommand};
 
@@ -181,22 +182,6 @@ fn push_line(out: &mut Vec<u8>, line: &[u8], for_terminal: bool) {
         out.extend_from_slice(line);
     }
     out.push(b'\n');
-}
-
-/// Text on one line, without what a terminal would obey.
-pub(super) fn visible(text: &str) -> String {
-    if !text.contains(char::is_control) {
-        return text.to_owned();
-    }
-    let mut out = String::with_capacity(text.len() + 8);
-    for c in text.chars() {
-        if c.is_control() {
-            out.extend(c.escape_default());
-        } else {
-            out.push(c);
-        }
-    }
-    out
 }
 
 fn prints_to_terminal() -> bool {

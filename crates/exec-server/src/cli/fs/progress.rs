@@ -8,8 +8,7 @@ use exec_server_client::transfer::{Progress, ProgressFn};
 use exec_server_sync::Mutex;
 use rustix::termios::{isatty, tcgetwinsize};
 
-use super::visible;
-use crate::cli::ps::bytes;
+use crate::cli::table::{bytes, visible};
 
 /// Often enough to look alive, seldom enough to cost nothing.
 const INTERVAL: Duration = Duration::from_millis(100);
