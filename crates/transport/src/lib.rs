@@ -19,6 +19,7 @@ pub mod registry;
 #[cfg(feature = "relay")]
 pub mod relay;
 mod secret;
+pub mod stamp;
 pub mod stdio;
 pub mod tcp;
 pub mod throttle;

@@ -2,11 +2,11 @@
 
 use std::fs::File;
 use std::io::{self, Read as _};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
+use exec_server_transport::stamp::Stamp;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
@@ -220,14 +220,8 @@ pub(super) fn stamp(path: Option<&Path>) -> Result<String, SshError> {
     let Some(path) = path else {
         return Ok(String::new());
     };
-    let found = path.metadata().map_err(|source| unreadable(path, source))?;
-    Ok(format!(
-        "{}:{}:{}.{}",
-        found.ino(),
-        found.size(),
-        found.mtime(),
-        found.mtime_nsec()
-    ))
+    let stamp = Stamp::of(path).map_err(|source| unreadable(path, source))?;
+    Ok(stamp.to_string())
 }
 
 /// An executable to install.

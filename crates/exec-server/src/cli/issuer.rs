@@ -1,7 +1,6 @@
 //! The keys of an OIDC issuer, from a file or from where it publishes them.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +8,7 @@ use std::time::Duration;
 use exec_server_client::BoxFuture;
 use exec_server_rendezvous::oidc::{KeySource, Oidc, OidcConfig};
 use exec_server_transport::registry::{Proxies, api};
+use exec_server_transport::stamp::Stamp;
 use exec_server_transport::tls::TlsClientOptions;
 use tokio::time::Instant;
 
@@ -60,7 +60,7 @@ impl KeySource for Keys {
 pub(super) struct Issuer {
     pub(super) oidc: Arc<Oidc>,
     keys: Keys,
-    stamp: Option<(u64, u64, i64, i64)>,
+    stamp: Option<Stamp>,
     due: Instant,
 }
 
@@ -121,9 +121,8 @@ impl Issuer {
     }
 }
 
-/// Changes when a file does.
-fn stamp(keys: &Keys) -> Option<(u64, u64, i64, i64)> {
+/// Changes when a file of keys does.
+fn stamp(keys: &Keys) -> Option<Stamp> {
     let Keys::File(path) = keys else { return None };
-    let meta = fs::metadata(path).ok()?;
-    Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
+    Stamp::of(path).ok()
 }

@@ -3,7 +3,7 @@
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write as _;
 use std::net::SocketAddr;
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -25,6 +25,7 @@ use exec_server_rendezvous::{
 };
 use exec_server_transport::Secret;
 use exec_server_transport::journal::Journal;
+use exec_server_transport::stamp::Stamp;
 use exec_server_transport::tls::TlsServer;
 use sha2::{Digest as _, Sha256};
 use tokio::net::{TcpListener, TcpSocket};
@@ -192,16 +193,8 @@ impl Place {
 
     /// Changes when the file of tokens does.
     fn stamp(&self) -> Option<Stamp> {
-        stamp(&self.tokens)
+        Stamp::of(&self.tokens).ok()
     }
-}
-
-/// Changes when a file does.
-type Stamp = (u64, u64, i64, i64);
-
-fn stamp(path: &Path) -> Option<Stamp> {
-    let meta = fs::metadata(path).ok()?;
-    Some((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
 }
 
 /// What tenants may use: what was typed, then what the file says.
@@ -322,7 +315,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     place.make_tokens()?;
     let mut token_stamp = place.stamp();
     let tokens = place.read_tokens()?;
-    let quota_file = || args.quotas.as_deref().and_then(stamp);
+    let quota_file = || Stamp::of(args.quotas.as_deref()?).ok();
     let mut quota_stamp = quota_file();
     let tenant_quotas = quotas(&args)?;
     let mut issuer = Issuer::of(&args).await?;

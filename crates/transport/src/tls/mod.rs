@@ -3,7 +3,6 @@
 //! Owns how files become configurations of the TLS library. Knows no socket and no listener.
 
 use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -14,6 +13,8 @@ use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::ParsedCertificate;
 use sha2::{Digest as _, Sha256};
+
+use crate::stamp::Stamp;
 
 mod client;
 mod server;
@@ -155,19 +156,11 @@ fn describe(error: &pem::Error) -> String {
     }
 }
 
-/// Which files a configuration came from, and when they were last changed.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Stamp(Vec<Option<(u64, u64, i64, i64)>>);
+/// The stamps of the files that a configuration came from; none for those that cannot be read.
+type Stamps = Vec<Option<Stamp>>;
 
-impl Stamp {
-    fn of<'a>(files: impl IntoIterator<Item = &'a Path>) -> Self {
-        use std::os::unix::fs::MetadataExt as _;
-        let stamp = |path: &Path| -> io::Result<_> {
-            let meta = std::fs::metadata(path)?;
-            Ok((meta.ino(), meta.size(), meta.mtime(), meta.mtime_nsec()))
-        };
-        Self(files.into_iter().map(|path| stamp(path).ok()).collect())
-    }
+fn stamps<'a>(files: impl IntoIterator<Item = &'a Path>) -> Stamps {
+    files.into_iter().map(|path| Stamp::of(path).ok()).collect()
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use tokio_rustls::TlsAcceptor;
 
 use crate::secret::Secret;
 
-use super::{Pin, Stamp, TlsError, certificates, private_key, provider, unreadable};
+use super::{Pin, Stamps, TlsError, certificates, private_key, provider, stamps, unreadable};
 
 /// Where a server's identity comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub struct TlsServer {
     client_certificates: bool,
     current: RwLock<(Arc<ServerConfig>, Pin)>,
     /// The files as they were when they were last looked at, good or bad.
-    seen: Mutex<Stamp>,
+    seen: Mutex<Stamps>,
 }
 
 impl TlsServer {
@@ -54,7 +54,7 @@ impl TlsServer {
     ///
     /// When one cannot be read, or they do not fit each other.
     pub fn load(files: TlsServerFiles) -> Result<Self, TlsError> {
-        let seen = Stamp::of(files.paths());
+        let seen = stamps(files.paths());
         let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
         let identity = identity_error(&files);
         let current = RwLock::new(build(chain, key, files.client_ca.as_deref(), identity)?);
@@ -88,7 +88,7 @@ impl TlsServer {
             client_certificates: client_ca.is_some(),
             files: None,
             current: RwLock::new(current),
-            seen: Mutex::new(Stamp::of([])),
+            seen: Mutex::default(),
         })
     }
 
@@ -101,7 +101,7 @@ impl TlsServer {
         let Some(files) = &self.files else {
             return Ok(());
         };
-        *self.seen.lock() = Stamp::of(files.paths());
+        *self.seen.lock() = stamps(files.paths());
         let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
         let fresh = build(
             chain,
@@ -122,7 +122,7 @@ impl TlsServer {
         let Some(files) = &self.files else {
             return Ok(false);
         };
-        if *self.seen.lock() == Stamp::of(files.paths()) {
+        if *self.seen.lock() == stamps(files.paths()) {
             return Ok(false);
         }
         self.reload().map(|()| true)

@@ -1,0 +1,44 @@
+//! What tells that a file was replaced or changed, without reading it.
+
+use std::fmt;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+/// Inode, size and time of the last change of a file. Two that are equal mean that it is the same as before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stamp {
+    inode: u64,
+    size: u64,
+    seconds: i64,
+    nanos: i64,
+}
+
+impl Stamp {
+    /// The stamp of the file that a path leads to.
+    ///
+    /// # Errors
+    ///
+    /// When its metadata cannot be read.
+    pub fn of(path: &Path) -> io::Result<Self> {
+        let found = path.metadata()?;
+        Ok(Self {
+            inode: found.ino(),
+            size: found.size(),
+            seconds: found.mtime(),
+            nanos: found.mtime_nsec(),
+        })
+    }
+}
+
+impl fmt::Display for Stamp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            inode,
+            size,
+            seconds,
+            nanos,
+        } = self;
+        write!(f, "{inode}:{size}:{seconds}.{nanos}")
+    }
+}
