@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use exec_server_protocol::{Method as _, codes, environment, fs, process, session};
 use exec_server_transport::ConnectError;
+use exec_server_transport::backoff::Backoff;
 
 use crate::error::ExecServerError;
 
@@ -143,15 +144,11 @@ impl Recovery {
     }
 
     fn pause(&self, failures: u32, random: u64) -> Duration {
-        let RecoveryOptions {
-            first_pause,
-            longest_pause,
-            ..
-        } = self.options;
-        let factor = 1_u32.checked_shl(failures).unwrap_or(u32::MAX);
-        let whole = first_pause.saturating_mul(factor).min(longest_pause);
-        let left_out = (whole / 2).mul_f64(random as f64 / u64::MAX as f64);
-        whole.saturating_sub(left_out)
+        let backoff = Backoff {
+            first: self.options.first_pause,
+            longest: self.options.longest_pause,
+        };
+        backoff.pause(failures, random as f64 / u64::MAX as f64)
     }
 }
 

@@ -35,6 +35,7 @@ use async_nats::jetstream::{self, ErrorCode, kv, stream};
 use async_nats::{Client, ConnectOptions, Event, ServerAddr, Subject};
 use bytes::Bytes;
 use exec_server_sync::{Mutex, MutexGuard};
+use exec_server_transport::backoff::Backoff;
 use exec_server_transport::journal;
 use tokio::sync::Notify;
 
@@ -53,6 +54,12 @@ pub(crate) use view::ClaimError;
 pub(crate) use wire::{Ask, Key};
 
 pub use wire::is_node_name;
+
+/// Pauses between attempts to reach NATS.
+const RECONNECT: Backoff = Backoff {
+    first: Duration::from_millis(50),
+    longest: Duration::from_millis(1600),
+};
 
 /// How long one operation on the bucket may take.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -370,8 +377,8 @@ async fn connect(
         .name(format!("exec-server rendezvous {} {purpose}", options.node))
         .max_reconnects(None)
         .reconnect_delay_callback(|attempts| {
-            let pause = 50 << attempts.min(5);
-            Duration::from_millis(pause as u64)
+            let failures = u32::try_from(attempts).unwrap_or(u32::MAX);
+            RECONNECT.pause(failures, 0.0)
         })
         .ping_interval(Duration::from_secs(5))
         .connection_timeout(Duration::from_secs(5))

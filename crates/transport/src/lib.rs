@@ -3,6 +3,7 @@
 //! Owns framing (websocket and lines), the handshake of a websocket, keepalive and the pairing of
 //! requests with answers. Knows no method, no session and no process.
 
+pub mod backoff;
 pub mod connect;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]

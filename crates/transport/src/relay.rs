@@ -30,6 +30,7 @@ use futures_util::task::AtomicWaker;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
+use crate::backoff::Backoff;
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 use crate::turn;
@@ -450,9 +451,9 @@ where
     DF: Future<Output = Result<S, DialError>>,
     S: Into<Dialled>,
 {
-    let mut backoff = Backoff::default();
+    let mut redial = Redial::default();
     while !done() {
-        let pause = backoff.pause(random());
+        let pause = redial.pause(random());
         if !pause.is_zero() {
             // Not even for none: timers are rounded up to the next millisecond.
             tokio::time::sleep(pause).await;
@@ -472,14 +473,14 @@ where
                 });
                 let error = use_socket(shared, link, &done).await;
                 shared.update(|endpoint, _| endpoint.socket_lost());
-                backoff.lived(now() - up);
+                redial.lived(now() - up);
                 if let Some(error) = error {
                     tracing::debug!(%error, "the relay socket is gone");
                 }
             }
             Err(error) if error.fatal => return Some(error),
             Err(error) => {
-                backoff.failed();
+                redial.failed();
                 tracing::debug!(%error, "cannot reach the meeting point; trying again");
             }
         }
@@ -493,15 +494,15 @@ fn random() -> u32 {
     u32::from_ne_bytes(bytes)
 }
 
-/// How long to wait before dialling again.
+/// When to dial again.
 #[derive(Debug)]
-struct Backoff {
+struct Redial {
     failures: u32,
     /// How many sockets that worked may still be replaced at once.
     spare: u32,
 }
 
-impl Default for Backoff {
+impl Default for Redial {
     fn default() -> Self {
         Self {
             failures: 0,
@@ -510,9 +511,11 @@ impl Default for Backoff {
     }
 }
 
-impl Backoff {
-    const FIRST: Duration = Duration::from_millis(50);
-    const MAX: Duration = Duration::from_secs(15);
+impl Redial {
+    const BACKOFF: Backoff = Backoff {
+        first: Duration::from_millis(50),
+        longest: Duration::from_secs(15),
+    };
     /// Sockets that may be lost in a row, each right after it was opened, before that counts as a
     /// failure: a bad network cuts several, and who types must not wait for the next.
     const SPARE: u32 = 8;
@@ -520,16 +523,13 @@ impl Backoff {
     /// other's place do so no more often than that.
     const REGAIN: Duration = Duration::from_secs(2);
 
-    /// At once after a good socket; else twice as long as before, less up to half by chance, so that
-    /// many who lost the same meeting point do not return together.
+    /// At once after a good socket.
     fn pause(&self, random: u32) -> Duration {
-        let Some(doublings) = self.failures.checked_sub(1) else {
+        let Some(failures) = self.failures.checked_sub(1) else {
             return Duration::ZERO;
         };
-        let longest = Self::FIRST
-            .saturating_mul(1 << doublings.min(16))
-            .min(Self::MAX);
-        longest.mul_f64(0.5 + f64::from(random) / f64::from(u32::MAX) / 2.0)
+        let less = 1.0 - f64::from(random) / f64::from(u32::MAX);
+        Self::BACKOFF.pause(failures, less)
     }
 
     fn failed(&mut self) {

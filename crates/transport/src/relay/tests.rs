@@ -363,32 +363,32 @@ async fn a_reader_that_does_not_read_stops_its_sender_and_nobody_else() {
 
 #[test]
 fn pauses_grow_and_a_good_socket_is_forgotten_at_once() {
-    let mut backoff = Backoff::default();
-    assert_eq!(backoff.pause(0), Duration::ZERO);
+    let mut redial = Redial::default();
+    assert_eq!(redial.pause(0), Duration::ZERO);
     let mut pauses = Vec::new();
     for _ in 0..10 {
-        backoff.failed();
-        assert_eq!(backoff.pause(0) * 2, backoff.pause(u32::MAX));
-        pauses.push(backoff.pause(u32::MAX).as_millis());
+        redial.failed();
+        assert_eq!(redial.pause(0) * 2, redial.pause(u32::MAX));
+        pauses.push(redial.pause(u32::MAX).as_millis());
     }
     assert_eq!(
         pauses,
         [50, 100, 200, 400, 800, 1600, 3200, 6400, 12_800, 15_000]
     );
-    backoff.lived(Duration::from_secs(10));
-    assert_eq!(backoff.pause(0), Duration::ZERO);
+    redial.lived(Duration::from_secs(10));
+    assert_eq!(redial.pause(0), Duration::ZERO);
     // A few that are cut at once are replaced at once; not any number of them.
-    for _ in 1..Backoff::SPARE {
-        backoff.lived(Duration::ZERO);
-        assert_eq!(backoff.pause(0), Duration::ZERO);
+    for _ in 1..Redial::SPARE {
+        redial.lived(Duration::ZERO);
+        assert_eq!(redial.pause(0), Duration::ZERO);
     }
-    backoff.lived(Duration::ZERO);
+    redial.lived(Duration::ZERO);
     assert!(
-        backoff.pause(0) > Duration::ZERO,
+        redial.pause(0) > Duration::ZERO,
         "who hangs up all the time is not dialled all the time"
     );
     for _ in 0..100 {
-        backoff.lived(Backoff::REGAIN);
-        assert_eq!(backoff.pause(0), Duration::ZERO);
+        redial.lived(Redial::REGAIN);
+        assert_eq!(redial.pause(0), Duration::ZERO);
     }
 }
