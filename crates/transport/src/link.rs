@@ -73,17 +73,6 @@ impl Link {
         (here, there)
     }
 
-    /// One message after another, each after its length; any bytes may be in them.
-    pub fn prefixed(
-        reader: impl AsyncRead + Send + Unpin + 'static,
-        writer: impl AsyncWrite + Send + Unpin + 'static,
-    ) -> Self {
-        Self {
-            incoming: Incoming::new(Box::new(reader), InFraming::Prefixed, Vec::new()),
-            outgoing: Outgoing::new(Box::new(writer), OutFraming::Prefixed),
-        }
-    }
-
     /// Messages that are handed over whole, without bytes in between.
     pub fn handed(source: impl Source + 'static, sink: impl Sink + 'static) -> Self {
         let framing = InFraming::Handed(Box::new(source), Bytes::new());
@@ -100,7 +89,7 @@ impl Link {
     pub fn has_pings(&self) -> bool {
         !matches!(
             self.outgoing.framing,
-            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_)
+            OutFraming::Lines | OutFraming::Handed(_)
         )
     }
 }
@@ -169,8 +158,6 @@ pub enum RawEvent<'a> {
 }
 
 enum InFraming {
-    /// Four bytes of length, then the message.
-    Prefixed,
     /// `scanned` bytes after the start are known to hold no newline.
     Lines {
         scanned: usize,
@@ -389,28 +376,6 @@ impl Incoming {
                 *message = Bytes::new();
                 Ok(Err(1))
             }
-            InFraming::Prefixed => {
-                let rest = &buffer[*start..];
-                let Some(prefix) = rest.first_chunk() else {
-                    return Ok(Err(4 - rest.len()));
-                };
-                let length = u32::from_be_bytes(*prefix) as usize;
-                if length > MAX_MESSAGE_BYTES {
-                    let limit = MAX_MESSAGE_BYTES;
-                    return Err(FrameError::MessageTooLarge {
-                        bytes: length,
-                        limit,
-                    }
-                    .into());
-                }
-                let end = 4 + length;
-                if rest.len() < end {
-                    return Ok(Err(end - rest.len()));
-                }
-                let range = *start + 4..*start + end;
-                *start = range.end;
-                Ok(Ok(Found::Buffer(MessageKind::Binary, range)))
-            }
             InFraming::Lines { scanned } => loop {
                 let rest = &buffer[*start..];
                 let end = match memchr::memchr(b'\n', &rest[*scanned..]) {
@@ -497,7 +462,6 @@ impl Incoming {
 
 enum OutFraming {
     Lines,
-    Prefixed,
     ServerFrames,
     ClientFrames(Masks),
     /// Nothing once this direction has ended.
@@ -559,7 +523,7 @@ impl Outgoing {
             self.push_part(message.into());
             return;
         }
-        if message.len() < LONG_BYTES || matches!(self.framing, OutFraming::Prefixed) {
+        if message.len() < LONG_BYTES {
             self.push_message(message.len(), |out| out.extend_from_slice(&message));
             return;
         }
@@ -570,7 +534,7 @@ impl Outgoing {
                 self.push_part(message.into());
                 return;
             }
-            OutFraming::ServerFrames | OutFraming::Prefixed | OutFraming::Handed(_) => None,
+            OutFraming::ServerFrames | OutFraming::Handed(_) => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
         for (header, part) in frame::long_message(message, mask) {
@@ -596,13 +560,6 @@ impl Outgoing {
                 write(&mut self.buffer);
                 self.buffer.push(b'\n');
             }
-            OutFraming::Prefixed => {
-                let start = self.buffer.len();
-                self.buffer.extend_from_slice(&[0; 4]);
-                write(&mut self.buffer);
-                let length = self.buffer.len() - start - 4;
-                self.buffer[start..start + 4].copy_from_slice(&(length as u32).to_be_bytes());
-            }
             OutFraming::ServerFrames => frame::push_message(&mut self.buffer, None, hint, write),
             OutFraming::ClientFrames(masks) => {
                 frame::push_message(&mut self.buffer, Some(masks.draw()), hint, write);
@@ -618,7 +575,7 @@ impl Outgoing {
     /// Appends one message that is not text, given in two parts, where the link has such a thing.
     pub fn push_binary(&mut self, parts: [&[u8]; 2]) {
         let mask = match &mut self.framing {
-            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_) => return,
+            OutFraming::Lines | OutFraming::Handed(_) => return,
             OutFraming::ServerFrames => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
@@ -642,7 +599,7 @@ impl Outgoing {
 
     fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {
         let mask = match &mut self.framing {
-            OutFraming::Lines | OutFraming::Prefixed | OutFraming::Handed(_) => return,
+            OutFraming::Lines | OutFraming::Handed(_) => return,
             OutFraming::ServerFrames => None,
             OutFraming::ClientFrames(masks) => Some(masks.draw()),
         };
@@ -983,40 +940,6 @@ mod tests {
             }
             sending.await.unwrap();
         }
-    }
-
-    #[tokio::test]
-    async fn prefixed_messages_may_hold_anything() {
-        let (here, there) = tokio::io::duplex(64);
-        let (reader, writer) = tokio::io::split(here);
-        let mut here = Link::prefixed(reader, writer);
-        let (reader, writer) = tokio::io::split(there);
-        let mut there = Link::prefixed(reader, writer);
-        let sent = [&b"a\nb"[..], b"", &[0xff; 300]];
-        let send = async {
-            for message in sent {
-                here.outgoing
-                    .push_message(0, |out| out.extend_from_slice(message));
-                here.outgoing.flush().await.unwrap();
-            }
-            here.outgoing.shutdown().await.unwrap();
-        };
-        let receive = async {
-            for message in sent {
-                let text = false;
-                assert_eq!(
-                    there.incoming.recv_raw().await.unwrap(),
-                    Some(RawEvent::Message {
-                        bytes: message,
-                        text
-                    })
-                );
-            }
-            assert_eq!(there.incoming.recv_raw().await.unwrap(), None);
-        };
-        tokio::join!(send, receive);
-        let mut too_long = Link::prefixed(&[4, 0, 0, 1][..], tokio::io::sink());
-        assert!(too_long.incoming.recv().await.is_err());
     }
 
     #[tokio::test]

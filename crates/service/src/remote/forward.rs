@@ -241,6 +241,12 @@ async fn carry_back(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+    use std::task::{Context, Poll};
+
+    use bytes::Bytes;
+    use exec_server_transport::link::{Sink, Source};
+
     use super::*;
 
     async fn say(link: &mut Outgoing, text: &[u8]) {
@@ -255,18 +261,44 @@ mod tests {
         }
     }
 
-    fn prefixed() -> (Link, Link) {
-        let (here, there) = tokio::io::duplex(1 << 16);
-        let [here, there] = [here, there].map(|end| {
-            let (reader, writer) = tokio::io::split(end);
-            Link::prefixed(reader, writer)
-        });
-        (here, there)
+    struct FromChannel(mpsc::UnboundedReceiver<Bytes>);
+
+    impl Source for FromChannel {
+        fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+            self.0.poll_recv(cx)
+        }
+    }
+
+    struct ToChannel(mpsc::UnboundedSender<Bytes>);
+
+    impl Sink for ToChannel {
+        fn poll_send(
+            &mut self,
+            _: &mut Context<'_>,
+            messages: &mut VecDeque<Bytes>,
+        ) -> Poll<io::Result<()>> {
+            while let Some(message) = messages.pop_front() {
+                if self.0.send(message).is_err() {
+                    return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
+                }
+            }
+            Poll::Ready(Ok(()))
+        }
+    }
+
+    /// Two links as relay streams have them: whole messages, without pings.
+    fn streams() -> (Link, Link) {
+        let (to_there, from_here) = mpsc::unbounded_channel();
+        let (to_here, from_there) = mpsc::unbounded_channel();
+        (
+            Link::handed(FromChannel(from_there), ToChannel(to_there)),
+            Link::handed(FromChannel(from_here), ToChannel(to_here)),
+        )
     }
 
     #[tokio::test]
     async fn messages_pass_untouched_and_the_last_words_of_the_destination_arrive() {
-        let (mut harness, stream) = prefixed();
+        let (mut harness, stream) = streams();
         let (destination, mut server) = Link::pair();
         let splicing = tokio::spawn(splice(stream, destination));
         // Pretty-printed JSON is one line over a pipe.
@@ -293,7 +325,7 @@ mod tests {
     #[tokio::test]
     async fn a_destination_that_pings_is_answered() {
         use exec_server_transport::frame::Role;
-        let (harness, stream) = prefixed();
+        let (harness, stream) = streams();
         let (client, server) = tokio::io::duplex(1 << 16);
         let [client, mut server] =
             [(client, Role::Client), (server, Role::Server)].map(|(end, role)| {
