@@ -82,11 +82,6 @@ impl EnvironmentList {
         self.environments.iter().find(|entry| entry.id == id)
     }
 
-    /// Whether what is used when nothing is said is another machine.
-    pub fn default_is_remote(&self) -> bool {
-        self.default.as_deref().is_some_and(|id| id != LOCAL)
-    }
-
     /// All ids in order, this machine's first.
     pub fn ids(&self) -> impl Iterator<Item = &str> {
         let local = self.include_local.then_some(LOCAL);
@@ -473,7 +468,7 @@ mod tests {
             assert_eq!(home.ids(&[(own, " ")]), ids(&["local"], Some("local")));
             assert_eq!(home.ids(&[(own, " NONE ")]), ids(&[], None));
             let named = home.load(&[(own, " ws://h:1 ")]).unwrap();
-            assert!(!named.include_local && named.default_is_remote());
+            assert!(!named.include_local);
             assert_eq!(named.environments[0].connect.target(), "ws://h:1");
             assert_eq!(named.default.as_deref(), Some("remote"), "{codex}");
             let error = home.load(&[(own, "http://h")]).unwrap_err().to_string();
@@ -531,7 +526,7 @@ mod tests {
             for given in [&all[..], &all[..3]] {
                 let list = home.load(given).unwrap();
                 assert_eq!(list.ids().collect::<Vec<_>>(), ["remote"]);
-                assert!(list.default_is_remote());
+                assert_eq!(list.default.as_deref(), Some("remote"));
                 let target = list.environments[0].connect.target();
                 assert_eq!(target, "registry://meet.example/build-7");
                 let shown = format!("{:?}", list.environments[0]);

@@ -17,7 +17,6 @@ pub(crate) mod placeholder;
 pub mod plan;
 pub mod policy;
 pub(crate) mod pool;
-pub mod seatbelt;
 pub mod seccomp;
 mod standby;
 mod view;

@@ -8,7 +8,9 @@
 //!  harness mailbox ◄── by stream id ◄── executor socket
 //! ```
 
-use std::collections::{BTreeMap, HashMap};
+#[cfg(feature = "nats")]
+use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -181,6 +183,7 @@ impl Local {
     }
 
     /// Sockets of harnesses that came to this node, by tenant.
+    #[cfg(feature = "nats")]
     pub(crate) fn harnesses_by_tenant(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
         for hub in self.all() {
@@ -592,6 +595,7 @@ impl Local {
     }
 
     /// The registration of the executor that is here.
+    #[cfg(feature = "nats")]
     pub(crate) fn registration_here(&self, environment: &str) -> Option<Arc<str>> {
         let hub = self.find(environment)?;
         let state = hub.lock();
@@ -601,6 +605,7 @@ impl Local {
 
     /// Gives an environment up because it is somewhere else now: its sockets end, and are welcome
     /// there. Says how many there were.
+    #[cfg(feature = "nats")]
     pub(crate) fn leave(&self, environment: &str) -> usize {
         let Some(hub) = self.find(environment) else {
             return 0;
@@ -644,12 +649,14 @@ impl Local {
     }
 
     /// What waits in all mailboxes of this process.
+    #[cfg(feature = "nats")]
     pub(crate) fn backlog(&self) -> &Arc<Backlog> {
         &self.0.backlog
     }
 
     /// How long somebody who asks for an executor waits for one, and how long ago one must have been
     /// there for that.
+    #[cfg(feature = "nats")]
     pub(crate) fn patience(&self) -> (Duration, Duration) {
         (self.0.limits.arrival, self.0.limits.recent)
     }
