@@ -3,15 +3,17 @@
 //! Owns the file and who may read it. A key that others could have read is refused rather than used:
 //! whoever has it can be us.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use base64_turbo::STANDARD;
 use exec_server_relay::noise::{Identity, SEED_BYTES};
 use rustix::process::geteuid;
 use zeroize::Zeroizing;
+
+use crate::private_file::{directory_of, make_directory, write_new};
 
 /// How a file begins.
 const MARK: &str = "exec-server-identity-v1 ";
@@ -84,30 +86,15 @@ pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
         path: path.to_owned(),
         source,
     };
-    let directory = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    };
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(directory)
-        .map_err(failed)?;
+    let directory = directory_of(path);
+    make_directory(directory).map_err(failed)?;
     let identity = generate();
     let text = Zeroizing::new(format!(
         "{MARK}{}\n",
         *Zeroizing::new(STANDARD.encode(identity.seed()))
     ));
     let aside = directory.join(format!(".identity-{}", uuid::Uuid::new_v4()));
-    let written = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(&aside)
-        .and_then(|mut file| {
-            file.write_all(text.as_bytes())?;
-            file.sync_all()
-        })
+    let written = write_new(&aside, text.as_bytes())
         // A link does not replace what another has put there meanwhile, as a rename would.
         .and_then(|()| fs::hard_link(&aside, path));
     let _ = fs::remove_file(&aside);

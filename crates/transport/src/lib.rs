@@ -15,6 +15,7 @@ pub mod journal;
 pub mod keepalive;
 pub mod link;
 pub mod peer;
+pub mod private_file;
 #[cfg(feature = "relay")]
 pub mod registry;
 #[cfg(feature = "relay")]

@@ -3,14 +3,14 @@
 //! Owns a file with one environment per line: `registry://HOST/ENVIRONMENT FINGERPRINT`. It is for
 //! its user alone: whoever can write it can be any environment.
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::fs::{self, File};
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use exec_server_relay::keys::Fingerprint;
+use exec_server_transport::private_file::{directory_of, make_directory, open_lock, write_new};
 use exec_server_transport::registry::RegistryUrl;
-use rustix::fs::{FlockOperation, flock};
 
 /// Bytes of the file that are read: a hundred thousand environments.
 const MAX_FILE_BYTES: u64 = 16 << 20;
@@ -177,30 +177,13 @@ impl KnownEnvironments {
     /// Keeps others from changing the file at the same time, until dropped.
     fn lock(&self) -> Result<File> {
         let failed = self.failed("write");
-        let directory = self.directory();
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(directory)
-            .map_err(&failed)?;
+        let directory = directory_of(&self.path);
+        make_directory(directory).map_err(&failed)?;
         let mut name = self.path.file_name().unwrap_or_default().to_owned();
         name.push(".lock");
-        let lock = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .open(directory.join(name))
-            .map_err(&failed)?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|errno| failed(errno.into()))?;
+        let lock = open_lock(&directory.join(name)).map_err(&failed)?;
+        lock.lock().map_err(failed)?;
         Ok(lock)
-    }
-
-    fn directory(&self) -> &Path {
-        match self.path.parent() {
-            Some(parent) if !parent.as_os_str().is_empty() => parent,
-            _ => Path::new("."),
-        }
     }
 
     fn write(&self, known: &[(RegistryUrl, Fingerprint)]) -> Result<()> {
@@ -209,19 +192,9 @@ impl KnownEnvironments {
         for (url, key) in known {
             text.push_str(&format!("{url} {key}\n"));
         }
-        let aside = self
-            .directory()
-            .join(format!(".known-{}", uuid::Uuid::new_v4()));
-        let written = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&aside)
-            .and_then(|mut file| {
-                file.write_all(text.as_bytes())?;
-                file.sync_all()
-            })
-            .and_then(|()| fs::rename(&aside, &self.path));
+        let aside = directory_of(&self.path).join(format!(".known-{}", uuid::Uuid::new_v4()));
+        let written =
+            write_new(&aside, text.as_bytes()).and_then(|()| fs::rename(&aside, &self.path));
         if written.is_err() {
             let _ = fs::remove_file(&aside);
         }

@@ -1,11 +1,11 @@
 //! The directory for our sockets, and who may set them up.
 
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::fs::{File, TryLockError};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::fs::{FlockOperation, flock};
+use exec_server_transport::private_file::{make_directory, open_lock};
 
 use super::SshError;
 
@@ -27,11 +27,7 @@ pub(super) fn private_directory(path: &Path) -> Result<(), SshError> {
     if path.as_os_str().len() + 1 + NAME_BYTES > MAX_SOCKET_PATH {
         return Err(refuse("the path is too long for a socket".to_owned()));
     }
-    DirBuilder::new()
-        .mode(0o700)
-        .recursive(true)
-        .create(path)
-        .map_err(|error| refuse(error.to_string()))?;
+    make_directory(path).map_err(|error| refuse(error.to_string()))?;
     let found = path
         .symlink_metadata()
         .map_err(|error| refuse(error.to_string()))?;
@@ -54,18 +50,12 @@ pub(super) async fn hold(path: &Path) -> Result<File, SshError> {
         path: path.to_owned(),
         reason,
     };
-    let file = OpenOptions::new()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(|error| refuse(error.to_string()))?;
+    let file = open_lock(path).map_err(|error| refuse(error.to_string()))?;
     loop {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        match file.try_lock() {
             Ok(()) => return Ok(file),
-            Err(rustix::io::Errno::WOULDBLOCK) => tokio::time::sleep(PERIOD).await,
-            Err(error) => return Err(refuse(error.to_string())),
+            Err(TryLockError::WouldBlock) => tokio::time::sleep(PERIOD).await,
+            Err(TryLockError::Error(error)) => return Err(refuse(error.to_string())),
         }
     }
 }

@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use clap::Parser as _;
 use exec_server_service::Server;
+use exec_server_transport::private_file::open_lock;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fs::{FlockOperation, flock};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
@@ -134,18 +134,13 @@ impl Place {
 
     /// Starters and a daemon that is about to end hold this.
     fn lock_file(&self) -> io::Result<File> {
-        OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .mode(0o600)
-            .open(self.file("daemon.lock"))
+        open_lock(&self.file("daemon.lock"))
     }
 
     fn lock(&self) -> anyhow::Result<File> {
         let failed = || format!("cannot lock `{}`", self.file("daemon.lock").display());
         let file = self.lock_file().with_context(failed)?;
-        flock(&file, FlockOperation::LockExclusive).with_context(failed)?;
+        file.lock().with_context(failed)?;
         Ok(file)
     }
 
@@ -340,7 +335,7 @@ impl Idle {
             }
             // A starter that holds it has just told somebody that we are here.
             let lock = self.place.lock_file()?;
-            if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            if lock.try_lock().is_ok() {
                 if !is_needed(server) {
                     return Ok(Some(lock));
                 }
