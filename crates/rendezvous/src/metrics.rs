@@ -1,43 +1,10 @@
 //! What a meeting point counts, and how it tells.
 
-use std::fmt::{Display, Write as _};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+
+use exec_server_transport::metrics::{Counter, Page, label};
 
 use crate::tenants::Counters;
-
-/// A number that only grows, or goes up and down.
-#[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
-
-impl Counter {
-    pub(crate) fn add(&self, amount: u64) {
-        self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-
-    pub(crate) fn sub(&self, amount: u64) {
-        self.0.fetch_sub(amount, Ordering::Relaxed);
-    }
-
-    pub(crate) fn value(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    /// Counts one until the answer is dropped.
-    pub(crate) fn hold(&self) -> Held<'_> {
-        self.add(1);
-        Held(self)
-    }
-}
-
-/// One more, until dropped.
-pub(crate) struct Held<'a>(&'a Counter);
-
-impl Drop for Held<'_> {
-    fn drop(&mut self) {
-        self.0.sub(1);
-    }
-}
 
 /// The calls of the registry, in the order of [`Metrics::calls`].
 pub(crate) const CALLS: [&str; 9] = [
@@ -97,7 +64,7 @@ impl Metrics {
         node: &str,
         tenants: &[(Arc<str>, Arc<Counters>)],
     ) -> String {
-        let mut page = Page(String::with_capacity(4096));
+        let mut page = Page::new("exec_server_rendezvous_");
         page.family("build_info", "gauge", "The version that runs.");
         let node = label(node);
         let version = env!("CARGO_PKG_VERSION");
@@ -229,31 +196,6 @@ impl Metrics {
                 page.sample(name, &labels, of(counters).value());
             }
         }
-        page.0
-    }
-}
-
-/// A text as it may stand between quotes.
-fn label(text: &str) -> String {
-    text.replace('\\', "\\\\")
-        .replace('"', "\\\"")
-        .replace('\n', "\\n")
-}
-
-struct Page(String);
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP exec_server_rendezvous_{name} {help}");
-        let _ = writeln!(self.0, "# TYPE exec_server_rendezvous_{name} {kind}");
-    }
-
-    fn sample(&mut self, name: &str, labels: &str, value: impl Display) {
-        let _ = writeln!(self.0, "exec_server_rendezvous_{name}{labels} {value}");
-    }
-
-    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
-        self.family(name, kind, help);
-        self.sample(name, "", value);
+        page.into_text()
     }
 }

@@ -20,10 +20,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::metrics::Counter;
+use exec_server_sync::{Mutex, MutexGuard};
+use exec_server_transport::metrics::Counter;
+
 use crate::router::Kind;
 use crate::tokens::is_name;
-use exec_server_sync::{Mutex, MutexGuard};
 use share::{Rates, Speed, share};
 
 /// Whose everything is that names no tenant.

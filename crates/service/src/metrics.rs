@@ -1,36 +1,21 @@
 //! What a server counts, and how it tells.
 //!
-//! Owns counters that cost an atomic addition each, and their text in the exposition format of
-//! Prometheus. What can be asked when it is told (sessions, processes, bytes) is not counted here.
+//! Names the counters, and renders them for Prometheus. What can be asked when it is told (sessions, processes,
+//! bytes) is not counted here.
 
-use std::fmt::Write as _;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use exec_server_executor::log::Exit;
 use exec_server_protocol::network::PolicyOutcome;
 use exec_server_transport::http::{self, Kind};
+use exec_server_transport::metrics::{Counter, Page};
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 
 use crate::auth::AuthError;
 use crate::listen::response;
 use crate::server::Server;
-
-/// A number that only grows.
-#[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
-
-impl Counter {
-    pub(crate) fn add(&self, amount: u64) {
-        self.0.fetch_add(amount, Ordering::Relaxed);
-    }
-
-    pub(crate) fn value(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
 
 /// Names of methods, sorted; the last stands for all others, so that a peer cannot make more.
 const METHODS: &[&str] = &[
@@ -223,30 +208,11 @@ impl Metrics {
     }
 }
 
-/// Writes the text that Prometheus reads.
-struct Page(String);
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP exec_server_{name} {help}");
-        let _ = writeln!(self.0, "# TYPE exec_server_{name} {kind}");
-    }
-
-    fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
-        let _ = writeln!(self.0, "exec_server_{name}{labels} {value}");
-    }
-
-    fn single(&mut self, name: &str, kind: &str, help: &str, value: impl std::fmt::Display) {
-        self.family(name, kind, help);
-        self.sample(name, "", value);
-    }
-}
-
 /// Everything that is known of a server right now.
 pub(crate) fn render(server: &Server) -> String {
     let metrics = server.metrics();
     let executor = server.executor();
-    let mut page = Page(String::with_capacity(16 * 1024));
+    let mut page = Page::new("exec_server_");
     let version = concat!("{version=\"", env!("CARGO_PKG_VERSION"), "\"}");
     page.family("build_info", "gauge", "The version that runs.");
     page.sample("build_info", version, 1);
@@ -331,35 +297,26 @@ pub(crate) fn render(server: &Server) -> String {
     for (name, help, value) in counters {
         page.single(name, "counter", help, value);
     }
-    page.family(
+    page.counters(
         "processes_exited_total",
-        "counter",
         "Processes that ended, by cause.",
+        "cause",
+        EXIT_CAUSES.into_iter().zip(&metrics.exits),
     );
-    for (cause, counter) in EXIT_CAUSES.iter().zip(&metrics.exits) {
-        let labels = format!("{{cause=\"{cause}\"}}");
-        page.sample("processes_exited_total", &labels, counter.value());
-    }
-    page.family(
+    page.counters(
         "network_decisions_total",
-        "counter",
         "Attempts of processes to reach hosts, by what became of them.",
+        "decision",
+        NETWORK_OUTCOMES.into_iter().zip(&metrics.network_decisions),
     );
-    for (outcome, counter) in NETWORK_OUTCOMES.iter().zip(&metrics.network_decisions) {
-        let labels = format!("{{decision=\"{outcome}\"}}");
-        page.sample("network_decisions_total", &labels, counter.value());
-    }
-    page.family(
+    page.counters(
         "refusals_total",
-        "counter",
         "Connections that were not let in, by cause.",
+        "cause",
+        REFUSALS.into_iter().zip(&metrics.refusals),
     );
-    for (cause, counter) in REFUSALS.iter().zip(&metrics.refusals) {
-        let labels = format!("{{cause=\"{cause}\"}}");
-        page.sample("refusals_total", &labels, counter.value());
-    }
     latencies(&mut page, metrics);
-    page.0
+    page.into_text()
 }
 
 fn latencies(page: &mut Page, metrics: &Metrics) {
@@ -388,15 +345,12 @@ fn latencies(page: &mut Page, metrics: &Metrics) {
         page.sample(&format!("{NAME}_sum"), &labels, seconds);
         page.sample(&format!("{NAME}_count"), &labels, total);
     }
-    page.family(
+    page.counters(
         "request_errors_total",
-        "counter",
         "Requests that were answered with an error, by method.",
+        "method",
+        used().map(|(method, latency)| (*method, &latency.errors)),
     );
-    for (method, latency) in used() {
-        let labels = format!("{{method=\"{method}\"}}");
-        page.sample("request_errors_total", &labels, latency.errors.value());
-    }
 }
 
 /// Serves `/metrics`, `/healthz` and `/readyz` until the server has shut down.

@@ -14,6 +14,7 @@ pub mod identity;
 pub mod journal;
 pub mod keepalive;
 pub mod link;
+pub mod metrics;
 pub mod peer;
 pub mod private_file;
 #[cfg(feature = "relay")]
