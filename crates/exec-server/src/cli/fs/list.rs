@@ -11,6 +11,7 @@ use exec_server_client::fs::{Feature, ReadDirectory, Walk, child};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::codes;
 use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use exec_server_transport::time::date_and_time;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -226,19 +227,7 @@ fn permissions(mode: u32) -> String {
 
 /// A time as in `2026-11-05 07:09:30`, in UTC.
 fn time(millis: i64) -> String {
-    let seconds = millis.div_euclid(1000);
-    let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Years that begin in March, so that the odd day comes last; 400 of them make an era.
-    let shifted = days + 719_468;
-    let (era, day) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
-    let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day_of_year = day - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day_of_month = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = (month_from_march + 2) % 12 + 1;
-    let year = year_of_era + era * 400 + i64::from(month <= 2);
-    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
-    format!("{year:04}-{month:02}-{day_of_month:02} {hour:02}:{minute:02}:{second:02}")
+    date_and_time(millis.div_euclid(1000), ' ')
 }
 
 pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitCode> {
