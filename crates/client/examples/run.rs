@@ -42,13 +42,7 @@ async fn main() -> Result<ExitCode, Box<dyn Error>> {
             process_id: "run".to_owned(),
             argv,
             cwd,
-            env_policy: Some(EnvPolicy {
-                inherit: Inherit::All,
-                ignore_default_excludes: true,
-                exclude: Vec::new(),
-                set: Default::default(),
-                include_only: Vec::new(),
-            }),
+            env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
             pipe_stdin: with_input,
             delivery,
             ..StartParams::default()

@@ -59,11 +59,8 @@ impl StdioServer {
             cwd: self.cwd,
             env: self.env,
             env_policy: Some(EnvPolicy {
-                inherit,
-                ignore_default_excludes: true,
-                exclude: Vec::new(),
-                set: BTreeMap::new(),
                 include_only,
+                ..EnvPolicy::unfiltered(inherit)
             }),
             pipe_stdin: true,
             sandbox: self.sandbox,

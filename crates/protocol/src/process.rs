@@ -137,6 +137,19 @@ pub struct EnvPolicy {
     pub include_only: Vec<String>,
 }
 
+impl EnvPolicy {
+    /// Everything that `inherit` begins with, secrets included.
+    pub fn unfiltered(inherit: Inherit) -> Self {
+        Self {
+            inherit,
+            ignore_default_excludes: true,
+            exclude: Vec::new(),
+            set: BTreeMap::new(),
+            include_only: Vec::new(),
+        }
+    }
+}
+
 /// What an environment begins with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]

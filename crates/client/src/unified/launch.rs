@@ -96,13 +96,7 @@ impl DirectRequest {
             env: plain
                 .map(|&(name, value)| (name.to_owned(), value.to_owned()))
                 .collect(),
-            env_policy: Some(EnvPolicy {
-                inherit: Inherit::All,
-                ignore_default_excludes: true,
-                exclude: Vec::new(),
-                set: BTreeMap::new(),
-                include_only: Vec::new(),
-            }),
+            env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
             arg0: None,
             io: ProcessIo::default(),
         }

@@ -317,13 +317,7 @@ fn params(args: &RunArgs, cwd: &Path, tty: bool) -> anyhow::Result<StartParams> 
         argv: args.command.clone(),
         cwd: PathUri::from_native(cwd)?,
         env,
-        env_policy: Some(EnvPolicy {
-            inherit: Inherit::All,
-            ignore_default_excludes: true,
-            exclude: Vec::new(),
-            set: BTreeMap::new(),
-            include_only: Vec::new(),
-        }),
+        env_policy: Some(EnvPolicy::unfiltered(Inherit::All)),
         tty,
         // Where nothing comes from here, nothing has to be sent.
         pipe_stdin: tty || !terminal::is_input_null(),
