@@ -1,7 +1,7 @@
 //! What a server counts, and how it tells.
 //!
-//! Names the counters, and renders them for Prometheus. What can be asked when it is told (sessions, processes,
-//! bytes) is not counted here.
+//! Names the counters and renders them for Prometheus. Numbers that can be read on demand
+//! (sessions, processes, bytes) are not counted here.
 
 use std::io;
 use std::time::Duration;

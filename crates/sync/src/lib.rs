@@ -1,9 +1,9 @@
 //! Mutex, read-write lock and condition variable of the standard library, without poisoning.
 //!
-//! A panic while a lock is held ends one task or thread; the others continue with the value as it is, because
-//! every critical section leaves it usable at each point where it may panic. The crate stands below all
-//! others because `executor`, `transport` and `rendezvous` need the same locks, and `protocol`, the only
-//! other crate that all of them depend on, has no state to lock.
+//! A panic while a lock is held ends one task or thread; the others continue with the value as it
+//! is, because every critical section leaves it usable at each point where it may panic. The crate
+//! stands alone because `executor`, `transport` and `rendezvous` need the same locks and have no
+//! crate in common that may hold state.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -75,7 +75,8 @@ impl Condvar {
         Self(std::sync::Condvar::new())
     }
 
-    /// Waits for a notification, at most this long. The second value is whether the time passed without one.
+    /// Waits for a notification, at most this long. The second value is whether the time passed
+    /// without one.
     pub fn wait_timeout<'a, T>(
         &self,
         guard: MutexGuard<'a, T>,

@@ -1,7 +1,7 @@
-//! Pauses between attempts that fail, without a clock and without randomness of its own.
+//! Durations of the pauses between failing attempts. Has no clock and draws no random numbers.
 //!
-//! Decides how long one pause is. Whether to try again, and what counts as a failure, is up to the caller:
-//! `client::recovery` for sessions, `relay` for sockets to a rendezvous server.
+//! Decides how long one pause is. Whether to try again, and what counts as a failure, is up to the
+//! caller: `client::recovery` for sessions, `relay` for sockets to a rendezvous server.
 
 use std::time::Duration;
 
@@ -15,8 +15,9 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// The pause after `failures` earlier ones. `less`, from 0 to 1, says how much of its half is left out: chosen by
-    /// chance, it keeps clients that lost the same server from returning at the same moment.
+    /// The pause after `failures` earlier ones. `less`, from 0 to 1, says how much of its half is
+    /// left out: chosen by chance, it keeps clients that lost the same server from returning at the
+    /// same moment.
     #[must_use]
     pub fn pause(&self, failures: u32, less: f64) -> Duration {
         let factor = 1_u32.checked_shl(failures).unwrap_or(u32::MAX);

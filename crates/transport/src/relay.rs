@@ -523,7 +523,7 @@ impl Redial {
     /// other's place do so no more often than that.
     const REGAIN: Duration = Duration::from_secs(2);
 
-    /// At once after a good socket.
+    /// Zero after a socket that worked.
     fn pause(&self, random: u32) -> Duration {
         let Some(failures) = self.failures.checked_sub(1) else {
             return Duration::ZERO;

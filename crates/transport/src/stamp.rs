@@ -1,11 +1,12 @@
-//! What tells that a file was replaced or changed, without reading it.
+//! Stamps that show whether a file was replaced or changed, without reading its content.
 
 use std::fmt;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-/// Inode, size and time of the last change of a file. Two that are equal mean that it is the same as before.
+/// Inode, size and time of the last change of a file. Two that are equal mean that it is the same
+/// as before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
     inode: u64,

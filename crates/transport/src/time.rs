@@ -22,7 +22,8 @@ fn since_epoch(time: SystemTime) -> (i64, u32) {
 /// The date and the time of day in UTC, so many seconds after 1970 or before it.
 pub fn date_and_time(seconds: i64, separator: char) -> String {
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Howard Hinnant's calendar: years begin in March, so that leap days come last; 400 of them make an era.
+    // Howard Hinnant's calendar: years begin in March, so that leap days come last; 400 of them
+    // make an era.
     let shifted = days + 719_468;
     let (era, day) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
     let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;

@@ -45,7 +45,8 @@ pub(super) fn columns(rows: impl IntoIterator<Item = Vec<String>>, right: Option
     text
 }
 
-/// Text of another machine on one line, without characters that would control a terminal or reorder the line.
+/// Text of another machine on one line, without characters that would control a terminal or reorder
+/// the line.
 pub(super) fn visible(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
