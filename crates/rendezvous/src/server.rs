@@ -361,6 +361,10 @@ impl Shared {
     }
 }
 
+/// What a browser shows of this port.
+const ABOUT: &str = "This is an exec-server rendezvous server. It connects clients with machines \
+                     behind NAT: exec-server run --url registry://HOST/ENVIRONMENT -- COMMAND\n";
+
 async fn tell_metrics(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
     let head = http::read_head(&mut stream, Kind::Request).await?;
     let answer = match (shared.health(&head), head.path()) {
@@ -411,8 +415,8 @@ impl Visitor {
                 let (reader, writer) = tokio::io::split(stream);
                 Box::pin(self.converse(Box::new(reader), Box::new(writer), true)).await;
             }
-            Ok(Err(error)) => tracing::debug!(peer = %self.peer, %error, "no TLS handshake"),
-            Err(_) => tracing::debug!(peer = %self.peer, "no TLS handshake in time"),
+            Ok(Err(error)) => tracing::debug!(peer = %self.peer, %error, "TLS handshake failed"),
+            Err(_) => tracing::debug!(peer = %self.peer, "TLS handshake timed out"),
         }
     }
 
@@ -480,9 +484,12 @@ impl Visitor {
                     }
                 }
                 Some(path) => self.call(&head, path, &body, secure).await,
-                None => shared
-                    .health(&head)
-                    .unwrap_or_else(|| Answer::text(404, "")),
+                None => shared.health(&head).unwrap_or_else(|| {
+                    match head.path() == "/" && head.is_of_browser() {
+                        true => Answer::text(200, ABOUT),
+                        false => Answer::text(404, ""),
+                    }
+                }),
             };
             let keep = !head.has_token("connection", "close") && !shared.stop.is_cancelled();
             if writer.write_all(&answer.encode(keep)).await.is_err()
@@ -837,7 +844,7 @@ impl Visitor {
         let shared = &*self.shared;
         let reject = |status: u16, reason: &str| {
             shared.metrics.tickets_refused.add(1);
-            tracing::debug!(peer = %self.peer, environment, reason, "a socket was refused");
+            tracing::debug!(peer = %self.peer, environment, reason, "websocket refused");
             let (peer, reason) = (self.peer.to_string(), reason.to_owned());
             shared.note(
                 "socketRefused",
@@ -983,7 +990,7 @@ impl Visitor {
         );
         if violation {
             metrics.violations.add(1);
-            tracing::warn!(peer = %self.peer, reason = %end, "a socket was dropped");
+            tracing::warn!(peer = %self.peer, reason = %end, "websocket closed because of an error");
         }
         let mut line = who;
         line["reason"] = json!(end.to_string());

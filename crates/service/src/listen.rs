@@ -377,8 +377,8 @@ impl Visitor {
                 let (reader, writer) = tokio::io::split(stream);
                 Box::pin(self.handle(reader, writer)).await;
             }
-            Ok(Err(error)) => tracing::debug!(peer = self.name, %error, "no TLS handshake"),
-            Err(_) => tracing::debug!(peer = self.name, "no TLS handshake in time"),
+            Ok(Err(error)) => tracing::debug!(peer = self.name, %error, "TLS handshake failed"),
+            Err(_) => tracing::debug!(peer = self.name, "TLS handshake timed out"),
         }
     }
 
@@ -393,7 +393,7 @@ impl Visitor {
         let head = match tokio::time::timeout(limit, head).await {
             Ok(Ok(head)) => head,
             Ok(Err(error)) => {
-                tracing::debug!(peer = self.name, %error, "no HTTP request");
+                tracing::debug!(peer = self.name, %error, "invalid HTTP request");
                 if error.kind() == io::ErrorKind::InvalidData {
                     let answer = response(400, &error.to_string(), None);
                     let _ = writer.write_all(&answer).await;
@@ -478,9 +478,9 @@ impl Visitor {
         }
     }
 
-    /// Writes down that somebody was not let in.
+    /// Records a refused connection in log, metrics and audit log.
     fn refuse(&self, cause: RefusalCause, reason: &str) {
-        tracing::warn!(peer = self.name, reason, "not let in");
+        tracing::warn!(peer = self.name, reason, "connection refused");
         self.server.metrics().refused(cause);
         if let Some(audit) = self.server.audit() {
             audit.connected(&self.name, Err(reason));
@@ -496,9 +496,14 @@ enum Route {
     Answer(u16, &'static str),
 }
 
+/// What a browser shows of this port.
+const ABOUT: &str = "This is an exec-server. It runs commands and serves files over websockets: \
+                     exec-server run --url ws://HOST:PORT -- COMMAND\n";
+
 fn route(head: &Head, draining: bool) -> Route {
     match head.path() {
         "/" if draining => Route::Answer(503, "the server is shutting down"),
+        "/" if head.is_of_browser() => Route::Answer(200, ABOUT),
         "/" => upgrade(head),
         "/healthz" | "/readyz" if head.method != "GET" && head.method != "HEAD" => {
             Route::Answer(405, "")
@@ -599,6 +604,18 @@ mod tests {
         );
         let refused = Route::Answer(400, "Connection header did not include 'upgrade'");
         assert_eq!(route(&head("GET", "/", &[]), false), refused);
+        let browser = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")];
+        assert_eq!(
+            route(&head("GET", "/", &browser), false),
+            Route::Answer(200, ABOUT)
+        );
+        assert_eq!(
+            route(
+                &head("GET", "/", &[ws.as_slice(), &browser].concat()),
+                false
+            ),
+            Route::Upgrade("k".to_owned())
+        );
         assert_eq!(
             route(&head("GET", "/readyz", &[]), false),
             Route::Answer(200, "")

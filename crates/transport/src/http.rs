@@ -68,6 +68,15 @@ impl Head {
             .any(|part| part.trim().eq_ignore_ascii_case(token))
     }
 
+    /// Whether a browser asks for a page, rather than a program for a websocket or an answer.
+    pub fn is_of_browser(&self) -> bool {
+        self.method == "GET"
+            && self.header("upgrade").is_none()
+            && self
+                .header("accept")
+                .is_some_and(|accept| accept.contains("text/html"))
+    }
+
     /// The key of a websocket that a request asks for.
     ///
     /// # Errors
