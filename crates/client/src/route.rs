@@ -169,7 +169,11 @@ impl Handler for Dispatch {
         };
         match self.0.find(&process_id) {
             Some(route) => route.deliver(event).await,
-            None => tracing::debug!(process_id, method, "ignoring news of an unknown process"),
+            None => tracing::debug!(
+                process_id,
+                method,
+                "ignoring a notification for an unknown process"
+            ),
         }
         Ok(())
     }

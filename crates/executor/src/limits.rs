@@ -43,7 +43,7 @@ impl Drop for Group {
     fn drop(&mut self) {
         // Fails while something of the tree is left, which then keeps its limits.
         if let Err(error) = fs::remove_dir(&self.directory) {
-            tracing::debug!(directory = %self.directory.display(), %error, "control group stays");
+            tracing::debug!(directory = %self.directory.display(), %error, "cannot remove a control group");
             left_behind().push(std::mem::take(&mut self.directory));
         }
     }

@@ -207,7 +207,11 @@ impl Snapshots {
         let take = || async {
             let taken = take(executor, &spec, wanted, self.time).await;
             if let Err(reason) = &taken {
-                tracing::debug!(scope = wanted.key.scope_id, reason, "no shell snapshot");
+                tracing::debug!(
+                    scope = wanted.key.scope_id,
+                    reason,
+                    "cannot take a shell snapshot"
+                );
             }
             taken.ok()
         };

@@ -16,7 +16,9 @@ pub(crate) fn serve(listeners: impl Iterator<Item = (TcpListener, u16)>) -> io::
         proxy.listen(listener, move |inside: TcpStream, _| async move {
             match dial::connect(&[to]).await {
                 Ok(outside) => carry(inside, outside).await,
-                Err(error) => tracing::debug!(%to, %error, "no proxy to lead to"),
+                Err(error) => {
+                    tracing::debug!(%to, %error, "cannot connect to the configured proxy")
+                }
             }
         })?;
     }

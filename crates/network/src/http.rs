@@ -136,7 +136,7 @@ impl Conversation {
                     }
                     Err(upgraded) => carry_on(TokioIo::new(upgraded), outside).await,
                 },
-                Err(error) => tracing::debug!(%error, "a tunnel was not wanted after all"),
+                Err(error) => tracing::debug!(%error, "the client closed the connection before its tunnel was open"),
             }
         });
         self.shared.spawn(tunnel);

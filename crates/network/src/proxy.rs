@@ -149,7 +149,7 @@ impl Proxy {
                     Err(error) => {
                         // A connection that is gone already concerns nobody; a lack of
                         // descriptors passes.
-                        tracing::debug!(%error, "cannot accept for a process's proxy");
+                        tracing::debug!(%error, "cannot accept a connection to a process's proxy");
                         tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
                     }
                 }

@@ -78,8 +78,7 @@ const TENANTS_TOLD: usize = 256;
 const BURY_AFTER: Duration = Duration::from_secs(60);
 
 /// What everybody hears who wants something while this node has no fresh view.
-pub(crate) const AWAY: &str =
-    "NATS cannot be reached: nobody new is taken in until it is back; streams on one node go on";
+pub(crate) const AWAY: &str = "NATS cannot be reached: new connections are refused until it is back; streams on one node continue";
 
 /// How to be a part of a cluster.
 #[derive(Debug, Clone)]
@@ -724,7 +723,7 @@ impl Shared {
             (lapsed, releases, state.rules.buried(now(), BURY_AFTER))
         };
         for node in lapsed {
-            tracing::warn!(%node, "a node is silent, and believed dead");
+            tracing::warn!(%node, "a node stopped renewing its lease and is treated as dead");
             self.lost_node(&node);
         }
         for (environment, revision) in releases {
@@ -768,12 +767,12 @@ impl Shared {
     async fn begin_anew(&self) {
         tracing::error!(
             bucket = self.options.bucket,
-            "the bucket is gone; it is made again from what the nodes know"
+            "the bucket is gone; recreating it from the state of the nodes"
         );
         match open_bucket(&self.jetstream, &self.options).await {
             Ok(bucket) => *self.created.lock() = bucket.stream.cached_info().created,
             Err(error) => {
-                tracing::error!(%error, "the bucket cannot be made again; trying later");
+                tracing::error!(%error, "cannot recreate the bucket; trying again later");
                 return;
             }
         }
@@ -792,7 +791,7 @@ impl Shared {
             if let Err(error) = self.bucket.create(&key, value).await
                 && error.kind() != kv::CreateErrorKind::AlreadyExists
             {
-                tracing::error!(%error, key, "not written to the new bucket");
+                tracing::error!(%error, key, "cannot write a key to the new bucket");
             }
         };
         if let Some(secret) = secret {

@@ -395,8 +395,8 @@ impl Oidc {
             return;
         }
         match self.fetch().await {
-            Ok(count) => tracing::info!(count, "the issuer's keys were fetched"),
-            Err(error) => tracing::warn!(%error, "the issuer's keys cannot be fetched"),
+            Ok(count) => tracing::info!(count, "fetched the issuer's keys"),
+            Err(error) => tracing::warn!(%error, "cannot fetch the issuer's keys"),
         }
     }
 

@@ -403,7 +403,7 @@ impl Registry {
         if turned_out > 0 {
             tracing::warn!(
                 environment = key,
-                "another executor has taken the place of one"
+                "another executor has replaced the one that was attached"
             );
         }
         let ticket = Ticket {

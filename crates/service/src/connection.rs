@@ -367,6 +367,7 @@ pub(crate) async fn serve(
     identity: Identity,
 ) {
     let _counted = server.count_connection();
+    tracing::info!(peer = name, identity = &*identity.name, "connection opened");
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
     let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
@@ -396,7 +397,7 @@ pub(crate) async fn serve(
     let closed = connection.closed.clone();
     let mut writer = Box::pin(async move {
         if let Err(error) = outbox::write(&outbox, outgoing).await {
-            tracing::debug!(%error, "cannot send");
+            tracing::debug!(%error, "cannot write to the connection");
         }
         closed.cancel();
     });
@@ -424,7 +425,7 @@ pub(crate) async fn serve(
     };
     // Nobody is left to answer.
     connection.asks.close();
-    tracing::debug!(peer = reader.name, ?end, "connection ended");
+    tracing::info!(peer = reader.name, ?end, "connection closed");
     if matches!(end, End::Eof) && lifetime == Lifetime::Connection {
         // Over pipes the peer may still listen: what it asked before the end is answered.
         let all = u32::try_from(connection.concurrent_requests).unwrap_or(1);
@@ -636,7 +637,7 @@ fn control(
             return Some(End::Lost);
         }
         Err(error) => {
-            tracing::warn!(peer = name, %error, "peer broke the protocol");
+            tracing::warn!(peer = name, %error, "closing the connection: protocol error");
             return Some(End::Lost);
         }
     }

@@ -94,7 +94,7 @@ impl Shared {
             .name("files".to_owned())
             .spawn(move || shared.work());
         if let Err(error) = started {
-            tracing::warn!(%error, "cannot start a thread for file work");
+            tracing::warn!(%error, "cannot start a thread for file operations");
             self.state.lock().threads -= 1;
             let (shared, handle) = (Arc::clone(self), runtime.clone());
             // Ends by itself: a thread comes, or another has taken the turn.
@@ -250,7 +250,7 @@ impl Lane {
             if let Some(job) = next.take()
                 && catch_unwind(AssertUnwindSafe(job)).is_err()
             {
-                tracing::error!("file work failed");
+                tracing::error!("a file operation panicked");
             }
             let mut state = self.state.lock();
             next = state.waiting.pop_front();
@@ -266,7 +266,7 @@ impl Lane {
 /// Does something that must be answered whatever happens.
 pub(crate) fn attempt<R>(work: impl FnOnce() -> Result<R, RpcError>) -> Result<R, RpcError> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(RpcError::internal("file work failed")))
+        .unwrap_or_else(|_| Err(RpcError::internal("a file operation panicked")))
 }
 
 /// Bytes read and encoded at a time: they stay in the processor's cache between the two. A multiple

@@ -77,12 +77,12 @@ impl Record {
     pub(crate) async fn exited(&self, process: &Process) {
         let exit = process.wait_for(|log| log.exit().cloned()).await;
         self.server.metrics().exited(&exit);
-        tracing::debug!(
+        tracing::info!(
             session = self.session,
             process_id = self.process_id,
             pid = process.pid(),
             code = exit.code,
-            "exited"
+            "process exited"
         );
         if let Some(audit) = self.server.audit() {
             audit.exited(&self.session, &self.process_id, process.pid(), &exit);

@@ -297,7 +297,7 @@ impl Server {
             tracing::warn!(
                 processes = self.inner.executor.live(),
                 ?limit,
-                "processes go on after the time to drain and are ended"
+                "processes are still running at the end of the drain time and are terminated"
             );
         }
         self.shut_down().await;
@@ -434,6 +434,7 @@ impl Server {
         let Some((grace, absence)) = session.detach(outbox) else {
             return;
         };
+        tracing::info!(session = session.id, ?grace, "session detached");
         let (server, session) = (self.clone(), Arc::clone(session));
         // Ends after the grace, or earlier with the absence: a task for each cut of a connection
         // would otherwise keep the session for the whole grace.
@@ -451,6 +452,8 @@ impl Server {
     pub(crate) async fn end_session(&self, session: &Session) {
         self.inner.sessions.lock().remove(&session.id);
         if let Some(processes) = session.end() {
+            let running = processes.len();
+            tracing::info!(session = session.id, processes = running, "session ended");
             process::end_all(&processes, Duration::ZERO).await;
         }
     }

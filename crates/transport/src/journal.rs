@@ -119,7 +119,7 @@ impl Writer {
                 self.lost.fetch_add(lines, Ordering::Relaxed);
                 if !self.complained {
                     let path = self.path.display();
-                    tracing::error!(%error, %path, "the audit log cannot be written");
+                    tracing::error!(%error, %path, "cannot write the audit log");
                 }
                 self.complained = true;
             }

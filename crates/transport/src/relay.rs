@@ -131,7 +131,7 @@ pub enum OpenError {
     #[error(transparent)]
     Handshake(#[from] exec_server_relay::noise::HandshakeError),
     /// There is no socket.
-    #[error("cannot reach the meeting point")]
+    #[error("cannot reach the rendezvous server")]
     Dial(#[source] DialError),
     /// The executor, or the meeting point, did not open the stream.
     #[error("the stream was refused: {0}")]
@@ -475,13 +475,13 @@ where
                 shared.update(|endpoint, _| endpoint.socket_lost());
                 redial.lived(now() - up);
                 if let Some(error) = error {
-                    tracing::debug!(%error, "the relay socket is gone");
+                    tracing::debug!(%error, "the relay connection was lost");
                 }
             }
             Err(error) if error.fatal => return Some(error),
             Err(error) => {
                 redial.failed();
-                tracing::debug!(%error, "cannot reach the meeting point; trying again");
+                tracing::debug!(%error, "cannot reach the rendezvous server; trying again");
             }
         }
     }
@@ -590,12 +590,12 @@ async fn read_frames(
                 let length = bytes.len();
                 let result = shared.update(|endpoint, now| endpoint.handle_frame(now, bytes));
                 if let Err(error) = result {
-                    tracing::debug!(%error, "a relay frame is ignored");
+                    tracing::debug!(%error, "ignored an invalid relay frame");
                 }
                 turn::spend(length).await;
             }
             RawEvent::Message { .. } => {
-                tracing::debug!("a text message on the relay socket is ignored");
+                tracing::debug!("ignored a text message on the relay connection");
             }
             RawEvent::Ping(payload) => {
                 let ping = Some(payload.to_vec());
@@ -835,7 +835,7 @@ impl Sink for ToStream {
                     Err(SendError::Closed) => {
                         return Poll::Ready(Err(io::ErrorKind::BrokenPipe.into()));
                     }
-                    Err(error) => tracing::debug!(%error, "a message cannot be sent"),
+                    Err(error) => tracing::debug!(%error, "cannot send a message"),
                 }
             }
             Poll::Ready(Ok(()))

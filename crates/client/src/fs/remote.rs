@@ -764,7 +764,7 @@ async fn keep_watching(
             // Lost once more.
             Err(ExecServerError::Interrupted { .. } | ExecServerError::Closed(_)) => {}
             Err(error) => {
-                tracing::warn!(path = %params.path, %error, "cannot watch any longer");
+                tracing::warn!(path = %params.path, %error, "the watch ended");
                 return queue.end();
             }
         }

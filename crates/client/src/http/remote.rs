@@ -211,7 +211,7 @@ impl BodyRoutes {
             Some(queue) => queue.deliver(delta).await,
             None => {
                 let id = delta.request_id;
-                tracing::debug!(id, "ignoring a piece of an unknown body");
+                tracing::debug!(id, "ignoring a chunk of an unknown response body");
             }
         }
     }

@@ -360,7 +360,7 @@ impl Shared {
             if !error.is_retryable() || tries == ASK_RETRIES || Instant::now() + pause >= until {
                 return Err(error.into());
             }
-            tracing::debug!(%error, "the registry has no way; asking again");
+            tracing::debug!(%error, "the registry has no address for the environment; asking again");
             tries += 1;
             tokio::time::sleep(pause).await;
         }

@@ -636,7 +636,7 @@ impl Reservation {
             .insert(self.id, Arc::clone(session));
         if let Some(removed) = removed {
             let id = removed.id;
-            tracing::info!(session = id, "a command makes room for another");
+            tracing::info!(session = id, "ending a command to make room for another");
             // Ends with its one request.
             tokio::spawn(async move { removed.end().await });
         }

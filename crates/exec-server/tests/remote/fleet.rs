@@ -466,7 +466,7 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     fleet.node(0).signal(Signal::STOP);
     let paused = Instant::now();
     // Others believe it dead, and say so.
-    fleet.wait_logged(1, "believed dead").await;
+    fleet.wait_logged(1, "treated as dead").await;
     fleet.wait_online(2, "box", false).await;
     // The same identity comes back elsewhere, while the old socket still seems to be there.
     executor.signal_both(Signal::STOP);
@@ -480,9 +480,7 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     let running = client.start(sh("count", &script)).await.unwrap();
     tokio::time::sleep(PAUSED.saturating_sub(paused.elapsed())).await;
     fleet.node(0).signal(Signal::CONT);
-    fleet
-        .wait_logged(0, "has taken the place of the one here")
-        .await;
+    fleet.wait_logged(0, "has replaced the one here").await;
     // Its harnesses are led to the one executor that there is.
     let late = fleet.connect(0, "box").await;
     assert_eq!(collect(&late, "late", &show).await.0, b"two\n");
@@ -590,17 +588,13 @@ async fn of_two_executors_with_one_identity_the_newer_has_the_environment() {
     // It must not fight for its place yet.
     first.signal_both(Signal::STOP);
     let second = Running::start(fleet.executor_command(1, "box", "box")).await;
-    fleet
-        .wait_logged(0, "has taken the place of the one here")
-        .await;
+    fleet.wait_logged(0, "has replaced the one here").await;
     let again = fleet.connect(2, "box").await;
     assert_eq!(collect(&again, "who", &show).await.0, b"same\n");
     drop((client, again));
     // When the older wakes up it dials again, and is then the newer. One of them is always there.
     first.signal_both(Signal::CONT);
-    fleet
-        .wait_logged(1, "has taken the place of the one here")
-        .await;
+    fleet.wait_logged(1, "has replaced the one here").await;
     second.end(Signal::KILL).await;
     fleet.wait_online(2, "box", true).await;
     // The one that is left comes back by itself; whoever comes while it does is told so.

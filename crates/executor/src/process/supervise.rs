@@ -277,7 +277,7 @@ impl Supervisor {
             Ok(None) => return,
             Ok(Some(reaped)) => Some(reaped),
             Err(error) => {
-                tracing::warn!(pid = ?self.shared.pid, %error, "cannot reap");
+                tracing::warn!(pid = ?self.shared.pid, %error, "cannot reap a process");
                 None
             }
         };

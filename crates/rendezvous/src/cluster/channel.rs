@@ -387,7 +387,7 @@ impl Channel {
 
     /// Something is wrong with the channel: both ends go, and the harness comes back on another.
     pub(crate) fn fail(&self, shared: &Shared, why: &str) {
-        tracing::debug!(channel = %self.id, why, "a channel between nodes ends");
+        tracing::debug!(channel = %self.id, why, "a channel between nodes ended");
         match self.side {
             // Its socket ends, and drops the uplink, which tells the other end.
             Side::Entry => self.mailbox.close(),

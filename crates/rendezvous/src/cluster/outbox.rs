@@ -50,7 +50,7 @@ impl Outbox {
                 };
                 if let Err(error) = sent {
                     // Whoever misses it finds out by the numbers.
-                    tracing::warn!(%error, "a message to another node was not sent");
+                    tracing::warn!(%error, "cannot send a message to another node");
                 }
                 let before = left.fetch_sub(bytes, Ordering::Relaxed);
                 if before >= LIMIT && before - bytes < LIMIT {

@@ -60,7 +60,7 @@ impl Shared {
         let subject = &message.subject;
         let rest = subject.get(start..).unwrap_or_default();
         let Some(topic) = Topic::parse(rest) else {
-            tracing::debug!(%subject, "a message that means nothing");
+            tracing::debug!(%subject, "ignored an unknown message of another node");
             return;
         };
         let environment = rest.split('.').next().unwrap_or_default();
@@ -287,7 +287,7 @@ impl Shared {
         if self.outbox.full().is_some() {
             tracing::debug!(
                 event = happening.event,
-                "too much waits for NATS to tell of it"
+                "dropped an event: too much is queued for NATS"
             );
             return;
         }
@@ -302,7 +302,7 @@ impl Shared {
             let mut announced = match shared.client.subscribe(shared.events_subject()).await {
                 Ok(announced) => announced,
                 Err(error) => {
-                    tracing::warn!(%error, "what happens at other nodes is not heard");
+                    tracing::warn!(%error, "cannot subscribe to the events of other nodes");
                     return;
                 }
             };
@@ -314,7 +314,7 @@ impl Shared {
                     Some(happening) => tell(happening),
                     None => tracing::debug!(
                         bytes = message.payload.len(),
-                        "an event that means nothing"
+                        "ignored an unknown event of another node"
                     ),
                 }
             }

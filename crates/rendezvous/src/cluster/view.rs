@@ -47,8 +47,8 @@ impl Shared {
             };
             match tokio::time::timeout(PATIENCE, watch).await {
                 Ok(Ok(watch)) => self.follow(watch).await,
-                Ok(Err(error)) => tracing::debug!(%error, "the bucket cannot be watched"),
-                Err(_) => tracing::debug!("the bucket cannot be watched in time"),
+                Ok(Err(error)) => tracing::debug!(%error, "cannot watch the bucket"),
+                Err(_) => tracing::debug!("cannot watch the bucket: timeout"),
             }
             tokio::time::sleep(PAUSE).await;
         }
@@ -64,7 +64,7 @@ impl Shared {
             match entry {
                 Some(Ok(entry)) => self.apply(entry),
                 Some(Err(error)) => {
-                    tracing::debug!(%error, "the watch of the bucket ends");
+                    tracing::debug!(%error, "the watch of the bucket ended");
                     return;
                 }
                 None => return,
@@ -184,7 +184,7 @@ impl Shared {
             tracing::warn!(
                 environment,
                 sockets = ended,
-                "another executor socket has taken the place of the one here"
+                "another executor connection has replaced the one here"
             );
         }
         for channel in self.entries() {

@@ -70,7 +70,7 @@ impl NatsRouter {
         claim.await.map_err(|error| match error {
             ClaimError::Superseded => AttachError::Offline,
             ClaimError::Bucket(error) => {
-                tracing::error!(%error, "an environment cannot be claimed");
+                tracing::error!(%error, "cannot claim an environment");
                 AttachError::Unavailable("the claim on the environment cannot be written")
             }
         })?;

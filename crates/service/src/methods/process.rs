@@ -163,11 +163,11 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
         record.started(&argv, &cwd, outcome.as_ref());
         let orphan = match outcome {
             Ok(process) => {
-                tracing::debug!(
+                tracing::info!(
                     session = session.id,
                     process_id,
                     pid = process.pid(),
-                    "started"
+                    "process started"
                 );
                 let result = result(&process);
                 let parts = ManagedParts {

@@ -31,9 +31,10 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
         Ok(opened) => opened,
         Err(error) => return call.responder.send_error(error),
     };
-    tracing::debug!(
+    tracing::info!(
         client = params.client_name,
         session = session.id,
+        resumed = params.resume_session_id.is_some(),
         "session attached"
     );
     let grace = if call.connection.is_resumable() {

@@ -300,7 +300,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
             () = current.cancelled() => Ok(None),
         };
         let watch = started.unwrap_or_else(|error| {
-            tracing::warn!(message = error.message, "cannot watch for what is missing");
+            tracing::warn!(message = error.message, "cannot watch for missing paths");
             None
         });
         let watching = watch.is_some();
@@ -312,7 +312,7 @@ pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
         };
         if let Err(error) = changed {
             // Told as a change: whoever waits will look, and see.
-            tracing::warn!(%error, "cannot watch any longer for what is missing");
+            tracing::warn!(%error, "stopped watching for missing paths");
         }
         let _state = connection.watches.missing.lock();
         if !current.is_cancelled() {

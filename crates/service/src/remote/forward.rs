@@ -102,7 +102,7 @@ pub async fn forward(
                 Ok((link, child)) => {
                     tokio::select! {
                         outcome = splice(stream.link, link) => if let Err(error) = outcome {
-                            tracing::debug!(stream = &*id, %error, "a forwarded stream ended");
+                            tracing::debug!(stream = &*id, %error, "a forwarded stream ended with an error");
                         },
                         () = stopped.cancelled() => {}
                     }
@@ -112,7 +112,7 @@ pub async fn forward(
                     }
                 }
                 Err(error) => {
-                    tracing::error!(stream = &*id, %error, "no way to the destination");
+                    tracing::error!(stream = &*id, %error, "cannot connect to the destination");
                 }
             }
         }

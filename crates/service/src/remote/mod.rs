@@ -108,7 +108,7 @@ pub enum RemoteEnvironmentError {
     #[error("cannot set up the server")]
     Server(#[from] io::Error),
     /// The driver gave up.
-    #[error("cannot reach the meeting point")]
+    #[error("cannot reach the rendezvous server")]
     Dial(#[source] DialError),
 }
 
@@ -306,7 +306,7 @@ impl Desk {
                     tracing::info!(
                         environment = self.registry.environment_id(),
                         registry = self.registry.name(),
-                        "attached to the meeting point"
+                        "attached to the rendezvous server"
                     );
                     self.status.send_replace(Status::Attached);
                     return Ok(Attachment {
@@ -328,7 +328,7 @@ impl Desk {
                             continue;
                         }
                     }
-                    tracing::warn!(%error, "no socket to the meeting point; trying again");
+                    tracing::warn!(%error, "cannot connect to the rendezvous server; trying again");
                     return Err(DialError::passing(error));
                 }
             }

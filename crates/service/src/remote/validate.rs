@@ -92,7 +92,7 @@ impl Validator {
         if trusted {
             tracing::warn!(
                 harness = %ask.harness.fingerprint(),
-                "admitted without asking, because the registry is away"
+                "accepted a known harness without validation: the registry cannot be reached"
             );
             return Ok(());
         }

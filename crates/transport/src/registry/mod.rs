@@ -376,7 +376,7 @@ impl Registry {
         if !url.starts_with("ws://") && !url.starts_with("wss://") {
             return Err(ConnectError::Url {
                 url: shown(),
-                reason: "a meeting point is at ws://HOST or wss://HOST".to_owned(),
+                reason: "the URL of a rendezvous server is ws://HOST or wss://HOST".to_owned(),
             });
         }
         let options = ConnectOptions {

@@ -445,7 +445,7 @@ impl<T: Tell> Tree<T> {
             Registered::Known(_) | Registered::Gone => Ok(()),
         });
         if let Err(error) = scanned {
-            tracing::warn!(%error, "a new directory is not watched");
+            tracing::warn!(%error, "cannot watch a new directory");
             // Tried again once more, with everything.
             self.lose();
         }
@@ -457,7 +457,7 @@ impl<T: Tell> Tree<T> {
             return;
         }
         if let Err(error) = self.scan(node, Scan::Refresh) {
-            tracing::warn!(%error, "directories that are no longer ignored are not watched");
+            tracing::warn!(%error, "cannot watch directories that are no longer ignored");
             self.lose();
         }
     }
@@ -478,7 +478,7 @@ impl<T: Tell> Tree<T> {
             });
         }
         if let Err(error) = self.establish(Scan::Tell) {
-            tracing::warn!(%error, "what replaced a watched directory is not watched");
+            tracing::warn!(%error, "cannot watch the replacement of a watched directory");
             self.lose();
         }
     }
@@ -506,7 +506,7 @@ impl<T: Tell> Tree<T> {
         match init() {
             Ok(inotify) => self.inotify = inotify,
             Err(error) => {
-                tracing::debug!(%error, "an inotify instance is used again");
+                tracing::debug!(%error, "cannot create an inotify instance; reusing the old one");
                 for &descriptor in self.by_descriptor.keys().chain(self.anchors.keys()) {
                     let _ = inotify::remove_watch(&self.inotify, descriptor);
                 }
