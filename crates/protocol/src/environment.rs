@@ -71,6 +71,9 @@ pub struct ConfigLayer {
 pub struct EnvironmentStatus {
     /// How the environment is.
     pub status: Readiness,
+    /// The server is shutting down: it starts nothing more and ends what runs. Absent otherwise.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub draining: bool,
 }
 
 /// The states that `environment/status` knows.

@@ -185,7 +185,9 @@ pub(crate) fn info(call: Call<'_>, _: NoParams) {
 
 pub(crate) fn status(call: Call<'_>, _: NoParams) {
     let answer = call.phase.ready("environment status");
+    let draining = call.connection.server.draining().is_cancelled();
     call.responder.send(answer.map(|_| EnvironmentStatus {
         status: Readiness::Ready,
+        draining,
     }));
 }
