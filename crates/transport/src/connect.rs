@@ -99,6 +99,22 @@ pub enum ConnectError {
     },
 }
 
+impl ConnectError {
+    /// Whether the server's answer to the TLS handshake was not TLS at all, as of a `ws://` port.
+    pub fn is_without_tls(&self) -> bool {
+        let Self::Tls { source, .. } = self else {
+            return false;
+        };
+        let cause = source.get_ref().and_then(|cause| cause.downcast_ref());
+        matches!(
+            cause,
+            Some(rustls::Error::InvalidMessage(
+                rustls::InvalidMessage::InvalidContentType
+            ))
+        )
+    }
+}
+
 /// Opens a link to `ws://HOST:PORT[/PATH]`, `wss://HOST:PORT[/PATH]` or `unix:///PATH`.
 ///
 /// # Errors

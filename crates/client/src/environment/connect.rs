@@ -113,7 +113,7 @@ pub enum Start {
 #[non_exhaustive]
 pub enum AddressError {
     /// It is of a kind that nobody here understands.
-    #[error("`{0}` is no address of a server; expected {forms}", forms = URL_FORMS.join(", "))]
+    #[error("{}", not_a_url(.0))]
     Kind(String),
     /// It is of a known kind, but wrong.
     #[error("`{url}`: {reason}")]
@@ -123,6 +123,16 @@ pub enum AddressError {
         /// What is wrong with it.
         reason: String,
     },
+}
+
+fn not_a_url(text: &str) -> String {
+    match text.contains("://") {
+        true => format!(
+            "`{text}` is not the URL of a server; expected {}",
+            URL_FORMS.join(", ")
+        ),
+        false => format!("`{text}` is not a URL; try ws://HOST:PORT or ssh://HOST"),
+    }
 }
 
 /// How to reach what a URL names; one of [`URL_FORMS`].

@@ -875,7 +875,7 @@ mod tests {
             ),
             (
                 table("url = 'http://h'"),
-                "4: `url`: `http://h` is no address of a server",
+                "4: `url`: `http://h` is not the URL of a server",
             ),
             (table("url = 'ws://'"), "4: `url`: `ws://`: "),
             (table("url = 7"), "4: `url`: expected a text"),
