@@ -1,38 +1,68 @@
-//! What can be typed.
+//! Definition of the command line: commands, options and their help.
+//!
+//! Structs of options and subcommands have plain comments: clap would show a doc comment as the first
+//! line of the command's help page, in place of the one in [`Command`].
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::builder::PossibleValuesParser;
-use clap::{Parser, Subcommand, ValueEnum};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use exec_server_rendezvous::Role;
 
+use super::overview;
 use super::settings::{FORMATS, MODES};
 
 use super::fs::args::{CpArgs, FsArgs};
 
-/// Run commands on any machine, from any program, without losing a byte.
-///
-/// Without a command it serves clients, like `exec-server serve`.
+/// Ends the short help of every command that works on another machine.
+macro_rules! machine_note {
+    () => {
+        "
+
+Machine: --on ENVIRONMENT or --url URL; else EXEC_SERVER_URL, else the default
+environment (`exec-server env`). All connection options: --help"
+    };
+}
+
+/// Run commands and use files on any machine, without losing a byte
 #[derive(Debug, Parser)]
 #[command(name = "exec-server", version, args_conflicts_with_subcommands = true)]
 #[command(after_help = "Examples:
-  exec-server --listen ws://127.0.0.1:4600          serve on a fixed port
-  exec-server run -- make test                      run a command here
-  exec-server run --url ws://127.0.0.1:4600 -- sh   run a shell on a server
-  exec-server run --on worker -- make test          run it in an environment
-  exec-server ps --url ws://127.0.0.1:4600          what runs there
-  exec-server fs --url ws://127.0.0.1:4600 ls -l    the files there
-  exec-server cp -r src ws://127.0.0.1:4600:/srv    copy a directory there
-  exec-server run --on ssh://build -- make test     run it on any machine that has an sshd
-  exec-server --remote https://meet.example --environment-id build-7 \\
-      --remote-token-file token                     serve through a registry, from behind NAT
-  exec-server run --url registry://meet.example/build-7 -- make    use it from anywhere
-  exec-server --listen wss://0.0.0.0:4600 --tls-self-signed \\
-      --ws-auth capability-token --ws-token-file token    serve others, who have the token
+  exec-server run -- make test                   run a command on this machine
+  exec-server run --on ssh://build -- make test  on a machine with an sshd
+  exec-server serve                              serve this machine; prints a URL
+  exec-server run --url URL -- bash              open a shell on a served machine
+  exec-server cp -r src ssh://build:/srv         copy a directory there
 
-Exit codes: 0 success, 1 failure, 2 wrong usage; `run` and `fs search` have their own, see their --help.")]
+`exec-server COMMAND -h` shows a command's options, --help all about it.")]
+#[command(after_long_help = "Examples:
+  exec-server run -- make test                       run a command here
+  exec-server run --on ssh://build -- make test      on a machine with an sshd
+  exec-server serve --listen ws://127.0.0.1:4600     serve on a fixed port
+  exec-server run --url ws://127.0.0.1:4600 -- bash  open a shell there
+  exec-server ps --url ws://127.0.0.1:4600           list what runs there
+  exec-server fs --url ws://127.0.0.1:4600 ls -l     list the files there
+  exec-server cp -r src ws://127.0.0.1:4600:/srv     copy a directory there
+  exec-server env add worker ws://127.0.0.1:4600     give a machine a name
+  exec-server run --on worker -- make test           run a command on it
+
+Serve other machines, with a token and TLS:
+  exec-server token new --out token
+  exec-server serve --listen wss://0.0.0.0:4600 --tls-self-signed \\
+      --ws-auth capability-token --ws-token-file token
+
+Serve through a registry, from behind NAT, and use that from anywhere:
+  exec-server serve --remote https://meet.example --environment-id build-7 \\
+      --remote-token-file executor.token
+  exec-server run --url registry://meet.example/build-7 --token-file token -- make
+
+Without a command, options are those of `serve`.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage; `run` and `fs search` have
+their own, see their --help.")]
 pub(super) struct Args {
     #[command(subcommand)]
     pub(super) command: Option<Command>,
@@ -40,10 +70,10 @@ pub(super) struct Args {
     pub(super) serve: ServeArgs,
 }
 
-/// The same without everything about serving, which takes longer to spell out than a command.
+/// The commands alone, without the options of `serve` at the top level.
 ///
-/// Good for a command that is named first and is right; whatever else is typed is for [`Args`], which
-/// knows what to say about it.
+/// Those take longer to define than most commands take to run. This suffices when a command is named
+/// first and its options are valid; [`Args`] handles the rest, errors and help included.
 #[derive(Debug, Parser)]
 #[command(name = "exec-server", version)]
 struct Named {
@@ -51,7 +81,7 @@ struct Named {
     command: Command,
 }
 
-/// And that of `run` alone, which has to be there before what it runs.
+/// `run` alone: its definition delays the command that it starts.
 #[derive(Debug, Parser)]
 #[command(name = "exec-server run")]
 struct Run {
@@ -59,217 +89,341 @@ struct Run {
     run: RunArgs,
 }
 
+/// The whole definition, with the commands in groups; the options of `serve` are on its own page.
+pub(super) fn definition() -> clap::Command {
+    let command = Args::command();
+    let template = overview::template(&command);
+    command
+        .mut_args(|arg| arg.hide(true))
+        .override_usage("exec-server <COMMAND> [OPTIONS]")
+        .help_template(template)
+}
+
 impl Command {
-    /// What was typed; tells what is wrong with it, or what was asked about it, and ends the program.
-    pub(super) fn parse() -> Self {
+    /// Parses this program's arguments.
+    ///
+    /// Where there is nothing to run, prints the help, the version or the error, and returns the exit
+    /// code.
+    pub(super) fn parse() -> Result<Self, ExitCode> {
         let first = std::env::args_os().nth(1).unwrap_or_default();
-        if first == "run"
+        if (first == "run" || first == "exec")
             && let Ok(only) = Run::try_parse_from(std::env::args_os().skip(1))
         {
-            return Self::Run(only.run);
+            return Ok(Self::Run(only.run));
         }
         let is_named = !first.is_empty() && !first.as_encoded_bytes().starts_with(b"-");
         if is_named && let Ok(named) = Named::try_parse() {
-            return named.command;
+            return Ok(named.command);
         }
-        let args = Args::parse();
-        match args.command {
-            Some(command) => command,
-            None => Self::Serve(Box::new(args.serve)),
+        if let Some(code) = overview::answer() {
+            return Err(code);
+        }
+        let mut definition = definition();
+        let parsed = definition
+            .try_get_matches_from_mut(std::env::args_os())
+            .and_then(|mut matches| Args::from_arg_matches_mut(&mut matches));
+        match parsed {
+            Ok(args) => Ok(match args.command {
+                Some(command) => command,
+                None => Self::Serve(Box::new(args.serve)),
+            }),
+            Err(error) => Err(refuse(&error.format(&mut definition))),
         }
     }
 }
 
+/// Prints the help or the version that was asked for, or what is wrong with the arguments.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let text = error.render().to_string();
+    match text.strip_prefix("error: ") {
+        Some(text) if error.use_stderr() => eprint!("exec-server: {text}"),
+        _ => {
+            let _ = error.print();
+        }
+    }
+    ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
+}
+
 #[derive(Debug, Subcommand)]
-// Only the one that is named is spelled out: all of them take longer than most commands.
+// Defines only the command that is named: all of them take longer than most commands run.
 #[command(defer = true)]
 pub(super) enum Command {
-    /// Serve clients (the default)
-    Serve(Box<ServeArgs>),
-    /// Run a command, here or on a server, as if it ran in this terminal
+    /// Serve clients: run their commands, give them files
     #[command(after_help = "Examples:
+  exec-server serve                                  on loopback, on a free port
+  exec-server serve --listen unix:///run/exec.sock
+  exec-server serve --listen wss://0.0.0.0:4600 --tls-self-signed \\
+      --ws-auth capability-token --ws-token-file token
+
+Prints the URL of each listener on standard output. SIGTERM stops the server and
+everything it runs; SIGHUP reloads settings, tokens and certificates.
+More options, for signed tokens and remote mode: --help")]
+    Serve(Box<ServeArgs>),
+    /// Run a command, here or on another machine, as if in this terminal
+    #[command(
+        alias = "exec",
+        after_help = concat!("Examples:
   exec-server run -- make test
-  exec-server run --url unix:///run/exec.sock --cwd /srv/app --env CI=1 -- ./build.sh
+  exec-server run --on ssh://build --cwd /srv/app -e CI=1 -- ./build.sh
   exec-server run --sandbox workspace-write -- make test
+  exec-server run -- sh -c 'cd src && ls | wc -l'        with a shell
+
+Exit codes: the command's own, 128 + N if signal N ended it, 124 timeout,
+125 exec-server failed, 126 not executable, 127 not found", machine_note!()),
+        after_long_help = concat!("Examples:
+  exec-server run -- make test
+  exec-server run --on ssh://build --cwd /srv/app -e CI=1 -- ./build.sh
+  exec-server run --sandbox workspace-write -- make test
+  exec-server run -- sh -c 'cd src && ls | wc -l'        with a shell
   tar c src | exec-server run --url ws://127.0.0.1:4600 --no-tty -- tar x -C /tmp
 
 Exit codes:
   the command's own, or 128 + N if signal N ended it
-  124  the time was up (--timeout)
+  124  the command was still running at the end of --timeout
   125  exec-server itself failed
   126  the command cannot be executed
-  127  the command was not found")]
+  127  the command was not found", machine_note!())
+    )]
     Run(RunArgs),
     /// List the processes of a server, of all its sessions
+    #[command(after_help = concat!("Examples:
+  exec-server ps --on build
+  exec-server ps --url ws://127.0.0.1:4600 --all --json", machine_note!()))]
     Ps(PsArgs),
-    /// End processes of a server, with everything they started
-    #[command(after_help = "Examples:
+    /// End a process of a server, with everything it started
+    #[command(after_help = concat!("Examples:
   exec-server kill --url ws://127.0.0.1:4600 build-7
   exec-server kill --signal interrupt build-7
-  exec-server kill --force 3f2a build-7      the `build-7` of the session that begins with 3f2a")]
+  exec-server kill --force 3f2a build-7      in the session whose id begins with 3f2a
+
+`exec-server ps` lists processes and sessions. Sends SIGTERM, and SIGKILL after
+--grace; prints what could not be ended and exits with 1.", machine_note!()))]
     Kill(KillArgs),
-    /// Use files of a server, or of this machine
-    #[command(after_help = "Examples:
+    /// List, read, copy, change, search and watch files
+    #[command(after_help = concat!("Examples:
   exec-server fs --url ws://127.0.0.1:4600 ls -l /srv
-  exec-server fs put -r src /srv/app        with EXEC_SERVER_URL set
-  exec-server fs cat app.log                here, without a server
+  exec-server fs put -r src /srv/app
+  exec-server fs cat app.log
 
-Paths are those of the machine where the files are. On a server, relative ones begin at the directory
-that it was started in.")]
+Paths are those of the machine where the files are. On a server, relative paths
+begin at the directory that it was started in.", machine_note!()))]
     Fs(FsArgs),
-    /// Copy files and directories between this machine and a server
-    #[command(after_help = "Examples:
-  exec-server cp --url ws://127.0.0.1:4600 notes.txt :            into the server's directory
-  exec-server cp -r src ws://127.0.0.1:4600:/srv/app              another way to name the server
-  exec-server cp -a unix:///run/exec.sock:/srv/app backup         back, with modes and times
+    /// Copy files and directories between this machine and another
+    #[command(
+        after_help = concat!("Examples:
+  exec-server cp --on build notes.txt :              into the server's directory
+  exec-server cp -r src ws://127.0.0.1:4600:/srv/app
+  exec-server cp -a build:/srv/app backup            back, with modes and times
 
-One side is a path here, the other one on a server: `:PATH` on the one that --on, --url or
-EXEC_SERVER_URL names, `ENV:PATH` or `URL:PATH`. Relative paths there begin at the directory that the server was started in. A
-file that has a colon in its name is written `./NAME`.
+One path is here, the other is on a server: `ENV:PATH`, `URL:PATH`, or `:PATH`
+with --on, --url or EXEC_SERVER_URL. A file with a colon in its name is `./NAME`.",
+            machine_note!()),
+        after_long_help = concat!("Examples:
+  exec-server cp --on build notes.txt :              into the server's directory
+  exec-server cp -r src ws://127.0.0.1:4600:/srv/app
+  exec-server cp -a build:/srv/app backup            back, with modes and times
+  exec-server cp -a unix:///run/exec.sock:/srv/app/. copy
 
-As with `cp`, something that is copied to an existing directory goes into it; `DIR/.` means what is in
-DIR. Links stay links. Executable files stay executable; -a keeps all modes and times.
+One path is here, the other is on a server: `:PATH` on the server that --on,
+--url or EXEC_SERVER_URL names, `ENV:PATH` or `URL:PATH`. Relative paths there
+begin at the directory that the server was started in. A file with a colon in
+its name is written `./NAME`.
 
-A file of 8 MiB or more that was cut off goes on where it stopped, if what has arrived is the beginning
-of it; until it is whole it waits beside its target, as `.NAME.exec-server-part`. What cannot be copied
-is named on standard error, the rest goes on, and the exit code is 1.")]
+As with `cp`, what is copied to an existing directory goes into it; `DIR/.`
+means the contents of DIR. Symbolic links are copied as links. Executable files
+stay executable; -a keeps all modes and times.
+
+An interrupted copy of a file of 8 MiB or more resumes where it stopped, if what
+has arrived is the beginning of the file. Until it is complete it is stored
+beside its target as `.NAME.exec-server-part`. What cannot be copied is reported
+on standard error, the rest is copied, and the exit code is 1.", machine_note!())
+    )]
     Cp(CpArgs),
-    /// Register a server that exists already as an environment of a registry
-    #[command(after_help = "Examples:
-  exec-server forward --connect ws://127.0.0.1:4600 \\
-      --remote https://meet.example --environment-id build-7
-  exec-server forward --remote https://meet.example --environment-id build-7 \\
-      -- ssh build-host exec-server --listen stdio")]
-    Forward(Box<ForwardArgs>),
-    /// Name the machines to work on, and choose among them
+    /// Name the machines to work on, and choose the default
     #[command(
         subcommand,
         after_help = "Examples:
   exec-server env add worker wss://build-host:4600 --token-file worker.token
   exec-server env add box ssh://me@box/srv/app
-  exec-server env use worker                 what `run`, `ps`, `fs` and `cp` use unless told otherwise
+  exec-server env use worker             make it the default of run, ps, fs and cp
   exec-server run --on box -- make test
-  exec-server env status                     which of them answer, and what they can do
+  exec-server env status                 check which of them answer
 
-They are kept in `environments.toml`, in EXEC_SERVER_HOME or in ~/.config/exec-server."
+Environments are stored in `environments.toml`, in EXEC_SERVER_HOME or
+~/.config/exec-server."
     )]
     Env(EnvCommand),
-    /// Offer commands and files to a model, as an MCP server
-    #[cfg(feature = "mcp")]
-    #[command(after_help = "Examples:
-  exec-server mcp                                  this machine, on standard input and output
-  exec-server mcp --on build-box                   an environment
-  exec-server mcp --on local --with build-box      several; tools take an environment_id
-  exec-server mcp --http 127.0.0.1:4700            streamable HTTP
-
-How to configure clients is said in docs/agents.md.")]
-    Mcp(Box<McpArgs>),
-    /// Run an MCP server on another machine, as if it ran here
-    #[cfg(feature = "mcp")]
-    #[command(after_help = "Example:
-  exec-server mcp-proxy --on build-box --cwd /srv/app -- npx -y @acme/db-mcp
-
-Exit codes: that of the server, or 1 if it could not be talked to.")]
-    McpProxy(Box<McpProxyArgs>),
-    /// Let machines behind NAT be reached: registry and relay, which cannot see what passes
+    /// Start a per-user server in the background and print its socket
+    ///
+    /// `ssh://` uses it on the remote machine. It outlives the connection and ends by itself when it
+    /// has no connections, sessions and processes for the time of --idle.
+    Daemon(DaemonArgs),
+    /// Create, sign and inspect access tokens
+    #[command(subcommand)]
+    Token(TokenCommand),
+    /// Show the server's settings and where each came from
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Show a server's version, latency and load
+    #[command(after_help = concat!("Example:
+  exec-server status --url ws://127.0.0.1:4600", machine_note!()))]
+    Status(StatusArgs),
+    /// Check which sandbox features this machine supports
+    ///
+    /// Prints how to enable the others.
+    #[command(after_help = "Exit codes: 0 all features can be used, 1 some cannot.")]
+    Doctor(DoctorArgs),
+    /// Run a rendezvous server: a relay for machines behind NAT
+    ///
+    /// Registry and end-to-end encrypted relay.
     #[command(
         args_conflicts_with_subcommands = true,
-        after_help = "Without options it listens on loopback, makes a token of each role in its state directory and prints
-what to type next. Examples:
-  exec-server rendezvous                                      try it on this machine
+        after_help = "Examples:
+  exec-server rendezvous                           try it on this machine
   exec-server rendezvous --listen https://0.0.0.0:443 \\
-      --tls-cert cert.pem --tls-key key.pem                   for everybody
+      --tls-cert cert.pem --tls-key key.pem        for other machines
+  exec-server rendezvous token-add ci --role harness --environment 'build-*'
+
+Without options it listens on loopback, creates a token of each role in its
+state directory and prints the commands to type next.
+Lifetimes, quotas, OIDC, NATS, metrics and the token file: --help",
+        after_long_help = "Examples:
+  exec-server rendezvous                           try it on this machine
+  exec-server rendezvous --listen https://0.0.0.0:443 \\
+      --tls-cert cert.pem --tls-key key.pem        for other machines
   exec-server rendezvous --listen https://0.0.0.0:4700 --tls-self-signed
   exec-server rendezvous token-add ci --role harness --environment 'build-*'
 
-Executors register, harnesses connect, and both keep a websocket to it. What they say to each other is
-encrypted from end to end: it sees who talks to whom, when and how much, and nothing else.
+Without options it listens on loopback, creates a token of each role in its
+state directory and prints the commands to type next.
 
-The file of tokens has a line for each: NAME ROLES TOKEN [ENVIRONMENTS] [tenant=TENANT]. Roles are executor,
-harness and admin, with commas between them; TOKEN is `sha256:` and the hash of one, or the token itself;
-ENVIRONMENTS are ids or beginnings with a `*`. Tenants know nothing of each other; who names none is of
-`default`, and an admin with `tenant=*` looks after all. The file is read again when it changes: whoever's line is gone is out
-within a second. SIGHUP reads tokens and certificates again, SIGTERM ends it; all come back by themselves.
+Executors register and harnesses connect, each over a websocket. Their traffic is
+encrypted end to end: the server sees who communicates with whom, when and how
+much, but no content.
 
-For admins, with a bearer token: GET /cloud/environments, POST /cloud/environment/ID/remove,
-POST /cloud/revoke and /cloud/permit {\"harness\": \"token:NAME\" or \"key:SHA256\", \"environment_id\": ID},
-GET /cloud/revocations, GET /cloud/streams, GET /events; `exec-server fleet` uses them. For everybody: /healthz and /readyz."
+The token file has one line per token: NAME ROLES TOKEN [ENVIRONMENTS]
+[tenant=TENANT]. ROLES are executor, harness and admin, separated by commas;
+TOKEN is `sha256:` and the hash of the token, or the token itself; ENVIRONMENTS
+are ids or prefixes with a `*`. Tenants cannot see each other; the default tenant
+is `default`, and an admin with `tenant=*` administers all of them. The file is
+reloaded when it changes; connections whose token was removed are closed within
+one second.
+
+SIGHUP reloads tokens and certificates. SIGTERM shuts down; clients reconnect by
+themselves.
+
+HTTP, for admins, with a bearer token: GET /cloud/environments,
+POST /cloud/environment/ID/remove, POST /cloud/revoke and /cloud/permit
+{\"harness\": \"token:NAME\" or \"key:SHA256\", \"environment_id\": ID},
+GET /cloud/revocations, GET /cloud/streams, GET /events; `exec-server fleet` uses
+them. Without a token: GET /healthz and /readyz."
     )]
     Rendezvous(Box<RendezvousArgs>),
-    /// Look after meeting points: nodes, environments, streams, revocations
-    #[command(
-        after_help = "Without options it asks the meeting point on this machine, with the admin's token in its state
-directory. Examples:
+    /// Administer rendezvous servers: environments, tokens, load
+    #[command(after_help = "Examples:
   exec-server fleet nodes
-  exec-server fleet environments --url https://meet.example --admin-token-file admin.token
+  exec-server fleet environments --url https://meet.example \\
+      --admin-token-file admin.token
   exec-server fleet streams build-7
-  exec-server fleet revoke token:ci                      who came with this token is out, and stays out
+  exec-server fleet revoke token:ci          close its connections and refuse new ones
   exec-server fleet revoke token:ci --undo
-  exec-server fleet drain meet-2                         its sockets go elsewhere, then it ends
+  exec-server fleet drain meet-2             move its connections away, then stop it
   exec-server fleet top
 
-An admin sees its own tenant; one whose line in the file of tokens says `tenant=*` sees all, and is the one
-who can use `nodes`, `drain` and `top`. Exit codes: 0 done, 1 refused or not reached."
-    )]
+Server: --url URL, else EXEC_SERVER_FLEET_URL, else the one on this machine with
+the admin token in its state directory. All connection options: --help
+
+An admin sees its own tenant. With `tenant=*` in the token file it sees all, and
+can use `nodes`, `drain` and `top`. Exit codes: 0 success, 1 failure.")]
     Fleet(FleetArgs),
-    /// Make, sign and read the tokens that a server asks for
-    #[command(subcommand)]
-    Token(TokenCommand),
-    /// Show the settings of a server and where each came from
-    #[command(subcommand)]
-    Config(ConfigCommand),
-    /// Start this user's server in the background, and tell where it listens
-    ///
-    /// `ssh://` uses it on the far side: it outlives the connection, and ends by itself when nobody
-    /// needs it any more.
-    Daemon(DaemonArgs),
-    /// Tell how a server is
-    Status(StatusArgs),
-    /// Tell what this machine can enforce on sandboxed commands, and what is in the way
-    #[command(after_help = "Exit codes: 0 everything can be enforced, 1 something cannot.")]
-    Doctor(DoctorArgs),
+    /// Register an existing server as an environment of a registry
+    #[command(after_help = "Examples:
+  exec-server forward --connect ws://127.0.0.1:4600 \\
+      --remote https://meet.example --environment-id build-7
+  exec-server forward --remote https://meet.example --environment-id build-7 \\
+      -- ssh build-host exec-server serve --listen stdio")]
+    Forward(Box<ForwardArgs>),
+    /// Offer commands and files to a model, as an MCP server
+    #[cfg(feature = "mcp")]
+    #[command(after_help = concat!("Examples:
+  exec-server mcp                                this machine, on standard input and output
+  exec-server mcp --on build-box                 an environment
+  exec-server mcp --on local --with build-box    several; tools take an environment_id
+  exec-server mcp --http 127.0.0.1:4700          streamable HTTP
+
+docs/agents.md describes how to configure MCP clients.", machine_note!()))]
+    Mcp(Box<McpArgs>),
+    /// Run an MCP server on another machine, as if it ran here
+    #[cfg(feature = "mcp")]
+    #[command(after_help = concat!("Example:
+  exec-server mcp-proxy --on build-box --cwd /srv/app -- npx -y @acme/db-mcp
+
+Exit codes: that of the MCP server, or 1 if it cannot be reached.", machine_note!()))]
+    McpProxy(Box<McpProxyArgs>),
     /// Print a completion script for a shell
+    #[command(after_help = "Example, for bash:
+  exec-server completions bash > ~/.local/share/bash-completion/completions/exec-server")]
     Completions {
-        /// Which shell
+        /// Print the script for this shell
         shell: clap_complete::Shell,
     },
     /// Print the manual page, or write those of all commands
     Man {
-        /// Write all of them to this directory
+        /// Write the pages of all commands to this directory
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
 }
 
-/// Options of `serve`.
+// Options of `serve`.
 #[derive(Debug, Default, clap::Args)]
 pub(super) struct ServeArgs {
-    /// Where to listen: `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
+    /// Listen on `ws://IP:PORT`, `wss://IP:PORT`, `unix:///PATH`, `stdio`, or `off`
     ///
-    /// Port 0 takes a free one; the URL that clients can use is printed on standard output. Can be
-    /// given several times. Without it: `ws://127.0.0.1:0`.
+    /// Port 0 picks a free port. The URL for clients is printed on standard output. Can be given
+    /// several times. [default: ws://127.0.0.1:0]
     #[arg(long, value_name = "URL")]
     pub(super) listen: Vec<String>,
 
-    /// Read settings from this file (TOML); flags and variables win over it
+    /// Read settings from this TOML file; options and variables override it
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 
-    /// Set any key of the settings file, as in `limits.sessions=100`
+    /// Set a key of the settings file, as in `limits.sessions=100`
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
 
-    /// Requests of one connection that are worked on at the same time; 1 is strictly serial
+    /// Handle up to COUNT requests of a connection at a time; 1 is serial [default: 256]
     #[arg(long, value_name = "COUNT")]
     pub(super) concurrent_requests: Option<NonZeroUsize>,
 
-    /// Threads that serve connections; as many as suit the machine if not given
+    /// Use COUNT threads for connections [default: one per core, one in all on up to 2 cores]
     #[arg(long, value_name = "COUNT")]
     pub(super) threads: Option<NonZeroUsize>,
 
-    /// Listen where others can reach it, without authentication: anyone there can run commands
+    /// Allow listening beyond loopback without authentication: anyone there can run commands
     #[arg(long)]
     pub(super) danger_no_auth: bool,
+
+    /// Let processes run this long after SIGTERM before ending them, as in `30s` [default: 0s]
+    #[arg(long, value_name = "TIME")]
+    pub(super) drain: Option<String>,
+
+    /// Write log lines in this format [default: text]
+    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
+    pub(super) log_format: Option<String>,
+
+    /// Log what matches, as in `info` or `exec_server_service=debug` [default: error]
+    #[arg(long, value_name = "FILTER")]
+    pub(super) log: Option<String>,
+
+    /// Serve Prometheus metrics at `http://IP:PORT/metrics`
+    #[arg(long, value_name = "IP:PORT")]
+    pub(super) metrics_listen: Option<String>,
+
+    /// Append who connected and ran what to this file, one JSON object per line
+    #[arg(long, value_name = "FILE")]
+    pub(super) audit_file: Option<PathBuf>,
 
     #[command(flatten)]
     pub(super) auth: AuthArgs,
@@ -279,143 +433,143 @@ pub(super) struct ServeArgs {
 
     #[command(flatten)]
     pub(super) remote: RemoteArgs,
-
-    /// How long processes may go on after SIGTERM before they are ended, as in `30s`
-    #[arg(long, value_name = "TIME")]
-    pub(super) drain: Option<String>,
-
-    /// How log lines look
-    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
-    pub(super) log_format: Option<String>,
-
-    /// What is logged, as in `info` or `exec_server_service=debug`
-    #[arg(long, value_name = "FILTER")]
-    pub(super) log: Option<String>,
-
-    /// Serve Prometheus metrics at `/metrics` on this `IP:PORT`
-    #[arg(long, value_name = "IP:PORT")]
-    pub(super) metrics_listen: Option<String>,
-
-    /// Append who ran what to this file, one JSON object per line
-    #[arg(long, value_name = "FILE")]
-    pub(super) audit_file: Option<PathBuf>,
 }
 
-/// Who may connect.
+// Who may connect.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Authentication")]
 pub(super) struct AuthArgs {
-    /// Ask clients for a bearer token
+    /// Require a bearer token from clients
     #[arg(long, value_name = "MODE", value_parser = PossibleValuesParser::new(MODES))]
     pub(super) ws_auth: Option<String>,
 
-    /// A file with a token, or `NAME=FILE:SCOPE,SCOPE` for one that is good for some things only
+    /// Accept the token in FILE; `NAME=FILE:SCOPE,SCOPE` limits it to scopes
     ///
     /// Scopes are exec, fs:read, fs:write and observe. Can be given several times.
     #[arg(long, value_name = "FILE")]
     pub(super) ws_token_file: Vec<String>,
 
-    /// The SHA-256 of a token, instead of the token; `NAME=HEX:SCOPE,SCOPE` works here too
+    /// Accept the token with this SHA-256; `NAME=HEX:SCOPE,SCOPE` limits it to scopes
     #[arg(long, value_name = "HEX")]
     pub(super) ws_token_sha256: Vec<String>,
 
-    /// A file with the secret that signs tokens (JWT, HS256), at least 32 bytes
-    #[arg(long, value_name = "FILE")]
+    /// Accept tokens (JWT, HS256) signed with the secret in FILE, of 32 bytes or more
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) ws_shared_secret_file: Option<PathBuf>,
 
-    /// Who must have issued a signed token
-    #[arg(long, value_name = "NAME")]
+    /// Require this issuer in signed tokens
+    #[arg(long, value_name = "NAME", hide_short_help = true)]
     pub(super) ws_issuer: Option<String>,
 
-    /// For whom a signed token must be
-    #[arg(long, value_name = "NAME")]
+    /// Require this audience in signed tokens
+    #[arg(long, value_name = "NAME", hide_short_help = true)]
     pub(super) ws_audience: Option<String>,
 
-    /// How far the clocks of issuer and server may be apart; 30 if not given
-    #[arg(long, value_name = "SECONDS")]
+    /// Tolerate this difference between the clocks of issuer and server [default: 30]
+    #[arg(long, value_name = "SECONDS", hide_short_help = true)]
     pub(super) ws_max_clock_skew_seconds: Option<u32>,
 
-    /// Let web pages of this origin connect, as in `https://console.example`; others cannot
-    #[arg(long, value_name = "ORIGIN")]
+    /// Accept connections from web pages of this origin, as in `https://console.example`
+    ///
+    /// Without it, connections from web pages are refused. Can be given several times.
+    #[arg(long, value_name = "ORIGIN", hide_short_help = true)]
     pub(super) allow_origin: Vec<String>,
 }
 
-/// How `wss://` is served.
+// How `wss://` is served.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "TLS")]
 pub(super) struct TlsArgs {
-    /// The server's certificate and its chain (PEM); read again when it changes, and on SIGHUP
+    /// Serve with this certificate and its chain (PEM)
+    ///
+    /// Reloaded when the file changes, and on SIGHUP.
     #[arg(long, value_name = "FILE")]
     pub(super) tls_cert: Option<PathBuf>,
 
-    /// The key of the certificate (PEM)
+    /// Use this key of the certificate (PEM)
     #[arg(long, value_name = "FILE")]
     pub(super) tls_key: Option<PathBuf>,
 
-    /// Make a certificate and print the pin that clients can check; keep it in the files of
-    /// --tls-cert and --tls-key if they are given
+    /// Create a certificate and print its pin, for clients to check with --tls-pin
+    ///
+    /// Stored in the files of --tls-cert and --tls-key if they are given, else in memory only.
     #[arg(long)]
     pub(super) tls_self_signed: bool,
 
-    /// Let in only clients with a certificate that one of these authorities (PEM) has signed
+    /// Require client certificates signed by one of these authorities (PEM)
     #[arg(long, value_name = "FILE")]
     pub(super) tls_client_ca: Option<PathBuf>,
 }
 
-/// Serving through a registry instead of listening.
+// Serving through a registry instead of listening.
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Remote mode")]
 pub(super) struct RemoteArgs {
-    /// Register at this registry (`https://HOST`) and serve whoever comes through it
+    /// Register at this registry, as in `https://HOST`, and serve clients through it
     #[arg(long, value_name = "URL")]
     pub(super) remote: Option<String>,
 
-    /// Which environment this machine is
+    /// Register this machine under this environment id
     #[arg(long, value_name = "ID")]
     pub(super) environment_id: Option<String>,
 
-    /// How people call this machine
-    #[arg(long, value_name = "NAME")]
+    /// Show this display name in `exec-server fleet environments`
+    #[arg(long, value_name = "NAME", hide_short_help = true)]
     pub(super) name: Option<String>,
 
-    /// The file with the keys that clients know this machine by; made if it is not there
-    #[arg(long, value_name = "FILE")]
+    /// Keep this machine's identity keys in FILE; created if it does not exist
+    ///
+    /// [default: `executor.identity` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
+    /// `~/.local/state/exec-server`]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) identity_file: Option<PathBuf>,
 
-    /// A file with the registry's token; without it EXEC_SERVER_API_KEY or CODEX_API_KEY
+    /// Read the registry's token from FILE [env: EXEC_SERVER_API_KEY or CODEX_API_KEY: the token]
     #[arg(long, value_name = "FILE")]
     pub(super) remote_token_file: Option<PathBuf>,
 
-    /// Read credentials for the registry from standard input, one JSON object per line; end with it
-    #[arg(long, conflicts_with = "use_agent_identity_auth")]
+    /// Read credentials for the registry from standard input, one JSON object per line
+    ///
+    /// Ends when standard input does.
+    #[arg(
+        long,
+        conflicts_with = "use_agent_identity_auth",
+        hide_short_help = true
+    )]
     pub(super) executor_credential_stdin: bool,
 
-    /// Sign for the agent whose identity is in CODEX_ACCESS_TOKEN; tasks are registered at the URL in
-    /// EXEC_SERVER_AGENT_AUTH_API
-    #[arg(long)]
+    /// Authenticate as the agent whose identity is in CODEX_ACCESS_TOKEN
+    ///
+    /// Tasks are registered at the URL in EXEC_SERVER_AGENT_AUTH_API.
+    #[arg(long, hide_short_help = true)]
     pub(super) use_agent_identity_auth: bool,
 
-    /// End when standard input does
-    #[arg(long, env = "CODEX_EXEC_SERVER_EXIT_ON_STDIN_CLOSE", value_parser = clap::builder::FalseyValueParser::new())]
+    /// Stop when standard input ends
+    #[arg(
+        long,
+        env = "CODEX_EXEC_SERVER_EXIT_ON_STDIN_CLOSE",
+        value_parser = clap::builder::FalseyValueParser::new(),
+        hide_short_help = true
+    )]
     pub(super) exit_on_stdin_close: bool,
 
-    /// Believe the registry with this key (`sha256//…`)
-    #[arg(long, value_name = "PIN")]
+    /// Trust the registry with this key (`sha256//…`)
+    #[arg(long, value_name = "PIN", hide_short_help = true)]
     pub(super) remote_tls_pin: Option<String>,
 
-    /// Believe these certificate authorities (PEM) instead of the system's
-    #[arg(long, value_name = "FILE")]
+    /// Trust these certificate authorities (PEM) for the registry instead of the system's
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) remote_tls_ca: Option<PathBuf>,
 
-    /// Send credentials to a registry on another machine without TLS
-    #[arg(long)]
+    /// Allow sending credentials to a registry on another machine without TLS
+    #[arg(long, hide_short_help = true)]
     pub(super) danger_plain_http: bool,
 }
 
-/// Options of `forward`.
+// Options of `forward`.
 #[derive(Debug, clap::Args)]
 pub(super) struct ForwardArgs {
-    /// The server to forward to: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
+    /// Forward to this server: `ws://HOST:PORT`, `wss://HOST:PORT` or `unix:///PATH`
     #[arg(
         long,
         value_name = "URL",
@@ -424,232 +578,321 @@ pub(super) struct ForwardArgs {
     )]
     pub(super) connect: Option<String>,
 
-    /// A file with the token that the server asks for
+    /// Read the server's token from FILE
     #[arg(long, value_name = "FILE", requires = "connect")]
     pub(super) connect_token_file: Option<PathBuf>,
 
-    /// Believe the server with this key (`sha256//…`)
+    /// Trust the server with this key (`sha256//…`)
     #[arg(long, value_name = "PIN", requires = "connect")]
     pub(super) connect_tls_pin: Option<String>,
 
-    /// Believe these certificate authorities (PEM) instead of the system's
+    /// Trust these certificate authorities (PEM) for the server instead of the system's
     #[arg(long, value_name = "FILE", requires = "connect")]
     pub(super) connect_tls_ca: Option<PathBuf>,
 
-    #[command(flatten)]
-    pub(super) remote: RemoteArgs,
-
-    /// Read settings from this file (TOML), of which those under `remote` and `log` count
+    /// Read settings from this TOML file; only `remote` and `log` are used
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
 
-    /// What is logged, as in `info` or `exec_server_service=debug`
+    /// Log what matches, as in `info` or `exec_server_service=debug` [default: error]
     #[arg(long, value_name = "FILTER")]
     pub(super) log: Option<String>,
 
-    /// A command that serves its standard input and output, started for each client
+    /// Start this command for each client and forward to its standard input and output
     #[arg(last = true, value_name = "COMMAND")]
     pub(super) command: Vec<String>,
+
+    #[command(flatten)]
+    pub(super) remote: RemoteArgs,
 }
 
-/// Options of `env trust`.
+// Options of `env trust`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TrustArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    /// Believe this key, without asking the registry
+    /// Trust this key, without asking the registry for the current one
     #[arg(long, value_name = "HEX")]
     pub(super) fingerprint: Option<String>,
 
-    /// Forget the environment: the next key is believed
+    /// Remove the stored key; the next one that the environment shows is trusted
     #[arg(long, conflicts_with = "fingerprint")]
     pub(super) forget: bool,
 
-    /// Print what is known
+    /// List the stored keys
     #[arg(long, conflicts_with_all = ["fingerprint", "forget", "environment"])]
     pub(super) list: bool,
 
-    /// The environment: `registry://HOST[:PORT]/ENVIRONMENT`
+    /// Name the environment: `registry://HOST[:PORT]/ENVIRONMENT`
     #[arg(required_unless_present = "list", value_name = "URL")]
     pub(super) environment: Option<String>,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
-/// Options of `rendezvous`.
+// Options of `rendezvous`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RendezvousArgs {
     #[command(subcommand)]
     pub(super) command: Option<RendezvousCommand>,
 
-    /// Where to listen: `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`; port 0 takes a free one
+    /// Listen on `IP:PORT`, `http://IP:PORT` or `https://IP:PORT`; port 0 picks a free port
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:4700")]
     pub(super) listen: String,
 
-    /// Where registrations, the signing secret and generated tokens are kept
+    /// Store registrations, the signing secret and generated tokens in this directory
     ///
-    /// Without it: `rendezvous` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
-    /// `~/.local/state/exec-server`.
+    /// [default: `rendezvous` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
+    /// `~/.local/state/exec-server`]
     #[arg(long, value_name = "DIR", global = true)]
     pub(super) state_dir: Option<PathBuf>,
 
-    /// The file of tokens; `tokens` in the state directory if not given
+    /// Read the tokens from this file [default: `tokens` in the state directory]
     #[arg(long, value_name = "FILE", global = true)]
     pub(super) tokens: Option<PathBuf>,
 
-    /// How others reach it, as in `https://meet.example`; as they did if not given
+    /// Announce this URL, as in `https://meet.example` [default: the one each caller used]
     #[arg(long, value_name = "URL")]
     pub(super) public_url: Option<String>,
 
-    /// Listen where others can reach it, without TLS: for a proxy in front of it that speaks TLS
+    /// Allow listening beyond loopback without TLS, behind a proxy that provides it
     #[arg(long)]
     pub(super) danger_no_tls: bool,
 
-    #[command(flatten)]
-    pub(super) tls: TlsArgs,
-
-    /// How long the address that an executor gets is good; then it registers again
-    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1h")]
+    /// Expire the address of an executor after this time; it registers again
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = parse_duration,
+        default_value = "1h",
+        hide_short_help = true
+    )]
     pub(super) executor_url_lifetime: Duration,
 
-    /// How long the address and the authorization that a harness gets are good
-    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "60s")]
+    /// Expire the address and the authorization of a harness after this time
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = parse_duration,
+        default_value = "60s",
+        hide_short_help = true
+    )]
     pub(super) harness_url_lifetime: Duration,
 
-    #[cfg(feature = "nats")]
-    #[command(flatten)]
-    pub(super) nats: NatsArgs,
-
-    /// Connections at one time
-    #[arg(long, value_name = "COUNT", default_value = "16384")]
+    /// Accept up to COUNT connections at a time
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value = "16384",
+        hide_short_help = true
+    )]
     pub(super) max_connections: usize,
 
-    /// Sockets of harnesses with the same token in one environment
-    #[arg(long, value_name = "COUNT", default_value = "4096")]
+    /// Accept up to COUNT client connections per token and environment
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value = "4096",
+        hide_short_help = true
+    )]
     pub(super) max_harness_sockets: usize,
 
-    /// Serve Prometheus metrics at `/metrics` on this `IP:PORT`
+    /// Serve Prometheus metrics at `http://IP:PORT/metrics`
     #[arg(long, value_name = "IP:PORT")]
     pub(super) metrics_listen: Option<String>,
 
-    /// Tenants that metrics know by name; the others are counted as `other`
-    #[arg(long, value_name = "COUNT", default_value = "32")]
-    pub(super) metrics_tenants: usize,
-
-    /// A file with what tenants may use, read again when it changes
-    ///
-    /// One line each: `TENANT environments=N streams=N bandwidth=BYTES handshakes=N`, of which any
-    /// may be left out. Bandwidth is bytes a second, handshakes are a second too; K, M and G may
-    /// follow a number. `*` is every tenant without a line of its own.
-    #[arg(long, value_name = "FILE")]
-    pub(super) quotas: Option<PathBuf>,
-
-    /// What a tenant may use, as in a line of --quotas; can be given several times, and comes before
-    /// the file
-    #[arg(long, value_name = "LINE")]
-    pub(super) quota: Vec<String>,
-
-    /// Let in whoever has a token (JWT) of this OIDC issuer, too
+    /// Report up to COUNT tenants by name in metrics; the others are counted as `other`
     #[arg(
         long,
-        value_name = "URL",
-        requires = "oidc_audience",
-        requires = "oidc_jwks"
+        value_name = "COUNT",
+        default_value = "32",
+        hide_short_help = true
     )]
-    pub(super) oidc_issuer: Option<String>,
+    pub(super) metrics_tenants: usize,
 
-    /// Whom the issuer's tokens must be for
-    #[arg(long, value_name = "AUDIENCE", requires = "oidc_issuer")]
-    pub(super) oidc_audience: Option<String>,
-
-    /// The issuer's keys: a JWKS document, as a file or an `https://` URL
+    /// Limit what tenants may use, by this file; reloaded when it changes
     ///
-    /// RS256, ES256 and EdDSA. Read again when the file changes, every five minutes from a URL, and
-    /// when a token names a key that is not known, at most every ten seconds.
-    #[arg(long, value_name = "FILE|URL", requires = "oidc_issuer")]
-    pub(super) oidc_jwks: Option<String>,
+    /// One line each: `TENANT environments=N streams=N bandwidth=BYTES handshakes=N`; any of them
+    /// may be left out. Bandwidth is in bytes per second, handshakes are per second; K, M and G may
+    /// follow a number. `*` is every tenant without its own line.
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
+    pub(super) quotas: Option<PathBuf>,
 
-    /// Certificate authorities (PEM) to believe when keys are fetched, instead of the system's
-    #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
-    pub(super) oidc_ca: Option<PathBuf>,
-
-    /// The claim with the tenant; a token without it is of `default`
-    #[arg(long, value_name = "CLAIM", default_value = "tenant")]
-    pub(super) oidc_tenant_claim: String,
-
-    /// The claim with the roles: executor, harness, admin
-    #[arg(long, value_name = "CLAIM", default_value = "roles")]
-    pub(super) oidc_role_claim: String,
-
-    /// The claim with the environments that a token is good for; all if it is not there
-    #[arg(long, value_name = "CLAIM", default_value = "environments")]
-    pub(super) oidc_environments_claim: String,
+    /// Limit what a tenant may use, as a line of --quotas; overrides the file
+    ///
+    /// Can be given several times.
+    #[arg(long, value_name = "LINE", hide_short_help = true)]
+    pub(super) quota: Vec<String>,
 
     /// Append who registered, connected and was refused to this file, one JSON object per line
     #[arg(long, value_name = "FILE")]
     pub(super) audit_file: Option<PathBuf>,
 
-    /// Threads that serve sockets; as many as suit the machine if not given
-    #[arg(long, value_name = "COUNT")]
+    /// Use COUNT threads for connections [default: one per core, one in all on up to 2 cores]
+    #[arg(long, value_name = "COUNT", hide_short_help = true)]
     pub(super) threads: Option<NonZeroUsize>,
 
-    /// How log lines look
-    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
+    /// Write log lines in this format [default: text]
+    #[arg(
+        long,
+        value_name = "FORMAT",
+        value_parser = PossibleValuesParser::new(FORMATS),
+        hide_short_help = true
+    )]
     pub(super) log_format: Option<String>,
 
-    /// What is logged, as in `info` or `exec_server_rendezvous=debug`
+    /// Log what matches, as in `info` or `exec_server_rendezvous=debug` [default: warn]
     #[arg(long, value_name = "FILTER")]
     pub(super) log: Option<String>,
+
+    #[command(flatten)]
+    pub(super) tls: TlsArgs,
+
+    #[command(flatten)]
+    pub(super) oidc: OidcArgs,
+
+    #[cfg(feature = "nats")]
+    #[command(flatten)]
+    pub(super) nats: NatsArgs,
 }
 
-/// How many meeting points are one.
+// Tokens of an OIDC issuer.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "OIDC")]
+pub(super) struct OidcArgs {
+    /// Accept tokens (JWT) of this OIDC issuer, besides those of the token file
+    #[arg(
+        long,
+        value_name = "URL",
+        requires = "oidc_audience",
+        requires = "oidc_jwks",
+        hide_short_help = true
+    )]
+    pub(super) oidc_issuer: Option<String>,
+
+    /// Require this audience in the issuer's tokens
+    #[arg(
+        long,
+        value_name = "AUDIENCE",
+        requires = "oidc_issuer",
+        hide_short_help = true
+    )]
+    pub(super) oidc_audience: Option<String>,
+
+    /// Read the issuer's keys from this JWKS document: a file or an `https://` URL
+    ///
+    /// RS256, ES256 and EdDSA. Read again when the file changes; from a URL every five minutes, and
+    /// when a token names an unknown key, at most every ten seconds.
+    #[arg(
+        long,
+        value_name = "FILE|URL",
+        requires = "oidc_issuer",
+        hide_short_help = true
+    )]
+    pub(super) oidc_jwks: Option<String>,
+
+    /// Trust these certificate authorities (PEM) for the keys' URL instead of the system's
+    #[arg(
+        long,
+        value_name = "FILE",
+        requires = "oidc_issuer",
+        hide_short_help = true
+    )]
+    pub(super) oidc_ca: Option<PathBuf>,
+
+    /// Read the tenant from this claim; a token without it belongs to `default`
+    #[arg(
+        long,
+        value_name = "CLAIM",
+        default_value = "tenant",
+        hide_short_help = true
+    )]
+    pub(super) oidc_tenant_claim: String,
+
+    /// Read the roles (executor, harness, admin) from this claim
+    #[arg(
+        long,
+        value_name = "CLAIM",
+        default_value = "roles",
+        hide_short_help = true
+    )]
+    pub(super) oidc_role_claim: String,
+
+    /// Read the permitted environments from this claim; without it, all are
+    #[arg(
+        long,
+        value_name = "CLAIM",
+        default_value = "environments",
+        hide_short_help = true
+    )]
+    pub(super) oidc_environments_claim: String,
+}
+
+// Several rendezvous servers that act as one.
 #[cfg(feature = "nats")]
 #[derive(Debug, Clone, Default, clap::Args)]
+#[command(next_help_heading = "Cluster")]
 pub(super) struct NatsArgs {
-    /// Be one of many meeting points that work as one: NATS servers with JetStream, as in
-    /// `nats://127.0.0.1:4222` or `tls://nats.example`
+    /// Join a cluster of rendezvous servers through these NATS servers with JetStream
     ///
-    /// All of them need the same file of tokens. Registrations are then kept there, not in the state
-    /// directory.
-    #[arg(long, value_name = "URL", value_delimiter = ',')]
+    /// As in `nats://127.0.0.1:4222` or `tls://nats.example`, separated by commas. All nodes need
+    /// the same token file. Registrations are stored in NATS, not in the state directory.
+    #[arg(
+        long,
+        value_name = "URL",
+        value_delimiter = ',',
+        hide_short_help = true
+    )]
     pub(super) nats: Vec<String>,
 
-    /// The NATS credentials file
-    #[arg(long, value_name = "FILE", requires = "nats")]
+    /// Authenticate with this NATS credentials file
+    #[arg(long, value_name = "FILE", requires = "nats", hide_short_help = true)]
     pub(super) nats_creds: Option<PathBuf>,
 
-    /// Certificates (PEM) of authorities that NATS's certificate is trusted by, besides those of
-    /// this machine
-    #[arg(long, value_name = "FILE", requires = "nats")]
+    /// Trust these certificate authorities (PEM) for NATS, besides the system's
+    #[arg(long, value_name = "FILE", requires = "nats", hide_short_help = true)]
     pub(super) nats_ca: Option<PathBuf>,
 
-    /// The JetStream bucket; meeting points with the same one are one
+    /// Use this JetStream bucket; servers with the same bucket form one cluster
     #[arg(
         long,
         value_name = "NAME",
         default_value = "exec-server",
-        requires = "nats"
+        requires = "nats",
+        hide_short_help = true
     )]
     pub(super) nats_bucket: String,
 
-    /// Copies of the bucket, where NATS is a cluster itself
-    #[arg(long, value_name = "COUNT", default_value = "1", requires = "nats")]
+    /// Keep COUNT copies of the bucket, where NATS is itself a cluster
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value = "1",
+        requires = "nats",
+        hide_short_help = true
+    )]
     pub(super) nats_replicas: usize,
 
-    /// What this node is called; no two may have the same. The machine's name and something random
-    /// if not given
-    #[arg(long, value_name = "NAME", requires = "nats")]
+    /// Give this node a name, unique in its cluster [default: the host name and a random suffix]
+    #[arg(long, value_name = "NAME", requires = "nats", hide_short_help = true)]
     pub(super) node_name: Option<String>,
 
-    /// How peers reach this very node, when others fail; `--public-url` or where it listens if not
-    /// given
-    #[arg(long, value_name = "URL", requires = "nats")]
+    /// Announce this URL of the node itself, for clients to use when other nodes fail
+    ///
+    /// [default: --public-url, else the address it listens on]
+    #[arg(long, value_name = "URL", requires = "nats", hide_short_help = true)]
     pub(super) node_url: Option<String>,
 
-    /// How long it may take to send everybody elsewhere after SIGTERM
-    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "5s")]
+    /// Move connections to other nodes for up to this time after SIGTERM
+    #[arg(
+        long,
+        value_name = "TIME",
+        value_parser = parse_duration,
+        default_value = "5s",
+        hide_short_help = true
+    )]
     pub(super) drain: Duration,
 
-    /// What to add to this machine's clock, in seconds; for tests
+    /// Add this many seconds to this machine's clock, for tests
     #[arg(
         long,
         value_name = "SECONDS",
@@ -660,131 +903,164 @@ pub(super) struct NatsArgs {
     pub(super) clock_offset: i64,
 }
 
-/// What can be done with a meeting point besides running it.
+// Subcommands of `rendezvous`.
 #[derive(Debug, Subcommand)]
 pub(super) enum RendezvousCommand {
-    /// Make a token and add it to the file of tokens; a running meeting point takes it up
+    /// Create a token and add it to the token file; a running server accepts it within a second
     #[command(after_help = "Examples:
-  exec-server rendezvous token-add build-7 --role executor --environment build-7 --out build-7.token
+  exec-server rendezvous token-add build-7 --role executor \\
+      --environment build-7 --out build-7.token
   exec-server rendezvous token-add ci --role harness --environment 'build-*'")]
     TokenAdd(TokenAddArgs),
 }
 
-/// Options of `rendezvous token-add`.
+// Options of `rendezvous token-add`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TokenAddArgs {
-    /// What to call it; appears in the audit log, and revoking goes by it
+    /// Give the token this name; the audit log shows it, and `fleet revoke` takes it
     pub(super) name: String,
 
-    /// What it is good for; can be given several times
+    /// Grant this role; can be given several times
     #[arg(long, value_enum, required = true)]
     pub(super) role: Vec<RoleArg>,
 
-    /// An environment that it is good for, or the beginning of some with a `*`; all if not given
+    /// Limit it to this environment, or to those with a prefix, as in `build-*` [default: all]
+    ///
+    /// Can be given several times.
     #[arg(long, value_name = "ID")]
     pub(super) environment: Vec<String>,
 
-    /// Whose it is; `*` is for admins who look after all tenants
+    /// Make it a token of this tenant; `*` is for admins of all tenants
     #[arg(long, value_name = "TENANT", default_value = "default")]
     pub(super) tenant: String,
 
-    /// Write it to this file, which only this user can read; it must not be there yet
+    /// Write the token to this new file, mode 0600, instead of standard output
     #[arg(long, value_name = "FILE")]
     pub(super) out: Option<PathBuf>,
 }
 
-/// Options of `fleet`.
+// Options of `fleet`.
 #[derive(Debug, clap::Args)]
 pub(super) struct FleetArgs {
     #[command(subcommand)]
     pub(super) command: FleetCommand,
 
-    /// A meeting point: `https://HOST[:PORT]`, or any of several that work together [env:
-    /// EXEC_SERVER_FLEET_URL] [default: http://127.0.0.1:4700]
-    #[arg(long, global = true, value_name = "URL")]
-    pub(super) url: Option<String>,
-
-    /// A file with an admin's token [env: EXEC_SERVER_FLEET_TOKEN_FILE]
-    ///
-    /// Without it: `rendezvous/admin.token` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
-    /// `~/.local/state/exec-server`.
-    #[arg(long, global = true, value_name = "FILE")]
-    pub(super) admin_token_file: Option<PathBuf>,
-
-    /// Believe the meeting point with this key (`sha256//…`) [env: EXEC_SERVER_TLS_PIN]
-    #[arg(long, global = true, value_name = "PIN")]
-    pub(super) tls_pin: Option<String>,
-
-    /// Believe these certificate authorities (PEM) instead of the system's [env: EXEC_SERVER_TLS_CA]
-    #[arg(long, global = true, value_name = "FILE")]
-    pub(super) tls_ca: Option<PathBuf>,
-
-    /// Send the token to another machine without TLS
-    #[arg(long, global = true)]
-    pub(super) danger_plain_http: bool,
-
     /// Print JSON
     #[arg(long, global = true)]
     pub(super) json: bool,
+
+    /// Connect to this rendezvous server, `https://HOST[:PORT]`; any node of a cluster will do
+    ///
+    /// [env: EXEC_SERVER_FLEET_URL] [default: http://127.0.0.1:4700]
+    #[arg(
+        long,
+        global = true,
+        value_name = "URL",
+        help_heading = "Connection",
+        hide_short_help = true
+    )]
+    pub(super) url: Option<String>,
+
+    /// Read the admin token from FILE [env: EXEC_SERVER_FLEET_TOKEN_FILE]
+    ///
+    /// [default: `rendezvous/admin.token` in EXEC_SERVER_STATE_DIR, `$XDG_STATE_HOME/exec-server` or
+    /// `~/.local/state/exec-server`]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        help_heading = "Connection",
+        hide_short_help = true
+    )]
+    pub(super) admin_token_file: Option<PathBuf>,
+
+    /// Trust the server with this key (`sha256//…`) [env: EXEC_SERVER_TLS_PIN]
+    #[arg(
+        long,
+        global = true,
+        value_name = "PIN",
+        help_heading = "Connection",
+        hide_short_help = true
+    )]
+    pub(super) tls_pin: Option<String>,
+
+    /// Trust these certificate authorities (PEM) instead of the system's [env: EXEC_SERVER_TLS_CA]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        help_heading = "Connection",
+        hide_short_help = true
+    )]
+    pub(super) tls_ca: Option<PathBuf>,
+
+    /// Allow sending the token to another machine without TLS
+    #[arg(
+        long,
+        global = true,
+        help_heading = "Connection",
+        hide_short_help = true
+    )]
+    pub(super) danger_plain_http: bool,
 }
 
-/// What there is to know and to do.
+// Subcommands of `fleet`.
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum FleetCommand {
-    /// The nodes that work together, and what is attached to each
+    /// List the nodes of a cluster and what is connected to each
     Nodes,
-    /// The environments, and where each is attached
+    /// List environments and the node each is connected to, or remove some
     Environments {
-        /// Of this tenant alone
+        /// Show only this tenant
         #[arg(long, value_name = "TENANT")]
         tenant: Option<String>,
 
-        /// Forget this environment and turn out all who are there; can be given several times
+        /// Remove this environment and close its connections; can be given several times
         #[arg(long, value_name = "ID")]
         remove: Vec<String>,
     },
-    /// The streams, and who is at both ends of each
+    /// List the open streams and both ends of each
     Streams {
-        /// Of this environment alone
+        /// Show only this environment
         #[arg(value_name = "ENVIRONMENT")]
         environment: Option<String>,
 
-        /// Of this tenant alone; whose environment it is
+        /// Show only this tenant
         #[arg(long, value_name = "TENANT")]
         tenant: Option<String>,
     },
-    /// Turn somebody out, for good; without a name, show who is
+    /// Revoke a token or key, or list revocations
     Revoke {
-        /// `token:NAME`, `key:SHA256`, or the name of a token
+        /// Revoke `token:NAME`, `key:SHA256`, or the token of this name; without it, list all
         #[arg(value_name = "WHO")]
         who: Option<String>,
 
-        /// Only here; everywhere if not given
+        /// Revoke it in this environment only [default: everywhere]
         #[arg(long, value_name = "ID", requires = "who")]
         environment: Option<String>,
 
-        /// Whose token or key it is
+        /// Name the tenant that the token or key belongs to
         #[arg(long, value_name = "TENANT", requires = "who")]
         tenant: Option<String>,
 
-        /// Let it in again
+        /// Remove the revocation
         #[arg(long, requires = "who")]
         undo: bool,
     },
-    /// Have a node send everybody elsewhere, and end
+    /// Move all connections off a node and stop it
     Drain {
-        /// As `fleet nodes` calls it
+        /// Stop this node; `exec-server fleet nodes` lists the names
         #[arg(value_name = "NODE")]
         node: String,
     },
-    /// Watch nodes, tenants and the busiest environments
+    /// Show the load of nodes, tenants and the busiest environments, refreshed regularly
     Top {
-        /// How often to look
+        /// Refresh after this time
         #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "2s")]
         interval: Duration,
 
-        /// How often in all; until interrupted if not given
+        /// Stop after COUNT refreshes [default: until interrupted]
         #[arg(long, value_name = "COUNT")]
         count: Option<u64>,
     },
@@ -793,11 +1069,11 @@ pub(super) enum FleetCommand {
 /// Roles by name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum RoleArg {
-    /// Registers environments
+    /// Register environments
     Executor,
-    /// Connects to environments
+    /// Connect to environments
     Harness,
-    /// Lists, removes and revokes
+    /// List, remove and revoke
     Admin,
 }
 
@@ -811,97 +1087,127 @@ impl RoleArg {
     }
 }
 
-/// How to reach a server.
+// How to reach a server; last in every struct that has it, so that its group is the last one.
 #[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Connection")]
 pub(super) struct ServerArgs {
-    /// The environment to work in: an id that `exec-server env list` shows, `local`, or a URL
+    /// Work in this environment: an id of `exec-server env list`, `local`, or a URL
     ///
-    /// Without it, and without a server: the default environment, which is this machine unless
-    /// `exec-server env use` said otherwise.
-    #[arg(long, global = true, value_name = "ENV", conflicts_with = "url")]
+    /// [default: --url, else EXEC_SERVER_URL, else the environment of `exec-server env use`, else
+    /// this machine]
+    #[arg(
+        long,
+        global = true,
+        value_name = "ENV",
+        conflicts_with = "url",
+        hide_short_help = true
+    )]
     pub(super) on: Option<String>,
 
-    /// The server: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH`,
-    /// `registry://HOST[:PORT]/ENVIRONMENT` or `ssh://[USER@]HOST[:PORT][/PATH]` [env:
-    /// EXEC_SERVER_URL]
-    #[arg(long, global = true, value_name = "URL")]
+    /// Connect to this server [env: EXEC_SERVER_URL]
+    ///
+    /// `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH`, `ssh://[USER@]HOST[:PORT][/PATH]` or
+    /// `registry://HOST[:PORT]/ENVIRONMENT`.
+    #[arg(long, global = true, value_name = "URL", hide_short_help = true)]
     pub(super) url: Option<String>,
 
-    /// A file with the token that the server asks for [env: EXEC_SERVER_TOKEN_FILE; or the token
-    /// itself: EXEC_SERVER_TOKEN]
-    #[arg(long, global = true, value_name = "FILE")]
+    /// Read the server's token from FILE
+    ///
+    /// [env: EXEC_SERVER_TOKEN_FILE: the file, or EXEC_SERVER_TOKEN: the token itself]
+    #[arg(long, global = true, value_name = "FILE", hide_short_help = true)]
     pub(super) token_file: Option<PathBuf>,
 
-    /// Believe the server with this key (`sha256//…`, as it prints with --tls-self-signed) [env:
-    /// EXEC_SERVER_TLS_PIN]
-    #[arg(long, global = true, value_name = "PIN")]
+    /// Trust the server with this key [env: EXEC_SERVER_TLS_PIN]
+    ///
+    /// `sha256//…`, as `exec-server serve --tls-self-signed` prints it.
+    #[arg(long, global = true, value_name = "PIN", hide_short_help = true)]
     pub(super) tls_pin: Option<String>,
 
-    /// Believe these certificate authorities (PEM) instead of the system's [env:
-    /// EXEC_SERVER_TLS_CA]
-    #[arg(long, global = true, value_name = "FILE")]
+    /// Trust these certificate authorities (PEM) instead of the system's [env: EXEC_SERVER_TLS_CA]
+    #[arg(long, global = true, value_name = "FILE", hide_short_help = true)]
     pub(super) tls_ca: Option<PathBuf>,
 
-    /// Our own certificate (PEM), for servers that want one
-    #[arg(long, global = true, value_name = "FILE", requires = "tls_client_key")]
+    /// Present this client certificate (PEM)
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        requires = "tls_client_key",
+        hide_short_help = true
+    )]
     pub(super) tls_client_cert: Option<PathBuf>,
 
-    /// The key of our certificate (PEM)
-    #[arg(long, global = true, value_name = "FILE", requires = "tls_client_cert")]
+    /// Use this key of the client certificate (PEM)
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        requires = "tls_client_cert",
+        hide_short_help = true
+    )]
     pub(super) tls_client_key: Option<PathBuf>,
 
     #[command(flatten)]
     pub(super) ssh: SshArgs,
 }
 
-/// How to get to a server by ssh, and which paths there are which here.
+// How to reach a server by ssh, and how its paths correspond to those of this machine.
 #[derive(Debug, Clone, Default, clap::Args)]
-#[command(next_help_heading = "SSH")]
+#[command(next_help_heading = "Connection")]
 pub(super) struct SshArgs {
-    /// An option for ssh, as after its -o; can be given several times
-    #[arg(long, global = true, value_name = "NAME=VALUE")]
+    /// Pass this option to ssh, as with its -o; can be given several times
+    #[arg(long, global = true, value_name = "NAME=VALUE", hide_short_help = true)]
     pub(super) ssh_option: Vec<String>,
 
-    /// The exec-server of the far side: a path, or a name in PATH; nothing is installed there
-    #[arg(long, global = true, value_name = "PATH")]
+    /// Use this exec-server of the remote machine, a path or a name in PATH; install nothing
+    #[arg(long, global = true, value_name = "PATH", hide_short_help = true)]
     pub(super) remote_binary: Option<String>,
 
-    /// The executable to install on the far side, instead of this one [env:
-    /// EXEC_SERVER_LOCAL_BINARY]
-    #[arg(long, global = true, value_name = "FILE")]
+    /// Install this executable on the remote machine [env: EXEC_SERVER_LOCAL_BINARY]
+    ///
+    /// [default: this program]
+    #[arg(long, global = true, value_name = "FILE", hide_short_help = true)]
     pub(super) local_binary: Option<PathBuf>,
 
-    /// A directory here that --remote-root stands for: paths are given and shown as those of this
-    /// machine, and those outside of it are refused
-    #[arg(long, global = true, value_name = "DIR")]
+    /// Translate paths below this local directory to paths below --remote-root
+    ///
+    /// Paths are then given and shown as those of this machine, and paths outside of it are refused.
+    #[arg(long, global = true, value_name = "DIR", hide_short_help = true)]
     pub(super) local_root: Option<PathBuf>,
 
-    /// The directory there that stands for --local-root; the path of an ssh:// URL if not given
-    #[arg(long, global = true, value_name = "DIR", requires = "local_root")]
+    /// Use this remote directory for --local-root [default: the path of the ssh:// URL]
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        requires = "local_root",
+        hide_short_help = true
+    )]
     pub(super) remote_root: Option<PathBuf>,
 }
 
-/// Options of `daemon`.
+// Options of `daemon`.
 #[derive(Debug, clap::Args)]
 pub(super) struct DaemonArgs {
-    /// Carry bytes between standard input and output and the daemon
+    /// Copy bytes between standard input and output and the daemon's socket
     #[arg(long, conflicts_with = "stop")]
     pub(super) stdio: bool,
 
-    /// End the daemon, with its sessions and everything they run
+    /// Stop the daemon, its sessions and everything they run
     #[arg(long)]
     pub(super) stop: bool,
 
-    /// How long a daemon that is started now waits for something to do before it ends
+    /// Stop a daemon that is started now after it was unused for this time
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10m")]
     pub(super) idle: Duration,
 
-    /// Where its socket, lock and log are; a directory of this machine in the user's cache if not
-    /// given
+    /// Keep its socket, lock and log in this directory
+    ///
+    /// [default: a directory per machine in `$XDG_CACHE_HOME/exec-server` or `~/.cache/exec-server`]
     #[arg(long, value_name = "DIR")]
     pub(super) directory: Option<PathBuf>,
 
-    /// Be the daemon
+    /// Run as the daemon
     #[arg(long, hide = true)]
     pub(super) serve: bool,
 }
@@ -924,7 +1230,7 @@ impl ServerArgs {
     }
 }
 
-/// What can be done with environments.
+// Subcommands of `env`.
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum EnvCommand {
@@ -935,80 +1241,87 @@ pub(super) enum EnvCommand {
         json: bool,
     },
     /// Add an environment, or change one
+    #[command(after_help = "Examples:
+  exec-server env add worker wss://build-host:4600 --token-file worker.token
+  exec-server env add box ssh://me@box/srv/app
+  exec-server env add container -- docker exec -i app exec-server serve --listen stdio")]
     Add(Box<EnvAddArgs>),
-    /// Forget an environment
+    /// Remove an environment from the list
     Remove {
-        /// Which one
+        /// Remove this environment
         id: String,
     },
-    /// Connect to environments and tell how they are
-    #[command(after_help = "Exit codes: 0 all of them are ready, 1 some are not.")]
+    /// Connect to environments and show which answer, their version and latency
+    #[command(after_help = "Exit codes: 0 all of them answered, 1 some did not.")]
     Status {
-        /// Which ones; all if not given
+        /// Check only these [default: all]
         ids: Vec<String>,
-        /// How long to wait for each
+        /// Wait up to this time for each
         #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "10s")]
         timeout: Duration,
         /// Print JSON
         #[arg(long)]
         json: bool,
     },
-    /// Choose the environment that is used when nothing is said
+    /// Set the default environment
     Use {
-        /// Its id, `local` for this machine, or `none`
+        /// Use this environment by default: its id, `local` for this machine, or `none`
         id: String,
     },
-    /// Believe the key that an environment of a registry has now, in place of any other
+    /// Trust an environment's current key, replacing the stored one
     #[command(after_help = "Examples:
   exec-server env trust registry://meet.example/build-7
   exec-server env trust registry://meet.example/build-7 --fingerprint 9f86d0…
   exec-server env trust --list
 
-The first key that an environment shows is believed and written down; a client that meets another
-does not connect. The executor prints its fingerprint when it starts: compare.")]
+The first key that an environment shows is trusted and stored; a client that
+sees another one refuses to connect. The executor prints its fingerprint when it
+starts: compare.")]
     Trust(Box<TrustArgs>),
 }
 
-/// Options of `env add`.
+// Options of `env add`.
 #[derive(Debug, clap::Args)]
 pub(super) struct EnvAddArgs {
-    /// What to call it: letters, digits, `-` and `_`
+    /// Name the environment: letters, digits, `-` and `_`
     pub(super) id: String,
 
-    /// Where it is: `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH` or
-    /// `ssh://[USER@]HOST[:PORT][/PATH]`
+    /// Connect to this URL: ws://, wss://, unix://, ssh:// or registry://
+    ///
+    /// `ws://HOST:PORT`, `wss://HOST:PORT`, `unix:///PATH`, `ssh://[USER@]HOST[:PORT][/PATH]` or
+    /// `registry://HOST[:PORT]/ENVIRONMENT`.
     #[arg(required_unless_present = "program", conflicts_with = "program")]
     pub(super) url: Option<String>,
 
-    /// A file with the token that the server asks for; it is read for every connection
+    /// Read the server's token from FILE, at every connection
     #[arg(long, value_name = "FILE", requires = "url")]
     pub(super) token_file: Option<PathBuf>,
 
-    /// Believe the server with this key (`sha256//…`)
+    /// Trust the server with this key (`sha256//…`)
     #[arg(long, value_name = "PIN", requires = "url")]
     pub(super) tls_pin: Option<String>,
 
-    /// An option for ssh, as after its -o; can be given several times
+    /// Pass this option to ssh, as with its -o; can be given several times
     #[arg(long, value_name = "NAME=VALUE", requires = "url")]
     pub(super) ssh_option: Vec<String>,
 
-    /// The exec-server of the machine behind ssh: a path, or a name in PATH
+    /// Use this exec-server of the machine behind ssh, a path or a name in PATH
     #[arg(long, value_name = "PATH", requires = "url")]
     pub(super) remote_binary: Option<String>,
 
-    /// A directory here that a directory of the machine behind ssh stands for
+    /// Translate paths below this local directory to paths below --remote-root
     #[arg(long, value_name = "DIR", requires = "url")]
     pub(super) local_root: Option<PathBuf>,
 
-    /// The directory there that stands for it; the path of the URL if not given
+    /// Use this remote directory for --local-root [default: the path of the URL]
     #[arg(long, value_name = "DIR", requires = "local_root")]
     pub(super) remote_root: Option<String>,
 
-    /// Where the program is run
+    /// Run the program in this directory
     #[arg(long, value_name = "DIR", requires = "program")]
     pub(super) cwd: Option<PathBuf>,
 
-    /// A variable that the program gets
+    /// Set an environment variable of the program
     #[arg(
         long = "env",
         short = 'e',
@@ -1021,104 +1334,108 @@ pub(super) struct EnvAddArgs {
     #[arg(long, short)]
     pub(super) force: bool,
 
-    /// Use it when nothing is said
+    /// Make it the default environment
     #[arg(long)]
     pub(super) default: bool,
 
-    /// A program that serves its standard input and output, and its arguments
+    /// Start this program, with its arguments, as a server on standard input and output
     #[arg(last = true, value_name = "PROGRAM")]
     pub(super) program: Vec<String>,
 }
 
-/// What can be done with tokens.
+// Subcommands of `token`.
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum TokenCommand {
-    /// Make a random token
+    /// Create a random token
     ///
-    /// The token goes to standard output or to a file; its SHA-256, which is all that a server
-    /// needs, to standard error.
+    /// Prints the token on standard output, or writes it to a file. Prints its SHA-256, which is all
+    /// that a server needs, on standard error.
     New {
-        /// Write it to this file, which only this user can read; it must not be there yet
+        /// Write the token to this new file, mode 0600, instead of standard output
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
     },
     /// Sign a token with a shared secret
     #[command(after_help = "Example:
-  exec-server token sign --secret-file secret --subject ci --scope 'fs:read observe' --expires 1h")]
+  exec-server token sign --secret-file secret --subject ci \\
+      --scope 'fs:read observe' --expires 1h")]
     Sign {
-        /// The file with the secret, or /dev/stdin or /dev/fd/N
+        /// Sign with the secret in FILE, which may be /dev/stdin or /dev/fd/N
         #[arg(long, value_name = "FILE")]
         secret_file: PathBuf,
-        /// How long it is valid
+        /// Let it expire after this time
         #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1h")]
         expires: Duration,
-        /// From when on it is valid, counted from now
+        /// Make it valid only after this time [default: 0s]
         #[arg(long, value_name = "TIME", value_parser = parse_duration)]
         not_before: Option<Duration>,
-        /// For whom; the server's name for its bearer
+        /// Name its holder, for the server's logs
         #[arg(long, value_name = "NAME")]
         subject: Option<String>,
-        /// What it is good for: exec, fs:read, fs:write, observe; everything if not given
+        /// Limit it to these scopes: exec, fs:read, fs:write, observe [default: all]
         #[arg(long, value_name = "SCOPES")]
         scope: Option<String>,
-        /// Who issues it
+        /// Set the issuer
         #[arg(long, value_name = "NAME")]
         issuer: Option<String>,
-        /// For which server
+        /// Set the audience: the server it is for
         #[arg(long, value_name = "NAME")]
         audience: Option<String>,
     },
-    /// Show what a token says, and with the secret whether it is genuine
+    /// Print a token's claims, and check its signature if the secret is given
+    #[command(after_help = "Exit codes: 0 valid or not checked, 1 not valid.")]
     Inspect {
-        /// The file with the token; standard input if not given
+        /// Read the token from this file [default: standard input]
         file: Option<PathBuf>,
-        /// The file with the secret that should have signed it
+        /// Check the signature with the secret in FILE
         #[arg(long, value_name = "FILE")]
         secret_file: Option<PathBuf>,
     },
 }
 
-/// What can be asked about settings.
+// Subcommands of `config`.
 #[derive(Debug, Subcommand)]
 #[command(defer = true)]
 pub(super) enum ConfigCommand {
     /// Print every key, its value and where that came from
     Show {
-        /// As they would be with these options of `serve`
-        #[command(flatten)]
-        serve: Box<ServeArgs>,
         /// Print JSON
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        serve: Box<ServeArgs>,
     },
 }
 
-/// Options of `run`.
+// Options of `run`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RunArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    /// Working directory, on the machine where the command runs
+    /// Run in this directory of the target machine
+    ///
+    /// [default: the current directory here, the server's directory on a server]
     #[arg(long, value_name = "DIR")]
     pub(super) cwd: Option<PathBuf>,
 
-    /// Set an environment variable; without a value, pass on the one that is set here
+    /// Set a variable; without a value, pass on the one set here
     #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
     pub(super) env: Vec<String>,
 
-    /// Give the command a terminal, even if this is none
+    /// Allocate a pseudo-terminal even if stdin is a pipe
     #[arg(long, short = 't', overrides_with = "no_tty")]
     pub(super) tty: bool,
 
-    /// Give the command pipes, even if this is a terminal
+    /// Use pipes even if stdin is a terminal
     #[arg(long, short = 'T')]
     pub(super) no_tty: bool,
 
-    /// End the command after this long, as in `90`, `500ms`, `10s`, `5m` or `1h`
+    /// End the command after this time: `500ms`, `10s`, `5m`, `1h`
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub(super) timeout: Option<Duration>,
+
+    /// Run this program with these arguments; no shell interprets them
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    pub(super) command: Vec<String>,
 
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
@@ -1126,44 +1443,47 @@ pub(super) struct RunArgs {
     #[command(flatten)]
     pub(super) network: NetworkArgs,
 
-    /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
-    pub(super) command: Vec<String>,
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
-/// Whom a command may reach.
+// The hosts that a command may reach.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Network")]
 pub(super) struct NetworkArgs {
-    /// Let the command reach this host, through a proxy of its own and in no other way: `NAME`,
-    /// `*.NAME` (below it), `**.NAME` (it and below), an address, or `*`
+    /// Allow only this host: `NAME`, `*.NAME`, an address, or `*`
+    ///
+    /// The command reaches it only through a proxy that is started for it. `*.NAME` means hosts
+    /// below NAME, `**.NAME` NAME as well.
     #[arg(long = "net-allow", value_name = "DOMAIN", conflicts_with = "network")]
     pub(super) net_allow: Vec<String>,
 
-    /// Never let it reach this host, whatever else is allowed
+    /// Deny this host, even if --net-allow includes it
     #[arg(long = "net-deny", value_name = "DOMAIN", conflicts_with = "network")]
     pub(super) net_deny: Vec<String>,
 
-    /// Ask on this terminal about hosts that are neither allowed nor denied
+    /// Ask on this terminal about all other hosts
     #[arg(long = "net-ask", conflicts_with = "network")]
     pub(super) net_ask: bool,
 }
 
-/// What a command may do.
+// What a command may do.
 #[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Sandbox")]
 pub(super) struct SandboxArgs {
-    /// Confine the command: to reading, or to writing in its working directory and /tmp
+    /// Restrict the command to reading, or to writing in its directory and /tmp
     #[arg(long, value_enum, value_name = "POLICY")]
     pub(super) sandbox: Option<SandboxArg>,
 
-    /// A file or directory that it may write to as well
+    /// Allow writing to this file or directory as well
     #[arg(long, value_name = "PATH", requires = "sandbox")]
     pub(super) writable: Vec<PathBuf>,
 
-    /// A file or directory that it may not even read
+    /// Deny even reading this file or directory
     #[arg(long, value_name = "PATH", requires = "sandbox")]
     pub(super) deny: Vec<PathBuf>,
 
-    /// Whether it may use the network
+    /// Allow network access
     #[arg(
         long,
         value_enum,
@@ -1188,66 +1508,66 @@ pub(super) enum SwitchArg {
     Off,
 }
 
-/// Options of `mcp`.
+// Options of `mcp`.
 #[cfg(feature = "mcp")]
 #[derive(Debug, clap::Args)]
 pub(super) struct McpArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    /// Another environment, which tools name by its id; can be given several times
+    /// Offer another environment, which tools name by its id; can be given several times
     #[arg(long = "with", value_name = "ENV")]
     pub(super) with: Vec<String>,
 
-    /// Where relative paths begin, on the machine where the tools work
+    /// Resolve relative paths against this directory of the machine where the tools work
     #[arg(long, value_name = "DIR")]
     pub(super) cwd: Option<PathBuf>,
 
-    #[command(flatten)]
-    pub(super) sandbox: SandboxArgs,
-
-    /// The tools to offer, separated by commas; all if not given
+    /// Offer only these tools, separated by commas [default: all]
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     #[arg(value_parser = PossibleValuesParser::new(exec_server_mcp::TOOLS))]
     pub(super) tools: Option<Vec<String>>,
 
-    /// Serve streamable HTTP on this `IP:PORT` instead of standard input and output
+    /// Serve streamable HTTP on `IP:PORT` instead of standard input and output
     #[arg(long, value_name = "IP:PORT")]
     pub(super) http: Option<std::net::SocketAddr>,
 
-    /// A file with the token that HTTP clients must bring
+    /// Require the token in FILE from HTTP clients
     #[arg(long, value_name = "FILE", requires = "http")]
     pub(super) http_token_file: Option<PathBuf>,
-}
-
-/// Options of `mcp-proxy`.
-#[cfg(feature = "mcp")]
-#[derive(Debug, clap::Args)]
-pub(super) struct McpProxyArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    /// Working directory, on the machine where the server runs
-    #[arg(long, value_name = "DIR")]
-    pub(super) cwd: Option<PathBuf>,
-
-    /// Set an environment variable; without a value, pass on the one that is set here
-    #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
-    pub(super) env: Vec<String>,
-
-    /// A variable that it gets from the machine where it runs, beside harmless ones
-    #[arg(long, value_name = "NAME")]
-    pub(super) inherit: Vec<String>,
 
     #[command(flatten)]
     pub(super) sandbox: SandboxArgs,
 
-    /// The MCP server and its arguments
-    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
-    pub(super) command: Vec<String>,
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
-/// Options of `doctor`.
+// Options of `mcp-proxy`.
+#[cfg(feature = "mcp")]
+#[derive(Debug, clap::Args)]
+pub(super) struct McpProxyArgs {
+    /// Run in this directory of the machine where the MCP server runs
+    #[arg(long, value_name = "DIR")]
+    pub(super) cwd: Option<PathBuf>,
+
+    /// Set an environment variable; without a value, pass on that of this machine
+    #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
+    pub(super) env: Vec<String>,
+
+    /// Pass on this variable of the machine where the MCP server runs, besides harmless ones
+    #[arg(long, value_name = "NAME")]
+    pub(super) inherit: Vec<String>,
+
+    /// Run this MCP server with these arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "COMMAND")]
+    pub(super) command: Vec<String>,
+
+    #[command(flatten)]
+    pub(super) sandbox: SandboxArgs,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
+}
+
+// Options of `doctor`.
 #[derive(Debug, clap::Args)]
 pub(super) struct DoctorArgs {
     /// Print JSON
@@ -1255,47 +1575,44 @@ pub(super) struct DoctorArgs {
     pub(super) json: bool,
 }
 
-/// Options of `ps`.
+// Options of `ps`.
 #[derive(Debug, clap::Args)]
 pub(super) struct PsArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    /// Show ended processes that are still readable, too
+    /// List ended processes too, while their output can still be read
     #[arg(long, short)]
     pub(super) all: bool,
 
     /// Print JSON
     #[arg(long)]
     pub(super) json: bool,
-}
 
-/// Options of `status`.
-#[derive(Debug, clap::Args)]
-pub(super) struct StatusArgs {
     #[command(flatten)]
     pub(super) server: ServerArgs,
+}
 
+// Options of `status`.
+#[derive(Debug, clap::Args)]
+pub(super) struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     pub(super) json: bool,
-}
 
-/// Options of `kill`.
-#[derive(Debug, clap::Args)]
-pub(super) struct KillArgs {
     #[command(flatten)]
     pub(super) server: ServerArgs,
+}
 
+// Options of `kill`.
+#[derive(Debug, clap::Args)]
+pub(super) struct KillArgs {
     /// Send this signal to the process group instead of ending the process
     #[arg(long, short, value_enum)]
     pub(super) signal: Option<SignalArg>,
 
-    /// End it at once, without a chance to clean up
+    /// Send SIGKILL without SIGTERM first
     #[arg(long, short, conflicts_with = "signal")]
     pub(super) force: bool,
 
-    /// How long it may take to clean up
+    /// Send SIGKILL this long after SIGTERM
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "5s")]
     pub(super) grace: Duration,
 
@@ -1303,9 +1620,12 @@ pub(super) struct KillArgs {
     #[arg(long)]
     pub(super) json: bool,
 
-    /// Process id; before it, the beginning of its session's id if there are several of that name
+    /// End the process with this id; before it, the beginning of its session's id if needed
     #[arg(required = true, num_args = 1..=2, value_names = ["SESSION] [PROCESS"])]
     pub(super) target: Vec<String>,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
 /// Signals by meaning.
@@ -1327,7 +1647,7 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let number: f64 = digits
         .parse()
-        .map_err(|_| format!("`{text}` is not a time like 10s"))?;
+        .map_err(|_| format!("`{text}` is not a time; write it as 500ms, 10s, 5m or 1h"))?;
     let unit = match &text[digits.len()..] {
         "ms" => 0.001,
         "" | "s" => 1.0,
@@ -1340,13 +1660,12 @@ pub(super) fn parse_duration(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory as _;
-
     use super::*;
 
     #[test]
     fn the_definition_is_sound() {
         Args::command().debug_assert();
+        definition().debug_assert();
     }
 
     #[test]

@@ -56,7 +56,7 @@ impl KeySource for Keys {
     }
 }
 
-/// An issuer, and when its keys are to be looked at again.
+/// An OIDC issuer, and when its keys are to be checked again.
 pub(super) struct Issuer {
     pub(super) oidc: Arc<Oidc>,
     keys: Keys,
@@ -67,24 +67,26 @@ pub(super) struct Issuer {
 impl Issuer {
     /// The issuer that was named, if one was; its keys are there if they come from a file.
     pub(super) async fn of(args: &RendezvousArgs) -> anyhow::Result<Option<Self>> {
-        let (Some(issuer), Some(audience), Some(jwks)) =
-            (&args.oidc_issuer, &args.oidc_audience, &args.oidc_jwks)
-        else {
+        let (Some(issuer), Some(audience), Some(jwks)) = (
+            &args.oidc.oidc_issuer,
+            &args.oidc.oidc_audience,
+            &args.oidc.oidc_jwks,
+        ) else {
             return Ok(None);
         };
         let keys = if jwks.starts_with("https://") || jwks.starts_with("http://") {
             let mut tls = TlsClientOptions::default();
-            tls.ca_file.clone_from(&args.oidc_ca);
+            tls.ca_file.clone_from(&args.oidc.oidc_ca);
             Keys::Url(jwks.clone(), tls)
         } else {
             Keys::File(jwks.into())
         };
         let mut config = OidcConfig::new(issuer, audience);
-        config.tenant_claim.clone_from(&args.oidc_tenant_claim);
-        config.role_claim.clone_from(&args.oidc_role_claim);
+        config.tenant_claim.clone_from(&args.oidc.oidc_tenant_claim);
+        config.role_claim.clone_from(&args.oidc.oidc_role_claim);
         config
             .environments_claim
-            .clone_from(&args.oidc_environments_claim);
+            .clone_from(&args.oidc.oidc_environments_claim);
         let oidc = Arc::new(Oidc::new(config, Arc::new(keys.clone())));
         let issuer = Self {
             stamp: stamp(&keys),
@@ -93,15 +95,17 @@ impl Issuer {
             due: Instant::now() + REFRESH_PERIOD,
         };
         match (issuer.oidc.refresh().await, &issuer.keys) {
-            (Ok(count), _) => tracing::debug!(count, "the issuer's keys were read"),
+            (Ok(count), _) => tracing::debug!(count, "loaded the issuer's keys"),
             // It may come up later; the file is here or it is not.
-            (Err(error), Keys::Url(..)) => tracing::error!(%error, "no keys of the issuer yet"),
+            (Err(error), Keys::Url(..)) => {
+                tracing::error!(%error, "cannot load the issuer's keys yet")
+            }
             (Err(error), Keys::File(_)) => anyhow::bail!("--oidc-jwks {jwks}: {error}"),
         }
         Ok(Some(issuer))
     }
 
-    /// Looks whether keys are to be read again, and does so without holding anybody up.
+    /// Reloads the keys if they have changed, in a separate task.
     pub(super) fn upkeep(&mut self, forced: bool) {
         let now = stamp(&self.keys);
         let url = matches!(self.keys, Keys::Url(..));
@@ -111,11 +115,13 @@ impl Issuer {
         self.stamp = now;
         self.due = Instant::now() + REFRESH_PERIOD;
         let oidc = Arc::clone(&self.oidc);
-        // Ends when the document is there, or its time is over.
+        // Ends when the document is there, or after the timeout.
         tokio::spawn(async move {
             match oidc.refresh().await {
-                Ok(count) => tracing::info!(count, "the issuer's keys were read again"),
-                Err(error) => tracing::error!("the issuer's old keys stay in use: {error}"),
+                Ok(count) => tracing::info!(count, "reloaded the issuer's keys"),
+                Err(error) => tracing::error!(
+                    "cannot reload the issuer's keys, keeping the old ones: {error}"
+                ),
             }
         });
     }

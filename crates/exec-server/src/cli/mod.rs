@@ -16,6 +16,7 @@ mod log;
 mod mcp;
 mod network;
 mod on;
+mod overview;
 mod ps;
 mod registry;
 mod remote;
@@ -53,7 +54,11 @@ pub fn main() -> ExitCode {
     }
     // Clients have as much to gain from it as servers: they move the same blocks.
     memory::return_large_allocations();
-    let outcome = match Command::parse() {
+    let command = match Command::parse() {
+        Ok(command) => command,
+        Err(code) => return code,
+    };
+    let outcome = match command {
         Command::Serve(args) => serve::run(*args, None),
         Command::Run(args) => return run::run(args),
         Command::Ps(args) => ps::run(&args),

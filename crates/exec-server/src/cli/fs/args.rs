@@ -1,4 +1,6 @@
-//! What can be typed about files.
+//! Options of `fs` and `cp`.
+//!
+//! Structs of options have plain comments, as in [`crate::cli::args`].
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -8,16 +10,17 @@ use clap::Subcommand;
 
 use crate::cli::args::{ServerArgs, parse_duration};
 
-/// Options of `fs`.
+// Options of `fs`.
 #[derive(Debug, clap::Args)]
 pub(in crate::cli) struct FsArgs {
-    #[command(flatten)]
-    pub(super) server: ServerArgs,
-
     #[command(subcommand)]
     pub(super) command: FsCommand,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
+// Subcommands of `fs`.
 #[derive(Debug, Subcommand)]
 pub(super) enum FsCommand {
     /// List directories
@@ -25,56 +28,56 @@ pub(super) enum FsCommand {
     Ls(LsArgs),
     /// Print files
     Cat(CatArgs),
-    /// Copy files and directories of this machine to the server
+    /// Copy files and directories from this machine to the server
     #[command(after_help = "Examples:
-  exec-server fs put notes.txt                      into the server's directory
-  exec-server fs put -r src /srv/app                a directory, as /srv/app/src if that is one
-  exec-server fs put -a site/. /var/www             what is in a directory, with modes and times
-  make image | exec-server fs put - /srv/image      what another program writes
+  exec-server fs put notes.txt                    into the server's directory
+  exec-server fs put -r src /srv/app              to /srv/app/src if that exists
+  exec-server fs put -a site/. /var/www           the contents, with modes and times
+  make image | exec-server fs put - /srv/image    from a pipe
 
-A file of 8 MiB or more that was cut off goes on where it stopped.")]
+An interrupted copy of a file of 8 MiB or more resumes where it stopped.")]
     Put(TransferArgs),
-    /// Copy files and directories of the server to this machine
+    /// Copy files and directories from the server to this machine
     #[command(after_help = "Examples:
-  exec-server fs get /var/log/app.log               into this directory
-  exec-server fs get -r /srv/app backup             a directory, as backup/app if that is one
-  exec-server fs get /srv/image - | sha256sum       for another program to read
+  exec-server fs get /var/log/app.log             into this directory
+  exec-server fs get -r /srv/app backup           to backup/app if backup exists
+  exec-server fs get /srv/image - | sha256sum     to a pipe
 
-A file of 8 MiB or more that was cut off goes on where it stopped.")]
+An interrupted copy of a file of 8 MiB or more resumes where it stopped.")]
     Get(TransferArgs),
-    /// Show what is at a path
+    /// Show the kind, size, mode, owner and times of files
     Stat(StatArgs),
     /// Remove files and directories
     Rm(RmArgs),
-    /// Move or rename on the server
+    /// Move or rename files and directories on the server
     Mv(MvArgs),
-    /// Copy from one place of the server to another
+    /// Copy files and directories within the server
     Cp(CpThereArgs),
-    /// List a tree
+    /// List a directory tree
     Walk(WalkArgs),
-    /// Find lines that match
+    /// Search files for lines that match a pattern
     #[command(after_help = "Examples:
   exec-server fs search TODO /srv/app
   exec-server fs search -i -F 'a.b(' -g '*.rs' -g '!target' .
 
-Hidden files, and what .gitignore files name, are left out unless --no-ignore is given.
+Skips hidden files and those that .gitignore excludes, unless --no-ignore is given.
 Exit codes: 0 something matches, 1 nothing does, 2 failure.")]
     Search(SearchArgs),
-    /// Tell of changes as they happen, until interrupted
+    /// Print changes below a directory as they happen, until interrupted
     #[command(after_help = "Examples:
   exec-server fs watch src
   exec-server fs watch --gitignore --ignore '*.log' --json . | while read -r event; do …; done")]
     Watch(WatchArgs),
 }
 
-/// Options of `fs ls`.
+// Options of `fs ls`.
 #[derive(Debug, clap::Args)]
 pub(super) struct LsArgs {
-    /// Show kind, mode, size and time of last change (UTC)
+    /// Show kind, mode, size and modification time (UTC)
     #[arg(long, short)]
     pub(super) long: bool,
 
-    /// Show names that begin with a dot, too
+    /// Show names that begin with a dot too
     #[arg(long, short)]
     pub(super) all: bool,
 
@@ -82,27 +85,27 @@ pub(super) struct LsArgs {
     #[arg(long)]
     pub(super) json: bool,
 
-    /// What to list
+    /// List these files or directories
     #[arg(value_name = "PATH", default_value = ".")]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `fs cat`.
+// Options of `fs cat`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CatArgs {
-    /// What to print
+    /// Print these files
     #[arg(value_name = "PATH", required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// How to copy between machines.
+// How to copy between machines.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub(super) struct CopyFlags {
-    /// Copy directories with everything below them; links stay links
+    /// Copy directories with everything below them; links are copied as links
     #[arg(long, short)]
     pub(super) recursive: bool,
 
-    /// As --recursive, and keep modes and times of last change
+    /// Copy recursively and keep modes and modification times
     #[arg(long, short)]
     pub(super) archive: bool,
 
@@ -110,104 +113,106 @@ pub(super) struct CopyFlags {
     #[arg(long, short)]
     pub(super) quiet: bool,
 
-    /// Begin large files anew instead of going on where an earlier copy was cut off
+    /// Copy large files from the beginning instead of resuming an interrupted copy
     #[arg(long)]
     pub(super) no_resume: bool,
 }
 
-/// Options of `fs put` and `fs get`.
+// Options of `fs put` and `fs get`.
 #[derive(Debug, clap::Args)]
 pub(super) struct TransferArgs {
     #[command(flatten)]
     pub(super) flags: CopyFlags,
 
-    /// What to copy, and last, where to if there are several; `-` is standard input or output
+    /// Copy the first paths to the last one; `-` is standard input or output
+    ///
+    /// A single path is copied to the current directory of the other side.
     #[arg(value_name = "PATH", required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `cp`.
+// Options of `cp`.
 #[derive(Debug, clap::Args)]
 pub(in crate::cli) struct CpArgs {
     #[command(flatten)]
-    pub(super) server: ServerArgs,
-
-    #[command(flatten)]
     pub(super) flags: CopyFlags,
 
-    /// What to copy, and last, where to: a path, `:PATH` on the server, or `URL:PATH`
+    /// Copy the first paths to the last one; on a server: `:PATH`, `ENV:PATH` or `URL:PATH`
     #[arg(value_name = "PATH", num_args = 2.., required = true)]
     pub(super) paths: Vec<OsString>,
+
+    #[command(flatten)]
+    pub(super) server: ServerArgs,
 }
 
-/// Options of `fs stat`.
+// Options of `fs stat`.
 #[derive(Debug, clap::Args)]
 pub(super) struct StatArgs {
     /// Print JSON
     #[arg(long)]
     pub(super) json: bool,
 
-    /// What to look at
+    /// Show these files or directories
     #[arg(value_name = "PATH", required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `fs rm`.
+// Options of `fs rm`.
 #[derive(Debug, clap::Args)]
 pub(super) struct RmArgs {
     /// Remove directories with everything below them
     #[arg(long, short)]
     pub(super) recursive: bool,
 
-    /// It is no failure that nothing is there
+    /// Ignore paths that do not exist
     #[arg(long, short)]
     pub(super) force: bool,
 
-    /// What to remove; a link is removed itself
+    /// Remove these; of a symbolic link, the link itself
     #[arg(value_name = "PATH", required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `fs mv`.
+// Options of `fs mv`.
 #[derive(Debug, clap::Args)]
 pub(super) struct MvArgs {
-    /// Do not replace what is there
+    /// Keep existing files instead of replacing them
     #[arg(long, short)]
     pub(super) no_clobber: bool,
 
-    /// What to move, and last, where to
+    /// Move the first paths to the last one
     #[arg(value_name = "PATH", num_args = 2.., required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `fs cp`.
+// Options of `fs cp`.
 #[derive(Debug, clap::Args)]
 pub(super) struct CpThereArgs {
-    /// Copy directories with everything below them; links stay links
+    /// Copy directories with everything below them; links are copied as links
     #[arg(long, short)]
     pub(super) recursive: bool,
 
-    /// What to copy, and last, where to
+    /// Copy the first paths to the last one
     #[arg(value_name = "PATH", num_args = 2.., required = true)]
     pub(super) paths: Vec<PathBuf>,
 }
 
-/// Options of `fs walk`.
+// Options of `fs walk`.
 #[derive(Debug, clap::Args)]
 pub(super) struct WalkArgs {
-    /// How many directories deep, 0 for what is in PATH itself
+    /// Descend COUNT directories; 0 lists PATH itself only
     #[arg(long, value_name = "COUNT", default_value_t = 64)]
     pub(super) depth: usize,
 
-    /// Stop after this many entries
+    /// Stop after COUNT entries
     #[arg(long, value_name = "COUNT", default_value_t = 50_000)]
     pub(super) entries: usize,
 
-    /// Enter links to directories, too
+    /// Follow symbolic links to directories
     #[arg(long, short = 'L')]
     pub(super) follow: bool,
 
-    /// Do not enter directories whose name begins with a dot
+    /// Skip directories whose name begins with a dot
     #[arg(long)]
     pub(super) prune_hidden: bool,
 
@@ -215,35 +220,35 @@ pub(super) struct WalkArgs {
     #[arg(long)]
     pub(super) json: bool,
 
-    /// Where to start
+    /// Start at this directory
     #[arg(value_name = "PATH", default_value = ".")]
     pub(super) path: PathBuf,
 }
 
-/// Options of `fs search`.
+// Options of `fs search`.
 #[derive(Debug, clap::Args)]
 pub(super) struct SearchArgs {
-    /// Take the pattern as it is, not as a regular expression
+    /// Search for the pattern as plain text, not as a regular expression
     #[arg(long, short = 'F')]
     pub(super) fixed_strings: bool,
 
-    /// Do not tell upper from lower case
+    /// Ignore the difference between upper and lower case
     #[arg(long, short)]
     pub(super) ignore_case: bool,
 
-    /// Only these files, as in `*.rs`; with `!` before it, not these
+    /// Search only files that match, as in `*.rs`; with a leading `!`, all others
     #[arg(long, short, value_name = "GLOB")]
     pub(super) glob: Vec<String>,
 
-    /// Look into hidden and ignored files, too
+    /// Search hidden and ignored files too
     #[arg(long)]
     pub(super) no_ignore: bool,
 
-    /// Show this many lines around each match
+    /// Show LINES lines before and after each match
     #[arg(long, short = 'C', value_name = "LINES", default_value_t = 0)]
     pub(super) context: usize,
 
-    /// Stop after this many matching lines
+    /// Stop after COUNT matching lines
     #[arg(long, short, value_name = "COUNT", default_value_t = 1000)]
     pub(super) max_count: usize,
 
@@ -251,38 +256,38 @@ pub(super) struct SearchArgs {
     #[arg(long)]
     pub(super) json: bool,
 
-    /// What a line must contain
+    /// Find lines that contain this
     pub(super) pattern: String,
 
-    /// Where to look: a directory or a file
+    /// Search this directory or file
     #[arg(value_name = "PATH", default_value = ".")]
     pub(super) path: PathBuf,
 }
 
-/// Options of `fs watch`.
+// Options of `fs watch`.
 #[derive(Debug, clap::Args)]
 pub(super) struct WatchArgs {
-    /// Watch PATH alone, not what is below its directories
+    /// Watch PATH itself only, not the directories below it
     #[arg(long)]
     pub(super) no_recursive: bool,
 
-    /// Leave out what .gitignore files name, and .git
+    /// Skip what .gitignore excludes, and .git
     #[arg(long)]
     pub(super) gitignore: bool,
 
-    /// Leave out what this matches, as in `*.log`
+    /// Skip what matches, as in `*.log`; can be given several times
     #[arg(long, value_name = "GLOB")]
     pub(super) ignore: Vec<String>,
 
-    /// How long to gather changes before telling of them
+    /// Collect changes for this time before printing them
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "50ms")]
     pub(super) debounce: Duration,
 
-    /// Print a line of JSON for each batch of changes
+    /// Print one line of JSON per batch of changes
     #[arg(long)]
     pub(super) json: bool,
 
-    /// What to watch
+    /// Watch this file or directory
     #[arg(value_name = "PATH", default_value = ".")]
     pub(super) path: PathBuf,
 }
