@@ -167,7 +167,7 @@ async fn files_of_a_server_and_of_this_machine() {
         fs::remove_file(directory.join("d/self")).unwrap();
         run(&["fs", "cp", "a", "b"]).ok();
         run(&["fs", "cp", "b", "d"]).ok();
-        run(&["fs", "cp", "d", "e"]).fails(1, &["--recursive", "`d`"]);
+        run(&["fs", "cp", "d", "e"]).fails(1, &["cannot copy `d`: it is a directory (use -r)"]);
         run(&["fs", "cp", "-r", "d", "e"]).ok();
         run(&["fs", "mv", "a", "b", "e"]).ok();
         run(&["fs", "mv", "-n", "e/a", "e/b"]).fails(1, &["already exists"]);
@@ -180,7 +180,7 @@ async fn files_of_a_server_and_of_this_machine() {
         let walked = run(&["fs", "walk", "--json"]).ok();
         assert!(walked.text().contains("\"kind\": \"directory\""));
 
-        run(&["fs", "rm", "d"]).fails(1, &["--recursive"]);
+        run(&["fs", "rm", "d"]).fails(1, &["cannot remove `d`: it is a directory (use -r)"]);
         run(&["fs", "rm", "-r", "d", "l"]).ok();
         run(&["fs", "rm", "d"]).fails(1, &["`d`", "No such file"]);
         run(&["fs", "rm", "-rf", "d", "e", ".hidden"]).ok();
@@ -224,7 +224,8 @@ async fn cp_puts_things_where_cp_would() {
         test.run(&args).ok();
         assert!(test.here(expected).is_file(), "{args:?}");
     }
-    test.run(&["cp", "tree", ":"]).fails(1, &["--recursive"]);
+    test.run(&["cp", "tree", ":"])
+        .fails(1, &["cannot copy `tree`: it is a directory (use -r)"]);
     test.run(&["cp", "a", "b"]).fails(1, &["neither side"]);
     test.run(&["cp", ":a", ":b"]).fails(1, &["fs cp"]);
     test.run(&["cp", "a", "b", ":nowhere"])

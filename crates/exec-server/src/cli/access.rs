@@ -22,7 +22,7 @@ use super::settings::{Settings, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, variable};
 /// The name of a token that was given none.
 const UNNAMED: &str = "token";
 
-/// What clients are asked for. Reads the files that hold secrets.
+/// The authentication rules for clients. Reads the files that hold secrets.
 pub(super) fn rules(settings: &Settings) -> anyhow::Result<Rules> {
     let allowed_origins = settings.list("auth.allow_origins");
     Ok(Rules {
@@ -214,7 +214,7 @@ pub(super) struct TlsFiles {
     pub(super) self_signed: bool,
 }
 
-/// The identity for these addresses. Prints the pin of one that nobody else has signed.
+/// The identity for these addresses. Prints the pin of a self-signed one.
 pub(super) fn tls_identity(
     files: TlsFiles,
     addresses: &[SocketAddr],
@@ -255,7 +255,7 @@ pub(super) fn tls_identity(
     Ok(Arc::new(server))
 }
 
-/// A certificate for this machine that nobody else has signed, and its key.
+/// A self-signed certificate for this machine, and its key.
 fn make_certificate(addresses: &[SocketAddr]) -> anyhow::Result<(String, Secret)> {
     let mut names = vec!["localhost".to_owned()];
     let host = rustix::system::uname()
@@ -294,7 +294,7 @@ pub(super) fn write_new(path: &Path, text: &str, mode: u32) -> anyhow::Result<()
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Adds to a client's arguments what proves who it is, and whom it believes.
+/// Adds a client's token, certificate and trusted keys to its connection arguments.
 pub(super) fn introduce(
     server: &ServerArgs,
     args: &mut RemoteExecServerConnectArgs,
@@ -304,8 +304,13 @@ pub(super) fn introduce(
     let token_file = given(&server.token_file, TOKEN_FILE_VARIABLE);
     args.bearer_token = match (&token_file, variable(TOKEN_VARIABLE)) {
         (Some(path), _) => {
-            let token = Secret::read(path)
-                .with_context(|| format!("cannot read the token in {}", path.display()))?;
+            let token = Secret::read(path).with_context(|| {
+                let by = match server.token_file {
+                    Some(_) => "--token-file",
+                    None => TOKEN_FILE_VARIABLE,
+                };
+                format!("{by}: cannot read the token in {}", path.display())
+            })?;
             if token.expose().is_empty() {
                 bail!("the token in {} is empty", path.display());
             }
@@ -330,7 +335,19 @@ pub(super) fn introduce(
     Ok(())
 }
 
-/// A variable that says something.
+/// Where a client's token comes from, for messages; `None` without a token.
+pub(super) fn token_origin(server: &ServerArgs) -> Option<String> {
+    let file = server.token_file.clone();
+    match file.or_else(|| set(TOKEN_FILE_VARIABLE).map(PathBuf::from)) {
+        Some(path) => Some(format!("the token in {}", path.display())),
+        None => {
+            set(TOKEN_VARIABLE).filter(|token| !token.trim().is_empty())?;
+            Some(format!("the token in {TOKEN_VARIABLE}"))
+        }
+    }
+}
+
+/// A variable that is set and not empty.
 fn set(name: &str) -> Option<String> {
     variable(name).filter(|value| !value.is_empty())
 }

@@ -1,4 +1,4 @@
-//! `exec-server config`: what is in force, and since where.
+//! `exec-server config`: the settings in force, and where each came from.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;

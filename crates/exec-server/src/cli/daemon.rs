@@ -1,10 +1,10 @@
-//! `exec-server daemon`: one server per user that waits in the background for those who come by ssh.
+//! `exec-server daemon`: one background server per user, for connections by ssh.
 //!
-//! Owns the directory that it is found in, who may start it, and when it ends by itself. The server
-//! is the same as in `serve`, on a socket that only this user can use.
+//! Owns its directory, its start and its idle timeout. The server is the same as in `serve`, on a
+//! socket that only this user can use.
 //!
 //! ```text
-//! daemon [--stdio] ── lock ─► connects? ── yes, same build ──────────────► tell where (and splice)
+//! daemon [--stdio] ── lock ─► connects? ── yes, same build ──────────────► print where (and splice)
 //!                               │ no           └─ other build: retire it, or keep it if it is busy
 //!                               └─► daemon --serve, detached ─► it listens ─┘
 //! ```
@@ -28,9 +28,10 @@ use serde_json::{Value, json};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::args::{Args, DaemonArgs};
+use super::error::notice;
 use super::{print, serve, settings};
 
-/// Begins the line that tells where the daemon is; whoever reads it skips what shells print before.
+/// Begins the line with the daemon's socket; the client skips what login shells print before it.
 const MARK: &str = "exec-server-ssh";
 
 /// How long a daemon may take to listen.
@@ -39,17 +40,17 @@ const START_PATIENCE: Duration = Duration::from_secs(20);
 /// How long a daemon of another build may take to end if it has nothing to do.
 const RETIRE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long one may take that is told to stop, its processes included.
+/// How long a daemon may take to stop, its processes included.
 const STOP_PATIENCE: Duration = Duration::from_secs(20);
 
-/// Between two looks at something that tells nobody.
+/// Between two checks of a state that sends no notification.
 const PERIOD: Duration = Duration::from_millis(20);
 
 /// The longest path of a socket, and what the listener's name adds to the directory at most.
 const MAX_SOCKET_PATH: usize = 107;
 const NAME_BYTES: usize = "/daemon.1234567890.tmp".len();
 
-/// The largest log that a new daemon goes on with.
+/// The largest log that a new daemon appends to; a larger one is removed.
 const MAX_LOG_BYTES: u64 = 1 << 20;
 
 pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
@@ -62,13 +63,13 @@ pub(super) fn run(args: DaemonArgs) -> anyhow::Result<ExitCode> {
     }
     let kept = place.see_that_it_runs(args.idle)?;
     let state = place.state();
-    let told = json!({
+    let ready = json!({
         "socket": place.socket(),
         "version": state["version"],
         "program": state["program"],
         "kept": kept,
     });
-    print(format!("{MARK} ready {told}\n").as_bytes())?;
+    print(format!("{MARK} ready {ready}\n").as_bytes())?;
     if args.stdio {
         splice(&place.socket())?;
     }
@@ -83,7 +84,7 @@ impl Place {
     /// for a socket or the user has no home.
     ///
     /// Not where the login session keeps its sockets: that directory goes with the last connection,
-    /// and the daemon is there to outlive it. The machine's name is part of it, as homes may be
+    /// and the daemon must outlive it. The machine's name is part of it, as homes may be
     /// shared.
     fn find(given: Option<PathBuf>) -> anyhow::Result<Self> {
         let uid = rustix::process::geteuid().as_raw();
@@ -147,12 +148,12 @@ impl Place {
     /// The process behind the socket, if there is one.
     fn daemon(&self) -> Option<rustix::process::Pid> {
         let stream = UnixStream::connect(self.socket()).ok()?;
-        // Of whoever listens: unlike a number in a file, it cannot be somebody else's by now.
+        // Of the listening process: unlike a number in a file, it cannot be that of another by now.
         let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
         Some(peer.pid)
     }
 
-    /// Waits until nobody listens any more.
+    /// Waits until no process listens on the socket.
     fn wait_for_end(&self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         while self.daemon().is_some() {
@@ -176,8 +177,8 @@ impl Place {
             if !self.wait_for_end(RETIRE_PATIENCE) {
                 let version = state["version"].as_str().unwrap_or("unknown");
                 return Ok(Some(format!(
-                    "exec-server {version} (pid {}) goes on there because it is in use; {} takes its \
-                     place when it has nothing to do",
+                    "exec-server {version} (pid {}) keeps running there because it is in use; {} \
+                     replaces it when it is idle",
                     pid.as_raw_nonzero(),
                     env!("CARGO_PKG_VERSION"),
                 )));
@@ -191,7 +192,7 @@ impl Place {
     fn start(&self, idle: Duration) -> anyhow::Result<()> {
         let log = self.log().context("cannot write the daemon's log")?;
         let begun = log.metadata()?.len();
-        let program = std::env::current_exe().context("cannot tell which program this is")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let mut command = Command::new(program);
         command
             .args(["daemon", "--serve", "--directory"])
@@ -220,11 +221,16 @@ impl Place {
         let _ = child.wait();
         let said = std::fs::read(self.file("daemon.log")).unwrap_or_default();
         let from = usize::try_from(begun).unwrap_or(0).min(said.len());
-        let said = String::from_utf8_lossy(&said[from..]).trim().to_owned();
+        let said = String::from_utf8_lossy(&said[from..]);
+        let said = said.trim();
+        let said = said
+            .strip_prefix("exec-server: ")
+            .unwrap_or(said)
+            .to_owned();
         match (ready, said.as_str()) {
-            (0, _) => bail!("the daemon does not listen after {START_PATIENCE:?}"),
-            (_, "") => bail!("the daemon ended at once and said nothing"),
-            (_, said) => bail!("the daemon ended at once: {said}"),
+            (0, _) => bail!("the daemon did not listen within {START_PATIENCE:?}"),
+            (_, "") => bail!("the daemon exited without a message"),
+            (_, said) => bail!("the daemon exited: {said}"),
         }
     }
 
@@ -261,12 +267,12 @@ impl Place {
     fn stop(&self) -> anyhow::Result<ExitCode> {
         let _lock = self.lock()?;
         match self.daemon() {
-            None => eprintln!("no daemon runs"),
+            None => notice("no daemon is running"),
             Some(pid) => {
                 rustix::process::kill_process(pid, Signal::TERM)
                     .with_context(|| format!("cannot end the daemon {}", pid.as_raw_nonzero()))?;
                 if !self.wait_for_end(STOP_PATIENCE) {
-                    bail!("the daemon goes on after {STOP_PATIENCE:?}");
+                    bail!("the daemon is still running after {STOP_PATIENCE:?}");
                 }
             }
         }
@@ -274,9 +280,9 @@ impl Place {
     }
 }
 
-/// What tells this executable from others.
+/// Identifies this executable: version and path.
 fn build() -> anyhow::Result<String> {
-    let program = std::env::current_exe().context("cannot tell which program this is")?;
+    let program = std::env::current_exe().context("cannot find the path of this program")?;
     Ok(format!(
         "{} {}",
         env!("CARGO_PKG_VERSION"),
@@ -291,7 +297,7 @@ pub(super) struct Idle {
 }
 
 impl Idle {
-    /// Writes down who we are; before anybody is told that we listen.
+    /// Writes this daemon's version and pid to its directory, before its socket is announced.
     pub(super) fn introduce(&self) -> anyhow::Result<()> {
         let state = json!({
             "version": env!("CARGO_PKG_VERSION"),
@@ -307,9 +313,8 @@ impl Idle {
         written.with_context(|| format!("cannot write `{}`", path.display()))
     }
 
-    /// Returns when nobody has needed the server for a while, or at once when somebody would rather
-    /// have another build and nobody needs this one. Nobody can start another one until what is
-    /// returned is dropped.
+    /// Returns when the server has been unused for the idle timeout, or immediately on SIGUSR1, with which
+    /// another build asks to replace it. No other daemon can start until the returned lock is dropped.
     pub(super) async fn over(self, server: &Server) -> anyhow::Result<Option<File>> {
         let mut retire = signal(SignalKind::user_defined1())?;
         let mut limit = self.limit;
@@ -319,7 +324,7 @@ impl Idle {
             tokio::select! {
                 () = tokio::time::sleep(period) => {}
                 _ = retire.recv() => {
-                    // Whoever sent it holds the lock, and waits.
+                    // The sender holds the lock, and waits.
                     if !is_needed(server) {
                         return Ok(None);
                     }
@@ -333,7 +338,7 @@ impl Idle {
             if since.elapsed() < limit {
                 continue;
             }
-            // A starter that holds it has just told somebody that we are here.
+            // A starter that holds the lock has just announced this daemon to a client.
             let lock = self.place.lock_file()?;
             if lock.try_lock().is_ok() {
                 if !is_needed(server) {
@@ -346,7 +351,7 @@ impl Idle {
     }
 }
 
-/// Whether anybody is connected, may come back to a session, or runs something.
+/// Whether there is a connection, a session or a running process.
 fn is_needed(server: &Server) -> bool {
     server.connections() > 0 || server.session_count() > 0 || server.executor().live() > 0
 }
@@ -363,7 +368,7 @@ fn splice(socket: &Path) -> anyhow::Result<()> {
         let _ = carry(&mut input, &mut up);
         let _ = up.shutdown(Shutdown::Write);
     });
-    // Whoever is cut off dials again: there is nothing to tell.
+    // The client dials again after a cut: an error here needs no message.
     let _ = carry(&mut &stream, &mut output);
     Ok(())
 }

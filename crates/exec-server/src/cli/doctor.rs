@@ -1,4 +1,4 @@
-//! `exec-server doctor`: what this machine can enforce, what is in the way, and the way out.
+//! `exec-server doctor`: which sandbox features this machine has, and how to enable the rest.
 
 use std::process::ExitCode;
 
@@ -10,12 +10,12 @@ use serde_json::json;
 use super::args::DoctorArgs;
 use super::print;
 
-/// One thing that was looked at.
+/// One feature that was checked.
 struct Finding {
     name: &'static str,
     /// What it is for.
     purpose: &'static str,
-    /// What was found; an error is in the way of something.
+    /// What was found; an error prevents something.
     state: Result<String, String>,
     /// Whether policies can do without it.
     optional: bool,
@@ -73,7 +73,7 @@ fn findings(host: &Host) -> Vec<Finding> {
     };
     let newer = |version: &str| vec![format!("a kernel of version {version} or later has it")];
     let landlock = match host.landlock {
-        0 => Err("not there".to_owned()),
+        0 => Err("not available".to_owned()),
         version => Ok(format!("version {version}")),
     };
     let landlock_fixes = match host.landlock {
@@ -89,7 +89,7 @@ fn findings(host: &Host) -> Vec<Finding> {
     vec![
         Finding {
             name: "user namespaces",
-            purpose: "views of files without root",
+            purpose: "sandboxes without root",
             state: match (&host.user_namespaces, &host.privileged_mounts) {
                 (Ok(()), _) => Ok("yes".to_owned()),
                 (Err(_), Ok(())) => Ok("no, but this user may mount".to_owned()),
@@ -104,7 +104,7 @@ fn findings(host: &Host) -> Vec<Finding> {
         },
         Finding {
             name: "mounts as a whole",
-            purpose: "building a view at once",
+            purpose: "mounting a sandbox's view of files in one step",
             state: yes(&host.mount_api),
             optional: false,
             fixes: if host.mount_api.is_err() {
@@ -115,7 +115,7 @@ fn findings(host: &Host) -> Vec<Finding> {
         },
         Finding {
             name: "network namespaces",
-            purpose: "a network of its own",
+            purpose: "a separate network for a command",
             state: yes(&host.network_namespaces),
             optional: false,
             fixes: if host.network_namespaces.is_err() {
@@ -141,18 +141,18 @@ fn findings(host: &Host) -> Vec<Finding> {
         },
         Finding {
             name: "Landlock",
-            purpose: "a second wall around files, or the only one",
+            purpose: "restricting file access, in addition to namespaces or alone",
             state: landlock,
             optional: true,
             fixes: landlock_fixes,
         },
         Finding {
             name: "seccomp filters",
-            purpose: "the network, and what reaches beyond",
+            purpose: "restricting network access and system calls",
             state: if host.seccomp {
                 Ok("yes".to_owned())
             } else {
-                Err("not there".to_owned())
+                Err("not available".to_owned())
             },
             optional: false,
             fixes: if host.seccomp {
@@ -194,7 +194,7 @@ fn limited(name: &'static str, setting: &str, found: u64, few: u64, enough: u64)
         name,
         purpose: "watching trees for changes",
         state: if is_low {
-            Err(format!("{state}, which is few"))
+            Err(format!("{state}, which is low"))
         } else {
             Ok(state)
         },
@@ -246,9 +246,9 @@ mod tests {
         };
         let low = text(8192, 16);
         for part in [
-            "--  inotify watches      8192, which is few",
+            "--  inotify watches      8192, which is low",
             "fix: sysctl -w fs.inotify.max_user_watches=524288",
-            "--  inotify instances    16, which is few",
+            "--  inotify instances    16, which is low",
             "fix: sysctl -w fs.inotify.max_user_instances=1024",
         ] {
             assert!(low.contains(part), "no {part:?} in {low}");

@@ -1,4 +1,4 @@
-//! `exec-server env`: the machines that this user works on.
+//! `exec-server env`: the list of environments of this user.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, InlineTable, Item, Table, value};
 
 use super::args::{EnvAddArgs, EnvCommand};
+use super::error::{self, notice};
 use super::table::table;
 use super::{on, print, runtime, ssh, trust};
 
@@ -125,7 +126,10 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
         let tables = environments(document)?;
         match position(tables, &args.id) {
             Some(_) if !args.force => {
-                bail!("there is an environment `{}`; --force replaces it", args.id)
+                bail!(
+                    "there is an environment `{}` already; --force replaces it",
+                    args.id
+                )
             }
             Some(at) => {
                 if let Some(old) = tables.get_mut(at) {
@@ -145,7 +149,7 @@ fn add(args: &EnvAddArgs) -> anyhow::Result<ExitCode> {
     })?;
     print(
         format!(
-            "`exec-server run --on {} -- COMMAND` works there\n",
+            "added; to try it: exec-server run --on {} -- uname -a\n",
             args.id
         )
         .as_bytes(),
@@ -167,7 +171,7 @@ fn remove(id: &str) -> anyhow::Result<ExitCode> {
             let local = document.get("include_local").and_then(Item::as_bool);
             let default = if local.unwrap_or(true) { LOCAL } else { NONE };
             set_default(document, default);
-            eprintln!("exec-server: `{id}` was the default; now it is `{default}`");
+            notice(&format!("`{id}` was the default; now it is `{default}`"));
         }
         Ok(())
     })?;
@@ -212,13 +216,13 @@ fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::
     let configured = on::configured();
     let path = configured
         .own_file()
-        .context("there is no directory for settings: set EXEC_SERVER_HOME or HOME")?;
+        .context("no directory for settings: set EXEC_SERVER_HOME or HOME")?;
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
             if let Some(other) = configured.file() {
                 bail!(
-                    "the environments are those of {}; copy that to {} to change them here",
+                    "the environments are read from {}; copy that file to {} to change them",
                     other.display(),
                     path.display()
                 );
@@ -234,7 +238,7 @@ fn edit(change: impl FnOnce(&mut DocumentMut) -> anyhow::Result<()>) -> anyhow::
         .with_context(|| format!("cannot understand {}", path.display()))?;
     change(&mut document)?;
     let text = document.to_string();
-    EnvironmentsFile::parse(&text, path).context("this cannot be")?;
+    EnvironmentsFile::parse(&text, path).context("this change would make the file invalid")?;
     replace(path, &text).with_context(|| format!("cannot write {}", path.display()))
 }
 
@@ -297,7 +301,7 @@ fn position(tables: &ArrayOfTables, id: &str) -> Option<usize> {
         .position(|table| table.get("id").and_then(Item::as_str) == Some(id))
 }
 
-/// How an environment is.
+/// Status of an environment.
 #[derive(Debug)]
 struct Report {
     id: String,
@@ -316,8 +320,8 @@ struct Answer {
 
 fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<ExitCode> {
     let list = on::list()?;
-    if let Some(stranger) = ids.iter().find(|id| !list.ids().any(|known| known == **id)) {
-        bail!("there is no environment `{stranger}`; `exec-server env list` shows them");
+    if let Some(unknown) = ids.iter().find(|id| !list.ids().any(|known| known == **id)) {
+        bail!("there is no environment `{unknown}`; `exec-server env list` shows them");
     }
     let wanted = |id: &str| ids.is_empty() || ids.iter().any(|wanted| wanted == id);
     let reports = runtime()?.block_on(async {
@@ -339,7 +343,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
             let outcome = match asking {
                 None => None,
                 Some(asking) => Some(match asking.await {
-                    Ok(answer) => answer.map_err(|error| format!("{error:#}")),
+                    Ok(answer) => answer.map_err(|error| error::message(&error)),
                     Err(error) => Err(error.to_string()),
                 }),
             };
@@ -372,7 +376,7 @@ fn status(ids: &[String], timeout: Duration, as_json: bool) -> anyhow::Result<Ex
     })
 }
 
-/// Connects to an environment and asks how it is.
+/// Connects to an environment and measures its latency.
 async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answer> {
     let asking = async {
         let began = Instant::now();
@@ -383,7 +387,7 @@ async fn ask(connect: Arc<dyn Connect>, limit: Duration) -> anyhow::Result<Answe
         let latency = asked.elapsed();
         let info = client.environment_info().await.ok().cloned();
         if client.supports("session/end").await.unwrap_or(false) {
-            // Nobody will come back to this session.
+            // This session will not be resumed.
             let _ = client.end_session().await;
         }
         anyhow::Ok(Answer {

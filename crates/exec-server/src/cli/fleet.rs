@@ -1,4 +1,4 @@
-//! `exec-server fleet`: what goes on at meeting points, and what to do about it.
+//! `exec-server fleet`: administration of rendezvous servers.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -17,9 +17,9 @@ use serde_json::{Value, json};
 use super::args::{FleetArgs, FleetCommand};
 use super::settings::{state_directory, variable};
 use super::table::{self, table, visible};
-use super::{print, runtime, terminal};
+use super::{error, print, runtime, terminal};
 
-/// Where a meeting point listens unless it is told otherwise.
+/// Where a rendezvous server listens by default.
 const DEFAULT_URL: &str = "http://127.0.0.1:4700";
 
 /// Environments that `top` shows.
@@ -28,14 +28,18 @@ const BUSIEST: usize = 10;
 pub(super) fn run(args: &FleetArgs) -> anyhow::Result<ExitCode> {
     let access = Access::of(args)?;
     let api = access.to(&access.url)?;
-    runtime()?.block_on(act(args, &access, &api))?;
+    runtime()?
+        .block_on(act(args, &access, &api))
+        .map_err(|error| error::of_registry(error, &access.token_origin))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// How to reach meeting points, and as whom.
+/// How to reach rendezvous servers, and the admin token for them.
 struct Access {
     url: String,
     token: Secret,
+    /// Where the token came from, for messages.
+    token_origin: String,
     tls: TlsClientOptions,
     plain: bool,
 }
@@ -57,7 +61,7 @@ impl Access {
             None => state_directory()
                 .map(|state| state.join("rendezvous/admin.token"))
                 .filter(|file| file.exists())
-                .context("whose word is it? pass --admin-token-file FILE, with an admin's token")?,
+                .context("an admin token is needed: --admin-token-file FILE")?,
         };
         let token = Secret::read(&file)
             .with_context(|| format!("cannot read the token in {}", file.display()))?;
@@ -72,12 +76,13 @@ impl Access {
         Ok(Self {
             url,
             token,
+            token_origin: format!("the token in {}", file.display()),
             tls,
             plain: args.danger_plain_http,
         })
     }
 
-    /// A meeting point, or another node of it.
+    /// The API of a rendezvous server, or of another node of its cluster.
     fn to(&self, url: &str) -> anyhow::Result<RegistryApi> {
         let mut options = RegistryOptions::new(RegistryAuth::bearer(self.token.clone()));
         options.tls = self.tls.clone();
@@ -108,7 +113,7 @@ async fn act(args: &FleetArgs, access: &Access, api: &RegistryApi) -> anyhow::Re
                 }
                 api.post(&path, &json!({}))
                     .await
-                    .with_context(|| format!("`{id}` was not removed"))?;
+                    .with_context(|| format!("cannot remove `{id}`"))?;
                 if !args.json {
                     print(format!("removed {id}\n").as_bytes())?;
                 }
@@ -153,7 +158,7 @@ async fn act(args: &FleetArgs, access: &Access, api: &RegistryApi) -> anyhow::Re
                 bail!("`{who}` was not revoked{}", place(environment.as_deref()));
             }
             show(args.json, &answer, |answer| match undo {
-                true => format!("{who} may come in again\n"),
+                true => format!("{who} is permitted again\n"),
                 false => format!(
                     "revoked {}{}; sockets ended: {}\n",
                     text(&answer["revoked"]),
@@ -164,7 +169,7 @@ async fn act(args: &FleetArgs, access: &Access, api: &RegistryApi) -> anyhow::Re
         }
         FleetCommand::Drain { node } => {
             let answer = api.post("cloud/drain", &json!({"node": node})).await?;
-            show(args.json, &answer, |_| format!("{node} drains\n"))
+            show(args.json, &answer, |_| format!("{node} is draining\n"))
         }
         FleetCommand::Top { interval, count } => top(args, access, api, *interval, *count).await,
     }
@@ -178,7 +183,7 @@ fn place(environment: Option<&str>) -> String {
 fn segment(text: &str) -> anyhow::Result<&str> {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     if text.is_empty() || matches!(text, "." | "..") || !text.bytes().all(allowed) {
-        bail!("`{text}` is no name of an environment or tenant");
+        bail!("`{text}` is not a valid name of an environment or tenant");
     }
     Ok(text)
 }
@@ -311,7 +316,7 @@ fn revocations_table(answer: &Value) -> String {
     table(&head, list(answer, "revocations").iter().map(row))
 }
 
-/// One look at everything.
+/// One snapshot of nodes, environments and usage.
 struct Look {
     at: Instant,
     nodes: Value,
@@ -474,7 +479,7 @@ impl Look {
         let then = before.map(sum).unwrap_or_default();
         let seconds = before.map_or(1.0, |before| (self.at - before.at).as_secs_f64());
         let mut rows: Vec<_> = sum(self).into_iter().collect();
-        // Those of whom there is nothing to tell are left out.
+        // Tenants without any activity are left out.
         rows.retain(|(name, sums)| name == "default" || sums.iter().any(|sum| *sum > 0));
         rows.sort_by(|(a, one), (b, other)| other[1].cmp(&one[1]).then_with(|| a.cmp(b)));
         let rows = rows.into_iter().map(|(name, now)| {
@@ -518,7 +523,8 @@ async fn top(
             Ok(look) => look,
             // It may come back; the first time, a mistake is more likely.
             Err(error) if before.is_some() && live => {
-                print(format!("\x1b[H\x1b[2J{error:#}\n").as_bytes())?;
+                let shown = visible(&error::message(&error));
+                print(format!("\x1b[H\x1b[2J{shown}\n").as_bytes())?;
                 continue;
             }
             Err(error) => return Err(error),

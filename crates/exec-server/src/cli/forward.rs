@@ -37,7 +37,7 @@ pub(super) fn run(args: ForwardArgs) -> anyhow::Result<ExitCode> {
     hide_api_key(&settings)?;
     let destination = match connect {
         Some(url) => {
-            // Who registers with it would tell only the first client.
+            // Checked now: otherwise only the first client would see the error.
             check_url(&url)?;
             let mut options = ConnectOptions::default();
             if let Some(path) = connect_token_file {
@@ -77,7 +77,7 @@ async fn forward(
     let Setup { config, ending, .. } = setup;
     let stopped = CancellationToken::new();
     let forwarding = remote::forward(config, destination, status, stopped.clone());
-    let told = async {
+    let stopping = async {
         let outcome = tokio::select! {
             () = stop.signalled() => Ok(()),
             outcome = ending => outcome,
@@ -89,7 +89,7 @@ async fn forward(
     let mut forwarding = std::pin::pin!(forwarding);
     let outcome = tokio::select! {
         outcome = &mut forwarding => return Ok(outcome?),
-        outcome = told => outcome,
+        outcome = stopping => outcome,
     };
     let _ = forwarding.await;
     outcome

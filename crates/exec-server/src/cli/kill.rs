@@ -11,6 +11,8 @@ use exec_server_protocol::process::{
 };
 
 use super::args::{KillArgs, SignalArg};
+use super::error::notice;
+use super::table::visible;
 use super::{connect, print, runtime};
 
 pub(super) fn run(args: &KillArgs) -> anyhow::Result<ExitCode> {
@@ -49,10 +51,12 @@ async fn find(client: &ExecServerClient, target: &[String]) -> anyhow::Result<Li
     }
     match (found.pop(), found.len()) {
         (Some(process), 0) => Ok(process),
-        (None, _) => bail!("no process `{id}` on this server; `exec-server ps` lists them"),
+        (None, _) => {
+            bail!("there is no process `{id}` on this server; `exec-server ps` lists them")
+        }
         (Some(_), more) => {
             bail!(
-                "{} sessions have a process `{id}`; put the session's id before it",
+                "{} sessions have a process `{id}`; type the session's id before it",
                 more + 1
             )
         }
@@ -116,12 +120,16 @@ async fn end(
             } else {
                 "had ended already"
             };
-            print(format!("{} {what}, nothing of it is left\n", process.process_id).as_bytes())?;
+            let id = visible(&process.process_id);
+            print(format!("{id} {what}, nothing of it is left\n").as_bytes())?;
         }
         return Ok(ExitCode::SUCCESS);
     }
     for survivor in &survivors {
-        eprintln!("still there: {} {}", survivor.pid, survivor.command);
+        notice(&visible(&format!(
+            "could not end pid {}: {}",
+            survivor.pid, survivor.command
+        )));
     }
     Ok(ExitCode::FAILURE)
 }

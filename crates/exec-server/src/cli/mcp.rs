@@ -50,7 +50,7 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
     let runtime = runtime()?;
     let served = runtime.block_on(async {
         let environments = Places::new(places, args.cwd, args.sandbox);
-        // Whoever is asked for first should be there: a client learns of it at once.
+        // Connects to the first environment now, so that the client sees an error immediately.
         let first = environments.ids().into_iter().next().unwrap_or_default();
         environments.get(&first).await?;
         let mut options = McpOptions::default();
@@ -58,8 +58,8 @@ pub(super) fn run(args: McpArgs) -> anyhow::Result<ExitCode> {
         let server = McpServer::new(Arc::new(environments), options);
         tokio::select! {
             served = serve(&server, args.http, token.as_ref()) => served?,
-            told = told_to_stop() => {
-                told?;
+            stopped = stop_signal() => {
+                stopped?;
                 server.shutdown().await;
             }
         }
@@ -85,7 +85,8 @@ async fn serve(
     Ok(())
 }
 
-async fn told_to_stop() -> anyhow::Result<()> {
+/// Waits for a signal to stop.
+async fn stop_signal() -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut hangup = signal(SignalKind::hangup())?;
@@ -127,7 +128,7 @@ fn log_to_stderr() -> anyhow::Result<()> {
 fn token(path: &Path) -> anyhow::Result<Secret> {
     let token = Secret::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     if token.expose().is_empty() {
-        bail!("{} holds no token", path.display());
+        bail!("{} has no token", path.display());
     }
     Ok(token)
 }
@@ -193,7 +194,7 @@ async fn connect(
                 let (_, shell) = host::shell(host::account().as_ref());
                 let shell = shell.display().to_string();
                 if sandbox.sandbox.is_some() {
-                    // Files under a policy are the business of a server, so there is one in here;
+                    // Only a server applies policies to file requests, so this program contains one;
                     // it lives as long as its client.
                     let config = ExecServerConfig {
                         environment: settings::environment(),
@@ -291,8 +292,8 @@ async fn carry(args: McpProxyArgs, place: &Place) -> anyhow::Result<ExitCode> {
     let carrying = proxy::run(&*backend, server, input, &mut output);
     let ended = tokio::select! {
         ended = carrying => ended?,
-        told = told_to_stop() => {
-            told?;
+        stopped = stop_signal() => {
+            stopped?;
             None
         }
     };

@@ -1,4 +1,4 @@
-//! The command line: what was typed, what it means, and what to do.
+//! The command line: arguments, settings and commands of the `exec-server` program.
 
 mod access;
 mod args;
@@ -6,6 +6,7 @@ mod config;
 mod daemon;
 mod doctor;
 mod env;
+mod error;
 mod fleet;
 mod forward;
 mod fs;
@@ -39,20 +40,19 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail};
 use clap::CommandFactory as _;
-use exec_server_client::{ExecServerClient, ExecServerError};
+use exec_server_client::ExecServerClient;
 use exec_server_executor::sys::memory;
-use exec_server_transport::ConnectError;
 
 use args::{Args, Command, ServerArgs};
 use on::{Place, There};
 
 /// Runs the program.
 pub fn main() -> ExitCode {
-    // First: a launcher has no use for anything else of this program.
+    // First: a sandbox launcher needs nothing else of this program.
     if let Some(code) = exec_server_executor::sandbox::launcher::dispatch() {
         return code;
     }
-    // Clients have as much to gain from it as servers: they move the same blocks.
+    // For clients as well as servers: both move large blocks.
     memory::return_large_allocations();
     let command = match Command::parse() {
         Ok(command) => command,
@@ -88,7 +88,7 @@ pub fn main() -> ExitCode {
     match outcome {
         Ok(code) => code,
         Err(error) => {
-            complain(&error);
+            error::report(&error);
             ExitCode::FAILURE
         }
     }
@@ -110,32 +110,7 @@ fn man(out: Option<&Path>) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Tells what went wrong on standard error, and what to do where that is known.
-fn complain(error: &anyhow::Error) {
-    eprintln!("Error: {error:#}");
-    match error.downcast_ref() {
-        Some(ExecServerError::Connect(ConnectError::Refused { status: 401, .. })) => {
-            eprintln!("\nhint: pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE");
-        }
-        Some(ExecServerError::Connect(ConnectError::Tls { .. })) => {
-            eprintln!(
-                "\nhint: --tls-pin believes one key, --tls-ca one certificate authority; see \
-                 `exec-server run --help`"
-            );
-        }
-        Some(ExecServerError::Registry(error)) => {
-            if let Some(hint) = registry::hint(error) {
-                eprintln!("\nhint: {hint}");
-            }
-        }
-        Some(ExecServerError::Connect(ConnectError::Io { .. })) => eprintln!(
-            "\nhint: `exec-server --listen ws://127.0.0.1:4600` starts a server on this machine"
-        ),
-        _ => {}
-    }
-}
-
-/// Prints to standard output; a reader that has gone away is no failure.
+/// Prints to standard output; a closed pipe is not a failure.
 fn print(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(bytes).and_then(|()| stdout.flush()) {
@@ -146,7 +121,7 @@ fn print(bytes: &[u8]) -> anyhow::Result<()> {
     }
 }
 
-/// A runtime for a command that talks to one server.
+/// A single-threaded runtime, for commands that use one server.
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -154,18 +129,17 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .context("cannot start the runtime")
 }
 
-/// Connects to the server that was named; commands about a server need one.
+/// Connects to the server that the options name; fails without one.
 async fn connect(server: &ServerArgs) -> anyhow::Result<ExecServerClient> {
     required(server)?.connect().await
 }
 
-/// The server that was named.
+/// The server that the options name.
 fn required(server: &ServerArgs) -> anyhow::Result<There> {
     match on::resolve(server)? {
         Place::There(there) => Ok(there),
-        Place::Here => bail!(
-            "no server given, and this machine without one has nothing to ask: pass --on ENV or \
-             --url URL, or set EXEC_SERVER_URL"
-        ),
+        Place::Here => {
+            bail!("no server given: pass --on ENV or --url URL, or set EXEC_SERVER_URL")
+        }
     }
 }

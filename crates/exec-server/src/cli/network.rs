@@ -1,4 +1,4 @@
-//! The network of a command, from options; and questions about it, to whoever sits at the terminal.
+//! Network policy of a command, from options, and questions about hosts on the terminal.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 use super::args::NetworkArgs;
 use super::table::visible;
 
-/// How long somebody may think about an answer.
+/// How long a question waits for its answer.
 const PATIENCE: Duration = Duration::from_secs(5 * 60);
 
 /// The terminal, whatever the standard streams are.
@@ -92,7 +92,7 @@ impl Keys {
     }
 }
 
-/// Asks whoever sits at the terminal.
+/// Asks on the terminal about hosts without a rule.
 #[derive(Debug)]
 pub(super) struct Asker {
     /// Where the keys come from, if standard input is the terminal: then others read it too.
@@ -101,12 +101,12 @@ pub(super) struct Asker {
     turn: tokio::sync::Mutex<Memory>,
 }
 
-/// What was said before.
+/// Earlier answers.
 #[derive(Debug, Default)]
 struct Memory {
     /// Hosts that are fine from now on.
     always: HashSet<String>,
-    /// The last host that was asked about, what was said, and when.
+    /// The last question's host, its answer, and when it was given.
     last: Option<(String, bool, Instant)>,
 }
 
@@ -128,7 +128,7 @@ impl Asker {
         })
     }
 
-    /// The first key of the answer; `None` if there is none.
+    /// The first key of the answer; `None` if the terminal gives no answer.
     async fn key(&self, question: String) -> Option<u8> {
         let Some(keys) = &self.keys else {
             let asked = tokio::task::spawn_blocking(move || ask_alone(&question));
@@ -199,7 +199,7 @@ fn say(text: &str) {
     }
 }
 
-/// Asks on a terminal that nobody else reads.
+/// Asks on a terminal that has no other reader.
 fn ask_alone(question: &str) -> io::Result<u8> {
     let mut terminal = File::options().read(true).write(true).open(TERMINAL)?;
     terminal.write_all(question.as_bytes())?;

@@ -1,6 +1,5 @@
-//! Where a command works: from what was typed to how to connect.
-//!
-//! The one place that knows `--on`, `--url`, the variables and the list of environments.
+//! Target of a command: from `--on`, `--url`, the variables and the list of environments to a way to
+//! connect.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -8,19 +7,22 @@ use std::sync::Arc;
 use anyhow::{Context as _, bail};
 #[cfg(feature = "mcp")]
 use exec_server_client::environment::Environment;
-use exec_server_client::environment::connect::{Connect, StartedThere, from_url};
+use exec_server_client::environment::connect::{AddressError, Connect, StartedThere, from_url};
 use exec_server_client::environment::{
     ConfiguredEnvironments, EnvironmentList, LOCAL, URL_VARIABLE,
 };
 use exec_server_client::fs::uri;
 use exec_server_client::map::PathMap;
 use exec_server_client::registry::RegistryUrl;
+use exec_server_client::ssh::SshUrlError;
 use exec_server_client::{
     ExecServerClient, ExecServerError, ExecutorFileSystem as _, RemoteExecServerConnectArgs,
 };
 use exec_server_protocol::process::StartParams;
+use exec_server_transport::registry::RegistryUrlParseError;
 
 use super::args::ServerArgs;
+use super::error::{self, notice};
 use super::settings::variable;
 use super::{access, registry, ssh};
 
@@ -41,8 +43,10 @@ pub(super) struct There {
     connect: Arc<dyn Connect>,
     /// A directory here and the one there that stands for it.
     roots: Option<(PathBuf, PathBuf)>,
-    /// Where commands run unless they say otherwise, if that was said.
+    /// The default working directory of commands, if it was given.
     directory: Option<PathBuf>,
+    /// Where the token came from, for messages.
+    token: Option<String>,
 }
 
 /// A session, and how its paths are to be taken.
@@ -50,7 +54,7 @@ pub(super) struct Reached {
     pub(super) client: ExecServerClient,
     /// Paths are those of this machine, and translated by this.
     pub(super) map: Option<PathMap>,
-    /// Where commands run unless they say otherwise, if that was said.
+    /// The default working directory of commands, if it was given.
     pub(super) directory: Option<PathBuf>,
 }
 
@@ -81,6 +85,7 @@ impl There {
             connect,
             roots,
             directory,
+            token: None,
         })
     }
 
@@ -99,14 +104,14 @@ impl There {
     }
 
     /// Where a command would run that is to run in `given`, if that is known without asking, and
-    /// whether it was said; else it is so as far as is known.
+    /// whether it was given or only expected.
     pub(super) fn known_directory(&self, given: Option<&Path>) -> Option<(PathBuf, bool)> {
-        // Also tells that there was an answer a moment ago.
-        let believed = self.connect.directory()?.to_native().ok()?;
+        // Known only if the machine has answered a moment ago.
+        let expected = self.connect.directory()?.to_native().ok()?;
         match given.or(self.directory.as_deref()) {
             _ if self.roots.is_some() => None,
             Some(said) => said.is_absolute().then(|| (said.to_owned(), true)),
-            None => Some((believed, false)),
+            None => Some((expected, false)),
         }
     }
 
@@ -127,11 +132,7 @@ impl There {
     }
 
     fn named<T>(&self, session: Result<T, ExecServerError>) -> anyhow::Result<T> {
-        // A URL is named by the error itself.
-        if self.name.contains("://") {
-            return Ok(session?);
-        }
-        session.with_context(|| format!("environment `{}`", self.name))
+        session.map_err(|error| error::of_connecting(error, &self.name, self.token.as_deref()))
     }
 }
 
@@ -140,7 +141,7 @@ async fn map(local: &Path, remote: &Path, client: &ExecServerClient) -> anyhow::
     let real = local
         .canonicalize()
         .with_context(|| format!("cannot use the local root `{}`", local.display()))?;
-    // Only that machine knows its links; and a root that is not there is better told now.
+    // Only that machine can resolve its links; and a missing root is reported now.
     let there = client
         .file_system()
         .canonicalize(&uri(remote)?, None)
@@ -176,15 +177,19 @@ pub(super) fn resolve(server: &ServerArgs) -> anyhow::Result<Place> {
     let url = variable(URL_VARIABLE).filter(|url| !url.trim().is_empty());
     if let Some(url) = url {
         if url.trim().eq_ignore_ascii_case("none") {
-            bail!("{URL_VARIABLE} is `none`: there is nowhere to work; pass --on or --url");
+            bail!("{URL_VARIABLE} is `none`: pass --on ENV or --url URL");
         }
-        return at_url(url.trim(), server).with_context(|| URL_VARIABLE.to_owned());
+        // Only a URL that cannot be used is the variable's fault; a token file, say, is not.
+        return at_url(url.trim(), server).map_err(|error| match is_about_url(&error) {
+            true => error.context(URL_VARIABLE),
+            false => error,
+        });
     }
     let list = list()?;
     match &list.default {
         Some(id) => in_environment(id, &list, server),
         None => bail!(
-            "there is no default environment; pass --on with one of {}",
+            "there is no default environment; pass --on with one of: {}",
             ids(&list)
         ),
     }
@@ -201,11 +206,18 @@ pub(super) fn named(name: &str, server: &ServerArgs) -> anyhow::Result<Place> {
     in_environment(name, &list()?, server)
 }
 
+/// Whether a URL itself cannot be used.
+fn is_about_url(error: &anyhow::Error) -> bool {
+    error.is::<AddressError>() || error.is::<SshUrlError>() || error.is::<RegistryUrlParseError>()
+}
+
 /// How to reach a URL, with what flags and variables say about it.
 fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<Place> {
     if RegistryUrl::matches(url) {
         let target = registry::target(url, server)?;
-        return Ok(Place::There(There::new(url, Arc::new(target), server)?));
+        let mut there = There::new(url, Arc::new(target), server)?;
+        there.token = access::token_origin(server);
+        return Ok(Place::There(there));
     }
     if url.starts_with(ssh::SCHEME) {
         let target = ssh::at_url(url, &server.ssh)?;
@@ -215,14 +227,18 @@ fn at_url(url: &str, server: &ServerArgs) -> anyhow::Result<Place> {
     let mut args = RemoteExecServerConnectArgs::new("", name);
     access::introduce(server, &mut args)?;
     let connect = from_url(url, args)?;
-    Ok(Place::There(There::new(url, connect, server)?))
+    let mut there = There::new(url, connect, server)?;
+    there.token = access::token_origin(server);
+    Ok(Place::There(there))
 }
 
-/// How to reach an environment; only what is said about itself counts.
+/// How to reach an environment; only its own settings count.
 fn in_environment(id: &str, list: &EnvironmentList, server: &ServerArgs) -> anyhow::Result<Place> {
-    // A token is for one server, and nobody else should see it.
+    // A token is for one server and must not be sent to another.
     if let Some(flag) = server.about_url() {
-        bail!("{flag} is for --url; what environment `{id}` needs is said in its own settings");
+        bail!(
+            "{flag} is for --url; environment `{id}` has its own settings: `exec-server env add --force` changes them"
+        );
     }
     if id == LOCAL {
         return Ok(Place::Here);
@@ -230,17 +246,22 @@ fn in_environment(id: &str, list: &EnvironmentList, server: &ServerArgs) -> anyh
     match list.entry(id) {
         Some(entry) => {
             let connect = way(&entry.connect, Some(server))?;
-            Ok(Place::There(There::new(id, connect, server)?))
+            let mut there = There::new(id, connect, server)?;
+            there.token = Some("its token".to_owned());
+            Ok(Place::There(there))
         }
-        None => bail!("there is no environment `{id}`; there are {}", ids(list)),
+        None => bail!(
+            "there is no environment `{id}`; there are: {}. For a machine with an sshd: --on ssh://{id}",
+            ids(list)
+        ),
     }
 }
 
-/// The environments that are configured; what was found and not used is told.
+/// The configured environments. Prints warnings about files that were ignored.
 pub(super) fn list() -> anyhow::Result<EnvironmentList> {
     let list = configured().load()?;
     for warning in &list.warnings {
-        eprintln!("exec-server: {warning}");
+        notice(warning);
     }
     Ok(list)
 }

@@ -1,4 +1,4 @@
-//! `--url registry://…`: environments that are reached through a registry.
+//! `--url registry://…`: environments behind a registry.
 
 use anyhow::Context as _;
 use exec_server_client::environment::connect::Connect;
@@ -8,13 +8,13 @@ use exec_server_client::registry::{
 };
 use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs, Reply};
 use exec_server_transport::identity;
-use exec_server_transport::registry::RegistryError;
 
 use super::access;
 use super::args::ServerArgs;
+use super::error::notice;
 use super::settings::{STATE_VARIABLE, state_directory, variable};
 
-/// An environment that tells whose key it believes from now on.
+/// A registry environment that prints the key it trusts at first use.
 #[derive(Debug)]
 pub(super) struct Target {
     inner: RegistryTarget,
@@ -22,7 +22,7 @@ pub(super) struct Target {
     known: KnownEnvironments,
 }
 
-/// How to reach an environment by its URL, as whoever the arguments say.
+/// Connection parameters of a registry URL, with the credentials of the arguments.
 pub(super) fn target(url: &str, server: &ServerArgs) -> anyhow::Result<Target> {
     let url: RegistryUrl = url.parse()?;
     let known = known()?;
@@ -43,10 +43,10 @@ impl Connect for Target {
             let before = lookup()?;
             let client = self.inner.connect().await?;
             if let (None, Some(key)) = (before, lookup()?) {
-                eprintln!(
-                    "exec-server: first use of {}; from now on its key is {key}",
+                notice(&format!(
+                    "first use of {}; its key {key} is trusted from now on",
                     self.url
-                );
+                ));
             }
             Ok(client)
         })
@@ -57,7 +57,7 @@ impl Connect for Target {
     }
 }
 
-/// What there is to say about reaching an environment.
+/// Arguments to connect to an environment: credentials, TLS, identity and trusted keys.
 pub(super) fn args(
     url: &RegistryUrl,
     server: &ServerArgs,
@@ -74,35 +74,33 @@ pub(super) fn args(
     let mut args = RegistryConnectArgs::of(url, auth, name);
     args.registry.tls = given.tls;
     args.registry.proxies = Proxies::of_variables(variable);
-    // Whoever writes `registry+http:` has been told.
+    // The scheme `registry+http:` is the permission.
     args.registry.danger_plain_http = true;
     args.identity = identity::load_or_create(&state()?.join("harness.identity"))?;
     args.trust = Trust::FirstUse(known.clone());
     Ok(args)
 }
 
-/// Whom this user believes.
+/// The keys of environments that this user trusts.
 pub(super) fn known() -> anyhow::Result<KnownEnvironments> {
     Ok(KnownEnvironments::new(state()?.join("known_environments")))
 }
 
 fn state() -> anyhow::Result<std::path::PathBuf> {
-    state_directory().with_context(|| format!("no place for keys: set HOME or {STATE_VARIABLE}"))
+    state_directory()
+        .with_context(|| format!("no directory for keys: set HOME or {STATE_VARIABLE}"))
 }
 
 /// What to do about an environment that cannot be reached.
 pub(super) fn hint(error: &RegistryConnectError) -> Option<String> {
     match error {
         RegistryConnectError::KeyChanged { .. } => Some(
-            "if the machine was set up anew, `exec-server env trust URL` believes its new key; if \
-             not, somebody else may answer in its place"
+            "if the machine was reinstalled, `exec-server env trust URL` trusts its new key; if not, \
+             another machine may be answering in its place"
                 .to_owned(),
         ),
-        RegistryConnectError::Registry(RegistryError::Auth { .. }) => {
-            Some("pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE".to_owned())
-        }
         RegistryConnectError::Registry(error) if error.is_offline() => {
-            Some("no machine serves this environment now; `exec-server --remote` does".to_owned())
+            Some("no machine serves this environment now; `exec-server serve --remote URL` does".to_owned())
         }
         _ => None,
     }

@@ -1,6 +1,6 @@
 //! `exec-server --remote`: serving through a registry.
 //!
-//! Owns where the credentials of an executor come from, and what it tells about itself.
+//! Owns the sources of an executor's credentials, and what it prints about itself.
 
 use std::future::{Future, pending};
 use std::io::{Read as _, Write as _};
@@ -34,14 +34,14 @@ use super::systemd;
 /// How long the first credential may take.
 const FIRST_CREDENTIAL: Duration = Duration::from_secs(30);
 
-/// Complains about what does not go together.
+/// Rejects options that cannot be combined.
 pub(super) fn check(settings: &Settings, args: &RemoteArgs) -> anyhow::Result<()> {
     if settings.is_remote() {
         if settings.text("remote.environment_id").is_none() {
             bail!("--remote requires --environment-id");
         }
         if args.executor_credential_stdin && settings.is_given("remote.token_file") {
-            bail!("--executor-credential-stdin and --remote-token-file exclude each other");
+            bail!("--executor-credential-stdin and --remote-token-file cannot be combined");
         }
         return Ok(());
     }
@@ -94,11 +94,11 @@ pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
         text.push_str(value);
         text.push('\n');
     }
-    // It fits into the pipe, which nobody reads yet.
-    let (reader, writer) = pipe().context("no pipe for the key")?;
+    // It fits into the pipe, which has no reader yet.
+    let (reader, writer) = pipe().context("cannot create a pipe for the key")?;
     std::fs::File::from(writer)
         .write_all(text.as_bytes())
-        .context("cannot hand the key over")?;
+        .context("cannot pass the key on")?;
     let mut arguments = std::env::args_os();
     let mut again = std::process::Command::new("/proc/self/exe");
     if let Some(name) = arguments.next() {
@@ -110,7 +110,7 @@ pub(super) fn hide_api_key(settings: &Settings) -> anyhow::Result<()> {
     for name in names {
         again.env_remove(name);
     }
-    Err(again.exec()).context("cannot start again without the key in the environment")
+    Err(again.exec()).context("cannot restart without the key in the environment")
 }
 
 /// The keys that were handed over, by the variables that they were in.
@@ -118,12 +118,14 @@ fn handed_over() -> anyhow::Result<Vec<(String, Secret)>> {
     let Some(descriptor) = variable(KEY_DESCRIPTOR_VARIABLE) else {
         return Ok(Vec::new());
     };
-    let descriptor: RawFd = descriptor.parse().context("no descriptor with the key")?;
+    let descriptor: RawFd = descriptor
+        .parse()
+        .context("the descriptor of the key is not a number")?;
     let mut text = Zeroizing::new(String::with_capacity(64 << 10));
     let path = format!("/proc/self/fd/{descriptor}");
     std::fs::File::open(Path::new(&path))
         .and_then(|file| file.take(64 << 10).read_to_string(&mut text))
-        .context("cannot read the key that was handed over")?;
+        .context("cannot read the key that was passed on")?;
     let pairs = text.lines().filter_map(|line| line.split_once('='));
     Ok(pairs
         .map(|(name, value)| (name.to_owned(), Secret::from(value)))
@@ -152,7 +154,7 @@ impl Setup {
             .trim();
         let url = RegistryUrl::new(registry_url, environment_id)?;
         let path = settings.identity_file().with_context(|| {
-            format!("no place for the keys: pass --identity-file or set {STATE_VARIABLE}")
+            format!("no directory for the keys: pass --identity-file FILE or set {STATE_VARIABLE}")
         })?;
         let identity = identity::load_or_create(&path)?;
         let (auth, ending) = auth(settings, args, environment_id).await?;
@@ -174,7 +176,7 @@ impl Setup {
         })
     }
 
-    /// Tells where clients find the environment, once they can. Never ends.
+    /// Prints the environment's URL once it is attached. Never returns `Ok`.
     pub(super) fn announce(
         &self,
         mut status: watch::Receiver<Status>,
@@ -236,7 +238,7 @@ async fn auth(
 }
 
 /// The newest credential of standard input, and a future that ends with it: well at its end, badly
-/// at a line that is none.
+/// at a line that is not one.
 async fn credentials_from_stdin(
     environment_id: String,
 ) -> anyhow::Result<(
@@ -277,7 +279,7 @@ async fn next_line(
     }
 }
 
-/// Serves the environment until the program is told to stop.
+/// Serves the environment until SIGTERM, SIGINT or the end of its credentials.
 pub(super) async fn serve(
     server: &Server,
     settings: &Settings,
@@ -289,7 +291,7 @@ pub(super) async fn serve(
     let announce = setup.announce(attached);
     let Setup { config, ending, .. } = setup;
     let mut serving = pin!(remote::serve(server, config, status));
-    let told = async {
+    let stopping = async {
         tokio::select! {
             () = stop.wait_and_end(server) => Ok(()),
             outcome = ending => {
@@ -304,7 +306,7 @@ pub(super) async fn serve(
             server.shut_down().await;
             return Ok(outcome?);
         }
-        outcome = told => outcome,
+        outcome = stopping => outcome,
     };
     server.shut_down().await;
     // The server has ended; what it said last is on its way.

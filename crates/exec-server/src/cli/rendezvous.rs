@@ -1,4 +1,4 @@
-//! `exec-server rendezvous`: the meeting point of remote mode, and its tokens.
+//! `exec-server rendezvous`: the rendezvous server of remote mode, and its tokens.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::Write as _;
@@ -36,11 +36,11 @@ use super::issuer::Issuer;
 use super::settings::state_directory;
 use super::{access, log, print, serve, systemd, token};
 
-/// How often tokens and certificates are looked at for changes: whoever loses a token is out
-/// within a second.
+/// How often tokens and certificates are checked for changes: connections whose token was removed
+/// are closed within a second.
 const UPKEEP_PERIOD: Duration = Duration::from_millis(500);
 
-/// Connections that wait to be accepted; after a restart all come back at once.
+/// Connections that wait to be accepted; after a restart all clients reconnect at the same time.
 const ACCEPT_QUEUE: u32 = 4096;
 
 pub(super) fn run(args: RendezvousArgs) -> anyhow::Result<ExitCode> {
@@ -102,9 +102,9 @@ impl Place {
         let exposed = !listen.address.ip().is_loopback() && !listen.secure;
         if exposed && !args.danger_no_tls {
             bail!(
-                "refusing to listen on {} without TLS: tokens would cross the network in clear; \
+                "refusing to listen on {} without TLS: tokens would cross the network unencrypted; \
                  use --tls-cert and --tls-key, or --tls-self-signed, or pass --danger-no-tls if \
-                 something in front of it speaks TLS",
+                 a proxy in front of it provides TLS",
                 listen.address
             );
         }
@@ -125,7 +125,7 @@ impl Place {
             .recursive(true)
             .mode(0o700)
             .create(&self.state)
-            .with_context(|| format!("cannot make the directory {}", self.state.display()))
+            .with_context(|| format!("cannot create the directory {}", self.state.display()))
     }
 
     fn secret_file(&self) -> PathBuf {
@@ -170,7 +170,7 @@ impl Place {
                 _ => {}
             }
             access::write_new(&file, &format!("{}\n", token.expose()), 0o600)?;
-            // Whoever starts one looks after all of it.
+            // The admin token of the first start is for all tenants.
             let tenant = match role {
                 Role::Admin => tenants::ALL,
                 _ => tenants::DEFAULT,
@@ -217,7 +217,7 @@ fn quotas(args: &RendezvousArgs) -> anyhow::Result<Quotas> {
 
 /// Where state goes unless said otherwise.
 fn default_state() -> anyhow::Result<PathBuf> {
-    let base = state_directory().context("no HOME: say where state goes with --state-dir DIR")?;
+    let base = state_directory().context("HOME is not set: pass --state-dir DIR")?;
     Ok(base.join("rendezvous"))
 }
 
@@ -255,7 +255,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     for pattern in &add.environment {
         let id = pattern.strip_suffix('*').unwrap_or(pattern);
         if !id.is_empty() && !is_environment_id(id) {
-            bail!("`{pattern}` is no environment id, nor the beginning of one with a `*`");
+            bail!("`{pattern}` is not an environment id or a prefix with a `*`");
         }
     }
     place.make_directory()?;
@@ -282,7 +282,7 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
     // Says so if there is one of that name.
     let path = place.tokens.display();
     text.parse::<Tokens>().with_context(|| format!("{path}"))?;
-    // In one step: a meeting point that reads meanwhile sees all of the old or all of the new.
+    // In one step: a server that reads meanwhile sees all of the old or all of the new.
     let fresh = place.tokens.with_extension("new");
     let write = || -> std::io::Result<()> {
         let mut file = OpenOptions::new()
@@ -301,8 +301,8 @@ fn add_token(args: &RendezvousArgs, add: &TokenAddArgs) -> anyhow::Result<ExitCo
         None => print(format!("{}\n", token.expose()).as_bytes())?,
     }
     eprintln!(
-        "added to {path}; a running meeting point knows it within a second, and forgets it when \
-         its line is removed"
+        "added to {path}; a running rendezvous server accepts it within a second, and refuses it \
+         within a second after its line is removed"
     );
     Ok(ExitCode::SUCCESS)
 }
@@ -366,7 +366,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     announce(&args, &place, &listener, metrics.as_ref(), tls.as_deref())?;
     if let Some(metrics) = metrics {
         let rendezvous = rendezvous.clone();
-        // Ends when the meeting point stops.
+        // Ends when the server stops.
         tokio::spawn(async move { rendezvous.serve_metrics(metrics).await });
     }
     let serving = tokio::spawn({
@@ -406,9 +406,9 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
                     match quotas(&args) {
                         Ok(quotas) => {
                             rendezvous.set_quotas(quotas);
-                            tracing::info!("the quotas were read again");
+                            tracing::info!("reloaded the quotas");
                         }
-                        Err(error) => tracing::error!("the old quotas stay in use: {error:#}"),
+                        Err(error) => tracing::error!("cannot reload the quotas, keeping the old ones: {error:#}"),
                     }
                 }
                 let now = place.stamp();
@@ -417,10 +417,10 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
                     match place.read_tokens() {
                         Ok(tokens) => {
                             rendezvous.set_tokens(tokens).await;
-                            tracing::info!("the tokens were read again");
+                            tracing::info!("reloaded the tokens");
                         }
-                        // What cannot be read must not lock everybody out.
-                        Err(error) => tracing::error!("the old tokens stay in use: {error:#}"),
+                        // A file with a mistake must not close all connections.
+                        Err(error) => tracing::error!("cannot reload the tokens, keeping the old ones: {error:#}"),
                     }
                 }
             }
@@ -428,7 +428,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
         }
     }
     systemd::notify("STOPPING=1");
-    tracing::info!("told to stop");
+    tracing::info!("shutting down");
     site.hand_over(&args, &rendezvous).await;
     rendezvous.stop();
     let _ = serving.await;
@@ -436,8 +436,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What a meeting point remembers with and brings sockets together with: by itself, or as one of
-/// many.
+/// Store and router of a rendezvous server: by itself, or as one of a cluster.
 struct Site {
     store: Arc<dyn Store>,
     router: Arc<dyn Router>,
@@ -465,7 +464,7 @@ impl Site {
         let _ = (args, listener);
         let store = Embedded::open(&place.state.join("rendezvous.redb")).with_context(|| {
             let state = place.state.display();
-            format!("cannot use {state}; is another meeting point running on it?")
+            format!("cannot use {state}; is another rendezvous server using it?")
         })?;
         Ok(Self {
             store: Arc::new(store),
@@ -498,8 +497,8 @@ impl Site {
         let address = listener.local_addr()?;
         let scheme = if place.listen.secure { "https" } else { "http" };
         let own = (!address.ip().is_unspecified()).then(|| format!("{scheme}://{address}"));
-        let told = nats.node_url.clone().or_else(|| args.public_url.clone());
-        options.url = told.or(own);
+        let given = nats.node_url.clone().or_else(|| args.public_url.clone());
+        options.url = given.or(own);
         let local = Local::named(name, limits, backlog);
         let cluster = Cluster::join(options, local).await?;
         let secret = cluster.share_secret(place.secret()?.expose()).await?;
@@ -512,7 +511,7 @@ impl Site {
         })
     }
 
-    /// Sends everybody to the other nodes, if there are any.
+    /// Moves all connections to the other nodes, if there are any.
     #[cfg_attr(
         not(feature = "nats"),
         expect(clippy::unused_async, reason = "there are no other nodes")
@@ -560,8 +559,8 @@ fn node_name() -> anyhow::Result<String> {
 fn log_reload<E: std::fmt::Display>(what: &str, outcome: Result<bool, E>) {
     match outcome {
         Ok(false) => {}
-        Ok(true) => tracing::info!("the {what} was read again"),
-        Err(error) => tracing::error!("the old {what} stays in use: {error}"),
+        Ok(true) => tracing::info!("reloaded the {what}"),
+        Err(error) => tracing::error!("cannot reload the {what}, keeping the old one: {error}"),
     }
 }
 
@@ -591,7 +590,7 @@ fn listen(address: SocketAddr) -> anyhow::Result<TcpListener> {
     bind().with_context(|| format!("cannot listen on {address}"))
 }
 
-/// Tells where it can be reached on standard output, and what to type next on standard error.
+/// Prints the URL on standard output, and the commands to type next on standard error.
 fn announce(
     args: &RendezvousArgs,
     place: &Place,
@@ -637,7 +636,7 @@ fn announce(
 or, with Codex:
   CODEX_API_KEY=\"$(cat {executor})\" codex exec-server --remote {reach} --environment-id my-machine
 
-Wherever it is used from:
+On a machine that uses it:
   exec-server run --url {registry}://{host}/my-machine --token-file {harness}{their_pin} -- uname -a
 
 Tokens: {}   State: {}",

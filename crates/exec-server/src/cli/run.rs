@@ -14,16 +14,19 @@ use exec_server_client::{
     ConnectionState, ConnectionStates, ExecBackend, ExecProcess, ExecProcessEvent,
     ExecServerClient, ExecServerError, LocalBackend,
 };
-use exec_server_protocol::PathUri;
+use exec_server_protocol::environment::Status;
 use exec_server_protocol::process::{
     EnvPolicy, Inherit, SignalName, SignalScope, StartParams, Stream, TerminateMode, WriteStatus,
 };
+use exec_server_protocol::{NoParams, PathUri};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::args::RunArgs;
+use super::error::{self, notice};
 use super::network::{Asker, Keys};
-use super::{complain, network, on, runtime, sandbox, settings, terminal};
+use super::table::visible;
+use super::{network, on, runtime, sandbox, settings, terminal};
 
 /// Exit codes of our own, as `timeout`, `docker run` and shells have them.
 const TIMED_OUT: u8 = 124;
@@ -31,17 +34,18 @@ const OUR_FAILURE: u8 = 125;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// How long a command may take to end when we are told to stop.
+/// How long a command may take to end after SIGTERM or SIGHUP.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 
 pub(super) fn run(args: RunArgs) -> ExitCode {
     let runtime = match runtime() {
         Ok(runtime) => runtime,
         Err(error) => {
-            complain(&error);
+            error::report(&error);
             return ExitCode::from(OUR_FAILURE);
         }
     };
+    let command = args.command.clone();
     let outcome = runtime.block_on(execute(args));
     match outcome {
         // There is nothing left to be done, and taking everything apart takes its time.
@@ -52,8 +56,14 @@ pub(super) fn run(args: RunArgs) -> ExitCode {
     match outcome {
         Ok(ended) => ExitCode::from(ended.code),
         Err(error) => {
-            complain(&error);
-            ExitCode::from(failure_code(&error))
+            error::report(&error);
+            let code = failure_code(&error);
+            if code == NOT_FOUND
+                && let Some(advice) = shell_advice(&command)
+            {
+                eprintln!("\nhint: {advice}");
+            }
+            ExitCode::from(code)
         }
     }
 }
@@ -67,7 +77,7 @@ struct Ended {
 
 /// The exit code for something that kept the command from running.
 fn failure_code(error: &anyhow::Error) -> u8 {
-    // The server tells by text only; its texts end with what the system said.
+    // The server distinguishes these by text only, which ends with the system's error.
     match error.downcast_ref::<ExecServerError>() {
         Some(ExecServerError::Server { message, .. }) if message.starts_with("cannot execute") => {
             if message.ends_with("(os error 2)") {
@@ -78,6 +88,27 @@ fn failure_code(error: &anyhow::Error) -> u8 {
         }
         _ => OUR_FAILURE,
     }
+}
+
+/// What to type instead of a command line that only a shell understands.
+///
+/// A program that was not found is one if its name has spaces or characters that mean something to a
+/// shell, or is a command that only shells have.
+fn shell_advice(command: &[String]) -> Option<String> {
+    const BUILTINS: [&str; 12] = [
+        ".", "alias", "cd", "eval", "exec", "exit", "export", "set", "source", "ulimit", "umask",
+        "unset",
+    ];
+    let program = command.first()?;
+    let for_shell = |c: char| c.is_whitespace() || "|&;<>()$*?#~`'\"=".contains(c);
+    if !program.contains(for_shell) && !BUILTINS.contains(&program.as_str()) {
+        return None;
+    }
+    let line = visible(&command.join(" "));
+    let line = line.replace('\'', "'\\''");
+    Some(format!(
+        "`run` starts programs without a shell; with one: exec-server run -- sh -c '{line}'"
+    ))
 }
 
 /// Where the command runs.
@@ -101,7 +132,7 @@ impl Place {
         }
     }
 
-    /// Where was said, or else here.
+    /// At the target of the options, or else on this machine.
     async fn new(place: on::Place) -> anyhow::Result<Self> {
         let on::Place::There(there) = place else {
             let config = ExecutorConfig {
@@ -143,16 +174,21 @@ async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
     };
     if let Place::There { client, .. } = &place {
         // Ends with the client.
-        tokio::spawn(tell_of(client.states()));
+        tokio::spawn(print_states(client.states()));
     }
     let raw = if tty { terminal::Raw::enter()? } else { None };
     let outcome = attend(process, &mut signals, (tty, feeds), keys).await;
     drop(raw);
     let mut left = false;
     if let Place::There { client, .. } = &place
+        && matches!(outcome, Ok(129..))
+        && let Some(reason) = server_stop(client).await
+    {
+        notice(&format!("{reason}, which ended the command"));
+    } else if let Place::There { client, .. } = &place
         && client.supports("session/end").await.unwrap_or(false)
     {
-        // Whatever the command left behind ends here, as it would with a terminal.
+        // Processes that the command left running end here, as with a terminal.
         left = client.leave().await.is_ok();
     }
     if left {
@@ -160,6 +196,24 @@ async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
     }
     let code = outcome?;
     Ok(Ended { code, left })
+}
+
+/// Why a command may have been ended by its server; `None` if it runs as usual.
+async fn server_stop(client: &ExecServerClient) -> Option<&'static str> {
+    /// How long the server may take to answer; without an answer nothing is printed.
+    const LIMIT: Duration = Duration::from_secs(1);
+    let mut states = client.states();
+    let lost = async { while let Some(ConnectionState::Connected) = states.recv().await {} };
+    let asked = async {
+        tokio::select! {
+            status = client.call::<Status>(&NoParams) => match status {
+                Ok(status) => status.draining.then_some("the server is shutting down"),
+                Err(_) => None,
+            },
+            () = lost => Some("the server closed the connection"),
+        }
+    };
+    tokio::time::timeout(LIMIT, asked).await.ok().flatten()
 }
 
 /// A command that was started.
@@ -171,7 +225,7 @@ struct Begun {
     signals: Signals,
 }
 
-/// Starts the command; the exit code if we were told to stop before.
+/// Starts the command; the exit code if a signal stopped this program before.
 async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Result<Begun, u8>> {
     let resolved = on::resolve(&args.server)?;
     if let on::Place::There(there) = &resolved
@@ -203,7 +257,7 @@ async fn begin(args: &RunArgs, tty: bool, keys: &Arc<Keys>) -> anyhow::Result<Re
 }
 
 /// The same with the first words to a machine, where all that it takes is known; unless it was `said`
-/// where the command is to run, that is only believed.
+/// where the command is to run, that is only expected.
 async fn begin_at_once(
     args: &RunArgs,
     there: &on::There,
@@ -212,7 +266,7 @@ async fn begin_at_once(
     tty: bool,
 ) -> anyhow::Result<Result<Begun, u8>> {
     let mut params = params(args, cwd, tty)?;
-    let (feeds, believed) = (params.pipe_stdin, params.cwd.clone());
+    let (feeds, expected) = (params.pipe_stdin, params.cwd.clone());
     let mut signals = Signals::new()?;
     let (client, mut started) = tokio::select! {
         begun = there.start(params.clone()) => begun?,
@@ -220,9 +274,11 @@ async fn begin_at_once(
     };
     let real = client.environment_info().await.ok();
     let real = real.and_then(|info| info.cwd.clone());
-    if let Some(real) = real.filter(|real| !said && *real != believed) {
+    if let Some(real) = real.filter(|real| !said && *real != expected) {
         match &started {
-            Ok(_) => eprintln!("exec-server: the command runs in {believed}; the next in {real}"),
+            Ok(_) => notice(&format!(
+                "the command runs in {expected}; later ones will run in {real}"
+            )),
             Err(_) => {
                 params.cwd = real;
                 started = client.start(params).await;
@@ -244,14 +300,14 @@ async fn begin_at_once(
     }))
 }
 
-/// Says when the connection is lost and when it is back; its final loss is the command's to tell.
-async fn tell_of(mut states: ConnectionStates) {
+/// Prints when the connection is lost and when it is back; a final loss is an event of the command.
+async fn print_states(mut states: ConnectionStates) {
     // The first is how things are.
     states.recv().await;
     while let Some(state) = states.recv().await {
         match state {
-            ConnectionState::Recovering => eprintln!("exec-server: connection lost, trying again"),
-            ConnectionState::Connected => eprintln!("exec-server: session resumed"),
+            ConnectionState::Recovering => notice("connection lost, reconnecting"),
+            ConnectionState::Connected => notice("session resumed"),
             ConnectionState::Failed(_) => {}
         }
     }
@@ -349,7 +405,7 @@ impl Signals {
         })
     }
 
-    /// Waits until we are told to stop; what to exit with.
+    /// Waits for a signal that ends this program; returns the exit code.
     async fn end(&mut self) -> u8 {
         let kind = tokio::select! {
             _ = self.interrupt.recv() => SignalKind::interrupt(),
@@ -415,7 +471,7 @@ async fn attend(
                 if let Err(error) = output.write(stream, &chunk).await {
                     let mode = TerminateMode::Force;
                     let _ = process.terminate(mode, false).await;
-                    // Whoever read our output has seen enough, as with `head`.
+                    // The reader has closed the pipe, as `head` does.
                     break match error.kind() {
                         std::io::ErrorKind::BrokenPipe => Ok(0),
                         _ => Err(error).context("cannot write the command's output"),
@@ -426,18 +482,18 @@ async fn attend(
                 let status = u8::try_from(exit.exit_code & 0xff).unwrap_or(OUR_FAILURE);
                 code = Some(if exit.timed_out { TIMED_OUT } else { status });
                 if exit.timed_out {
-                    eprintln!("exec-server: the time was up, the command was ended");
+                    notice("the command ran longer than --timeout allows and was ended");
                 }
             }
             Some(ExecProcessEvent::Gap { bytes, .. }) => match bytes {
-                Some(bytes) => eprintln!("exec-server: {bytes} bytes of output were lost"),
-                None => eprintln!("exec-server: some output was lost"),
+                Some(bytes) => notice(&format!("{bytes} bytes of output were lost")),
+                None => notice("some output was lost"),
             },
             Some(ExecProcessEvent::Failed(failure)) => {
                 break Err(anyhow::Error::new(failure).context("lost the command"));
             }
             Some(ExecProcessEvent::Closed { .. }) | None => {
-                break code.context("the command's end was not told");
+                break code.context("the server did not report the command's exit code");
             }
             Some(_) => {}
         }
@@ -450,16 +506,18 @@ async fn attend(
 
 async fn send(process: &dyn ExecProcess, name: SignalName) {
     if let Err(error) = process.signal(name, SignalScope::Group).await {
-        eprintln!("exec-server: cannot signal the command: {error}");
+        let error = error::message(&error.into());
+        notice(&format!("cannot signal the command: {error}"));
     }
 }
 
-/// We are told to stop, and so is the command.
+/// Ends the command because this program was asked to end: SIGTERM, then SIGKILL.
 async fn stop(process: &dyn ExecProcess) {
     let timeout_ms = u64::try_from(STOP_GRACE.as_millis()).unwrap_or(u64::MAX);
     let mode = TerminateMode::Graceful { timeout_ms };
     if let Err(error) = process.terminate(mode, false).await {
-        eprintln!("exec-server: cannot end the command: {error}");
+        let error = error::message(&error.into());
+        notice(&format!("cannot end the command: {error}"));
     }
 }
 
@@ -470,7 +528,7 @@ async fn feed(
     tty: bool,
     keys: Arc<Keys>,
 ) {
-    /// Read at once.
+    /// Bytes per read.
     const PIECE_BYTES: usize = 64 * 1024;
     /// Read ahead while earlier input is under way, and then sent together.
     const AHEAD: usize = 16;
@@ -479,7 +537,7 @@ async fn feed(
         let pieces = pieces;
         let mut buffer = vec![0; PIECE_BYTES];
         while let Ok(read @ 1..) = input.read(&mut buffer).await {
-            // The answer to a question of ours is none of the command's business.
+            // The answer to a question of this program is not the command's input.
             if keys.take(&buffer[..read]) {
                 continue;
             }
@@ -505,10 +563,11 @@ async fn feed(
             };
             match process.write(next).await {
                 Ok(WriteStatus::Accepted) => {}
-                // The command wants no more, which is its right.
+                // The command has closed its input.
                 Ok(_) => return false,
                 Err(error) => {
-                    eprintln!("exec-server: cannot send input: {error}");
+                    let error = error::message(&error.into());
+                    notice(&format!("cannot send input: {error}"));
                     return false;
                 }
             }
@@ -527,7 +586,7 @@ async fn feed(
     // A terminal whose other side is a file or a pipe needs its end too, or `cat` never would.
     match process.close_stdin().await {
         Err(ExecServerError::Unsupported(_)) if !tty => {
-            eprintln!("exec-server: this server cannot end a command's input");
+            notice("this server cannot close a command's standard input");
         }
         _ => {}
     }

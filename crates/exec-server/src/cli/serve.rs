@@ -23,10 +23,10 @@ use super::log::{self, Log};
 use super::settings::Settings;
 use super::{access, remote, systemd};
 
-/// How often certificates are looked at for changes.
+/// How often certificates are checked for changes.
 const CERTIFICATE_PERIOD: Duration = Duration::from_secs(5);
 
-/// Serves until told to stop; a daemon also until nobody needs it.
+/// Serves until SIGTERM or SIGINT; a daemon also until it was unused for its idle timeout.
 pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCode> {
     let settings = Settings::resolve(&args)?;
     settings.listen()?;
@@ -35,7 +35,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCod
     let handed_over = systemd::announced_sockets();
     // The guardian is as precious as the server.
     let protected = own::protect_from_lack_of_memory();
-    // Before any thread: what is forked is what is there. And before any secret is read.
+    // Before any thread: a fork copies only the calling thread. And before any secret is read.
     guardian::split().context("cannot start the guardian")?;
     let log = log::start(&settings)?;
     let files = own::raise_open_files();
@@ -45,7 +45,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCod
         "protected from a lack of memory; files that may be open"
     );
     let runtime = runtime(settings.count("threads")).context("cannot start the runtime")?;
-    // Held to the very end: whoever starts the next daemon finds nothing of this one.
+    // Held to the very end: the next daemon starts only after this one has ended.
     let _lock = runtime.block_on(serve(args, settings, handed_over, log, idle))?;
     // Threads that still wait for a disk or a terminal must not keep a finished server alive.
     runtime.shutdown_background();
@@ -54,7 +54,7 @@ pub(super) fn run(args: ServeArgs, idle: Option<Idle>) -> anyhow::Result<ExitCod
 
 /// A runtime with this many worker threads, or as many as suit the machine.
 pub(super) fn runtime(threads: Option<usize>) -> std::io::Result<tokio::runtime::Runtime> {
-    /// How many task polls may pass before sockets are looked at again. The usual sixty are a few
+    /// How many task polls may pass before sockets are polled again. The usual sixty are a few
     /// milliseconds while output floods, which a keystroke would have to wait for.
     const EVENT_INTERVAL: u32 = 2;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -115,12 +115,12 @@ async fn serve(
         || tls
             .as_ref()
             .is_some_and(|tls| tls.wants_client_certificates());
-    let door = Door {
+    let setup = ListenerSetup {
         exposed: proven || settings.flag("auth.danger_no_auth"),
         guard: Arc::new(Guard::new(rules)),
         tls,
     };
-    let listeners = door.open(&settings, &urls, handed_over).await?;
+    let listeners = setup.open(&settings, &urls, handed_over).await?;
     let metrics = metrics_listener(&settings).await?;
     if let Some(idle) = &idle {
         idle.introduce()?;
@@ -137,7 +137,7 @@ async fn serve(
     let upkeep = Upkeep {
         args,
         log,
-        door,
+        setup,
         server: server.clone(),
         listen: listened(&settings),
     };
@@ -175,8 +175,8 @@ fn audit(settings: &Settings) -> anyhow::Result<Option<Audit>> {
     Ok(Some(audit))
 }
 
-/// Where metrics are served, if anywhere. The address is told on standard error: standard output is
-/// for clients.
+/// The listener for metrics, if one is configured. Prints its address on standard error: standard
+/// output is for clients.
 async fn metrics_listener(settings: &Settings) -> anyhow::Result<Option<TcpListener>> {
     let Some(text) = settings.text("metrics.listen") else {
         return Ok(None);
@@ -224,11 +224,11 @@ impl Stop {
         }
     }
 
-    /// Waits to be told, lets processes end and shuts down; told again, it does not let them.
+    /// Waits for a signal, lets processes end and shuts down; a second signal ends them immediately.
     pub(super) async fn wait_and_end(mut self, server: &Server) {
         self.signalled().await;
         systemd::notify("STOPPING=1");
-        tracing::info!(processes = server.executor().live(), "told to stop");
+        tracing::info!(processes = server.executor().live(), "shutting down");
         tokio::select! {
             () = server.drain() => {}
             () = self.signalled() => server.shut_down().await,
@@ -236,15 +236,15 @@ impl Stop {
     }
 }
 
-/// Who is let in, and where.
-struct Door {
+/// Opens listeners with the server's authentication and TLS.
+struct ListenerSetup {
     guard: Arc<Guard>,
     tls: Option<Arc<TlsServer>>,
     /// Whether others on the network may reach it.
     exposed: bool,
 }
 
-impl Door {
+impl ListenerSetup {
     async fn open(
         &self,
         settings: &Settings,
@@ -259,7 +259,7 @@ impl Door {
                 None => listener,
             });
         }
-        // Who was handed sockets listens elsewhere only if told so.
+        // With sockets from the service manager, `listen` counts only if it is given.
         let own = handed_over == 0 || settings.is_given("listen");
         for url in urls.iter().filter(|_| own) {
             match (url, &self.tls) {
@@ -285,18 +285,18 @@ fn listened(settings: &Settings) -> Vec<String> {
     urls.into_iter().map(str::to_owned).collect()
 }
 
-/// What goes on beside serving.
+/// Reloads, certificate checks and watchdog messages beside serving.
 struct Upkeep {
     args: ServeArgs,
     log: Log,
-    door: Door,
+    setup: ListenerSetup,
     server: Server,
-    /// Where it was told to listen.
+    /// The configured listeners, to notice changes.
     listen: Vec<String>,
 }
 
 impl Upkeep {
-    /// Takes up changed settings, tokens and certificates; ends when it is aborted.
+    /// Reloads changed settings, tokens and certificates; ends when it is aborted.
     async fn run(self, mut hangup: Signal) {
         let mut certificates = tokio::time::interval(CERTIFICATE_PERIOD);
         let mut alive = tokio::time::interval(systemd::watchdog().unwrap_or(Duration::MAX));
@@ -307,58 +307,60 @@ impl Upkeep {
                     self.reload();
                     systemd::notify("READY=1");
                 }
-                _ = certificates.tick(), if self.door.tls.is_some() => self.look_at_certificates(),
+                _ = certificates.tick(), if self.setup.tls.is_some() => self.check_certificates(),
                 _ = alive.tick() => systemd::notify("WATCHDOG=1"),
             }
         }
     }
 
-    /// Reads everything again; what cannot be used leaves things as they are.
+    /// Reloads everything; an error leaves the old settings in force.
     fn reload(&self) {
         let outcome = Settings::resolve(&self.args).and_then(|settings| {
             let rules = access::rules(&settings)?;
             let config = settings.server()?;
-            if self.door.exposed && !settings.flag("auth.danger_no_auth") {
+            if self.setup.exposed && !settings.flag("auth.danger_no_auth") {
                 let proven = rules.auth.is_required()
                     || self
-                        .door
+                        .setup
                         .tls
                         .as_ref()
                         .is_some_and(|tls| tls.wants_client_certificates());
                 if !proven {
-                    bail!("a server that others can reach cannot do without authentication");
+                    bail!("a server that other machines can reach needs authentication");
                 }
             }
             self.log.reload(&settings)?;
-            if let Some(tls) = &self.door.tls {
+            if let Some(tls) = &self.setup.tls {
                 tls.reload()?;
             }
-            self.door.guard.set_rules(rules);
+            self.setup.guard.set_rules(rules);
             self.server.set_limits(&config);
             if listened(&settings) != self.listen {
-                tracing::warn!("another `listen` is taken up by the next start only");
+                tracing::warn!("a changed `listen` takes effect at the next start");
             }
             Ok(())
         });
         match outcome {
-            Ok(()) => tracing::info!("settings, limits, tokens and certificates were read again"),
-            Err(error) => tracing::error!("nothing was changed: {error:#}"),
+            Ok(()) => tracing::info!("reloaded settings, limits, tokens and certificates"),
+            Err(error) => tracing::error!("cannot reload, nothing was changed: {error:#}"),
         }
     }
 
-    fn look_at_certificates(&self) {
-        let Some(tls) = &self.door.tls else {
+    fn check_certificates(&self) {
+        let Some(tls) = &self.setup.tls else {
             return;
         };
         match tls.reload_if_changed() {
             Ok(false) => {}
-            Ok(true) => tracing::info!("the certificate was read again"),
-            Err(error) => tracing::error!("the old certificate stays in use: {error}"),
+            Ok(true) => tracing::info!("reloaded the certificate"),
+            Err(error) => {
+                tracing::error!("cannot reload the certificate, keeping the old one: {error}")
+            }
         }
     }
 }
 
-/// Tells on standard output where the server can be reached, and nothing else.
+/// Prints the URL of each listener on standard output, and nothing else.
 fn announce(listeners: &[Listener]) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     for listener in listeners {

@@ -1,4 +1,4 @@
-//! What flags, environment, file and defaults amount to.
+//! Settings of the server, resolved from flags, environment, file and defaults.
 //!
 //! Owns the table of every key, where each value came from, and the one place where this program
 //! reads its environment. Reads no secret: those are read where they are used.
@@ -317,7 +317,7 @@ impl Settings {
         time(self.value(name)?)
     }
 
-    /// Whether anybody has given this key a value.
+    /// Whether this key has a value other than its default.
     pub(super) fn is_given(&self, name: &str) -> bool {
         let given = |origin: &Origin| !matches!(origin, Origin::Default);
         self.values
@@ -331,7 +331,7 @@ impl Settings {
             self.list("listen").into_iter().map(str::parse).collect();
         let urls = urls?;
         if self.is_remote() && self.is_given("listen") {
-            bail!("--remote and --listen exclude each other");
+            bail!("--remote and --listen cannot be combined");
         }
         let alone = |url: &ListenUrl| matches!(url, ListenUrl::Stdio | ListenUrl::Off);
         match &urls[..] {
@@ -346,11 +346,10 @@ impl Settings {
         Ok(urls)
     }
 
-    /// The files that hold secrets of this server or tell about others: what a process must not read
-    /// if anything is to be kept from it.
+    /// The files with secrets of this server, which sandboxed processes must not read.
     fn secret_files(&self) -> Vec<PathBuf> {
-        /// Keys whose values are better not told.
-        const TELLING: [&str; 2] = ["auth.token_sha256", "audit.redact"];
+        /// Keys whose values are secret.
+        const SECRET: [&str; 2] = ["auth.token_sha256", "audit.redact"];
         let tokens = self.list("auth.token_files");
         let tokens = tokens
             .into_iter()
@@ -363,7 +362,7 @@ impl Settings {
         ];
         let named = named.into_iter().filter_map(|name| self.path(name));
         let named = named.chain(self.identity_file().filter(|_| self.is_remote()));
-        let settings = TELLING.into_iter().filter_map(|name| {
+        let settings = SECRET.into_iter().filter_map(|name| {
             let (value, origin) = self.values.get(name)?;
             match origin {
                 Origin::File(path) if value.as_array().is_some_and(|list| !list.is_empty()) => {
@@ -376,7 +375,7 @@ impl Settings {
             .chain(named)
             .chain(settings)
             // A policy speaks of whole paths. And a descriptor or a device is not a file to hide:
-            // what it leads to is the affair of whoever opened it.
+            // what it leads to is not a file of the server.
             .filter_map(|path| std::path::absolute(path).ok())
             .filter(|path| !path.starts_with("/dev") && !path.starts_with("/proc"))
             .collect();
@@ -426,8 +425,7 @@ impl Settings {
         })
     }
 
-    /// The files that configure clients on this machine: those of Codex, unless somebody says
-    /// otherwise.
+    /// The files that configure clients on this machine: those of Codex by default.
     fn config_files(&self, environment: &BTreeMap<String, String>) -> ConfigFiles {
         let user = host::home(environment, host::account().as_ref());
         let own = environment.get("CODEX_HOME").map(PathBuf::from);
@@ -563,7 +561,7 @@ fn time(value: &Value) -> Option<Duration> {
     }
 }
 
-/// What holds unless somebody says otherwise; keys that are not here have no value then.
+/// The default values; keys that are not here have none.
 fn defaults() -> Vec<(&'static str, Value)> {
     let config = ExecServerConfig::default();
     let count = |number: usize| Value::Integer(i64::try_from(number).unwrap_or(i64::MAX));
@@ -783,7 +781,7 @@ fn flags(args: &ServeArgs) -> Vec<(&'static str, &'static str, Value)> {
     given
 }
 
-/// Where this program keeps keys and whom it believes.
+/// Where this program keeps its keys and the keys it trusts.
 pub(super) fn state_directory() -> Option<PathBuf> {
     let given = |name: &str| variable(name).filter(|path| !path.is_empty());
     given(STATE_VARIABLE)
@@ -831,8 +829,8 @@ pub(super) fn names_of_one_login() -> Vec<OsString> {
         .collect()
 }
 
-/// This program's environment, without what concerns it alone; variables that are not text cannot
-/// be told to anyone.
+/// This program's environment, without what concerns it alone; variables that are not text are
+/// left out.
 pub(super) fn environment() -> BTreeMap<String, String> {
     std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))

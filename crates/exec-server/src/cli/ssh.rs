@@ -9,6 +9,7 @@ use exec_server_client::ssh::{SshOptions, SshUrl, own_executable};
 use rustix::termios::isatty;
 
 use super::args::SshArgs;
+use super::error::notice;
 use super::settings;
 
 /// What every such URL begins with.
@@ -35,13 +36,13 @@ pub(super) fn adapt(mut target: Target, args: &SshArgs) -> anyhow::Result<Target
     ssh.directory = directory();
     ssh.interactive = isatty(rustix::stdio::stderr());
     ssh.version = env!("CARGO_PKG_VERSION").to_owned();
-    ssh.notice = Some(Arc::new(|text: &str| eprintln!("exec-server: {text}")));
+    ssh.notice = Some(Arc::new(|text: &str| notice(text)));
     let named = args.local_binary.clone();
     let named = named.or_else(|| settings::variable(BINARY_VARIABLE).map(PathBuf::from));
     ssh.local_binary = match (&ssh.remote_binary, named) {
         (Some(_), _) => None,
         (None, Some(path)) => Some(path),
-        (None, None) => Some(own_executable().context("cannot tell which program this is")?),
+        (None, None) => Some(own_executable().context("cannot find the path of this program")?),
     };
     target.options.client_name = format!("exec-server {}", env!("CARGO_PKG_VERSION"));
     Ok(target)

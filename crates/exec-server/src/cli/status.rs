@@ -1,4 +1,4 @@
-//! `exec-server status`: how a server is, for people and scripts.
+//! `exec-server status`: version, latency and load of a server.
 
 use std::collections::HashSet;
 use std::fmt::Write as _;
@@ -11,6 +11,7 @@ use exec_server_protocol::{NoParams, PathUri};
 use serde_json::json;
 
 use super::args::StatusArgs;
+use super::table::visible;
 use super::{print, required, runtime};
 
 pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
@@ -23,7 +24,7 @@ pub(super) fn run(args: &StatusArgs) -> anyhow::Result<ExitCode> {
         client.call::<Status>(&NoParams).await?;
         let answered = asked.elapsed();
         let info = client.environment_info().await.ok();
-        // A token may be good for other things only.
+        // Refused if the token lacks the scope `observe`.
         let listed = client.call::<List>(&ListParams { all: true }).await.ok();
         let path = |path: Option<&PathUri>| path.map(ToString::to_string);
         let processes = listed.map(|listed| {
@@ -66,7 +67,7 @@ fn as_text(report: &serde_json::Value) -> String {
     let mut line = |name: &str, value: String| {
         let _ = writeln!(text, "{name:10} {value}");
     };
-    let known = |name: &str| report[name].as_str().unwrap_or("unknown").to_owned();
+    let known = |name: &str| visible(report[name].as_str().unwrap_or("unknown"));
     line("server", known("url"));
     line("version", known("version"));
     line("system", known("os"));
@@ -77,19 +78,19 @@ fn as_text(report: &serde_json::Value) -> String {
     let answer = millis("answerMs");
     line(
         "answers",
-        format!("in {answer:.1} ms; connecting took {connect:.1} ms"),
+        format!("in {answer:.1} ms, after {connect:.1} ms for the connection"),
     );
     let processes = &report["processes"];
     line(
         "processes",
         match processes["running"].as_u64() {
             Some(running) => format!(
-                "{running} running, {} can be read, in {} sessions; {} bytes retained",
+                "{running} running, {} with readable output, in {} sessions; {} bytes retained",
                 processes["readable"],
                 processes["sessionsWithProcesses"],
                 processes["retainedBytes"]
             ),
-            None => "this token may not see them".to_owned(),
+            None => "not visible with this token (it lacks the scope `observe`)".to_owned(),
         },
     );
     text

@@ -1,4 +1,4 @@
-//! What a service manager wants to hear, and what it hands over.
+//! Messages to the service manager, and sockets from it.
 
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt as _;
@@ -21,7 +21,7 @@ pub(super) fn take_sockets(count: usize) -> std::io::Result<Vec<OwnedFd>> {
     activation::take(count)
 }
 
-/// Tells the service manager something, if there is one.
+/// Sends a state to the service manager, if there is one.
 pub(super) fn notify(state: &str) {
     let Some(path) = variable("NOTIFY_SOCKET") else {
         return;
@@ -33,11 +33,11 @@ pub(super) fn notify(state: &str) {
     let sent = address
         .and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
     if let Err(error) = sent {
-        tracing::warn!(%error, path, "cannot tell the service manager");
+        tracing::warn!(%error, path, "cannot notify the service manager");
     }
 }
 
-/// That a reload begins; the moment lets the service manager tell it from an earlier one.
+/// Reports that a reload begins, with the time that distinguishes it from an earlier one.
 pub(super) fn notify_reloading() {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let micros = i128::from(now.tv_sec) * 1_000_000 + i128::from(now.tv_nsec) / 1000;

@@ -1,4 +1,4 @@
-//! `exec-server token`: make, sign and read the tokens that a server asks for.
+//! `exec-server token`: create, sign and inspect access tokens.
 
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -46,7 +46,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
             }
             let scope = match scope {
                 None => None,
-                // Misspelt, it would be worth nothing and nobody would know why.
+                // Checked now: a misspelt scope would only show as a refusal later.
                 Some(text) => Some(text.parse::<Scopes>()?.to_string()),
             };
             let now = now();
@@ -90,9 +90,9 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
 /// 32 bytes of the system's randomness, as text.
 pub(super) fn random() -> anyhow::Result<Secret> {
     let mut bytes = [0; 32];
-    let got = getrandom(&mut bytes, GetRandomFlags::empty()).context("no randomness")?;
+    let got = getrandom(&mut bytes, GetRandomFlags::empty()).context("cannot get random bytes")?;
     if got != bytes.len() {
-        bail!("no randomness: {got} bytes only");
+        bail!("cannot get random bytes: only {got} came");
     }
     Ok(Secret::from(hex(bytes)))
 }

@@ -1,4 +1,4 @@
-//! `exec-server env trust`: whose key is believed to be an environment's.
+//! `exec-server env trust`: the trusted keys of environments.
 
 use std::process::ExitCode;
 
@@ -6,6 +6,7 @@ use anyhow::Context as _;
 use exec_server_client::registry::{Fingerprint, RegistryDial, RegistryUrl};
 
 use super::args::TrustArgs;
+use super::error::notice;
 use super::{print, registry, runtime};
 
 pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
@@ -19,8 +20,8 @@ pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
     let url: RegistryUrl = environment.parse()?;
     if args.forget {
         match known.forget(&url)? {
-            Some(key) => eprintln!("exec-server: {url} had the key {key}; it is forgotten"),
-            None => eprintln!("exec-server: {url} was not known"),
+            Some(key) => notice(&format!("removed the key {key} of {url}")),
+            None => notice(&format!("there was no key for {url}")),
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -31,12 +32,12 @@ pub(super) fn run(args: &TrustArgs) -> anyhow::Result<ExitCode> {
             runtime()?
                 .block_on(dial.current_key())
                 .map_err(exec_server_client::ExecServerError::from)
-                .with_context(|| format!("cannot ask for the key of {url}"))?
+                .with_context(|| format!("cannot get the key of {url}"))?
         }
     };
     match known.trust(&url, key)? {
         Some(before) if before != key => {
-            eprintln!("exec-server: {url} had the key {before} before");
+            notice(&format!("replaced the key {before} of {url}"));
         }
         _ => {}
     }

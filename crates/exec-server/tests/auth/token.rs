@@ -124,8 +124,8 @@ async fn clients_take_tokens_from_files_and_variables_and_pass_none_on() {
     assert_eq!(refused.status.code(), Some(125));
     let stderr = text(&refused.stderr);
     assert!(
-        stderr.contains("missing websocket bearer token")
-            && stderr.contains("hint: pass --token-file"),
+        stderr.starts_with("exec-server: a token is needed for `ws://")
+            && stderr.contains("pass --token-file FILE"),
         "{stderr}"
     );
     let broken = files.write("broken", "a\nb");

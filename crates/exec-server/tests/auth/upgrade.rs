@@ -358,7 +358,7 @@ async fn limits_are_exchanged_on_sighup() {
 
     limits(2, 2);
     proc::signal(server.pid(), Signal::HUP);
-    server.said("were read again").await;
+    server.said("reloaded settings").await;
     second.ok("initialize", hello).await;
     client.ok("process/start", start).await;
 }
@@ -379,7 +379,7 @@ async fn tokens_are_exchanged_on_sighup() {
     let mut client = session_with(server.url(), "old-one").await;
     files.write("token", "new-one");
     proc::signal(server.pid(), Signal::HUP);
-    server.said("were read again").await;
+    server.said("reloaded settings").await;
     session_with(server.url(), "new-one").await;
     assert!(connect_with(server.url(), "old-one").await.is_err());
     // Who is in stays in.

@@ -137,7 +137,7 @@ async fn every_command_works_in_an_environment() {
     assert_eq!(running.wait().unwrap().code(), Some(143));
 
     // The token is for this environment alone, and the server is not open to everybody.
-    home.fails(&["ps", "--url", server.url()], &["401"]);
+    home.fails(&["ps", "--url", server.url()], &["a token is needed"]);
     home.fails(
         &["ps", "--on", "worker", "--token-file", "token"],
         &["--token-file is for --url", "`worker`"],
@@ -351,7 +351,7 @@ fn mistakes_are_explained() {
     let home = Home::new();
     home.fails(
         &["run", "--on", "nobody", "--", "true"],
-        &["`nobody`", "there are local"],
+        &["`nobody`", "there are: local"],
     );
     home.fails(
         &["run", "--on", "ftp://h", "--", "true"],

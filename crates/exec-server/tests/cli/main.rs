@@ -4,6 +4,7 @@
 
 mod environments;
 mod examples;
+mod messages;
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -192,7 +193,10 @@ async fn run_says_why_a_command_did_not_run() {
         let (_, error, code) = run(&["run", "--cwd", "/no/such/dir", "--", "true"]);
         assert!(code == 125 && error.contains("`/no/such/dir`"), "{error}");
         let (_, error, code) = run(&["run", "--timeout", "100ms", "--", "sleep", "600"]);
-        assert!(code == 124 && error.contains("time was up"), "{error}");
+        assert!(
+            code == 124 && error.contains("longer than --timeout allows"),
+            "{error}"
+        );
         assert_eq!(run(&["run"]).2, 2, "no command is wrong usage");
     }
     let refused = seen(&run_with(

@@ -153,7 +153,7 @@ async fn what_cannot_work_is_told_at_once() {
             "--listen",
             "stdio",
         ]),
-        "exclude each other",
+        "cannot be combined",
     )
     .await;
     let mut plain = remote(&["--remote", "http://meet.example", "--environment-id", "x"]);

@@ -92,7 +92,7 @@ async fn errors_say_what_to_do() {
     let output = finished(command).await;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        stderr.contains("401") && stderr.contains("hint: pass --token-file"),
+        stderr.contains("a token is needed for the registry") && stderr.contains("--token-file"),
         "{stderr}"
     );
 }

@@ -116,7 +116,7 @@ async fn two_cannot_share_their_state() {
     let output = second.arg(state.path()).output().await.unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(
-        !output.status.success() && text.contains("another meeting point"),
+        !output.status.success() && text.contains("another rendezvous server"),
         "{text}"
     );
 }

@@ -309,7 +309,7 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
     authority.issue("server", "127.0.0.1", false);
     let second = pin("server.pem");
     assert_ne!(first, second);
-    server.said("the certificate was read again").await;
+    server.said("reloaded the certificate").await;
     works(server.url(), pinned(&second)).await;
     fails(server.url(), pinned(&first), "the server's key has the pin").await;
     client.ok("process/list", json!({})).await;
@@ -324,14 +324,16 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
     // So is one that does not fit its key.
     let third = authority.issue("third", "127.0.0.1", false);
     std::fs::copy(&third.0, &identity.0).unwrap();
-    server.said("the old certificate stays in use").await;
+    server
+        .said("cannot reload the certificate, keeping the old one")
+        .await;
     works(server.url(), pinned(&second)).await;
 
     // And on request.
     std::fs::copy(&third.1, &identity.1).unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
-        .said("settings, limits, tokens and certificates were read again")
+        .said("reloaded settings, limits, tokens and certificates")
         .await;
     works(server.url(), pinned(&pin("third.pem"))).await;
     client.ok("process/list", json!({})).await;

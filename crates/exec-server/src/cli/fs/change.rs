@@ -9,13 +9,13 @@ use exec_server_protocol::PathUri;
 
 use super::args::{CpThereArgs, MvArgs, RmArgs};
 use super::{Place, sources_and_target};
-use crate::cli::complain;
+use crate::cli::error::report;
 
 pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     for path in &args.paths {
         if let Err(error) = remove(place, path, args).await {
-            complain(&error);
+            report(&error);
             code = ExitCode::FAILURE;
         }
     }
@@ -25,11 +25,11 @@ pub(super) async fn rm(place: &Place, args: &RmArgs) -> anyhow::Result<ExitCode>
 async fn remove(place: &Place, path: &Path, args: &RmArgs) -> anyhow::Result<()> {
     let uri = place.uri(path).await?;
     if !args.recursive {
-        // An empty directory could be removed like a file, which nobody expects of `rm`.
+        // An empty directory could be removed like a file, which would surprise users of `rm`.
         let found = place.files.metadata(&uri, Default::default()).await;
         if found.is_ok_and(|found| found.is_directory && !found.is_symlink) {
             bail!(
-                "`{}` is a directory; remove it with --recursive",
+                "cannot remove `{}`: it is a directory (use -r)",
                 path.display()
             );
         }
@@ -69,7 +69,7 @@ pub(super) async fn cp(place: &Place, args: &CpThereArgs) -> anyhow::Result<Exit
     for (from, source, to) in pairs(place, &args.paths).await? {
         if !args.recursive && place.is_directory(&source).await {
             bail!(
-                "`{}` is a directory; copy it with --recursive",
+                "cannot copy `{}`: it is a directory (use -r)",
                 from.display()
             );
         }

@@ -15,7 +15,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use super::args::{CatArgs, CopyFlags, CpArgs, TransferArgs};
 use super::progress::Bar;
 use super::{Place, sources_and_target};
-use crate::cli::{complain, on};
+use crate::cli::error::{self, notice};
+use crate::cli::on;
+use crate::cli::table::visible;
 
 /// What stands for standard input or output.
 const STREAM: &str = "-";
@@ -27,7 +29,7 @@ pub(super) async fn cat(place: &Place, args: &CatArgs) -> anyhow::Result<ExitCod
             Ok(Reader::Listens) => {}
             Ok(Reader::Left) => return Ok(ExitCode::SUCCESS),
             Err(error) => {
-                complain(&error);
+                error::report(&error);
                 code = ExitCode::FAILURE;
             }
         }
@@ -35,7 +37,7 @@ pub(super) async fn cat(place: &Place, args: &CatArgs) -> anyhow::Result<ExitCod
     Ok(code)
 }
 
-/// Whoever reads our output.
+/// The reader of standard output.
 enum Reader {
     Listens,
     /// Has seen enough, as `head` does.
@@ -127,7 +129,7 @@ fn with_default(paths: &[PathBuf]) -> (&[PathBuf], &Path) {
 #[derive(Debug, PartialEq, Eq)]
 enum Side {
     Here(PathBuf),
-    /// In this environment or on the server of this URL, or else where was said.
+    /// In this environment or on the server of this URL, or else at the target of the options.
     There(Option<String>, PathBuf),
 }
 
@@ -161,7 +163,7 @@ impl Side {
         }
         match (colon, slash) {
             (Some(colon), slash) if slash.is_none_or(|slash| colon < slash) => bail!(
-                "`{0}` looks like a path in an environment `{1}`, and there is none: write `:PATH` \
+                "`{0}` looks like a path in an environment `{1}`, which does not exist: write `:PATH` \
                  with --url, or `ws://HOST:PORT:PATH`, or `./{0}` for a file here",
                 text.to_string_lossy(),
                 String::from_utf8_lossy(&bytes[..colon]),
@@ -343,7 +345,7 @@ fn ends_with_slash(path: &Path) -> bool {
     path.as_os_str().as_bytes().ends_with(b"/")
 }
 
-/// What several copies came to; each failure is told as it is known.
+/// Outcome of several copies; each failure is printed as it occurs.
 #[derive(Default)]
 struct Outcome {
     arrived: u64,
@@ -361,12 +363,13 @@ impl Outcome {
         };
         self.failed += failures.len();
         for failure in failures {
-            let hint = match failure {
-                TransferError::IsDirectory(_) => "; copy it with --recursive",
-                _ => "",
+            let reason = match failure {
+                TransferError::IsDirectory(path) => {
+                    format!("`{path}`: it is a directory (use -r)")
+                }
+                failure => error::message(&failure.into()),
             };
-            let error = anyhow::Error::new(failure);
-            eprintln!("exec-server: cannot copy {error:#}{hint}");
+            notice(&visible(&format!("cannot copy {reason}")));
         }
     }
 
@@ -375,10 +378,10 @@ impl Outcome {
             return ExitCode::SUCCESS;
         }
         if self.arrived > 0 {
-            eprintln!(
-                "exec-server: {} could not be copied, everything else was",
+            notice(&format!(
+                "{} could not be copied, everything else was",
                 self.failed
-            );
+            ));
         }
         ExitCode::FAILURE
     }

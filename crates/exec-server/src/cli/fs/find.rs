@@ -10,6 +10,7 @@ use serde_json::json;
 
 use super::args::{SearchArgs, WatchArgs};
 use super::{Place, native_bytes, prints_to_terminal, push_line};
+use crate::cli::error::notice;
 use crate::cli::print;
 use crate::cli::table::visible;
 
@@ -46,7 +47,7 @@ pub(super) async fn search(place: &Place, args: &SearchArgs) -> anyhow::Result<E
         }
         print(&out)?;
         if result.truncated {
-            eprintln!("exec-server: there may be more; --max-count N shows up to N");
+            notice("there may be more matches; --max-count N shows up to N");
         }
     }
     Ok(ExitCode::from(if nothing { NOTHING } else { 0 }))
@@ -99,17 +100,17 @@ pub(super) async fn watch(place: &Place, args: &WatchArgs) -> anyhow::Result<Exi
         }
         let mut stdout = io::stdout().lock();
         match stdout.write_all(&out).and_then(|()| stdout.flush()) {
-            // Whoever read our output has seen enough, as with `head`.
+            // The reader has closed the pipe, as `head` does.
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 return Ok(ExitCode::SUCCESS);
             }
             written => written.context("cannot write to standard output")?,
         }
         if batch.overflow && !args.json {
-            eprintln!("exec-server: changes were lost: look at everything again");
+            notice("changes were lost: read the whole tree again");
         }
     }
-    anyhow::bail!("the connection has ended, and the watch with it")
+    anyhow::bail!("the connection was closed, which ended the watch")
 }
 
 fn push_changes(out: &mut Vec<u8>, batch: &ChangeBatch, for_terminal: bool) {

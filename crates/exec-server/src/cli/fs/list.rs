@@ -17,8 +17,9 @@ use tokio::task::JoinSet;
 
 use super::args::{LsArgs, StatArgs, WalkArgs};
 use super::{Place, native_bytes, prints_to_terminal, push_line, shown};
+use crate::cli::error::{notice, report};
+use crate::cli::print;
 use crate::cli::table::{bytes, columns, visible};
-use crate::cli::{complain, print};
 
 /// Requests for metadata at a time.
 const PARALLEL: usize = 32;
@@ -44,7 +45,7 @@ pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode>
         let lines = match found.with_context(|| format!("cannot list `{}`", path.display())) {
             Ok(lines) => lines,
             Err(error) => {
-                complain(&error);
+                report(&error);
                 code = ExitCode::FAILURE;
                 continue;
             }
@@ -239,7 +240,7 @@ pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitC
             .files
             .metadata(&uri, Default::default())
             .await
-            .with_context(|| format!("cannot look at `{}`", path.display()))?;
+            .with_context(|| format!("cannot read `{}`", path.display()))?;
         if args.json {
             let mut value = json!(found);
             value["path"] = json!(uri);
@@ -305,10 +306,14 @@ pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitC
         }
         print(&out)?;
         for error in &walked.errors {
-            eprintln!("exec-server: `{}`: {}", shown(&error.path), error.message);
+            notice(&visible(&format!(
+                "cannot read `{}`: {}",
+                shown(&error.path),
+                error.message
+            )));
         }
         if walked.truncated {
-            eprintln!("exec-server: there is more; walk a part of it, or less deep");
+            notice("not all entries are listed: raise --entries or --depth, or start deeper");
         }
     }
     Ok(if failed {

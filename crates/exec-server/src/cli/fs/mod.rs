@@ -48,7 +48,7 @@ pub(super) fn run(args: &FsArgs) -> anyhow::Result<ExitCode> {
     runtime.shutdown_background();
     match outcome {
         Err(error) if matches!(args.command, FsCommand::Search(_)) => {
-            super::complain(&error);
+            super::error::report(&error);
             Ok(ExitCode::from(SEARCH_FAILED))
         }
         outcome => outcome,
@@ -109,7 +109,7 @@ impl Place {
         match &self.directory {
             Some(directory) => Ok(directory.join(path)),
             None => bail!(
-                "`{}` is relative, and the server does not say to what: give an absolute path",
+                "cannot resolve the relative path `{}`: the server does not report its directory; give an absolute path",
                 path.display()
             ),
         }
@@ -156,7 +156,7 @@ impl Place {
 fn sources_and_target<T>(paths: &[T]) -> anyhow::Result<(&[T], &T)> {
     match paths.split_last() {
         Some((target, sources)) if !sources.is_empty() => Ok((sources, target)),
-        _ => bail!("give what to take and where to put it"),
+        _ => bail!("give the paths to copy or move and, last, the target"),
     }
 }
 

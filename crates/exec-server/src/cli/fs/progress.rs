@@ -1,4 +1,4 @@
-//! One line on the terminal that tells how far a copy is.
+//! Progress line of a copy on the terminal.
 
 use std::io::Write as _;
 use std::sync::Arc;

@@ -1,0 +1,263 @@
+//! Errors and notices on standard error.
+//!
+//! Every line begins with the program's name. Text of other machines cannot control the terminal.
+
+use std::fmt;
+
+use exec_server_client::ExecServerError;
+use exec_server_client::registry::RegistryConnectError;
+use exec_server_transport::ConnectError;
+use exec_server_transport::registry::RegistryError;
+
+use super::registry;
+use super::table::visible;
+
+/// Prints what went wrong, and what to do about it where that is known.
+pub(super) fn report(error: &anyhow::Error) {
+    notice(&message(error));
+    if let Some(hint) = hint(error) {
+        eprintln!("\nhint: {}", visible_lines(&hint));
+    }
+}
+
+/// Prints a line, or several, for the person at the terminal.
+pub(super) fn notice(text: &str) {
+    eprintln!("exec-server: {}", visible_lines(text));
+}
+
+/// The whole message of an error, in place of those of its causes.
+#[derive(Debug)]
+struct Explanation(String);
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// An error and its causes on one line: without wire codes, and nothing twice.
+pub(super) fn message(error: &anyhow::Error) -> String {
+    if let Some(Explanation(text)) = error.downcast_ref() {
+        return text.clone();
+    }
+    let mut parts: Vec<String> = Vec::new();
+    for cause in error.chain() {
+        let text = without_numbers(&cause.to_string());
+        let text = without_path(&text, &parts);
+        if !parts.iter().any(|part| part.contains(text)) {
+            parts.push(text.to_owned());
+        }
+    }
+    parts.join(": ")
+}
+
+/// Without the code of the wire at the end, and without the numbers of system errors.
+fn without_numbers(text: &str) -> String {
+    let mut text = match text.rfind(" (code ") {
+        Some(at) if is_number(&text[at + " (code ".len()..]) => text[..at].to_owned(),
+        _ => text.to_owned(),
+    };
+    const SYSTEM: &str = " (os error ";
+    while let Some(at) = text.find(SYSTEM)
+        && let Some(length) = text[at..].find(')')
+        && is_number(&text[at + SYSTEM.len()..=at + length])
+    {
+        text.replace_range(at..=at + length, "");
+    }
+    text
+}
+
+/// Digits, maybe negative, and a closing bracket.
+fn is_number(text: &str) -> bool {
+    text.strip_suffix(')').is_some_and(|number| {
+        let digits = number.strip_prefix('-').unwrap_or(number);
+        !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit())
+    })
+}
+
+/// Without a path at the end that was named before, as it was typed.
+fn without_path<'a>(text: &'a str, before: &[String]) -> &'a str {
+    let Some((rest, path)) = text
+        .strip_suffix('`')
+        .and_then(|text| text.rsplit_once(": `"))
+    else {
+        return text;
+    };
+    let mut named = before
+        .iter()
+        .flat_map(|part| part.split('`').skip(1).step_by(2));
+    let is_named = named.any(|name| {
+        let name = name.trim_start_matches("./");
+        name == path || (!name.is_empty() && path.ends_with(&format!("/{name}")))
+    });
+    if is_named { rest } else { text }
+}
+
+/// [`visible`], line by line: some messages show a part of a file.
+fn visible_lines(text: &str) -> String {
+    let lines: Vec<String> = text.split('\n').map(visible).collect();
+    lines.join("\n")
+}
+
+/// What to do about an error, where one thing helps.
+fn hint(error: &anyhow::Error) -> Option<String> {
+    if error.is::<Explanation>() {
+        return None;
+    }
+    match error.downcast_ref()? {
+        ExecServerError::Connect(ConnectError::Tls { .. }) => Some(
+            "--tls-pin trusts one key, --tls-ca a certificate authority; see `exec-server run --help`"
+                .to_owned(),
+        ),
+        ExecServerError::Connect(ConnectError::Io { url, .. }) => Some(match url.as_str() {
+            url if url.starts_with("unix://") => {
+                format!("`exec-server serve --listen {url}` starts a server there")
+            }
+            _ => "`exec-server serve --listen ws://127.0.0.1:4600` starts a server on this machine"
+                .to_owned(),
+        }),
+        ExecServerError::Registry(error) => registry::hint(error),
+        _ => None,
+    }
+}
+
+/// Names the input that caused a failure to connect: the token, or the scheme of the URL.
+///
+/// `name` is the environment or the URL, and `token` says where the token came from, if there was one.
+pub(super) fn of_connecting(
+    error: ExecServerError,
+    name: &str,
+    token: Option<&str>,
+) -> anyhow::Error {
+    // A URL is named by the error itself.
+    let (environment, advice) = match name.contains("://") {
+        true => (String::new(), TOKEN_ADVICE.to_owned()),
+        false => (
+            format!("environment `{name}`: "),
+            format!("type `exec-server env add --force {name} URL --token-file FILE`"),
+        ),
+    };
+    let explanation = match &error {
+        ExecServerError::Connect(ConnectError::Refused {
+            url,
+            status: 401,
+            reason,
+        }) => Some(token_refused(&format!("`{url}`"), reason, token, &advice)),
+        ExecServerError::Connect(ConnectError::Refused {
+            url,
+            status: 400,
+            reason,
+        }) if reason.starts_with("this port speaks TLS") => Some(format!(
+            "cannot connect to `{url}`: this port speaks TLS; try {}",
+            url.replacen("ws://", "wss://", 1)
+        )),
+        ExecServerError::Connect(error @ ConnectError::Tls { url, .. })
+            if error.is_without_tls() =>
+        {
+            Some(format!(
+                "cannot connect to `{url}`: this port does not speak TLS; try {}",
+                url.replacen("wss://", "ws://", 1)
+            ))
+        }
+        ExecServerError::Registry(RegistryConnectError::Registry(RegistryError::Auth {
+            registry,
+            status: 401,
+            message,
+        })) => Some(token_refused(
+            &format!("the registry {registry}"),
+            message,
+            token,
+            &advice,
+        )),
+        _ => None,
+    };
+    let error = anyhow::Error::new(error);
+    match explanation {
+        Some(text) => error.context(Explanation(environment + &text)),
+        None if environment.is_empty() => error,
+        None => error.context(format!("environment `{name}`")),
+    }
+}
+
+/// How to give a token for a URL.
+const TOKEN_ADVICE: &str = "pass --token-file FILE or set EXEC_SERVER_TOKEN_FILE";
+
+/// A server has answered 401: there was no token, or it is not one of the server's.
+fn token_refused(server: &str, reason: &str, token: Option<&str>, advice: &str) -> String {
+    match token {
+        Some(token) if !reason.starts_with("missing ") => {
+            let reason = match reason.starts_with("expired") || reason.contains("not valid yet") {
+                true => format!(": {reason}"),
+                false => String::new(),
+            };
+            format!("{token} was not accepted by {server}{reason}")
+        }
+        _ => format!("a token is needed for {server}: {advice}"),
+    }
+}
+
+/// Names the token of a call to a registry's administration that was refused.
+pub(super) fn of_registry(error: anyhow::Error, token: &str) -> anyhow::Error {
+    let Some(RegistryError::Auth {
+        registry,
+        status: 401,
+        message,
+    }) = error.downcast_ref()
+    else {
+        return error;
+    };
+    let server = format!("the registry {registry}");
+    let text = token_refused(
+        &server,
+        message,
+        Some(token),
+        "pass --admin-token-file FILE",
+    );
+    error.context(Explanation(text))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    fn server(message: &str) -> anyhow::Error {
+        let message = message.to_owned();
+        anyhow::Error::new(ExecServerError::Server {
+            code: -32004,
+            message,
+        })
+    }
+
+    #[test]
+    fn messages_have_no_codes_and_no_doubled_paths() {
+        let missing = "No such file or directory (os error 2): `/srv/a/w`";
+        for (error, expected) in [
+            (
+                server(missing).context("cannot list `a/w`"),
+                "cannot list `a/w`: No such file or directory",
+            ),
+            (
+                server(missing).context("cannot list `./w`"),
+                "cannot list `./w`: No such file or directory",
+            ),
+            (
+                server(missing).context("cannot list `v`"),
+                "cannot list `v`: No such file or directory: `/srv/a/w`",
+            ),
+            (server("limit (code red)"), "limit (code red)"),
+            (
+                anyhow!("the cause").context("it failed: the cause"),
+                "it failed: the cause",
+            ),
+        ] {
+            assert_eq!(message(&error), expected);
+        }
+    }
+
+    #[test]
+    fn text_of_others_cannot_control_the_terminal() {
+        assert_eq!(visible_lines("a\x1b[2J\nb\r"), "a\\u{1b}[2J\nb\\r");
+    }
+}
