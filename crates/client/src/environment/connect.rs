@@ -411,9 +411,9 @@ mod tests {
             ("ws://h:99999", "port"),
             ("unix://run", "absolute"),
             ("http://h", "expected ws://HOST:PORT"),
-            ("h:4600", "expected"),
+            ("h:4600", "not a URL; try ws://HOST:PORT"),
             ("ssh://-x", "names"),
-            ("", "expected"),
+            ("", "not a URL"),
         ] {
             let args = RemoteExecServerConnectArgs::new("", "test");
             let error = from_url(bad, args).unwrap_err().to_string();

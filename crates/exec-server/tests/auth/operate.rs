@@ -168,7 +168,7 @@ async fn a_full_disk_under_the_audit_log_stops_nobody() {
     }
     proc::eventually("the complaint", || {
         let stderr = server.stderr();
-        let count = stderr.matches("the audit log cannot be written").count();
+        let count = stderr.matches("cannot write the audit log").count();
         if count == 1 { Ok(()) } else { Err(stderr) }
     })
     .await;
@@ -186,7 +186,7 @@ async fn status_is_for_people_and_scripts() {
     assert!(shown.status.success(), "{shown:?}");
     let text = String::from_utf8(shown.stdout).unwrap();
     assert!(
-        text.contains("processes  1 running, 1 can be read"),
+        text.contains("processes  1 running, 1 with readable output"),
         "{text}"
     );
     let shown = output(&[&args[..], &["--json"]].concat()).await;

@@ -60,7 +60,7 @@ async fn urls_that_mean_nothing_are_refused() {
         &["--concurrent-requests", "0"],
         &["--concurrent-requests", "many"],
     ] {
-        refuses(args, 2, "error:").await;
+        refuses(args, 2, "exec-server: ").await;
     }
 }
 
