@@ -394,23 +394,25 @@ pub(super) struct ServeArgs {
     pub(super) set: Vec<String>,
 
     /// Handle up to COUNT requests of a connection at a time; 1 is serial [default: 256]
-    #[arg(long, value_name = "COUNT")]
+    #[arg(long, value_name = "COUNT", hide_short_help = true)]
     pub(super) concurrent_requests: Option<NonZeroUsize>,
 
     /// Use COUNT threads for connections [default: one per core, one in all on up to 2 cores]
-    #[arg(long, value_name = "COUNT")]
+    #[arg(long, value_name = "COUNT", hide_short_help = true)]
     pub(super) threads: Option<NonZeroUsize>,
 
-    /// Allow listening beyond loopback without authentication: anyone there can run commands
+    /// Allow listening beyond loopback without authentication
+    ///
+    /// Anyone who can reach the port can then run commands as this user.
     #[arg(long)]
     pub(super) danger_no_auth: bool,
 
-    /// Let processes run this long after SIGTERM before ending them, as in `30s` [default: 0s]
+    /// Let processes run for TIME after SIGTERM, as in `30s` [default: 0s]
     #[arg(long, value_name = "TIME")]
     pub(super) drain: Option<String>,
 
     /// Write log lines in this format [default: text]
-    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS))]
+    #[arg(long, value_name = "FORMAT", value_parser = PossibleValuesParser::new(FORMATS), hide_short_help = true)]
     pub(super) log_format: Option<String>,
 
     /// Log what matches, as in `info` or `exec_server_service=debug` [default: error]
@@ -421,7 +423,7 @@ pub(super) struct ServeArgs {
     #[arg(long, value_name = "IP:PORT")]
     pub(super) metrics_listen: Option<String>,
 
-    /// Append who connected and ran what to this file, one JSON object per line
+    /// Append connections and commands to this file, as JSON lines
     #[arg(long, value_name = "FILE")]
     pub(super) audit_file: Option<PathBuf>,
 
@@ -490,7 +492,7 @@ pub(super) struct TlsArgs {
     #[arg(long, value_name = "FILE")]
     pub(super) tls_key: Option<PathBuf>,
 
-    /// Create a certificate and print its pin, for clients to check with --tls-pin
+    /// Create a certificate and print its pin for clients' --tls-pin
     ///
     /// Stored in the files of --tls-cert and --tls-key if they are given, else in memory only.
     #[arg(long)]
@@ -505,7 +507,7 @@ pub(super) struct TlsArgs {
 #[derive(Debug, Default, clap::Args)]
 #[command(next_help_heading = "Remote mode")]
 pub(super) struct RemoteArgs {
-    /// Register at this registry, as in `https://HOST`, and serve clients through it
+    /// Register at this registry, `https://HOST`, and serve through it
     #[arg(long, value_name = "URL")]
     pub(super) remote: Option<String>,
 
@@ -524,7 +526,9 @@ pub(super) struct RemoteArgs {
     #[arg(long, value_name = "FILE", hide_short_help = true)]
     pub(super) identity_file: Option<PathBuf>,
 
-    /// Read the registry's token from FILE [env: EXEC_SERVER_API_KEY or CODEX_API_KEY: the token]
+    /// Read the registry's token from FILE
+    ///
+    /// [env: EXEC_SERVER_API_KEY or CODEX_API_KEY: the token itself]
     #[arg(long, value_name = "FILE")]
     pub(super) remote_token_file: Option<PathBuf>,
 
@@ -723,7 +727,7 @@ pub(super) struct RendezvousArgs {
     #[arg(long, value_name = "LINE", hide_short_help = true)]
     pub(super) quota: Vec<String>,
 
-    /// Append who registered, connected and was refused to this file, one JSON object per line
+    /// Append registrations, connections and refusals to this file, as JSON lines
     #[arg(long, value_name = "FILE")]
     pub(super) audit_file: Option<PathBuf>,
 
