@@ -1,47 +1,50 @@
 //! Names of the extensions that this client makes use of, as `environment/info` lists them.
 
-use exec_server_protocol::Method;
-use exec_server_protocol::{fs, http, process, session};
+use exec_server_protocol::MethodId;
 
-pub(crate) const SESSION_END: &str = session::End::NAME;
-pub(crate) const CLOSE_STDIN: &str = process::CloseStdin::NAME;
-pub(crate) const RESIZE: &str = process::Resize::NAME;
-pub(crate) const WAIT: &str = process::Wait::NAME;
-pub(crate) const WAIT_FOR: &str = process::WaitFor::NAME;
-pub(crate) const SNAPSHOT: &str = process::Snapshot::NAME;
-pub(crate) const LIST: &str = process::List::NAME;
+pub(crate) const SESSION_END: &str = MethodId::SessionEnd.extension("session/end");
+pub(crate) const CLOSE_STDIN: &str = MethodId::ProcessCloseStdin.extension("process/closeStdin");
+pub(crate) const RESIZE: &str = MethodId::ProcessResize.extension("process/resize");
+pub(crate) const WAIT: &str = MethodId::ProcessWait.extension("process/wait");
+pub(crate) const WAIT_FOR: &str = MethodId::ProcessWaitFor.extension("process/waitFor");
+pub(crate) const SNAPSHOT: &str = MethodId::ProcessSnapshot.extension("process/snapshot");
+pub(crate) const LIST: &str = MethodId::ProcessList.extension("process/list");
 /// `delivery` of `process/start`.
-pub(crate) const DELIVERY: &str = "process/start#delivery";
+pub(crate) const DELIVERY: &str = MethodId::ProcessStart.extension("process/start#delivery");
 /// `startId` of `process/start`.
-pub(crate) const START_ID: &str = "process/start#startId";
+pub(crate) const START_ID: &str = MethodId::ProcessStart.extension("process/start#startId");
 /// `scope` of `process/signal`; it came together with the signals beside `interrupt`.
-pub(crate) const SIGNAL_SCOPE: &str = "process/signal#scope";
+pub(crate) const SIGNAL_SCOPE: &str = MethodId::ProcessSignal.extension("process/signal#scope");
 /// `mode` of `process/terminate`.
-pub(crate) const TERMINATE_MODE: &str = "process/terminate#mode";
+pub(crate) const TERMINATE_MODE: &str =
+    MethodId::ProcessTerminate.extension("process/terminate#mode");
 /// `wait` of `process/terminate`.
-pub(crate) const TERMINATE_WAIT: &str = "process/terminate#wait";
+pub(crate) const TERMINATE_WAIT: &str =
+    MethodId::ProcessTerminate.extension("process/terminate#wait");
 /// `evicted` in the result of `process/read`.
-pub(crate) const READ_EVICTED: &str = "process/read#evicted";
+pub(crate) const READ_EVICTED: &str = MethodId::ProcessRead.extension("process/read#evicted");
 /// The mode `atomic` of `fs/open`.
-pub(crate) const OPEN_ATOMIC: &str = "fs/open#atomic";
+pub(crate) const OPEN_ATOMIC: &str = MethodId::FsOpen.extension("fs/open#atomic");
 /// The mode `update` of `fs/open`.
-pub(crate) const OPEN_UPDATE: &str = "fs/open#update";
+pub(crate) const OPEN_UPDATE: &str = MethodId::FsOpen.extension("fs/open#update");
 /// `identity` of `fs/open`.
-pub(crate) const OPEN_IDENTITY: &str = "fs/open#identity";
+pub(crate) const OPEN_IDENTITY: &str = MethodId::FsOpen.extension("fs/open#identity");
 /// `commit` of `fs/close`.
-pub(crate) const CLOSE_COMMIT: &str = "fs/close#commit";
+pub(crate) const CLOSE_COMMIT: &str = MethodId::FsClose.extension("fs/close#commit");
 /// `mode` of `fs/writeFile`.
-pub(crate) const WRITE_FILE_MODE: &str = "fs/writeFile#mode";
+pub(crate) const WRITE_FILE_MODE: &str = MethodId::FsWriteFile.extension("fs/writeFile#mode");
 /// `modifiedAtMs` of `fs/writeFile`.
-pub(crate) const WRITE_FILE_MODIFIED: &str = "fs/writeFile#modifiedAtMs";
+pub(crate) const WRITE_FILE_MODIFIED: &str =
+    MethodId::FsWriteFile.extension("fs/writeFile#modifiedAtMs");
 /// `links` of `fs/readDirectory`.
-pub(crate) const READ_DIRECTORY_LINKS: &str = "fs/readDirectory#links";
-pub(crate) const RENAME: &str = fs::Rename::NAME;
-pub(crate) const SET_METADATA: &str = fs::SetMetadata::NAME;
-pub(crate) const CREATE_SYMLINK: &str = fs::CreateSymlink::NAME;
-pub(crate) const HASH: &str = fs::Hash::NAME;
-pub(crate) const SEARCH: &str = fs::Search::NAME;
-pub(crate) const WATCH: &str = fs::Watch::NAME;
-pub(crate) const HTTP_CANCEL: &str = http::Cancel::NAME;
+pub(crate) const READ_DIRECTORY_LINKS: &str =
+    MethodId::FsReadDirectory.extension("fs/readDirectory#links");
+pub(crate) const RENAME: &str = MethodId::FsRename.extension("fs/rename");
+pub(crate) const SET_METADATA: &str = MethodId::FsSetMetadata.extension("fs/setMetadata");
+pub(crate) const CREATE_SYMLINK: &str = MethodId::FsCreateSymlink.extension("fs/createSymlink");
+pub(crate) const HASH: &str = MethodId::FsHash.extension("fs/hash");
+pub(crate) const SEARCH: &str = MethodId::FsSearch.extension("fs/search");
+pub(crate) const WATCH: &str = MethodId::FsWatch.extension("fs/watch");
+pub(crate) const HTTP_CANCEL: &str = MethodId::HttpCancel.extension("http/cancel");
 /// `decompress` of `http/request`.
-pub(crate) const HTTP_DECOMPRESS: &str = "http/request#decompress";
+pub(crate) const HTTP_DECOMPRESS: &str = MethodId::HttpRequest.extension("http/request#decompress");

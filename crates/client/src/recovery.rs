@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use exec_server_protocol::{Method as _, codes, environment, fs, process, session};
+use exec_server_protocol::{MethodId, codes};
 use exec_server_transport::ConnectError;
 use exec_server_transport::backoff::Backoff;
 
@@ -179,39 +179,9 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
     }
 }
 
-/// Methods whose requests may be sent again if a connection is lost before the answer: doing them
-/// twice is the same as doing them once.
-///
-/// `process/write` is here because the server knows its `writeId` again. Open files and watches are
-/// not: they are of one connection, and `fs/remote` opens them again where that makes sense.
-const REPEATABLE: &[&str] = &[
-    environment::Info::NAME,
-    environment::Status::NAME,
-    fs::Canonicalize::NAME,
-    fs::GetMetadata::NAME,
-    fs::Hash::NAME,
-    fs::ReadDirectory::NAME,
-    fs::ReadFile::NAME,
-    fs::Search::NAME,
-    fs::SetMetadata::NAME,
-    fs::Walk::NAME,
-    fs::WatchMissing::NAME,
-    fs::WriteFile::NAME,
-    process::CloseStdin::NAME,
-    process::List::NAME,
-    process::Read::NAME,
-    process::Resize::NAME,
-    process::Snapshot::NAME,
-    process::Terminate::NAME,
-    process::Wait::NAME,
-    process::WaitFor::NAME,
-    process::Write::NAME,
-    session::End::NAME,
-];
-
 /// Whether a request of this method may be sent again when nobody knows what became of the first.
 pub(crate) fn is_repeatable(method: &str) -> bool {
-    REPEATABLE.binary_search(&method).is_ok()
+    MethodId::of(method).is_some_and(|method| method.row().repeatable)
 }
 
 #[cfg(test)]
@@ -407,7 +377,6 @@ mod tests {
 
     #[test]
     fn only_what_is_known_to_be_harmless_is_sent_twice() {
-        assert!(REPEATABLE.is_sorted());
         for method in ["process/read", "process/write", "fs/getMetadata", "fs/walk"] {
             assert!(is_repeatable(method), "{method}");
         }

@@ -5,13 +5,13 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::method::methods;
+use crate::method::method_types;
 use crate::path::PathUri;
 use crate::sandbox::Sandbox;
 
-methods! {
+method_types! {
     /// `capabilityRoots/discoverV1`: the texts of plugins and skills below some directories.
-    DiscoverV1 = "capabilityRoots/discoverV1" (DiscoverParams) -> DiscoverResult;
+    DiscoverV1;
 }
 
 /// The capability of servers that obey the policies of roots.

@@ -8,7 +8,7 @@ use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::limits::MAX_JSON_VALUES;
-use crate::scan;
+use crate::{params, scan};
 
 /// Bytes that travel as padded standard base64.
 #[derive(Clone, Default, PartialEq, Eq)]
@@ -109,7 +109,7 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
     match cut(at_the_ends(raw, name)).or_else(|| cut(among_members(raw, name))) {
         Some(params) => Ok(params),
         // Something is unusual or wrong; the library knows which, and can say what.
-        None => serde_json::from_slice(raw),
+        None => params::from_slice(raw),
     }
 }
 
@@ -140,7 +140,7 @@ pub(crate) fn decode_without<P: DeserializeOwned>(raw: &[u8], name: &str) -> Opt
 fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8]) -> Option<P> {
     let start = text.as_ptr().addr() - raw.as_ptr().addr();
     let rest = [&raw[..start], &raw[start + text.len()..]].concat();
-    serde_json::from_slice(&rest).ok()
+    params::from_slice(&rest).ok()
 }
 
 /// What the member `name` of a JSON object may be, if it is long: it is if it decodes.

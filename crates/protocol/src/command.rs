@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::chunk::ByteChunk;
-use crate::method::{methods, notifications};
+use crate::method::{method_types, notifications};
 
-methods! {
+method_types! {
     /// `command/exec`: start a process that is notified in the first generation's way.
-    Exec = "command/exec" (ExecParams) -> ExecResult;
+    Exec;
     /// `command/exec/write`: send bytes to a terminal process.
-    Write = "command/exec/write" (WriteParams) -> WriteResult;
+    Write;
     /// `command/exec/terminate`: kill a process and its tree.
-    Terminate = "command/exec/terminate" (TerminateParams) -> TerminateResult;
+    Terminate;
 }
 
 notifications! {

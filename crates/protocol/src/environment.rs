@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::method::{NoParams, methods};
+use crate::method::method_types;
 use crate::path::PathUri;
 
-methods! {
+method_types! {
     /// `environment/info`: the machine, its shell and what the server can do.
-    Info = "environment/info" (NoParams) -> EnvironmentInfo;
+    Info;
     /// `environment/status`: whether the environment can be used.
-    Status = "environment/status" (NoParams) -> EnvironmentStatus;
+    Status;
     /// `environmentConfig/read`: parts of the files that configure clients on this machine.
-    ConfigRead = "environmentConfig/read" (ConfigReadParams) -> ConfigReadResult;
+    ConfigRead;
 }
 
 /// Params of [`ConfigRead`].

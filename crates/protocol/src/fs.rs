@@ -3,53 +3,53 @@
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::chunk::{self, ByteChunk};
-use crate::method::{Empty, methods, notifications};
+use crate::method::{method_types, notifications};
 use crate::path::PathUri;
 use crate::sandbox::{self, Sandbox};
 
-methods! {
+method_types! {
     /// `fs/readFile`: a whole regular file in one answer.
-    ReadFile = "fs/readFile" (ReadFileParams) -> ReadFileResult;
+    ReadFile;
     /// `fs/writeFile`: create or replace a file in one request.
-    WriteFile = "fs/writeFile" (WriteFileParams) -> Empty;
+    WriteFile;
     /// `fs/getMetadata`: what kind of thing is there.
-    GetMetadata = "fs/getMetadata" (GetMetadataParams) -> Metadata;
+    GetMetadata;
     /// `fs/open`: a handle for reading in blocks.
-    Open = "fs/open" (OpenParams) -> OpenResult;
+    Open;
     /// `fs/readBlock`: bytes at an offset of an open handle.
-    ReadBlock = "fs/readBlock" (ReadBlockParams) -> ReadBlockResult;
+    ReadBlock;
     /// `fs/writeBlock`: bytes to an offset of an open handle.
-    WriteBlock = "fs/writeBlock" (WriteBlockParams) -> Empty;
+    WriteBlock;
     /// `fs/close`: forget a handle.
-    Close = "fs/close" (CloseParams) -> Empty;
+    Close;
     /// `fs/createDirectory`: with its parents, unless told otherwise.
-    CreateDirectory = "fs/createDirectory" (CreateDirectoryParams) -> Empty;
+    CreateDirectory;
     /// `fs/canonicalize`: the path without links.
-    Canonicalize = "fs/canonicalize" (CanonicalizeParams) -> CanonicalizeResult;
+    Canonicalize;
     /// `fs/readDirectory`: the names in a directory.
-    ReadDirectory = "fs/readDirectory" (ReadDirectoryParams) -> ReadDirectoryResult;
+    ReadDirectory;
     /// `fs/walk`: a tree, breadth first and within bounds.
-    Walk = "fs/walk" (WalkParams) -> WalkResult;
+    Walk;
     /// `fs/remove`: a file, a link or a tree.
-    Remove = "fs/remove" (RemoveParams) -> Empty;
+    Remove;
     /// `fs/copy`: a file, a link or a tree, from one path of the machine to another.
-    Copy = "fs/copy" (CopyParams) -> Empty;
+    Copy;
     /// `fs/watchMissing`: tell once when something that is not there appears.
-    WatchMissing = "fs/watchMissing" (WatchMissingParams) -> WatchMissingResult;
+    WatchMissing;
     /// Extension `fs/rename`: move within the machine.
-    Rename = "fs/rename" (RenameParams) -> Empty;
+    Rename;
     /// Extension `fs/setMetadata`: mode and time of last change.
-    SetMetadata = "fs/setMetadata" (SetMetadataParams) -> Empty;
+    SetMetadata;
     /// Extension `fs/createSymlink`: a link to whatever the text says.
-    CreateSymlink = "fs/createSymlink" (CreateSymlinkParams) -> Empty;
+    CreateSymlink;
     /// Extension `fs/hash`: SHA-256 of a file or of its beginning.
-    Hash = "fs/hash" (HashParams) -> HashResult;
+    Hash;
     /// Extension `fs/watch`: tell of changes until the connection ends.
-    Watch = "fs/watch" (WatchParams) -> WatchResult;
+    Watch;
     /// Extension `fs/unwatch`: end a watch.
-    Unwatch = "fs/unwatch" (UnwatchParams) -> Empty;
+    Unwatch;
     /// Extension `fs/search`: lines that match.
-    Search = "fs/search" (SearchParams) -> SearchResult;
+    Search;
 }
 
 notifications! {
@@ -217,6 +217,16 @@ pub enum OpenMode {
     Update,
     /// Extension `fs/open#atomic`: to be written aside and put in place by `fs/close` with `commit`.
     Atomic,
+}
+
+impl OpenMode {
+    /// Whether the file may be changed through the handle.
+    pub const fn writes(self) -> bool {
+        match self {
+            Self::Read => false,
+            Self::Replace | Self::Update | Self::Atomic => true,
+        }
+    }
 }
 
 /// Result of [`Open`].

@@ -3,13 +3,13 @@
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::chunk::ByteChunk;
-use crate::method::{methods, notifications};
+use crate::method::{method_types, notifications};
 
-methods! {
+method_types! {
     /// `http/request`: one exchange, with the network and the environment of the executor.
-    Request = "http/request" (RequestParams) -> RequestResult;
+    Request;
     /// `http/cancel`: ends a request and its body; an extension.
-    Cancel = "http/cancel" (CancelParams) -> CancelResult;
+    Cancel;
 }
 
 notifications! {

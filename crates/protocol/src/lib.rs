@@ -1,6 +1,6 @@
 //! What crosses the exec-server wire.
 //!
-//! Owns the message envelope, the method names bound to their parameter and result types, `file:`
+//! Owns the message envelope, the table of methods with their parameter and result types, `file:`
 //! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
 
 pub mod capability;
@@ -16,11 +16,13 @@ pub mod http;
 pub mod limits;
 pub mod method;
 pub mod network;
+mod params;
 pub mod path;
 pub mod process;
 pub mod sandbox;
 mod scan;
 pub mod session;
+pub mod table;
 pub mod text;
 
 pub use chunk::ByteChunk;
@@ -28,3 +30,4 @@ pub use envelope::{ErrorObject, Incoming, RequestId};
 pub use method::{Method, NoParams, Notification};
 pub use path::PathUri;
 pub use scan::ScanError;
+pub use table::{MethodId, Scope, ServedMethod};

@@ -6,6 +6,8 @@ use serde::de::{self, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
 /// A request: its wire name, what it takes and what it answers.
+///
+/// What servers need to know of the methods that they handle is in [`table`](crate::table).
 pub trait Method {
     /// The name on the wire, `noun/verb`.
     const NAME: &'static str;
@@ -61,20 +63,16 @@ impl<'de> Deserialize<'de> for NoParams {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Empty {}
 
-/// Declares methods: the doc line, a type name, the wire name, params and result.
-macro_rules! methods {
-    ($($(#[$doc:meta])* $name:ident = $wire:literal ($params:ty) -> $result:ty;)*) => {$(
+/// Declares the types that stand for methods: the doc line and a type name. What each takes, answers
+/// and needs is its row in [`table`](crate::table).
+macro_rules! method_types {
+    ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*
         #[derive(Debug, Clone, Copy)]
         pub enum $name {}
-        impl $crate::method::Method for $name {
-            const NAME: &'static str = $wire;
-            type Params = $params;
-            type Result = $result;
-        }
     )*};
 }
-pub(crate) use methods;
+pub(crate) use method_types;
 
 /// Declares notifications: the doc line, a type name, the wire name and params.
 macro_rules! notifications {

@@ -5,11 +5,17 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::method::{methods, notifications};
+use crate::method::{Method, method_types, notifications};
 
-methods! {
+method_types! {
     /// `network/policyRequest`: the server asks its client whether a host may be reached.
-    PolicyRequest = "network/policyRequest" (PolicyRequestParams) -> PolicyRequestResult;
+    PolicyRequest;
+}
+
+impl Method for PolicyRequest {
+    const NAME: &'static str = "network/policyRequest";
+    type Params = PolicyRequestParams;
+    type Result = PolicyRequestResult;
 }
 
 notifications! {

@@ -6,34 +6,34 @@ use serde::{Deserialize, Serialize};
 
 use crate::chunk::{self, ByteChunk};
 use crate::environment::Shell;
-use crate::method::{Empty, methods, notifications};
+use crate::method::{method_types, notifications};
 use crate::network::{ManagedNetwork, NetworkProxy};
 use crate::path::PathUri;
 use crate::sandbox::{Denial, Enforcement, Sandbox};
 
-methods! {
+method_types! {
     /// `process/start`: launch a child and begin retaining its output.
-    Start = "process/start" (StartParams) -> StartResult;
+    Start;
     /// `process/read`: retained output after a sequence number.
-    Read = "process/read" (ReadParams) -> ReadResult;
+    Read;
     /// `process/write`: bytes for the child's input, once per `writeId`.
-    Write = "process/write" (WriteParams) -> WriteResult;
+    Write;
     /// `process/closeStdin`: end of the child's input.
-    CloseStdin = "process/closeStdin" (CloseStdinParams) -> WriteResult;
+    CloseStdin;
     /// `process/resize`: a new size for the child's terminal.
-    Resize = "process/resize" (ResizeParams) -> Empty;
+    Resize;
     /// `process/signal`: a signal for the child.
-    Signal = "process/signal" (SignalParams) -> Empty;
+    Signal;
     /// `process/terminate`: end the child and everything it started.
-    Terminate = "process/terminate" (TerminateParams) -> TerminateResult;
+    Terminate;
     /// `process/wait`: answer when the child has exited or its log is closed.
-    Wait = "process/wait" (WaitParams) -> WaitResult;
+    Wait;
     /// `process/waitFor`: answer when the first of several things has happened.
-    WaitFor = "process/waitFor" (WaitForParams) -> WaitForResult;
+    WaitFor;
     /// `process/snapshot`: head and tail of each stream.
-    Snapshot = "process/snapshot" (SnapshotParams) -> SnapshotResult;
+    Snapshot;
     /// `process/list`: the processes of this session, or of all.
-    List = "process/list" (ListParams) -> ListResult;
+    List;
 }
 
 notifications! {
@@ -958,7 +958,6 @@ mod tests {
         for raw in [
             r#"{"processId":"p","chunk":"aGk=","writeId":"1"}"#,
             r#"{"writeId":"1","extra":[{"a":1}],"chunk":"","processId":"\u0070\n"}"#,
-            r#"["p","aGk=","1"]"#,
             r#"{"processId":"p","chunk":"aG\u006b=","writeId":"1"}"#,
             r#"{"processId":"p","chunk":"aG","writeId":"1"}"#,
             r#"{"processId":"p","chunk":"aGk="}"#,

@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 
 use crate::environment::EnvironmentInfo;
-use crate::method::{Empty, NoParams, methods, notifications};
+use crate::method::{Empty, method_types, notifications};
 
-methods! {
+method_types! {
     /// `initialize`: open a session or resume one.
-    Initialize = "initialize" (InitializeParams) -> InitializeResponse;
+    Initialize;
     /// `session/end`: end the session now, processes and all; the connection stays.
-    End = "session/end" (NoParams) -> Empty;
+    End;
 }
 
 notifications! {

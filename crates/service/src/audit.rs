@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use exec_server_executor::log::Exit;
 use exec_server_network::Decision;
+use exec_server_protocol::PathUri;
 use exec_server_protocol::http::RequestParams;
 use exec_server_protocol::sandbox::EnforcementLevel;
+use exec_server_protocol::table::FileChange;
 use exec_server_transport::journal::{Journal, now};
-use serde::Deserialize;
 use serde_json::json;
 
 use crate::auth::Identity;
@@ -131,27 +132,12 @@ impl Audit {
         }));
     }
 
-    /// Somebody changed a file.
-    pub(crate) fn changed(&self, identity: &Identity, method: &str, params: Option<&str>) {
-        /// What of the params says which file is meant; the rest may be large.
-        #[derive(Default, Deserialize)]
-        #[serde(rename_all = "camelCase", default)]
-        struct Paths {
-            path: Option<String>,
-            from: Option<String>,
-            to: Option<String>,
-            source_path: Option<String>,
-            destination_path: Option<String>,
-        }
-        let paths: Paths = params
-            .and_then(|params| serde_json::from_str(params).ok())
-            .unwrap_or_default();
-        let from = paths.path.or(paths.from).or(paths.source_path);
-        let to = paths.to.or(paths.destination_path);
-        let clean = |path: Option<String>| path.map(|path| self.clean(&path));
+    /// A request changes files.
+    pub(crate) fn changed(&self, identity: &Identity, method: &str, change: FileChange<'_>) {
+        let clean = |path: &PathUri| self.clean(&path.to_string());
         self.journal.append(&json!({
             "time": now(), "event": "file", "identity": &*identity.name, "method": method,
-            "path": clean(from), "to": clean(to),
+            "path": clean(change.path), "to": change.to.map(clean),
         }));
     }
 

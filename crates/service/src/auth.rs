@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use base64_turbo::URL_SAFE_NO_PAD;
+pub use exec_server_protocol::Scope;
 use exec_server_transport::Secret;
 use exec_server_transport::http::Head;
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -22,42 +23,9 @@ pub const MIN_SECRET_BYTES: usize = 32;
 /// How far clocks may be apart unless said otherwise.
 pub const DEFAULT_CLOCK_SKEW: Duration = Duration::from_secs(30);
 
-/// What a token is good for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
-    /// Running commands, and all that `Observe` allows.
-    Exec,
-    /// Reading files.
-    FsRead,
-    /// Changing files.
-    FsWrite,
-    /// Looking at processes.
-    Observe,
-}
-
-impl Scope {
-    /// Every scope there is.
-    pub const ALL: [Self; 4] = [Self::Exec, Self::FsRead, Self::FsWrite, Self::Observe];
-
-    /// Its name in tokens and settings.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Exec => "exec",
-            Self::FsRead => "fs:read",
-            Self::FsWrite => "fs:write",
-            Self::Observe => "observe",
-        }
-    }
-
-    fn bit(self) -> u8 {
-        1 << self as u8
-    }
-}
-
-impl fmt::Display for Scope {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
+/// The place of a scope in a set.
+fn bit(scope: Scope) -> u8 {
+    1 << scope as u8
 }
 
 /// A set of scopes.
@@ -74,15 +42,15 @@ impl Scopes {
     #[must_use]
     pub fn with(self, scope: Scope) -> Self {
         let implied = match scope {
-            Scope::Exec => Scope::Observe.bit(),
+            Scope::Exec => bit(Scope::Observe),
             _ => 0,
         };
-        Self(self.0 | scope.bit() | implied)
+        Self(self.0 | bit(scope) | implied)
     }
 
     /// Whether this one is among them.
     pub fn contains(self, scope: Scope) -> bool {
-        self.0 & scope.bit() != 0
+        self.0 & bit(scope) != 0
     }
 
     /// Whether all of `others` are among them.

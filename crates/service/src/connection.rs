@@ -11,6 +11,7 @@ use bytes::Bytes;
 use exec_server_executor::sys::memory;
 use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_protocol::table::Named;
 use exec_server_protocol::{ErrorObject, RequestId};
 use exec_server_transport::keepalive::{Action, Keepalive};
 use exec_server_transport::{Event, Incoming, Link, LinkError};
@@ -21,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use crate::asks::{Asks, Settled};
 use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
-use crate::dispatch;
+use crate::dispatch::{self, Raw};
 use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
@@ -720,6 +721,7 @@ fn receive(
                 Some(Box::new((tracer.clone(), context)))
             });
             tracing::debug!(peer = name, request = %id, method = &*method, "request");
+            let named = Named::of(&method);
             let responder = Responder {
                 id,
                 outbox: Arc::clone(&connection.outbox),
@@ -728,12 +730,16 @@ fn receive(
                 slot,
                 reserved: None,
                 unwritten: None,
-                method: MethodIndex::of(&method),
+                method: named.into(),
                 since: Instant::now(),
                 trace,
                 failed: false,
             };
-            dispatch::request(connection, phase, &method, (params, shared), responder);
+            let params = Raw {
+                text: params,
+                shared,
+            };
+            dispatch::request(connection, phase, named, params, responder);
         }
         Ok(Message::Notification { method, .. }) => {
             if let Err(error) = dispatch::notification(phase, &method) {

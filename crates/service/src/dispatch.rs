@@ -1,197 +1,193 @@
-//! The table of methods: from a name and raw params to a function.
+//! From a request to its function: scope, params, handshake, audit.
+//!
+//! What each method needs is its row in [`table`](exec_server_protocol::table). Params are decoded
+//! once, and what a request may do is decided on the value that its function gets.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_protocol::session::{self, Initialized};
+use exec_server_protocol::table::Named;
 use exec_server_protocol::{
-    Method, Notification as _, capability, command, environment, fs, http, process,
+    MethodId, Notification as _, ServedMethod, capability, command, environment, fs, http, process,
 };
 
 use crate::connection::{Connection, Phase, Responder};
 use crate::error::RpcError;
+use crate::session::Session;
 use crate::{methods, scope};
 
-/// What this server adds to the compatible wire, as told by `environment/info`.
-pub(crate) const EXTENSIONS: &[&str] = &[
-    "command/exec",
-    "command/exec/exited",
-    "command/exec/outputDelta",
-    "command/exec/terminate",
-    "command/exec/write",
-    "fs/changed",
-    "fs/close#commit",
-    "fs/createSymlink",
-    "fs/getMetadata#gid",
-    "fs/getMetadata#inode",
-    "fs/getMetadata#mode",
-    "fs/getMetadata#symlinkTarget",
-    "fs/getMetadata#uid",
-    "fs/hash",
-    "fs/open#atomic",
-    "fs/open#identity",
-    "fs/open#update",
-    "fs/readDirectory#links",
-    "fs/readDirectory#path",
-    "fs/rename",
-    "fs/search",
-    "fs/setMetadata",
-    "fs/unwatch",
-    "fs/watch",
-    "fs/writeFile#mode",
-    "fs/writeFile#modifiedAtMs",
-    "http/cancel",
-    "http/request#decompress",
-    "initialize#detachGraceMs",
-    "initialize#resumeKey",
-    "process/closeStdin",
-    "process/closed#inheritedOutput",
-    "process/exited#denials",
-    "process/exited#usage",
-    "process/list",
-    "process/list#all",
-    "process/read#evicted",
-    "process/read#sessionId",
-    "process/resize",
-    "process/signal#scope",
-    "process/signal#sessionId",
-    "process/snapshot",
-    "process/snapshot#sessionId",
-    "process/start#delivery",
-    "process/start#enforcement",
-    "process/start#graceMs",
-    "process/start#limits",
-    "process/start#size",
-    "process/start#startId",
-    "process/start#timeoutMs",
-    "process/terminate#mode",
-    "process/terminate#sessionId",
-    "process/terminate#wait",
-    "process/wait",
-    "process/wait#sessionId",
-    "process/waitFor",
-    "process/waitFor#sessionId",
-    "session/end",
-];
-
-/// Methods of the compatible wire that this server does not offer: refused like any unknown one,
-/// but only after the handshake has been checked.
-const NOT_OFFERED: &[(&str, &str)] = &[("capabilities/discoverV2", "capability discovery")];
-
-/// One request on its way to its function.
+/// A request that may be handled: its scope and the handshake were checked.
 pub(crate) struct Call<'a> {
     pub(crate) connection: &'a Arc<Connection>,
-    pub(crate) phase: &'a mut Phase,
+    pub(crate) session: Arc<Session>,
     pub(crate) responder: Responder,
-    pub(crate) params: Option<&'a str>,
-    /// What they lie in, if that can be kept.
+}
+
+/// The params of a request as they came.
+#[derive(Clone, Copy)]
+pub(crate) struct Raw<'a> {
+    /// Their text, if there is one.
+    pub(crate) text: Option<&'a str>,
+    /// The buffer that the text is in, if that can be kept.
     pub(crate) shared: Option<&'a Bytes>,
 }
 
-/// Finds the method and calls it.
+/// A request whose params were not looked at yet.
+struct Asked<'a> {
+    method: MethodId,
+    connection: &'a Arc<Connection>,
+    phase: &'a mut Phase,
+    params: Raw<'a>,
+    responder: Responder,
+}
+
+/// Checks a request and calls the function of its method.
+///
+/// A token without the scope learns nothing but that; a name that is not known is refused before the
+/// handshake is checked, params that cannot be decoded as well.
 pub(crate) fn request(
     connection: &Arc<Connection>,
     phase: &mut Phase,
-    method: &str,
-    (params, shared): (Option<&str>, Option<&Bytes>),
+    named: Named<'_>,
+    params: Raw<'_>,
     responder: Responder,
 ) {
-    if let Err(error) = scope::check(&connection.identity, method, params) {
+    // Any request of this method: a token that is of no use here causes no work.
+    if let Err(error) = scope::check(&connection.identity, named.name(), named.scopes()) {
         return responder.send_error(error);
     }
-    if let Some(audit) = connection.server.audit()
-        && scope::changes_files(method, params)
-    {
-        audit.changed(&connection.identity, method, params);
-    }
-    let call = Call {
+    let method = match named {
+        Named::Served(method) => method,
+        Named::NotOffered(method) => {
+            let refused = phase.ready(method.family).err();
+            let unknown = || RpcError::method_not_found(method.name);
+            return responder.send_error(refused.unwrap_or_else(unknown));
+        }
+        Named::Unknown(name) => return responder.send_error(RpcError::method_not_found(name)),
+    };
+    let asked = Asked {
+        method,
         connection,
         phase,
-        responder,
         params,
-        shared,
+        responder,
     };
     match method {
-        session::Initialize::NAME => {
-            call.plain::<session::Initialize>(methods::session::initialize)
+        MethodId::Initialize => match asked.decode::<session::Initialize>() {
+            Ok(params) => methods::session::initialize(
+                asked.connection,
+                asked.phase,
+                asked.responder,
+                &params,
+            ),
+            Err(error) => asked.responder.send_error(error),
+        },
+        MethodId::SessionEnd => match asked.decode::<session::End>() {
+            Ok(params) => asked.admit::<session::End>(params, |call, phase, _| {
+                methods::session::end(call, phase);
+            }),
+            Err(error) => asked.responder.send_error(error),
+        },
+        MethodId::FsWriteBlock => match methods::handle::long_block(asked.params) {
+            Some((likely, raw)) => asked.admit::<fs::WriteBlock>(likely, |call, _, likely| {
+                methods::handle::write_long_block(call, &likely, raw);
+            }),
+            None => asked.run::<fs::WriteBlock>(methods::handle::write_block),
+        },
+        MethodId::CapabilityDiscoverV1 => {
+            asked.run::<capability::DiscoverV1>(methods::capability::discover_v1)
         }
-        session::End::NAME => call.plain::<session::End>(methods::session::end),
+        MethodId::CommandExec => asked.run::<command::Exec>(methods::command::exec),
+        MethodId::CommandTerminate => asked.run::<command::Terminate>(methods::command::terminate),
+        MethodId::CommandWrite => asked.run::<command::Write>(methods::command::write),
+        MethodId::EnvironmentInfo => asked.run::<environment::Info>(methods::environment::info),
+        MethodId::EnvironmentStatus => {
+            asked.run::<environment::Status>(methods::environment::status)
+        }
+        MethodId::EnvironmentConfigRead => {
+            asked.run::<environment::ConfigRead>(methods::environment::config_read)
+        }
+        MethodId::FsCanonicalize => asked.run::<fs::Canonicalize>(methods::fs::canonicalize),
+        MethodId::FsClose => asked.run::<fs::Close>(methods::handle::close),
+        MethodId::FsCopy => asked.run::<fs::Copy>(methods::fs::copy),
+        MethodId::FsCreateDirectory => {
+            asked.run::<fs::CreateDirectory>(methods::fs::create_directory)
+        }
+        MethodId::FsCreateSymlink => asked.run::<fs::CreateSymlink>(methods::fs::create_symlink),
+        MethodId::FsGetMetadata => asked.run::<fs::GetMetadata>(methods::fs::get_metadata),
+        MethodId::FsHash => asked.run::<fs::Hash>(methods::fs::hash),
+        MethodId::FsOpen => asked.run::<fs::Open>(methods::handle::open),
+        MethodId::FsReadBlock => asked.run::<fs::ReadBlock>(methods::handle::read_block),
+        MethodId::FsReadDirectory => asked.run::<fs::ReadDirectory>(methods::fs::read_directory),
+        MethodId::FsReadFile => asked.run::<fs::ReadFile>(methods::fs::read_file),
+        MethodId::FsRemove => asked.run::<fs::Remove>(methods::fs::remove),
+        MethodId::FsRename => asked.run::<fs::Rename>(methods::fs::rename),
+        MethodId::FsSearch => asked.run::<fs::Search>(methods::search::search),
+        MethodId::FsSetMetadata => asked.run::<fs::SetMetadata>(methods::fs::set_metadata),
+        MethodId::FsUnwatch => asked.run::<fs::Unwatch>(methods::watch::unwatch),
+        MethodId::FsWalk => asked.run::<fs::Walk>(methods::fs::walk),
+        MethodId::FsWatch => asked.run::<fs::Watch>(methods::watch::watch),
+        MethodId::FsWatchMissing => asked.run::<fs::WatchMissing>(methods::watch::watch_missing),
+        MethodId::FsWriteFile => asked.run::<fs::WriteFile>(methods::fs::write_file),
+        MethodId::HttpCancel => asked.run::<http::Cancel>(methods::http::cancel),
+        MethodId::HttpRequest => asked.run::<http::Request>(methods::http::request),
+        MethodId::ProcessCloseStdin => {
+            asked.run::<process::CloseStdin>(methods::process::close_stdin)
+        }
+        MethodId::ProcessList => asked.run::<process::List>(methods::process::list),
+        MethodId::ProcessRead => asked.run::<process::Read>(methods::process::read),
+        MethodId::ProcessResize => asked.run::<process::Resize>(methods::process::resize),
+        MethodId::ProcessSignal => asked.run::<process::Signal>(methods::process::signal),
+        MethodId::ProcessSnapshot => asked.run::<process::Snapshot>(methods::process::snapshot),
+        MethodId::ProcessStart => asked.run::<process::Start>(methods::process::start),
+        MethodId::ProcessTerminate => asked.run::<process::Terminate>(methods::process::terminate),
+        MethodId::ProcessWait => asked.run::<process::Wait>(methods::process::wait),
+        MethodId::ProcessWaitFor => asked.run::<process::WaitFor>(methods::process::wait_for),
+        MethodId::ProcessWrite => asked.run::<process::Write>(methods::process::write),
+    }
+}
 
-        environment::Info::NAME => call.plain::<environment::Info>(methods::environment::info),
-        environment::Status::NAME => {
-            call.plain::<environment::Status>(methods::environment::status);
+impl<'a> Asked<'a> {
+    /// Decodes the params and calls `function`, which answers by itself.
+    fn run<M: ServedMethod>(self, function: impl FnOnce(Call<'a>, M::Params)) {
+        match self.decode::<M>() {
+            Ok(params) => self.admit::<M>(params, |call, _, params| function(call, params)),
+            Err(error) => self.responder.send_error(error),
         }
-        environment::ConfigRead::NAME => {
-            call.plain::<environment::ConfigRead>(methods::environment::config_read);
-        }
+    }
 
-        capability::DiscoverV1::NAME => {
-            call.plain::<capability::DiscoverV1>(methods::capability::discover_v1);
-        }
+    /// Decodes the params, and checks the scope that these need.
+    fn decode<M: ServedMethod>(&self) -> Result<M::Params, RpcError> {
+        debug_assert_eq!(self.method, M::ID, "another method's function");
+        let params = M::decode(self.params.text.unwrap_or("null")).map_err(|error| {
+            RpcError::invalid_params(format!("invalid params for `{}`: {error}", M::NAME))
+        })?;
+        scope::check(&self.connection.identity, M::NAME, M::scopes(&params))?;
+        Ok(params)
+    }
 
-        process::Start::NAME => call.plain::<process::Start>(methods::process::start),
-        process::Read::NAME => call.plain::<process::Read>(methods::process::read),
-        process::Write::NAME => call.decoded(
-            process::WriteParams::decode,
-            process::Write::NAME,
-            methods::process::write,
-        ),
-        process::CloseStdin::NAME => {
-            call.plain::<process::CloseStdin>(methods::process::close_stdin);
+    /// Checks the handshake, writes to the audit log and calls `function`.
+    fn admit<M: ServedMethod>(
+        self,
+        params: M::Params,
+        function: impl FnOnce(Call<'a>, &mut Phase, M::Params),
+    ) {
+        let session = match self.phase.ready(M::ID.row().family.unwrap_or_default()) {
+            Ok(session) => session,
+            Err(error) => return self.responder.send_error(error),
+        };
+        if let Some(audit) = self.connection.server.audit()
+            && let Some(change) = M::file_change(&params)
+        {
+            audit.changed(&self.connection.identity, M::NAME, change);
         }
-        process::Resize::NAME => call.plain::<process::Resize>(methods::process::resize),
-        process::Signal::NAME => call.plain::<process::Signal>(methods::process::signal),
-        process::Terminate::NAME => call.plain::<process::Terminate>(methods::process::terminate),
-        process::Wait::NAME => call.plain::<process::Wait>(methods::process::wait),
-        process::WaitFor::NAME => call.plain::<process::WaitFor>(methods::process::wait_for),
-        process::Snapshot::NAME => call.plain::<process::Snapshot>(methods::process::snapshot),
-        process::List::NAME => call.plain::<process::List>(methods::process::list),
-
-        command::Exec::NAME => call.plain::<command::Exec>(methods::command::exec),
-        command::Write::NAME => call.plain::<command::Write>(methods::command::write),
-        command::Terminate::NAME => call.plain::<command::Terminate>(methods::command::terminate),
-
-        fs::ReadFile::NAME => call.plain::<fs::ReadFile>(methods::fs::read_file),
-        fs::WriteFile::NAME => call.decoded(
-            fs::WriteFileParams::decode,
-            fs::WriteFile::NAME,
-            methods::fs::write_file,
-        ),
-        fs::GetMetadata::NAME => call.plain::<fs::GetMetadata>(methods::fs::get_metadata),
-        fs::CreateDirectory::NAME => {
-            call.plain::<fs::CreateDirectory>(methods::fs::create_directory);
-        }
-        fs::Canonicalize::NAME => call.plain::<fs::Canonicalize>(methods::fs::canonicalize),
-        fs::ReadDirectory::NAME => call.plain::<fs::ReadDirectory>(methods::fs::read_directory),
-        fs::Walk::NAME => call.plain::<fs::Walk>(methods::fs::walk),
-        fs::Remove::NAME => call.plain::<fs::Remove>(methods::fs::remove),
-        fs::Copy::NAME => call.plain::<fs::Copy>(methods::fs::copy),
-        fs::Rename::NAME => call.plain::<fs::Rename>(methods::fs::rename),
-        fs::SetMetadata::NAME => call.plain::<fs::SetMetadata>(methods::fs::set_metadata),
-        fs::CreateSymlink::NAME => call.plain::<fs::CreateSymlink>(methods::fs::create_symlink),
-        fs::Hash::NAME => call.plain::<fs::Hash>(methods::fs::hash),
-        fs::Open::NAME => call.plain::<fs::Open>(methods::handle::open),
-        fs::ReadBlock::NAME => call.plain::<fs::ReadBlock>(methods::handle::read_block),
-        fs::WriteBlock::NAME => methods::handle::write_block(call),
-        fs::Close::NAME => call.plain::<fs::Close>(methods::handle::close),
-        fs::Watch::NAME => call.plain::<fs::Watch>(methods::watch::watch),
-        fs::Unwatch::NAME => call.plain::<fs::Unwatch>(methods::watch::unwatch),
-        fs::WatchMissing::NAME => {
-            call.plain::<fs::WatchMissing>(methods::watch::watch_missing);
-        }
-        fs::Search::NAME => call.plain::<fs::Search>(methods::search::search),
-
-        http::Request::NAME => call.plain::<http::Request>(methods::http::request),
-        http::Cancel::NAME => call.plain::<http::Cancel>(methods::http::cancel),
-
-        other => {
-            let known = NOT_OFFERED.iter().find(|(name, _)| *name == other);
-            let gate = known.map_or(Ok(()), |(_, family)| call.phase.ready(family).map(|_| ()));
-            let error = gate
-                .err()
-                .unwrap_or_else(|| RpcError::method_not_found(other));
-            call.responder.send_error(error);
-        }
+        let call = Call {
+            connection: self.connection,
+            session,
+            responder: self.responder,
+        };
+        function(call, self.phase, params);
     }
 }
 
@@ -205,28 +201,6 @@ pub(crate) fn notification(phase: &mut Phase, method: &str) -> Result<(), String
         Phase::Initialized(session) | Phase::Ready(session) => {
             *phase = Phase::Ready(session);
             Ok(())
-        }
-    }
-}
-
-impl Call<'_> {
-    /// Decodes the params and calls `function`, which answers by itself.
-    fn plain<M: Method>(self, function: impl FnOnce(Self, M::Params)) {
-        self.decoded(|raw| serde_json::from_str(raw), M::NAME, function);
-    }
-
-    pub(crate) fn decoded<P>(
-        self,
-        decode: fn(&str) -> serde_json::Result<P>,
-        name: &str,
-        function: impl FnOnce(Self, P),
-    ) {
-        match decode(self.params.unwrap_or("null")) {
-            Ok(params) => function(self, params),
-            Err(error) => {
-                let message = format!("invalid params for `{name}`: {error}");
-                self.responder.send_error(RpcError::invalid_params(message));
-            }
         }
     }
 }

@@ -7,7 +7,9 @@ use std::io;
 use std::time::Duration;
 
 use exec_server_executor::log::Exit;
+use exec_server_protocol::MethodId;
 use exec_server_protocol::network::PolicyOutcome;
+use exec_server_protocol::table::{NOT_OFFERED, Named};
 use exec_server_transport::http::{self, Kind};
 use exec_server_transport::metrics::{Counter, Page};
 use tokio::io::AsyncWriteExt as _;
@@ -16,55 +18,6 @@ use tokio::net::{TcpListener, TcpStream};
 use crate::auth::AuthError;
 use crate::listen::response;
 use crate::server::Server;
-
-/// Names of methods, sorted; the last stands for all others, so that a peer cannot make more.
-const METHODS: &[&str] = &[
-    "capabilities/discoverV2",
-    "capabilityRoots/discoverV1",
-    "command/exec",
-    "command/exec/terminate",
-    "command/exec/write",
-    "environment/info",
-    "environment/status",
-    "environmentConfig/read",
-    "fs/canonicalize",
-    "fs/close",
-    "fs/copy",
-    "fs/createDirectory",
-    "fs/createSymlink",
-    "fs/getMetadata",
-    "fs/hash",
-    "fs/open",
-    "fs/readBlock",
-    "fs/readDirectory",
-    "fs/readFile",
-    "fs/remove",
-    "fs/rename",
-    "fs/search",
-    "fs/setMetadata",
-    "fs/unwatch",
-    "fs/walk",
-    "fs/watch",
-    "fs/watchMissing",
-    "fs/writeBlock",
-    "fs/writeFile",
-    "http/cancel",
-    "http/request",
-    "initialize",
-    "process/closeStdin",
-    "process/list",
-    "process/read",
-    "process/resize",
-    "process/signal",
-    "process/snapshot",
-    "process/start",
-    "process/terminate",
-    "process/wait",
-    "process/waitFor",
-    "process/write",
-    "session/end",
-    "~other",
-];
 
 /// Upper bounds of the buckets for answers, in microseconds, and as they are written.
 const BUCKETS: [(u64, &str); 7] = [
@@ -86,17 +39,37 @@ struct Latency {
     errors: Counter,
 }
 
-/// A method, as an index of the table.
+/// What a request names, as an index of what is counted for each method.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct MethodIndex(usize);
 
 impl MethodIndex {
-    pub(crate) fn of(method: &str) -> Self {
-        Self(METHODS.binary_search(&method).unwrap_or(METHODS.len() - 1))
-    }
+    /// All of them: the methods that are served, those that are not offered, and one for all other
+    /// names, so that a peer cannot make more.
+    const COUNT: usize = MethodId::ALL.len() + NOT_OFFERED.len() + 1;
 
     pub(crate) fn name(self) -> &'static str {
-        METHODS[self.0]
+        let Some(index) = self.0.checked_sub(MethodId::ALL.len()) else {
+            return MethodId::ALL[self.0].row().name;
+        };
+        NOT_OFFERED
+            .get(index)
+            .map_or("~other", |method| method.name)
+    }
+}
+
+impl From<Named<'_>> for MethodIndex {
+    fn from(named: Named<'_>) -> Self {
+        Self(match named {
+            Named::Served(method) => method as usize,
+            Named::NotOffered(method) => {
+                let index = NOT_OFFERED
+                    .iter()
+                    .position(|other| other.name == method.name);
+                MethodId::ALL.len() + index.unwrap_or(NOT_OFFERED.len())
+            }
+            Named::Unknown(_) => Self::COUNT - 1,
+        })
     }
 }
 
@@ -163,7 +136,9 @@ impl Default for Metrics {
             network_decisions: Default::default(),
             exits: Default::default(),
             refusals: Default::default(),
-            latencies: METHODS.iter().map(|_| Latency::default()).collect(),
+            latencies: (0..MethodIndex::COUNT)
+                .map(|_| Latency::default())
+                .collect(),
         }
     }
 }
@@ -322,8 +297,8 @@ pub(crate) fn render(server: &Server) -> String {
 fn latencies(page: &mut Page, metrics: &Metrics) {
     const NAME: &str = "request_duration_seconds";
     let used = || {
-        METHODS
-            .iter()
+        (0..MethodIndex::COUNT)
+            .map(|index| MethodIndex(index).name())
             .zip(&metrics.latencies)
             .filter(|(_, latency)| latency.counts.iter().any(|count| count.value() > 0))
     };
@@ -349,7 +324,7 @@ fn latencies(page: &mut Page, metrics: &Metrics) {
         "request_errors_total",
         "Requests that were answered with an error, by method.",
         "method",
-        used().map(|(method, latency)| (*method, &latency.errors)),
+        used().map(|(method, latency)| (method, &latency.errors)),
     );
 }
 
@@ -401,16 +376,21 @@ mod tests {
     use crate::config::ExecServerConfig;
 
     #[test]
-    fn methods_are_sorted_and_others_are_one() {
-        assert!(METHODS.is_sorted());
-        assert_eq!(METHODS[MethodIndex::of("process/start").0], "process/start");
-        assert_eq!(METHODS[MethodIndex::of("made/up").0], "~other");
+    fn each_method_of_the_wire_is_counted_by_its_name_and_all_others_as_one() {
+        let name = |method| MethodIndex::from(Named::of(method)).name();
+        for method in ["capabilities/discoverV2", "initialize", "session/end"] {
+            assert_eq!(name(method), method);
+        }
+        assert_eq!((name("made/up"), name("zzz")), ("~other", "~other"));
+        let names = (0..MethodIndex::COUNT).map(|index| MethodIndex(index).name());
+        let names: std::collections::HashSet<_> = names.collect();
+        assert_eq!(names.len(), MethodIndex::COUNT);
     }
 
     #[tokio::test]
     async fn the_page_is_what_prometheus_reads() {
         let server = Server::new(ExecServerConfig::default()).unwrap();
-        let method = MethodIndex::of("process/list");
+        let method = MethodIndex::from(Named::of("process/list"));
         let metrics = server.metrics();
         metrics.answered(method, Duration::from_micros(50), false);
         metrics.answered(method, Duration::from_secs(60), true);

@@ -17,12 +17,7 @@ use crate::connection::Connection;
 use crate::dispatch::Call;
 use crate::error::RpcError;
 
-const FAMILY: &str = "capability discovery";
-
 pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
-    if let Err(error) = call.phase.ready(FAMILY) {
-        return call.responder.send_error(error);
-    }
     if params.roots.len() > MAX_ROOTS {
         return call.responder.send_error(RpcError::invalid_request(format!(
             "capability root discovery accepts at most {MAX_ROOTS} roots"

@@ -11,17 +11,14 @@ use exec_server_protocol::command::{
 };
 use exec_server_protocol::process::WriteStatus;
 
-use super::process::{Description, FAMILY, launch};
+use super::process::{Description, launch};
 use crate::connection::Responder;
 use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::follow::Dialect;
 
 pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
-    let session = match call.phase.ready(FAMILY) {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
+    let session = call.session;
     if params.argv.is_empty() {
         return call
             .responder
@@ -81,10 +78,7 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
 }
 
 pub(crate) fn write(call: Call<'_>, params: WriteParams) {
-    let session = match call.phase.ready(FAMILY) {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
+    let session = call.session;
     let WriteParams { process_id, chunk } = params;
     let responder = call.responder;
     session.with_process(&process_id.clone(), move |managed| match managed {
@@ -105,10 +99,7 @@ fn accepted(responder: Responder, status: WriteStatus) {
 }
 
 pub(crate) fn terminate(call: Call<'_>, params: TerminateParams) {
-    let session = match call.phase.ready(FAMILY) {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
+    let session = call.session;
     let responder = call.responder;
     session.with_process(&params.process_id, move |managed| {
         let running = managed.is_some_and(|managed| managed.process.terminate(End::Now));

@@ -1,5 +1,6 @@
 //! `environment/*`.
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -10,12 +11,12 @@ use exec_server_protocol::environment::{
 };
 use exec_server_protocol::limits::MAX_CONFIG_PATHS;
 use exec_server_protocol::text::hex;
-use exec_server_protocol::{NoParams, PathUri};
+use exec_server_protocol::{NoParams, PathUri, table};
 use exec_server_sync::{Condvar, Mutex};
 use sha2::{Digest as _, Sha256};
 
 use crate::config::ExecServerConfig;
-use crate::dispatch::{Call, EXTENSIONS};
+use crate::dispatch::Call;
 use crate::error::RpcError;
 
 /// The flags of the compatible wire, each true only if all of it works; those of the managed network
@@ -111,7 +112,7 @@ fn describe(config: &ExecServerConfig, manages_networks: bool) -> EnvironmentInf
                 (name.to_owned(), whole)
             })
             .collect(),
-        extensions: EXTENSIONS.iter().map(|&name| name.to_owned()).collect(),
+        extensions: table::extensions().into_iter().map(str::to_owned).collect(),
         ..host::describe(&config.environment)
     }
 }
@@ -126,31 +127,8 @@ fn provider_id(machine: &str) -> String {
 
 /// What files on this machine say to its clients.
 pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
-    let checked = call.phase.ready("environment config").and_then(|_| {
-        let ConfigReadParams {
-            cwd,
-            config_paths,
-            requirements_paths,
-        } = params;
-        let paths = || config_paths.iter().chain(&requirements_paths);
-        let count = paths().count();
-        let message = if count == 0 {
-            "at least one config or requirements path is required".to_owned()
-        } else if paths().any(Vec::is_empty) {
-            "TOML paths must contain at least one key segment".to_owned()
-        } else if count > MAX_CONFIG_PATHS {
-            format!("{count} paths exceed the limit of {MAX_CONFIG_PATHS}")
-        } else {
-            let cwd = cwd.to_native().map_err(|error| {
-                let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
-                RpcError::invalid_params(message)
-            })?;
-            return Ok((cwd, config_paths, requirements_paths));
-        };
-        Err(RpcError::invalid_params(message))
-    });
-    let (cwd, config_paths, requirements_paths) = match checked {
-        Ok(checked) => checked,
+    let cwd = match checked(&params) {
+        Ok(cwd) => cwd,
         Err(error) => return call.responder.send_error(error),
     };
     let (server, responder) = (call.connection.server.clone(), call.responder);
@@ -167,9 +145,11 @@ pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
                 user_home_dir: server.info().user_home_dir.clone(),
                 codex_home_dir: home.map_err(|error| RpcError::internal(error.to_string()))?,
                 hostname: host::name(),
-                config: files.read_config(&cwd, &config_paths).map_err(failed)?,
+                config: files
+                    .read_config(&cwd, &params.config_paths)
+                    .map_err(failed)?,
                 requirements: files
-                    .read_requirements(&requirements_paths)
+                    .read_requirements(&params.requirements_paths)
                     .map_err(failed)?,
             })
         };
@@ -177,16 +157,37 @@ pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
     });
 }
 
+/// The directory to read for, if the params make sense.
+fn checked(params: &ConfigReadParams) -> Result<PathBuf, RpcError> {
+    let ConfigReadParams {
+        cwd,
+        config_paths,
+        requirements_paths,
+    } = params;
+    let paths = || config_paths.iter().chain(requirements_paths);
+    let count = paths().count();
+    let message = if count == 0 {
+        "at least one config or requirements path is required".to_owned()
+    } else if paths().any(Vec::is_empty) {
+        "TOML paths must contain at least one key segment".to_owned()
+    } else if count > MAX_CONFIG_PATHS {
+        format!("{count} paths exceed the limit of {MAX_CONFIG_PATHS}")
+    } else {
+        return cwd.to_native().map_err(|error| {
+            let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
+            RpcError::invalid_params(message)
+        });
+    };
+    Err(RpcError::invalid_params(message))
+}
+
 pub(crate) fn info(call: Call<'_>, _: NoParams) {
-    let answer = call.phase.ready("environment info");
-    let info = call.connection.server.info();
-    call.responder.send(answer.map(|_| info));
+    call.responder.send(Ok(call.connection.server.info()));
 }
 
 pub(crate) fn status(call: Call<'_>, _: NoParams) {
-    let answer = call.phase.ready("environment status");
     let draining = call.connection.server.draining().is_cancelled();
-    call.responder.send(answer.map(|_| EnvironmentStatus {
+    call.responder.send(Ok(EnvironmentStatus {
         status: Readiness::Ready,
         draining,
     }));

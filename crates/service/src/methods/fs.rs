@@ -23,8 +23,6 @@ use crate::dispatch::Call;
 use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
 
-pub(super) const FAMILY: &str = "filesystem";
-
 /// Room for everything in an answer but the data.
 const ENVELOPE_BYTES: usize = 4096;
 
@@ -35,14 +33,13 @@ const AT_ONCE_BYTES: usize = 32 * 1024;
 /// About how large the answer to a listing may get.
 const LISTING_BYTES: usize = 8 << 20;
 
-/// Checks what every method checks: the handshake, the path and the sandbox.
+/// Checks what every method checks: the path and the sandbox.
 pub(super) fn admit(
     call: &Call<'_>,
     path: &PathUri,
     sandbox: &mut Option<Sandbox>,
     intent: Intent,
 ) -> Result<(PathBuf, Files), RpcError> {
-    call.phase.ready(FAMILY)?;
     let files = confined(call, sandbox.take(), intent)?;
     Ok((native(path)?, files))
 }

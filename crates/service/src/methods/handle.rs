@@ -2,24 +2,26 @@
 
 use std::cell::RefCell;
 
+use bytes::Bytes;
 use exec_server_executor::fs::FsError;
 use exec_server_executor::sandbox::files::Intent;
 use exec_server_protocol::Method as _;
 use exec_server_protocol::chunk::encoded_len;
 use exec_server_protocol::fs::{
-    CloseParams, OpenMode, OpenParams, ReadBlockParams, WriteBlock, WriteBlockParams,
+    CloseParams, OpenParams, ReadBlockParams, WriteBlock, WriteBlockParams,
 };
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
-use super::fs::{FAMILY, admit};
-use crate::dispatch::Call;
+use super::fs::admit;
+use crate::dispatch::{Call, Raw};
 use crate::error::RpcError;
 use crate::handles::{self, Action, Handles};
 
 pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
-    let intent = match params.mode {
-        OpenMode::Read => Intent::Read,
-        OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => Intent::Write,
+    let intent = if params.mode.writes() {
+        Intent::Write
+    } else {
+        Intent::Read
     };
     let (path, files) = match admit(&call, &params.path, &mut params.sandbox, intent) {
         Ok(admitted) => admitted,
@@ -58,28 +60,31 @@ const LONG_BYTES: usize = 128 * 1024;
 /// Room for everything in a message but the data.
 const ENVELOPE_BYTES: usize = 4096;
 
-pub(crate) fn write_block(mut call: Call<'_>) {
-    let raw = call.params.unwrap_or("null");
-    if let Some(shared) = call.shared
-        && (LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len())
-        && let Some(likely) = WriteBlockParams::likely(raw)
-    {
-        call.responder.hold(shared.len());
-        let action = Action::WriteRaw(shared.slice_ref(raw.as_bytes()));
-        return on_block(call, &likely.handle_id, action, Ok(()));
+/// A long block: what its params most likely are without the data, and their text.
+pub(crate) fn long_block(params: Raw<'_>) -> Option<(WriteBlockParams, Bytes)> {
+    let (text, shared) = (params.text?, params.shared?);
+    if !(LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len()) {
+        return None;
     }
-    let decode = WriteBlockParams::decode;
-    call.decoded(decode, WriteBlock::NAME, |mut call, params| {
-        let len = params.chunk.as_slice().len();
-        call.responder.hold(len);
-        let handle_id = params.handle_id.clone();
-        on_block(
-            call,
-            &handle_id,
-            Action::Write(params),
-            admitted(len, "write"),
-        );
-    });
+    let likely = WriteBlockParams::likely(text)?;
+    Some((likely, shared.slice_ref(text.as_bytes())))
+}
+
+pub(crate) fn write_long_block(mut call: Call<'_>, likely: &WriteBlockParams, raw: Bytes) {
+    call.responder.hold(raw.len());
+    on_block(call, &likely.handle_id, Action::WriteRaw(raw), Ok(()));
+}
+
+pub(crate) fn write_block(mut call: Call<'_>, params: WriteBlockParams) {
+    let len = params.chunk.as_slice().len();
+    call.responder.hold(len);
+    let handle_id = params.handle_id.clone();
+    on_block(
+        call,
+        &handle_id,
+        Action::Write(params),
+        admitted(len, "write"),
+    );
 }
 
 /// Decodes the params of `fs/writeBlock`, and passes on where to write what if that can be done.
@@ -117,7 +122,6 @@ fn admitted(len: usize, verb: &str) -> Result<(), RpcError> {
 }
 
 fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<(), RpcError>) {
-    let admitted = call.phase.ready(FAMILY).and(admitted);
     let responder = call.responder;
     match admitted {
         Ok(()) => Handles::call(
@@ -130,9 +134,6 @@ fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<()
 }
 
 pub(crate) fn close(call: Call<'_>, params: CloseParams) {
-    if let Err(error) = call.phase.ready(FAMILY) {
-        return call.responder.send_error(error);
-    }
     let closing = handles::Call {
         action: Action::Close {
             commit: params.commit,

@@ -22,9 +22,6 @@ use crate::error::RpcError;
 use crate::follow;
 use crate::outbox::{Feed, Outbox};
 
-/// The family's name in messages of the handshake.
-const FAMILY: &str = "http";
-
 /// Bytes of a body that is not streamed beyond which it needs a share of the connection's budget.
 ///
 /// With as many requests as there may be, the bodies below it are as much as one message.
@@ -143,20 +140,17 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
     let streamed = params.stream_response;
     let request_id = params.request_id.clone();
     let client = call.connection.server.http().clone();
-    let admitted = call.phase.ready(FAMILY).and_then(|_| {
-        if let Some(audit) = call.connection.server.audit() {
-            audit.requested(&call.connection.identity, &params);
-        }
+    if let Some(audit) = call.connection.server.audit() {
+        audit.requested(&call.connection.identity, &params);
+    }
+    let mut responder = call.responder;
+    let admit = || -> Result<_, RpcError> {
         let prepared = checks::prepare(params, &client.config().environment)?;
         let place = call.connection.requests.enter(&request_id, streamed)?;
-        Ok((prepared, place))
-    });
-    let mut responder = call.responder;
-    let admitted = admitted.and_then(|admitted| {
         let waiting = call.connection.wait(&mut responder)?;
-        Ok((admitted, waiting))
-    });
-    let ((prepared, place), waiting) = match admitted {
+        Ok((prepared, place, waiting))
+    };
+    let (prepared, place, waiting) = match admit() {
         Ok(admitted) => admitted,
         Err(error) => return responder.send_error(error),
     };
@@ -173,10 +167,8 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
 }
 
 pub(crate) fn cancel(call: Call<'_>, params: CancelParams) {
-    let answer = call.phase.ready(FAMILY).map(|_| CancelResult {
-        cancelled: call.connection.requests.cancel(&params.request_id),
-    });
-    call.responder.send(answer);
+    let cancelled = call.connection.requests.cancel(&params.request_id);
+    call.responder.send(Ok(CancelResult { cancelled }));
 }
 
 /// Does something unless it is cancelled first.

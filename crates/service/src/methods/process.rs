@@ -28,14 +28,8 @@ use crate::record::Record;
 use crate::server::Server;
 use crate::session::{Managed, ManagedParts, Reserved, Session, unknown_session};
 
-/// The family's name in messages of the handshake.
-pub(crate) const FAMILY: &str = "exec";
-
 pub(crate) fn start(call: Call<'_>, params: StartParams) {
-    let session = match call.phase.ready(FAMILY) {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
+    let session = call.session;
     let dialect = match params.delivery.unwrap_or_default() {
         Delivery::Push => Dialect::Process,
         Delivery::Pull => Dialect::ProcessPull,
@@ -263,15 +257,10 @@ fn with_process(
     process_id: &str,
     job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
 ) {
-    match call.phase.ready(FAMILY) {
-        Ok(session) => {
-            let (connection, responder) = (Arc::clone(call.connection), call.responder);
-            session.with_process(process_id, move |managed| {
-                job(connection, managed, responder)
-            });
-        }
-        Err(error) => call.responder.send_error(error),
-    }
+    let (connection, responder) = (Arc::clone(call.connection), call.responder);
+    call.session.with_process(process_id, move |managed| {
+        job(connection, managed, responder)
+    });
 }
 
 pub(crate) fn read(call: Call<'_>, params: ReadParams) {
@@ -440,12 +429,8 @@ fn elsewhere(
     process_id: &str,
     job: impl FnOnce(Arc<Connection>, Option<&Arc<Managed>>, Responder) + Send + 'static,
 ) {
-    let found = call.phase.ready(FAMILY).and_then(|_| {
-        let session = call.connection.server.session(session_id);
-        session.ok_or_else(|| unknown_session(session_id))
-    });
-    match found {
-        Ok(session) => {
+    match call.connection.server.session(session_id) {
+        Some(session) => {
             let managed = session.process(process_id);
             job(
                 Arc::clone(call.connection),
@@ -453,7 +438,7 @@ fn elsewhere(
                 call.responder,
             );
         }
-        Err(error) => call.responder.send_error(error),
+        None => call.responder.send_error(unknown_session(session_id)),
     }
 }
 
@@ -592,10 +577,7 @@ pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
 }
 
 pub(crate) fn list(call: Call<'_>, params: ListParams) {
-    let session = match call.phase.ready(FAMILY) {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
+    let session = call.session;
     let sessions = if params.all {
         call.connection.server.all_sessions()
     } else {

@@ -2,24 +2,26 @@
 
 use std::sync::Arc;
 
-use exec_server_protocol::NoParams;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 
-use crate::connection::Phase;
+use crate::connection::{Connection, Phase, Responder};
 use crate::dispatch::Call;
 use crate::error::RpcError;
 
 /// Opens a session or takes one up again.
-pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
-    if !matches!(call.phase, Phase::New) {
+pub(crate) fn initialize(
+    connection: &Arc<Connection>,
+    phase: &mut Phase,
+    responder: Responder,
+    params: &InitializeParams,
+) {
+    if !matches!(phase, Phase::New) {
         let message = "initialize may only be sent once per connection";
-        return call
-            .responder
-            .send_error(RpcError::invalid_request(message));
+        return responder.send_error(RpcError::invalid_request(message));
     }
-    let server = &call.connection.server;
-    let driver = call.connection.driver();
+    let server = &connection.server;
+    let driver = connection.driver();
     let opened = match &params.resume_session_id {
         None => server.open(driver, params.detach_grace_ms),
         Some(id) => {
@@ -29,7 +31,7 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
     };
     let (session, grace) = match opened {
         Ok(opened) => opened,
-        Err(error) => return call.responder.send_error(error),
+        Err(error) => return responder.send_error(error),
     };
     tracing::info!(
         client = params.client_name,
@@ -37,7 +39,7 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
         resumed = params.resume_session_id.is_some(),
         "session attached"
     );
-    let grace = if call.connection.is_resumable() {
+    let grace = if connection.is_resumable() {
         grace.as_millis()
     } else {
         0
@@ -46,10 +48,10 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
         session_id: session.id.clone(),
         environment_info: None,
         detach_grace_ms: Some(u64::try_from(grace).unwrap_or(u64::MAX)),
-        resume_key: call.connection.is_resumable().then(|| session.resume_key()),
+        resume_key: connection.is_resumable().then(|| session.resume_key()),
     };
     let info = server.info_text();
-    call.responder.send_result(info.len() + 256, |out| {
+    responder.send_result(info.len() + 256, |out| {
         // Another field, of which the text is there already.
         let encoded = serde_json::to_writer(&mut *out, &short);
         debug_assert!(encoded.is_ok(), "texts and numbers always serialise");
@@ -60,20 +62,17 @@ pub(crate) fn initialize(call: Call<'_>, params: InitializeParams) {
     });
     // After the answer, so that news of resumed processes does not come before it.
     session.follow_all();
-    *call.phase = Phase::Initialized(session);
+    *phase = Phase::Initialized(session);
 }
 
 /// Ends the session now; the connection may initialize again.
-pub(crate) fn end(call: Call<'_>, _: NoParams) {
-    let session = match call.phase.ready("session") {
-        Ok(session) => session,
-        Err(error) => return call.responder.send_error(error),
-    };
-    *call.phase = Phase::New;
+pub(crate) fn end(call: Call<'_>, phase: &mut Phase) {
+    *phase = Phase::New;
     call.connection.requests.cancel_all();
     call.connection.searches.cancel();
     call.connection.watches.end();
-    let (server, responder) = (call.connection.server.clone(), call.responder);
+    let (session, responder) = (call.session, call.responder);
+    let server = call.connection.server.clone();
     // Not tied to the connection: a session that was told to end ends.
     tokio::spawn(async move {
         server.end_session(&Arc::clone(&session)).await;

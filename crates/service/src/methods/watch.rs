@@ -22,7 +22,7 @@ use exec_server_sync::Mutex;
 use exec_server_transport::Outgoing;
 use tokio_util::sync::CancellationToken;
 
-use super::fs::{FAMILY, admit, blocking};
+use super::fs::{admit, blocking};
 use super::search::check_globs;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
@@ -250,25 +250,19 @@ fn check(params: &WatchParams) -> Result<(), RpcError> {
 }
 
 pub(crate) fn unwatch(call: Call<'_>, params: UnwatchParams) {
-    let answer = call.phase.ready(FAMILY).map(|_| {
-        let watch = call
-            .connection
-            .watches
-            .active
-            .lock()
-            .remove(&params.watch_id);
-        if let Some(watch) = watch {
-            watch.end();
-        }
-        Empty {}
-    });
-    call.responder.send(answer);
+    let watch = call
+        .connection
+        .watches
+        .active
+        .lock()
+        .remove(&params.watch_id);
+    if let Some(watch) = watch {
+        watch.end();
+    }
+    call.responder.send(Ok(Empty {}));
 }
 
 pub(crate) fn watch_missing(call: Call<'_>, params: WatchMissingParams) {
-    if let Err(error) = call.phase.ready(FAMILY) {
-        return call.responder.send_error(error);
-    }
     let WatchMissingParams {
         watch_id,
         missing,

@@ -1,0 +1,510 @@
+//! Scopes over every method of the table and many shapes of its params: what a token may not do is
+//! refused, and nothing of it happens.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::{MethodId, Scope};
+use exec_server_testkit::proc;
+use exec_server_testkit::server::Server;
+use exec_server_testkit::wire::{Client, Failure, Start};
+use serde_json::{Map, Value, json};
+
+use crate::{Files, session_with, start, text_of};
+
+/// What no token without `fs:read` may learn.
+const SECRET: &str = "what-the-file-says";
+
+/// A process that no token without `exec` may end.
+const OWNED: &str = "the-process-of-the-owner";
+
+/// Params by name, in the order in which the type declares them.
+type Members = Vec<(&'static str, Value)>;
+
+/// Params that the method takes and that would have an effect; `file` makes URIs below the tree.
+/// A method without an arm does not compile.
+fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Members {
+    use MethodId as M;
+    let path = |name: &str| ("path", file(name));
+    let process = ("processId", json!(OWNED));
+    let touch = ["touch", file("made-by-a-process").as_str().unwrap()]
+        .map(|text| json!(text.trim_start_matches("file://")));
+    let cwd = file("");
+    match method {
+        M::Initialize => vec![("clientName", json!("test"))],
+        M::SessionEnd | M::EnvironmentInfo | M::EnvironmentStatus => vec![],
+        M::EnvironmentConfigRead => vec![
+            ("cwd", cwd),
+            ("configPaths", json!([["model"]])),
+            ("requirementsPaths", json!([])),
+        ],
+        M::CapabilityDiscoverV1 => vec![("roots", json!([{"id": "r", "path": cwd}]))],
+        M::CommandExec => vec![
+            ("processId", json!("made")),
+            ("argv", json!(touch)),
+            ("cwd", json!("/")),
+            ("env", json!({"PATH": "/usr/bin:/bin"})),
+            ("tty", json!(false)),
+        ],
+        M::CommandWrite => vec![process, ("chunk", json!("eA=="))],
+        M::CommandTerminate | M::ProcessCloseStdin => vec![process],
+        M::ProcessStart => vec![
+            ("processId", json!("made")),
+            ("argv", json!(touch)),
+            ("cwd", cwd),
+            ("env", json!({"PATH": "/usr/bin:/bin"})),
+            ("tty", json!(false)),
+        ],
+        M::ProcessRead => vec![
+            process,
+            ("afterSeq", json!(0)),
+            ("maxBytes", json!(100)),
+            ("waitMs", json!(0)),
+            ("sessionId", json!(owner)),
+        ],
+        M::ProcessWrite => vec![process, ("chunk", json!("eA==")), ("writeId", json!("w"))],
+        M::ProcessResize => vec![process, ("rows", json!(3)), ("cols", json!(4))],
+        M::ProcessSignal => vec![
+            process,
+            ("signal", json!("kill")),
+            ("scope", json!("tree")),
+            ("sessionId", json!(owner)),
+        ],
+        M::ProcessTerminate => vec![
+            process,
+            ("mode", json!({"type": "force"})),
+            ("wait", json!(false)),
+            ("sessionId", json!(owner)),
+        ],
+        // Without a session: nobody waits for a process that goes on.
+        M::ProcessWait => vec![process, ("until", json!("exited")), ("timeoutMs", json!(1))],
+        M::ProcessWaitFor => vec![process, ("any", json!([{"exit": true}]))],
+        M::ProcessSnapshot => vec![
+            process,
+            ("maxBytes", json!(100)),
+            ("sessionId", json!(owner)),
+        ],
+        M::ProcessList => vec![("all", json!(true))],
+        M::HttpRequest => vec![
+            ("method", json!("GET")),
+            ("url", json!("http://127.0.0.1:1/")),
+            ("requestId", json!("r")),
+        ],
+        M::HttpCancel => vec![("requestId", json!("r"))],
+        M::FsReadFile | M::FsGetMetadata | M::FsHash | M::FsCanonicalize => vec![path("secret")],
+        M::FsReadDirectory => vec![path("")],
+        M::FsSearch => vec![path(""), ("pattern", json!("what"))],
+        M::FsWalk => vec![
+            path(""),
+            (
+                "options",
+                json!({"maxDepth": 3, "maxDirectories": 9, "maxEntries": 99,
+                    "followDirectorySymlinks": false}),
+            ),
+        ],
+        M::FsWatch => vec![("watchId", json!("w")), path("")],
+        M::FsUnwatch => vec![("watchId", json!("w"))],
+        M::FsWatchMissing => vec![
+            ("watchId", json!(1)),
+            ("missing", json!([file("nothing")])),
+            ("present", Value::Null),
+        ],
+        M::FsOpen => vec![
+            ("handleId", json!("h")),
+            path("secret"),
+            ("mode", json!("read")),
+        ],
+        M::FsReadBlock => vec![
+            ("handleId", json!("h")),
+            ("offset", json!(0)),
+            ("len", json!(100)),
+        ],
+        M::FsWriteBlock => vec![
+            ("handleId", json!("h")),
+            ("offset", json!(0)),
+            ("chunk", json!("eA==")),
+        ],
+        M::FsClose => vec![("handleId", json!("h")), ("commit", json!(true))],
+        M::FsWriteFile => vec![path("secret"), ("dataBase64", json!("eA=="))],
+        M::FsCreateDirectory => vec![path("made/deep"), ("recursive", json!(true))],
+        M::FsCreateSymlink => vec![path("link"), ("target", json!("secret"))],
+        M::FsRemove => vec![path("kept"), ("recursive", json!(true))],
+        M::FsCopy => vec![
+            ("sourcePath", file("secret")),
+            ("destinationPath", file("copy")),
+            ("recursive", json!(true)),
+        ],
+        M::FsRename => vec![("from", file("kept")), ("to", file("moved"))],
+        M::FsSetMetadata => vec![
+            path("secret"),
+            ("mode", json!(0o600)),
+            ("modifiedAtMs", json!(1000)),
+        ],
+    }
+}
+
+/// Ways to write an enum of the wire, and some that are none.
+fn spellings(text: &str) -> [Value; 4] {
+    [
+        json!({text: null}),
+        json!([text]),
+        json!({text: [text]}),
+        json!(text.to_uppercase()),
+    ]
+}
+
+/// The sample in every shape that a decoder may take for it, or for part of it.
+fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
+    let whole: Map<String, Value> = sample
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), value.clone()))
+        .collect();
+    let by_position: Vec<Value> = sample.iter().map(|(_, value)| value.clone()).collect();
+    let object = Value::Object(whole.clone());
+    let mut shapes = vec![
+        object.clone(),
+        json!(by_position),
+        json!([object]),
+        json!([]),
+        json!({}),
+        Value::Null,
+        json!(true),
+        json!(7),
+        json!("text"),
+    ];
+    let with = |members: &Map<String, Value>, name: &str, value: Value| {
+        let mut members = members.clone();
+        members.insert(name.to_owned(), value);
+        members
+    };
+    let mut members = vec![
+        with(&whole, "unknown", json!({"mode": "read"})),
+        with(&whole, "mode", json!("read")),
+    ];
+    for (name, value) in sample {
+        let mut without = whole.clone();
+        without.remove(*name);
+        members.push(without);
+        members.push(with(&whole, name, Value::Null));
+        members.push(with(&whole, name, json!([value])));
+        members.push(with(&whole, &name.to_uppercase(), value.clone()));
+        for spelling in value.as_str().map(spellings).into_iter().flatten() {
+            members.push(with(&whole, name, spelling));
+        }
+    }
+    if method == MethodId::FsOpen {
+        for mode in ["replace", "update", "atomic"] {
+            let spellings = spellings(mode).into_iter().chain([json!(mode)]);
+            members.extend(spellings.map(|mode| with(&whole, "mode", mode)));
+            let mut by_position = by_position.clone();
+            by_position[2] = json!(mode);
+            shapes.push(json!(by_position));
+        }
+    }
+    // Members of one shape in another.
+    for _ in 0..20 {
+        let (one, other) = (random.of(&members), random.of(&members));
+        let mixed = one.iter().chain(other.iter().filter(|_| random.coin()));
+        members.push(
+            mixed
+                .map(|(name, value)| (name.clone(), value.clone()))
+                .collect(),
+        );
+    }
+    shapes.extend(members.into_iter().map(Value::Object));
+    shapes
+}
+
+/// Numbers that a seed decides.
+struct Random(std::cell::Cell<u64>);
+
+impl Random {
+    fn next(&self) -> u64 {
+        let mut state = self.0.get();
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        self.0.set(state);
+        state
+    }
+
+    fn coin(&self) -> bool {
+        self.next() & 1 == 0
+    }
+
+    fn of<T: Clone>(&self, items: &[T]) -> T {
+        let index = usize::try_from(self.next() % items.len() as u64).unwrap();
+        items[index].clone()
+    }
+}
+
+/// Everything below a directory: kind, mode, time of last change and content.
+fn snapshot(root: &Path) -> BTreeMap<PathBuf, (u32, i64, i64, Vec<u8>)> {
+    let mut found = BTreeMap::new();
+    let mut left = vec![root.to_owned()];
+    while let Some(path) = left.pop() {
+        let metadata = path.symlink_metadata().unwrap();
+        let mut content = Vec::new();
+        if metadata.is_dir() {
+            let entries = std::fs::read_dir(&path).unwrap();
+            left.extend(entries.map(|entry| entry.unwrap().path()));
+        } else if metadata.is_file() {
+            content = std::fs::read(&path).unwrap();
+        }
+        let state = (
+            metadata.mode(),
+            metadata.mtime(),
+            metadata.mtime_nsec(),
+            content,
+        );
+        found.insert(path, state);
+    }
+    found
+}
+
+fn is_denied(method: &str, answer: &Result<Value, Failure>) -> bool {
+    let start = format!("`{method}` needs the scope `");
+    matches!(answer, Err(failure) if failure.code == -32600 && failure.message.starts_with(&start))
+}
+
+/// A server with a token of every scope, one of all, and a tree to be left alone.
+struct Stage {
+    files: Files,
+    server: Server,
+    owner: Client,
+    tree: PathBuf,
+}
+
+impl Stage {
+    async fn new(more: &[&str]) -> Self {
+        let files = Files::new();
+        let tree = files.path("tree");
+        std::fs::create_dir_all(tree.join("kept/deep")).unwrap();
+        std::fs::write(tree.join("secret"), SECRET).unwrap();
+        let mut args: Vec<String> = ["--ws-auth", "capability-token"].map(String::from).into();
+        let scopes = Scope::ALL.map(|scope| (scope.name(), format!(":{scope}")));
+        for (name, scopes) in [("all", String::new())].into_iter().chain(scopes) {
+            let name = name.replace(':', "-");
+            let file = files.write(&name, &format!("{name}-token"));
+            args.push("--ws-token-file".to_owned());
+            args.push(format!("{name}={file}{scopes}"));
+        }
+        args.extend(more.iter().map(|&arg| arg.to_owned()));
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let server = start(&args).await;
+        let mut owner = session_with(server.url(), "all-token").await;
+        owner.start(Start::sh(OWNED, "sleep 600").piped()).await;
+        Self {
+            files,
+            server,
+            owner,
+            tree,
+        }
+    }
+
+    async fn session(&self, scope: Scope) -> Client {
+        let token = format!("{}-token", scope.name().replace(':', "-"));
+        session_with(self.server.url(), &token).await
+    }
+
+    fn sample(&self, method: MethodId) -> Members {
+        let file = |name: &str| {
+            let path = self.tree.join(name);
+            json!(format!("file://{}", text_of(&path).trim_end_matches('/')))
+        };
+        sample(method, &file, &self.owner.session_id())
+    }
+}
+
+fn object(members: &Members) -> Value {
+    let members = members
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), value.clone()));
+    Value::Object(members.collect())
+}
+
+/// Scope by scope, as the table of methods has it.
+#[tokio::test]
+async fn each_scope_opens_the_methods_whose_rows_name_it() {
+    let stage = Stage::new(&[]).await;
+    for scope in Scope::ALL {
+        // In the order of the table a session would end last, but `process/terminate` ends OWNED.
+        for &method in MethodId::ALL {
+            let row = method.row();
+            let mut client = stage.session(scope).await;
+            let sample = object(&stage.sample(method));
+            let answer = client.call(row.name, sample).await;
+            let needed = match method {
+                // The sample reads.
+                MethodId::FsOpen => &[Scope::FsRead],
+                _ => row.scopes,
+            };
+            let opens = needed.is_empty()
+                || needed.contains(&scope)
+                || (needed == [Scope::Observe] && scope == Scope::Exec);
+            assert_eq!(
+                !is_denied(row.name, &answer),
+                opens,
+                "{scope}: {} {answer:?}",
+                row.name
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn without_the_scope_no_shape_of_params_has_an_effect() {
+    const SEED: u64 = 0x5eed_0fa1;
+    let mut stage = Stage::new(&[]).await;
+    let random = Random(SEED.into());
+    let mut tried = 0;
+    for scope in [Scope::FsRead, Scope::Observe, Scope::FsWrite] {
+        let before = snapshot(&stage.tree);
+        for &method in MethodId::ALL {
+            let row = method.row();
+            let shapes = shapes(method, &stage.sample(method), &random);
+            let mut client = stage.session(scope).await;
+            let mut sent = Vec::new();
+            for shape in &shapes {
+                sent.push(client.queue(row.name, shape.clone()));
+            }
+            client.flush_and_take().await;
+            for (id, shape) in sent.into_iter().zip(&shapes) {
+                let answer = client.answer(id).await;
+                tried += 1;
+                let said = format!("{scope}: {} {shape} {answer:?}", row.name);
+                if !row.scopes.is_empty() && !row.scopes.contains(&scope) {
+                    assert!(is_denied(row.name, &answer), "{said}");
+                } else if let Ok(answer) = &answer {
+                    assert!(shape.is_object() || shape.is_null(), "{said}");
+                    let answer = answer.to_string();
+                    let tells = answer.contains(SECRET) || answer.contains("d2hhdC10aGU");
+                    assert!(scope == Scope::FsRead || !tells, "{said}");
+                    assert!(scope == Scope::Observe || !answer.contains(OWNED), "{said}");
+                }
+            }
+        }
+        // Whoever may write did so, but nobody started anything.
+        if scope != Scope::FsWrite {
+            assert_eq!(snapshot(&stage.tree), before, "{scope}");
+        }
+        assert!(!stage.tree.join("made-by-a-process").exists(), "{scope}");
+        let listed = stage.owner.ok("process/list", json!({})).await;
+        assert_eq!(listed["processes"][0]["running"], true, "{scope}: {listed}");
+    }
+    assert!(tried > 3000, "{tried}");
+}
+
+/// Long data is decoded in a way of its own.
+#[tokio::test]
+async fn long_params_need_the_scope_as_well() {
+    let stage = Stage::new(&[]).await;
+    let before = snapshot(&stage.tree);
+    let data = json!("QUJD".repeat(100_000));
+    for scope in [Scope::FsRead, Scope::Observe] {
+        let mut client = stage.session(scope).await;
+        for (method, field) in [
+            (MethodId::FsWriteFile, "dataBase64"),
+            (MethodId::FsWriteBlock, "chunk"),
+            (MethodId::ProcessWrite, "chunk"),
+        ] {
+            let mut params = object(&stage.sample(method));
+            params[field] = data.clone();
+            let answer = client.call(method.row().name, params).await;
+            assert!(is_denied(method.row().name, &answer), "{answer:?}");
+        }
+    }
+    assert_eq!(snapshot(&stage.tree), before);
+}
+
+#[tokio::test]
+async fn params_that_are_no_object_are_refused() {
+    let stage = Stage::new(&[]).await;
+    for &method in MethodId::ALL {
+        let row = method.row();
+        let mut client = session_with(stage.server.url(), "all-token").await;
+        let sample = stage.sample(method);
+        let by_position: Vec<&Value> = sample.iter().map(|(_, value)| value).collect();
+        for params in [
+            json!(by_position),
+            json!([]),
+            json!(0),
+            json!("x"),
+            json!(true),
+        ] {
+            let refused = client.refused(row.name, params.clone()).await;
+            assert_eq!(refused.code, -32602, "{} {params}: {refused}", row.name);
+            let start = format!("invalid params for `{}`: ", row.name);
+            assert!(refused.message.starts_with(&start), "{params}: {refused}");
+        }
+    }
+}
+
+/// Every request that changes files is in the audit log, however its params are spelt.
+#[tokio::test]
+async fn changes_of_files_are_in_the_audit_log() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = text_of(&directory.path().join("audit.jsonl"));
+    let stage = Stage::new(&["--audit-file", &log]).await;
+    let mut client = session_with(stage.server.url(), "all-token").await;
+    let mut expected = Vec::new();
+    let mut call = async |method: MethodId, params: Value, path: Option<Value>| {
+        let name = method.row().name;
+        let _ = client.call(name, params).await;
+        if let Some(path) = path {
+            expected.push((json!(name), path));
+        }
+    };
+    for &method in MethodId::ALL {
+        let changes = method.row().changes == exec_server_protocol::table::Changes::Files;
+        let sample = stage.sample(method);
+        let first = sample
+            .iter()
+            .find(|(name, _)| matches!(*name, "path" | "from" | "sourcePath"));
+        let path = first.map(|(_, path)| path.clone());
+        match method {
+            MethodId::FsOpen => {
+                for mode in [json!("read"), json!({"read": null})] {
+                    let mut params = object(&sample);
+                    params["mode"] = mode;
+                    call(method, params, None).await;
+                }
+                for mode in [json!("atomic"), json!({"replace": null}), json!("update")] {
+                    let mut params = object(&sample);
+                    params["mode"] = mode;
+                    call(method, params, path.clone()).await;
+                }
+            }
+            // Through handles that were opened to be written.
+            MethodId::FsClose | MethodId::FsWriteBlock => call(method, object(&sample), None).await,
+            // What cannot be decoded changes nothing.
+            _ if changes => {
+                assert!(path.is_some(), "{method:?}");
+                call(method, json!([path]), None).await;
+                call(method, object(&sample), path).await;
+            }
+            // The session goes on.
+            MethodId::SessionEnd => {}
+            _ => call(method, object(&sample), None).await,
+        }
+    }
+    assert!(expected.len() > 8, "{expected:?}");
+    let written = proc::eventually("the audit log", || {
+        let text = std::fs::read_to_string(&log).unwrap();
+        let written: Vec<(Value, Value)> = text
+            .lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap())
+            .filter(|line| line["event"] == "file")
+            .map(|line| (line["method"].clone(), line["path"].clone()))
+            .collect();
+        if written.len() < expected.len() {
+            Err(text)
+        } else {
+            Ok(written)
+        }
+    })
+    .await;
+    assert_eq!(written, expected);
+    drop(stage.files);
+}

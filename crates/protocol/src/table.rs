@@ -1,0 +1,584 @@
+//! The table of methods: for each that servers handle, what it takes, answers, needs and adds.
+//!
+//! Dispatch, scopes, metrics, the audit log, the list of extensions, the client's decision whether to
+//! send a request again and `docs/wire.md` all read it. A method without a row is no
+//! [`ServedMethod`], and the compiler finds a row without a function. Requests that a server makes
+//! ([`network`](crate::network)) have no row.
+
+use std::fmt;
+
+use Scope::{Exec, FsRead, FsWrite, Observe};
+
+use crate::method::{Empty, Method, NoParams};
+use crate::path::PathUri;
+use crate::{capability, command, environment, fs, http, params, process, session};
+
+/// What a token allows its bearer to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scope {
+    /// Running commands, and all that `Observe` allows.
+    Exec,
+    /// Reading files.
+    FsRead,
+    /// Changing files.
+    FsWrite,
+    /// Looking at processes.
+    Observe,
+}
+
+impl Scope {
+    /// Every scope there is.
+    pub const ALL: [Self; 4] = [Self::Exec, Self::FsRead, Self::FsWrite, Self::Observe];
+
+    /// Its name in tokens and settings.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exec => "exec",
+            Self::FsRead => "fs:read",
+            Self::FsWrite => "fs:write",
+            Self::Observe => "observe",
+        }
+    }
+}
+
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What requests of a method may change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Changes {
+    /// Nothing.
+    Nothing,
+    /// The session or the connection of the client itself.
+    Session,
+    /// Processes: they are started, fed or ended.
+    Processes,
+    /// Files, through a path or an open handle.
+    Files,
+    /// Something elsewhere, over the network.
+    Network,
+}
+
+impl Changes {
+    /// A noun for the documentation.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Nothing => "nothing",
+            Self::Session => "session",
+            Self::Processes => "processes",
+            Self::Files => "files",
+            Self::Network => "network",
+        }
+    }
+}
+
+/// Which files a request changes, for the audit log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileChange<'a> {
+    /// The path that is changed, copied or moved.
+    pub path: &'a PathUri,
+    /// Where it is copied or moved to.
+    pub to: Option<&'a PathUri>,
+}
+
+impl<'a> FileChange<'a> {
+    fn at(path: &'a PathUri) -> Self {
+        Self { path, to: None }
+    }
+
+    fn between(path: &'a PathUri, to: &'a PathUri) -> Self {
+        Self { path, to: Some(to) }
+    }
+}
+
+/// A row of the table.
+#[derive(Debug)]
+pub struct Row {
+    /// The name on the wire.
+    pub name: &'static str,
+    /// What its methods are called in the errors of the handshake; `initialize`, which needs none,
+    /// has no family.
+    pub family: Option<&'static str>,
+    /// A token needs one of these; every token will do if there are none. What a single request needs
+    /// can be less than all of them, see [`ServedMethod::scopes`].
+    pub scopes: &'static [Scope],
+    /// What requests may change.
+    pub changes: Changes,
+    /// Whether a client may send a request again when the connection is lost before the answer: twice
+    /// is the same as once. `process/write` is, because the server knows its `writeId` again; open
+    /// files and watches belong to one connection.
+    pub repeatable: bool,
+    /// What is added to the compatible wire: methods, notifications and fields (`method#field`).
+    pub extensions: &'static [&'static str],
+}
+
+/// A method that servers handle: it has a row in the table.
+pub trait ServedMethod: Method {
+    /// Its row.
+    const ID: MethodId;
+
+    /// Decodes params, which are an object (or absent, given as `null`, where there are none).
+    ///
+    /// # Errors
+    ///
+    /// When they are not what the method takes.
+    fn decode(raw: &str) -> serde_json::Result<Self::Params> {
+        params::from_str(raw)
+    }
+
+    /// The scopes of which a token needs one for this request; every token will do if there are none.
+    fn scopes(_: &Self::Params) -> &'static [Scope] {
+        Self::ID.row().scopes
+    }
+
+    /// The files that this request changes, unless it does so through a handle: then the request that
+    /// opened it said so.
+    fn file_change(_: &Self::Params) -> Option<FileChange<'_>> {
+        None
+    }
+}
+
+/// Makes the list of methods, their rows and their types' traits. What follows `=>` overrides functions
+/// of [`ServedMethod`].
+macro_rules! table {
+    ($(
+        $variant:ident: $method:ty = $wire:literal ($params:ty) -> $result:ty {
+            family: $family:expr, scopes: $scopes:tt, changes: $changes:ident,
+            repeatable: $repeatable:literal, extensions: $extensions:tt,
+            $(=> $($function:tt)*)?
+        }
+    )*) => {
+        /// The methods that servers handle, in the order of their names.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum MethodId {
+            $(
+                #[doc = concat!("`", $wire, "`.")]
+                $variant,
+            )*
+        }
+
+        impl MethodId {
+            /// All of them, in the order of their names.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+        }
+
+        const ROWS: &[Row] = &[$(
+            Row {
+                name: $wire,
+                family: $family,
+                scopes: &$scopes,
+                changes: Changes::$changes,
+                repeatable: $repeatable,
+                extensions: &$extensions,
+            },
+        )*];
+
+        $(
+            impl Method for $method {
+                const NAME: &'static str = $wire;
+                type Params = $params;
+                type Result = $result;
+            }
+
+            impl ServedMethod for $method {
+                const ID: MethodId = MethodId::$variant;
+                $($($function)*)?
+            }
+        )*
+    };
+}
+
+table! {
+    CapabilityDiscoverV1: capability::DiscoverV1 = "capabilityRoots/discoverV1" (capability::DiscoverParams) -> capability::DiscoverResult {
+        family: Some("capability discovery"), scopes: [FsRead], changes: Nothing, repeatable: false,
+        extensions: [],
+    }
+    CommandExec: command::Exec = "command/exec" (command::ExecParams) -> command::ExecResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
+        extensions: ["command/exec", "command/exec/exited", "command/exec/outputDelta"],
+    }
+    CommandTerminate: command::Terminate = "command/exec/terminate" (command::TerminateParams) -> command::TerminateResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
+        extensions: ["command/exec/terminate"],
+    }
+    CommandWrite: command::Write = "command/exec/write" (command::WriteParams) -> command::WriteResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
+        extensions: ["command/exec/write"],
+    }
+    EnvironmentInfo: environment::Info = "environment/info" (NoParams) -> environment::EnvironmentInfo {
+        family: Some("environment info"), scopes: [], changes: Nothing, repeatable: true,
+        extensions: [],
+    }
+    EnvironmentStatus: environment::Status = "environment/status" (NoParams) -> environment::EnvironmentStatus {
+        family: Some("environment status"), scopes: [], changes: Nothing, repeatable: true,
+        extensions: [],
+    }
+    EnvironmentConfigRead: environment::ConfigRead = "environmentConfig/read" (environment::ConfigReadParams) -> environment::ConfigReadResult {
+        family: Some("environment config"), scopes: [FsRead], changes: Nothing, repeatable: false,
+        extensions: [],
+    }
+    FsCanonicalize: fs::Canonicalize = "fs/canonicalize" (fs::CanonicalizeParams) -> fs::CanonicalizeResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: [],
+    }
+    FsClose: fs::Close = "fs/close" (fs::CloseParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsRead, FsWrite], changes: Files, repeatable: false,
+        extensions: ["fs/close#commit"],
+    }
+    FsCopy: fs::Copy = "fs/copy" (fs::CopyParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: [],
+        =>
+        fn file_change(params: &fs::CopyParams) -> Option<FileChange<'_>> {
+            Some(FileChange::between(&params.source_path, &params.destination_path))
+        }
+    }
+    FsCreateDirectory: fs::CreateDirectory = "fs/createDirectory" (fs::CreateDirectoryParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: [],
+        =>
+        fn file_change(params: &fs::CreateDirectoryParams) -> Option<FileChange<'_>> {
+            Some(FileChange::at(&params.path))
+        }
+    }
+    FsCreateSymlink: fs::CreateSymlink = "fs/createSymlink" (fs::CreateSymlinkParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: ["fs/createSymlink"],
+        =>
+        fn file_change(params: &fs::CreateSymlinkParams) -> Option<FileChange<'_>> {
+            Some(FileChange::at(&params.path))
+        }
+    }
+    FsGetMetadata: fs::GetMetadata = "fs/getMetadata" (fs::GetMetadataParams) -> fs::Metadata {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: [
+            "fs/getMetadata#gid", "fs/getMetadata#inode", "fs/getMetadata#mode",
+            "fs/getMetadata#symlinkTarget", "fs/getMetadata#uid",
+        ],
+    }
+    FsHash: fs::Hash = "fs/hash" (fs::HashParams) -> fs::HashResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: ["fs/hash"],
+    }
+    FsOpen: fs::Open = "fs/open" (fs::OpenParams) -> fs::OpenResult {
+        family: Some("filesystem"), scopes: [FsRead, FsWrite], changes: Files, repeatable: false,
+        extensions: ["fs/open#atomic", "fs/open#identity", "fs/open#update"],
+        =>
+        fn scopes(params: &fs::OpenParams) -> &'static [Scope] {
+            if params.mode.writes() { &[FsWrite] } else { &[FsRead] }
+        }
+        fn file_change(params: &fs::OpenParams) -> Option<FileChange<'_>> {
+            params.mode.writes().then(|| FileChange::at(&params.path))
+        }
+    }
+    FsReadBlock: fs::ReadBlock = "fs/readBlock" (fs::ReadBlockParams) -> fs::ReadBlockResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: false,
+        extensions: [],
+    }
+    FsReadDirectory: fs::ReadDirectory = "fs/readDirectory" (fs::ReadDirectoryParams) -> fs::ReadDirectoryResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: ["fs/readDirectory#links", "fs/readDirectory#path"],
+    }
+    FsReadFile: fs::ReadFile = "fs/readFile" (fs::ReadFileParams) -> fs::ReadFileResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: [],
+    }
+    FsRemove: fs::Remove = "fs/remove" (fs::RemoveParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: [],
+        =>
+        fn file_change(params: &fs::RemoveParams) -> Option<FileChange<'_>> {
+            Some(FileChange::at(&params.path))
+        }
+    }
+    FsRename: fs::Rename = "fs/rename" (fs::RenameParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: ["fs/rename"],
+        =>
+        fn file_change(params: &fs::RenameParams) -> Option<FileChange<'_>> {
+            Some(FileChange::between(&params.from, &params.to))
+        }
+    }
+    FsSearch: fs::Search = "fs/search" (fs::SearchParams) -> fs::SearchResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: ["fs/search"],
+    }
+    FsSetMetadata: fs::SetMetadata = "fs/setMetadata" (fs::SetMetadataParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
+        extensions: ["fs/setMetadata"],
+        =>
+        fn file_change(params: &fs::SetMetadataParams) -> Option<FileChange<'_>> {
+            Some(FileChange::at(&params.path))
+        }
+    }
+    FsUnwatch: fs::Unwatch = "fs/unwatch" (fs::UnwatchParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsRead], changes: Session, repeatable: false,
+        extensions: ["fs/unwatch"],
+    }
+    FsWalk: fs::Walk = "fs/walk" (fs::WalkParams) -> fs::WalkResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
+        extensions: [],
+    }
+    FsWatch: fs::Watch = "fs/watch" (fs::WatchParams) -> fs::WatchResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Session, repeatable: false,
+        extensions: ["fs/changed", "fs/watch"],
+    }
+    FsWatchMissing: fs::WatchMissing = "fs/watchMissing" (fs::WatchMissingParams) -> fs::WatchMissingResult {
+        family: Some("filesystem"), scopes: [FsRead], changes: Session, repeatable: true,
+        extensions: [],
+    }
+    FsWriteBlock: fs::WriteBlock = "fs/writeBlock" (fs::WriteBlockParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
+        extensions: [],
+        =>
+        fn decode(raw: &str) -> serde_json::Result<fs::WriteBlockParams> {
+            fs::WriteBlockParams::decode(raw)
+        }
+    }
+    FsWriteFile: fs::WriteFile = "fs/writeFile" (fs::WriteFileParams) -> Empty {
+        family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
+        extensions: ["fs/writeFile#mode", "fs/writeFile#modifiedAtMs"],
+        =>
+        fn decode(raw: &str) -> serde_json::Result<fs::WriteFileParams> {
+            fs::WriteFileParams::decode(raw)
+        }
+        fn file_change(params: &fs::WriteFileParams) -> Option<FileChange<'_>> {
+            Some(FileChange::at(&params.path))
+        }
+    }
+    HttpCancel: http::Cancel = "http/cancel" (http::CancelParams) -> http::CancelResult {
+        family: Some("http"), scopes: [Exec], changes: Session, repeatable: false,
+        extensions: ["http/cancel"],
+    }
+    HttpRequest: http::Request = "http/request" (http::RequestParams) -> http::RequestResult {
+        family: Some("http"), scopes: [Exec], changes: Network, repeatable: false,
+        extensions: ["http/request#decompress"],
+    }
+    Initialize: session::Initialize = "initialize" (session::InitializeParams) -> session::InitializeResponse {
+        family: None, scopes: [], changes: Session, repeatable: false,
+        extensions: ["initialize#detachGraceMs", "initialize#resumeKey"],
+    }
+    ProcessCloseStdin: process::CloseStdin = "process/closeStdin" (process::CloseStdinParams) -> process::WriteResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
+        extensions: ["process/closeStdin"],
+    }
+    ProcessList: process::List = "process/list" (process::ListParams) -> process::ListResult {
+        family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
+        extensions: ["process/list", "process/list#all"],
+    }
+    ProcessRead: process::Read = "process/read" (process::ReadParams) -> process::ReadResult {
+        family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
+        extensions: ["process/read#evicted", "process/read#sessionId"],
+    }
+    ProcessResize: process::Resize = "process/resize" (process::ResizeParams) -> Empty {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
+        extensions: ["process/resize"],
+    }
+    ProcessSignal: process::Signal = "process/signal" (process::SignalParams) -> Empty {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
+        extensions: ["process/signal#scope", "process/signal#sessionId"],
+    }
+    ProcessSnapshot: process::Snapshot = "process/snapshot" (process::SnapshotParams) -> process::SnapshotResult {
+        family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
+        extensions: ["process/snapshot", "process/snapshot#sessionId"],
+    }
+    ProcessStart: process::Start = "process/start" (process::StartParams) -> process::StartResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
+        extensions: [
+            "process/closed#inheritedOutput", "process/exited#denials", "process/exited#usage",
+            "process/start#delivery", "process/start#enforcement", "process/start#graceMs",
+            "process/start#limits", "process/start#size", "process/start#startId",
+            "process/start#timeoutMs",
+        ],
+    }
+    ProcessTerminate: process::Terminate = "process/terminate" (process::TerminateParams) -> process::TerminateResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
+        extensions: [
+            "process/terminate#mode", "process/terminate#sessionId", "process/terminate#wait",
+        ],
+    }
+    ProcessWait: process::Wait = "process/wait" (process::WaitParams) -> process::WaitResult {
+        family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
+        extensions: ["process/wait", "process/wait#sessionId"],
+    }
+    ProcessWaitFor: process::WaitFor = "process/waitFor" (process::WaitForParams) -> process::WaitForResult {
+        family: Some("exec"), scopes: [Observe], changes: Nothing, repeatable: true,
+        extensions: ["process/waitFor", "process/waitFor#sessionId"],
+    }
+    ProcessWrite: process::Write = "process/write" (process::WriteParams) -> process::WriteResult {
+        family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
+        extensions: [],
+        =>
+        fn decode(raw: &str) -> serde_json::Result<process::WriteParams> {
+            process::WriteParams::decode(raw)
+        }
+    }
+    SessionEnd: session::End = "session/end" (NoParams) -> Empty {
+        family: Some("session"), scopes: [], changes: Session, repeatable: true,
+        extensions: ["session/end"],
+    }
+}
+
+impl MethodId {
+    /// The method of this name.
+    pub fn of(name: &str) -> Option<Self> {
+        let index = ROWS.binary_search_by(|row| row.name.cmp(name)).ok()?;
+        Some(Self::ALL[index])
+    }
+
+    /// Its row.
+    pub const fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
+    /// An extension of this method, as `environment/info` lists it. In a constant, a name that the row
+    /// does not list does not compile.
+    ///
+    /// # Panics
+    ///
+    /// When the row does not list it.
+    pub const fn extension(self, name: &str) -> &'static str {
+        let listed = self.row().extensions;
+        let mut at = 0;
+        while at < listed.len() {
+            if same(listed[at], name) {
+                return listed[at];
+            }
+            at += 1;
+        }
+        panic!("the row of the method does not list this extension")
+    }
+}
+
+/// Whether two texts are equal, in constants.
+const fn same(one: &str, other: &str) -> bool {
+    let (one, other) = (one.as_bytes(), other.as_bytes());
+    if one.len() != other.len() {
+        return false;
+    }
+    let mut at = 0;
+    while at < one.len() {
+        if one[at] != other[at] {
+            return false;
+        }
+        at += 1;
+    }
+    true
+}
+
+/// A method of the compatible wire that servers do not offer: they refuse it like an unknown one, but
+/// check scope and handshake before.
+#[derive(Debug)]
+pub struct NotOffered {
+    /// The name on the wire.
+    pub name: &'static str,
+    /// What its methods are called in the errors of the handshake.
+    pub family: &'static str,
+    /// A token needs one of these.
+    pub scopes: &'static [Scope],
+}
+
+/// The methods that are not offered.
+pub static NOT_OFFERED: &[NotOffered] = &[NotOffered {
+    name: "capabilities/discoverV2",
+    family: "capability discovery",
+    scopes: &[FsRead],
+}];
+
+/// What a request names.
+#[derive(Debug, Clone, Copy)]
+pub enum Named<'a> {
+    /// A method with a row.
+    Served(MethodId),
+    /// A method of the compatible wire that is not offered.
+    NotOffered(&'static NotOffered),
+    /// Anything else.
+    Unknown(&'a str),
+}
+
+impl<'a> Named<'a> {
+    /// Finds the method of this name.
+    pub fn of(name: &'a str) -> Self {
+        if let Some(method) = MethodId::of(name) {
+            return Self::Served(method);
+        }
+        match NOT_OFFERED.iter().find(|method| method.name == name) {
+            Some(method) => Self::NotOffered(method),
+            None => Self::Unknown(name),
+        }
+    }
+
+    /// The name on the wire.
+    pub fn name(self) -> &'a str {
+        match self {
+            Self::Served(method) => method.row().name,
+            Self::NotOffered(method) => method.name,
+            Self::Unknown(name) => name,
+        }
+    }
+
+    /// The scopes of which a token needs one for any request of this name. An unknown name needs the
+    /// most that methods with such a name can do.
+    pub fn scopes(self) -> &'static [Scope] {
+        match self {
+            Self::Served(method) => method.row().scopes,
+            Self::NotOffered(method) => method.scopes,
+            Self::Unknown(name) if name.starts_with("fs/") => &[FsWrite],
+            Self::Unknown(_) => &[Exec],
+        }
+    }
+}
+
+/// What servers add to the compatible wire, sorted.
+pub fn extensions() -> Vec<&'static str> {
+    let rows = MethodId::ALL.iter().map(|method| method.row());
+    let mut names: Vec<_> = rows.flat_map(|row| row.extensions).copied().collect();
+    names.sort_unstable();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_sorted_and_found_by_name() {
+        let names: Vec<_> = MethodId::ALL.iter().map(|id| id.row().name).collect();
+        assert!(names.is_sorted_by(|one, next| one < next), "{names:?}");
+        for (index, &id) in MethodId::ALL.iter().enumerate() {
+            assert_eq!(id as usize, index);
+            assert_eq!(MethodId::of(id.row().name), Some(id));
+        }
+        for name in ["", "fs/", "fs/open ", "FS/open", "network/policyRequest"] {
+            assert_eq!(MethodId::of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn extensions_are_listed_once() {
+        let listed = extensions();
+        assert!(listed.is_sorted_by(|one, next| one < next), "{listed:?}");
+        for name in ["process/start#limits", "fs/changed", "session/end"] {
+            assert!(listed.contains(&name), "{name}");
+        }
+        assert!(listed.len() > 50, "{listed:?}");
+    }
+
+    #[test]
+    fn scopes_and_changes_of_a_row_agree() {
+        for id in MethodId::ALL {
+            let row = id.row();
+            let needs = |scope| row.scopes.contains(&scope);
+            match row.changes {
+                Changes::Files => assert!(needs(FsWrite), "{}", row.name),
+                Changes::Processes | Changes::Network => {
+                    assert_eq!(row.scopes, [Exec], "{}", row.name)
+                }
+                Changes::Nothing | Changes::Session => assert!(!needs(FsWrite), "{}", row.name),
+            }
+        }
+    }
+}
