@@ -2,12 +2,14 @@
 //!
 //! Owns the types, the limits and the rules about names and manifests. Looks at no file.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::method::method_types;
+use crate::params;
 use crate::path::PathUri;
 use crate::sandbox::Sandbox;
+use crate::table::EVERYWHERE;
 
 method_types! {
     /// `capabilityRoots/discoverV1`: the texts of plugins and skills below some directories.
@@ -52,7 +54,22 @@ pub const MCP_CONFIG: &str = ".mcp.json";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DiscoverParams {
     /// Where to look, at most [`MAX_ROOTS`].
+    #[serde(deserialize_with = "roots")]
     pub roots: Vec<RootParams>,
+}
+
+/// Each with its policy, which must not be lost.
+fn roots<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<RootParams>, D::Error> {
+    struct Root(RootParams);
+
+    impl<'de> Deserialize<'de> for Root {
+        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+            params::object(deserializer, EVERYWHERE).map(Self)
+        }
+    }
+
+    let roots = Vec::<Root>::deserialize(deserializer)?;
+    Ok(roots.into_iter().map(|root| root.0).collect())
 }
 
 /// One directory to look at.

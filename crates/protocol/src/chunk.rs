@@ -8,6 +8,7 @@ use serde::de::{self, DeserializeOwned, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::limits::MAX_JSON_VALUES;
+use crate::params::Guarded;
 use crate::{params, scan};
 
 /// Bytes that travel as padded standard base64.
@@ -98,18 +99,19 @@ pub const fn encoded_len(len: usize) -> usize {
 pub(crate) fn decode_around<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
+    guarded: Guarded,
     chunk: impl Fn(&mut P) -> &mut ByteChunk,
 ) -> serde_json::Result<P> {
     let cut = |text: Option<&[u8]>| -> Option<P> {
         let text = text?;
-        let mut params = without(raw, text)?;
+        let mut params = without(raw, text, guarded)?;
         *chunk(&mut params) = ByteChunk::decode_bytes(text)?;
         Some(params)
     };
     match cut(at_the_ends(raw, name)).or_else(|| cut(among_members(raw, name))) {
         Some(params) => Ok(params),
         // Something is unusual or wrong; the library knows which, and can say what.
-        None => params::from_slice(raw),
+        None => params::from_slice(raw, guarded),
     }
 }
 
@@ -118,10 +120,11 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
 pub(crate) fn decode_apart<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
+    guarded: Guarded,
     room: &mut Vec<u8>,
 ) -> Option<(P, usize)> {
     let text = at_the_ends(raw, name)?;
-    let params = without(raw, text)?;
+    let params = without(raw, text, guarded)?;
     let most = STANDARD.decoded_len_estimate(text.len());
     if room.len() < most {
         room.resize(most, 0);
@@ -132,15 +135,19 @@ pub(crate) fn decode_apart<P: DeserializeOwned>(
 
 /// Decodes params with the member `name`, which may be long base64, empty: what they most likely are.
 /// Whether they are, only [`decode_around`] tells.
-pub(crate) fn decode_without<P: DeserializeOwned>(raw: &[u8], name: &str) -> Option<P> {
-    without(raw, at_the_ends(raw, name)?)
+pub(crate) fn decode_without<P: DeserializeOwned>(
+    raw: &[u8],
+    name: &str,
+    guarded: Guarded,
+) -> Option<P> {
+    without(raw, at_the_ends(raw, name)?, guarded)
 }
 
 /// Decodes params from which this part of their text is cut out.
-fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8]) -> Option<P> {
+fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8], guarded: Guarded) -> Option<P> {
     let start = text.as_ptr().addr() - raw.as_ptr().addr();
     let rest = [&raw[..start], &raw[start + text.len()..]].concat();
-    params::from_slice(&rest).ok()
+    params::from_slice(&rest, guarded).ok()
 }
 
 /// What the member `name` of a JSON object may be, if it is long: it is if it decodes.
@@ -257,11 +264,11 @@ mod tests {
     #[track_caller]
     fn decodes_alike(raw: &str) {
         let bytes = raw.as_bytes();
-        let around = decode_around(bytes, "chunk", |params: &mut Params| &mut params.chunk);
+        let around = decode_around(bytes, "chunk", &[], |params: &mut Params| &mut params.chunk);
         let library: Result<Params, _> = serde_json::from_str(raw);
         // What an earlier one has left there is not in the way.
         let mut room = b"left".to_vec();
-        if let Some((mut apart, len)) = decode_apart::<Params>(bytes, "chunk", &mut room) {
+        if let Some((mut apart, len)) = decode_apart::<Params>(bytes, "chunk", &[], &mut room) {
             apart.chunk = room[..len].into();
             assert_eq!(Some(&apart), library.as_ref().ok(), "{raw:.200}");
         }

@@ -6,6 +6,7 @@ use crate::chunk::{self, ByteChunk};
 use crate::method::{method_types, notifications};
 use crate::path::PathUri;
 use crate::sandbox::{self, Sandbox};
+use crate::table::{AT_PATHS, EVERYWHERE};
 
 method_types! {
     /// `fs/readFile`: a whole regular file in one answer.
@@ -128,7 +129,7 @@ impl WriteFileParams {
     /// When they are not what they should be.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
-        chunk::decode_around(raw, "dataBase64", |params: &mut Self| {
+        chunk::decode_around(raw, "dataBase64", AT_PATHS, |params: &mut Self| {
             &mut params.data_base64
         })
     }
@@ -282,13 +283,15 @@ impl WriteBlockParams {
     /// When they are not what they should be.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
-        chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
+        chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
+            &mut params.chunk
+        })
     }
 
     /// What the params most likely are, without looking at the data, which is empty here; only
     /// [`WriteBlockParams::decode`] knows.
     pub fn likely(raw: &str) -> Option<Self> {
-        chunk::decode_without(raw.as_bytes(), "chunk")
+        chunk::decode_without(raw.as_bytes(), "chunk", EVERYWHERE)
     }
 
     /// As [`WriteBlockParams::decode`], for whoever has much to decode and keeps `room`: the data is
@@ -301,10 +304,12 @@ impl WriteBlockParams {
         raw: &[u8],
         room: &mut Vec<u8>,
     ) -> Result<(Self, Option<usize>), serde_json::Error> {
-        if let Some((params, len)) = chunk::decode_apart(raw, "chunk", room) {
+        if let Some((params, len)) = chunk::decode_apart(raw, "chunk", EVERYWHERE, room) {
             return Ok((params, Some(len)));
         }
-        let params = chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)?;
+        let params = chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
+            &mut params.chunk
+        })?;
         Ok((params, None))
     }
 }

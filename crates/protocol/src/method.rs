@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// A request: its wire name, what it takes and what it answers.
 ///
-/// What servers need to know of the methods that they handle is in [`table`](crate::table).
+/// Scopes and other properties of the methods that servers handle are in [`table`](crate::table).
 pub trait Method {
     /// The name on the wire, `noun/verb`.
     const NAME: &'static str;

@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use crate::method::{Method, method_types, notifications};
+use crate::params;
 
 method_types! {
     /// `network/policyRequest`: the server asks its client whether a host may be reached.
@@ -40,6 +41,7 @@ pub struct ManagedNetwork {
 #[serde(rename_all = "camelCase")]
 pub struct NetworkProxy {
     /// What it does.
+    #[serde(deserialize_with = "proxy_settings")]
     pub proxy: ProxySettings,
     /// Passed through to whoever keeps records.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -53,6 +55,18 @@ pub struct NetworkProxy {
     /// Ask the client about hosts that no rule is about, and wait for this long.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_decision_timeout_ms: Option<u64>,
+}
+
+/// Rules and reviews must not be lost.
+fn proxy_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ProxySettings, D::Error> {
+    let guarded = &[
+        "domains",
+        "unixSockets",
+        "reviewDomains",
+        "credentialMasking",
+        "credentialProviders",
+    ];
+    params::object(deserializer, guarded)
 }
 
 /// What a proxy does.

@@ -1,33 +1,64 @@
 //! Decoding of the params of a request: JSON text to the type of its method, once.
 //!
 //! Params are an object. Derived types would take an array too, by position; here that is an error, so
-//! that nothing which reads the text by names can come to another result.
+//! that nothing which reads the text by names can come to another result. Unknown members are ignored,
+//! as compatible peers do, except for those that look like a guarded one: a member whose loss would
+//! let a request do more than its sender meant to allow.
 
+use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{DeserializeOwned, Deserializer, MapAccess, Visitor};
-use serde::forward_to_deserialize_any;
+use serde::de::value::StrDeserializer;
+use serde::de::{DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, Visitor};
+use serde::{Deserialize, forward_to_deserialize_any};
 use serde_json::de::{Read, SliceRead, StrRead};
 
+/// The names of members that must not be lost.
+pub(crate) type Guarded = &'static [&'static str];
+
+/// Edits that still make a name look like another: one for a letter too many, missing or wrong, two for
+/// letters that changed places. Upper and lower case are the same.
+const MAX_EDITS: usize = 2;
+
 /// Decodes params from text.
-pub(crate) fn from_str<P: DeserializeOwned>(raw: &str) -> serde_json::Result<P> {
-    from_reader(StrRead::new(raw))
+pub(crate) fn from_str<P: DeserializeOwned>(raw: &str, guarded: Guarded) -> serde_json::Result<P> {
+    from_reader(StrRead::new(raw), guarded)
 }
 
 /// As [`from_str`], for text that was put together from parts.
-pub(crate) fn from_slice<P: DeserializeOwned>(raw: &[u8]) -> serde_json::Result<P> {
-    from_reader(SliceRead::new(raw))
+pub(crate) fn from_slice<P: DeserializeOwned>(
+    raw: &[u8],
+    guarded: Guarded,
+) -> serde_json::Result<P> {
+    from_reader(SliceRead::new(raw), guarded)
 }
 
-fn from_reader<'de, P: DeserializeOwned>(reader: impl Read<'de>) -> serde_json::Result<P> {
+fn from_reader<'de, P: DeserializeOwned>(
+    reader: impl Read<'de>,
+    guarded: Guarded,
+) -> serde_json::Result<P> {
     let mut json = serde_json::Deserializer::new(reader);
-    let params = P::deserialize(Object(&mut json))?;
+    let params = object(&mut json, guarded)?;
     json.end()?;
     Ok(params)
 }
 
-/// Deserializes structs from objects alone.
-struct Object<D>(D);
+/// Decodes an object inside of params, with its own guarded members.
+pub(crate) fn object<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+    guarded: Guarded,
+) -> Result<T, D::Error> {
+    T::deserialize(Object {
+        inner: deserializer,
+        guarded,
+    })
+}
+
+/// Deserializes structs from objects alone, and looks at the names that they do not know.
+struct Object<D> {
+    inner: D,
+    guarded: Guarded,
+}
 
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
     type Error = D::Error;
@@ -38,11 +69,19 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, D::Error> {
-        self.0.deserialize_struct(name, fields, Members(visitor))
+        let known = Known {
+            fields,
+            guarded: self.guarded,
+        };
+        let members = Members {
+            inner: visitor,
+            known,
+        };
+        self.inner.deserialize_struct(name, fields, members)
     }
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, D::Error> {
-        self.0.deserialize_any(visitor)
+        self.inner.deserialize_any(visitor)
     }
 
     forward_to_deserialize_any! {
@@ -51,17 +90,236 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for Object<D> {
     }
 }
 
+/// What is known of the names in an object.
+#[derive(Clone, Copy)]
+struct Known {
+    /// Those of its type.
+    fields: &'static [&'static str],
+    guarded: Guarded,
+}
+
+impl Known {
+    fn check<E: Error>(self, name: &str) -> Result<(), E> {
+        if self.fields.contains(&name) {
+            return Ok(());
+        }
+        let looks_like =
+            |guarded: &&&str| is_within(name.as_bytes(), guarded.as_bytes(), MAX_EDITS);
+        let Some(guarded) = self.guarded.iter().find(looks_like) else {
+            return Ok(());
+        };
+        Err(if self.fields.contains(guarded) {
+            E::custom(format_args!(
+                "unknown field `{name}`, did you mean `{guarded}`?"
+            ))
+        } else {
+            E::custom(format_args!(
+                "unknown field `{name}`: `{guarded}` means nothing here"
+            ))
+        })
+    }
+}
+
+/// Whether so many edits make one name of the other.
+fn is_within(one: &[u8], other: &[u8], edits: usize) -> bool {
+    if one.len().abs_diff(other.len()) > edits {
+        return false;
+    }
+    let pairs = one.iter().zip(other);
+    let same = pairs.take_while(|(a, b)| a.eq_ignore_ascii_case(b)).count();
+    match (&one[same..], &other[same..]) {
+        ([], []) => true,
+        ([], rest) | (rest, []) => rest.len() <= edits,
+        _ if edits == 0 => false,
+        (a @ [_, shorter_a @ ..], b @ [_, shorter_b @ ..]) => {
+            is_within(shorter_a, shorter_b, edits - 1)
+                || is_within(shorter_a, b, edits - 1)
+                || is_within(a, shorter_b, edits - 1)
+        }
+    }
+}
+
 /// Visits the members of an object; a sequence is refused by the default of [`Visitor`].
-struct Members<V>(V);
+struct Members<V> {
+    inner: V,
+    known: Known,
+}
 
 impl<'de, V: Visitor<'de>> Visitor<'de> for Members<V> {
     type Value = V::Value;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.expecting(f)
+        self.inner.expecting(f)
     }
 
     fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<V::Value, A::Error> {
-        self.0.visit_map(map)
+        self.inner.visit_map(Checked {
+            map,
+            known: self.known,
+        })
+    }
+}
+
+/// The members of an object, each checked before it is taken.
+struct Checked<A> {
+    map: A,
+    known: Known,
+}
+
+impl<'de, A: MapAccess<'de>> MapAccess<'de> for Checked<A> {
+    type Error = A::Error;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(
+        &mut self,
+        seed: K,
+    ) -> Result<Option<K::Value>, A::Error> {
+        let Some(name) = self.map.next_key_seed(Name)? else {
+            return Ok(None);
+        };
+        self.known.check(&name)?;
+        seed.deserialize(StrDeserializer::new(&name)).map(Some)
+    }
+
+    fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, seed: V) -> Result<V::Value, A::Error> {
+        self.map.next_value_seed(seed)
+    }
+
+    fn size_hint(&self) -> Option<usize> {
+        self.map.size_hint()
+    }
+}
+
+/// The name of a member, borrowed from the text if it has no escapes.
+struct Name;
+
+impl<'de> DeserializeSeed<'de> for Name {
+    type Value = Cow<'de, str>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Name {
+    type Value = Cow<'de, str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a name")
+    }
+
+    fn visit_borrowed_str<E: Error>(self, name: &'de str) -> Result<Self::Value, E> {
+        Ok(Cow::Borrowed(name))
+    }
+
+    fn visit_str<E: Error>(self, name: &str) -> Result<Self::Value, E> {
+        Ok(Cow::Owned(name.to_owned()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+
+    use super::*;
+
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Params {
+        sandbox: Option<u8>,
+    }
+
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Without {}
+
+    fn refusal(name: &str) -> Option<String> {
+        let raw = format!(r#"{{"{name}":1}}"#);
+        let decoded: Result<Params, _> = from_str(&raw, &["sandbox"]);
+        decoded.err().map(|error| error.to_string())
+    }
+
+    #[test]
+    fn names_that_look_like_a_guarded_one_are_refused() {
+        for name in [
+            "sandBox",
+            "SANDBOX",
+            "sandboxx",
+            "sanbox",
+            "sadnbox",
+            "san_dbox",
+            "snadbox",
+            "andbo",
+            "s\\u0061ndBox",
+            "Sandboxes",
+        ] {
+            let refused = refusal(name).unwrap_or_else(|| panic!("`{name}` was ignored"));
+            assert!(refused.contains("did you mean `sandbox`?"), "{refused}");
+        }
+        for name in [
+            "sandbox",
+            "s\\u0061ndbox",
+            "",
+            "box",
+            "sandboxPolicy",
+            "mailbox",
+            "soapbox1",
+        ] {
+            assert_eq!(refusal(name), None, "{name}");
+        }
+        let misplaced = from_str::<Without>(r#"{"sandbox":null}"#, &["sandbox"]).unwrap_err();
+        assert!(
+            misplaced
+                .to_string()
+                .contains("`sandbox` means nothing here"),
+            "{misplaced}"
+        );
+    }
+
+    #[test]
+    fn edits_are_counted_as_the_textbook_does() {
+        fn distance(one: &[u8], other: &[u8]) -> usize {
+            let mut row: Vec<usize> = (0..=other.len()).collect();
+            for (i, a) in one.iter().enumerate() {
+                let mut corner = row[0];
+                row[0] = i + 1;
+                for (j, b) in other.iter().enumerate() {
+                    let step = corner + usize::from(!a.eq_ignore_ascii_case(b));
+                    corner = row[j + 1];
+                    row[j + 1] = step.min(corner + 1).min(row[j] + 1);
+                }
+            }
+            row[other.len()]
+        }
+        let names = [
+            "", "a", "ab", "ba", "abc", "acb", "bca", "abcd", "xabc", "aXc", "limits", "lists",
+        ];
+        for one in names {
+            for other in names {
+                let (one, other) = (one.as_bytes(), other.as_bytes());
+                for edits in 0..=3 {
+                    assert_eq!(
+                        is_within(one, other, edits),
+                        distance(one, other) <= edits,
+                        "{one:?} {other:?} {edits}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_objects_are_taken() {
+        for raw in [
+            "[1]",
+            "[]",
+            "null",
+            "1",
+            "\"x\"",
+            "{\"sandbox\":1} x",
+            "{\"sandbox\":1",
+        ] {
+            assert!(from_str::<Params>(raw, &[]).is_err(), "{raw}");
+            assert!(from_slice::<Params>(raw.as_bytes(), &[]).is_err(), "{raw}");
+        }
+        let params: Params = from_slice(b" {\"sandbox\":1, \"x\":[{}]} ", &[]).unwrap();
+        assert_eq!(params.sandbox, Some(1));
     }
 }

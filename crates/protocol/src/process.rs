@@ -10,6 +10,7 @@ use crate::method::{method_types, notifications};
 use crate::network::{ManagedNetwork, NetworkProxy};
 use crate::path::PathUri;
 use crate::sandbox::{Denial, Enforcement, Sandbox};
+use crate::table::EVERYWHERE;
 
 method_types! {
     /// `process/start`: launch a child and begin retaining its output.
@@ -183,9 +184,10 @@ pub struct TerminalSize {
     pub cols: u32,
 }
 
-/// What a process and its descendants may use.
+/// What a process and its descendants may use. A limit that is not known cannot be enforced, and is
+/// refused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
     /// Memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -361,7 +363,9 @@ impl WriteParams {
     /// As the JSON library would have it.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
-        chunk::decode_around(raw, "chunk", |params: &mut Self| &mut params.chunk)
+        chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
+            &mut params.chunk
+        })
     }
 }
 

@@ -10,6 +10,7 @@ use std::fmt;
 use Scope::{Exec, FsRead, FsWrite, Observe};
 
 use crate::method::{Empty, Method, NoParams};
+use crate::params::Guarded;
 use crate::path::PathUri;
 use crate::{capability, command, environment, fs, http, params, process, session};
 
@@ -102,8 +103,8 @@ pub struct Row {
     /// What its methods are called in the errors of the handshake; `initialize`, which needs none,
     /// has no family.
     pub family: Option<&'static str>,
-    /// A token needs one of these; every token will do if there are none. What a single request needs
-    /// can be less than all of them, see [`ServedMethod::scopes`].
+    /// A token needs one of these; an empty list needs no scope. A single request can need one of
+    /// them in particular, see [`ServedMethod::scopes`].
     pub scopes: &'static [Scope],
     /// What requests may change.
     pub changes: Changes,
@@ -120,28 +121,59 @@ pub trait ServedMethod: Method {
     /// Its row.
     const ID: MethodId;
 
-    /// Decodes params, which are an object (or absent, given as `null`, where there are none).
+    /// Names that unknown members must not look like: what these stand for would be lost, and the
+    /// request do more than its sender meant to allow.
+    const GUARDED: Guarded = EVERYWHERE;
+
+    /// Decodes params, which are an object (`null` as well for methods without params).
     ///
     /// # Errors
     ///
     /// When they are not what the method takes.
     fn decode(raw: &str) -> serde_json::Result<Self::Params> {
-        params::from_str(raw)
+        params::from_str(raw, Self::GUARDED)
     }
 
-    /// The scopes of which a token needs one for this request; every token will do if there are none.
+    /// The scopes of which a token needs one for this request; an empty list needs no scope.
     fn scopes(_: &Self::Params) -> &'static [Scope] {
         Self::ID.row().scopes
     }
 
-    /// The files that this request changes, unless it does so through a handle: then the request that
-    /// opened it said so.
+    /// The files that this request changes. Requests on a handle return none: `fs/open` named the file.
     fn file_change(_: &Self::Params) -> Option<FileChange<'_>> {
         None
     }
 }
 
-/// Makes the list of methods, their rows and their types' traits. What follows `=>` overrides functions
+/// Guarded by every method, so that a policy has an effect or the request an error.
+pub(crate) const EVERYWHERE: Guarded = &["sandbox"];
+
+/// Guarded by methods that start processes, those of the first generation, which have none of these,
+/// included.
+const STARTING: Guarded = &[
+    "sandbox",
+    "enforceManagedNetwork",
+    "managedNetwork",
+    "networkProxy",
+    "envPolicy",
+    "limits",
+    "timeoutMs",
+];
+
+/// Guarded by `http/request`.
+const REQUESTING: Guarded = &[
+    "sandbox",
+    "enforceManagedNetwork",
+    "managedNetwork",
+    "networkProxy",
+    "redirectPolicy",
+    "timeoutMs",
+];
+
+/// Guarded by methods that can refuse links.
+pub(crate) const AT_PATHS: Guarded = &["sandbox", "followSymlinks"];
+
+/// Makes the list of methods, their rows and their types' traits. What follows `=>` overrides items
 /// of [`ServedMethod`].
 macro_rules! table {
     ($(
@@ -176,6 +208,22 @@ macro_rules! table {
             },
         )*];
 
+        #[cfg(test)]
+        impl MethodId {
+            fn guarded(self) -> Guarded {
+                match self {
+                    $(Self::$variant => <$method>::GUARDED,)*
+                }
+            }
+
+            /// Why params are refused, if they are.
+            fn refusal(self, raw: &str) -> Option<String> {
+                match self {
+                    $(Self::$variant => Some(<$method>::decode(raw).err()?.to_string()),)*
+                }
+            }
+        }
+
         $(
             impl Method for $method {
                 const NAME: &'static str = $wire;
@@ -199,6 +247,8 @@ table! {
     CommandExec: command::Exec = "command/exec" (command::ExecParams) -> command::ExecResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
         extensions: ["command/exec", "command/exec/exited", "command/exec/outputDelta"],
+        =>
+        const GUARDED: Guarded = STARTING;
     }
     CommandTerminate: command::Terminate = "command/exec/terminate" (command::TerminateParams) -> command::TerminateResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: false,
@@ -240,6 +290,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
         extensions: [],
         =>
+        const GUARDED: Guarded = AT_PATHS;
         fn file_change(params: &fs::CreateDirectoryParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -258,6 +309,8 @@ table! {
             "fs/getMetadata#gid", "fs/getMetadata#inode", "fs/getMetadata#mode",
             "fs/getMetadata#symlinkTarget", "fs/getMetadata#uid",
         ],
+        =>
+        const GUARDED: Guarded = AT_PATHS;
     }
     FsHash: fs::Hash = "fs/hash" (fs::HashParams) -> fs::HashResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
@@ -285,11 +338,14 @@ table! {
     FsReadFile: fs::ReadFile = "fs/readFile" (fs::ReadFileParams) -> fs::ReadFileResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
         extensions: [],
+        =>
+        const GUARDED: Guarded = AT_PATHS;
     }
     FsRemove: fs::Remove = "fs/remove" (fs::RemoveParams) -> Empty {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: false,
         extensions: [],
         =>
+        const GUARDED: Guarded = AT_PATHS;
         fn file_change(params: &fs::RemoveParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -310,6 +366,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
         extensions: ["fs/setMetadata"],
         =>
+        const GUARDED: Guarded = AT_PATHS;
         fn file_change(params: &fs::SetMetadataParams) -> Option<FileChange<'_>> {
             Some(FileChange::at(&params.path))
         }
@@ -342,6 +399,7 @@ table! {
         family: Some("filesystem"), scopes: [FsWrite], changes: Files, repeatable: true,
         extensions: ["fs/writeFile#mode", "fs/writeFile#modifiedAtMs"],
         =>
+        const GUARDED: Guarded = AT_PATHS;
         fn decode(raw: &str) -> serde_json::Result<fs::WriteFileParams> {
             fs::WriteFileParams::decode(raw)
         }
@@ -356,6 +414,8 @@ table! {
     HttpRequest: http::Request = "http/request" (http::RequestParams) -> http::RequestResult {
         family: Some("http"), scopes: [Exec], changes: Network, repeatable: false,
         extensions: ["http/request#decompress"],
+        =>
+        const GUARDED: Guarded = REQUESTING;
     }
     Initialize: session::Initialize = "initialize" (session::InitializeParams) -> session::InitializeResponse {
         family: None, scopes: [], changes: Session, repeatable: false,
@@ -393,6 +453,8 @@ table! {
             "process/start#limits", "process/start#size", "process/start#startId",
             "process/start#timeoutMs",
         ],
+        =>
+        const GUARDED: Guarded = STARTING;
     }
     ProcessTerminate: process::Terminate = "process/terminate" (process::TerminateParams) -> process::TerminateResult {
         family: Some("exec"), scopes: [Exec], changes: Processes, repeatable: true,
@@ -554,6 +616,83 @@ mod tests {
         }
         for name in ["", "fs/", "fs/open ", "FS/open", "network/policyRequest"] {
             assert_eq!(MethodId::of(name), None, "{name}");
+        }
+    }
+
+    /// What the compatible wire and its extensions call the members of params, nested ones included.
+    const NAMES: &str = "\
+        afterSeq all allowLocalBinding any appVersion arg0 argv auditMetadata authMode bodyBase64 \
+        caseSensitive chunk clientName cols commit configPaths contextLines count cpuSeconds \
+        credentialMasking credentialProviders cwd dataBase64 debounceMs decompress delivery \
+        destinationPath detachGraceMs domains enabled enableSocks5 enableSocks5Udp \
+        enforceManagedNetwork env environmentId envPolicy exclude executionId exit fileBytes \
+        followDirectorySymlinks followSymlinks force format from gitignore globs graceMs handleId \
+        headers id identity ignore ignoreDefaultExcludes includeEvents includeOnly inherit keep \
+        kept len length limits links loopbackPorts managedNetwork maxBytes maxDepth \
+        maxDirectories maxEntries maxMatches memoryBytes metadata method missing mode \
+        modifiedAtMs name networkProxy offset openFiles overwrite path patterns permissions \
+        pipeStdin policyContext policyDecisionTimeoutMs port present processes processId proxy \
+        pruneHiddenDirectories quietMs recordInput recursive redirectPolicy regex requestId \
+        requirementsPaths resumeKey resumeSessionId retainMs reviewDomains role roots rows \
+        sandbox sandboxOverride scope scopeId screen scrollbackLines serverInstance sessionId set \
+        shell shellSnapshot signal size sourcePath startId stream streamResponse stripAnsi \
+        takeover target temporaryDirectories threadId timeoutMs to toolCallId ttyRead tty \
+        unixSockets until url useLegacyLandlock userHomeDir value valueEnvVar wait waitMs watchId \
+        windowsSandboxLevel windowsSandboxPrivateDesktop windowsSandboxProxySettingsMode \
+        workspaceRoots writeId";
+
+    #[test]
+    fn no_name_of_the_wire_is_taken_for_a_misspelt_one() {
+        for id in MethodId::ALL {
+            let name = id.row().name;
+            for member in NAMES.split_whitespace() {
+                let refusal = id
+                    .refusal(&format!(r#"{{"{member}":null}}"#))
+                    .unwrap_or_default();
+                // Only what is misplaced, by its very name; and everything where there are no params.
+                if !refusal.contains("this method takes no params") {
+                    let misplaced = id.guarded().contains(&member);
+                    assert!(
+                        misplaced || !refusal.contains("unknown field"),
+                        "{name}: {refusal}"
+                    );
+                    assert!(!refusal.contains("did you mean"), "{name}: {refusal}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_method_refuses_what_looks_like_a_policy() {
+        for id in MethodId::ALL {
+            for member in id.guarded() {
+                for misspelt in [
+                    format!("{member}s"),
+                    member[1..].to_owned(),
+                    member.to_uppercase(),
+                ] {
+                    let raw = format!(r#"{{"{misspelt}":null}}"#);
+                    let refusal = id.refusal(&raw).unwrap_or_default();
+                    let named = refusal.contains(&format!("`{misspelt}`"));
+                    assert!(named, "{} took `{misspelt}`: {refusal}", id.row().name);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn params_of_every_method_are_an_object() {
+        for id in MethodId::ALL {
+            for raw in [
+                "[]",
+                "[null]",
+                "0",
+                "true",
+                r#""text""#,
+                r#"[["a"], "b", {}]"#,
+            ] {
+                assert!(id.refusal(raw).is_some(), "{} took {raw}", id.row().name);
+            }
         }
     }
 

@@ -77,7 +77,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Member
             ("wait", json!(false)),
             ("sessionId", json!(owner)),
         ],
-        // Without a session: nobody waits for a process that goes on.
+        // Without a session there is no such process, and no wait for its end.
         M::ProcessWait => vec![process, ("until", json!("exited")), ("timeoutMs", json!(1))],
         M::ProcessWaitFor => vec![process, ("any", json!([{"exit": true}]))],
         M::ProcessSnapshot => vec![
@@ -144,7 +144,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Member
     }
 }
 
-/// Ways to write an enum of the wire, and some that are none.
+/// An enum of the wire as a decoder may accept it, and as it must not.
 fn spellings(text: &str) -> [Value; 4] {
     [
         json!({text: null}),
@@ -385,7 +385,7 @@ async fn without_the_scope_no_shape_of_params_has_an_effect() {
                 }
             }
         }
-        // Whoever may write did so, but nobody started anything.
+        // A token with `fs:write` changed files, but none started a process.
         if scope != Scope::FsWrite {
             assert_eq!(snapshot(&stage.tree), before, "{scope}");
         }
@@ -396,7 +396,7 @@ async fn without_the_scope_no_shape_of_params_has_an_effect() {
     assert!(tried > 3000, "{tried}");
 }
 
-/// Long data is decoded in a way of its own.
+/// Long data takes another decoder.
 #[tokio::test]
 async fn long_params_need_the_scope_as_well() {
     let stage = Stage::new(&[]).await;
@@ -484,7 +484,7 @@ async fn changes_of_files_are_in_the_audit_log() {
                 call(method, json!([path]), None).await;
                 call(method, object(&sample), path).await;
             }
-            // The session goes on.
+            // Later calls need the session.
             MethodId::SessionEnd => {}
             _ => call(method, object(&sample), None).await,
         }

@@ -15,6 +15,7 @@ over_all! {
     limits_leave_nothing_behind,
     limits_that_make_no_sense_are_named,
     what_cannot_be_started_says_why,
+    a_policy_that_is_misspelt_or_misplaced_starts_nothing,
     a_megabyte_of_arguments_arrives,
     arg0_changes_the_name_and_nothing_else,
     nothing_stands_between_server_and_command,
@@ -277,6 +278,55 @@ async fn what_cannot_be_started_says_why(on: Transport) {
     assert!(refused.message.contains("already exists"), "{refused}");
     let listed = client.ok("process/list", json!({})).await;
     assert_eq!(listed["processes"].as_array().unwrap().len(), 1);
+}
+
+/// What would be ignored, and leave the command with more than its sender meant to allow.
+async fn a_policy_that_is_misspelt_or_misplaced_starts_nothing(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let dir = tempfile::tempdir().unwrap();
+    let made = dir.path().join("made");
+    let touch = format!("touch {}", made.display());
+    for name in [
+        "sandBox",
+        "sandboxx",
+        "sanbox",
+        "Sandbox",
+        "enforceManagedNetworks",
+        "managed_network",
+        "networkproxy",
+        "Limits",
+        "limit",
+        "timeoutMS",
+        "timeout",
+        "envpolicy",
+    ] {
+        let start = Start::sh("p", &touch).with(name, Value::Null);
+        let refused = client.refused("process/start", start.0).await;
+        assert_eq!(refused.code, -32602, "{name}: {refused}");
+        assert!(refused.message.contains(&format!("`{name}`")), "{refused}");
+    }
+    let unlimited = Start::sh("p", &touch).with("limits", json!({"memoryByte": 1}));
+    let refused = client.refused("process/start", unlimited.0).await;
+    assert!(refused.message.contains("`memoryByte`"), "{refused}");
+    for name in ["sandbox", "sandBox", "networkProxy", "limits", "timeoutMs"] {
+        let mut params = json!({"processId": "q", "argv": ["sh", "-c", touch], "cwd": "/",
+            "env": {"PATH": "/usr/bin:/bin"}, "tty": false});
+        params[name] = Value::Null;
+        let refused = client.refused("command/exec", params).await;
+        assert_eq!(refused.code, -32602, "{name}: {refused}");
+        assert!(refused.message.contains(&format!("`{name}`")), "{refused}");
+    }
+    let path = format!("file://{}", made.display());
+    for name in ["sandBox", "sandboxes", "followSymlink"] {
+        let mut params = json!({"path": path, "dataBase64": "eA=="});
+        params[name] = Value::Null;
+        let refused = client.refused("fs/writeFile", params).await;
+        assert_eq!(refused.code, -32602, "{name}: {refused}");
+    }
+    // Others are ignored, as compatible peers do.
+    let start = Start::sh("p", "exit 3").with("sandboxPolicy", json!({}));
+    assert_eq!(client.run(start.with("x", 1)).await.exit_code(), 3);
+    assert!(!made.exists());
 }
 
 async fn a_megabyte_of_arguments_arrives(on: Transport) {
