@@ -3,12 +3,12 @@
 //! Owns the trait that recovery dials with, and its form for URLs. Knows nothing of when to dial.
 
 use std::any::Any;
-use std::error::Error;
 use std::fmt;
 
 use exec_server_transport::{Link, connect};
 
 use crate::backend::BoxFuture;
+pub use crate::error::DialError;
 use crate::error::ExecServerError;
 use crate::options::RemoteExecServerConnectArgs;
 
@@ -108,37 +108,6 @@ impl fmt::Debug for Dialled {
         f.debug_struct("Dialled")
             .field("link", &self.link)
             .finish_non_exhaustive()
-    }
-}
-
-/// Why a dial of one's own has no link.
-#[derive(Debug, thiserror::Error)]
-#[error("{source}")]
-pub struct DialError {
-    source: Box<dyn Error + Send + Sync>,
-    passing: bool,
-}
-
-impl DialError {
-    /// A failure that may pass: it is worth trying again.
-    pub fn passing(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        Self {
-            source: source.into(),
-            passing: true,
-        }
-    }
-
-    /// A failure that lasts.
-    pub fn lasting(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
-        Self {
-            source: source.into(),
-            passing: false,
-        }
-    }
-
-    /// Whether it is worth trying again.
-    pub fn is_passing(&self) -> bool {
-        self.passing
     }
 }
 

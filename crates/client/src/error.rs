@@ -1,4 +1,16 @@
 //! Why a request has no result.
+//!
+//! Holds the errors of every way to a server as well, so that no module needs another one for its
+//! errors alone.
+
+mod dial;
+#[cfg(feature = "local")]
+mod local;
+mod map;
+mod process;
+#[cfg(feature = "registry")]
+mod registry;
+mod ssh;
 
 use std::io;
 use std::path::PathBuf;
@@ -8,10 +20,12 @@ use std::time::Duration;
 use exec_server_protocol::codes;
 use exec_server_transport::{CallError, ConnectError};
 
-use crate::dial::DialError;
-use crate::event::ProcessFailure;
-use crate::map::MapError;
-use crate::ssh::SshError;
+pub use dial::DialError;
+pub use map::MapError;
+pub use process::ProcessFailure;
+#[cfg(feature = "registry")]
+pub use registry::{KnownEnvironmentsError, RegistryConnectError};
+pub use ssh::SshError;
 
 /// Why a request to an execution server has no result.
 #[derive(Debug, thiserror::Error)]
@@ -23,7 +37,7 @@ pub enum ExecServerError {
     /// The environment cannot be reached through its registry.
     #[cfg(feature = "registry")]
     #[error(transparent)]
-    Registry(#[from] crate::registry::RegistryConnectError),
+    Registry(#[from] RegistryConnectError),
     /// A dial of the embedder's own has no link.
     #[error(transparent)]
     Dial(#[from] DialError),

@@ -3,7 +3,6 @@
 //! Owns the events and the type that hands them out. Knows nothing of where they come from.
 
 use std::fmt;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use exec_server_protocol::process::{
@@ -12,6 +11,7 @@ use exec_server_protocol::process::{
 use exec_server_protocol::sandbox::Denial;
 
 use crate::backend::BoxFuture;
+pub use crate::error::ProcessFailure;
 
 /// Something that happened to a process.
 ///
@@ -172,23 +172,6 @@ impl ProcessExit {
             usage: None,
         })
     }
-}
-
-/// Why a process can no longer be followed.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ProcessFailure {
-    /// The connection is gone.
-    #[error("connection closed: {0}")]
-    ConnectionClosed(Arc<str>),
-    /// Events after this number did not come and cannot be read either.
-    #[error("events after number {after_seq} are missing: {reason}")]
-    Missing {
-        /// The last number that came.
-        after_seq: u64,
-        /// What reading them met with.
-        reason: Arc<str>,
-    },
 }
 
 /// Where [`ExecProcessEvents`] come from; for implementors of [`ExecProcess`](crate::ExecProcess).

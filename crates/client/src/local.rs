@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use exec_server_engine::ApiError;
 use exec_server_executor::conditions::Conditions;
 use exec_server_executor::log::EntryKind;
 use exec_server_executor::process::{End, Scope, Written};
@@ -16,13 +17,13 @@ use exec_server_executor::snapshot::{Snapshots, Wanted};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
 use exec_server_http::{HttpClient, HttpConfig};
 use exec_server_network::{Authority, Decision, Managed, Proxy};
+use exec_server_protocol::PathUri;
 use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::{
     Delivery, ListedProcess, ReadResult, SandboxType, SignalName, SignalScope, SnapshotResult,
     StartParams, Survivor, TerminalSize, TerminateMode, TerminateResult, WaitForResult, WaitResult,
     WaitUntil, WriteStatus,
 };
-use exec_server_protocol::{PathUri, codes};
 use exec_server_sync::Mutex;
 use exec_server_transport::time::timestamp_millis;
 
@@ -383,7 +384,7 @@ impl ExecProcess for Local {
                 } else {
                     "is not a tty"
                 };
-                invalid_request(format!("process {} {why}", self.id))
+                ApiError::invalid_request(format!("process {} {why}", self.id)).into()
             })
         })
     }
@@ -396,7 +397,9 @@ impl ExecProcess for Local {
         };
         Box::pin(async move {
             let sent = self.process.signal(signals::named(signal), scope).await;
-            sent.map_err(|error| internal(format!("failed to signal process: {error}")))
+            sent.map_err(|error| {
+                ApiError::internal(format!("failed to signal process: {error}")).into()
+            })
         })
     }
 
@@ -415,11 +418,7 @@ impl ExecProcess for Local {
                 after_seq,
                 timeout,
             } = request;
-            let conditions =
-                Conditions::compile(&any).map_err(|error| ExecServerError::Server {
-                    code: codes::INVALID_PARAMS,
-                    message: error.to_string(),
-                })?;
+            let conditions = Conditions::compile(&any)?;
             Ok(conditions.wait(&self.process, after_seq, timeout).await)
         })
     }
@@ -494,34 +493,5 @@ impl EventSource for LocalEvents {
                 }
             })
         })
-    }
-}
-
-fn invalid_request(message: String) -> ExecServerError {
-    ExecServerError::Server {
-        code: codes::INVALID_REQUEST,
-        message,
-    }
-}
-
-fn internal(message: String) -> ExecServerError {
-    ExecServerError::Server {
-        code: codes::INTERNAL,
-        message,
-    }
-}
-
-impl From<StartError> for ExecServerError {
-    fn from(error: StartError) -> Self {
-        // The codes of the wire: a caller need not care where the process would have run.
-        let message = error.to_string();
-        match error {
-            StartError::EmptyArgv | StartError::Limit(_) | StartError::Refused(_) => Self::Server {
-                code: codes::INVALID_PARAMS,
-                message,
-            },
-            StartError::TooMany(_) => invalid_request(message),
-            _ => internal(message),
-        }
     }
 }

@@ -247,7 +247,7 @@ impl Responder {
     /// Answers with an error.
     pub(crate) fn send_error(mut self, error: RpcError) {
         self.failed = true;
-        if error.refusal {
+        if error.is_refusal {
             self.outbox.metrics.sandbox_refusals.add(1);
         }
         let error = ErrorObject::from(error);

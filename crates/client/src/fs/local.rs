@@ -4,16 +4,18 @@
 //! the codes of the wire, so that a caller need not care where a file is.
 
 use std::future::poll_fn;
-use std::io::{self, Read as _};
+use std::io::Read as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 
 use bytes::Bytes;
-use exec_server_executor::fs::search::{self, SearchError};
-use exec_server_executor::fs::watch::{Hub, Missing, Subscription, WatchError};
-use exec_server_executor::fs::{self as files, Attributes, Cancelled, FsError, LinkAt, OpenFile};
+use exec_server_engine::ApiError;
+use exec_server_executor::fs::search;
+use exec_server_executor::fs::watch::{Hub, Missing, Subscription};
+use exec_server_executor::fs::{self as files, Attributes, Cancelled, FsError, OpenFile};
+use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{
     DirectoryEntry, HashResult, Metadata, OpenMode, SearchParams, SearchResult, WalkEntry,
     WalkError, WalkOptions, WalkResult,
@@ -21,7 +23,6 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::sandbox::{Permissions, Sandbox};
 use exec_server_protocol::text::hex;
-use exec_server_protocol::{PathUri, codes};
 use exec_server_sync::Mutex;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
@@ -70,15 +71,11 @@ impl LocalFileSystem {
 fn admit(path: &PathUri, sandbox: Option<&Sandbox>) -> Result<PathBuf, ExecServerError> {
     let enforceable = sandbox.is_none_or(|sandbox| sandbox.permissions == Permissions::Disabled);
     if !enforceable {
-        return Err(ExecServerError::Server {
-            code: codes::INVALID_PARAMS,
-            message: "sandbox intent cannot be enforced on this executor".to_owned(),
-        });
+        let message = "sandbox intent cannot be enforced on this executor";
+        return Err(ApiError::invalid_params(message).into());
     }
-    path.to_native().map_err(|error| ExecServerError::Server {
-        code: codes::INVALID_REQUEST,
-        message: error.to_string(),
-    })
+    path.to_native()
+        .map_err(|error| ApiError::invalid_request(error.to_string()).into())
 }
 
 fn links(links: Links) -> files::Links {
@@ -121,7 +118,7 @@ async fn cancellable<T: Send + 'static>(
 }
 
 fn uri(path: &std::path::Path) -> Result<PathUri, ExecServerError> {
-    PathUri::from_native(path).map_err(|error| internal(error.to_string()))
+    PathUri::from_native(path).map_err(|error| ApiError::internal(error.to_string()).into())
 }
 
 impl ExecutorFileSystem for LocalFileSystem {
@@ -455,10 +452,10 @@ fn attributes(
     modified_at_ms: Option<i64>,
 ) -> Result<Attributes, ExecServerError> {
     match mode {
-        Some(mode) if mode > 0o7777 => Err(ExecServerError::Server {
-            code: codes::INVALID_PARAMS,
-            message: format!("mode {mode:#o} exceeds the limit of 0o7777"),
-        }),
+        Some(mode) if mode > 0o7777 => {
+            let message = format!("mode {mode:#o} exceeds the limit of 0o7777");
+            Err(ApiError::invalid_params(message).into())
+        }
         mode => Ok(Attributes {
             mode,
             modified_at_ms,
@@ -489,10 +486,8 @@ impl LocalFile {
         let file = Arc::clone(&self.file);
         blocking(move || {
             let mut file = file.lock();
-            let file = file.as_mut().ok_or_else(|| ExecServerError::Server {
-                code: codes::NOT_FOUND,
-                message: "the file was closed".to_owned(),
-            })?;
+            let closed = || ApiError::not_found("the file was closed");
+            let file = file.as_mut().ok_or_else(closed)?;
             Ok(work(file)?)
         })
         .await
@@ -528,70 +523,7 @@ impl FileBlocks for LocalFile {
     }
 }
 
-fn internal(message: String) -> ExecServerError {
-    ExecServerError::Server {
-        code: codes::INTERNAL,
-        message,
-    }
-}
-
-impl From<FsError> for ExecServerError {
-    fn from(error: FsError) -> Self {
-        // The codes of the wire: a caller need not care where the file is.
-        let code = match &error {
-            FsError::Io { source, .. } => match source.kind() {
-                io::ErrorKind::NotFound => codes::NOT_FOUND,
-                io::ErrorKind::InvalidInput | io::ErrorKind::PermissionDenied => {
-                    codes::INVALID_REQUEST
-                }
-                _ => codes::INTERNAL,
-            },
-            FsError::Symlink { .. } | FsError::TooManyEntries(_) | FsError::RemoveNoFollow => {
-                codes::INTERNAL
-            }
-            _ => codes::INVALID_REQUEST,
-        };
-        Self::Server {
-            code,
-            message: error.to_string(),
-        }
-    }
-}
-
-impl From<SearchError> for ExecServerError {
-    fn from(error: SearchError) -> Self {
-        match error {
-            SearchError::Fs(error) => error.into(),
-            _ => Self::Server {
-                code: codes::INVALID_PARAMS,
-                message: error.to_string(),
-            },
-        }
-    }
-}
-
-impl From<WatchError> for ExecServerError {
-    fn from(error: WatchError) -> Self {
-        let message = error.to_string();
-        let code = match error {
-            WatchError::Fs(error) => return error.into(),
-            WatchError::Pattern { .. } => codes::INVALID_PARAMS,
-            WatchError::TooMany | WatchError::Cancelled => codes::INVALID_REQUEST,
-            _ => codes::INTERNAL,
-        };
-        Self::Server { code, message }
-    }
-}
-
 /// The error of a method that looks at what a path names rather than opens it.
 fn of_entry(error: FsError) -> ExecServerError {
-    match error {
-        FsError::Symlink {
-            at: LinkAt::Leaf, ..
-        } => ExecServerError::Server {
-            code: codes::INVALID_REQUEST,
-            message: error.to_string(),
-        },
-        other => other.into(),
-    }
+    ApiError::of_entry(error).into()
 }

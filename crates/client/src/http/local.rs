@@ -1,9 +1,9 @@
 //! Requests that this machine makes.
 
 use bytes::{Bytes, BytesMut};
-use exec_server_http::{Body, HttpClient, HttpError, Response, request};
+use exec_server_http::{Body, HttpClient, Response, request};
+use exec_server_protocol::ByteChunk;
 use exec_server_protocol::http::RequestParams;
-use exec_server_protocol::{ByteChunk, codes};
 
 use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
 use crate::backend::{BoxFuture, Reply};
@@ -85,20 +85,5 @@ struct LocalBody(Body);
 impl BodySource for LocalBody {
     fn chunk(&mut self) -> BoxFuture<'_, Result<Option<Bytes>, ExecServerError>> {
         Box::pin(async move { Ok(self.0.chunk().await?) })
-    }
-}
-
-/// As a server would have answered.
-impl From<HttpError> for ExecServerError {
-    fn from(error: HttpError) -> Self {
-        let code = match error {
-            HttpError::Invalid(_) => codes::INVALID_PARAMS,
-            HttpError::Denied(_) | HttpError::Cancelled => codes::INVALID_REQUEST,
-            _ => codes::INTERNAL,
-        };
-        Self::Server {
-            code,
-            message: error.to_string(),
-        }
     }
 }

@@ -13,6 +13,7 @@ use exec_server_protocol::PathUri;
 use exec_server_protocol::sandbox::{EntryPath, FileSystem, Permissions, Sandbox};
 
 use crate::error::ExecServerError;
+pub use crate::error::MapError;
 use crate::fs::bad_path;
 
 pub use exec::MappedBackend;
@@ -51,47 +52,6 @@ impl Root {
         let real = || path.strip_prefix(self.real.as_ref()?).ok();
         path.strip_prefix(&self.path).ok().or_else(real)
     }
-}
-
-/// Why a path has no counterpart.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum MapError {
-    /// A root must be an absolute path.
-    #[error("a root is an absolute path, not `{}`", .0.display())]
-    RelativeRoot(PathBuf),
-    /// It is relative, so nobody knows to what.
-    #[error("`{}` is not an absolute path", .0.display())]
-    Relative(PathBuf),
-    /// A pattern cannot be said below it.
-    #[error("the remote root `{}` is not text, and a policy has a pattern below it", .0.display())]
-    NotText(PathBuf),
-    /// It has no counterpart there.
-    #[error(
-        "`{}` is outside of the local root `{}`, so it has no counterpart below the remote root `{}`",
-        path.display(), local.display(), remote.display()
-    )]
-    OutsideLocal {
-        /// The path.
-        path: PathBuf,
-        /// The root that it should be below.
-        local: PathBuf,
-        /// What stands for it there.
-        remote: PathBuf,
-    },
-    /// It has no counterpart here.
-    #[error(
-        "`{}` is outside of the remote root `{}`, so it has no counterpart below the local root `{}`",
-        path.display(), remote.display(), local.display()
-    )]
-    OutsideRemote {
-        /// The path.
-        path: PathBuf,
-        /// The root that it should be below.
-        remote: PathBuf,
-        /// What stands for it here.
-        local: PathBuf,
-    },
 }
 
 impl PathMap {

@@ -12,6 +12,8 @@ use exec_server_relay::keys::Fingerprint;
 use exec_server_transport::private_file::{directory_of, make_directory, open_lock, write_new};
 use exec_server_transport::registry::RegistryUrl;
 
+use crate::error::KnownEnvironmentsError;
+
 /// Bytes of the file that are read: a hundred thousand environments.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 
@@ -19,38 +21,6 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KnownEnvironments {
     path: PathBuf,
-}
-
-/// Why what is known cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum KnownEnvironmentsError {
-    /// The file cannot be read or written.
-    #[error("cannot {action} the known environments in {}: {source}", path.display())]
-    Io {
-        /// What was tried.
-        action: &'static str,
-        /// Which file.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// Others could have written it.
-    #[error("others can write {} (mode {mode:04o}): check what it says, then `chmod 600` it", path.display())]
-    Permissions {
-        /// Which file.
-        path: PathBuf,
-        /// Its permissions.
-        mode: u32,
-    },
-    /// A line that makes no sense. It may be the one that would have kept an impostor out.
-    #[error("cannot understand line {line} of {}", path.display())]
-    Malformed {
-        /// Which file.
-        path: PathBuf,
-        /// Which line, counted from 1.
-        line: usize,
-    },
 }
 
 type Result<T, E = KnownEnvironmentsError> = std::result::Result<T, E>;

@@ -32,7 +32,7 @@ use exec_server_relay::registry::ConnectResponse;
 use exec_server_relay::{HarnessConfig, Limits};
 use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
-use exec_server_transport::relay::{self, DialError, OpenError};
+use exec_server_transport::relay::{self, DialError};
 use exec_server_transport::{ConnectError, Link, identity};
 use tokio::time::Instant;
 
@@ -41,12 +41,13 @@ use crate::client::ExecServerClient;
 use crate::dial::{Dial, Dialled};
 use crate::environment::connect::Connect;
 use crate::error::ExecServerError;
+pub use crate::error::{KnownEnvironmentsError, RegistryConnectError};
 use crate::options::ExecServerClientConnectOptions;
 
 pub use exec_server_relay::keys::Fingerprint;
 pub use exec_server_transport::registry::auth::RegistryAuth;
 pub use exec_server_transport::registry::{Proxies, RegistryUrl, RegistryUrlParseError};
-pub use known::{KnownEnvironments, KnownEnvironmentsError};
+pub use known::KnownEnvironments;
 
 /// For each question to the registry.
 const ASK_TIMEOUT: Duration = Duration::from_secs(6);
@@ -114,57 +115,6 @@ impl RegistryConnectArgs {
     /// As [`RegistryConnectArgs::new`], for an environment by its URL.
     pub fn of(url: &RegistryUrl, auth: RegistryAuth, client_name: impl Into<String>) -> Self {
         Self::new(url.registry_url(), url.environment_id(), auth, client_name)
-    }
-}
-
-/// Why an environment cannot be reached.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RegistryConnectError {
-    /// The registry has no way for us.
-    #[error(transparent)]
-    Registry(#[from] RegistryError),
-    /// The meeting point cannot be reached.
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    /// The executor does not open the stream.
-    #[error("environment `{environment}` did not open a stream: {source}")]
-    Open {
-        /// Which.
-        environment: String,
-        /// Why.
-        source: OpenError,
-    },
-    /// The executor has another key than it should.
-    #[error(
-        "the key of environment `{environment}` has changed: expected {expected}, the registry now names {found}"
-    )]
-    KeyChanged {
-        /// Which.
-        environment: String,
-        /// The one that is believed.
-        expected: Fingerprint,
-        /// The one that there is.
-        found: Fingerprint,
-    },
-    /// What is known of environments cannot be read or written.
-    #[error(transparent)]
-    Known(#[from] KnownEnvironmentsError),
-}
-
-impl RegistryConnectError {
-    /// Whether another attempt may fare better without anyone's help.
-    pub fn is_retryable(&self) -> bool {
-        match self {
-            Self::Registry(error) => error.is_retryable(),
-            Self::Connect(error) => !matches!(error, ConnectError::TlsSetup(_)),
-            Self::Open { source, .. } => match source {
-                OpenError::Dial(error) => !error.fatal,
-                OpenError::Refused(reason) => reason.is_retryable(),
-                _ => false,
-            },
-            Self::KeyChanged { .. } | Self::Known(_) => false,
-        }
     }
 }
 

@@ -19,7 +19,7 @@ mod target;
 mod url;
 
 use std::fmt;
-use std::io::{self, Read as _};
+use std::io::Read as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -36,6 +36,7 @@ use crate::backend::BoxFuture;
 use crate::client::ExecServerClient;
 use crate::dial::{Dial, DialError, Dialled, FirstWords};
 use crate::error::ExecServerError;
+pub use crate::error::SshError;
 use crate::options::ExecServerClientConnectOptions;
 
 pub use install::own_executable;
@@ -122,129 +123,6 @@ impl fmt::Debug for SshOptions {
 pub fn default_directory() -> PathBuf {
     let uid = rustix::process::geteuid().as_raw();
     PathBuf::from(format!("/tmp/exec-server-ssh-{uid}"))
-}
-
-/// Why a machine cannot be reached by ssh, or cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SshError {
-    /// There is no ssh here.
-    #[error("cannot run `{program}`; is an ssh client installed?")]
-    Spawn {
-        /// What was to be run.
-        program: String,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
-    /// ssh did not get there, or not in.
-    #[error("ssh cannot connect to {url}: {reason}")]
-    Connect {
-        /// Where.
-        url: String,
-        /// What ssh said.
-        reason: String,
-    },
-    /// Nothing came in time.
-    #[error("{url} did not {what} within {timeout:?}")]
-    Timeout {
-        /// Where.
-        url: String,
-        /// What it should have done.
-        what: &'static str,
-        /// How long we waited.
-        timeout: Duration,
-    },
-    /// The directory for our sockets cannot be used.
-    #[error("cannot keep sockets in `{}`: {reason}", path.display())]
-    Directory {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        reason: String,
-    },
-    /// What should be installed cannot be read.
-    #[error("cannot read `{}`, which should be installed there", path.display())]
-    LocalBinary {
-        /// Which.
-        path: PathBuf,
-        /// What the system said.
-        #[source]
-        source: io::Error,
-    },
-    /// What should be installed is for another kind of machine.
-    #[error(
-        "{url} is {there}, and `{}` is for {here}: install an exec-server for {there} there and name \
-         it with --remote-binary, or name one here with --local-binary", binary.display()
-    )]
-    Architecture {
-        /// Where.
-        url: String,
-        /// What that machine is.
-        there: String,
-        /// What the executable is for.
-        here: String,
-        /// The executable.
-        binary: PathBuf,
-    },
-    /// There is none, and there is none to install.
-    #[error("there is no exec-server on {url}, and none to install: name one with --remote-binary")]
-    Missing {
-        /// Where.
-        url: String,
-    },
-    /// It could not be put there; nothing is left of it.
-    #[error("cannot install exec-server on {url}: {reason}")]
-    Install {
-        /// Where.
-        url: String,
-        /// What was said there.
-        reason: String,
-    },
-    /// It was put there and does not run; nothing is left of it.
-    #[error(
-        "{url} cannot run `{}`: {reason}; `make static` builds an exec-server that needs nothing of \
-         the machine: run that one, name it with --local-binary, or install one there and name it \
-         with --remote-binary", binary.display()
-    )]
-    Unfit {
-        /// Where.
-        url: String,
-        /// The executable here.
-        binary: PathBuf,
-        /// What was said there.
-        reason: String,
-    },
-    /// The daemon there does not start.
-    #[error("cannot start exec-server on {url}: {reason}")]
-    Daemon {
-        /// Where.
-        url: String,
-        /// What was said there.
-        reason: String,
-    },
-    /// Everything was there a moment ago, and does not answer now.
-    #[error(
-        "{url} was there a moment ago and does not answer now: whether the command was started is \
-         not known"
-    )]
-    Unclear {
-        /// Where.
-        url: String,
-    },
-    /// The daemon there does not answer as it should.
-    #[error(transparent)]
-    Link(#[from] ConnectError),
-}
-
-impl SshError {
-    /// Whether it is worth trying again: what happened to the connection, not what is there.
-    pub(crate) fn may_pass(&self) -> bool {
-        matches!(
-            self,
-            Self::Connect { .. } | Self::Timeout { .. } | Self::Link(_)
-        )
-    }
 }
 
 /// A machine that is reached by ssh; cheap to clone.

@@ -533,10 +533,7 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
 pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
     let conditions = match Conditions::compile(&params.any) {
         Ok(conditions) => conditions,
-        Err(error) => {
-            let error = RpcError::invalid_params(error.to_string());
-            return call.responder.send_error(error);
-        }
+        Err(error) => return call.responder.send_error(error.into()),
     };
     let (id, session) = (params.process_id.clone(), params.session_id.clone());
     let job = move |connection: Arc<Connection>,

@@ -1,0 +1,30 @@
+//! Errors of work on this machine: with the code and the message that a server would answer.
+
+use exec_server_engine::ApiError;
+use exec_server_executor::StartError;
+use exec_server_executor::conditions::ConditionError;
+use exec_server_executor::fs::FsError;
+use exec_server_executor::fs::search::SearchError;
+use exec_server_executor::fs::watch::WatchError;
+use exec_server_http::HttpError;
+
+use super::ExecServerError;
+
+impl From<ApiError> for ExecServerError {
+    fn from(error: ApiError) -> Self {
+        let ApiError { code, message, .. } = error;
+        Self::Server { code, message }
+    }
+}
+
+macro_rules! as_a_server_answers {
+    ($($error:ty)*) => {$(
+        impl From<$error> for ExecServerError {
+            fn from(error: $error) -> Self {
+                ApiError::from(error).into()
+            }
+        }
+    )*};
+}
+
+as_a_server_answers! { ConditionError FsError HttpError SearchError StartError WatchError }

@@ -1,0 +1,44 @@
+//! Why a path has no counterpart on the other machine.
+
+use std::path::PathBuf;
+
+/// Why a path has no counterpart.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// A root must be an absolute path.
+    #[error("a root is an absolute path, not `{}`", .0.display())]
+    RelativeRoot(PathBuf),
+    /// The path is relative, and has no base.
+    #[error("`{}` is not an absolute path", .0.display())]
+    Relative(PathBuf),
+    /// A pattern cannot be said below it.
+    #[error("the remote root `{}` is not text, and a policy has a pattern below it", .0.display())]
+    NotText(PathBuf),
+    /// It has no counterpart there.
+    #[error(
+        "`{}` is outside of the local root `{}`, so it has no counterpart below the remote root `{}`",
+        path.display(), local.display(), remote.display()
+    )]
+    OutsideLocal {
+        /// The path.
+        path: PathBuf,
+        /// The root that it should be below.
+        local: PathBuf,
+        /// What stands for it there.
+        remote: PathBuf,
+    },
+    /// It has no counterpart here.
+    #[error(
+        "`{}` is outside of the remote root `{}`, so it has no counterpart below the local root `{}`",
+        path.display(), remote.display(), local.display()
+    )]
+    OutsideRemote {
+        /// The path.
+        path: PathBuf,
+        /// The root that it should be below.
+        remote: PathBuf,
+        /// What stands for it here.
+        local: PathBuf,
+    },
+}
