@@ -15,14 +15,9 @@ use exec_server_protocol::process::{
 };
 use exec_server_protocol::sandbox::Enforcement;
 
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::event::ExecProcessEvents;
 use crate::network::NetworkPolicyDecider;
-
-pub use futures_util::future::BoxFuture;
-
-/// What most methods of the traits answer with.
-pub type Reply<'a, T> = BoxFuture<'a, Result<T, ExecServerError>>;
 
 /// Something that runs processes.
 pub trait ExecBackend: Send + Sync + fmt::Debug {

@@ -129,8 +129,3 @@ impl Caller {
         }
     }
 }
-
-/// A duration as the wire has it.
-pub(crate) fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
-}

@@ -6,8 +6,8 @@ use std::any::Any;
 use std::fmt;
 
 use exec_server_transport::{Link, connect};
+use futures_util::future::BoxFuture;
 
-use crate::backend::BoxFuture;
 pub use crate::error::DialError;
 use crate::error::ExecServerError;
 use crate::options::RemoteExecServerConnectArgs;

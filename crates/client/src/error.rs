@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use exec_server_protocol::codes;
 use exec_server_transport::{CallError, ConnectError};
+use futures_util::future::BoxFuture;
 
 pub use dial::DialError;
 pub use map::MapError;
@@ -26,6 +27,9 @@ pub use process::ProcessFailure;
 #[cfg(feature = "registry")]
 pub use registry::{KnownEnvironmentsError, RegistryConnectError};
 pub use ssh::SshError;
+
+/// What most methods of the traits return.
+pub type Reply<'a, T> = BoxFuture<'a, Result<T, ExecServerError>>;
 
 /// Why a request to an execution server has no result.
 #[derive(Debug, thiserror::Error)]

@@ -9,8 +9,8 @@ use exec_server_protocol::process::{
     ClosedParams, ExitedParams, OutputParams, ReadChunk, ReadResult, Stream, Usage,
 };
 use exec_server_protocol::sandbox::Denial;
+use futures_util::future::BoxFuture;
 
-use crate::backend::BoxFuture;
 pub use crate::error::ProcessFailure;
 
 /// Something that happened to a process.

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use exec_server_protocol::process::{Read, ReadParams, ReadResult};
 
-use crate::caller::{Caller, millis};
+use crate::caller::Caller;
 use crate::error::ExecServerError;
 use crate::event::ProcessFailure;
+use crate::options::millis;
 use crate::order::ReadRules;
 use crate::route::Route;
 

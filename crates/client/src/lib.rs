@@ -62,14 +62,12 @@ mod state;
 pub mod transfer;
 pub mod unified;
 
-pub use backend::{
-    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
-};
+pub use backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
 pub use client::ExecServerClient;
 pub use collect::{CollectOptions, ProcessOutput};
 pub use dial::{Dial, DialError, Dialled, FirstWords};
 pub use environment::{Environment, EnvironmentManager, EnvironmentProvider};
-pub use error::ExecServerError;
+pub use error::{ExecServerError, Reply};
 pub use event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 #[cfg(feature = "local")]
 pub use exec_server_executor as executor;
@@ -79,6 +77,7 @@ pub use exec_server_protocol as protocol;
 #[cfg(feature = "local")]
 pub use fs::LocalFileSystem;
 pub use fs::{ExecutorFileSystem, RemoteFileSystem};
+pub use futures_util::future::BoxFuture;
 pub use http::ExecutorHttp;
 #[cfg(feature = "local")]
 pub use http::LocalHttp;

@@ -20,10 +20,10 @@ use exec_server_transport::peer::{FIRST_CALL, FirstCall};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::caller::millis;
 use crate::dial::{Dial, Dialled, FirstWords};
 use crate::error::ExecServerError;
 use crate::options::ExecServerClientConnectOptions;
+use crate::options::millis;
 use crate::recovery::{Recovery, Step, may_pass};
 use crate::route::{Dispatch, Routes};
 use crate::state::ConnectionState;

@@ -26,11 +26,10 @@ use exec_server_protocol::process::{
 };
 use exec_server_sync::Mutex;
 use exec_server_transport::time::timestamp_millis;
+use futures_util::future::BoxFuture;
 
-use crate::backend::{
-    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
-};
-use crate::error::ExecServerError;
+use crate::backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
+use crate::error::{ExecServerError, Reply};
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::network::{self, NetworkPolicyDecider};
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::StartParams;
+use futures_util::future::BoxFuture;
 
-use crate::backend::BoxFuture;
 use crate::error::ExecServerError;
 
 /// Questions that are worked on at one time; the answer to further ones is no.

@@ -114,3 +114,8 @@ impl RemoteExecServerConnectArgs {
         dial
     }
 }
+
+/// A duration as the wire has it.
+pub(crate) fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

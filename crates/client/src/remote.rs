@@ -21,21 +21,21 @@ use exec_server_protocol::process::{
 use exec_server_protocol::sandbox::Enforcement;
 use exec_server_transport::CallError;
 use exec_server_transport::peer::FirstCall;
+use futures_util::future::BoxFuture;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::backend::{
-    BoxFuture, ExecBackend, ExecProcess, ReadRequest, Reply, StartedProcess, WaitForRequest,
-};
-use crate::caller::{Caller, millis};
+use crate::backend::{ExecBackend, ExecProcess, ReadRequest, StartedProcess, WaitForRequest};
+use crate::caller::Caller;
 use crate::client::ExecServerClient;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::extension;
 use crate::follow::Follower;
 use crate::line::Connection;
 use crate::network::{self, NetworkPolicyDecider};
+use crate::options::millis;
 use crate::route::{Registration, Route, Status};
 
 /// Bytes in one `process/write`; more would keep other requests waiting for the line.

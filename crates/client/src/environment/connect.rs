@@ -17,10 +17,10 @@ use tokio::net::unix::pipe;
 use tokio::process::Command;
 use url::{Host, Url};
 
-use crate::backend::{ExecBackend as _, Reply, StartedProcess};
+use crate::backend::{ExecBackend as _, StartedProcess};
 use crate::client::ExecServerClient;
 use crate::dial::Dialled;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::map::PathMap;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 use crate::ssh::{self, SshOptions, SshTarget, SshUrlError};

@@ -8,8 +8,7 @@ use exec_server_protocol::fs::{DirectoryEntry, HashResult, Metadata, SearchResul
 use exec_server_protocol::sandbox::Sandbox;
 
 use super::lazy::Lazy;
-use crate::backend::Reply;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::fs::{
     Access, Copy, CreateDirectory, ExecutorFileSystem, Feature, FileChanges, FileReader,
     FileWriter, Hash, MissingWatch, ReadDirectory, ReadStream, RemoteFileSystem, Remove, Rename,

@@ -6,10 +6,9 @@ use exec_server_transport::identity;
 use exec_server_transport::tls::TlsClientOptions;
 
 use super::connect::Connect;
-use crate::backend::Reply;
 use crate::client::ExecServerClient;
 use crate::dial::DialError;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::options::ExecServerClientConnectOptions;
 use crate::registry::{
     KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryTarget, RegistryUrl, Trust,

@@ -11,6 +11,7 @@ use exec_server_transport::Secret;
 use exec_server_transport::tls::PinParseError;
 #[cfg(feature = "registry")]
 use exec_server_transport::tls::TlsClientOptions;
+use futures_util::future::BoxFuture;
 
 use super::connect::{AddressError, ENVIRONMENT_CLIENT_NAME, UrlTarget, from_url};
 use super::file::{
@@ -19,7 +20,6 @@ use super::file::{
 use super::id::{LOCAL, NONE, REMOTE};
 #[cfg(feature = "registry")]
 use super::registry::RegistryEntry;
-use crate::backend::BoxFuture;
 #[cfg(feature = "registry")]
 use crate::options::ExecServerClientConnectOptions;
 use crate::options::RemoteExecServerConnectArgs;

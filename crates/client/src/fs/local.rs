@@ -24,6 +24,7 @@ use exec_server_protocol::limits::MAX_MISSING_PATHS;
 use exec_server_protocol::sandbox::{Permissions, Sandbox};
 use exec_server_protocol::text::hex;
 use exec_server_sync::Mutex;
+use futures_util::future::BoxFuture;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
@@ -33,8 +34,7 @@ use super::{
     ReadStream, Remove, Rename, Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions,
     WriteStream,
 };
-use crate::backend::{BoxFuture, Reply};
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 
 /// Files of this machine.
 ///

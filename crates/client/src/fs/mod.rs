@@ -22,8 +22,7 @@ use exec_server_protocol::path::PathUriError;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{PathUri, codes};
 
-use crate::backend::Reply;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 
 #[cfg(feature = "local")]
 pub use local::LocalFileSystem;

@@ -15,6 +15,7 @@ use exec_server_protocol::fs::{self as wire, DirectoryEntry, HashResult, Metadat
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{Method, PathUri, codes};
+use futures_util::future::BoxFuture;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::watch::Queue;
@@ -24,11 +25,11 @@ use super::{
     ReadStream, Remove, Rename, Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions,
     WriteStream,
 };
-use crate::backend::{BoxFuture, Reply};
-use crate::caller::{Caller, millis};
+use crate::caller::Caller;
 use crate::client::ExecServerClient;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::extension;
+use crate::options::millis;
 
 /// Bytes that are read or written in one request of a server whose limits are not known to be ours:
 /// in base64 well below the 16 MiB that a compatible peer takes and we accept in one frame.

@@ -17,8 +17,7 @@ use exec_server_protocol::limits::MAX_BLOCK_BYTES;
 use tokio::io::{AsyncRead, AsyncSeek, AsyncWrite, ReadBuf};
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::backend::Reply;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 
 /// Blocks in flight: enough to hide the way there and back, and at most some megabytes.
 const DEPTH: usize = 4;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{Change, ChangedParams};
 use exec_server_sync::{Mutex, MutexGuard};
+use futures_util::future::BoxFuture;
 use tokio::sync::{Notify, oneshot};
 
-use crate::backend::BoxFuture;
 use crate::error::ExecServerError;
 
 /// Changes that may wait for a consumer; at some hundred bytes each, a few megabytes.

@@ -4,11 +4,11 @@ use bytes::{Bytes, BytesMut};
 use exec_server_http::{Body, HttpClient, Response, request};
 use exec_server_protocol::ByteChunk;
 use exec_server_protocol::http::RequestParams;
+use futures_util::future::BoxFuture;
 
 use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
-use crate::backend::{BoxFuture, Reply};
-use crate::caller::millis;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
+use crate::options::millis;
 
 /// Makes requests from this machine, under the same rules as a server would.
 #[derive(Debug, Clone)]

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::http::{RedirectPolicy, RequestHeader, ResponseHeader};
+use futures_util::future::BoxFuture;
 
-use crate::backend::{BoxFuture, Reply};
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 
 #[cfg(feature = "local")]
 pub use local::LocalHttp;

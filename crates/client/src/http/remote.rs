@@ -10,14 +10,14 @@ use exec_server_protocol::http::{
 };
 use exec_server_protocol::{ByteChunk, Notification as _};
 use exec_server_sync::{Mutex, MutexGuard};
+use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
 use super::{BodySource, ExecutorHttp, HttpAnswer, HttpBody, HttpRequest, HttpStream};
-use crate::backend::{BoxFuture, Reply};
-use crate::caller::millis;
 use crate::client::ExecServerClient;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::extension;
+use crate::options::millis;
 
 /// Bytes of a body that may wait for its consumer before the connection waits.
 const MAX_WAITING: usize = 16 << 20;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use exec_server_protocol::process::{ListedProcess, StartParams};
 
 use super::PathMap;
-use crate::backend::{ExecBackend, Reply, StartedProcess};
-use crate::error::ExecServerError;
+use crate::backend::{ExecBackend, StartedProcess};
+use crate::error::{ExecServerError, Reply};
 use crate::network::NetworkPolicyDecider;
 
 /// A backend whose working directories and policies are given as local paths.

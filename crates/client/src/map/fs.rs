@@ -6,11 +6,11 @@ use bytes::Bytes;
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult};
 use exec_server_protocol::sandbox::Sandbox;
+use futures_util::future::BoxFuture;
 use tokio::sync::OnceCell;
 
 use super::PathMap;
-use crate::backend::{BoxFuture, Reply};
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 use crate::fs::{
     Access, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
     FileChanges, FileReader, FileWriter, Hash, MissingWatch, ReadDirectory, ReadStream, Remove,

@@ -34,13 +34,13 @@ use exec_server_sync::Mutex;
 use exec_server_transport::registry::{Registry, RegistryError, RegistryOptions};
 use exec_server_transport::relay::{self, DialError};
 use exec_server_transport::{ConnectError, Link, identity};
+use futures_util::future::BoxFuture;
 use tokio::time::Instant;
 
-use crate::backend::{BoxFuture, Reply};
 use crate::client::ExecServerClient;
 use crate::dial::{Dial, Dialled};
 use crate::environment::connect::Connect;
-use crate::error::ExecServerError;
+use crate::error::{ExecServerError, Reply};
 pub use crate::error::{KnownEnvironmentsError, RegistryConnectError};
 use crate::options::ExecServerClientConnectOptions;
 

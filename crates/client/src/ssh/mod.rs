@@ -11,6 +11,7 @@
 //! ```
 
 use exec_server_protocol::text::hex;
+use futures_util::future::BoxFuture;
 
 mod command;
 mod install;
@@ -32,7 +33,6 @@ use sha2::{Digest as _, Sha256};
 use tokio::net::UnixStream;
 use tokio::sync::OnceCell;
 
-use crate::backend::BoxFuture;
 use crate::client::ExecServerClient;
 use crate::dial::{Dial, DialError, Dialled, FirstWords};
 use crate::error::ExecServerError;

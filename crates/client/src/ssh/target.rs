@@ -4,9 +4,9 @@ use exec_server_protocol::PathUri;
 use exec_server_protocol::process::StartParams;
 
 use super::{SshHost, SshOptions};
-use crate::backend::Reply;
 use crate::client::ExecServerClient;
 use crate::environment::connect::{Connect, ENVIRONMENT_CLIENT_NAME, Start, StartedThere};
+use crate::error::Reply;
 use crate::map::PathMap;
 use crate::options::ExecServerClientConnectOptions;
 

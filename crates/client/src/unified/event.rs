@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::process::Stream;
-
-use crate::backend::BoxFuture;
+use futures_util::future::BoxFuture;
 
 /// Something that happened to a command.
 ///

@@ -8,10 +8,12 @@ use exec_server_protocol::process::{
     ReadResult, SandboxType, SnapshotResult, StartParams, Stream, TerminalSize, TerminateResult,
     WaitResult, WaitUntil, WriteStatus,
 };
+use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use super::*;
-use crate::backend::{BoxFuture, ExecBackend, ReadRequest, Reply};
+use crate::backend::{ExecBackend, ReadRequest};
+use crate::error::Reply;
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents, ProcessExit, ProcessFailure};
 
 type Script = Box<dyn FnOnce(Arc<Fake>) -> BoxFuture<'static, ()> + Send>;
