@@ -19,11 +19,11 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::ApiError;
 use crate::asks::{Asks, Settled};
 use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch::{self, Raw};
-use crate::error::RpcError;
 use crate::files::Lane;
 use crate::handles::Handles;
 use crate::methods::http::Requests;
@@ -100,13 +100,13 @@ pub(crate) enum Phase {
 
 impl Phase {
     /// The session, once methods of this family may be used.
-    pub(crate) fn ready(&self, family: &str) -> Result<Arc<Session>, RpcError> {
+    pub(crate) fn ready(&self, family: &str) -> Result<Arc<Session>, ApiError> {
         match self {
             Self::Ready(session) => Ok(Arc::clone(session)),
-            Self::Initialized(_) => Err(RpcError::invalid_request(format!(
+            Self::Initialized(_) => Err(ApiError::invalid_request(format!(
                 "client must send initialized before using {family} methods"
             ))),
-            Self::New => Err(RpcError::invalid_request(format!(
+            Self::New => Err(ApiError::invalid_request(format!(
                 "client must call initialize before using {family} methods"
             ))),
         }
@@ -186,12 +186,12 @@ impl Connection {
     }
 
     /// Counts a request as waiting rather than worked on, so that it holds up no other.
-    pub(crate) fn wait(self: &Arc<Self>, responder: &mut Responder) -> Result<Waiting, RpcError> {
+    pub(crate) fn wait(self: &Arc<Self>, responder: &mut Responder) -> Result<Waiting, ApiError> {
         let limit = self.server.config().max_waiting_requests;
         let waiting = Waiting(Arc::clone(self));
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
             let message = format!("limit of {limit} waiting requests per connection reached");
-            return Err(RpcError::invalid_request(message));
+            return Err(ApiError::invalid_request(message));
         }
         if !responder.serial {
             responder.slot = None;
@@ -235,7 +235,7 @@ pub(crate) struct Responder {
 
 impl Responder {
     /// Answers.
-    pub(crate) fn send<R: Serialize>(self, result: Result<R, RpcError>) {
+    pub(crate) fn send<R: Serialize>(self, result: Result<R, ApiError>) {
         match result {
             Ok(result) => {
                 self.send_with(|out, id| envelope::encode_response(out, id, &result));
@@ -245,7 +245,7 @@ impl Responder {
     }
 
     /// Answers with an error.
-    pub(crate) fn send_error(mut self, error: RpcError) {
+    pub(crate) fn send_error(mut self, error: ApiError) {
         self.failed = true;
         if error.is_refusal {
             self.outbox.metrics.sandbox_refusals.add(1);
@@ -261,7 +261,7 @@ impl Responder {
             Ok(()) => self.send_message(message),
             Err(error) => {
                 let message = format!("cannot encode the answer: {error}");
-                self.send_error(RpcError::internal(message));
+                self.send_error(ApiError::internal(message));
             }
         }
     }
@@ -304,7 +304,7 @@ impl Responder {
     pub(crate) fn try_send_result(
         self,
         hint: usize,
-        write: impl FnOnce(&mut Vec<u8>) -> Result<(), RpcError>,
+        write: impl FnOnce(&mut Vec<u8>) -> Result<(), ApiError>,
     ) -> bool {
         let mut message = memory::buffer(hint + ENVELOPE_BYTES);
         message.extend_from_slice(b"{\"id\":");
@@ -352,8 +352,8 @@ impl Responder {
     }
 }
 
-fn too_large(bytes: usize) -> RpcError {
-    RpcError::invalid_request(format!(
+fn too_large(bytes: usize) -> ApiError {
+    ApiError::invalid_request(format!(
         "answer of {bytes} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
          read it in parts"
     ))
@@ -689,7 +689,7 @@ fn malformed(name: &str, reason: &str) -> String {
 
 /// Answers something that had no id.
 fn refuse(connection: &Connection, message: &str) {
-    let error = RpcError::invalid_request(message);
+    let error = ApiError::invalid_request(message);
     let mut out = Vec::new();
     let encoded = envelope::encode_error(&mut out, &RequestId::NONE, &error.into());
     debug_assert!(encoded.is_ok(), "an error with a text always serialises");

@@ -12,8 +12,8 @@ use exec_server_protocol::{
     MethodId, Notification as _, ServedMethod, capability, command, environment, fs, http, process,
 };
 
+use crate::ApiError;
 use crate::connection::{Connection, Phase, Responder};
-use crate::error::RpcError;
 use crate::session::Session;
 use crate::{methods, scope};
 
@@ -61,10 +61,10 @@ pub(crate) fn request(
         Named::Served(method) => method,
         Named::NotOffered(method) => {
             let refused = phase.ready(method.family).err();
-            let unknown = || RpcError::method_not_found(method.name);
+            let unknown = || ApiError::method_not_found(method.name);
             return responder.send_error(refused.unwrap_or_else(unknown));
         }
-        Named::Unknown(name) => return responder.send_error(RpcError::method_not_found(name)),
+        Named::Unknown(name) => return responder.send_error(ApiError::method_not_found(name)),
     };
     let asked = Asked {
         method,
@@ -158,10 +158,10 @@ impl<'a> Asked<'a> {
     }
 
     /// Decodes the params, and checks the scope that these need.
-    fn decode<M: ServedMethod>(&self) -> Result<M::Params, RpcError> {
+    fn decode<M: ServedMethod>(&self) -> Result<M::Params, ApiError> {
         debug_assert_eq!(self.method, M::ID, "another method's function");
         let params = M::decode(self.params.text.unwrap_or("null")).map_err(|error| {
-            RpcError::invalid_params(format!("invalid params for `{}`: {error}", M::NAME))
+            ApiError::invalid_params(format!("invalid params for `{}`: {error}", M::NAME))
         })?;
         scope::check(&self.connection.identity, M::NAME, M::scopes(&params))?;
         Ok(params)

@@ -16,7 +16,7 @@ use exec_server_protocol::chunk::encode_into;
 use exec_server_sync::{Condvar, Mutex};
 use tokio::runtime::Handle;
 
-use crate::error::RpcError;
+use crate::ApiError;
 
 /// Threads that one lane may have at work.
 const LANE_THREADS: usize = 32;
@@ -264,9 +264,9 @@ impl Lane {
 }
 
 /// Does something that must be answered whatever happens.
-pub(crate) fn attempt<R>(work: impl FnOnce() -> Result<R, RpcError>) -> Result<R, RpcError> {
+pub(crate) fn attempt<R>(work: impl FnOnce() -> Result<R, ApiError>) -> Result<R, ApiError> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err(RpcError::internal("a file operation panicked")))
+        .unwrap_or_else(|_| Err(ApiError::internal("a file operation panicked")))
 }
 
 /// Bytes read and encoded at a time: they stay in the processor's cache between the two. A multiple
@@ -283,8 +283,8 @@ thread_local! {
 pub(crate) fn encode_pieces(
     out: &mut Vec<u8>,
     len: usize,
-    mut read: impl FnMut(u64, &mut [u8]) -> Result<usize, RpcError>,
-) -> Result<usize, RpcError> {
+    mut read: impl FnMut(u64, &mut [u8]) -> Result<usize, ApiError>,
+) -> Result<usize, ApiError> {
     PIECE.with_borrow_mut(|piece| {
         let mut done = 0;
         while done < len {

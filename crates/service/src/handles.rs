@@ -17,8 +17,8 @@ use exec_server_protocol::limits::MAX_FILE_HANDLES;
 use exec_server_protocol::method::Empty;
 use exec_server_sync::Mutex;
 
+use crate::ApiError;
 use crate::connection::{Connection, Responder};
-use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
 use crate::methods::handle::with_block;
 use crate::server::WithFiles;
@@ -115,7 +115,7 @@ impl Handles {
             Ok(handle) => handle.queue(connection, call),
             Err(message) => call
                 .responder
-                .send_error(RpcError::invalid_request(message)),
+                .send_error(ApiError::invalid_request(message)),
         }
     }
 
@@ -328,7 +328,7 @@ impl Call {
             Action::Close { .. } => self.responder.send(Ok(Empty {})),
             _ => self
                 .responder
-                .send_error(RpcError::not_found(format!("unknown file handle `{id}`"))),
+                .send_error(ApiError::not_found(format!("unknown file handle `{id}`"))),
         }
     }
 }

@@ -12,7 +12,6 @@ pub mod config;
 mod connection;
 mod crowd;
 mod dispatch;
-mod error;
 mod files;
 mod follow;
 pub mod guard;
@@ -31,7 +30,7 @@ mod socket;
 pub mod trace;
 
 pub use config::ExecServerConfig;
-pub use error::RpcError;
+pub use exec_server_engine::ApiError;
 pub use guard::{Guard, Rules};
 pub use listen::{DEFAULT_LISTEN_URL, ExecServerListenUrlParseError, ListenUrl, Listener};
 pub use remote::{RemoteEnvironmentConfig, RemoteEnvironmentError, run_remote_environment};

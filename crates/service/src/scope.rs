@@ -4,12 +4,12 @@
 
 use exec_server_protocol::Scope;
 
+use crate::ApiError;
 use crate::auth::{Identity, Scopes};
-use crate::error::RpcError;
 
 /// Refuses a request of the method `name` unless the identity has one of these scopes, or none is
 /// needed.
-pub(crate) fn check(identity: &Identity, name: &str, scopes: &[Scope]) -> Result<(), RpcError> {
+pub(crate) fn check(identity: &Identity, name: &str, scopes: &[Scope]) -> Result<(), ApiError> {
     if identity.scopes == Scopes::ALL
         || scopes.is_empty()
         || scopes.iter().any(|&scope| identity.scopes.contains(scope))
@@ -17,7 +17,7 @@ pub(crate) fn check(identity: &Identity, name: &str, scopes: &[Scope]) -> Result
         return Ok(());
     }
     let names: Vec<_> = scopes.iter().map(|scope| format!("`{scope}`")).collect();
-    Err(RpcError::invalid_request(format!(
+    Err(ApiError::invalid_request(format!(
         "`{name}` needs the scope {}, which this token does not have",
         names.join(" or ")
     )))

@@ -16,12 +16,12 @@ use exec_server_transport::Link;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::ApiError;
 use crate::audit::Audit;
 use crate::auth::Identity;
 use crate::config::ExecServerConfig;
 use crate::connection;
 use crate::crowd::{Crowd, CrowdLimits};
-use crate::error::RpcError;
 use crate::files::FileThreads;
 use crate::methods::environment::Info;
 use crate::metrics::Metrics;
@@ -358,16 +358,16 @@ impl Server {
         &self,
         driver: Driver,
         grace: Option<u64>,
-    ) -> Result<(Arc<Session>, Duration), RpcError> {
+    ) -> Result<(Arc<Session>, Duration), ApiError> {
         let mut sessions = self.inner.sessions.lock();
         let limit = self.config().max_sessions;
         if sessions.len() >= limit {
-            return Err(RpcError::invalid_request(format!(
+            return Err(ApiError::invalid_request(format!(
                 "limit of {limit} sessions reached"
             )));
         }
         if self.inner.draining.is_cancelled() {
-            return Err(RpcError::invalid_request("the server is shutting down"));
+            return Err(ApiError::invalid_request("the server is shutting down"));
         }
         let grace = self.grant(grace).unwrap_or(self.config().detach_grace);
         let snapshots = Snapshots::new(self.config().snapshot_time);
@@ -384,7 +384,7 @@ impl Server {
         driver: Driver,
         key: Option<&str>,
         grace: Option<u64>,
-    ) -> Result<(Arc<Session>, Duration), RpcError> {
+    ) -> Result<(Arc<Session>, Duration), ApiError> {
         let session = self.session(id).ok_or_else(|| unknown_session(id))?;
         let silence = self.config().keepalive.deadline;
         let granted = session.attach(driver, key, self.grant(grace), silence)?;
@@ -395,9 +395,9 @@ impl Server {
     ///
     /// Where retained output has reached its limit, records of closed processes that their clients
     /// have received give way: those of this session, then those of others.
-    pub(crate) fn accepts_processes(&self, session: &Session) -> Result<(), RpcError> {
+    pub(crate) fn accepts_processes(&self, session: &Session) -> Result<(), ApiError> {
         if self.inner.draining.is_cancelled() {
-            return Err(RpcError::invalid_request("the server is shutting down"));
+            return Err(ApiError::invalid_request("the server is shutting down"));
         }
         let limit = self.config().max_retained_bytes;
         let is_full = || self.inner.executor.retained_bytes() >= limit as u64;
@@ -408,7 +408,7 @@ impl Server {
             }
         }
         if is_full() {
-            return Err(RpcError::invalid_request(format!(
+            return Err(ApiError::invalid_request(format!(
                 "limit of {limit} bytes of retained output reached"
             )));
         }

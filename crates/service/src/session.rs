@@ -24,10 +24,10 @@ use subtle::ConstantTimeEq as _;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
+use crate::ApiError;
 use crate::asks::Asks;
 use crate::auth::Identity;
 use crate::connection::Responder;
-use crate::error::RpcError;
 use crate::follow::{Dialect, Follower};
 use crate::outbox::Outbox;
 
@@ -134,7 +134,7 @@ struct Starting {
     /// What the request to start it is called.
     start_id: Option<String>,
     /// Why there will be none.
-    failure: Option<RpcError>,
+    failure: Option<ApiError>,
 }
 
 /// What a request to start a process met.
@@ -243,7 +243,7 @@ impl Session {
         key: Option<&str>,
         grace: Option<Duration>,
         silence: Duration,
-    ) -> Result<Duration, RpcError> {
+    ) -> Result<Duration, ApiError> {
         let mut state = self.state.lock();
         let identity = &driver.identity;
         // With less than its owner had, a session could only be disturbed.
@@ -254,7 +254,7 @@ impl Session {
         let same = key.is_some_and(|key| same_key(key, &state.resume_key));
         if let Some(current) = &state.driver {
             if !same && current.heard.silence() < silence {
-                return Err(RpcError::already_attached(&self.id));
+                return Err(ApiError::already_attached(&self.id));
             }
             current.closed.cancel();
         }
@@ -352,7 +352,7 @@ impl Session {
         id: &str,
         start_id: Option<&str>,
         limit: usize,
-    ) -> Result<Reserved, RpcError> {
+    ) -> Result<Reserved, ApiError> {
         let removed;
         let mut table = self.table.lock();
         if let Some(slot) = table.slots.get(id) {
@@ -364,7 +364,7 @@ impl Session {
                 return Ok(Reserved::Repeat);
             }
             let message = format!("process ID already exists: {id}");
-            return Err(RpcError::invalid_request(message));
+            return Err(ApiError::invalid_request(message));
         }
         removed = if table.slots.len() < limit {
             None
@@ -372,7 +372,7 @@ impl Session {
             Some(oldest)
         } else {
             let message = format!("limit of {limit} processes per session reached");
-            return Err(RpcError::invalid_request(message));
+            return Err(ApiError::invalid_request(message));
         };
         let starting = Starting {
             start_id: start_id.map(str::to_owned),
@@ -393,19 +393,19 @@ impl Session {
     }
 
     /// Notes why a process will not be, for those who asked for the same start.
-    pub(crate) fn note_failure(&self, id: &str, failure: RpcError) {
+    pub(crate) fn note_failure(&self, id: &str, failure: ApiError) {
         if let Some(Slot::Starting(starting)) = self.table.lock().slots.get_mut(id) {
             starting.failure = Some(failure);
         }
     }
 
     /// Why a process is not, from a job that waited for it.
-    pub(crate) fn failure(&self, id: &str) -> RpcError {
+    pub(crate) fn failure(&self, id: &str) -> ApiError {
         match self.table.lock().slots.get(id) {
             Some(Slot::Starting(starting)) => starting.failure.clone(),
             _ => None,
         }
-        .unwrap_or_else(|| RpcError::unknown_process(id))
+        .unwrap_or_else(|| ApiError::unknown_process(id))
     }
 
     /// Puts a started process in its place and does what has been waiting for it.
@@ -624,8 +624,8 @@ fn same_key(one: &str, other: &str) -> bool {
     one.as_bytes().ct_eq(other.as_bytes()).into()
 }
 
-pub(crate) fn unknown_session(id: &str) -> RpcError {
-    RpcError::invalid_request(format!("unknown session id {id}"))
+pub(crate) fn unknown_session(id: &str) -> ApiError {
+    ApiError::invalid_request(format!("unknown session id {id}"))
 }
 
 /// What a process is made of besides its id and number.

@@ -13,13 +13,13 @@ use exec_server_protocol::capability::{
 use tokio::sync::oneshot;
 
 use super::fs::confined;
+use crate::ApiError;
 use crate::connection::Connection;
 use crate::dispatch::Call;
-use crate::error::RpcError;
 
 pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
     if params.roots.len() > MAX_ROOTS {
-        return call.responder.send_error(RpcError::invalid_request(format!(
+        return call.responder.send_error(ApiError::invalid_request(format!(
             "capability root discovery accepts at most {MAX_ROOTS} roots"
         )));
     }
@@ -70,7 +70,7 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
 }
 
 /// A root, and where it is looked at or why not.
-type Asked = (String, PathUri, Result<Files, RpcError>);
+type Asked = (String, PathUri, Result<Files, ApiError>);
 
 /// A look at a root that is under way.
 struct Look {

@@ -12,9 +12,9 @@ use exec_server_protocol::command::{
 use exec_server_protocol::process::WriteStatus;
 
 use super::process::{Description, launch};
+use crate::ApiError;
 use crate::connection::Responder;
 use crate::dispatch::Call;
-use crate::error::RpcError;
 use crate::follow::Dialect;
 
 pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
@@ -22,12 +22,12 @@ pub(crate) fn exec(call: Call<'_>, params: ExecParams) {
     if params.argv.is_empty() {
         return call
             .responder
-            .send_error(RpcError::invalid_params("argv must not be empty"));
+            .send_error(ApiError::invalid_params("argv must not be empty"));
     }
     let native = PathBuf::from(&params.cwd);
     let Ok(cwd) = PathUri::from_native(&native) else {
         let message = format!("cwd `{}` is not an absolute path", params.cwd);
-        return call.responder.send_error(RpcError::invalid_params(message));
+        return call.responder.send_error(ApiError::invalid_params(message));
     };
     let executor = call.connection.server.executor();
     let mut env = env::build(&executor.config().environment, None, &params.env);
@@ -82,10 +82,10 @@ pub(crate) fn write(call: Call<'_>, params: WriteParams) {
     let WriteParams { process_id, chunk } = params;
     let responder = call.responder;
     session.with_process(&process_id.clone(), move |managed| match managed {
-        None => responder.send_error(RpcError::unknown_process(&process_id)),
+        None => responder.send_error(ApiError::unknown_process(&process_id)),
         Some(managed) if !managed.process.has_terminal() => {
             let message = format!("stdin of process {process_id} is closed: it is not a tty");
-            responder.send_error(RpcError::invalid_request(message));
+            responder.send_error(ApiError::invalid_request(message));
         }
         Some(managed) => managed.write(chunk.0, None, responder, accepted),
     });
@@ -94,7 +94,7 @@ pub(crate) fn write(call: Call<'_>, params: WriteParams) {
 fn accepted(responder: Responder, status: WriteStatus) {
     responder.send(match status {
         WriteStatus::Accepted => Ok(WriteResult { accepted: true }),
-        _ => Err(RpcError::invalid_request("the process has ended")),
+        _ => Err(ApiError::invalid_request("the process has ended")),
     });
 }
 

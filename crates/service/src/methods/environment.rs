@@ -15,9 +15,9 @@ use exec_server_protocol::{NoParams, PathUri, table};
 use exec_server_sync::{Condvar, Mutex};
 use sha2::{Digest as _, Sha256};
 
+use crate::ApiError;
 use crate::config::ExecServerConfig;
 use crate::dispatch::Call;
-use crate::error::RpcError;
 
 /// The flags of the compatible wire, each true only if all of it works; those of the managed network
 /// only where it can be enforced.
@@ -135,15 +135,15 @@ pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
     call.connection.file_work(move || {
         let config = server.config();
         let files = &config.config_files;
-        let read = || -> Result<ConfigReadResult, RpcError> {
+        let read = || -> Result<ConfigReadResult, ApiError> {
             let failed = |error: ConfigError| {
                 let message = format!("failed to load executor-local config: {error}");
-                RpcError::internal(message)
+                ApiError::internal(message)
             };
             let home = PathUri::from_native(&files.home);
             Ok(ConfigReadResult {
                 user_home_dir: server.info().user_home_dir.clone(),
-                codex_home_dir: home.map_err(|error| RpcError::internal(error.to_string()))?,
+                codex_home_dir: home.map_err(|error| ApiError::internal(error.to_string()))?,
                 hostname: host::name(),
                 config: files
                     .read_config(&cwd, &params.config_paths)
@@ -158,7 +158,7 @@ pub(crate) fn config_read(call: Call<'_>, params: ConfigReadParams) {
 }
 
 /// The directory to read for, if the params make sense.
-fn checked(params: &ConfigReadParams) -> Result<PathBuf, RpcError> {
+fn checked(params: &ConfigReadParams) -> Result<PathBuf, ApiError> {
     let ConfigReadParams {
         cwd,
         config_paths,
@@ -175,10 +175,10 @@ fn checked(params: &ConfigReadParams) -> Result<PathBuf, RpcError> {
     } else {
         return cwd.to_native().map_err(|error| {
             let message = format!("cwd URI `{cwd}` is not valid on this host: {error}");
-            RpcError::invalid_params(message)
+            ApiError::invalid_params(message)
         });
     };
-    Err(RpcError::invalid_params(message))
+    Err(ApiError::invalid_params(message))
 }
 
 pub(crate) fn info(call: Call<'_>, _: NoParams) {

@@ -18,9 +18,9 @@ use exec_server_protocol::method::Empty;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::text::hex;
 
+use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
-use crate::error::RpcError;
 use crate::files::{attempt, encode_pieces};
 
 /// Room for everything in an answer but the data.
@@ -39,7 +39,7 @@ pub(super) fn admit(
     path: &PathUri,
     sandbox: &mut Option<Sandbox>,
     intent: Intent,
-) -> Result<(PathBuf, Files), RpcError> {
+) -> Result<(PathBuf, Files), ApiError> {
     let files = confined(call, sandbox.take(), intent)?;
     Ok((native(path)?, files))
 }
@@ -49,7 +49,7 @@ pub(super) fn confined(
     call: &Call<'_>,
     sandbox: Option<Sandbox>,
     intent: Intent,
-) -> Result<Files, RpcError> {
+) -> Result<Files, ApiError> {
     let executor = call.connection.server.executor();
     let has_directory = sandbox.as_ref().is_none_or(|sandbox| {
         let context = sandbox.policy_context.as_ref();
@@ -58,16 +58,16 @@ pub(super) fn confined(
     let is_dynamic = sandbox.as_ref().is_some_and(depends_on_directory);
     let files = executor.files(sandbox, intent);
     if !files.is_direct() && is_dynamic && !has_directory {
-        return Err(RpcError::invalid_params(
+        return Err(ApiError::invalid_params(
             "file system sandbox context with dynamic permissions requires cwd",
         ));
     }
     Ok(files)
 }
 
-fn native(path: &PathUri) -> Result<PathBuf, RpcError> {
+fn native(path: &PathUri) -> Result<PathBuf, ApiError> {
     path.to_native()
-        .map_err(|error| RpcError::invalid_request(error.to_string()))
+        .map_err(|error| ApiError::invalid_request(error.to_string()))
 }
 
 fn links(follow: bool) -> Links {
@@ -77,7 +77,7 @@ fn links(follow: bool) -> Links {
 /// Does file work on a thread of its own kind and answers from there.
 pub(super) fn run<R: serde::Serialize>(
     call: Call<'_>,
-    work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
+    work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
 ) {
     let responder = call.responder;
     call.connection
@@ -114,11 +114,11 @@ fn run_listing<T>(
 }
 
 pub(super) async fn blocking<R: Send + 'static>(
-    work: impl FnOnce() -> Result<R, RpcError> + Send + 'static,
-) -> Result<R, RpcError> {
+    work: impl FnOnce() -> Result<R, ApiError> + Send + 'static,
+) -> Result<R, ApiError> {
     tokio::task::spawn_blocking(work)
         .await
-        .unwrap_or_else(|error| Err(RpcError::internal(format!("file work failed: {error}"))))
+        .unwrap_or_else(|error| Err(ApiError::internal(format!("file work failed: {error}"))))
 }
 
 pub(crate) fn read_file(call: Call<'_>, mut params: ReadFileParams) {
@@ -212,24 +212,24 @@ fn read_apart(
 }
 
 /// Whether a file of this size can be answered with.
-fn fits(size: usize) -> Result<(), RpcError> {
+fn fits(size: usize) -> Result<(), ApiError> {
     let answer = encoded_len(size) + ENVELOPE_BYTES;
     if answer <= MAX_MESSAGE_BYTES {
         return Ok(());
     }
-    Err(RpcError::invalid_request(format!(
+    Err(ApiError::invalid_request(format!(
         "answer of {answer} bytes exceeds the limit of {MAX_MESSAGE_BYTES} bytes per message; \
          stream the file with fs/open and fs/readBlock"
     )))
 }
 
 /// The mode that was asked for, if it can be one.
-fn attributes(mode: Option<u32>, modified_at_ms: Option<i64>) -> Result<Attributes, RpcError> {
+fn attributes(mode: Option<u32>, modified_at_ms: Option<i64>) -> Result<Attributes, ApiError> {
     if let Some(mode) = mode
         && mode > 0o7777
     {
         let message = format!("mode {mode:#o} exceeds the limit of 0o7777");
-        return Err(RpcError::invalid_params(message));
+        return Err(ApiError::invalid_params(message));
     }
     Ok(Attributes {
         mode,
@@ -274,8 +274,8 @@ pub(crate) fn get_metadata(call: Call<'_>, mut params: GetMetadataParams) {
 }
 
 /// Metadata, as the wire has it.
-fn told(found: Result<fs::Metadata, FsError>) -> Result<Metadata, RpcError> {
-    Ok(found.map_err(RpcError::of_entry)?.into())
+fn told(found: Result<fs::Metadata, FsError>) -> Result<Metadata, ApiError> {
+    Ok(found.map_err(ApiError::of_entry)?.into())
 }
 
 pub(crate) fn create_directory(call: Call<'_>, mut params: CreateDirectoryParams) {
@@ -299,8 +299,8 @@ pub(crate) fn canonicalize(call: Call<'_>, mut params: CanonicalizeParams) {
 }
 
 /// The URI of a path that the system gave us.
-fn uri(path: &Path) -> Result<PathUri, RpcError> {
-    PathUri::from_native(path).map_err(|error| RpcError::internal(error.to_string()))
+fn uri(path: &Path) -> Result<PathUri, ApiError> {
+    PathUri::from_native(path).map_err(|error| ApiError::internal(error.to_string()))
 }
 
 pub(crate) fn read_directory(call: Call<'_>, mut params: ReadDirectoryParams) {
@@ -432,7 +432,7 @@ pub(crate) fn remove(call: Call<'_>, mut params: RemoveParams) {
         responder.send(attempt(|| {
             files
                 .remove(&path, params.recursive, params.force, links)
-                .map_err(RpcError::of_entry)?;
+                .map_err(ApiError::of_entry)?;
             Ok(Empty {})
         }));
     };

@@ -13,8 +13,8 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::limits::{MAX_BLOCK_BYTES, MAX_HANDLE_ID_BYTES};
 
 use super::fs::admit;
+use crate::ApiError;
 use crate::dispatch::{Call, Raw};
-use crate::error::RpcError;
 use crate::handles::{self, Action, Handles};
 
 pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
@@ -31,7 +31,7 @@ pub(crate) fn open(call: Call<'_>, mut params: OpenParams) {
         let message = format!("file handle ID must not exceed {MAX_HANDLE_ID_BYTES} bytes");
         return call
             .responder
-            .send_error(RpcError::invalid_request(message));
+            .send_error(ApiError::invalid_request(message));
     }
     let opening = handles::Call {
         action: Action::Open {
@@ -91,7 +91,7 @@ pub(crate) fn write_block(mut call: Call<'_>, params: WriteBlockParams) {
 pub(crate) fn with_block(
     raw: &[u8],
     write: impl FnOnce(u64, &[u8]) -> Result<(), FsError>,
-) -> Result<(), RpcError> {
+) -> Result<(), ApiError> {
     thread_local! {
         /// The data of one block; a thread that writes one mostly writes more.
         static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -99,7 +99,7 @@ pub(crate) fn with_block(
     ROOM.with_borrow_mut(|room| {
         let decoded = WriteBlockParams::decode_apart(raw, room);
         let (params, apart) = decoded.map_err(|error| {
-            RpcError::invalid_params(format!(
+            ApiError::invalid_params(format!(
                 "invalid params for `{}`: {error}",
                 WriteBlock::NAME
             ))
@@ -113,15 +113,15 @@ pub(crate) fn with_block(
     })
 }
 
-fn admitted(len: usize, verb: &str) -> Result<(), RpcError> {
+fn admitted(len: usize, verb: &str) -> Result<(), ApiError> {
     if (1..=MAX_BLOCK_BYTES).contains(&len) {
         return Ok(());
     }
     let message = format!("file {verb} block length must be between 1 and {MAX_BLOCK_BYTES}");
-    Err(RpcError::invalid_request(message))
+    Err(ApiError::invalid_request(message))
 }
 
-fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<(), RpcError>) {
+fn on_block(call: Call<'_>, handle_id: &str, action: Action, admitted: Result<(), ApiError>) {
     let responder = call.responder;
     match admitted {
         Ok(()) => Handles::call(

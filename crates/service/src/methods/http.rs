@@ -16,9 +16,9 @@ use exec_server_transport::Outgoing;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 
+use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
-use crate::error::RpcError;
 use crate::follow;
 use crate::outbox::{Feed, Outbox};
 
@@ -86,17 +86,17 @@ impl Default for Requests {
 }
 
 impl Requests {
-    fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, RpcError> {
+    fn enter(&self, request_id: &str, streamed: bool) -> Result<Place, ApiError> {
         let mut active = self.shared.active.lock();
         // Pieces bear the id alone, so a stream must have it for itself.
         let taken = |entry: &Entry| streamed && entry.streamed && entry.request_id == request_id;
         if active.requests.values().any(taken) {
-            return Err(RpcError::invalid_params(format!(
+            return Err(ApiError::invalid_params(format!(
                 "http/request streamResponse requestId `{request_id}` is already active"
             )));
         }
         if active.requests.len() >= MAX_HTTP_REQUESTS {
-            return Err(RpcError::invalid_request(format!(
+            return Err(ApiError::invalid_request(format!(
                 "limit of {MAX_HTTP_REQUESTS} http requests per connection reached"
             )));
         }
@@ -144,7 +144,7 @@ pub(crate) fn request(call: Call<'_>, params: RequestParams) {
         audit.requested(&call.connection.identity, &params);
     }
     let mut responder = call.responder;
-    let admit = || -> Result<_, RpcError> {
+    let admit = || -> Result<_, ApiError> {
         let prepared = checks::prepare(params, &client.config().environment)?;
         let place = call.connection.requests.enter(&request_id, streamed)?;
         let waiting = call.connection.wait(&mut responder)?;

@@ -19,9 +19,9 @@ use exec_server_protocol::process::{
 };
 use exec_server_protocol::sandbox::{Access, FileSystem, Network, Permissions, Sandbox};
 
+use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
-use crate::error::RpcError;
 use crate::follow::Dialect;
 use crate::network::Driving;
 use crate::record::Record;
@@ -174,7 +174,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
                 session.fill(&process_id, Some(parts), || responder.send(Ok(result)))
             }
             Err(error) => {
-                let error = RpcError::from(error);
+                let error = ApiError::from(error);
                 session.note_failure(&process_id, error.clone());
                 session.fill(&process_id, None, || responder.send_error(error))
             }
@@ -269,7 +269,7 @@ pub(crate) fn read(call: Call<'_>, params: ReadParams) {
                     managed: Option<&Arc<Managed>>,
                     mut responder: Responder| {
         let Some(managed) = managed else {
-            return responder.send_error(RpcError::unknown_process(&params.process_id));
+            return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
         let after = params.after_seq.unwrap_or(0);
         // An onlooker's progress is not the reader's, for whom output is kept.
@@ -323,7 +323,7 @@ fn note_end(managed: &Managed, own: bool, result: &ReadResult) {
 
 pub(crate) fn write(call: Call<'_>, params: WriteParams) {
     if params.write_id.is_empty() {
-        let error = RpcError::invalid_params("writeId must not be empty");
+        let error = ApiError::invalid_params("writeId must not be empty");
         return call.responder.send_error(error);
     }
     let WriteParams {
@@ -368,7 +368,7 @@ pub(crate) fn resize(call: Call<'_>, params: ResizeParams) {
     };
     with_process(call, &process_id.clone(), move |_, managed, responder| {
         let answer = match managed {
-            None => Err(RpcError::unknown_process(&process_id)),
+            None => Err(ApiError::unknown_process(&process_id)),
             Some(managed) => managed
                 .process
                 .resize(size)
@@ -379,7 +379,7 @@ pub(crate) fn resize(call: Call<'_>, params: ResizeParams) {
                     } else {
                         "is not a tty"
                     };
-                    RpcError::invalid_request(format!("process {process_id} {why}"))
+                    ApiError::invalid_request(format!("process {process_id} {why}"))
                 }),
         };
         responder.send(answer);
@@ -401,7 +401,7 @@ pub(crate) fn signal(call: Call<'_>, params: SignalParams) {
         };
         connection.spawn(async move {
             let sent = process.signal(signal, scope).await;
-            let failed = |error| RpcError::internal(format!("failed to signal process: {error}"));
+            let failed = |error| ApiError::internal(format!("failed to signal process: {error}"));
             responder.send(sent.map(|()| Empty {}).map_err(failed));
         });
     };
@@ -496,7 +496,7 @@ pub(crate) fn wait(call: Call<'_>, params: WaitParams) {
                     managed: Option<&Arc<Managed>>,
                     mut responder: Responder| {
         let Some(managed) = managed else {
-            return responder.send_error(RpcError::unknown_process(&params.process_id));
+            return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
         let until = params.until.unwrap_or_default();
         let done = move |log: &Log| match until {
@@ -540,7 +540,7 @@ pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
                     managed: Option<&Arc<Managed>>,
                     mut responder: Responder| {
         let Some(managed) = managed else {
-            return responder.send_error(RpcError::unknown_process(&params.process_id));
+            return responder.send_error(ApiError::unknown_process(&params.process_id));
         };
         let waiting = match connection.wait(&mut responder) {
             Ok(waiting) => waiting,
@@ -561,7 +561,7 @@ pub(crate) fn wait_for(call: Call<'_>, params: WaitForParams) {
 
 pub(crate) fn snapshot(call: Call<'_>, params: SnapshotParams) {
     let (id, session) = (params.process_id, params.session_id);
-    let unknown = RpcError::unknown_process(&id);
+    let unknown = ApiError::unknown_process(&id);
     let job = move |_, managed: Option<&Arc<Managed>>, responder: Responder| {
         let Some(managed) = managed else {
             return responder.send_error(unknown);

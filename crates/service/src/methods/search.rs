@@ -14,8 +14,8 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use super::fs::{admit, blocking};
+use crate::ApiError;
 use crate::dispatch::Call;
-use crate::error::RpcError;
 
 /// Searches of one connection that run at once; each keeps every core busy.
 const MAX_RUNNING: usize = 4;
@@ -80,23 +80,23 @@ pub(crate) fn search(call: Call<'_>, mut params: SearchParams) {
         };
         let answer = tokio::select! {
             answer = answer => answer,
-            () = ended.cancelled() => Err(RpcError::invalid_request("the session has ended")),
+            () = ended.cancelled() => Err(ApiError::invalid_request("the session has ended")),
         };
         responder.send(answer);
     });
 }
 
-fn check(params: &SearchParams) -> Result<(), RpcError> {
+fn check(params: &SearchParams) -> Result<(), ApiError> {
     check_globs("globs", &params.globs)?;
     let bytes = params.pattern.len();
     if bytes > MAX_SEARCH_PATTERN_BYTES {
-        return Err(RpcError::invalid_params(format!(
+        return Err(ApiError::invalid_params(format!(
             "pattern of {bytes} bytes exceeds the limit of {MAX_SEARCH_PATTERN_BYTES} bytes"
         )));
     }
     let lines = params.context_lines;
     if lines > MAX_SEARCH_CONTEXT_LINES {
-        return Err(RpcError::invalid_params(format!(
+        return Err(ApiError::invalid_params(format!(
             "contextLines {lines} exceeds the limit of {MAX_SEARCH_CONTEXT_LINES} lines"
         )));
     }
@@ -104,14 +104,14 @@ fn check(params: &SearchParams) -> Result<(), RpcError> {
 }
 
 /// Checks the number and the length of globs.
-pub(super) fn check_globs(name: &str, globs: &[String]) -> Result<(), RpcError> {
+pub(super) fn check_globs(name: &str, globs: &[String]) -> Result<(), ApiError> {
     let count = globs.len();
     if count > MAX_GLOBS {
         let message = format!("{count} {name} exceed the limit of {MAX_GLOBS}");
-        return Err(RpcError::invalid_params(message));
+        return Err(ApiError::invalid_params(message));
     }
     if let Some(long) = globs.iter().find(|glob| glob.len() > MAX_GLOB_BYTES) {
-        return Err(RpcError::invalid_params(format!(
+        return Err(ApiError::invalid_params(format!(
             "one of {name} has {} bytes and exceeds the limit of {MAX_GLOB_BYTES} bytes",
             long.len()
         )));

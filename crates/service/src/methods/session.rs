@@ -5,9 +5,9 @@ use std::sync::Arc;
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::session::{InitializeParams, InitializeResponse};
 
+use crate::ApiError;
 use crate::connection::{Connection, Phase, Responder};
 use crate::dispatch::Call;
-use crate::error::RpcError;
 
 /// Opens a session or takes one up again.
 pub(crate) fn initialize(
@@ -18,7 +18,7 @@ pub(crate) fn initialize(
 ) {
     if !matches!(phase, Phase::New) {
         let message = "initialize may only be sent once per connection";
-        return responder.send_error(RpcError::invalid_request(message));
+        return responder.send_error(ApiError::invalid_request(message));
     }
     let server = &connection.server;
     let driver = connection.driver();

@@ -24,9 +24,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::fs::{admit, blocking};
 use super::search::check_globs;
+use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
-use crate::error::RpcError;
 use crate::follow;
 use crate::outbox::{Feed, Outbox, Reply};
 
@@ -63,15 +63,15 @@ impl Watches {
     }
 
     /// Takes an id for a watch that is about to be registered.
-    fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), RpcError> {
+    fn reserve(&self, watch_id: &str, cancelled: &Arc<AtomicBool>) -> Result<(), ApiError> {
         let mut active = self.active.lock();
         if active.contains_key(watch_id) {
             let message = format!("watch `{watch_id}` already exists");
-            return Err(RpcError::invalid_request(message));
+            return Err(ApiError::invalid_request(message));
         }
         if active.len() >= MAX_WATCHES {
             let message = format!("at most {MAX_WATCHES} watches may be active per connection");
-            return Err(RpcError::invalid_request(message));
+            return Err(ApiError::invalid_request(message));
         }
         let watch = Watch::Starting(Arc::clone(cancelled));
         active.insert(watch_id.to_owned(), watch);
@@ -157,7 +157,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
     let admitted = admit(&call, &params.path, &mut params.sandbox, Intent::Read);
     let admitted = admitted.and_then(|(path, files)| {
         if !files.is_direct() {
-            return Err(RpcError::invalid_params(
+            return Err(ApiError::invalid_params(
                 "sandbox intent cannot be enforced on this executor: fs/watch needs a policy that \
                  lets everything be read",
             ));
@@ -213,7 +213,7 @@ fn begin(
 ) {
     let path = match PathUri::from_native(subscription.root()) {
         Ok(path) => path,
-        Err(error) => return responder.send_error(RpcError::internal(error.to_string())),
+        Err(error) => return responder.send_error(ApiError::internal(error.to_string())),
     };
     let watcher = Arc::new(Watcher {
         watch_id: watch_id.clone(),
@@ -230,19 +230,19 @@ fn begin(
     } else {
         drop(active);
         let message = format!("watch `{watch_id}` was ended while it began");
-        responder.send_error(RpcError::invalid_request(message));
+        responder.send_error(ApiError::invalid_request(message));
     }
 }
 
-fn check(params: &WatchParams) -> Result<(), RpcError> {
+fn check(params: &WatchParams) -> Result<(), ApiError> {
     check_globs("patterns", &params.ignore.patterns)?;
     if params.watch_id.len() > MAX_WATCH_ID_BYTES {
         let message = format!("watch ID must not exceed {MAX_WATCH_ID_BYTES} bytes");
-        return Err(RpcError::invalid_request(message));
+        return Err(ApiError::invalid_request(message));
     }
     let debounce = params.debounce_ms;
     if debounce > MAX_WATCH_DEBOUNCE_MS {
-        return Err(RpcError::invalid_params(format!(
+        return Err(ApiError::invalid_params(format!(
             "debounceMs {debounce} exceeds the limit of {MAX_WATCH_DEBOUNCE_MS}"
         )));
     }
