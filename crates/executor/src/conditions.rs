@@ -16,6 +16,7 @@ use exec_server_protocol::process::{Condition, Evicted, Match, Stream, WaitForRe
 use regex_automata::Input;
 use regex_automata::meta::Regex;
 use regex_automata::util::syntax;
+use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
 use crate::look;
@@ -52,6 +53,9 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(5), Duration::from_mi
 
 /// Looking may take this part of the time at most.
 const LOOK_SHARE: u32 = 10;
+
+/// Threads that read `/proc` for waits, all waits together.
+static LOOKING: Semaphore = Semaphore::const_new(2);
 
 /// How much of a match is told.
 const TOLD_BYTES: usize = 4096;
@@ -348,7 +352,7 @@ impl Waiting<'_> {
     /// Looks at what the process and its descendants are doing.
     async fn look(&mut self) -> Option<WaitForResult> {
         let began = Instant::now();
-        let process = self.process.clone();
+        let process = self.process;
         let ports: Vec<(usize, Option<u16>)> = self
             .conditions()
             .iter()
@@ -359,8 +363,10 @@ impl Waiting<'_> {
             })
             .collect();
         let tty = self.index(|one| matches!(one, Compiled::TtyRead));
+        let members = process.members().await;
+        // Never closed.
+        let permit = LOOKING.acquire().await;
         let (port, reader) = blocking(move || {
-            let members = process.members();
             let port = ports.into_iter().find_map(|(index, wanted)| {
                 look::listens(&members, wanted).map(|(pid, port)| (index, pid, port))
             });
@@ -368,6 +374,7 @@ impl Waiting<'_> {
             (port, reader)
         })
         .await;
+        drop(permit);
         if let Some((index, pid, port)) = port {
             return Some(self.fired(index, |result| {
                 result.pid = Some(pid);

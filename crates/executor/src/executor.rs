@@ -217,7 +217,7 @@ impl Executor {
         const PERIOD: Duration = Duration::from_millis(250);
         /// Rounds without a live process after which to sleep until there is one again.
         const IDLE_ROUNDS: u32 = 40;
-        rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+        crate::tree::adopt_orphans()?;
         let this = self.clone();
         tokio::spawn(async move {
             let mut idle = 0;

@@ -1,81 +1,169 @@
-//! Who belongs to a process: its descendants, wherever they moved.
+//! Process trees: a process that this server started, with all its descendants, wherever they moved.
 //!
-//! Every child is born with a tag, an unusual but harmless value of a resource limit that children
-//! inherit and cannot shed by leaving their session, group or parent. A scan of `/proc` finds the
-//! bearers; whatever a bearer started under a tag of its own is found through its parent.
+//! Every process is started with a tag, an unusual but harmless value of a resource limit that
+//! descendants inherit. It is not lost with the session, the process group or the parent; what takes
+//! it off is found through its parent or session. See `table` for what counts when; reading `/proc`
+//! is shared by all requests, see `inspector`.
 
-use std::collections::{HashMap, HashSet};
-use std::fs;
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+mod inspector;
+pub(crate) mod table;
 
-use rustix::process::{Pid, PidfdFlags, Signal};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use crate::sys::rlimit;
+use exec_server_sync::Mutex;
+use rustix::process::{Pid, Signal};
+
+use self::inspector::{Next, inspect};
+use self::table::{Stat, Table, all_pids};
+use crate::sys::{probe, rlimit};
 
 /// The resource that carries the tag: CPU time of real-time threads. Values around 2^60
 /// microseconds (thirty thousand years) limit nothing.
 pub(crate) const TAG_RESOURCE: u32 = libc::RLIMIT_RTTIME;
 
+/// How long a process that was just forked may be without its tag, on a machine that is busy.
+const FORK_TO_TAG: Duration = Duration::from_secs(1);
+
+/// How soon processes that end are looked at again at first, and at the latest.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(25));
+
+/// Set by [`adopt_orphans`].
+static ADOPTS_ORPHANS: AtomicBool = AtomicBool::new(false);
+
 /// A mark that one process and all its descendants bear.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Tag(pub(crate) u64);
 
+/// How many tags were given out, besides the server's.
+static GIVEN_OUT: AtomicU64 = AtomicU64::new(0);
+
 impl Tag {
-    /// A tag that nobody bears yet.
-    ///
-    /// A server inside a tagged process must go below its own tag: limits only go down.
+    /// A tag that no process bears yet.
     pub(crate) fn fresh() -> Self {
-        /// 0 until the first use; then the value of the next tag, counting down.
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let mut next = NEXT.load(Ordering::Relaxed);
-        if next == 0 {
+        Self(Self::of_server().0 - 1 - GIVEN_OUT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The tag of processes that do the server's own work. Above all others: these can become part of
+    /// a tree, and limits only go down.
+    pub(crate) fn of_server() -> Self {
+        static FIRST: OnceLock<u64> = OnceLock::new();
+        Self(*FIRST.get_or_init(|| {
+            // A server that runs below another one must stay below its tag, and apart from those
+            // that the other one gives out next.
             let own = rlimit::hard(None, TAG_RESOURCE).unwrap_or(u64::MAX);
+            let limit = own.clamp(2, 1 << 61);
             let (random, _) = uuid::Uuid::new_v4().as_u64_pair();
-            // Between 2^60 and 2^61, or below our own: servers that run side by side differ.
-            let start = ((1 << 60) | (random >> 4)).min(own.saturating_sub(1));
-            let _ = NEXT.compare_exchange(0, start, Ordering::Relaxed, Ordering::Relaxed);
-            next = NEXT.load(Ordering::Relaxed);
-        }
-        debug_assert!(next > 0);
-        Self(NEXT.fetch_sub(1, Ordering::Relaxed))
+            limit - 1 - random % (limit / 2)
+        }))
+    }
+
+    /// Whether a process of this program's bears it, or did.
+    fn is_given_out(self) -> bool {
+        let given_out = GIVEN_OUT.load(Ordering::Relaxed);
+        Self::of_server()
+            .0
+            .checked_sub(self.0)
+            .is_some_and(|number| number <= given_out)
     }
 }
 
-/// A process as `/proc/PID/stat` shows it.
-#[derive(Debug, Clone, Copy)]
-struct Stat {
-    parent: i32,
-    zombie: bool,
+/// Processes that this program has started, by their numbers.
+#[derive(Debug, Default)]
+struct Leaders(BTreeMap<i32, (Tag, Run)>);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Run {
+    /// Not reaped yet: the number is its own.
+    Running,
+    /// Its session may go on, and then no other process has its number.
+    Ended,
 }
 
-fn stat(pid: i32) -> Option<Stat> {
-    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The command's name may hold anything, a closing parenthesis included; fields follow the last.
-    let after = text.iter().rposition(|&byte| byte == b')')? + 2;
-    let mut fields = text.get(after..)?.split(|&byte| byte == b' ');
-    let state = fields.next()?;
-    let parent = std::str::from_utf8(fields.next()?).ok()?.parse().ok()?;
-    Some(Stat {
-        parent,
-        zombie: matches!(state, b"Z" | b"X"),
-    })
+impl Leaders {
+    fn add(&mut self, pid: Pid, tag: Tag) {
+        self.0
+            .insert(pid.as_raw_nonzero().get(), (tag, Run::Running));
+    }
+
+    fn running(&self, pid: i32) -> Option<Tag> {
+        let (tag, run) = *self.0.get(&pid)?;
+        (run == Run::Running).then_some(tag)
+    }
+
+    /// As [`Leaders::running`], for the number of a session.
+    fn started(&self, session: i32) -> Option<Tag> {
+        self.0.get(&session).map(|(tag, _)| *tag)
+    }
+
+    fn tags(&self) -> HashSet<Tag> {
+        self.0.values().map(|(tag, _)| *tag).collect()
+    }
 }
 
-fn all_pids() -> Vec<i32> {
-    let Ok(entries) = fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .collect()
+static LEADERS: Mutex<Leaders> = Mutex::new(Leaders(BTreeMap::new()));
+
+/// A process that was started by this program, registered as long as this exists.
+#[derive(Debug)]
+pub(crate) struct Leader {
+    pid: Pid,
+    pub(crate) tag: Tag,
+    /// Nothing in its tree started before, in clock ticks since the machine was booted.
+    since: u64,
 }
 
-fn bears(pid: i32, tags: &HashSet<Tag>) -> bool {
-    Pid::from_raw(pid)
-        .and_then(|pid| rlimit::hard(Some(pid), TAG_RESOURCE).ok())
-        .is_some_and(|limit| tags.contains(&Tag(limit)))
+impl Leader {
+    /// Registers a process that was started at `since` or later.
+    pub(crate) fn new(pid: Pid, tag: Tag, since: u64) -> Self {
+        inspector::start();
+        LEADERS.lock().add(pid, tag);
+        Self { pid, tag, since }
+    }
+
+    /// It is about to be reaped; from now on its number may mean another process.
+    pub(crate) fn ended(&self) {
+        if let Some((tag, run)) = LEADERS.lock().0.get_mut(&self.pid.as_raw_nonzero().get())
+            && *tag == self.tag
+        {
+            *run = Run::Ended;
+        }
+    }
+}
+
+impl Drop for Leader {
+    fn drop(&mut self) {
+        let mut leaders = LEADERS.lock();
+        if let Some(tag) = leaders.started(self.pid.as_raw_nonzero().get())
+            && tag == self.tag
+        {
+            leaders.0.remove(&self.pid.as_raw_nonzero().get());
+        }
+    }
+}
+
+/// Clock ticks since the machine was booted.
+pub(crate) fn clock() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now = Duration::new(
+        u64::try_from(now.tv_sec).unwrap_or(0),
+        u32::try_from(now.tv_nsec).unwrap_or(0),
+    );
+    ticks(now)
+}
+
+fn ticks(time: Duration) -> u64 {
+    let ticks = time.as_nanos() * u128::from(probe::ticks_per_second()) / 1_000_000_000;
+    u64::try_from(ticks).unwrap_or(u64::MAX)
+}
+
+/// Makes this process the parent of its descendants' orphans, for a program that has no children but
+/// those that it starts through this crate.
+pub(crate) fn adopt_orphans() -> rustix::io::Result<()> {
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))?;
+    ADOPTS_ORPHANS.store(true, Ordering::Relaxed);
+    Ok(())
 }
 
 /// Whether this process bears the tag.
@@ -83,172 +171,322 @@ pub(crate) fn is_member(pid: Pid, tag: Tag) -> bool {
     rlimit::hard(Some(pid), TAG_RESOURCE).is_ok_and(|limit| limit == tag.0)
 }
 
-/// The living children of a process.
-pub(crate) fn children_of(parent: Pid) -> Vec<Pid> {
-    let parent = parent.as_raw_nonzero().get();
-    all_pids()
-        .into_iter()
-        .filter(|&pid| stat(pid).is_some_and(|stat| stat.parent == parent && !stat.zombie))
-        .filter_map(Pid::from_raw)
-        .collect()
-}
-
-/// Whether it is certain, at little cost, that nobody bears one of `tags`.
-///
-/// Walks down from this process, which is quick where it has few descendants and the machine many
-/// processes. Whatever is not clear, such as a process that ends meanwhile and leaves its children
-/// to somebody else, is for a look at all of `/proc`.
-fn is_nobody(tags: &HashSet<Tag>) -> bool {
-    /// With more of them the other way is no slower.
-    const WORTH: usize = 64;
-    // Without this, orphans are not below us.
-    if !rustix::process::child_subreaper().is_ok_and(|reaper| reaper.is_some()) {
-        return false;
+/// The living descendants of a process. Reads all of `/proc`.
+pub(crate) fn descendants_of(ancestor: Pid) -> Vec<Pid> {
+    let mut children: HashMap<i32, Vec<(i32, bool)>> = HashMap::new();
+    for pid in all_pids() {
+        if let Some(stat) = Stat::of(pid) {
+            let siblings = children.entry(stat.parent).or_default();
+            siblings.push((pid, stat.ended));
+        }
     }
-    let own = rustix::process::getpid().as_raw_nonzero().get();
-    let (mut to_see, mut seen) = (vec![own], 0);
-    while let Some(pid) = to_see.pop() {
-        seen += 1;
-        let Some(children) = children_listed(pid).filter(|_| seen <= WORTH) else {
-            return false;
-        };
-        for &child in &children {
-            let limit = Pid::from_raw(child).map(|pid| rlimit::hard(Some(pid), TAG_RESOURCE));
-            match limit {
-                Some(Ok(limit)) if !tags.contains(&Tag(limit)) => {}
-                _ => return false,
+    let mut descendants = Vec::new();
+    let mut above = vec![ancestor.as_raw_nonzero().get()];
+    while let Some(parent) = above.pop() {
+        // Taken out: what was read at different moments may go in a circle.
+        for (pid, ended) in children.remove(&parent).unwrap_or_default() {
+            above.push(pid);
+            if !ended {
+                descendants.extend(Pid::from_raw(pid));
             }
         }
-        to_see.extend(children);
-        // One that has ended had left its children before we asked for them.
-        if stat(pid).is_none_or(|stat| stat.zombie) {
-            return false;
+    }
+    descendants
+}
+
+/// The trees that a request is about.
+#[derive(Debug, Clone)]
+pub(crate) struct Trees {
+    tags: HashSet<Tag>,
+    /// Orphans that were started before cannot be of these trees, in clock ticks since the machine was
+    /// booted.
+    since: u64,
+}
+
+impl Trees {
+    pub(crate) fn of<'a>(leaders: impl IntoIterator<Item = &'a Leader>) -> Self {
+        let mut trees = Self {
+            tags: HashSet::new(),
+            since: u64::MAX,
+        };
+        for leader in leaders {
+            trees.tags.insert(leader.tag);
+            trees.since = trees.since.min(leader.since);
+        }
+        trees
+    }
+
+    /// The same trees, without the orphans that may be of them.
+    pub(crate) fn without_strays(mut self) -> Self {
+        self.since = u64::MAX;
+        self
+    }
+
+    /// The living processes; who started others comes before them.
+    pub(crate) async fn members(self) -> Vec<Pid> {
+        inspect(move |table, answer| {
+            answer(table.living(&self.tags));
+            Next::Done
+        })
+        .await
+    }
+
+    /// Sends a signal to every living process; to who started others before them.
+    pub(crate) async fn signal(self, signal: Signal) {
+        inspect(move |table, answer| {
+            send(table, &self.tags, signal, &[]);
+            answer(());
+            Next::Done
+        })
+        .await;
+    }
+
+    /// Ends every process; returns what is left.
+    pub(crate) async fn end(self, how: Ending) -> Left {
+        let mut progress = Progress::new(self, how);
+        inspect(move |table, answer| progress.step(table, answer)).await
+    }
+
+    /// As [`Trees::end`], without waiting for it.
+    pub(crate) fn begin_to_end(self, how: Ending) {
+        let mut progress = Progress::new(self, how);
+        inspector::submit(move |table| progress.step(table, &mut |_| {}));
+    }
+}
+
+/// A process group that this program has started, and how to signal it as long as it is there.
+pub(crate) struct Group {
+    pub(crate) id: Pid,
+    pub(crate) signal: Box<dyn Fn(Signal) + Send>,
+}
+
+/// How trees are ended.
+pub(crate) struct Ending {
+    /// SIGTERM comes first, and SIGKILL after this time.
+    pub(crate) grace: Option<Duration>,
+    /// How long to wait after the first SIGKILL.
+    pub(crate) patience: Duration,
+    /// The groups of the trees' leaders.
+    pub(crate) groups: Vec<Group>,
+}
+
+/// What could not be ended.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Left {
+    /// Processes of the trees.
+    pub(crate) members: Vec<Pid>,
+    /// Orphans that this program has, that may come from the trees or from others, and that nothing
+    /// connects to any of them.
+    pub(crate) strays: Vec<Pid>,
+}
+
+/// ```text
+/// Ask ──► Grace ──► Stop ◄──► Kill ──► done
+///           └──── none left ────────────┘
+/// ```
+#[derive(Debug, Clone, Copy)]
+enum Phase {
+    Ask,
+    Grace {
+        until: Instant,
+    },
+    /// All are stopped before any is killed, so that none starts another one meanwhile, and none
+    /// loses the parent that shows where it belongs.
+    Stop,
+    /// Until they have ended.
+    Kill,
+}
+
+/// Trees that are being ended.
+struct Progress {
+    trees: Trees,
+    how: Ending,
+    phase: Phase,
+    /// Processes that were stopped, with the moment of their start.
+    stopped: HashSet<(i32, u64)>,
+    rounds: usize,
+    deadline: Option<Instant>,
+    pause: Duration,
+    /// No process of the trees was left when they were last looked at.
+    was_empty: bool,
+}
+
+impl Progress {
+    fn new(trees: Trees, how: Ending) -> Self {
+        Self {
+            trees,
+            phase: match how.grace {
+                Some(_) => Phase::Ask,
+                None => Phase::Stop,
+            },
+            how,
+            stopped: HashSet::new(),
+            rounds: 0,
+            deadline: None,
+            pause: PAUSES.0,
+            was_empty: false,
         }
     }
-    true
-}
 
-/// The children of all threads of a process, if the kernel lists them and none ended meanwhile.
-fn children_listed(pid: i32) -> Option<Vec<i32>> {
-    let mut children = Vec::new();
-    for task in fs::read_dir(format!("/proc/{pid}/task")).ok()? {
-        let list = fs::read_to_string(task.ok()?.path().join("children")).ok()?;
-        for child in list.split_ascii_whitespace() {
-            children.push(child.parse().ok()?);
+    fn step(&mut self, table: &mut Table, answer: &mut dyn FnMut(Left)) -> Next {
+        /// Each round stops at least everything that was there when it began, so a tree that still
+        /// grows after this many is held by something that may not be signalled.
+        const ROUNDS: usize = 64;
+        let tags = &self.trees.tags;
+        match self.phase {
+            Phase::Ask => {
+                let grace = self.how.grace.unwrap_or_default();
+                for group in &self.how.groups {
+                    (group.signal)(Signal::TERM);
+                }
+                send(table, tags, Signal::TERM, &self.how.groups);
+                let until = Instant::now() + grace;
+                self.phase = Phase::Grace { until };
+                self.again()
+            }
+            Phase::Grace { until } => {
+                if self.living_or_done(table, answer).is_none() {
+                    return Next::Done;
+                }
+                let left = until.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    self.phase = Phase::Stop;
+                    self.pause = PAUSES.0;
+                    return Next::Again(Duration::ZERO);
+                }
+                let Next::Again(pause) = self.again() else {
+                    return Next::Done;
+                };
+                Next::Again(pause.min(left))
+            }
+            Phase::Stop => {
+                let mut found = false;
+                for process in table.processes(tags) {
+                    if self.stopped.insert(process) {
+                        found |= kill(process.0, Signal::STOP);
+                    }
+                }
+                self.rounds += 1;
+                if found && self.rounds < ROUNDS {
+                    return Next::Again(Duration::ZERO);
+                }
+                for group in &self.how.groups {
+                    (group.signal)(Signal::KILL);
+                }
+                let killed = table.processes(tags);
+                for &(pid, _) in &killed {
+                    kill(pid, Signal::KILL);
+                }
+                self.phase = Phase::Kill;
+                let patience = self.how.patience;
+                self.deadline
+                    .get_or_insert_with(|| Instant::now() + patience);
+                if killed.is_empty() {
+                    return self.step(table, answer);
+                }
+                self.again()
+            }
+            Phase::Kill => {
+                let Some(members) = self.living_or_done(table, answer) else {
+                    return Next::Done;
+                };
+                if self
+                    .deadline
+                    .is_none_or(|deadline| Instant::now() >= deadline)
+                {
+                    let strays = table.strays(self.trees.since);
+                    answer(Left {
+                        members,
+                        strays: strays.into_iter().map(|(pid, _)| pid).collect(),
+                    });
+                    return Next::Done;
+                }
+                let processes = table.processes(&self.trees.tags);
+                if processes
+                    .iter()
+                    .any(|process| !self.stopped.contains(process))
+                {
+                    // Started before its parent was stopped.
+                    self.phase = Phase::Stop;
+                    return self.step(table, answer);
+                }
+                self.again()
+            }
         }
     }
-    Some(children)
-}
 
-/// The living processes that bear one of `tags`, or descend from one that does; who started others
-/// comes before them, so that a shell hears of its end before it sees that of what it waits for.
-///
-/// Reads `/proc`: not for an async worker. Never returns this process.
-pub(crate) fn members(tags: &HashSet<Tag>) -> Vec<Pid> {
-    if is_nobody(tags) {
-        return Vec::new();
+    /// The living processes; answers and returns `None` if it is certain that there are none.
+    fn living_or_done(
+        &mut self,
+        table: &mut Table,
+        answer: &mut dyn FnMut(Left),
+    ) -> Option<Vec<Pid>> {
+        let living = table.living(&self.trees.tags);
+        let Some(strays) = self.none_left(&living, table) else {
+            return Some(living);
+        };
+        let members = Vec::new();
+        answer(Left { members, strays });
+        None
     }
-    let own = rustix::process::getpid().as_raw_nonzero().get();
-    let stats: HashMap<i32, Stat> = all_pids()
-        .into_iter()
-        .filter_map(|pid| Some((pid, stat(pid)?)))
-        .collect();
-    let mut members: HashSet<i32> = stats
-        .keys()
-        .copied()
-        .filter(|&pid| bears(pid, tags))
-        .collect();
-    // Descendants under other tags; a pass per generation.
-    loop {
-        let more: Vec<i32> = stats
-            .iter()
-            .filter(|(pid, stat)| !members.contains(pid) && members.contains(&stat.parent))
-            .map(|(&pid, _)| pid)
-            .collect();
-        if more.is_empty() {
-            break;
+
+    /// Looks again a little later than the last time.
+    fn again(&mut self) -> Next {
+        let pause = self.pause;
+        self.pause = (self.pause * 2).min(PAUSES.1);
+        Next::Again(pause)
+    }
+
+    /// If it is certain that none of the trees' processes is left: strays that may be of them.
+    fn none_left(&mut self, living: &[Pid], table: &Table) -> Option<Vec<Pid>> {
+        if !living.is_empty() {
+            self.was_empty = false;
+            return None;
         }
-        members.extend(more);
-    }
-    let mut ordered: Vec<i32> = members.iter().copied().collect();
-    ordered.sort_by_key(|pid| ancestors(*pid, &members, &stats));
-    ordered
-        .into_iter()
-        .filter(|pid| *pid != own && stats.get(pid).is_some_and(|stat| !stat.zombie))
-        .filter_map(Pid::from_raw)
-        .collect()
-}
-
-/// How many of those above a process are members too.
-fn ancestors(pid: i32, members: &HashSet<i32>, stats: &HashMap<i32, Stat>) -> usize {
-    let parent = |pid: &i32| stats.get(pid).map(|stat| stat.parent);
-    // What was read at different moments may go in a circle.
-    std::iter::successors(parent(&pid), parent)
-        .take(members.len())
-        .filter(|above| members.contains(above))
-        .count()
-}
-
-/// Sends a signal to every member.
-pub(crate) fn signal(tags: &HashSet<Tag>, signal: Signal) {
-    for pid in members(tags) {
-        if let Ok(pidfd) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-            let _ = rustix::process::pidfd_send_signal(&pidfd, signal);
+        // All that were known had ended before the table was read the last time, or nothing has been
+        // started since: one that was not known is in the table either way.
+        let is_certain = table.is_current() || self.was_empty && table.is_settled();
+        self.was_empty = true;
+        if !is_certain {
+            return None;
         }
+        let strays = table.strays(self.trees.since);
+        let now = clock();
+        // One that was just forked by this program gets its tag soon.
+        let is_young = |start: u64| now.saturating_sub(start) <= ticks(FORK_TO_TAG);
+        if strays.iter().any(|&(_, start)| is_young(start)) {
+            return None;
+        }
+        Some(strays.into_iter().map(|(pid, _)| pid).collect())
     }
 }
 
-/// Sends a signal to every member outside a process group that has it already: a second one may
-/// cut short what the first began.
-pub(crate) fn signal_outside(tags: &HashSet<Tag>, group: Pid, signal: Signal) {
-    for pid in members(tags) {
-        if rustix::process::getpgid(Some(pid)) != Ok(group) {
+/// Sends a signal to every process of the trees outside of these groups.
+fn send(table: &mut Table, tags: &HashSet<Tag>, signal: Signal, outside: &[Group]) {
+    for pid in table.living(tags) {
+        let group = rustix::process::getpgid(Some(pid));
+        if !outside.iter().any(|outside| Ok(outside.id) == group) {
             let _ = rustix::process::kill_process(pid, signal);
         }
     }
 }
 
-/// Kills every member, those that fork faster than we look included.
-///
-/// All are stopped before any is killed, so that none can start another meanwhile.
-pub(crate) fn kill(tags: &HashSet<Tag>) {
-    /// Each round stops at least everything that lived when it began, so a tree that still grows
-    /// after this many is held by something we may not signal.
-    const ROUNDS: usize = 64;
-    let mut stopped: HashMap<Pid, OwnedFd> = HashMap::new();
-    for _ in 0..ROUNDS {
-        let mut found = false;
-        for pid in members(tags) {
-            if stopped.contains_key(&pid) {
-                continue;
-            }
-            let Ok(pidfd) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) else {
-                continue;
-            };
-            if rustix::process::pidfd_send_signal(&pidfd, Signal::STOP).is_ok() {
-                found = true;
-                stopped.insert(pid, pidfd);
-            }
-        }
-        if !found {
-            break;
-        }
-    }
-    for pidfd in stopped.values() {
-        let _ = rustix::process::pidfd_send_signal(pidfd, Signal::KILL);
-    }
+/// Whether the process was there. The table says that the number is still its own.
+fn kill(pid: i32, signal: Signal) -> bool {
+    Pid::from_raw(pid).is_some_and(|pid| rustix::process::kill_process(pid, signal).is_ok())
 }
 
-/// The command line of a process, or its name in brackets, as `ps` has it.
+/// The command line of a process, or its name in brackets, as `ps` has it. Reads `/proc`, and may
+/// block: not for an async worker.
 pub(crate) fn command_of(pid: Pid) -> String {
     let pid = pid.as_raw_nonzero();
-    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let line: Vec<&[u8]> = line
         .split(|&b| b == 0)
         .filter(|part| !part.is_empty())
         .collect();
     if line.is_empty() {
-        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
         return format!("[{}]", name.trim());
     }
     String::from_utf8_lossy(&line.join(&b' ')).into_owned()
@@ -263,62 +501,47 @@ mod tests {
         let (one, other) = (Tag::fresh(), Tag::fresh());
         assert_ne!(one, other);
         assert!(one.0 > 1 << 59, "{one:?}");
+        assert!(one.0 < Tag::of_server().0, "a limit only goes down");
+        assert!(one.is_given_out() && Tag::of_server().is_given_out());
+        assert!(!Tag(one.0 - 1000).is_given_out());
     }
 
     #[test]
-    fn sees_this_process_and_its_parent() {
-        let own = rustix::process::getpid().as_raw_nonzero().get();
-        let parent = rustix::process::getppid().unwrap();
-        assert_eq!(stat(own).unwrap().parent, parent.as_raw_nonzero().get());
-        assert!(
-            children_of(parent)
-                .iter()
-                .any(|pid| pid.as_raw_nonzero().get() == own)
-        );
-        assert!(members(&HashSet::from([Tag::fresh()])).is_empty());
+    fn leaders_number_is_its_own_until_it_is_reaped() {
+        let pid = rustix::process::getpid();
+        let number = pid.as_raw_nonzero().get();
+        let (first, second) = (Tag::fresh(), Tag::fresh());
+        let leader = Leader::new(pid, first, 0);
+        assert_eq!(LEADERS.lock().running(number), Some(first));
+        leader.ended();
+        assert_eq!(LEADERS.lock().running(number), None);
+        assert_eq!(LEADERS.lock().started(number), Some(first));
+        let next = Leader::new(pid, second, 0);
+        leader.ended();
+        drop(leader);
+        assert_eq!(LEADERS.lock().running(number), Some(second));
+        drop(next);
+        assert_eq!(LEADERS.lock().started(number), None);
     }
 
     #[test]
-    fn parents_come_before_children() {
-        let stats: HashMap<i32, Stat> = [(9, 1), (8, 9), (5, 8), (7, 9), (2, 3), (3, 2)]
-            .map(|(pid, parent)| {
-                let stat = Stat {
-                    parent,
-                    zombie: false,
-                };
-                (pid, stat)
-            })
-            .into();
-        let members = HashSet::from([9, 8, 5, 7, 2, 3]);
-        let above = |pid| ancestors(pid, &members, &stats);
-        assert_eq!([9, 8, 7, 5].map(above), [0, 1, 1, 2]);
-        // A circle has an end.
-        assert_eq!(above(2), members.len());
-    }
-
-    #[test]
-    fn what_is_listed_as_a_child_is_one() {
-        let mut child = std::process::Command::new("sleep")
-            .arg("60")
+    fn descendants_include_grandchildren() {
+        let script = "sleep 60 & echo up; wait";
+        let mut child = std::process::Command::new("setsid")
+            .args(["sh", "-c", script])
+            .stdout(std::process::Stdio::piped())
             .spawn()
             .unwrap();
-        let own = rustix::process::getpid().as_raw_nonzero().get();
-        let pid = i32::try_from(child.id()).unwrap();
-        let listed = children_listed(own);
-        let limit = rlimit::hard(Pid::from_raw(pid), TAG_RESOURCE).unwrap();
-        let bearer = is_nobody(&HashSet::from([Tag(limit)]));
-        // Nobody is certain of anything while orphans may be elsewhere.
-        let elsewhere = is_nobody(&HashSet::from([Tag::fresh()]));
-        rustix::process::set_child_subreaper(Some(rustix::process::getpid())).unwrap();
-        let adopting = is_nobody(&HashSet::from([Tag::fresh()]));
-        let bearer_below = is_nobody(&HashSet::from([Tag(limit)]));
-        rustix::process::set_child_subreaper(None).unwrap();
-        child.kill().unwrap();
+        let mut up = [0; 3];
+        let output = child.stdout.as_mut().unwrap();
+        std::io::Read::read_exact(output, &mut up).unwrap();
+        let descendants = descendants_of(rustix::process::getpid());
+        for &pid in &descendants {
+            kill(pid.as_raw_nonzero().get(), Signal::KILL);
+        }
         child.wait().unwrap();
-        assert!(listed.is_none_or(|listed| listed.contains(&pid)));
-        assert_eq!((bearer, elsewhere, bearer_below), (false, false, false));
-        // Where the kernel lists children at all.
-        let lists = std::path::Path::new("/proc/self/task").join(format!("{own}/children"));
-        assert_eq!(adopting, lists.exists());
+        assert!(descendants.len() >= 2, "{descendants:?}");
+        let own = i32::try_from(child.id()).unwrap();
+        assert!(descendants.contains(&Pid::from_raw(own).unwrap()));
     }
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use exec_server_executor::limits::Limits;
 use exec_server_executor::log::{Exit, Stream};
-use exec_server_executor::process::{End, Scope, Written};
+use exec_server_executor::process::{End, Scope, Written, table_reads};
 use exec_server_executor::{
     Executor, ExecutorConfig, ExecutorLimits, Process, Size, Spec, StartError, Stdio, Timeout,
 };
@@ -293,6 +293,89 @@ async fn terminate_takes_those_who_left_the_session() {
         assert!(running && left.is_empty(), "{left:?}");
         assert_eq!(alive(&seconds), Vec::<i32>::new());
         closed(&process).await;
+    }
+}
+
+#[tokio::test]
+async fn processes_ended_at_once_share_readings_of_the_process_table() {
+    const COUNT: usize = 1000;
+    let executor = executor();
+    let seconds = marker(4);
+    for end in [End::Now, End::Within(Duration::from_secs(20))] {
+        let mut processes = Vec::new();
+        for _ in 0..COUNT {
+            processes.push(executor.start(spec(&["sleep", &seconds])).await.unwrap());
+        }
+        let before = table_reads();
+        let mut ending = tokio::task::JoinSet::new();
+        for process in processes {
+            ending.spawn(async move { process.terminate_and_wait(end).await });
+        }
+        let ended = ending.join_all().await;
+        assert_eq!(ended, vec![(true, Vec::new()); COUNT]);
+        assert_eq!(alive(&seconds), Vec::<i32>::new());
+        let after = table_reads();
+        let (scans, updates) = (after.scans - before.scans, after.updates - before.updates);
+        assert!(
+            (1..COUNT as u64 / 4).contains(&updates),
+            "{updates} updates"
+        );
+        assert!(scans < COUNT as u64 / 10, "{scans} scans");
+    }
+}
+
+#[tokio::test]
+async fn signals_to_many_trees_share_readings_of_the_process_table() {
+    const COUNT: usize = 200;
+    let executor = executor();
+    let script = "trap 'echo got; exit' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut processes = Vec::new();
+    for _ in 0..COUNT {
+        processes.push(executor.start(sh(script)).await.unwrap());
+    }
+    for process in &processes {
+        until_output(process, Stream::Stdout, "ready").await;
+    }
+    let before = table_reads().updates;
+    let mut sent = tokio::task::JoinSet::new();
+    for process in processes.clone() {
+        let signal = rustix::process::Signal::USR1;
+        sent.spawn(async move { process.signal(signal, Scope::Tree).await });
+    }
+    assert!(sent.join_all().await.iter().all(Result::is_ok));
+    let updates = table_reads().updates - before;
+    assert!(
+        (1..COUNT as u64 / 4).contains(&updates),
+        "{updates} updates"
+    );
+    for process in &processes {
+        until_output(process, Stream::Stdout, "got").await;
+    }
+}
+
+#[tokio::test]
+async fn terminate_ends_trees_that_fork_all_the_time() {
+    let seconds = marker(5);
+    // Each starts the next one in a session of its own and ends, or stays with a child.
+    let hop = format!("[ $1 = 0 ] && exec sleep {seconds}; setsid sh \"$0\" $(($1 - 1)) & exit 0");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("hop");
+    std::fs::write(&file, hop).unwrap();
+    let hops = format!(
+        "echo ready; while :; do sh {0} 20 & setsid sh {0} 3 & sleep 0.01; done",
+        file.display()
+    );
+    let executor = executor();
+    for _ in 0..5 {
+        let process = executor.start(sh(&hops)).await.unwrap();
+        until_output(&process, Stream::Stdout, "ready").await;
+        while alive(&seconds).is_empty() {
+            tokio::task::yield_now().await;
+        }
+        let (running, left) = process.terminate_and_wait(End::Now).await;
+        let file = file.to_str().unwrap();
+        assert_eq!((alive(&seconds), alive(file)), (Vec::new(), Vec::new()));
+        assert!(running && left.is_empty(), "{left:?}");
     }
 }
 

@@ -217,6 +217,7 @@ pub(crate) fn render(server: &Server) -> String {
     for (name, help, value) in gauges {
         page.single(name, "gauge", help, value);
     }
+    let table = exec_server_executor::process::table_reads();
     let counters = [
         (
             "connections_total",
@@ -267,6 +268,16 @@ pub(crate) fn render(server: &Server) -> String {
             "evicted_bytes_total",
             "Output that can no longer be read.",
             executor.evicted_bytes(),
+        ),
+        (
+            "process_table_scans_total",
+            "Readings of all of /proc, to find the processes of trees.",
+            table.scans,
+        ),
+        (
+            "process_table_updates_total",
+            "Readings of the processes that were started since the last one.",
+            table.updates,
         ),
     ];
     for (name, help, value) in counters {

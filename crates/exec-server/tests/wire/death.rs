@@ -1,5 +1,7 @@
 //! The server's own end, asked for or not: nothing that it started outlives it.
 
+use std::time::{Duration, Instant};
+
 use exec_server_testkit::proc::{self, all_gone, bearers, marker};
 use exec_server_testkit::wire::{Client, Seen, Start, Subject, Transport};
 use rustix::process::Signal;
@@ -95,6 +97,10 @@ async fn a_killed_guardian_leaves_nothing(on: Transport) {
     server.ended().await;
     all_gone(&mark).await;
     client.end().await;
+    server_ended(pid).await;
+}
+
+async fn server_ended(pid: u32) {
     proc::eventually("the server is gone", || {
         match std::fs::exists(format!("/proc/{pid}/fd/0")) {
             Ok(false) => Ok(()),
@@ -102,6 +108,34 @@ async fn a_killed_guardian_leaves_nothing(on: Transport) {
         }
     })
     .await;
+}
+
+#[tokio::test]
+async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
+    /// A look at every process for each one that ends took seven seconds.
+    const SOON: Duration = Duration::from_secs(4);
+    let (mut server, mut client) = served(Transport::Unix).await;
+    let mark = marker();
+    let mut sent = Vec::new();
+    for n in 0..1000 {
+        let start = Start::new(&n.to_string(), &["sleep", "600"]).marked(&mark);
+        sent.push(client.queue("process/start", start.0));
+        if n % 100 == 99 {
+            client.flush().await;
+            for id in sent.drain(..) {
+                client.answer(id).await.unwrap();
+            }
+        }
+    }
+    assert_eq!(bearers(&mark).len(), 1000);
+    let pid = server.server_pid().await;
+    let before = Instant::now();
+    proc::signal(pid, Signal::KILL);
+    assert_eq!(server.ended().await.code(), Some(137));
+    let took = before.elapsed();
+    assert_eq!(bearers(&mark), []);
+    assert!(took < SOON, "{took:?}");
+    client.end().await;
 }
 
 /// Whoever asks while it ends is told so, until it has.

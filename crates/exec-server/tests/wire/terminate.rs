@@ -15,6 +15,8 @@ over_all! {
     closed_does_not_wait_for_a_grandchild,
     output_after_the_end_is_counted_and_discarded,
     a_child_may_close_its_output_and_live,
+    descendants_without_their_tag_are_ended,
+    orphans_without_any_evidence_are_reported_as_survivors,
 }
 
 /// Ignores polite signals, and so does a child of its in another session.
@@ -240,4 +242,86 @@ async fn a_child_may_close_its_output_and_live(on: Transport) {
     let seen = client.closed("p").await;
     assert_eq!(seen.exit_code(), 5);
     assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], false);
+}
+
+/// Values that a descendant may give to the resource limit that marks it.
+fn other_tags() -> Vec<&'static str> {
+    let mut tags = vec!["1:1", "1000000:1000000"];
+    // With a privilege, limits go up as well.
+    let up = "prlimit --rttime=5:5 prlimit --rttime=unlimited:unlimited true";
+    let raised = std::process::Command::new("sh").args(["-c", up]).output();
+    if raised.unwrap().status.success() {
+        tags.push("unlimited:unlimited");
+    }
+    tags
+}
+
+async fn descendants_without_their_tag_are_ended(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    let scripts = [
+        // In another session, while its parent is there.
+        "setsid prlimit --rttime=TAG sh -c 'echo up; sleep 600 & wait' & wait",
+        // An orphan, in the session of the command.
+        "(prlimit --rttime=TAG sh -c 'echo up; sleep 600; :' &) ; sleep 600",
+        // An orphan, when the command has ended.
+        "(prlimit --rttime=TAG sh -c 'echo up; sleep 600; :' &) ; exit 0",
+        // The command itself.
+        "exec prlimit --rttime=TAG sh -c 'setsid sleep 600 & echo up; wait'",
+        // Again and again, on the way down.
+        "prlimit --rttime=1000:1000 sh -c 'setsid prlimit --rttime=1:1 sh -c \"echo up; sleep 600; :\" & wait' & wait",
+    ];
+    for (number, script) in scripts.iter().enumerate() {
+        for tag in other_tags() {
+            for mode in [
+                json!({"type": "force"}),
+                json!({"type": "graceful", "timeoutMs": 50}),
+            ] {
+                let (id, mark) = (format!("{number} {tag} {mode}"), marker());
+                let script = script.replace("TAG", tag);
+                client.start(Start::sh(&id, &script).marked(&mark)).await;
+                client.wrote(&id, "stdout", "up\n").await;
+                let params = json!({"processId": id, "mode": mode, "wait": true});
+                let answer = client.ok("process/terminate", params).await;
+                assert_eq!(
+                    (&answer["gone"], &answer["survivors"]),
+                    (&json!(true), &json!([])),
+                    "{script}"
+                );
+                assert_eq!(bearers(&mark), [], "{script}");
+            }
+        }
+    }
+}
+
+async fn orphans_without_any_evidence_are_reported_as_survivors(on: Transport) {
+    let (_server, mut client) = served(on).await;
+    client.start(Start::new("other", &["sleep", "600"])).await;
+    for tag in other_tags() {
+        let mark = marker();
+        let script = format!(
+            "(setsid prlimit --rttime={tag} sh -c 'echo up; exec sleep 600' &) ; sleep 600"
+        );
+        client.start(Start::sh(tag, &script).marked(&mark)).await;
+        client.wrote(tag, "stdout", "up\n").await;
+        let params = json!({"processId": tag, "wait": true});
+        let answer = client.ok("process/terminate", params).await;
+        let [(left, _)] = bearers(&mark)[..] else {
+            panic!("{:?}", bearers(&mark))
+        };
+        assert_eq!(answer["gone"], false, "{answer}");
+        assert_eq!(
+            answer["survivors"],
+            json!([{"pid": left, "command": "sleep 600"}])
+        );
+        // One that is older does not concern what was started later.
+        let mark = marker();
+        let left = rustix::process::Pid::from_raw(left).unwrap();
+        client
+            .start(Start::new(&mark, &["sleep", "600"]).marked(&mark))
+            .await;
+        let params = json!({"processId": mark, "wait": true});
+        let answer = client.ok("process/terminate", params).await;
+        assert_eq!(answer["gone"], true, "{answer}");
+        rustix::process::kill_process(left, rustix::process::Signal::KILL).unwrap();
+    }
 }

@@ -9,14 +9,13 @@ pub(crate) mod stdin;
 mod supervise;
 pub(crate) mod terminal;
 
-use std::collections::HashSet;
 use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Waker;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
 use exec_server_protocol::sandbox::Enforcement;
@@ -31,7 +30,9 @@ use crate::log::{Exit, Log};
 use crate::process::stdin::{Push, Stdin};
 use crate::sandbox::Inside;
 use crate::spec::{PrivateNetwork, Size, StartError};
-use crate::tree::{self, Tag};
+use crate::tree::{self, Ending, Leader, Left, Trees};
+
+pub use crate::tree::table::{TableReads, table_reads};
 
 /// Room given to the pipe of a process that moves a lot of data.
 const LARGE_PIPE_BYTES: usize = 1 << 20;
@@ -55,7 +56,8 @@ struct Shared {
     enforcement: Option<Enforcement>,
     /// Of its own network, until somebody takes them.
     listeners: Mutex<Option<Listeners>>,
-    tag: Tag,
+    /// Its tree.
+    leader: Leader,
     started_at: SystemTime,
     /// The log and who follows it.
     output: Mutex<Output>,
@@ -266,9 +268,13 @@ impl Process {
         self.shared.changed.notified()
     }
 
-    /// The process and its living descendants. Reads `/proc`: not for an async worker.
-    pub(crate) fn members(&self) -> Vec<Pid> {
-        tree::members(&HashSet::from([self.shared.tag]))
+    /// The process and its living descendants.
+    pub(crate) async fn members(&self) -> Vec<Pid> {
+        self.tree().members().await
+    }
+
+    fn tree(&self) -> Trees {
+        Trees::of([&self.shared.leader])
     }
 
     /// Waits until `done` finds what it looks for in the log.
@@ -381,10 +387,7 @@ impl Process {
                     }
                 }
             }
-            Scope::Tree => {
-                let tags = HashSet::from([self.shared.tag]);
-                blocking(move || tree::signal(&tags, signal)).await;
-            }
+            Scope::Tree => self.tree().signal(signal).await,
         }
         Ok(())
     }
@@ -393,59 +396,42 @@ impl Process {
     ///
     /// Once the log is closed nothing is left that belongs to it, and nothing happens.
     pub fn terminate(&self, end: End) -> bool {
-        let running = self.begin_to_end(end);
+        let running = self.is_running();
         if !self.shared.is_closed() {
-            let this = self.clone();
-            // Ends by itself: after the grace and the kill.
-            tokio::spawn(async move { this.finish_off(end).await });
+            self.shared.begin_to_end(end);
         }
         running
     }
 
     /// Ends the process and its whole tree; what is left is returned with its command lines.
     ///
+    /// That includes orphans that only may be of its tree, because nothing shows where they belong.
     /// Unlike [`Process::terminate`] this also ends what a closed process has left behind.
     pub async fn terminate_and_wait(&self, end: End) -> (bool, Vec<(i32, String)>) {
-        let running = self.begin_to_end(end);
-        self.finish_off(end).await;
-        let tags = HashSet::from([self.shared.tag]);
-        let deadline = Instant::now() + KILL_PATIENCE;
-        let left = wait_gone(tags, deadline).await;
-        if running && left.is_empty() {
+        let running = self.is_running();
+        let how = self.shared.ending(end);
+        let Left { members, strays } = self.tree().end(how).await;
+        if running && members.is_empty() {
             // The tree is gone, so the end of its leader is about to be noticed.
             let exited = self.wait_for(|log| log.exit().map(|_| ()));
             let _ = tokio::time::timeout(KILL_PATIENCE, exited).await;
         }
+        let left: Vec<Pid> = members.into_iter().chain(strays).collect();
+        if left.is_empty() {
+            return (running, Vec::new());
+        }
         let name = |pid: Pid| (pid.as_raw_nonzero().get(), tree::command_of(pid));
-        (running, left.into_iter().map(name).collect())
+        let named = move || left.into_iter().map(name).collect();
+        (running, blocking(named).await)
     }
 
     /// Whether none of its descendants lives any more.
     pub(crate) async fn is_alone(&self) -> bool {
-        let tags = HashSet::from([self.shared.tag]);
-        blocking(move || tree::members(&tags)).await.is_empty()
+        self.members().await.is_empty()
     }
 
-    /// Sends the first signal at once.
-    fn begin_to_end(&self, end: End) -> bool {
-        let running = *self.shared.life.lock() == Life::Running;
-        self.shared.signal_group(match end {
-            End::Now => Signal::KILL,
-            End::Within(_) => Signal::TERM,
-        });
-        running
-    }
-
-    /// Reaches those outside the group, waits out the grace and kills the rest.
-    async fn finish_off(&self, end: End) {
-        let tags = HashSet::from([self.shared.tag]);
-        if let End::Within(grace) = end {
-            let others = tags.clone();
-            let group = self.shared.group();
-            blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
-            wait_gone(tags.clone(), Instant::now() + grace).await;
-        }
-        blocking(move || tree::kill(&tags)).await;
+    fn is_running(&self) -> bool {
+        *self.shared.life.lock() == Life::Running
     }
 }
 
@@ -499,8 +485,29 @@ impl Shared {
     }
 
     /// The process group that the command was started in.
-    fn group(&self) -> Pid {
-        self.inside.as_ref().map_or(self.pid, |inside| inside.pid)
+    fn group(self: &Arc<Self>) -> tree::Group {
+        let shared = Arc::clone(self);
+        tree::Group {
+            id: self.inside.as_ref().map_or(self.pid, |inside| inside.pid),
+            signal: Box::new(move |signal| shared.signal_group(signal)),
+        }
+    }
+
+    fn ending(self: &Arc<Self>, end: End) -> Ending {
+        Ending {
+            grace: match end {
+                End::Now => None,
+                End::Within(grace) => Some(grace),
+            },
+            patience: KILL_PATIENCE,
+            groups: vec![self.group()],
+        }
+    }
+
+    /// Ends the process and its tree, without waiting for it.
+    fn begin_to_end(self: &Arc<Self>, end: End) {
+        let trees = Trees::of([&self.leader]).without_strays();
+        trees.begin_to_end(self.ending(end));
     }
 
     fn is_closed(&self) -> bool {
@@ -528,47 +535,19 @@ fn is_there(inside: &Inside) -> bool {
     info.is_ok_and(|info| !info.contains("Pid:\t-1"))
 }
 
-/// Waits until nothing bears the tags, looking ever less often; what is left at the deadline.
-async fn wait_gone(tags: HashSet<Tag>, deadline: Instant) -> Vec<Pid> {
-    let mut pause = Duration::from_millis(1);
-    loop {
-        let look = tags.clone();
-        let left = blocking(move || tree::members(&look)).await;
-        if left.is_empty() || Instant::now() >= deadline {
-            return left;
-        }
-        tokio::time::sleep(pause.min(deadline.saturating_duration_since(Instant::now()))).await;
-        pause = (pause * 2).min(Duration::from_millis(50));
-    }
-}
-
 /// Ends several processes at once: SIGTERM, then SIGKILL to whatever is left of their trees.
 pub async fn end_all(processes: &[Process], grace: Duration) {
-    let tags: HashSet<Tag> = processes.iter().map(|process| process.shared.tag).collect();
-    if tags.is_empty() {
+    if processes.is_empty() {
         return;
     }
-    if !grace.is_zero() {
-        let term = tags.clone();
-        blocking(move || tree::signal(&term, Signal::TERM)).await;
-        wait_gone(tags.clone(), Instant::now() + grace).await;
-    }
-    for process in processes {
-        process.shared.signal_group(Signal::KILL);
-    }
-    let kill = tags.clone();
-    let gone = blocking(move || {
-        tree::kill(&kill);
-        let gone = tree::members(&kill).is_empty();
-        if gone {
-            crate::sandbox::placeholder::clear();
-        }
-        gone
-    });
-    if !gone.await {
-        wait_gone(tags, Instant::now() + KILL_PATIENCE).await;
-        blocking(crate::sandbox::placeholder::clear).await;
-    }
+    let how = Ending {
+        grace: (!grace.is_zero()).then_some(grace),
+        patience: KILL_PATIENCE,
+        groups: processes.iter().map(|one| one.shared.group()).collect(),
+    };
+    let trees = Trees::of(processes.iter().map(|process| &process.shared.leader));
+    trees.without_strays().end(how).await;
+    blocking(crate::sandbox::placeholder::clear).await;
     limits::sweep();
 }
 

@@ -25,14 +25,14 @@ use crate::sandbox::{self, Errand, Inside, Ledger, Prison, launcher};
 use crate::spec::{Prepared, Spec, StartError, Stdio, Timeout};
 use crate::sys::launch::{Launch, LaunchError, Step, launch};
 use crate::sys::poll;
-use crate::tree::{self, TAG_RESOURCE, Tag};
+use crate::tree::{self, Leader, TAG_RESOURCE, Tag};
 
 /// Everything known of a child that runs: what it takes to look after it.
 ///
 /// Made by launching one; a process that was handed over would arrive here too.
 struct Running {
     child: Child,
-    tag: Tag,
+    leader: Leader,
     ends: Ends,
     applied: Applied,
     sandbox: Option<Sandboxed>,
@@ -112,6 +112,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
     let own_processes = prison.as_ref().map_or(0, Prison::own_processes);
     let applied = limits::prepare(&spec.limits, own_processes)?;
     let tag = Tag::fresh();
+    let since = tree::clock();
     let mut rlimits = vec![(TAG_RESOURCE, tag.0)];
     if !is_confined {
         rlimits.extend(&applied.rlimits);
@@ -211,6 +212,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
             })
         })
         .map_err(|error| explain(error, spec, errand.is_some()))?;
+    let registered = Leader::new(pid, tag, since);
     let child = Child {
         executor: executor.clone(),
         pid,
@@ -236,7 +238,7 @@ fn launch_child(executor: &Executor, spec: &Spec) -> Result<Running, StartError>
     });
     Ok(Running {
         child,
-        tag,
+        leader: registered,
         ends,
         applied,
         sandbox,
@@ -312,7 +314,7 @@ fn adopt(
 ) -> io::Result<Process> {
     let Running {
         mut child,
-        tag,
+        leader,
         ends,
         applied,
         sandbox,
@@ -367,7 +369,7 @@ fn adopt(
         inside,
         enforcement,
         listeners: Mutex::new(listeners),
-        tag,
+        leader,
         started_at: SystemTime::now(),
         output: Mutex::new(Output {
             log: Log::metered(retention, executor.meter()),

@@ -6,7 +6,6 @@
 //! ```
 
 use std::cell::RefCell;
-use std::collections::HashSet;
 use std::future::poll_fn;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -20,7 +19,7 @@ use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 
 use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
-use super::{Life, Shared, blocking, sleep_until};
+use super::{End, Life, Shared, sleep_until};
 use crate::executor::{Executor, Slot};
 use crate::log::{Close, Exit, Stream};
 use crate::sandbox::Ledger;
@@ -28,7 +27,6 @@ use crate::sandbox::denial::{self, Facts};
 use crate::sandbox::placeholder::Placeholder;
 use crate::spec::Timeout;
 use crate::sys::reap::Usage;
-use crate::tree;
 
 /// What is taken from a child's pipes between its end and the word of it. More than any pipe holds,
 /// so that only output of descendants can come after `exited`.
@@ -281,6 +279,7 @@ impl Supervisor {
                 None
             }
         };
+        self.shared.leader.ended();
         *life = Life::Ended;
         drop(life);
         self.drain();
@@ -351,18 +350,7 @@ impl Supervisor {
         }
         self.timed_out = true;
         self.alarm = None;
-        let (shared, grace) = (Arc::clone(&self.shared), timeout.grace);
-        shared.signal_group(Signal::TERM);
-        // Ends by itself, after the grace and the kill.
-        tokio::spawn(async move {
-            let tags = HashSet::from([shared.tag]);
-            let group = shared.group();
-            let others = tags.clone();
-            blocking(move || tree::signal_outside(&others, group, Signal::TERM)).await;
-            super::wait_gone(tags.clone(), Instant::now() + grace).await;
-            shared.signal_group(Signal::KILL);
-            blocking(move || tree::kill(&tags)).await;
-        });
+        self.shared.begin_to_end(End::Within(timeout.grace));
     }
 
     /// Lets go of descriptors that the log does not need any more.
@@ -402,11 +390,10 @@ impl Supervisor {
     /// Nobody cares any more: end it and leave no zombie.
     async fn abandon(mut self) {
         if !self.shared.is_closed() {
-            let tags = HashSet::from([self.shared.tag]);
             self.sources.clear();
             self.release_files();
             self.shared.signal_group(Signal::KILL);
-            blocking(move || tree::kill(&tags)).await;
+            self.shared.begin_to_end(End::Now);
             while self.quiet_since.is_none() {
                 let _ = self.pidfd.readable().await;
                 self.reap();

@@ -50,6 +50,7 @@ use self::standby::Standby;
 use crate::spec::{Prepared, PrivateNetwork, Spec, StartError};
 use crate::sys::launch::{Launch, launch};
 use crate::sys::reap::Usage;
+use crate::tree::{TAG_RESOURCE, Tag};
 
 /// Processes of a sandbox that are not the command's: the launcher and the first in its namespace.
 const OWN_PROCESSES: u64 = 2;
@@ -557,7 +558,8 @@ pub(crate) fn launch_alone(
         stdout: null,
         stderr: null,
         controlling_terminal: false,
-        limits: &[],
+        // Told from descendants of commands; those that become a command's get its tag instead.
+        limits: &[(TAG_RESOURCE, Tag::of_server().0)],
         groups: &[],
         extra: &errand.descriptors(),
     })

@@ -14,6 +14,7 @@
 use std::ffi::c_int;
 use std::io;
 use std::ptr;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -115,17 +116,64 @@ fn reap(server: c_int) -> Option<c_int> {
     }
 }
 
-/// Kills children until there are none; the death of one may bring its own children here.
+/// Kills descendants until there are none.
 fn end_orphans() {
+    /// How long to reap before looking for descendants again, if no more end: at first, and at most
+    /// where something cannot be killed.
+    const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
+    let own = rustix::process::getpid();
+    let mut pause = PAUSES.0;
     loop {
-        for pid in crate::tree::children_of(rustix::process::getpid()) {
+        for pid in crate::tree::descendants_of(own) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
-        // SAFETY: reaps any child of ours; a null status is allowed.
-        let reaped = unsafe { libc::waitpid(-1, ptr::null_mut(), 0) };
-        if reaped < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ECHILD) {
-            return;
+        // Looking takes long where there are many: everything that ends is reaped first.
+        loop {
+            match reap_all() {
+                Reaped::NoChildren => return,
+                Reaped::Some => pause = PAUSES.0,
+                Reaped::None if child_ends_within(pause) => {}
+                Reaped::None => break,
+            }
         }
+        pause = (pause * 2).min(PAUSES.1);
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reaped {
+    Some,
+    None,
+    NoChildren,
+}
+
+/// Reaps every child that has ended.
+fn reap_all() -> Reaped {
+    let mut reaped = Reaped::None;
+    loop {
+        // SAFETY: reaps any child of ours; a null status is allowed.
+        match unsafe { libc::waitpid(-1, ptr::null_mut(), libc::WNOHANG) } {
+            0 => return reaped,
+            pid if pid > 0 => reaped = Reaped::Some,
+            _ if io::Error::last_os_error().kind() == io::ErrorKind::Interrupted => {}
+            _ => return Reaped::NoChildren,
+        }
+    }
+}
+
+/// Waits for SIGCHLD, which is blocked; false if it does not come in time.
+fn child_ends_within(pause: Duration) -> bool {
+    let pause = libc::timespec {
+        tv_sec: libc::time_t::try_from(pause.as_secs()).unwrap_or(1),
+        tv_nsec: pause.subsec_nanos().into(),
+    };
+    // SAFETY: sigset_t is plain data; sigemptyset fills it before use. All pointers are to live
+    // locals, and no information about the signal is asked for.
+    unsafe {
+        let mut child: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut child);
+        libc::sigaddset(&mut child, libc::SIGCHLD);
+        libc::sigtimedwait(&child, ptr::null_mut(), &pause) == libc::SIGCHLD
     }
 }
 

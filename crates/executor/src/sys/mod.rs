@@ -13,6 +13,7 @@ pub(crate) mod launch;
 pub mod memory;
 pub mod own;
 pub mod poll;
+pub(crate) mod probe;
 pub(crate) mod reap;
 pub(crate) mod rlimit;
 pub mod socket;
