@@ -169,13 +169,17 @@ async fn it_does_not_take_the_login_with_it() {
     let (out, err, code) = seen(lab.run(&[], &["env"])).await;
     assert_eq!(code, 0, "{err}");
     assert!(!out.contains("SSH_CONNECTION"), "{out}");
-    // A session of its own, so that no terminal's end reaches it: led by the guardian in front of it.
+    // A session of its own, so that no terminal's end reaches it, nor a signal to its guardian's.
     let pid = lab.daemon_pid();
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let (_, after_name) = stat.rsplit_once(") ").unwrap();
     let fields: Vec<&str> = after_name.split(' ').collect();
-    let (parent, session, terminal) = (fields[1], fields[3], fields[4]);
-    assert_eq!((session, terminal), (parent, "0"), "{stat}");
+    let (session, terminal) = (fields[3], fields[4]);
+    assert_eq!(
+        (session, terminal),
+        (pid.to_string().as_str(), "0"),
+        "{stat}"
+    );
 }
 
 #[tokio::test]

@@ -1,10 +1,11 @@
 //! The server's own end, asked for or not: nothing that it started outlives it.
 
+use std::os::unix::process::ExitStatusExt as _;
 use std::time::{Duration, Instant};
 
 use exec_server_testkit::proc::{self, all_gone, bearers, marker};
-use exec_server_testkit::wire::{Client, Seen, Start, Subject, Transport};
-use rustix::process::Signal;
+use exec_server_testkit::wire::{Client, Seen, Start, Subject, Transport, chunk};
+use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::{Value, json};
 
 use crate::listen::http;
@@ -15,6 +16,7 @@ over_all! {
     interrupted_it_ends_as_well,
     a_killed_server_leaves_nothing,
     a_killed_guardian_leaves_nothing,
+    sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing,
     many_processes_later_nothing_has_leaked,
 }
 
@@ -110,6 +112,22 @@ async fn server_ended(pid: u32) {
     .await;
 }
 
+/// As a runner of tests does with what it has started.
+async fn sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing(on: Transport) {
+    let mut program = program();
+    program.process_group(0);
+    let mut server = Subject::start(on, program).await;
+    let mut client = server.session().await;
+    let mark = start_a_zoo(&mut client).await;
+    let pid = server.server_pid().await;
+    let group = i32::try_from(server.guardian_pid()).unwrap();
+    kill_process_group(Pid::from_raw(group).unwrap(), Signal::KILL).unwrap();
+    assert_eq!(server.ended().await.signal(), Some(9));
+    all_gone(&mark).await;
+    client.end().await;
+    server_ended(pid).await;
+}
+
 #[tokio::test]
 async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
     /// A look at every process for each one that ends took seven seconds.
@@ -136,6 +154,23 @@ async fn guardian_with_1000_processes_ends_soon_after_the_server_was_killed() {
     assert_eq!(bearers(&mark), []);
     assert!(took < SOON, "{took:?}");
     client.end().await;
+}
+
+#[tokio::test]
+async fn interrupt_from_the_terminal_of_a_server_ends_it() {
+    let (_server, mut client) = served(Transport::Unix).await;
+    let binary = env!("CARGO_BIN_EXE_exec-server");
+    // Its log is not of interest, and may have colors on a terminal.
+    let script = format!("exec {binary} --listen ws://127.0.0.1:0 2> /dev/null");
+    client.start(Start::sh("inner", &script).tty()).await;
+    client
+        .until("inner", "it listens", |seen| {
+            seen.text("pty").contains("ws://127.0.0.1:")
+        })
+        .await;
+    let interrupt = json!({"processId": "inner", "chunk": chunk("\u{3}"), "writeId": "1"});
+    client.ok("process/write", interrupt).await;
+    assert_eq!(client.closed("inner").await.exit_code(), 0);
 }
 
 /// Whoever asks while it ends is told so, until it has.

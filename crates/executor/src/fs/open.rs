@@ -29,7 +29,8 @@ pub(super) fn open(path: &Path, flags: OFlags, mode: Mode, links: Links) -> Resu
     let nonblocking = if flags.contains(OFlags::PATH) {
         OFlags::empty()
     } else {
-        OFlags::NONBLOCK
+        // The server leads a session without a terminal, and is to stay without one.
+        OFlags::NONBLOCK | OFlags::NOCTTY
     };
     let flags = flags | OFlags::CLOEXEC | nonblocking;
     match links {

@@ -5,6 +5,9 @@
 //! them all. It also passes signals on and exits as the server did. It never executes anything and
 //! holds no secrets, sockets or threads.
 //!
+//! The server has a session of its own, so that SIGKILL to the process group or the session that
+//! was started reaches the guardian alone. The server then gets SIGTERM and cleans up.
+//!
 //! ```text
 //! guardian ── forwards signals ──► server ──► processes, and what they left behind
 //!    ▲                                │ killed
@@ -20,7 +23,9 @@ use rustix::process::Signal;
 
 /// Splits this process into guardian and server; returns in the server only.
 ///
-/// If the guardian dies, the server gets SIGTERM.
+/// If the guardian dies, the server gets SIGTERM. The server has a session of its own, and no
+/// controlling terminal: it can read and write the terminal that its standard streams are, and
+/// what the terminal signals comes by way of the guardian.
 ///
 /// # Errors
 ///
@@ -46,6 +51,8 @@ pub fn split() -> io::Result<()> {
         }
         0 => {
             restore(&mask);
+            // A process that was just forked leads no group.
+            rustix::process::setsid()?;
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             if rustix::process::getppid() != Some(parent) {
                 // The guardian died before it could be watched.
@@ -84,9 +91,8 @@ fn guard(server: c_int) -> c_int {
                     break status;
                 }
             }
-            // The terminal has sent these to the server as well; those of other processes
-            // (si_code at most 0) were meant for us, which means for the server.
-            signal if signal > 0 && info.si_code <= 0 => {
+            // Of other processes, or of the terminal, which does not reach the server.
+            signal if signal > 0 => {
                 // SAFETY: plain system call; the server is our unreaped child.
                 unsafe { libc::kill(server, signal) };
             }
