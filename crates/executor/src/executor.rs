@@ -15,6 +15,9 @@ use std::time::Duration;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_sync::{Mutex, MutexGuard, RwLock};
 use rustix::process::Pid;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 
 use crate::limits;
@@ -27,6 +30,7 @@ use crate::sandbox::pool::Helpers;
 use crate::sandbox::{self, Errand, Launcher};
 use crate::spec::{Spec, StartError};
 use crate::sys::reap::{self, Reaped};
+use crate::sys::{child_ends, poll};
 
 /// Bounds that may change while processes run.
 #[derive(Debug, Clone, Copy)]
@@ -97,9 +101,53 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Live {
     count: AtomicUsize,
-    started: Notify,
     /// The last one has ended.
     idle: Notify,
+}
+
+/// Notice of children that have ended.
+enum ChildEnds {
+    Descriptor(AsyncFd<OwnedFd>),
+    /// In a program that has not blocked SIGCHLD.
+    Signal(tokio::signal::unix::Signal),
+}
+
+impl ChildEnds {
+    fn new() -> io::Result<Self> {
+        Ok(match child_ends::descriptor()? {
+            Some(fd) => Self::Descriptor(poll::register(fd, Interest::READABLE)?),
+            None => Self::Signal(signal(SignalKind::child())?),
+        })
+    }
+
+    /// Waits until a child has ended; false when the runtime ends.
+    async fn wait(&mut self) -> bool {
+        match self {
+            Self::Descriptor(fd) => fd.readable().await.is_ok(),
+            Self::Signal(signal) => signal.recv().await.is_some(),
+        }
+    }
+
+    fn clear(&mut self) {
+        if let Self::Descriptor(fd) = self {
+            // As long as one `signalfd_siginfo`; what it says of one child is of no interest.
+            let mut signal = [0; 128];
+            let mut read = || {
+                fd.try_io(Interest::READABLE, |fd| {
+                    Ok(rustix::io::read(fd, &mut signal)?)
+                })
+            };
+            while read().is_ok() {}
+        }
+    }
+}
+
+/// What became of orphans that have ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Orphans {
+    Reaped,
+    /// A supervisor is about to reap its child, and there may be others behind it.
+    Waiting,
 }
 
 /// The place of one live process.
@@ -200,7 +248,6 @@ impl Executor {
         if live.count.fetch_add(1, Ordering::Relaxed) >= limit {
             return Err(StartError::TooMany(limit));
         }
-        live.started.notify_one();
         process::start::start(self, slot, spec).await
     }
 
@@ -211,45 +258,41 @@ impl Executor {
     ///
     /// # Errors
     ///
-    /// When the kernel refuses.
+    /// When the kernel refuses, or signals cannot be waited for.
     pub fn adopt_orphans(&self) -> io::Result<()> {
-        /// How long an orphan may stay a zombie.
+        /// How long an orphan may stay a zombie, and control groups that could not be removed.
         const PERIOD: Duration = Duration::from_millis(250);
-        /// Rounds without a live process after which to sleep until there is one again.
-        const IDLE_ROUNDS: u32 = 40;
         crate::tree::adopt_orphans()?;
+        let mut ended = ChildEnds::new()?;
         let this = self.clone();
         tokio::spawn(async move {
-            let mut idle = 0;
+            // Signals of children that have ended before do not come again.
+            let mut again = true;
             loop {
-                tokio::time::sleep(PERIOD).await;
-                let reaped = this.reap_orphans();
-                limits::sweep();
-                idle = if reaped || this.live() > 0 {
-                    0
-                } else {
-                    idle + 1
-                };
-                if idle > IDLE_ROUNDS {
-                    this.inner.live.started.notified().await;
+                if !again && !ended.wait().await {
+                    return;
                 }
+                // Children that end together are reaped together.
+                tokio::time::sleep(PERIOD).await;
+                // What ends from now on is noticed again.
+                ended.clear();
+                let waits = this.reap_orphans() == Orphans::Waiting;
+                again = limits::sweep() || waits;
             }
         });
         Ok(())
     }
 
-    /// Reaps ended orphans; true if there were any.
-    fn reap_orphans(&self) -> bool {
-        let mut any = false;
+    /// Reaps ended orphans.
+    fn reap_orphans(&self) -> Orphans {
         while let Some(pid) = reap::any_ended() {
             let _alone = self.inner.starting.write();
             if self.managed().contains(&pid) {
-                // Its supervisor is about to reap it; those behind it wait for the next round.
-                break;
+                return Orphans::Waiting;
             }
-            any = reap::try_reap(pid).is_ok();
+            let _ = reap::try_reap(pid);
         }
-        any
+        Orphans::Reaped
     }
 
     pub(crate) fn null(&self) -> BorrowedFd<'_> {

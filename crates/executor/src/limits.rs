@@ -55,11 +55,14 @@ fn left_behind() -> MutexGuard<'static, Vec<PathBuf>> {
     LEFT.lock()
 }
 
-/// Removes groups whose last process has ended since they were left behind.
-pub(crate) fn sweep() {
-    left_behind().retain(|directory| {
+/// Removes groups whose last process has ended since they were left behind; returns whether any are
+/// left.
+pub(crate) fn sweep() -> bool {
+    let mut left = left_behind();
+    left.retain(|directory| {
         matches!(fs::remove_dir(directory), Err(error) if error.kind() != io::ErrorKind::NotFound)
     });
+    !left.is_empty()
 }
 
 /// Removes groups of servers that were killed before they could; looks once under each base.

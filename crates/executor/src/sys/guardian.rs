@@ -50,6 +50,9 @@ pub fn split() -> io::Result<()> {
             Err(io::Error::last_os_error())
         }
         0 => {
+            let mut mask = mask;
+            // For this thread and those that it will start: see `child_ends`.
+            super::child_ends::block_in(&mut mask);
             restore(&mask);
             // A process that was just forked leads no group.
             rustix::process::setsid()?;

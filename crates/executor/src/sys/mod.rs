@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 pub mod activation;
+pub(crate) mod child_ends;
 pub(crate) mod confine;
 pub mod guardian;
 pub(crate) mod launch;
