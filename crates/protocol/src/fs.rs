@@ -1,5 +1,7 @@
 //! `fs/*`: files of the machine behind the server.
 
+mod request;
+
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::chunk::{self, ByteChunk};
@@ -7,6 +9,8 @@ use crate::method::{method_types, notifications};
 use crate::path::PathUri;
 use crate::sandbox::{self, Sandbox};
 use crate::table::{AT_PATHS, EVERYWHERE};
+
+pub use request::{FsMethod, FsRequest, FsResponse, FsVisitor};
 
 method_types! {
     /// `fs/readFile`: a whole regular file in one answer.

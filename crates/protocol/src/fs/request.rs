@@ -1,0 +1,276 @@
+//! File operations as values: what is asked, and what is answered.
+//!
+//! [`FsRequest`] and [`FsResponse`] hold the types of the wire, one variant per method. Files that are
+//! open across requests, watches and their notifications are no part of them.
+
+use serde::Serialize;
+
+use super::{
+    Canonicalize, Copy, CreateDirectory, CreateSymlink, GetMetadata, Hash, ReadDirectory, ReadFile,
+    Remove, Rename, Search, SetMetadata, Walk, WriteFile,
+};
+use crate::method::Method;
+use crate::path::PathUri;
+use crate::sandbox::Sandbox;
+
+/// A file operation of one request and one response.
+pub trait FsMethod: Method<Params: Sync + 'static, Result: 'static> + 'static {
+    /// It changes files.
+    const WRITES: bool;
+
+    /// The request with these params.
+    fn request(params: Self::Params) -> FsRequest;
+
+    /// The response with this result.
+    fn response(result: Self::Result) -> FsResponse;
+
+    /// The result, if the response is one of this method.
+    fn result(response: FsResponse) -> Option<Self::Result>;
+}
+
+/// Something that is done with a request whatever its method.
+pub trait FsVisitor {
+    /// What comes of it.
+    type Output;
+
+    /// Does it.
+    fn visit<M: FsMethod>(self, params: M::Params) -> Self::Output;
+}
+
+/// The table of operations: method, whether it changes files, and the params that are paths.
+macro_rules! operations {
+    ($($name:ident $effect:ident $($path:ident),+;)*) => {
+        /// One file operation: the params of its method.
+        #[derive(Debug, Clone, PartialEq, Serialize)]
+        #[serde(untagged)]
+        pub enum FsRequest {$(
+            #[doc = concat!("Of [`", stringify!($name), "`](enum@super::", stringify!($name), ").")]
+            $name(<$name as Method>::Params),
+        )*}
+
+        /// What came of a file operation: the result of its method.
+        #[derive(Debug, Clone, PartialEq, Serialize)]
+        #[serde(untagged)]
+        pub enum FsResponse {$(
+            #[doc = concat!("Of [`", stringify!($name), "`](enum@super::", stringify!($name), ").")]
+            $name(<$name as Method>::Result),
+        )*}
+
+        $(impl FsMethod for $name {
+            const WRITES: bool = operations!(@ $effect);
+
+            fn request(params: Self::Params) -> FsRequest {
+                FsRequest::$name(params)
+            }
+
+            fn response(result: Self::Result) -> FsResponse {
+                FsResponse::$name(result)
+            }
+
+            fn result(response: FsResponse) -> Option<Self::Result> {
+                match response {
+                    FsResponse::$name(result) => Some(result),
+                    _ => None,
+                }
+            }
+        })*
+
+        impl FsRequest {
+            /// The name of the method on the wire.
+            pub fn method(&self) -> &'static str {
+                match self {$(
+                    Self::$name(_) => $name::NAME,
+                )*}
+            }
+
+            /// Whether it changes files.
+            pub fn writes(&self) -> bool {
+                match self {$(
+                    Self::$name(_) => $name::WRITES,
+                )*}
+            }
+
+            /// The policy that it runs under.
+            pub fn sandbox_mut(&mut self) -> &mut Option<Sandbox> {
+                match self {$(
+                    Self::$name(params) => &mut params.sandbox,
+                )*}
+            }
+
+            /// The paths that it names, the first one first.
+            pub fn paths_mut(&mut self) -> Vec<&mut PathUri> {
+                match self {$(
+                    Self::$name(params) => vec![$(&mut params.$path),+],
+                )*}
+            }
+
+            /// Hands the params to a visitor that knows their method.
+            pub fn visit<V: FsVisitor>(self, visitor: V) -> V::Output {
+                match self {$(
+                    Self::$name(params) => visitor.visit::<$name>(params),
+                )*}
+            }
+
+            /// Decodes the params of a method; nothing if it is none of these operations.
+            pub fn decode(method: &str, params: &str) -> Option<serde_json::Result<Self>> {
+                Some(match method {
+                    $($name::NAME => serde_json::from_str(params).map(Self::$name),)*
+                    _ => return None,
+                })
+            }
+
+            /// Decodes the result of this request.
+            ///
+            /// # Errors
+            ///
+            /// When it is not what the method answers.
+            pub fn decode_response(&self, result: &str) -> serde_json::Result<FsResponse> {
+                match self {$(
+                    Self::$name(_) => serde_json::from_str(result).map(FsResponse::$name),
+                )*}
+            }
+        }
+    };
+    (@ reads) => { false };
+    (@ writes) => { true };
+}
+
+operations! {
+    ReadFile reads path;
+    WriteFile writes path;
+    GetMetadata reads path;
+    CreateDirectory writes path;
+    Canonicalize reads path;
+    ReadDirectory reads path;
+    Walk reads path;
+    Remove writes path;
+    Copy writes source_path, destination_path;
+    Rename writes from, to;
+    SetMetadata writes path;
+    CreateSymlink writes path;
+    Hash reads path;
+    Search reads path;
+}
+
+impl FsRequest {
+    /// The JSON of the params.
+    pub fn encode(&self) -> String {
+        text(self)
+    }
+}
+
+impl FsResponse {
+    /// The JSON of the result.
+    pub fn encode(&self) -> String {
+        text(self)
+    }
+
+    /// The paths that it names.
+    pub fn paths_mut(&mut self) -> Vec<&mut PathUri> {
+        match self {
+            Self::Canonicalize(result) => vec![&mut result.path],
+            Self::ReadDirectory(result) => {
+                let entries = result.entries.iter_mut();
+                entries.filter_map(|entry| entry.path.as_mut()).collect()
+            }
+            Self::Walk(result) => {
+                let entries = result.entries.iter_mut().map(|entry| &mut entry.path);
+                let errors = result.errors.iter_mut().map(|error| &mut error.path);
+                entries.chain(errors).collect()
+            }
+            Self::Search(result) => {
+                let matches = result.matches.iter_mut();
+                matches.map(|found| &mut found.path).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+fn text(value: &impl Serialize) -> String {
+    let text = serde_json::to_string(value);
+    debug_assert!(text.is_ok(), "types of the wire always serialise");
+    text.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn every_request_and_response_survives_its_text() {
+        let path = "file:///a";
+        for (method, params, result) in [
+            ("fs/readFile", json!({}), json!({"dataBase64": "eA=="})),
+            (
+                "fs/writeFile",
+                json!({"dataBase64": "", "mode": 0o600}),
+                json!({}),
+            ),
+            (
+                "fs/getMetadata",
+                json!({"followSymlinks": false}),
+                json!({"isDirectory": false, "isFile": true, "isSymlink": false, "size": 1,
+                       "createdAtMs": 2, "modifiedAtMs": 3, "mode": 4}),
+            ),
+            ("fs/createDirectory", json!({"recursive": false}), json!({})),
+            ("fs/canonicalize", json!({}), json!({"path": path})),
+            (
+                "fs/readDirectory",
+                json!({"links": true}),
+                json!({"entries": [{"fileName": "x", "isDirectory": false, "isFile": true,
+                       "path": path}]}),
+            ),
+            (
+                "fs/walk",
+                json!({"options": {"maxDepth": 1, "maxDirectories": 2, "maxEntries": 3,
+                       "followDirectorySymlinks": true}}),
+                json!({"entries": [{"path": path, "kind": "file"}], "errors": [],
+                       "truncated": true}),
+            ),
+            ("fs/remove", json!({"force": false}), json!({})),
+            ("fs/setMetadata", json!({"modifiedAtMs": -1}), json!({})),
+            ("fs/createSymlink", json!({"target": "b"}), json!({})),
+            (
+                "fs/hash",
+                json!({"length": 9}),
+                json!({"sha256": "00", "length": 0}),
+            ),
+            (
+                "fs/search",
+                json!({"pattern": "x", "globs": ["*.rs"]}),
+                json!({"matches": [], "filesSearched": 1, "truncated": false}),
+            ),
+        ] {
+            let mut params = params;
+            params["path"] = path.into();
+            let request = FsRequest::decode(method, &params.to_string());
+            let mut request = request.unwrap().unwrap();
+            assert_eq!(request.method(), method);
+            assert_eq!(request.paths_mut().len(), 1);
+            let again = FsRequest::decode(method, &request.encode());
+            assert_eq!(again.unwrap().unwrap(), request);
+            let response = request.decode_response(&result.to_string()).unwrap();
+            assert_eq!(
+                request.decode_response(&response.encode()).unwrap(),
+                response
+            );
+        }
+        for (method, from, to) in [
+            ("fs/copy", "sourcePath", "destinationPath"),
+            ("fs/rename", "from", "to"),
+        ] {
+            let params = json!({from: path, to: "file:///b", "recursive": true});
+            let request = FsRequest::decode(method, &params.to_string());
+            let mut request = request.unwrap().unwrap();
+            assert!(request.writes());
+            let paths = request.paths_mut();
+            let paths: Vec<_> = paths.iter().map(|path| path.as_str()).collect();
+            assert_eq!(paths, [path, "file:///b"]);
+        }
+        assert!(FsRequest::decode("fs/open", "{}").is_none());
+        assert!(FsRequest::decode("fs/hash", "{}").unwrap().is_err());
+    }
+}
