@@ -4,7 +4,6 @@ use std::io;
 
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
-use exec_server_executor::fs::search::SearchError;
 use exec_server_executor::fs::watch::WatchError;
 use exec_server_executor::fs::{FsError, LinkAt};
 use exec_server_http::HttpError;
@@ -102,38 +101,19 @@ impl From<FsError> for ApiError {
         let is_refusal = matches!(error, FsError::Unenforceable(_) | FsError::Policy(_));
         let code = match error {
             FsError::Io { source, .. } => io_code(&source),
+            FsError::Symlink {
+                at: LinkAt::Entry, ..
+            } => INVALID_REQUEST,
             FsError::Symlink { .. }
             | FsError::TooManyEntries(_)
             | FsError::RemoveNoFollow
             | FsError::Helper(_) => INTERNAL,
-            FsError::Unenforceable(_) => INVALID_PARAMS,
+            FsError::Unenforceable(_) | FsError::Params(_) => INVALID_PARAMS,
             _ => INVALID_REQUEST,
         };
         Self {
             is_refusal,
             ..Self::new(code, message)
-        }
-    }
-}
-
-impl ApiError {
-    /// The error of a method that looks at what a path names rather than opens it: there a link at
-    /// the end is a wrong request, as compatible peers have it.
-    pub fn of_entry(error: FsError) -> Self {
-        match error {
-            FsError::Symlink {
-                at: LinkAt::Leaf, ..
-            } => Self::invalid_request(error.to_string()),
-            other => other.into(),
-        }
-    }
-}
-
-impl From<SearchError> for ApiError {
-    fn from(error: SearchError) -> Self {
-        match error {
-            SearchError::Fs(error) => error.into(),
-            _ => Self::invalid_params(error.to_string()),
         }
     }
 }
@@ -191,21 +171,17 @@ mod tests {
 
     #[test]
     fn errors_of_libraries_have_the_codes_of_the_wire() {
-        let leaf = || FsError::Symlink {
+        let link = |at| FsError::Symlink {
             path: PathBuf::from("/x"),
-            at: LinkAt::Leaf,
+            at,
         };
         for (error, code) in [
             (io(io::ErrorKind::NotFound).into(), NOT_FOUND),
             (io(io::ErrorKind::PermissionDenied).into(), INVALID_REQUEST),
             (io(io::ErrorKind::StorageFull).into(), INTERNAL),
-            (leaf().into(), INTERNAL),
-            (ApiError::of_entry(leaf()), INVALID_REQUEST),
-            (ApiError::of_entry(io(io::ErrorKind::NotFound)), NOT_FOUND),
-            (
-                SearchError::from(io(io::ErrorKind::NotFound)).into(),
-                NOT_FOUND,
-            ),
+            (link(LinkAt::Leaf).into(), INTERNAL),
+            (link(LinkAt::Entry).into(), INVALID_REQUEST),
+            (FsError::Params("x".to_owned()).into(), INVALID_PARAMS),
             (WatchError::Cancelled.into(), INVALID_REQUEST),
             (StartError::EmptyArgv.into(), INVALID_PARAMS),
             (StartError::TooMany(1).into(), INVALID_REQUEST),

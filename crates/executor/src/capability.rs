@@ -11,9 +11,11 @@ use exec_server_protocol::capability::{
     Declared, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES, MAX_FILE_BYTES,
     MAX_ROOT_BYTES, MCP_CONFIG, Plugin, SKILL, SKILL_METADATA, Skill, TextFile, declared,
 };
-use exec_server_protocol::fs::{WalkKind, WalkOptions};
+use exec_server_protocol::fs::{
+    FsRequest, GetMetadata, GetMetadataParams, ReadFileParams, WalkKind, WalkOptions, WalkParams,
+};
 
-use crate::fs::{Cancelled, FsError, Links};
+use crate::fs::{Answer, Cancelled, FsError, Walked};
 use crate::sandbox::files::Files;
 
 /// Warnings about one root; a tree of unreadable directories needs no thousands of them.
@@ -68,7 +70,12 @@ struct Search<'a> {
 impl Search<'_> {
     fn run(mut self) -> Result<(), String> {
         let uri = self.found.path.clone();
-        let inspected = self.files.metadata(&self.root, Links::Follow);
+        let look = GetMetadataParams {
+            path: uri.clone(),
+            follow_symlinks: true,
+            sandbox: None,
+        };
+        let inspected = self.files.ask::<GetMetadata>(look, self.cancelled);
         let metadata = inspected.map_err(|error| {
             format!("failed to inspect capability root {uri}: {}", said(&error))
         })?;
@@ -82,9 +89,19 @@ impl Search<'_> {
             follow_directory_symlinks: true,
             prune_hidden_directories: false,
         };
-        let walked = self.files.walk(&self.root, options, self.cancelled);
-        let walked = walked
-            .map_err(|error| format!("failed to scan capability root {uri}: {}", said(&error)))?;
+        let walk = FsRequest::Walk(WalkParams {
+            path: uri.clone(),
+            options,
+            sandbox: None,
+        });
+        let walked = match self.files.call(walk, self.cancelled) {
+            Ok(Answer::Walked(walked)) => walked,
+            Ok(_) => Walked::default(),
+            Err(error) => {
+                let error = said(&error);
+                return Err(format!("failed to scan capability root {uri}: {error}"));
+            }
+        };
         for (path, error) in &walked.errors {
             self.warn(format!(
                 "failed to scan capability path {}: {error}",
@@ -213,8 +230,14 @@ impl Search<'_> {
         let Ok(uri) = PathUri::from_native(path) else {
             return Ok(None);
         };
-        let file = match self.files.open_file(path, Links::Follow) {
-            Ok(file) => file,
+        let read = FsRequest::ReadFile(ReadFileParams {
+            path: uri.clone(),
+            follow_symlinks: true,
+            sandbox: None,
+        });
+        let file = match self.files.call(read, self.cancelled) {
+            Ok(Answer::File { file, .. }) => file,
+            Ok(_) => return Ok(None),
             Err(error) => {
                 if !is_absent(&error) {
                     let error = said(&error);

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use exec_server_protocol::fs::FsRequest;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_sync::{Mutex, MutexGuard, RwLock};
 use rustix::process::Pid;
@@ -20,6 +21,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 
+use crate::fs::{self, FsError};
 use crate::limits;
 use crate::log::{Meter, Retention};
 use crate::process::{self, Process};
@@ -308,8 +310,24 @@ impl Executor {
     }
 
     /// Where file work under this policy is done.
-    pub fn files(&self, sandbox: Option<Sandbox>, intent: Intent) -> Files {
+    ///
+    /// # Errors
+    ///
+    /// [`FsError::Params`] when the policy depends on a directory and names none.
+    pub fn files(&self, sandbox: Option<Sandbox>, intent: Intent) -> Result<Files, FsError> {
         Files::new(self, sandbox, intent)
+    }
+
+    /// Where a file request is done, according to its policy, which is taken out of it. Checks its
+    /// params; touches no file.
+    ///
+    /// # Errors
+    ///
+    /// [`FsError::Params`] when they are not allowed, as for [`Executor::files`].
+    pub fn admit(&self, request: &mut FsRequest) -> Result<Files, FsError> {
+        fs::check(request)?;
+        let intent = Intent::of(request);
+        self.files(request.sandbox_mut().take(), intent)
     }
 
     /// Ends processes that wait for file work, with what they hold on the disk; blocks.

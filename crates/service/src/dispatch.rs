@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use exec_server_protocol::fs::FsMethod;
 use exec_server_protocol::session::{self, Initialized};
 use exec_server_protocol::table::Named;
 use exec_server_protocol::{
@@ -108,28 +109,26 @@ pub(crate) fn request(
         MethodId::EnvironmentConfigRead => {
             asked.run::<environment::ConfigRead>(methods::environment::config_read)
         }
-        MethodId::FsCanonicalize => asked.run::<fs::Canonicalize>(methods::fs::canonicalize),
+        MethodId::FsCanonicalize => asked.run_file::<fs::Canonicalize>(),
         MethodId::FsClose => asked.run::<fs::Close>(methods::handle::close),
-        MethodId::FsCopy => asked.run::<fs::Copy>(methods::fs::copy),
-        MethodId::FsCreateDirectory => {
-            asked.run::<fs::CreateDirectory>(methods::fs::create_directory)
-        }
-        MethodId::FsCreateSymlink => asked.run::<fs::CreateSymlink>(methods::fs::create_symlink),
-        MethodId::FsGetMetadata => asked.run::<fs::GetMetadata>(methods::fs::get_metadata),
-        MethodId::FsHash => asked.run::<fs::Hash>(methods::fs::hash),
+        MethodId::FsCopy => asked.run_file::<fs::Copy>(),
+        MethodId::FsCreateDirectory => asked.run_file::<fs::CreateDirectory>(),
+        MethodId::FsCreateSymlink => asked.run_file::<fs::CreateSymlink>(),
+        MethodId::FsGetMetadata => asked.run_file::<fs::GetMetadata>(),
+        MethodId::FsHash => asked.run_file::<fs::Hash>(),
         MethodId::FsOpen => asked.run::<fs::Open>(methods::handle::open),
         MethodId::FsReadBlock => asked.run::<fs::ReadBlock>(methods::handle::read_block),
-        MethodId::FsReadDirectory => asked.run::<fs::ReadDirectory>(methods::fs::read_directory),
-        MethodId::FsReadFile => asked.run::<fs::ReadFile>(methods::fs::read_file),
-        MethodId::FsRemove => asked.run::<fs::Remove>(methods::fs::remove),
-        MethodId::FsRename => asked.run::<fs::Rename>(methods::fs::rename),
-        MethodId::FsSearch => asked.run::<fs::Search>(methods::search::search),
-        MethodId::FsSetMetadata => asked.run::<fs::SetMetadata>(methods::fs::set_metadata),
+        MethodId::FsReadDirectory => asked.run_file::<fs::ReadDirectory>(),
+        MethodId::FsReadFile => asked.run_file::<fs::ReadFile>(),
+        MethodId::FsRemove => asked.run_file::<fs::Remove>(),
+        MethodId::FsRename => asked.run_file::<fs::Rename>(),
+        MethodId::FsSearch => asked.run_file::<fs::Search>(),
+        MethodId::FsSetMetadata => asked.run_file::<fs::SetMetadata>(),
         MethodId::FsUnwatch => asked.run::<fs::Unwatch>(methods::watch::unwatch),
-        MethodId::FsWalk => asked.run::<fs::Walk>(methods::fs::walk),
+        MethodId::FsWalk => asked.run_file::<fs::Walk>(),
         MethodId::FsWatch => asked.run::<fs::Watch>(methods::watch::watch),
         MethodId::FsWatchMissing => asked.run::<fs::WatchMissing>(methods::watch::watch_missing),
-        MethodId::FsWriteFile => asked.run::<fs::WriteFile>(methods::fs::write_file),
+        MethodId::FsWriteFile => asked.run_file::<fs::WriteFile>(),
         MethodId::HttpCancel => asked.run::<http::Cancel>(methods::http::cancel),
         MethodId::HttpRequest => asked.run::<http::Request>(methods::http::request),
         MethodId::ProcessCloseStdin => {
@@ -155,6 +154,11 @@ impl<'a> Asked<'a> {
             Ok(params) => self.admit::<M>(params, |call, _, params| function(call, params)),
             Err(error) => self.responder.send_error(error),
         }
+    }
+
+    /// Executes a file operation of one request and one response.
+    fn run_file<M: ServedMethod + FsMethod>(self) {
+        self.run::<M>(methods::fs::call::<M>);
     }
 
     /// Decodes the params, and checks the scope that these need.

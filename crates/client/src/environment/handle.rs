@@ -108,8 +108,8 @@ impl Environment {
             environment: executor.config().environment.clone(),
             ..Default::default()
         });
-        let exec = Arc::new(crate::LocalBackend::new(executor));
-        let files = Arc::new(crate::LocalFileSystem::new());
+        let exec = Arc::new(crate::LocalBackend::new(executor.clone()));
+        let files = Arc::new(crate::LocalFileSystem::on(executor));
         Self {
             kind: Kind::Here(Box::new(here)),
             http: Arc::new(crate::LocalHttp::new(http)),

@@ -45,9 +45,15 @@ impl Here {
         for RootParams { id, path, sandbox } in roots {
             // The semaphore is never closed.
             let permit = Arc::clone(&parallel).acquire_owned().await;
-            let files = self.executor.files(sandbox, Intent::Read);
+            let executor = self.executor.clone();
             looking.push(tokio::task::spawn_blocking(move || {
-                let found = capability::discover(&files, id, path, &|| false);
+                let found = match executor.files(sandbox, Intent::Read) {
+                    Ok(files) => capability::discover(&files, id, path, &|| false),
+                    Err(error) => DiscoveredRoot {
+                        error: Some(error.to_string()),
+                        ..DiscoveredRoot::empty(id, path)
+                    },
+                };
                 drop(permit);
                 found
             }));

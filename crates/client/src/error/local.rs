@@ -4,7 +4,6 @@ use exec_server_engine::ApiError;
 use exec_server_executor::StartError;
 use exec_server_executor::conditions::ConditionError;
 use exec_server_executor::fs::FsError;
-use exec_server_executor::fs::search::SearchError;
 use exec_server_executor::fs::watch::WatchError;
 use exec_server_http::HttpError;
 
@@ -27,4 +26,4 @@ macro_rules! as_a_server_answers {
     )*};
 }
 
-as_a_server_answers! { ConditionError FsError HttpError SearchError StartError WatchError }
+as_a_server_answers! { ConditionError FsError HttpError StartError WatchError }

@@ -1,42 +1,41 @@
 //! Files of this machine, behind the same trait as those of another.
 //!
-//! Straight onto the executor, on threads that may block: no connection, no messages. Errors have
-//! the codes of the wire, so that a caller need not care where a file is.
+//! Requests go straight to the executor, on threads that may block: no connection, no messages. Errors
+//! have the codes of the wire, so that a caller need not care where a file is.
 
 use std::future::poll_fn;
-use std::io::Read as _;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::Poll;
 
 use bytes::Bytes;
 use exec_server_engine::ApiError;
-use exec_server_executor::fs::search;
 use exec_server_executor::fs::watch::{Hub, Missing, Subscription};
-use exec_server_executor::fs::{self as files, Attributes, Cancelled, FsError, OpenFile};
+use exec_server_executor::fs::{FsError, OpenFile};
+use exec_server_executor::sandbox::files::{Files, Intent};
+use exec_server_executor::{Executor, ExecutorConfig};
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{
-    DirectoryEntry, HashResult, Metadata, OpenMode, SearchParams, SearchResult, WalkEntry,
-    WalkError, WalkOptions, WalkResult,
-};
+use exec_server_protocol::fs::{FsRequest, FsResponse, OpenMode};
 use exec_server_protocol::limits::MAX_MISSING_PATHS;
-use exec_server_protocol::sandbox::{Permissions, Sandbox};
-use exec_server_protocol::text::hex;
+use exec_server_protocol::sandbox::Sandbox;
 use exec_server_sync::Mutex;
 use futures_util::future::BoxFuture;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
-    FileBlocks, FileChanges, FileReader, FileWriter, Hash, Links, MissingWatch, ReadDirectory,
-    ReadStream, Remove, Rename, Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions,
-    WriteStream,
+    Block, ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileBlocks, FileChanges,
+    FileReader, FileWriter, MissingWatch, ReadStream, Watch, WriteMode, WriteStream,
 };
 use crate::error::{ExecServerError, Reply};
 
+/// A content of at most so many bytes is read without another thread, if it is in memory.
+const AT_ONCE_BYTES: usize = 32 * 1024;
+
 /// Files of this machine.
+///
+/// Policies are enforced as a server does, by confined processes: see [`LocalFileSystem::on`].
 ///
 /// ```
 /// use exec_server_client::fs::{ExecutorFileSystem, LocalFileSystem, uri};
@@ -50,6 +49,8 @@ use crate::error::{ExecServerError, Reply};
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct LocalFileSystem {
+    /// What starts confined processes; made when it is first needed, unless it was given.
+    executor: Arc<OnceLock<Executor>>,
     /// What watches trees for all clones.
     hub: Arc<Hub>,
     /// The one watch for something missing. Never held across an await.
@@ -57,31 +58,62 @@ pub struct LocalFileSystem {
 }
 
 impl LocalFileSystem {
-    /// The files of this machine.
+    /// The files of this machine, with an executor of their own that has the default settings.
     pub fn new() -> Self {
         Self::default()
     }
 
+    /// The files of this machine, with the executor that starts the processes that do file work under a
+    /// policy: its launcher, its environment and the paths that it hides count.
+    pub fn on(executor: Executor) -> Self {
+        Self {
+            executor: Arc::new(OnceLock::from(executor)),
+            ..Self::default()
+        }
+    }
+
+    fn executor(&self) -> Result<&Executor, ExecServerError> {
+        if let Some(executor) = self.executor.get() {
+            return Ok(executor);
+        }
+        let made = Executor::new(ExecutorConfig::default())
+            .map_err(|error| ApiError::internal(format!("cannot open /dev/null: {error}")))?;
+        Ok(self.executor.get_or_init(|| made))
+    }
+
+    /// Where streams of a file are opened.
+    fn admit(
+        &self,
+        path: &PathUri,
+        sandbox: Option<Sandbox>,
+        intent: Intent,
+    ) -> Result<(PathBuf, Files), ExecServerError> {
+        let files = self.executor()?.files(sandbox, intent)?;
+        let native = path
+            .to_native()
+            .map_err(|error| ApiError::invalid_request(error.to_string()))?;
+        Ok((native, files))
+    }
+
+    async fn open(
+        &self,
+        path: &PathUri,
+        mode: OpenMode,
+        sandbox: Option<Sandbox>,
+    ) -> Result<Arc<LocalFile>, ExecServerError> {
+        let intent = match mode {
+            OpenMode::Read => Intent::Read,
+            OpenMode::Replace | OpenMode::Update | OpenMode::Atomic => Intent::Write,
+        };
+        let (path, files) = self.admit(path, sandbox, intent)?;
+        let file = blocking(move || Ok(files.open(&path, mode)?)).await?;
+        Ok(Arc::new(LocalFile {
+            file: Arc::new(Mutex::new(Some(file))),
+        }))
+    }
+
     fn replace_missing(&self, next: Option<AbortOnDropHandle<()>>) {
         *self.missing.lock() = next;
-    }
-}
-
-/// Checks what every method checks: the path and the sandbox.
-fn admit(path: &PathUri, sandbox: Option<&Sandbox>) -> Result<PathBuf, ExecServerError> {
-    let enforceable = sandbox.is_none_or(|sandbox| sandbox.permissions == Permissions::Disabled);
-    if !enforceable {
-        let message = "sandbox intent cannot be enforced on this executor";
-        return Err(ApiError::invalid_params(message).into());
-    }
-    path.to_native()
-        .map_err(|error| ApiError::invalid_request(error.to_string()).into())
-}
-
-fn links(links: Links) -> files::Links {
-    match links {
-        Links::Follow => files::Links::Follow,
-        Links::Refuse => files::Links::Refuse,
     }
 }
 
@@ -108,15 +140,6 @@ impl Drop for Tell {
     }
 }
 
-/// Runs long work, which ends soon after nobody waits for it any more.
-async fn cancellable<T: Send + 'static>(
-    work: impl FnOnce(Cancelled<'_>) -> Result<T, FsError> + Send + 'static,
-) -> Result<T, ExecServerError> {
-    let tell = Tell::default();
-    let flag = Arc::clone(&tell.0);
-    blocking(move || Ok(work(&|| flag.load(Ordering::Relaxed))?)).await
-}
-
 fn uri(path: &std::path::Path) -> Result<PathUri, ExecServerError> {
     PathUri::from_native(path).map_err(|error| ApiError::internal(error.to_string()).into())
 }
@@ -126,258 +149,42 @@ impl ExecutorFileSystem for LocalFileSystem {
         Box::pin(async { Ok(true) })
     }
 
-    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
+    fn call(&self, mut request: FsRequest) -> Reply<'_, FsResponse> {
         Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            blocking(move || {
-                let file = files::open_file(&path, links(options.links))?;
-                let failed = |source| FsError::Io {
-                    path: path.clone(),
-                    source,
-                };
-                let size = file.metadata().map_err(failed)?.len();
-                // A hint only: the file may be of any size by now.
-                let size = usize::try_from(size).unwrap_or(0).min(1 << 30);
-                let mut data = Vec::with_capacity(size);
-                (&file).read_to_end(&mut data).map_err(failed)?;
-                Ok(data.into())
-            })
-            .await
-        })
-    }
-
-    fn write_file<'a>(
-        &'a self,
-        path: &'a PathUri,
-        data: Bytes,
-        options: WriteOptions,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let attributes = attributes(options.mode, options.modified_at_ms)?;
-            blocking(move || {
-                Ok(files::write_file(
-                    &path,
-                    &data,
-                    links(options.links),
-                    attributes,
-                )?)
-            })
-            .await
+            let files = self.executor()?.admit(&mut request)?;
+            if let Some(answer) = files.call_at_once(&request, AT_ONCE_BYTES) {
+                return Ok(answer?.into_response()?);
+            }
+            let tell = Tell::default();
+            let flag = Arc::clone(&tell.0);
+            let cancelled = move || flag.load(Ordering::Relaxed);
+            blocking(move || Ok(files.call(request, &cancelled)?.into_response()?)).await
         })
     }
 
     fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader> {
         Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let file = LocalFile::open(path, OpenMode::Read).await?;
+            let file = self.open(path, OpenMode::Read, options.sandbox).await?;
             Ok(FileReader::new(file, options.offset))
         })
     }
 
     fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter> {
         Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
             let mode = match options.mode {
                 WriteMode::Atomic => OpenMode::Atomic,
                 WriteMode::Replace => OpenMode::Replace,
                 WriteMode::Update => OpenMode::Update,
             };
-            let file = LocalFile::open(path, mode).await?;
+            let file = self.open(path, mode, options.sandbox).await?;
             Ok(FileWriter::new(file, options.offset))
-        })
-    }
-
-    fn create_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        options: CreateDirectory,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let links = links(options.links);
-            blocking(move || Ok(files::create_directory(&path, options.recursive, links)?)).await
-        })
-    }
-
-    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let look = move || files::metadata(&path, links(options.links)).map_err(of_entry);
-            Ok(blocking(look).await?.into())
-        })
-    }
-
-    fn canonicalize<'a>(
-        &'a self,
-        path: &'a PathUri,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, PathUri> {
-        Box::pin(async move {
-            let path = admit(path, sandbox.as_ref())?;
-            blocking(move || uri(&files::canonicalize(&path)?)).await
-        })
-    }
-
-    fn read_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        options: ReadDirectory,
-    ) -> Reply<'a, Vec<DirectoryEntry>> {
-        Box::pin(async move {
-            let directory = admit(path, options.sandbox.as_ref())?;
-            let root = directory.clone();
-            let (listing, targets) = cancellable(move |cancelled| match options.links {
-                true => files::read_directory_with_links(&root, cancelled),
-                false => Ok((files::read_directory(&root, cancelled)?, Default::default())),
-            })
-            .await?;
-            listing
-                .iter()
-                .enumerate()
-                .map(|(position, (name, kind))| {
-                    let path = match name.to_str() {
-                        Some(_) => None,
-                        None => Some(uri(&directory.join(name))?),
-                    };
-                    let target = targets.get(&position);
-                    Ok(DirectoryEntry {
-                        file_name: name.to_string_lossy().into_owned(),
-                        is_directory: kind == files::Kind::Directory,
-                        is_file: kind == files::Kind::File,
-                        path,
-                        symlink_target: target.map(|says| says.to_string_lossy().into_owned()),
-                    })
-                })
-                .collect()
-        })
-    }
-
-    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let bounds = WalkOptions {
-                max_depth: options.max_depth,
-                max_directories: options.max_directories,
-                max_entries: options.max_entries,
-                follow_directory_symlinks: options.follow_directory_symlinks,
-                prune_hidden_directories: options.prune_hidden_directories,
-            };
-            let walked =
-                cancellable(move |cancelled| files::walk(&path, bounds, cancelled)).await?;
-            let mut entries = Vec::new();
-            for (directory, found) in walked.directories() {
-                for (name, kind) in found {
-                    let path = uri(&directory.join(name))?;
-                    entries.push(WalkEntry { path, kind });
-                }
-            }
-            let errors = walked.errors.iter().map(|(path, error)| {
-                Ok(WalkError {
-                    path: uri(path)?,
-                    message: error.to_string(),
-                })
-            });
-            Ok(WalkResult {
-                entries,
-                errors: errors.collect::<Result<_, ExecServerError>>()?,
-                truncated: walked.truncated,
-            })
-        })
-    }
-
-    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let links = links(options.links);
-            blocking(move || {
-                files::remove(&path, options.recursive, options.force, links).map_err(of_entry)
-            })
-            .await
-        })
-    }
-
-    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let from = admit(from, options.sandbox.as_ref())?;
-            let to = admit(to, None)?;
-            cancellable(move |cancelled| files::copy(&from, &to, options.recursive, cancelled))
-                .await
-        })
-    }
-
-    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let from = admit(from, options.sandbox.as_ref())?;
-            let to = admit(to, None)?;
-            cancellable(move |cancelled| files::rename(&from, &to, options.overwrite, cancelled))
-                .await
-        })
-    }
-
-    fn set_metadata<'a>(&'a self, path: &'a PathUri, options: SetMetadata) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let attributes = attributes(options.mode, options.modified_at_ms)?;
-            let links = links(options.links);
-            blocking(move || Ok(files::set_metadata(&path, attributes, links)?)).await
-        })
-    }
-
-    fn create_symlink<'a>(
-        &'a self,
-        path: &'a PathUri,
-        target: &'a str,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let path = admit(path, sandbox.as_ref())?;
-            let target = PathBuf::from(target);
-            blocking(move || Ok(files::create_symlink(&path, &target)?)).await
-        })
-    }
-
-    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult> {
-        Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
-            let work =
-                move |cancelled: Cancelled<'_>| files::hash(&path, options.length, cancelled);
-            let (digest, length) = cancellable(work).await?;
-            Ok(HashResult {
-                sha256: hex(digest),
-                length,
-            })
-        })
-    }
-
-    fn search<'a>(
-        &'a self,
-        path: &'a PathUri,
-        pattern: &'a str,
-        options: Search,
-    ) -> Reply<'a, SearchResult> {
-        Box::pin(async move {
-            let root = admit(path, options.sandbox.as_ref())?;
-            let params = SearchParams {
-                path: path.clone(),
-                pattern: pattern.to_owned(),
-                regex: options.regex,
-                case_sensitive: options.case_sensitive,
-                globs: options.globs,
-                gitignore: options.gitignore,
-                max_matches: options.max_matches,
-                context_lines: options.context_lines,
-                sandbox: None,
-            };
-            let tell = Tell::default();
-            let cancelled = Arc::clone(&tell.0);
-            blocking(move || Ok(search::search(&root, &params, &cancelled)?)).await
         })
     }
 
     fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges> {
         Box::pin(async move {
-            let path = admit(path, options.sandbox.as_ref())?;
+            let (path, files) = self.admit(path, options.sandbox.clone(), Intent::Read)?;
+            files.check_watchable()?;
             let tell = Tell::default();
             let (hub, cancelled) = (Arc::clone(&self.hub), Arc::clone(&tell.0));
             let subscription = blocking(move || {
@@ -447,22 +254,6 @@ impl ChangeSource for LocalChanges {
     }
 }
 
-fn attributes(
-    mode: Option<u32>,
-    modified_at_ms: Option<i64>,
-) -> Result<Attributes, ExecServerError> {
-    match mode {
-        Some(mode) if mode > 0o7777 => {
-            let message = format!("mode {mode:#o} exceeds the limit of 0o7777");
-            Err(ApiError::invalid_params(message).into())
-        }
-        mode => Ok(Attributes {
-            mode,
-            modified_at_ms,
-        }),
-    }
-}
-
 /// An open file of this machine.
 #[derive(Debug)]
 struct LocalFile {
@@ -471,13 +262,6 @@ struct LocalFile {
 }
 
 impl LocalFile {
-    async fn open(path: PathBuf, mode: OpenMode) -> Result<Arc<Self>, ExecServerError> {
-        let file = blocking(move || Ok(OpenFile::open(&path, mode)?)).await?;
-        Ok(Arc::new(Self {
-            file: Arc::new(Mutex::new(Some(file))),
-        }))
-    }
-
     /// Does something with the file, where it may block.
     async fn with<T: Send + 'static>(
         &self,
@@ -523,7 +307,45 @@ impl FileBlocks for LocalFile {
     }
 }
 
-/// The error of a method that looks at what a path names rather than opens it.
-fn of_entry(error: FsError) -> ExecServerError {
-    ApiError::of_entry(error).into()
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::codes;
+    use exec_server_protocol::sandbox::{FileSystem, Network, Permissions};
+
+    use super::*;
+    use crate::fs::{Access, Links, uri};
+
+    #[tokio::test]
+    async fn a_policy_without_a_launcher_is_refused_and_nothing_is_read() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        std::fs::write(&path, "x").unwrap();
+        let path = uri(&path).unwrap();
+        let nothing = Sandbox::new(Permissions::Managed {
+            file_system: FileSystem::Restricted {
+                entries: Vec::new(),
+                glob_scan_max_depth: None,
+            },
+            network: Network::Restricted,
+        });
+        let files = LocalFileSystem::new();
+        for (sandbox, allowed) in [
+            (None, true),
+            (Some(Sandbox::new(Permissions::Disabled)), true),
+            (Some(nothing), false),
+        ] {
+            let access = Access {
+                links: Links::Follow,
+                sandbox,
+            };
+            match files.read_file(&path, access).await {
+                Ok(data) => assert!(allowed && data == "x"),
+                Err(error) => {
+                    assert!(!allowed, "{error}");
+                    assert_eq!(error.code(), Some(codes::INVALID_PARAMS), "{error}");
+                    assert!(error.to_string().contains("launcher"), "{error}");
+                }
+            }
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Files of some machine.
 //!
-//! Owns the trait that embedders program against and the options of its methods. Knows nothing of
-//! where the files are: behind a server ([`RemoteFileSystem`]) or on this machine.
+//! Owns the trait that embedders program against and the options of its methods. Where the files are
+//! is decided by its implementations: behind a server ([`RemoteFileSystem`]) or on this machine.
 
 #[cfg(feature = "local")]
 mod local;
@@ -16,8 +16,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use exec_server_protocol::fs::{
-    DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult, WatchIgnore,
+    self as wire, DirectoryEntry, FsMethod, FsRequest, FsResponse, HashResult, Metadata,
+    SearchResult, WalkOptions, WalkResult, WatchIgnore,
 };
+use exec_server_protocol::method::Empty;
 use exec_server_protocol::path::PathUriError;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{PathUri, codes};
@@ -58,27 +60,14 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// When no answer can come.
     fn supports(&self, feature: Feature) -> Reply<'_, bool>;
 
-    /// Reads a whole file, however large; it is streamed where one answer could not hold it.
+    /// Does one file operation; the methods below are these requests with arguments.
+    ///
+    /// A file of any size is read and written, as a stream where one message could not hold it.
     ///
     /// # Errors
     ///
-    /// When it is no regular file or cannot be read.
-    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes>;
-
-    /// Creates or replaces a file; readers see the old content or the new, never a part.
-    ///
-    /// Only a server that lacks [`Feature::AtomicStreams`] writes more than 1 MiB in place.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be written; [`ExecServerError::Unsupported`] for a mode or a time that cannot
-    /// be set.
-    fn write_file<'a>(
-        &'a self,
-        path: &'a PathUri,
-        data: Bytes,
-        options: WriteOptions,
-    ) -> Reply<'a, ()>;
+    /// Those of the operation; [`ExecServerError::Unsupported`] if the server lacks it.
+    fn call(&self, request: FsRequest) -> Reply<'_, FsResponse>;
 
     /// Opens a regular file to be read as a stream.
     ///
@@ -94,109 +83,6 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     /// When it cannot be opened; [`ExecServerError::Unsupported`] for a way of writing that the
     /// server lacks.
     fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter>;
-
-    /// Makes a directory.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be made.
-    fn create_directory<'a>(&'a self, path: &'a PathUri, options: CreateDirectory)
-    -> Reply<'a, ()>;
-
-    /// What is at a path; of a link, what it leads to and that it is one.
-    ///
-    /// # Errors
-    ///
-    /// When nothing is there, or [`Links::Refuse`] meets a link.
-    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata>;
-
-    /// The path without links.
-    ///
-    /// # Errors
-    ///
-    /// When nothing is there.
-    fn canonicalize<'a>(
-        &'a self,
-        path: &'a PathUri,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, PathUri>;
-
-    /// What is in a directory, in no order.
-    ///
-    /// # Errors
-    ///
-    /// When it is no directory, cannot be read or holds more than one answer can.
-    fn read_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        options: ReadDirectory,
-    ) -> Reply<'a, Vec<DirectoryEntry>>;
-
-    /// A tree, breadth first.
-    ///
-    /// # Errors
-    ///
-    /// When nothing is there; what cannot be looked at below it is part of the result.
-    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult>;
-
-    /// Removes a file, a link or a directory; a link at the end is removed itself.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be removed.
-    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()>;
-
-    /// Copies within the machine; links are copied as links.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be copied.
-    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()>;
-
-    /// Moves within the machine; a link at the end is moved itself.
-    ///
-    /// # Errors
-    ///
-    /// When something is there already, or [`ExecServerError::Unsupported`].
-    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()>;
-
-    /// Sets mode and time of last change.
-    ///
-    /// # Errors
-    ///
-    /// When they cannot be set, or [`ExecServerError::Unsupported`].
-    fn set_metadata<'a>(&'a self, path: &'a PathUri, options: SetMetadata) -> Reply<'a, ()>;
-
-    /// Makes a symbolic link that says `target`.
-    ///
-    /// # Errors
-    ///
-    /// When something is there already, or [`ExecServerError::Unsupported`].
-    fn create_symlink<'a>(
-        &'a self,
-        path: &'a PathUri,
-        target: &'a str,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, ()>;
-
-    /// SHA-256 of a file or of its beginning.
-    ///
-    /// # Errors
-    ///
-    /// When it cannot be read, or [`ExecServerError::Unsupported`].
-    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult>;
-
-    /// Lines that match, in a file or below a directory.
-    ///
-    /// # Errors
-    ///
-    /// When the pattern is bad, or [`ExecServerError::Unsupported`].
-    fn search<'a>(
-        &'a self,
-        path: &'a PathUri,
-        pattern: &'a str,
-        options: Search,
-    ) -> Reply<'a, SearchResult>;
 
     /// Tells of changes until the stream is dropped.
     ///
@@ -218,6 +104,266 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         missing: &'a [PathUri],
         present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>>;
+
+    /// Reads a whole file, however large; it is streamed where one answer could not hold it.
+    ///
+    /// # Errors
+    ///
+    /// When it is no regular file or cannot be read.
+    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
+        let params = wire::ReadFileParams {
+            path: path.clone(),
+            follow_symlinks: options.links.follow(),
+            sandbox: options.sandbox,
+        };
+        let asked = ask::<wire::ReadFile, _>(self, params);
+        Box::pin(async move { Ok(asked.await?.data_base64.0) })
+    }
+
+    /// Creates or replaces a file; readers see the old content or the new, never a part.
+    ///
+    /// Only a server that lacks [`Feature::AtomicStreams`] writes more than 1 MiB in place.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be written; [`ExecServerError::Unsupported`] for a mode or a time that cannot
+    /// be set.
+    fn write_file<'a>(
+        &'a self,
+        path: &'a PathUri,
+        data: Bytes,
+        options: WriteOptions,
+    ) -> Reply<'a, ()> {
+        let params = wire::WriteFileParams {
+            path: path.clone(),
+            data_base64: data.into(),
+            follow_symlinks: options.links.follow(),
+            mode: options.mode,
+            modified_at_ms: options.modified_at_ms,
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::WriteFile, _>(self, params))
+    }
+
+    /// Makes a directory.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be made.
+    fn create_directory<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: CreateDirectory,
+    ) -> Reply<'a, ()> {
+        let params = wire::CreateDirectoryParams {
+            path: path.clone(),
+            recursive: options.recursive,
+            follow_symlinks: options.links.follow(),
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::CreateDirectory, _>(self, params))
+    }
+
+    /// What is at a path; of a link, what it leads to and that it is one.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there, or [`Links::Refuse`] meets a link.
+    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata> {
+        let params = wire::GetMetadataParams {
+            path: path.clone(),
+            follow_symlinks: options.links.follow(),
+            sandbox: options.sandbox,
+        };
+        ask::<wire::GetMetadata, _>(self, params)
+    }
+
+    /// The path without links.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there.
+    fn canonicalize<'a>(
+        &'a self,
+        path: &'a PathUri,
+        sandbox: Option<Sandbox>,
+    ) -> Reply<'a, PathUri> {
+        let path = path.clone();
+        let asked = ask::<wire::Canonicalize, _>(self, wire::CanonicalizeParams { path, sandbox });
+        Box::pin(async move { Ok(asked.await?.path) })
+    }
+
+    /// What is in a directory, in no order.
+    ///
+    /// # Errors
+    ///
+    /// When it is no directory, cannot be read or holds more than one answer can.
+    fn read_directory<'a>(
+        &'a self,
+        path: &'a PathUri,
+        options: ReadDirectory,
+    ) -> Reply<'a, Vec<DirectoryEntry>> {
+        let params = wire::ReadDirectoryParams {
+            path: path.clone(),
+            links: options.links,
+            sandbox: options.sandbox,
+        };
+        let asked = ask::<wire::ReadDirectory, _>(self, params);
+        Box::pin(async move { Ok(asked.await?.entries) })
+    }
+
+    /// A tree, breadth first.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is there; what cannot be looked at below it is part of the result.
+    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult> {
+        let params = wire::WalkParams {
+            path: path.clone(),
+            options: options.bounds(),
+            sandbox: options.sandbox,
+        };
+        ask::<wire::Walk, _>(self, params)
+    }
+
+    /// Removes a file, a link or a directory; a link at the end is removed itself.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be removed.
+    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()> {
+        let params = wire::RemoveParams {
+            path: path.clone(),
+            recursive: options.recursive,
+            force: options.force,
+            follow_symlinks: options.links.follow(),
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::Remove, _>(self, params))
+    }
+
+    /// Copies within the machine; links are copied as links.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be copied.
+    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()> {
+        let params = wire::CopyParams {
+            source_path: from.clone(),
+            destination_path: to.clone(),
+            recursive: options.recursive,
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::Copy, _>(self, params))
+    }
+
+    /// Moves within the machine; a link at the end is moved itself.
+    ///
+    /// # Errors
+    ///
+    /// When something is there already, or [`ExecServerError::Unsupported`].
+    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()> {
+        let params = wire::RenameParams {
+            from: from.clone(),
+            to: to.clone(),
+            overwrite: options.overwrite,
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::Rename, _>(self, params))
+    }
+
+    /// Sets mode and time of last change.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be set, or [`ExecServerError::Unsupported`].
+    fn set_metadata<'a>(&'a self, path: &'a PathUri, options: SetMetadata) -> Reply<'a, ()> {
+        let params = wire::SetMetadataParams {
+            path: path.clone(),
+            mode: options.mode,
+            modified_at_ms: options.modified_at_ms,
+            follow_symlinks: options.links.follow(),
+            sandbox: options.sandbox,
+        };
+        done(ask::<wire::SetMetadata, _>(self, params))
+    }
+
+    /// Makes a symbolic link that says `target`.
+    ///
+    /// # Errors
+    ///
+    /// When something is there already, or [`ExecServerError::Unsupported`].
+    fn create_symlink<'a>(
+        &'a self,
+        path: &'a PathUri,
+        target: &'a str,
+        sandbox: Option<Sandbox>,
+    ) -> Reply<'a, ()> {
+        let params = wire::CreateSymlinkParams {
+            path: path.clone(),
+            target: target.to_owned(),
+            sandbox,
+        };
+        done(ask::<wire::CreateSymlink, _>(self, params))
+    }
+
+    /// SHA-256 of a file or of its beginning.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be read, or [`ExecServerError::Unsupported`].
+    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult> {
+        let params = wire::HashParams {
+            path: path.clone(),
+            length: options.length,
+            sandbox: options.sandbox,
+        };
+        ask::<wire::Hash, _>(self, params)
+    }
+
+    /// Lines that match, in a file or below a directory.
+    ///
+    /// # Errors
+    ///
+    /// When the pattern is bad, or [`ExecServerError::Unsupported`].
+    fn search<'a>(
+        &'a self,
+        path: &'a PathUri,
+        pattern: &'a str,
+        options: Search,
+    ) -> Reply<'a, SearchResult> {
+        let params = wire::SearchParams {
+            path: path.clone(),
+            pattern: pattern.to_owned(),
+            regex: options.regex,
+            case_sensitive: options.case_sensitive,
+            globs: options.globs,
+            gitignore: options.gitignore,
+            max_matches: options.max_matches,
+            context_lines: options.context_lines,
+            sandbox: options.sandbox,
+        };
+        ask::<wire::Search, _>(self, params)
+    }
+}
+
+/// Calls one method; the result is of its type.
+fn ask<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
+    files: &F,
+    params: M::Params,
+) -> Reply<'_, M::Result> {
+    let answer = files.call(M::request(params));
+    Box::pin(async move {
+        M::result(answer.await?).ok_or_else(|| ExecServerError::Protocol {
+            method: M::NAME,
+            reason: "the response is one to another method".to_owned(),
+        })
+    })
+}
+
+/// The outcome of a method whose result says nothing.
+fn done(asked: Reply<'_, Empty>) -> Reply<'_, ()> {
+    Box::pin(async move { asked.await.map(drop) })
 }
 
 /// What not every filesystem can do.
@@ -372,6 +518,19 @@ impl Default for Walk {
             follow_directory_symlinks: false,
             prune_hidden_directories: false,
             sandbox: None,
+        }
+    }
+}
+
+impl Walk {
+    /// The bounds, as the wire has them.
+    fn bounds(&self) -> WalkOptions {
+        WalkOptions {
+            max_depth: self.max_depth,
+            max_directories: self.max_directories,
+            max_entries: self.max_entries,
+            follow_directory_symlinks: self.follow_directory_symlinks,
+            prune_hidden_directories: self.prune_hidden_directories,
         }
     }
 }

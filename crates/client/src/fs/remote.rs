@@ -11,8 +11,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use bytes::{Bytes, BytesMut};
-use exec_server_protocol::fs::{self as wire, DirectoryEntry, HashResult, Metadata, OpenMode};
+use exec_server_protocol::fs::{
+    self as wire, FsMethod, FsRequest, FsResponse, FsVisitor, OpenMode, ReadFileParams,
+    ReadFileResult, WriteFileParams,
+};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
+use exec_server_protocol::method::Empty;
 use exec_server_protocol::sandbox::Sandbox;
 use exec_server_protocol::{Method, PathUri, codes};
 use futures_util::future::BoxFuture;
@@ -20,9 +24,8 @@ use tokio_util::task::AbortOnDropHandle;
 
 use super::watch::Queue;
 use super::{
-    Access, Block, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
-    FileBlocks, FileChanges, FileReader, FileWriter, Hash, Links, MissingWatch, ReadDirectory,
-    ReadStream, Remove, Rename, Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions,
+    Access, Block, ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileBlocks, FileChanges,
+    FileReader, FileWriter, Links, MissingWatch, ReadStream, SetMetadata, Watch, WriteMode,
     WriteStream,
 };
 use crate::caller::Caller;
@@ -30,6 +33,7 @@ use crate::client::ExecServerClient;
 use crate::error::{ExecServerError, Reply};
 use crate::extension;
 use crate::options::millis;
+use crate::recovery::is_repeatable;
 
 /// Bytes that are read or written in one request of a server whose limits are not known to be ours:
 /// in base64 well below the 16 MiB that a compatible peer takes and we accept in one frame.
@@ -61,146 +65,116 @@ impl RemoteFileSystem {
         &self.client
     }
 
-    async fn call<M: Method>(&self, params: &M::Params) -> Result<M::Result, ExecServerError> {
+    async fn request<M: Method>(&self, params: &M::Params) -> Result<M::Result, ExecServerError> {
         self.client.inner.caller.call_unbounded::<M>(params).await
     }
 
-    /// Calls a method that may be repeated if `repeat` says so.
-    async fn call_repeating<M: Method>(
-        &self,
-        params: &M::Params,
-        repeat: bool,
-    ) -> Result<M::Result, ExecServerError> {
+    /// Sends a request as it is.
+    fn send(&self, request: FsRequest) -> Reply<'_, FsResponse> {
+        let repeat = match &request {
+            // What is there already, or gone already, is no error then.
+            FsRequest::CreateDirectory(params) => params.recursive,
+            FsRequest::Remove(params) => params.force,
+            request => is_repeatable(request.method()),
+        };
         let caller = &self.client.inner.caller;
-        Ok(caller.call_noting::<M>(params, None, repeat).await?.0)
+        request.visit(Send { caller, repeat })
     }
 
-    /// Calls an extension, if the server has it.
-    async fn extension<M: Method>(&self, params: &M::Params) -> Result<M::Result, ExecServerError> {
-        self.client.require(M::NAME).await?;
-        self.call::<M>(params).await
-    }
-
-    async fn read_whole(&self, path: &PathUri, access: Access) -> Result<Bytes, ExecServerError> {
+    async fn read_whole(&self, params: ReadFileParams) -> Result<FsResponse, ExecServerError> {
+        let follows = params.follow_symlinks;
+        let (path, sandbox) = (params.path.clone(), params.sandbox.clone());
         // A server that streams atomically continues long answers; of others the size comes first,
         // since an answer that we cannot take would cost the connection.
         let ours = self.client.supports(extension::OPEN_ATOMIC).await?;
-        if !ours {
-            let metadata = self.look(path, access.clone()).await?;
-            if metadata.is_file && metadata.size > PLAIN_BYTES {
-                return self.read_streamed(path, access, metadata.size).await;
-            }
-        }
-        let params = wire::ReadFileParams {
-            path: path.clone(),
-            follow_symlinks: access.links.follow(),
-            sandbox: access.sandbox.clone(),
+        let large = async |this: &Self| {
+            let access = Access {
+                links: links(follows),
+                sandbox: sandbox.clone(),
+            };
+            let found = this.metadata(&path, access).await?;
+            Ok::<_, ExecServerError>(
+                Some(found.size).filter(|size| found.is_file && *size > PLAIN_BYTES),
+            )
         };
-        match self.call::<wire::ReadFile>(&params).await {
-            Ok(result) => Ok(result.data_base64.0),
+        if !ours && let Some(size) = large(self).await? {
+            return self.read_streamed(&path, follows, sandbox, size).await;
+        }
+        match self.send(FsRequest::ReadFile(params)).await {
             Err(error) if ours && error.code() == Some(codes::INVALID_REQUEST) => {
                 // Perhaps only because it is large.
-                match self.look(path, access.clone()).await {
-                    Ok(metadata) if metadata.is_file && metadata.size > PLAIN_BYTES => {
-                        self.read_streamed(path, access, metadata.size).await
-                    }
+                match large(self).await {
+                    Ok(Some(size)) => self.read_streamed(&path, follows, sandbox, size).await,
                     _ => Err(error),
                 }
             }
-            Err(error) => Err(error),
+            answer => answer,
         }
     }
 
     async fn read_streamed(
         &self,
         path: &PathUri,
-        access: Access,
+        follows: bool,
+        sandbox: Option<Sandbox>,
         size: u64,
-    ) -> Result<Bytes, ExecServerError> {
-        refuse_no_follow(access.links)?;
-        let stream = ReadStream {
-            offset: 0,
-            sandbox: access.sandbox,
-        };
-        let mut reader = self.open_read(path, stream).await?;
+    ) -> Result<FsResponse, ExecServerError> {
+        refuse_no_follow(follows)?;
+        let offset = 0;
+        let mut reader = self.open_read(path, ReadStream { offset, sandbox }).await?;
         // A hint only: the file may be of any size by now.
         let mut data = BytesMut::with_capacity(usize::try_from(size).unwrap_or(0).min(1 << 30));
         while let Some(chunk) = reader.next_chunk().await? {
             data.extend_from_slice(&chunk);
         }
-        Ok(data.freeze())
+        Ok(FsResponse::ReadFile(ReadFileResult {
+            data_base64: data.freeze().into(),
+        }))
     }
 
-    async fn look(&self, path: &PathUri, access: Access) -> Result<Metadata, ExecServerError> {
-        let params = wire::GetMetadataParams {
-            path: path.clone(),
-            follow_symlinks: access.links.follow(),
-            sandbox: access.sandbox,
-        };
-        self.call::<wire::GetMetadata>(&params).await
-    }
-
-    async fn write_whole(
-        &self,
-        path: &PathUri,
-        data: Bytes,
-        options: WriteOptions,
-    ) -> Result<(), ExecServerError> {
-        if options.mode.is_some() {
-            self.client.require(extension::WRITE_FILE_MODE).await?;
-        }
-        if options.modified_at_ms.is_some() {
-            self.client.require(extension::WRITE_FILE_MODIFIED).await?;
-        }
+    async fn write_whole(&self, params: WriteFileParams) -> Result<FsResponse, ExecServerError> {
         // Only whole files can be written without following links.
-        let limit = match options.links {
-            Links::Follow => WRITE_FILE_BYTES,
-            Links::Refuse => MESSAGE_CONTENT_BYTES,
+        let limit = match params.follow_symlinks {
+            true => WRITE_FILE_BYTES,
+            false => MESSAGE_CONTENT_BYTES,
         };
-        if data.len() > limit {
-            return self.write_streamed(path, data, options).await;
+        if params.data_base64.as_slice().len() > limit {
+            return self.write_streamed(params).await;
         }
-        let params = wire::WriteFileParams {
-            path: path.clone(),
-            data_base64: data.into(),
-            follow_symlinks: options.links.follow(),
-            mode: options.mode,
-            modified_at_ms: options.modified_at_ms,
-            sandbox: options.sandbox,
-        };
-        self.call::<wire::WriteFile>(&params).await?;
-        Ok(())
+        self.send(FsRequest::WriteFile(params)).await
     }
 
-    async fn write_streamed(
-        &self,
-        path: &PathUri,
-        data: Bytes,
-        options: WriteOptions,
-    ) -> Result<(), ExecServerError> {
-        refuse_no_follow(options.links)?;
-        let mode = match self.supports(Feature::AtomicStreams).await? {
-            true => WriteMode::Atomic,
-            false => WriteMode::Replace,
-        };
-        let stream = WriteStream {
+    async fn write_streamed(&self, params: WriteFileParams) -> Result<FsResponse, ExecServerError> {
+        let WriteFileParams {
+            path,
+            data_base64,
+            follow_symlinks,
             mode,
+            modified_at_ms,
+            sandbox,
+        } = params;
+        refuse_no_follow(follow_symlinks)?;
+        let stream = WriteStream {
+            mode: match self.supports(Feature::AtomicStreams).await? {
+                true => WriteMode::Atomic,
+                false => WriteMode::Replace,
+            },
             offset: 0,
-            sandbox: options.sandbox.clone(),
+            sandbox: sandbox.clone(),
         };
-        let mut writer = self.open_write(path, stream).await?;
-        writer.write_chunk(data).await?;
+        let mut writer = self.open_write(&path, stream).await?;
+        writer.write_chunk(data_base64.0).await?;
         writer.commit().await?;
-        if options.mode.is_some() || options.modified_at_ms.is_some() {
+        if mode.is_some() || modified_at_ms.is_some() {
             let change = SetMetadata {
-                mode: options.mode,
-                modified_at_ms: options.modified_at_ms,
-                links: options.links,
-                sandbox: options.sandbox,
+                mode,
+                modified_at_ms,
+                links: links(follow_symlinks),
+                sandbox,
             };
-            self.set_metadata(path, change).await?;
+            self.set_metadata(&path, change).await?;
         }
-        Ok(())
+        Ok(FsResponse::WriteFile(Empty {}))
     }
 
     async fn open(
@@ -262,11 +236,57 @@ impl RemoteFileSystem {
 /// The generation of a handle that no connection has.
 const NEVER: u64 = u64::MAX;
 
+/// Sends the request that it visits.
+struct Send<'a> {
+    caller: &'a Caller,
+    /// It may be sent again when its connection is lost.
+    repeat: bool,
+}
+
+impl<'a> FsVisitor for Send<'a> {
+    type Output = Reply<'a, FsResponse>;
+
+    fn visit<M: FsMethod>(self, params: M::Params) -> Self::Output {
+        Box::pin(async move {
+            let sent = self.caller.call_noting::<M>(&params, None, self.repeat);
+            Ok(M::response(sent.await?.0))
+        })
+    }
+}
+
+/// The extensions that a request needs.
+fn extensions(request: &FsRequest) -> Vec<&'static str> {
+    match request {
+        FsRequest::Rename(_)
+        | FsRequest::SetMetadata(_)
+        | FsRequest::CreateSymlink(_)
+        | FsRequest::Hash(_)
+        | FsRequest::Search(_) => vec![request.method()],
+        FsRequest::ReadDirectory(params) if params.links => vec![extension::READ_DIRECTORY_LINKS],
+        FsRequest::WriteFile(params) => {
+            let mode = params.mode.map(|_| extension::WRITE_FILE_MODE);
+            let modified = params
+                .modified_at_ms
+                .map(|_| extension::WRITE_FILE_MODIFIED);
+            mode.into_iter().chain(modified).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 /// Streams are opened through links, always.
-fn refuse_no_follow(links: Links) -> Result<(), ExecServerError> {
-    match links {
-        Links::Follow => Ok(()),
-        Links::Refuse => Err(ExecServerError::Unsupported("fs/open#followSymlinks")),
+fn refuse_no_follow(follows: bool) -> Result<(), ExecServerError> {
+    match follows {
+        true => Ok(()),
+        false => Err(ExecServerError::Unsupported("fs/open#followSymlinks")),
+    }
+}
+
+fn links(follows: bool) -> Links {
+    if follows {
+        Links::Follow
+    } else {
+        Links::Refuse
     }
 }
 
@@ -297,17 +317,17 @@ impl ExecutorFileSystem for RemoteFileSystem {
         })
     }
 
-    fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
-        Box::pin(self.read_whole(path, options))
-    }
-
-    fn write_file<'a>(
-        &'a self,
-        path: &'a PathUri,
-        data: Bytes,
-        options: WriteOptions,
-    ) -> Reply<'a, ()> {
-        Box::pin(self.write_whole(path, data, options))
+    fn call(&self, request: FsRequest) -> Reply<'_, FsResponse> {
+        Box::pin(async move {
+            for name in extensions(&request) {
+                self.client.require(name).await?;
+            }
+            match request {
+                FsRequest::ReadFile(params) => self.read_whole(params).await,
+                FsRequest::WriteFile(params) => self.write_whole(params).await,
+                request => self.send(request).await,
+            }
+        })
     }
 
     fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader> {
@@ -333,185 +353,6 @@ impl ExecutorFileSystem for RemoteFileSystem {
             };
             let file = self.open(path, mode, options.sandbox).await?;
             Ok(FileWriter::new(file, options.offset))
-        })
-    }
-
-    fn create_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        options: CreateDirectory,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::CreateDirectoryParams {
-                path: path.clone(),
-                recursive: options.recursive,
-                follow_symlinks: options.links.follow(),
-                sandbox: options.sandbox,
-            };
-            // With `recursive`, what is there already is no error.
-            let repeat = options.recursive;
-            self.call_repeating::<wire::CreateDirectory>(&params, repeat)
-                .await?;
-            Ok(())
-        })
-    }
-
-    fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata> {
-        Box::pin(self.look(path, options))
-    }
-
-    fn canonicalize<'a>(
-        &'a self,
-        path: &'a PathUri,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, PathUri> {
-        Box::pin(async move {
-            let params = wire::CanonicalizeParams {
-                path: path.clone(),
-                sandbox,
-            };
-            Ok(self.call::<wire::Canonicalize>(&params).await?.path)
-        })
-    }
-
-    fn read_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        options: ReadDirectory,
-    ) -> Reply<'a, Vec<DirectoryEntry>> {
-        Box::pin(async move {
-            if options.links {
-                self.client.require(extension::READ_DIRECTORY_LINKS).await?;
-            }
-            let params = wire::ReadDirectoryParams {
-                path: path.clone(),
-                links: options.links,
-                sandbox: options.sandbox,
-            };
-            Ok(self.call::<wire::ReadDirectory>(&params).await?.entries)
-        })
-    }
-
-    fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, wire::WalkResult> {
-        Box::pin(async move {
-            let params = wire::WalkParams {
-                path: path.clone(),
-                options: wire::WalkOptions {
-                    max_depth: options.max_depth,
-                    max_directories: options.max_directories,
-                    max_entries: options.max_entries,
-                    follow_directory_symlinks: options.follow_directory_symlinks,
-                    prune_hidden_directories: options.prune_hidden_directories,
-                },
-                sandbox: options.sandbox,
-            };
-            self.call::<wire::Walk>(&params).await
-        })
-    }
-
-    fn remove<'a>(&'a self, path: &'a PathUri, options: Remove) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::RemoveParams {
-                path: path.clone(),
-                recursive: options.recursive,
-                force: options.force,
-                follow_symlinks: options.links.follow(),
-                sandbox: options.sandbox,
-            };
-            // With `force`, what is gone already is no error.
-            let repeat = options.force;
-            self.call_repeating::<wire::Remove>(&params, repeat).await?;
-            Ok(())
-        })
-    }
-
-    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::CopyParams {
-                source_path: from.clone(),
-                destination_path: to.clone(),
-                recursive: options.recursive,
-                sandbox: options.sandbox,
-            };
-            self.call::<wire::Copy>(&params).await?;
-            Ok(())
-        })
-    }
-
-    fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::RenameParams {
-                from: from.clone(),
-                to: to.clone(),
-                overwrite: options.overwrite,
-                sandbox: options.sandbox,
-            };
-            self.extension::<wire::Rename>(&params).await?;
-            Ok(())
-        })
-    }
-
-    fn set_metadata<'a>(&'a self, path: &'a PathUri, options: SetMetadata) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::SetMetadataParams {
-                path: path.clone(),
-                mode: options.mode,
-                modified_at_ms: options.modified_at_ms,
-                follow_symlinks: options.links.follow(),
-                sandbox: options.sandbox,
-            };
-            self.extension::<wire::SetMetadata>(&params).await?;
-            Ok(())
-        })
-    }
-
-    fn create_symlink<'a>(
-        &'a self,
-        path: &'a PathUri,
-        target: &'a str,
-        sandbox: Option<Sandbox>,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            let params = wire::CreateSymlinkParams {
-                path: path.clone(),
-                target: target.to_owned(),
-                sandbox,
-            };
-            self.extension::<wire::CreateSymlink>(&params).await?;
-            Ok(())
-        })
-    }
-
-    fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult> {
-        Box::pin(async move {
-            let params = wire::HashParams {
-                path: path.clone(),
-                length: options.length,
-                sandbox: options.sandbox,
-            };
-            self.extension::<wire::Hash>(&params).await
-        })
-    }
-
-    fn search<'a>(
-        &'a self,
-        path: &'a PathUri,
-        pattern: &'a str,
-        options: Search,
-    ) -> Reply<'a, wire::SearchResult> {
-        Box::pin(async move {
-            let params = wire::SearchParams {
-                path: path.clone(),
-                pattern: pattern.to_owned(),
-                regex: options.regex,
-                case_sensitive: options.case_sensitive,
-                globs: options.globs,
-                gitignore: options.gitignore,
-                max_matches: options.max_matches,
-                context_lines: options.context_lines,
-                sandbox: options.sandbox,
-            };
-            self.extension::<wire::Search>(&params).await
         })
     }
 
@@ -558,7 +399,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
                 missing: missing.to_vec(),
                 present: present.cloned(),
             };
-            let result = match self.call::<wire::WatchMissing>(&params).await {
+            let result = match self.request::<wire::WatchMissing>(&params).await {
                 Err(error) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
                     return Err(ExecServerError::Unsupported(wire::WatchMissing::NAME));
                 }
@@ -796,7 +637,7 @@ impl Drop for RemoteChanges {
             runtime.spawn(async move {
                 // A watch ends with the connection too.
                 let _ = files
-                    .call::<wire::Unwatch>(&wire::UnwatchParams { watch_id })
+                    .request::<wire::Unwatch>(&wire::UnwatchParams { watch_id })
                     .await;
             });
         }

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
 use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{DirectoryEntry, HashResult, Metadata, SearchResult, WalkResult};
+use exec_server_protocol::fs::{FsRequest, FsResponse};
 use exec_server_protocol::sandbox::Sandbox;
 use futures_util::future::BoxFuture;
 use tokio::sync::OnceCell;
@@ -12,9 +11,8 @@ use tokio::sync::OnceCell;
 use super::PathMap;
 use crate::error::{ExecServerError, Reply};
 use crate::fs::{
-    Access, ChangeBatch, ChangeSource, Copy, CreateDirectory, ExecutorFileSystem, Feature,
-    FileChanges, FileReader, FileWriter, Hash, MissingWatch, ReadDirectory, ReadStream, Remove,
-    Rename, Search, SetMetadata, Walk, Watch, WriteOptions, WriteStream, bad_path, uri,
+    ChangeBatch, ChangeSource, ExecutorFileSystem, Feature, FileChanges, FileReader, FileWriter,
+    MissingWatch, ReadStream, Watch, WriteStream, bad_path, uri,
 };
 
 /// A filesystem whose paths are given and told as local ones.
@@ -85,23 +83,17 @@ impl ExecutorFileSystem for MappedFileSystem {
         self.inner.supports(feature)
     }
 
-    fn read_file<'a>(&'a self, path: &'a PathUri, mut options: Access) -> Reply<'a, Bytes> {
+    fn call(&self, mut request: FsRequest) -> Reply<'_, FsResponse> {
         Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.read_file(&self.there(path)?, options).await
-        })
-    }
-
-    fn write_file<'a>(
-        &'a self,
-        path: &'a PathUri,
-        data: Bytes,
-        mut options: WriteOptions,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let path = self.there(path)?;
-            self.inner.write_file(&path, data, options).await
+            self.policy(request.sandbox_mut())?;
+            for path in request.paths_mut() {
+                *path = self.there(path)?;
+            }
+            let mut response = self.inner.call(request).await?;
+            for path in response.paths_mut() {
+                self.here(path).await?;
+            }
+            Ok(response)
         })
     }
 
@@ -124,136 +116,6 @@ impl ExecutorFileSystem for MappedFileSystem {
         Box::pin(async move {
             self.policy(&mut options.sandbox)?;
             self.inner.open_write(&self.there(path)?, options).await
-        })
-    }
-
-    fn create_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        mut options: CreateDirectory,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let path = self.there(path)?;
-            self.inner.create_directory(&path, options).await
-        })
-    }
-
-    fn metadata<'a>(&'a self, path: &'a PathUri, mut options: Access) -> Reply<'a, Metadata> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.metadata(&self.there(path)?, options).await
-        })
-    }
-
-    fn canonicalize<'a>(
-        &'a self,
-        path: &'a PathUri,
-        mut sandbox: Option<Sandbox>,
-    ) -> Reply<'a, PathUri> {
-        Box::pin(async move {
-            self.policy(&mut sandbox)?;
-            let path = self.there(path)?;
-            let mut found = self.inner.canonicalize(&path, sandbox).await?;
-            self.here(&mut found).await?;
-            Ok(found)
-        })
-    }
-
-    fn read_directory<'a>(
-        &'a self,
-        path: &'a PathUri,
-        mut options: ReadDirectory,
-    ) -> Reply<'a, Vec<DirectoryEntry>> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.read_directory(&self.there(path)?, options).await
-        })
-    }
-
-    fn walk<'a>(&'a self, path: &'a PathUri, mut options: Walk) -> Reply<'a, WalkResult> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let mut walked = self.inner.walk(&self.there(path)?, options).await?;
-            for entry in &mut walked.entries {
-                self.here(&mut entry.path).await?;
-            }
-            for error in &mut walked.errors {
-                self.here(&mut error.path).await?;
-            }
-            Ok(walked)
-        })
-    }
-
-    fn remove<'a>(&'a self, path: &'a PathUri, mut options: Remove) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.remove(&self.there(path)?, options).await
-        })
-    }
-
-    fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, mut options: Copy) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let (from, to) = (self.there(from)?, self.there(to)?);
-            self.inner.copy(&from, &to, options).await
-        })
-    }
-
-    fn rename<'a>(
-        &'a self,
-        from: &'a PathUri,
-        to: &'a PathUri,
-        mut options: Rename,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let (from, to) = (self.there(from)?, self.there(to)?);
-            self.inner.rename(&from, &to, options).await
-        })
-    }
-
-    fn set_metadata<'a>(&'a self, path: &'a PathUri, mut options: SetMetadata) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.set_metadata(&self.there(path)?, options).await
-        })
-    }
-
-    fn create_symlink<'a>(
-        &'a self,
-        path: &'a PathUri,
-        target: &'a str,
-        mut sandbox: Option<Sandbox>,
-    ) -> Reply<'a, ()> {
-        Box::pin(async move {
-            self.policy(&mut sandbox)?;
-            let path = self.there(path)?;
-            self.inner.create_symlink(&path, target, sandbox).await
-        })
-    }
-
-    fn hash<'a>(&'a self, path: &'a PathUri, mut options: Hash) -> Reply<'a, HashResult> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            self.inner.hash(&self.there(path)?, options).await
-        })
-    }
-
-    fn search<'a>(
-        &'a self,
-        path: &'a PathUri,
-        pattern: &'a str,
-        mut options: Search,
-    ) -> Reply<'a, SearchResult> {
-        Box::pin(async move {
-            self.policy(&mut options.sandbox)?;
-            let path = self.there(path)?;
-            let mut found = self.inner.search(&path, pattern, options).await?;
-            for found in &mut found.matches {
-                self.here(&mut found.path).await?;
-            }
-            Ok(found)
         })
     }
 
@@ -311,7 +173,7 @@ impl ChangeSource for MappedChanges {
 #[cfg(all(test, feature = "local"))]
 mod tests {
     use super::*;
-    use crate::fs::LocalFileSystem;
+    use crate::fs::{Access, LocalFileSystem};
 
     #[tokio::test]
     async fn a_root_behind_a_link_is_asked_for() {

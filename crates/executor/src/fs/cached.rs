@@ -40,7 +40,7 @@ static DEVICES: RwLock<Vec<(u32, u32)>> = RwLock::new(Vec::new());
 const MAX_DEVICES: usize = 64;
 
 /// Finds out about the filesystem of a path, so that it may be asked at once from now on. May block.
-pub fn learn(path: &Path) {
+pub(crate) fn learn(path: &Path) {
     let Ok(found) = rustix::fs::statx(CWD, path, AtFlags::empty(), StatxFlags::BASIC_STATS) else {
         return;
     };
@@ -80,7 +80,7 @@ fn stat_at_once(fd: impl std::os::fd::AsFd) -> Option<Statx> {
 }
 
 /// As [`metadata`](fn@super::metadata), if that is possible without waiting.
-pub fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
+pub(crate) fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, FsError>> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let fd = match rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)) {
         Ok(fd) => fd,
@@ -114,7 +114,7 @@ pub fn metadata_at_once(path: &Path, links: Links) -> Option<Result<Metadata, Fs
 }
 
 /// The content of a regular file of at most `max` bytes, if it can be had without waiting.
-pub fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<u8>> {
+pub(crate) fn read_at_once(path: &Path, links: Links, max: usize) -> Option<Vec<u8>> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve(links)).ok()?;
     let found = stat_at_once(&fd)?;

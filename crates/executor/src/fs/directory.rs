@@ -1,14 +1,16 @@
 //! Directories: making them, and the names in them.
 
-use std::collections::HashMap;
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Component, Path, PathBuf};
 
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{DirectoryEntry, ReadDirectoryResult};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
 use rustix::io::Errno;
+use rustix::path::Arg;
 use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, is_link, link, open, parent};
@@ -209,69 +211,120 @@ pub(super) fn open_directory(path: &Path) -> Result<OwnedFd, FsError> {
     Ok(open(path, flags, Mode::empty(), Links::Follow)?.into())
 }
 
-/// The names in a directory, in no order. Links count as what they lead to; those that lead nowhere
-/// are left out.
+/// What a directory holds.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Directory {
+    names: Listing,
+    /// What links say, by their position among the names; in order.
+    targets: Vec<(usize, Vec<u8>)>,
+}
+
+impl Directory {
+    fn push(&mut self, name: &[u8], kind: Kind, says: Option<Vec<u8>>) {
+        if let Some(says) = says {
+            self.targets.push((self.names.len(), says));
+        }
+        self.names.push(name, kind);
+    }
+
+    /// Whether it is consistent; one from another process might not be.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.names.is_whole()
+    }
+
+    /// How many names there are.
+    pub fn len(&self) -> usize {
+        self.names.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.names.is_empty()
+    }
+
+    /// The names, what each is, and what it says if it is a link and that was asked for.
+    pub fn entries(&self) -> impl Iterator<Item = (&OsStr, Kind, Option<&OsStr>)> {
+        let mut targets = self.targets.iter().peekable();
+        let entries = self.names.iter().enumerate();
+        entries.map(move |(position, (name, kind))| {
+            let target = targets.next_if(|(at, _)| *at == position);
+            (name, kind, target.map(|(_, says)| OsStr::from_bytes(says)))
+        })
+    }
+
+    /// The result of `fs/readDirectory`, for the directory at this path.
+    pub(super) fn into_result(self, directory: &PathUri) -> ReadDirectoryResult {
+        let entries = self.entries().map(|(name, kind, says)| DirectoryEntry {
+            file_name: name.to_string_lossy().into_owned(),
+            is_directory: kind == Kind::Directory,
+            is_file: kind == Kind::File,
+            path: name.to_str().is_none().then(|| directory.child(name)),
+            symlink_target: says.map(|says| says.to_string_lossy().into_owned()),
+        });
+        ReadDirectoryResult {
+            entries: entries.collect(),
+        }
+    }
+}
+
+/// The names in a directory, in no order. Links count as what they lead to.
+///
+/// Links that lead nowhere are left out, unless links are to be listed `with_links`: then all of them
+/// are, with what they say.
 ///
 /// # Errors
 ///
 /// [`FsError::TooManyEntries`] beyond [`MAX_DIRECTORY_ENTRIES`], [`FsError::Cancelled`], or whatever
 /// the system says.
-pub fn read_directory(path: &Path, cancelled: Cancelled<'_>) -> Result<Listing, FsError> {
-    list(path, cancelled, |directory, name, _| {
-        rustix::fs::statat(directory, name, AtFlags::empty())
-            .ok()
-            .map(|stat| file_type(&stat).into())
-    })
-}
-
-/// As [`read_directory`], but with links that lead nowhere, and what each link says by its position.
-///
-/// # Errors
-///
-/// As for [`read_directory`].
-pub fn read_directory_with_links(
+pub fn read_directory(
     path: &Path,
+    with_links: bool,
     cancelled: Cancelled<'_>,
-) -> Result<(Listing, HashMap<usize, PathBuf>), FsError> {
-    let mut targets = HashMap::new();
-    let listing = list(path, cancelled, |directory, name, position| {
-        // One that went meanwhile is left out.
-        let says = rustix::fs::readlinkat(directory, name, Vec::new()).ok()?;
-        let says = OsStr::from_bytes(says.as_bytes());
-        targets.insert(position, PathBuf::from(says));
-        let leads_to = rustix::fs::statat(directory, name, AtFlags::empty());
-        Some(leads_to.map_or(Kind::Other, |stat| file_type(&stat).into()))
-    })?;
-    Ok((listing, targets))
-}
-
-/// Lists a directory; `through` says what a link counts as and is told which entry it would be.
-fn list(
-    path: &Path,
-    cancelled: Cancelled<'_>,
-    mut through: impl FnMut(BorrowedFd<'_>, &CStr, usize) -> Option<Kind>,
-) -> Result<Listing, FsError> {
+) -> Result<Directory, FsError> {
     let directory = open_directory(path)?;
-    let mut listing = Listing::default();
+    let mut found = Directory::default();
     let mut count = 0;
     each_name(&directory, cancelled, |directory, name, kind| {
-        let kind = match kind {
-            Kind::Symlink => match through(directory, name, count) {
-                Some(kind) => kind,
+        let (kind, says) = match kind {
+            Kind::Symlink => match through(directory, name, with_links) {
+                Some(led) => led,
                 None => return,
             },
-            other => other,
+            other => (other, None),
         };
         count += 1;
         if count <= MAX_DIRECTORY_ENTRIES {
-            listing.push(name.to_bytes(), kind);
+            found.push(name.to_bytes(), kind, says);
         }
     })
     .map_err(|error| error.at(path))?;
     if count > MAX_DIRECTORY_ENTRIES {
         return Err(FsError::TooManyEntries(count));
     }
-    Ok(listing)
+    Ok(found)
+}
+
+/// What a link leads to, and what it says if that is wanted; nothing if it is not to be listed.
+fn through(
+    directory: BorrowedFd<'_>,
+    name: impl Arg + Copy,
+    with_links: bool,
+) -> Option<(Kind, Option<Vec<u8>>)> {
+    // One that went meanwhile is left out.
+    let says = match with_links {
+        true => Some(
+            rustix::fs::readlinkat(directory, name, Vec::new())
+                .ok()?
+                .into_bytes(),
+        ),
+        false => None,
+    };
+    let kind = match rustix::fs::statat(directory, name, AtFlags::empty()) {
+        Ok(stat) => file_type(&stat).into(),
+        Err(_) if with_links => Kind::Other,
+        Err(_) => return None,
+    };
+    Some((kind, says))
 }
 
 /// The path without links; something must be there.
@@ -420,7 +473,7 @@ mod tests {
         symlink("d", dir.path().join("ld")).unwrap();
         symlink("f", dir.path().join("lf")).unwrap();
         symlink("nowhere", dir.path().join("dangling")).unwrap();
-        let mut listing = read_directory(dir.path(), &|| false).unwrap();
+        let mut listing = read_directory(dir.path(), false, &|| false).unwrap().names;
         listing.sort();
         let found: Vec<_> = listing
             .iter()

@@ -7,13 +7,12 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
-use serde::{Deserialize, Serialize};
 
 use super::open::open;
 use super::{FsError, Links, at};
 
 /// What is at a path.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Metadata {
     /// It is a directory.
     pub is_directory: bool,
@@ -36,7 +35,6 @@ pub struct Metadata {
     /// The number of the file in its filesystem.
     pub inode: u64,
     /// What the link at the end of the path says.
-    #[serde(with = "super::wire::maybe_path")]
     pub symlink_target: Option<PathBuf>,
 }
 
@@ -62,7 +60,7 @@ impl From<Metadata> for exec_server_protocol::fs::Metadata {
 }
 
 /// What a file shall have; the rest stays as it is.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Attributes {
     /// Permission bits, at most 0o7777.
     pub mode: Option<u32>,

@@ -6,6 +6,7 @@
 //! JSON or who asks.
 
 mod cached;
+mod call;
 mod directory;
 mod file;
 mod gitignore;
@@ -21,13 +22,15 @@ pub(crate) mod wire;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use exec_server_protocol::limits::MAX_READ_FILE_BYTES;
+use exec_server_protocol::PathUri;
+use exec_server_protocol::limits::{MAX_GLOB_BYTES, MAX_GLOBS, MAX_READ_FILE_BYTES};
 use serde::{Deserialize, Serialize};
 
-pub use cached::{learn, metadata_at_once, read_at_once};
+pub(crate) use cached::{learn, metadata_at_once, read_at_once};
+pub use call::Answer;
+pub(crate) use call::{check, links, native, perform};
 pub use directory::{
-    Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
-    read_directory_with_links,
+    Directory, Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
 };
 pub use file::{OpenFile, hash, open_file, read_at, readable_size, write_file};
 pub(crate) use file::{Opened, open_sized, place};
@@ -38,24 +41,33 @@ pub use tree::{copy, remove, rename};
 pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
 
 /// Why a file operation failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum FsError {
     /// The system refused.
     #[error("{source}: `{path}`")]
     Io {
         /// Which path.
+        #[serde(with = "wire::path")]
         path: PathBuf,
         /// What the system said.
+        #[serde(with = "wire::system")]
         source: io::Error,
     },
+    /// The URI is no path of this machine.
+    #[error("{0}")]
+    Path(String),
+    /// A parameter has a value that is not allowed.
+    #[error("{0}")]
+    Params(String),
     /// It is a directory, a pipe or a device.
     #[error("path `{0}` is not a file")]
-    NotAFile(PathBuf),
+    NotAFile(#[serde(with = "wire::path")] PathBuf),
     /// A component is a symbolic link, and none may be.
     #[error("path `{path}` contains a symbolic link")]
     Symlink {
         /// Which path.
+        #[serde(with = "wire::path")]
         path: PathBuf,
         /// Where in it the link is.
         at: LinkAt,
@@ -80,7 +92,7 @@ pub enum FsError {
     RemoveNoFollow,
     /// The root directory cannot be removed.
     #[error("path `{0}` is the root directory")]
-    Root(PathBuf),
+    Root(#[serde(with = "wire::path")] PathBuf),
     /// A directory was to be copied without what is in it.
     #[error("fs/copy requires recursive: true when sourcePath is a directory")]
     CopyDirectory,
@@ -95,13 +107,13 @@ pub enum FsError {
         "path `{0}` is no regular file, directory or symbolic link and cannot be moved to another \
          filesystem"
     )]
-    MoveKind(PathBuf),
+    MoveKind(#[serde(with = "wire::path")] PathBuf),
     /// Something is there already, and shall not be replaced.
     #[error("path `{0}` already exists")]
-    Exists(PathBuf),
+    Exists(#[serde(with = "wire::path")] PathBuf),
     /// What was written aside has a hole where a write failed.
     #[error("a write to `{0}` failed, so it is left as it was")]
-    Incomplete(PathBuf),
+    Incomplete(#[serde(with = "wire::path")] PathBuf),
     /// Whoever asked is gone.
     #[error("cancelled")]
     Cancelled,
@@ -117,16 +129,18 @@ pub enum FsError {
 }
 
 /// Where in a path a symbolic link is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LinkAt {
-    /// The last component is the link.
+    /// The last component is the link, and was to be opened.
     Leaf,
+    /// The last component is the link, and was not to be opened but to be looked at or removed.
+    Entry,
     /// Another one is.
     Parent,
 }
 
 /// Whether a path may lead through symbolic links.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Links {
     /// It may.
     Follow,
@@ -135,7 +149,7 @@ pub enum Links {
 }
 
 /// Asked between the steps of long work: whether nobody waits for it any more.
-pub type Cancelled<'a> = &'a dyn Fn() -> bool;
+pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// Puts the path to what the system said.
 fn at<E: Into<io::Error>>(path: &Path) -> impl Fn(E) -> FsError {
@@ -150,4 +164,26 @@ fn go_on(cancelled: Cancelled<'_>) -> Result<(), FsError> {
         return Err(FsError::Cancelled);
     }
     Ok(())
+}
+
+/// The URI of a path that the system returned.
+fn uri_of(path: &Path) -> Result<PathUri, FsError> {
+    PathUri::from_native(path).map_err(|error| at(path)(io::Error::other(error)))
+}
+
+/// Checks the number and the length of globs.
+fn check_globs(name: &str, globs: &[String]) -> Result<(), FsError> {
+    let count = globs.len();
+    if count > MAX_GLOBS {
+        return Err(FsError::Params(format!(
+            "{count} {name} exceed the limit of {MAX_GLOBS}"
+        )));
+    }
+    match globs.iter().find(|glob| glob.len() > MAX_GLOB_BYTES) {
+        Some(long) => Err(FsError::Params(format!(
+            "one of {name} has {} bytes and exceeds the limit of {MAX_GLOB_BYTES} bytes",
+            long.len()
+        ))),
+        None => Ok(()),
+    }
 }

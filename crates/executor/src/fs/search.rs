@@ -15,7 +15,10 @@ use std::thread;
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{SearchMatch, SearchParams, SearchResult};
-use exec_server_protocol::limits::{MAX_SEARCH_REPLY_BYTES, MAX_SEARCH_TEXT_BYTES};
+use exec_server_protocol::limits::{
+    MAX_SEARCH_CONTEXT_LINES, MAX_SEARCH_PATTERN_BYTES, MAX_SEARCH_REPLY_BYTES,
+    MAX_SEARCH_TEXT_BYTES,
+};
 use exec_server_sync::{Mutex, RwLock};
 use grep_matcher::Matcher as _;
 use grep_regex::{RegexMatcher, RegexMatcherBuilder};
@@ -26,8 +29,8 @@ use ignore::overrides::{Override, OverrideBuilder};
 use ignore::{DirEntry, ParallelVisitor, ParallelVisitorBuilder, WalkBuilder, WalkState};
 use rustix::fs::{Mode, OFlags};
 
-use super::FsError;
 use super::gitignore::{self, Rules};
+use super::{Cancelled, FsError, check_globs};
 
 /// Bytes of one line that are held in memory; a file with a longer one is given up there.
 const MAX_LINE_BYTES: usize = 16 << 20;
@@ -38,44 +41,44 @@ const MAX_REGEX_BYTES: usize = 10 << 20;
 /// What an answer holds for each match besides its path and its lines.
 const MATCH_OVERHEAD_BYTES: usize = 64;
 
-/// Why nothing was searched.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SearchError {
-    /// The pattern is no regular expression, or one that is too large.
-    #[error("invalid pattern: {0}")]
-    Pattern(grep_regex::Error),
-    /// A glob is none.
-    #[error("invalid glob `{glob}`: {source}")]
-    Glob {
-        /// Which.
-        glob: String,
-        /// What is wrong with it.
-        source: ignore::Error,
-    },
-    /// What a search under a policy said of its pattern or globs.
-    #[error("{0}")]
-    Told(String),
-    /// The path cannot be searched.
-    #[error(transparent)]
-    Fs(#[from] FsError),
+/// Checks the params against their bounds.
+///
+/// # Errors
+///
+/// [`FsError::Params`].
+pub(super) fn check(params: &SearchParams) -> Result<(), FsError> {
+    check_globs("globs", &params.globs)?;
+    let bytes = params.pattern.len();
+    if bytes > MAX_SEARCH_PATTERN_BYTES {
+        return Err(FsError::Params(format!(
+            "pattern of {bytes} bytes exceeds the limit of {MAX_SEARCH_PATTERN_BYTES} bytes"
+        )));
+    }
+    let lines = params.context_lines;
+    if lines > MAX_SEARCH_CONTEXT_LINES {
+        return Err(FsError::Params(format!(
+            "contextLines {lines} exceeds the limit of {MAX_SEARCH_CONTEXT_LINES} lines"
+        )));
+    }
+    Ok(())
 }
 
 /// Searches `root`, which is `params.path` on this machine.
 ///
 /// Matches come by path, then by line. When there are more than fit, which of them are told is
 /// whichever were found first. Files that cannot be read, binary files and links below the root are
-/// left out. Blocks until it is done, or shortly after `cancelled` is set.
+/// left out. Blocks until it is done, or until shortly after `cancelled` says so.
 ///
 /// # Errors
 ///
-/// When the pattern or a glob makes no sense, or there is nothing at the path.
+/// [`FsError::Params`] when the pattern or a glob is invalid, or whatever the system says of the path.
 pub fn search(
     root: &Path,
     params: &SearchParams,
-    cancelled: &AtomicBool,
-) -> Result<SearchResult, SearchError> {
-    let matcher = matcher(params).map_err(SearchError::Pattern)?;
+    cancelled: Cancelled<'_>,
+) -> Result<SearchResult, FsError> {
+    let matcher =
+        matcher(params).map_err(|error| FsError::Params(format!("invalid pattern: {error}")))?;
     let overrides = overrides(root, &params.globs)?;
     let found = fs::metadata(root).map_err(super::at(root))?;
     let shared = Shared {
@@ -110,11 +113,11 @@ fn matcher(params: &SearchParams) -> Result<RegexMatcher, grep_regex::Error> {
         .build(&params.pattern)
 }
 
-fn overrides(root: &Path, globs: &[String]) -> Result<Override, SearchError> {
+fn overrides(root: &Path, globs: &[String]) -> Result<Override, FsError> {
     let mut builder = OverrideBuilder::new(root);
     let bad = |glob: &str| {
         let glob = glob.to_owned();
-        move |source| SearchError::Glob { glob, source }
+        move |source: ignore::Error| FsError::Params(format!("invalid glob `{glob}`: {source}"))
     };
     for glob in globs {
         builder.add(glob).map_err(bad(glob))?;
@@ -215,7 +218,7 @@ impl Ignored {
 
 /// What the threads of one search share.
 struct Shared<'a> {
-    cancelled: &'a AtomicBool,
+    cancelled: Cancelled<'a>,
     params: &'a SearchParams,
     matcher: RegexMatcher,
     /// No more matches are wanted.
@@ -269,7 +272,7 @@ impl<'a> Shared<'a> {
     }
 
     fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
+        (self.cancelled)()
     }
 
     fn is_over(&self) -> bool {

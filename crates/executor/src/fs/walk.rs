@@ -6,7 +6,8 @@ use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use exec_server_protocol::fs::{WalkKind, WalkOptions};
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{WalkEntry, WalkError, WalkKind, WalkOptions, WalkResult};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -60,8 +61,34 @@ struct Group {
 
 impl Walked {
     /// Whether it makes sense; one from another process might not.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         self.groups.iter().all(|group| group.found.is_whole())
+    }
+
+    /// The result of `fs/walk`.
+    pub(super) fn into_result(self) -> WalkResult {
+        let mut entries = Vec::new();
+        for (directory, found) in self.directories() {
+            // Absolute and without NUL, as every path that was walked to.
+            let Ok(directory) = PathUri::from_native(directory) else {
+                continue;
+            };
+            entries.extend(found.map(|(name, kind)| WalkEntry {
+                path: directory.child(name),
+                kind,
+            }));
+        }
+        let errors = self.errors.iter().filter_map(|(path, error)| {
+            Some(WalkError {
+                path: PathUri::from_native(path).ok()?,
+                message: error.to_string(),
+            })
+        });
+        WalkResult {
+            entries,
+            errors: errors.collect(),
+            truncated: self.truncated,
+        }
     }
 
     /// Each directory that was entered with what was found in it, names in order.

@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{Change, WatchIgnore};
-use exec_server_protocol::limits::MAX_CHANGES;
+use exec_server_protocol::limits::{MAX_CHANGES, MAX_WATCH_DEBOUNCE_MS};
 use exec_server_sync::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
@@ -33,7 +33,7 @@ pub use self::missing::Missing;
 use self::pending::{Happening, Pending};
 use self::rules::Filter;
 use self::tree::{Buffer, Target, Tell, Tree};
-use super::FsError;
+use super::{FsError, check_globs};
 
 /// Distinct trees that are watched at once; each takes one of the user's inotify instances, of which
 /// there are 128 unless somebody raised that.
@@ -313,6 +313,18 @@ impl Drop for Subscription {
     }
 }
 
+/// Checks the params of a watch against their bounds.
+fn check(ignore: &WatchIgnore, debounce: Duration) -> Result<(), FsError> {
+    check_globs("patterns", &ignore.patterns)?;
+    let debounce = debounce.as_millis();
+    if debounce > u128::from(MAX_WATCH_DEBOUNCE_MS) {
+        return Err(FsError::Params(format!(
+            "debounceMs {debounce} exceeds the limit of {MAX_WATCH_DEBOUNCE_MS}"
+        )));
+    }
+    Ok(())
+}
+
 impl Hub {
     /// Subscribes to what happens at a path, and below it if that is wanted.
     ///
@@ -330,6 +342,7 @@ impl Hub {
         debounce: Duration,
         cancelled: &Arc<AtomicBool>,
     ) -> Result<Subscription, WatchError> {
+        check(ignore, debounce)?;
         let root = fs::canonicalize(path).map_err(super::at(path))?;
         let key = Key {
             root: root.clone(),

@@ -1,29 +1,23 @@
-//! File work, wherever its policy wants it done: here, or in a confined process.
+//! File requests under a policy: done in this process, or in a confined one.
 //!
-//! The functions are those of [`crate::fs`], with the same results and the same errors.
+//! What a request does is the same in both, and lies in [`crate::fs`].
 
-use std::collections::HashMap;
-use std::fs::File;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use exec_server_protocol::fs::{OpenMode, SearchParams, SearchResult, WalkOptions};
+use exec_server_protocol::chunk::ByteChunk;
+use exec_server_protocol::fs::{FsMethod, FsRequest, FsResponse, OpenMode};
 use exec_server_protocol::sandbox::{
     Access, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
 };
 
-use super::helper::{Answer, Frame, Request};
+use super::helper::{Frame, Reply, Request};
 use super::policy::{self, CachedDisk, Context, Disk, RealDisk};
 use super::pool::{Asking, Key, Remembered};
 use crate::executor::Executor;
-use crate::fs::search::{self, SearchError};
-use crate::fs::wire::{is_whole, is_whole_walk, path_of, text};
-use crate::fs::{
-    self, Attributes, Cancelled, FsError, Letter, Links, Listing, Metadata, OpenFile, Opened,
-    Walked,
-};
+use crate::fs::wire::text;
+use crate::fs::{self, Answer, Cancelled, FsError, Letter, OpenFile, Opened};
 
 /// What file work does to files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -32,6 +26,17 @@ pub enum Intent {
     Read,
     /// It changes something.
     Write,
+}
+
+impl Intent {
+    /// What a request does.
+    pub fn of(request: &FsRequest) -> Self {
+        if request.writes() {
+            Self::Write
+        } else {
+            Self::Read
+        }
+    }
 }
 
 /// Where file work is done; cheap to clone.
@@ -49,7 +54,7 @@ pub(crate) struct Confined {
 /// Whether a policy lets everything be read: then reading needs nobody else.
 ///
 /// What the server hides from sandboxed commands is no secret from whoever may name a policy.
-pub fn reads_everything(sandbox: &Sandbox) -> bool {
+fn reads_everything(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
         file_system: FileSystem::Restricted { entries, .. },
         ..
@@ -72,7 +77,7 @@ pub fn reads_everything(sandbox: &Sandbox) -> bool {
 }
 
 /// Whether what a policy means depends on where its caller is.
-pub fn depends_on_directory(sandbox: &Sandbox) -> bool {
+fn depends_on_directory(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
         file_system: FileSystem::Restricted { entries, .. },
         ..
@@ -89,7 +94,11 @@ pub fn depends_on_directory(sandbox: &Sandbox) -> bool {
 
 impl Files {
     /// Where work under this policy is done. Touches nothing yet.
-    pub(crate) fn new(executor: &Executor, sandbox: Option<Sandbox>, intent: Intent) -> Self {
+    pub(crate) fn new(
+        executor: &Executor,
+        sandbox: Option<Sandbox>,
+        intent: Intent,
+    ) -> Result<Self, FsError> {
         let free = |sandbox: &Sandbox| match sandbox.permissions {
             Permissions::Managed {
                 file_system: FileSystem::Restricted { .. },
@@ -97,85 +106,112 @@ impl Files {
             } => intent == Intent::Read && reads_everything(sandbox),
             _ => true,
         };
-        Self(
-            sandbox
-                .filter(|sandbox| !free(sandbox))
-                .map(|sandbox| Confined {
-                    executor: executor.clone(),
-                    sandbox: Arc::new(sandbox),
-                    intent,
-                }),
-        )
+        let Some(sandbox) = sandbox.filter(|sandbox| !free(sandbox)) else {
+            return Ok(Self(None));
+        };
+        let context = sandbox.policy_context.as_ref();
+        let cwd = context.and_then(|context| context.cwd.as_ref());
+        if depends_on_directory(&sandbox) && cwd.or(sandbox.cwd.as_ref()).is_none() {
+            return Err(FsError::Params(
+                "file system sandbox context with dynamic permissions requires cwd".to_owned(),
+            ));
+        }
+        Ok(Self(Some(Confined {
+            executor: executor.clone(),
+            sandbox: Arc::new(sandbox),
+            intent,
+        })))
     }
 
-    /// Here, bound by nothing.
-    pub fn direct() -> Self {
-        Self(None)
-    }
-
-    /// Whether the work is done right here.
+    /// Whether the work is done in this process.
     pub fn is_direct(&self) -> bool {
         self.0.is_none()
     }
 
-    /// As [`fs::metadata`].
+    /// Does what a request asks. May block.
     ///
     /// # Errors
     ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn metadata(&self, path: &Path, links: Links) -> Result<Metadata, FsError> {
+    /// Whatever the system says, or what keeps the work from being done under its policy.
+    pub fn call(&self, request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
         let Some(Work { confined, key }) = self.work()? else {
-            return fs::metadata(path, links);
-        };
-        match confined.ask(&key, &Request::Metadata(text(path), links))? {
-            Frame {
-                head: Answer::Metadata(mut found),
-                descriptors,
-                ..
-            } => {
-                let owners = descriptors
-                    .first()
-                    .and_then(|fd| rustix::fs::fstat(fd).ok());
-                if let Some(stat) = owners {
-                    (found.uid, found.gid) = (stat.st_uid, stat.st_gid);
-                }
-                Ok(found)
+            let learnt = match &request {
+                FsRequest::ReadFile(params) if self.is_direct() => params.path.to_native().ok(),
+                FsRequest::GetMetadata(params) if self.is_direct() => params.path.to_native().ok(),
+                _ => None,
+            };
+            let answer = fs::perform(request, cancelled);
+            if let Some(path) = learnt {
+                fs::learn(&path);
             }
-            other => Err(odd(other.head)),
-        }
+            return answer;
+        };
+        let mut request = request;
+        let data = match &mut request {
+            FsRequest::WriteFile(params) => std::mem::take(&mut params.data_base64),
+            _ => ByteChunk::default(),
+        };
+        let call = Request::call(&request, 0);
+        let frame = confined.call(&key, &call, data.as_slice(), &[], cancelled)?;
+        answer_to(&request, frame)
     }
 
-    /// As [`fs::open_file`].
+    /// As [`Files::call`], with the result of one method.
     ///
     /// # Errors
     ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn open_file(&self, path: &Path, links: Links) -> Result<File, FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::open_file(path, links);
-        };
-        let frame = confined.ask(&key, &Request::OpenFile(text(path), links))?;
-        match (frame.head, one(frame.descriptors)) {
-            (Answer::File, Some(file)) => Ok(file.into()),
-            (other, _) => Err(odd(other)),
+    /// As there.
+    pub fn ask<M: FsMethod>(
+        &self,
+        params: M::Params,
+        cancelled: Cancelled<'_>,
+    ) -> Result<M::Result, FsError> {
+        let answer = self.call(M::request(params), cancelled)?;
+        M::result(answer.into_response()?).ok_or_else(odd)
+    }
+
+    /// As [`Files::call`], if that is possible without waiting, for a content of at most so many bytes.
+    pub fn call_at_once(
+        &self,
+        request: &FsRequest,
+        most: usize,
+    ) -> Option<Result<Answer, FsError>> {
+        if !self.is_direct() {
+            return None;
+        }
+        match request {
+            FsRequest::ReadFile(params) => {
+                let path = params.path.to_native().ok()?;
+                let data = fs::read_at_once(&path, fs::links(params.follow_symlinks), most)?;
+                Some(Ok(Answer::Content(data)))
+            }
+            FsRequest::GetMetadata(params) => {
+                let path = params.path.to_native().ok()?;
+                let found = fs::metadata_at_once(&path, fs::links(params.follow_symlinks))?;
+                Some(found.map(|found| Answer::Response(FsResponse::GetMetadata(found.into()))))
+            }
+            _ => None,
         }
     }
 
     /// Begins to read a file, if everything that takes is at hand: may be called where nothing may
-    /// block, inside a runtime.
-    pub fn read_soon(&self, path: &Path, links: Links, most: u32) -> Option<Reading> {
+    /// block, inside a runtime. A content of at most so many bytes is read, a longer file opened.
+    pub fn call_soon(&self, request: &FsRequest, most: u32) -> Option<Reading> {
         let confined = self.0.as_ref()?;
+        if !matches!(request, FsRequest::ReadFile(_)) {
+            return None;
+        }
         let helpers = confined.executor.helpers();
-        let request = Request::ReadFile(text(path), links, most);
+        let call = Request::call(request, most);
         if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
-            let asking = helpers.ask_soon(&key, &request)?;
+            let asking = helpers.ask_soon(&key, &call)?;
             // Looked at while it reads: nobody hears what it finds if the policy means something else.
             if answers.still_hold() {
                 return Some(Reading(asking));
             }
         }
         let key = confined.key_soon()?;
-        helpers.ask_soon(&key, &request).map(Reading)
+        helpers.ask_soon(&key, &call).map(Reading)
     }
 
     /// As [`OpenFile::open`].
@@ -189,275 +225,30 @@ impl Files {
         };
         let frame = confined.ask(&key, &Request::Open(text(path), mode))?;
         let opened = match frame.head {
-            Answer::File => one(frame.descriptors).map(|file| Opened::Direct(file.into())),
-            Answer::Aside(letter) => <[OwnedFd; 2]>::try_from(frame.descriptors)
+            Reply::File => one(frame.descriptors).map(|file| Opened::Direct(file.into())),
+            Reply::Aside(letter) => <[OwnedFd; 2]>::try_from(frame.descriptors)
                 .ok()
                 .map(|[directory, file]| Opened::Aside(letter, directory, file)),
-            other => return Err(odd(other)),
+            _ => None,
         };
-        match opened {
-            Some(opened) => Ok(OpenFile::received(path, opened, confined.clone())),
-            None => Err(odd(Answer::File)),
+        let opened = opened.ok_or_else(odd)?;
+        Ok(OpenFile::received(path, opened, confined.clone()))
+    }
+
+    /// Refuses a policy under which nothing can be watched.
+    ///
+    /// # Errors
+    ///
+    /// [`FsError::Params`].
+    pub fn check_watchable(&self) -> Result<(), FsError> {
+        if self.is_direct() {
+            return Ok(());
         }
-    }
-
-    /// As [`fs::write_file`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn write_file(
-        &self,
-        path: &Path,
-        data: &[u8],
-        links: Links,
-        attributes: Attributes,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::write_file(path, data, links, attributes);
-        };
-        let request = Request::WriteFile(text(path), links, attributes);
-        let answer = confined.call(&key, &request, data, &[], &|| false)?;
-        done(answer.head)
-    }
-
-    /// As [`fs::create_directory`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn create_directory(
-        &self,
-        path: &Path,
-        recursive: bool,
-        links: Links,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::create_directory(path, recursive, links);
-        };
-        let request = Request::CreateDirectory {
-            path: text(path),
-            recursive,
-            links,
-        };
-        done(confined.ask(&key, &request)?.head)
-    }
-
-    /// As [`fs::read_directory`], or [`fs::read_directory_with_links`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn read_directory(
-        &self,
-        path: &Path,
-        with_links: bool,
-        cancelled: Cancelled<'_>,
-    ) -> Result<(Listing, HashMap<usize, PathBuf>), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return match with_links {
-                true => fs::read_directory_with_links(path, cancelled),
-                false => Ok((fs::read_directory(path, cancelled)?, HashMap::new())),
-            };
-        };
-        let request = Request::ReadDirectory {
-            path: text(path),
-            with_links,
-        };
-        match confined.call(&key, &request, &[], &[], cancelled)?.head {
-            Answer::Listing(listing, targets) if is_whole(&listing) => {
-                let targets = targets
-                    .into_iter()
-                    .map(|(position, target)| (position, path_of(target)))
-                    .collect();
-                Ok((listing, targets))
-            }
-            other => Err(odd(other)),
-        }
-    }
-
-    /// As [`fs::walk`](fn@fs::walk).
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn walk(
-        &self,
-        root: &Path,
-        options: WalkOptions,
-        cancelled: Cancelled<'_>,
-    ) -> Result<Walked, FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::walk(root, options, cancelled);
-        };
-        let request = Request::Walk(text(root), options.into());
-        match confined.call(&key, &request, &[], &[], cancelled)?.head {
-            Answer::Walked(walked) if is_whole_walk(&walked) => Ok(walked),
-            other => Err(odd(other)),
-        }
-    }
-
-    /// As [`fs::remove`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn remove(
-        &self,
-        path: &Path,
-        recursive: bool,
-        force: bool,
-        links: Links,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::remove(path, recursive, force, links);
-        };
-        let request = Request::Remove {
-            path: text(path),
-            recursive,
-            force,
-            links,
-        };
-        done(confined.ask(&key, &request)?.head)
-    }
-
-    /// As [`fs::copy`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn copy(
-        &self,
-        from: &Path,
-        to: &Path,
-        recursive: bool,
-        cancelled: Cancelled<'_>,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::copy(from, to, recursive, cancelled);
-        };
-        let request = Request::Copy {
-            from: text(from),
-            to: text(to),
-            recursive,
-        };
-        done(confined.call(&key, &request, &[], &[], cancelled)?.head)
-    }
-
-    /// As [`fs::rename`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn rename(
-        &self,
-        from: &Path,
-        to: &Path,
-        overwrite: bool,
-        cancelled: Cancelled<'_>,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::rename(from, to, overwrite, cancelled);
-        };
-        let request = Request::Rename {
-            from: text(from),
-            to: text(to),
-            overwrite,
-        };
-        done(confined.call(&key, &request, &[], &[], cancelled)?.head)
-    }
-
-    /// As [`fs::canonicalize`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn canonicalize(&self, path: &Path) -> Result<PathBuf, FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::canonicalize(path);
-        };
-        match confined.ask(&key, &Request::Canonicalize(text(path)))?.head {
-            Answer::Path(path) => Ok(path_of(path)),
-            other => Err(odd(other)),
-        }
-    }
-
-    /// As [`fs::set_metadata`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn set_metadata(
-        &self,
-        path: &Path,
-        attributes: Attributes,
-        links: Links,
-    ) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::set_metadata(path, attributes, links);
-        };
-        let request = Request::SetMetadata(text(path), attributes, links);
-        done(confined.ask(&key, &request)?.head)
-    }
-
-    /// As [`fs::create_symlink`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn create_symlink(&self, path: &Path, target: &Path) -> Result<(), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::create_symlink(path, target);
-        };
-        let request = Request::CreateSymlink {
-            path: text(path),
-            target: text(target),
-        };
-        done(confined.ask(&key, &request)?.head)
-    }
-
-    /// As [`fs::hash`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn hash(
-        &self,
-        path: &Path,
-        length: Option<u64>,
-        cancelled: Cancelled<'_>,
-    ) -> Result<([u8; 32], u64), FsError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return fs::hash(path, length, cancelled);
-        };
-        let request = Request::Hash(text(path), length);
-        match confined.call(&key, &request, &[], &[], cancelled)?.head {
-            Answer::Hash(digest, length) => Ok((digest, length)),
-            other => Err(odd(other)),
-        }
-    }
-
-    /// As [`search::search`].
-    ///
-    /// # Errors
-    ///
-    /// As there, or what keeps the work from being done under its policy.
-    pub fn search(
-        &self,
-        root: &Path,
-        params: &SearchParams,
-        cancelled: &AtomicBool,
-    ) -> Result<SearchResult, SearchError> {
-        let Some(Work { confined, key }) = self.work()? else {
-            return search::search(root, params, cancelled);
-        };
-        let request = Request::Search(text(root), params.into());
-        let stop = || cancelled.load(Ordering::Relaxed);
-        match confined.call(&key, &request, &[], &[], &stop)?.head {
-            Answer::Found(found) => Ok(found.into()),
-            Answer::Pattern(why) => Err(SearchError::Told(why)),
-            other => Err(odd(other).into()),
-        }
+        Err(FsError::Params(
+            "sandbox intent cannot be enforced on this executor: fs/watch needs a policy that lets \
+             everything be read"
+                .to_owned(),
+        ))
     }
 
     /// What has to be done elsewhere, if it has to be. Looks at the disk.
@@ -476,30 +267,46 @@ struct Work<'a> {
     key: Arc<Key>,
 }
 
-/// What comes of [`Files::read_soon`].
-#[derive(Debug)]
-pub enum Soon {
-    /// All that is in the file.
-    Content(Vec<u8>),
-    /// A file that is too long for that.
-    File(File),
+/// What a confined process has answered to a request.
+fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError> {
+    Ok(match (request, frame.head) {
+        (FsRequest::ReadFile(_), Reply::Content) => Answer::Content(frame.tail),
+        (FsRequest::ReadFile(params), Reply::File) => Answer::File {
+            path: fs::native(&params.path)?,
+            file: one(frame.descriptors).ok_or_else(odd)?.into(),
+        },
+        (FsRequest::ReadDirectory(params), Reply::Directory(found)) if found.is_whole() => {
+            let path = params.path.clone();
+            Answer::Directory { path, found }
+        }
+        (FsRequest::Walk(_), Reply::Walked(walked)) if walked.is_whole() => Answer::Walked(walked),
+        (request, Reply::Response(text)) => {
+            let mut response = request.decode_response(&text).map_err(|_| odd())?;
+            let entry = frame.descriptors.first();
+            if let FsResponse::GetMetadata(found) = &mut response
+                && let Some(stat) = entry.and_then(|entry| rustix::fs::fstat(entry).ok())
+            {
+                (found.uid, found.gid) = (Some(stat.st_uid), Some(stat.st_gid));
+            }
+            Answer::Response(response)
+        }
+        _ => return Err(odd()),
+    })
 }
 
-/// A file that is being read.
+/// A file that a confined process was asked to read.
 #[derive(Debug)]
 pub struct Reading(Asking);
 
 impl Reading {
-    /// What comes of it; nothing if the file has to be asked for properly after all. Whoever has
-    /// nothing else to do may look for it for a moment before waiting.
-    pub async fn finish(self, look: bool) -> Option<Result<Soon, FsError>> {
+    /// The answer to the request; nothing if it has to be asked again with [`Files::call`]. If `look` is
+    /// set, looks for it for a moment before waiting.
+    pub async fn finish(self, request: &FsRequest, look: bool) -> Option<Result<Answer, FsError>> {
         let frame = self.0.answer(look).await?;
-        Some(match frame.head {
-            Answer::Content => Ok(Soon::Content(frame.tail)),
-            Answer::File => Ok(Soon::File(one(frame.descriptors)?.into())),
-            Answer::Failed(fault) => Err(fault.into()),
-            _ => return None,
-        })
+        if let Reply::Failed(error) = frame.head {
+            return Some(Err(error));
+        }
+        answer_to(request, frame).ok().map(Ok)
     }
 }
 
@@ -564,7 +371,7 @@ impl Confined {
         Some(key)
     }
 
-    fn ask(&self, key: &Arc<Key>, request: &Request) -> Result<Frame<Answer>, FsError> {
+    fn ask(&self, key: &Arc<Key>, request: &Request) -> Result<Frame<Reply>, FsError> {
         self.call(key, request, &[], &[], &|| false)
     }
 
@@ -575,11 +382,11 @@ impl Confined {
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
         cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Answer>, FsError> {
+    ) -> Result<Frame<Reply>, FsError> {
         let helpers = self.executor.helpers();
         let frame = helpers.call(&self.executor, key, request, tail, descriptors, cancelled)?;
         match frame.head {
-            Answer::Failed(fault) => Err(fault.into()),
+            Reply::Failed(error) => Err(error),
             _ => Ok(frame),
         }
     }
@@ -597,8 +404,13 @@ impl Confined {
             return fs::place(path, letter, directory?, file?);
         };
         let request = Request::Place(text(path), letter);
-        let answer = self.call(&key, &request, &[], &descriptors, &|| false)?;
-        done(answer.head)
+        match self
+            .call(&key, &request, &[], &descriptors, &|| false)?
+            .head
+        {
+            Reply::Placed => Ok(()),
+            _ => Err(odd()),
+        }
     }
 }
 
@@ -606,13 +418,6 @@ fn one(descriptors: Vec<OwnedFd>) -> Option<OwnedFd> {
     descriptors.into_iter().next()
 }
 
-fn done(answer: Answer) -> Result<(), FsError> {
-    match answer {
-        Answer::Done => Ok(()),
-        other => Err(odd(other)),
-    }
-}
-
-fn odd(_: Answer) -> FsError {
+fn odd() -> FsError {
     FsError::Helper("it gave an answer to another question".to_owned())
 }

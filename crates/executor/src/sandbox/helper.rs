@@ -1,7 +1,7 @@
 //! File work under a policy: what the process that does it is asked and answers, and that process.
 //!
-//! It is confined once, before the first request, and does exactly one function of [`crate::fs`]
-//! for each. Whatever a path leads to there, the kernel decides: no path is checked by us. Open
+//! It is confined once, before the first request, and does for each what [`crate::fs`] does
+//! elsewhere. Whatever a path leads to there, the kernel decides: no path is checked by us. Open
 //! files go back as descriptors.
 //!
 //! ```text
@@ -13,10 +13,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 
-use exec_server_protocol::PathUri;
-use exec_server_protocol::fs::{OpenMode, SearchMatch, SearchParams, SearchResult, WalkOptions};
+use exec_server_protocol::fs::{FsRequest, OpenMode};
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{AtFlags, CWD, StatxFlags};
 use rustix::io::Errno;
@@ -28,9 +26,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::plan::Text;
-use crate::fs::search::{self, SearchError};
-use crate::fs::wire::{Fault, path_of, text};
-use crate::fs::{self, Attributes, FsError, Letter, Links, Listing, Metadata, OpenFile, Walked};
+use crate::fs::wire::path_of;
+use crate::fs::{self, Answer, Directory, FsError, Letter, Links, OpenFile, Walked};
 use crate::sys::confine;
 
 /// More than any request or answer has.
@@ -42,207 +39,46 @@ const MAX_DESCRIPTORS: usize = 2;
 /// What is to be done.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    Metadata(Text, Links),
-    OpenFile(Text, Links),
-    /// The content, if it is no longer than this; else the file.
-    ReadFile(Text, Links, u32),
+    /// A request of the wire; the content of `fs/writeFile` is the tail.
+    Call {
+        method: String,
+        /// As JSON.
+        params: String,
+        /// The content of a file of at most so many bytes is the answer to `fs/readFile`; a longer one is
+        /// opened.
+        most: u32,
+    },
     Open(Text, OpenMode),
     /// With the directory and the file.
     Place(Text, Letter),
-    /// The content is the tail.
-    WriteFile(Text, Links, Attributes),
-    CreateDirectory {
-        path: Text,
-        recursive: bool,
-        links: Links,
-    },
-    ReadDirectory {
-        path: Text,
-        with_links: bool,
-    },
-    Walk(Text, Walk),
-    Remove {
-        path: Text,
-        recursive: bool,
-        force: bool,
-        links: Links,
-    },
-    Copy {
-        from: Text,
-        to: Text,
-        recursive: bool,
-    },
-    Rename {
-        from: Text,
-        to: Text,
-        overwrite: bool,
-    },
-    Canonicalize(Text),
-    SetMetadata(Text, Attributes, Links),
-    CreateSymlink {
-        path: Text,
-        target: Text,
-    },
-    Hash(Text, Option<u64>),
-    Search(Text, Search),
 }
 
-/// [`WalkOptions`] without what only JSON can say.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(super) struct Walk {
-    depth: usize,
-    directories: usize,
-    entries: usize,
-    follow: bool,
-    prune: bool,
-}
-
-impl From<WalkOptions> for Walk {
-    fn from(options: WalkOptions) -> Self {
-        Self {
-            depth: options.max_depth,
-            directories: options.max_directories,
-            entries: options.max_entries,
-            follow: options.follow_directory_symlinks,
-            prune: options.prune_hidden_directories,
-        }
-    }
-}
-
-impl From<Walk> for WalkOptions {
-    fn from(walk: Walk) -> Self {
-        Self {
-            max_depth: walk.depth,
-            max_directories: walk.directories,
-            max_entries: walk.entries,
-            follow_directory_symlinks: walk.follow,
-            prune_hidden_directories: walk.prune,
-        }
-    }
-}
-
-/// [`SearchParams`] without what only JSON can say.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Search {
-    path: PathUri,
-    pattern: String,
-    regex: bool,
-    case_sensitive: bool,
-    globs: Vec<String>,
-    gitignore: bool,
-    max_matches: usize,
-    context_lines: usize,
-}
-
-impl From<&SearchParams> for Search {
-    fn from(params: &SearchParams) -> Self {
-        Self {
-            path: params.path.clone(),
-            pattern: params.pattern.clone(),
-            regex: params.regex,
-            case_sensitive: params.case_sensitive,
-            globs: params.globs.clone(),
-            gitignore: params.gitignore,
-            max_matches: params.max_matches,
-            context_lines: params.context_lines,
-        }
-    }
-}
-
-impl From<Search> for SearchParams {
-    fn from(search: Search) -> Self {
-        Self {
-            path: search.path,
-            pattern: search.pattern,
-            regex: search.regex,
-            case_sensitive: search.case_sensitive,
-            globs: search.globs,
-            gitignore: search.gitignore,
-            max_matches: search.max_matches,
-            context_lines: search.context_lines,
-            sandbox: None,
-        }
-    }
-}
-
-/// A [`SearchMatch`], all of its fields always there.
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Match {
-    path: PathUri,
-    line: u64,
-    column: u64,
-    text: String,
-    cut: bool,
-    before: Vec<String>,
-    after: Vec<String>,
-}
-
-/// A [`SearchResult`].
-#[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Found {
-    matches: Vec<Match>,
-    files_searched: u64,
-    truncated: bool,
-}
-
-impl From<SearchResult> for Found {
-    fn from(result: SearchResult) -> Self {
-        let each = |found: SearchMatch| Match {
-            path: found.path,
-            line: found.line,
-            column: found.column,
-            text: found.text,
-            cut: found.cut,
-            before: found.before,
-            after: found.after,
-        };
-        Self {
-            matches: result.matches.into_iter().map(each).collect(),
-            files_searched: result.files_searched,
-            truncated: result.truncated,
-        }
-    }
-}
-
-impl From<Found> for SearchResult {
-    fn from(found: Found) -> Self {
-        let each = |found: Match| SearchMatch {
-            path: found.path,
-            line: found.line,
-            column: found.column,
-            text: found.text,
-            cut: found.cut,
-            before: found.before,
-            after: found.after,
-        };
-        Self {
-            matches: found.matches.into_iter().map(each).collect(),
-            files_searched: found.files_searched,
-            truncated: found.truncated,
+impl Request {
+    pub(super) fn call(request: &FsRequest, most: u32) -> Self {
+        Self::Call {
+            method: request.method().to_owned(),
+            params: request.encode(),
+            most,
         }
     }
 }
 
 /// What came of it.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Answer {
-    Done,
-    /// With a descriptor of the entry: owners are seen through the namespace of whoever looks.
-    Metadata(Metadata),
+pub(super) enum Reply {
+    /// The result, as JSON. With a descriptor of the entry for `fs/getMetadata`: owners are seen through
+    /// the namespace of the process that looks.
+    Response(String),
     /// With the file.
     File,
     /// With the content.
     Content,
     /// With the directory and the file.
     Aside(Letter),
-    Listing(Listing, Vec<(usize, Text)>),
+    Placed,
+    Directory(Directory),
     Walked(Walked),
-    Path(Text),
-    Hash([u8; 32], u64),
-    Found(Found),
-    Failed(Fault),
-    /// The pattern or a glob makes no sense.
-    Pattern(String),
+    Failed(FsError),
     /// Something of the view is gone: the host has replaced what it lay on. Nothing was done.
     Stale,
 }
@@ -418,21 +254,12 @@ pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
             confine::exit(0)
         };
         let sent = if view.is_whole() {
-            let mut content = Vec::new();
-            let done = match frame.head {
-                Request::ReadFile(path, links, most) => {
-                    read_file(&path_of(path), links, most, &mut content)
-                }
-                _ => perform(frame, socket),
-            };
-            let (answer, descriptors) = match done {
-                Ok(done) => done,
-                Err(error) => (Answer::Failed(error.into()), Vec::new()),
-            };
-            let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-            send(socket, &answer, &content, &descriptors)
+            let done =
+                perform(frame, socket).unwrap_or_else(|error| Done::from(Reply::Failed(error)));
+            let descriptors: Vec<_> = done.descriptors.iter().map(AsFd::as_fd).collect();
+            send(socket, &done.reply, &done.content, &descriptors)
         } else {
-            send(socket, &Answer::Stale, &[], &[])
+            send(socket, &Reply::Stale, &[], &[])
         };
         if sent.is_err() {
             confine::exit(0)
@@ -467,125 +294,113 @@ fn mount_at(path: &Path) -> Option<u64> {
     Some(found.stx_mnt_id)
 }
 
-type Done = (Answer, Vec<OwnedFd>);
+/// A reply and what goes with it.
+struct Done {
+    reply: Reply,
+    content: Vec<u8>,
+    descriptors: Vec<OwnedFd>,
+}
 
-/// Reads a file of at most so many bytes, or opens it.
-fn read_file(path: &Path, links: Links, most: u32, content: &mut Vec<u8>) -> Result<Done, FsError> {
-    let (file, size) = fs::open_sized(path, links)?;
-    if size <= u64::from(most) {
-        let size = size as usize;
-        // One more shows whether it has grown meanwhile.
-        content.resize(size + 1, 0);
-        if file.read_at(content, 0).is_ok_and(|read| read == size) {
-            content.truncate(size);
-            return Ok((Answer::Content, Vec::new()));
+impl From<Reply> for Done {
+    fn from(reply: Reply) -> Self {
+        Self {
+            reply,
+            content: Vec::new(),
+            descriptors: Vec::new(),
         }
-        content.clear();
     }
-    // Too long, or not what it was a moment ago.
-    Ok((Answer::File, vec![file.into()]))
+}
+
+impl Done {
+    fn with(reply: Reply, descriptors: Vec<OwnedFd>) -> Self {
+        Self {
+            descriptors,
+            ..Self::from(reply)
+        }
+    }
 }
 
 fn perform(frame: Frame<Request>, socket: &OwnedFd) -> Result<Done, FsError> {
-    let Frame {
-        head,
-        tail,
-        descriptors,
-    } = frame;
-    // Whoever asked says that it does not care any more by closing its end.
+    match frame.head {
+        Request::Call {
+            method,
+            params,
+            most,
+        } => {
+            let Some(Ok(mut request)) = FsRequest::decode(&method, &params) else {
+                return Err(FsError::Helper(format!("it cannot do `{method}`")));
+            };
+            if let FsRequest::WriteFile(params) = &mut request {
+                params.data_base64 = frame.tail.into();
+            }
+            call(request, most, socket)
+        }
+        Request::Open(path, mode) => Ok(match OpenFile::open(&path_of(path), mode)?.send()? {
+            fs::Opened::Direct(file) => Done::with(Reply::File, vec![file.into()]),
+            fs::Opened::Aside(letter, directory, file) => {
+                Done::with(Reply::Aside(letter), vec![directory, file])
+            }
+        }),
+        Request::Place(path, letter) => {
+            let Ok([directory, file]) = <[OwnedFd; 2]>::try_from(frame.descriptors) else {
+                return Err(FsError::Helper("it was given no file".to_owned()));
+            };
+            fs::place(&path_of(path), letter, directory, file)?;
+            Ok(Reply::Placed.into())
+        }
+    }
+}
+
+fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<Done, FsError> {
+    // The server cancels a request by closing its end of the socket.
     let cancelled = || {
         let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
         let now = rustix::event::Timespec::default();
         let _ = rustix::event::poll(&mut fds, Some(&now));
         !fds[0].revents().is_empty()
     };
-    let done = |()| (Answer::Done, Vec::new());
-    match head {
-        Request::Metadata(path, links) => {
-            let path = path_of(path);
-            let found = fs::metadata(&path, links)?;
-            let entry = fs::entry(&path, links)?;
-            Ok((Answer::Metadata(found), vec![entry.into()]))
+    let mut descriptors = Vec::new();
+    match &request {
+        FsRequest::ReadFile(params) if most > 0 => {
+            let links = fs::links(params.follow_symlinks);
+            return read_file(&fs::native(&params.path)?, links, most);
         }
-        Request::OpenFile(path, links) | Request::ReadFile(path, links, _) => {
-            let file = fs::open_file(&path_of(path), links)?;
-            Ok((Answer::File, vec![file.into()]))
-        }
-        Request::Open(path, mode) => Ok(match OpenFile::open(&path_of(path), mode)?.send()? {
-            fs::Opened::Direct(file) => (Answer::File, vec![file.into()]),
-            fs::Opened::Aside(letter, directory, file) => {
-                (Answer::Aside(letter), vec![directory, file])
+        FsRequest::GetMetadata(params) => {
+            let links = fs::links(params.follow_symlinks);
+            // If it cannot be opened, the request itself reports why.
+            if let Ok(entry) = fs::entry(&fs::native(&params.path)?, links) {
+                descriptors.push(entry.into());
             }
-        }),
-        Request::Place(path, letter) => {
-            let Ok([directory, file]) = <[OwnedFd; 2]>::try_from(descriptors) else {
-                return Err(FsError::Helper("it was given no file".to_owned()));
-            };
-            fs::place(&path_of(path), letter, directory, file).map(done)
         }
-        Request::WriteFile(path, links, attributes) => {
-            fs::write_file(&path_of(path), &tail, links, attributes).map(done)
-        }
-        Request::CreateDirectory {
-            path,
-            recursive,
-            links,
-        } => fs::create_directory(&path_of(path), recursive, links).map(done),
-        Request::ReadDirectory { path, with_links } => {
-            let path = path_of(path);
-            let (listing, targets) = if with_links {
-                fs::read_directory_with_links(&path, &cancelled)?
-            } else {
-                (fs::read_directory(&path, &cancelled)?, Default::default())
-            };
-            let targets = targets
-                .into_iter()
-                .map(|(position, target)| (position, text(&target)))
-                .collect();
-            Ok((Answer::Listing(listing, targets), Vec::new()))
-        }
-        Request::Walk(path, options) => {
-            let walked = fs::walk(&path_of(path), options.into(), &cancelled)?;
-            Ok((Answer::Walked(walked), Vec::new()))
-        }
-        Request::Remove {
-            path,
-            recursive,
-            force,
-            links,
-        } => fs::remove(&path_of(path), recursive, force, links).map(done),
-        Request::Copy {
-            from,
-            to,
-            recursive,
-        } => fs::copy(&path_of(from), &path_of(to), recursive, &cancelled).map(done),
-        Request::Rename {
-            from,
-            to,
-            overwrite,
-        } => fs::rename(&path_of(from), &path_of(to), overwrite, &cancelled).map(done),
-        Request::Canonicalize(path) => {
-            let path = fs::canonicalize(&path_of(path))?;
-            Ok((Answer::Path(text(&path)), Vec::new()))
-        }
-        Request::SetMetadata(path, attributes, links) => {
-            fs::set_metadata(&path_of(path), attributes, links).map(done)
-        }
-        Request::CreateSymlink { path, target } => {
-            fs::create_symlink(&path_of(path), &path_of(target)).map(done)
-        }
-        Request::Hash(path, length) => {
-            let (digest, length) = fs::hash(&path_of(path), length, &cancelled)?;
-            Ok((Answer::Hash(digest, length), Vec::new()))
-        }
-        Request::Search(path, search) => {
-            // It has no steps between which to look; whoever loses interest ends this process.
-            let never = AtomicBool::new(false);
-            match search::search(&path_of(path), &search.into(), &never) {
-                Ok(result) => Ok((Answer::Found(result.into()), Vec::new())),
-                Err(SearchError::Fs(error)) => Err(error),
-                Err(error) => Ok((Answer::Pattern(error.to_string()), Vec::new())),
-            }
+        _ => {}
+    }
+    Ok(match fs::perform(request, &cancelled)? {
+        Answer::File { file, .. } => Done::with(Reply::File, vec![file.into()]),
+        Answer::Content(content) => Done {
+            content,
+            ..Reply::Content.into()
+        },
+        Answer::Directory { found, .. } => Reply::Directory(found).into(),
+        Answer::Walked(walked) => Reply::Walked(walked).into(),
+        Answer::Response(response) => Done::with(Reply::Response(response.encode()), descriptors),
+    })
+}
+
+/// Reads a file of at most so many bytes, or opens it.
+fn read_file(path: &Path, links: Links, most: u32) -> Result<Done, FsError> {
+    let (file, size) = fs::open_sized(path, links)?;
+    if size <= u64::from(most) {
+        let size = size as usize;
+        // One more shows whether it has grown meanwhile.
+        let mut content = vec![0; size + 1];
+        if file.read_at(&mut content, 0).is_ok_and(|read| read == size) {
+            content.truncate(size);
+            return Ok(Done {
+                content,
+                ..Reply::Content.into()
+            });
         }
     }
+    // Too long, or not what it was a moment ago.
+    Ok(Done::with(Reply::File, vec![file.into()]))
 }

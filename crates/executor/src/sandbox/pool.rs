@@ -19,7 +19,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::files::Intent;
-use super::helper::{self, Answer, Frame, Receiving, Request};
+use super::helper::{self, Frame, Receiving, Reply, Request};
 use super::placeholder::Placeholder;
 use super::policy::{Answers, Policy};
 use super::{Errand, confine};
@@ -219,7 +219,7 @@ impl Helper {
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
         cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Answer>, FsError> {
+    ) -> Result<Frame<Reply>, FsError> {
         let Some(socket) = &self.socket else {
             return Err(FsError::Helper("it has ended".to_owned()));
         };
@@ -260,7 +260,7 @@ impl Helpers {
         tail: &[u8],
         descriptors: &[BorrowedFd<'_>],
         cancelled: Cancelled<'_>,
-    ) -> Result<Frame<Answer>, FsError> {
+    ) -> Result<Frame<Reply>, FsError> {
         for _ in 0..ATTEMPTS {
             let turn = self.turn(key, cancelled)?;
             let helper = match turn.idle {
@@ -269,7 +269,7 @@ impl Helpers {
             };
             // Dropped, and so ended, if it fails.
             let frame = helper.call(request, tail, descriptors, cancelled)?;
-            if !matches!(frame.head, Answer::Stale) {
+            if !matches!(frame.head, Reply::Stale) {
                 turn.place.give_back(helper);
                 return Ok(frame);
             }
@@ -408,9 +408,9 @@ fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
 impl Asking {
     /// What it answers; nothing if it does not, or not to this. Whoever has nothing else to do may look
     /// for it for a moment.
-    pub(super) async fn answer(mut self, look: bool) -> Option<Frame<Answer>> {
+    pub(super) async fn answer(mut self, look: bool) -> Option<Frame<Reply>> {
         let frame = self.receive(look).await?;
-        if matches!(frame.head, Answer::Stale) {
+        if matches!(frame.head, Reply::Stale) {
             return None;
         }
         if let (Some(helper), Some(place)) = (self.helper.take(), self.place.take()) {
@@ -419,7 +419,7 @@ impl Asking {
         Some(frame)
     }
 
-    async fn receive(&self, look: bool) -> Option<Frame<Answer>> {
+    async fn receive(&self, look: bool) -> Option<Frame<Reply>> {
         let Socket::Watched(socket) = self.helper.as_ref()?.socket.as_ref()? else {
             return None;
         };
@@ -446,7 +446,7 @@ impl Asking {
         &self,
         receiving: &mut Receiving,
         socket: &OwnedFd,
-    ) -> Option<io::Result<Option<Frame<Answer>>>> {
+    ) -> Option<io::Result<Option<Frame<Reply>>>> {
         let unlooked = &self.place.as_ref()?.shared.unlooked;
         let skip = |left: u32| left.checked_sub(1);
         if unlooked

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use exec_server_executor::capability;
+use exec_server_executor::fs::FsError;
 use exec_server_executor::sandbox::files::{Files, Intent};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
@@ -12,7 +13,6 @@ use exec_server_protocol::capability::{
 };
 use tokio::sync::oneshot;
 
-use super::fs::confined;
 use crate::ApiError;
 use crate::connection::Connection;
 use crate::dispatch::Call;
@@ -29,7 +29,8 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
         .roots
         .into_iter()
         .map(|RootParams { id, path, sandbox }| {
-            let files = confined(&call, sandbox, Intent::Read);
+            let executor = call.connection.server.executor();
+            let files = executor.files(sandbox, Intent::Read);
             (id, path, files)
         })
         .collect();
@@ -70,7 +71,7 @@ pub(crate) fn discover_v1(call: Call<'_>, params: DiscoverParams) {
 }
 
 /// A root, and where it is looked at or why not.
-type Asked = (String, PathUri, Result<Files, ApiError>);
+type Asked = (String, PathUri, Result<Files, FsError>);
 
 /// A look at a root that is under way.
 struct Look {
@@ -94,7 +95,7 @@ fn look(connection: &Arc<Connection>, (id, path, files): Asked) -> Look {
     let files = match files {
         Ok(files) => files,
         Err(error) => {
-            failed.error = Some(error.message);
+            failed.error = Some(error.to_string());
             let outcome = None;
             return Look { failed, outcome };
         }

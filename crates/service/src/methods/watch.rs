@@ -13,9 +13,7 @@ use exec_server_protocol::fs::{
     Changed, ChangedParams, MissingChanged, MissingChangedParams, UnwatchParams,
     WatchMissingParams, WatchMissingResult, WatchParams, WatchResult,
 };
-use exec_server_protocol::limits::{
-    MAX_MISSING_PATHS, MAX_WATCH_DEBOUNCE_MS, MAX_WATCH_ID_BYTES, MAX_WATCHES,
-};
+use exec_server_protocol::limits::{MAX_MISSING_PATHS, MAX_WATCH_ID_BYTES, MAX_WATCHES};
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::{Notification as _, PathUri, envelope};
 use exec_server_sync::Mutex;
@@ -23,7 +21,6 @@ use exec_server_transport::Outgoing;
 use tokio_util::sync::CancellationToken;
 
 use super::fs::{admit, blocking};
-use super::search::check_globs;
 use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
@@ -156,12 +153,7 @@ pub(crate) fn watch(call: Call<'_>, mut params: WatchParams) {
     let cancelled: Arc<AtomicBool> = Arc::default();
     let admitted = admit(&call, &params.path, &mut params.sandbox, Intent::Read);
     let admitted = admitted.and_then(|(path, files)| {
-        if !files.is_direct() {
-            return Err(ApiError::invalid_params(
-                "sandbox intent cannot be enforced on this executor: fs/watch needs a policy that \
-                 lets everything be read",
-            ));
-        }
+        files.check_watchable()?;
         check(&params)?;
         let watches = &call.connection.watches;
         watches.reserve(&params.watch_id, &cancelled)?;
@@ -235,16 +227,9 @@ fn begin(
 }
 
 fn check(params: &WatchParams) -> Result<(), ApiError> {
-    check_globs("patterns", &params.ignore.patterns)?;
     if params.watch_id.len() > MAX_WATCH_ID_BYTES {
         let message = format!("watch ID must not exceed {MAX_WATCH_ID_BYTES} bytes");
         return Err(ApiError::invalid_request(message));
-    }
-    let debounce = params.debounce_ms;
-    if debounce > MAX_WATCH_DEBOUNCE_MS {
-        return Err(ApiError::invalid_params(format!(
-            "debounceMs {debounce} exceeds the limit of {MAX_WATCH_DEBOUNCE_MS}"
-        )));
     }
     Ok(())
 }

@@ -1,0 +1,257 @@
+//! File requests: what each does, and what comes of it.
+//!
+//! The one place where an operation of the wire becomes work on files, in this process and in confined
+//! ones. [`crate::sandbox::files`] decides which of the two.
+
+use std::fs::File;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use exec_server_protocol::PathUri;
+use exec_server_protocol::fs::{
+    self as wire, CanonicalizeResult, FsMethod, FsRequest, FsResponse, HashResult, ReadFileResult,
+};
+use exec_server_protocol::method::Empty;
+use exec_server_protocol::text::hex;
+
+use super::{Attributes, Cancelled, Directory, FsError, LinkAt, Links, Walked, at, search, uri_of};
+
+/// What came of a request. What may be large is left as it was found, for the caller to encode.
+#[derive(Debug)]
+pub enum Answer {
+    /// The file to be read, open.
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// A regular file.
+        file: File,
+    },
+    /// The whole content of the file to be read.
+    Content(Vec<u8>),
+    /// What a directory holds.
+    Directory {
+        /// The directory.
+        path: PathUri,
+        /// Its names.
+        found: Directory,
+    },
+    /// What a walk found.
+    Walked(Walked),
+    /// The response to any other request.
+    Response(FsResponse),
+}
+
+impl Answer {
+    /// The response with everything in it. Reads a file that is still to be read, so it may block.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read.
+    pub fn into_response(self) -> Result<FsResponse, FsError> {
+        Ok(match self {
+            Self::File { path, file } => content(read_whole(&path, &file)?),
+            Self::Content(data) => content(data),
+            Self::Directory { path, found } => FsResponse::ReadDirectory(found.into_result(&path)),
+            Self::Walked(walked) => FsResponse::Walk(walked.into_result()),
+            Self::Response(response) => response,
+        })
+    }
+}
+
+fn content(data: Vec<u8>) -> FsResponse {
+    FsResponse::ReadFile(ReadFileResult {
+        data_base64: data.into(),
+    })
+}
+
+fn read_whole(path: &Path, mut file: &File) -> Result<Vec<u8>, FsError> {
+    let size = file.metadata().map_err(at(path))?.len();
+    // A hint only: the file may be of any size by now.
+    let size = usize::try_from(size).unwrap_or(0).min(1 << 30);
+    let mut data = Vec::with_capacity(size);
+    file.read_to_end(&mut data).map_err(at(path))?;
+    Ok(data)
+}
+
+/// Checks the params that can be wrong wherever the request is done.
+///
+/// # Errors
+///
+/// [`FsError::Params`].
+pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
+    match request {
+        FsRequest::WriteFile(params) => check_mode(params.mode),
+        FsRequest::SetMetadata(params) => check_mode(params.mode),
+        FsRequest::Search(params) => search::check(params),
+        _ => Ok(()),
+    }
+}
+
+fn check_mode(mode: Option<u32>) -> Result<(), FsError> {
+    match mode {
+        Some(mode) if mode > 0o7777 => Err(FsError::Params(format!(
+            "mode {mode:#o} exceeds the limit of 0o7777"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// The native path of a URI.
+///
+/// # Errors
+///
+/// [`FsError::Path`] for a path of another platform.
+pub(crate) fn native(path: &PathUri) -> Result<PathBuf, FsError> {
+    path.to_native()
+        .map_err(|error| FsError::Path(error.to_string()))
+}
+
+/// How a path with this option is looked up.
+pub(crate) fn links(follow: bool) -> Links {
+    if follow { Links::Follow } else { Links::Refuse }
+}
+
+/// Does what a request asks, in this process. May block.
+pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
+    let response = match request {
+        FsRequest::ReadFile(params) => {
+            let path = native(&params.path)?;
+            let file = super::open_file(&path, links(params.follow_symlinks))?;
+            return Ok(Answer::File { path, file });
+        }
+        FsRequest::WriteFile(params) => {
+            let attributes = Attributes {
+                mode: params.mode,
+                modified_at_ms: params.modified_at_ms,
+            };
+            let data = params.data_base64.as_slice();
+            let links = links(params.follow_symlinks);
+            super::write_file(&native(&params.path)?, data, links, attributes)?;
+            done::<wire::WriteFile>()
+        }
+        FsRequest::GetMetadata(params) => {
+            let links = links(params.follow_symlinks);
+            let found = super::metadata(&native(&params.path)?, links).map_err(of_entry)?;
+            FsResponse::GetMetadata(found.into())
+        }
+        FsRequest::CreateDirectory(params) => {
+            let links = links(params.follow_symlinks);
+            super::create_directory(&native(&params.path)?, params.recursive, links)?;
+            done::<wire::CreateDirectory>()
+        }
+        FsRequest::Canonicalize(params) => {
+            let path = super::canonicalize(&native(&params.path)?)?;
+            FsResponse::Canonicalize(CanonicalizeResult {
+                path: uri_of(&path)?,
+            })
+        }
+        FsRequest::ReadDirectory(params) => {
+            let directory = native(&params.path)?;
+            return Ok(Answer::Directory {
+                found: super::read_directory(&directory, params.links, cancelled)?,
+                path: params.path,
+            });
+        }
+        FsRequest::Walk(params) => {
+            let root = native(&params.path)?;
+            let walked = super::walk(&root, params.options, cancelled)?;
+            return Ok(Answer::Walked(walked));
+        }
+        FsRequest::Remove(params) => {
+            let (path, links) = (native(&params.path)?, links(params.follow_symlinks));
+            super::remove(&path, params.recursive, params.force, links).map_err(of_entry)?;
+            done::<wire::Remove>()
+        }
+        FsRequest::Copy(params) => {
+            let from = native(&params.source_path)?;
+            let to = native(&params.destination_path)?;
+            super::copy(&from, &to, params.recursive, cancelled)?;
+            done::<wire::Copy>()
+        }
+        FsRequest::Rename(params) => {
+            let (from, to) = (native(&params.from)?, native(&params.to)?);
+            super::rename(&from, &to, params.overwrite, cancelled)?;
+            done::<wire::Rename>()
+        }
+        FsRequest::SetMetadata(params) => {
+            let attributes = Attributes {
+                mode: params.mode,
+                modified_at_ms: params.modified_at_ms,
+            };
+            let links = links(params.follow_symlinks);
+            super::set_metadata(&native(&params.path)?, attributes, links)?;
+            done::<wire::SetMetadata>()
+        }
+        FsRequest::CreateSymlink(params) => {
+            super::create_symlink(&native(&params.path)?, Path::new(&params.target))?;
+            done::<wire::CreateSymlink>()
+        }
+        FsRequest::Hash(params) => {
+            let path = native(&params.path)?;
+            let (digest, length) = super::hash(&path, params.length, cancelled)?;
+            let sha256 = hex(digest);
+            FsResponse::Hash(HashResult { sha256, length })
+        }
+        FsRequest::Search(params) => {
+            let root = native(&params.path)?;
+            FsResponse::Search(search::search(&root, &params, cancelled)?)
+        }
+    };
+    Ok(Answer::Response(response))
+}
+
+fn done<M: FsMethod<Result = Empty>>() -> FsResponse {
+    M::response(Empty {})
+}
+
+/// The error of a method that looks at what a path names rather than opens it: there a link at the end
+/// is a wrong request, as compatible peers have it.
+fn of_entry(error: FsError) -> FsError {
+    match error {
+        FsError::Symlink {
+            path,
+            at: LinkAt::Leaf,
+        } => FsError::Symlink {
+            path,
+            at: LinkAt::Entry,
+        },
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use exec_server_protocol::fs::{ReadFileParams, SetMetadataParams};
+
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_whole_when_its_answer_becomes_a_response() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("f");
+        std::fs::write(&path, "hello").unwrap();
+        let request = FsRequest::ReadFile(ReadFileParams {
+            path: PathUri::from_native(&path).unwrap(),
+            follow_symlinks: true,
+            sandbox: None,
+        });
+        let answer = perform(request, &|| false).unwrap();
+        let response = answer.into_response().unwrap();
+        let result = wire::ReadFile::result(response).unwrap();
+        assert_eq!(result.data_base64.as_slice(), b"hello");
+    }
+
+    #[test]
+    fn a_mode_beyond_its_bits_is_refused_before_anything_is_done() {
+        let params = SetMetadataParams {
+            path: PathUri::default(),
+            mode: Some(0o10000),
+            modified_at_ms: None,
+            follow_symlinks: true,
+            sandbox: None,
+        };
+        let refused = check(&FsRequest::SetMetadata(params)).unwrap_err();
+        assert!(matches!(refused, FsError::Params(_)), "{refused}");
+        assert!(refused.to_string().contains("0o10000"), "{refused}");
+    }
+}
