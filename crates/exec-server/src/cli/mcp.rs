@@ -18,7 +18,6 @@ use exec_server_mcp::{
 };
 use exec_server_protocol::PathUri;
 use exec_server_protocol::environment::EnvironmentInfo;
-use exec_server_service::{ExecServerConfig, Server};
 use exec_server_transport::Secret;
 use tokio::io::AsyncWriteExt as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -193,20 +192,9 @@ async fn connect(
                 let cwd = cwd_here(cwd)?;
                 let (_, shell) = host::shell(host::account().as_ref());
                 let shell = shell.display().to_string();
-                if sandbox.sandbox.is_some() {
-                    // Only a server applies policies to file requests, so this program contains one;
-                    // it lives as long as its client.
-                    let config = ExecServerConfig {
-                        environment: settings::environment(),
-                        ..ExecServerConfig::default()
-                    };
-                    let client = crate::in_process(&Server::new(config)?).await?;
-                    let files = Arc::new(client.file_system());
-                    (cwd, Arc::new(client), files, shell)
-                } else {
-                    let files = Arc::new(LocalFileSystem::new());
-                    (cwd, Arc::new(local_backend()?), files, shell)
-                }
+                let executor = executor()?;
+                let files = Arc::new(LocalFileSystem::on(executor.clone()));
+                (cwd, Arc::new(LocalBackend::new(executor)), files, shell)
             }
             Place::There(there) => {
                 let handle = there.environment();
@@ -234,12 +222,13 @@ fn cwd_here(cwd: Option<&Path>) -> anyhow::Result<PathBuf> {
     }
 }
 
-fn local_backend() -> anyhow::Result<LocalBackend> {
+/// What runs commands and file work on this machine.
+fn executor() -> anyhow::Result<Executor> {
     let config = ExecutorConfig {
         environment: settings::environment(),
         ..ExecutorConfig::default()
     };
-    Ok(LocalBackend::new(Executor::new(config)?))
+    Ok(Executor::new(config)?)
 }
 
 /// The working directory on another machine.
@@ -273,7 +262,10 @@ pub(super) fn run_proxy(args: McpProxyArgs) -> anyhow::Result<ExitCode> {
 
 async fn carry(args: McpProxyArgs, place: &Place) -> anyhow::Result<ExitCode> {
     let (backend, cwd): (Arc<dyn ExecBackend>, PathBuf) = match place {
-        Place::Here => (Arc::new(local_backend()?), cwd_here(args.cwd.as_deref())?),
+        Place::Here => (
+            Arc::new(LocalBackend::new(executor()?)),
+            cwd_here(args.cwd.as_deref())?,
+        ),
         Place::There(there) => {
             let client = there.connect().await?;
             let info = client.environment_info().await.ok();

@@ -17,7 +17,9 @@ use exec_server::fs::{
 };
 use exec_server::protocol::fs::{ChangeKind, SearchMatch, WalkKind, WatchIgnore};
 use exec_server::protocol::limits::MAX_WATCHES;
-use exec_server::protocol::sandbox::{FileSystem, Network, Permissions, Sandbox};
+use exec_server::protocol::sandbox::{
+    Access as Allowed, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+};
 use exec_server::protocol::{PathUri, codes};
 use tokio::io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _};
 
@@ -58,6 +60,8 @@ over_all_subjects! { cases:
     metadata_is_told_and_set;
     hashes;
     sandboxes_are_obeyed_or_refused;
+    policies_bind_every_operation;
+    policies_that_cannot_be_resolved_are_refused;
     searches;
     watches;
     waits_for_what_is_missing;
@@ -701,6 +705,233 @@ mod cases {
         fs::create_dir_all(subject.path("a/b")).unwrap();
         second.changed().await.unwrap();
         assert!(wait(std::slice::from_ref(&missing)).await.is_none());
+    }
+
+    /// A policy that lets everything be read but `secret`, and only `work` be written.
+    fn policy(subject: &Subject) -> Option<Sandbox> {
+        let entry = |name: &str, access| Entry {
+            path: EntryPath::Path {
+                path: subject.uri(name),
+            },
+            access,
+            missing_path_behavior: None,
+        };
+        let root = Entry {
+            path: EntryPath::Special {
+                value: Special::Root,
+            },
+            access: Allowed::Read,
+            missing_path_behavior: None,
+        };
+        let work = entry("work", Allowed::Write);
+        Some(restricted(vec![root, work, entry("secret", Allowed::Deny)]))
+    }
+
+    fn restricted(entries: Vec<Entry>) -> Sandbox {
+        Sandbox::new(Permissions::Managed {
+            file_system: FileSystem::Restricted {
+                entries,
+                glob_scan_max_depth: None,
+            },
+            network: Network::Restricted,
+        })
+    }
+
+    pub(super) async fn policies_bind_every_operation(subject: Subject) {
+        for name in ["work", "secret", "other"] {
+            fs::create_dir(subject.path(name)).unwrap();
+            fs::write(subject.path(&format!("{name}/f")), name).unwrap();
+        }
+        symlink("../secret/f", subject.path("work/link")).unwrap();
+        let files = &subject.files;
+        let sandbox = policy(&subject);
+        let access = || Access {
+            links: Links::Follow,
+            sandbox: sandbox.clone(),
+        };
+        let [work, secret, other] = ["work/f", "secret/f", "other/f"].map(|name| subject.uri(name));
+
+        // What may be read is what it is without a policy.
+        for file in [&work, &other] {
+            let bound = files.read_file(file, access()).await.unwrap();
+            assert_eq!(
+                bound,
+                files.read_file(file, Access::default()).await.unwrap()
+            );
+            let bound = files.metadata(file, access()).await.unwrap();
+            assert_eq!(
+                bound,
+                files.metadata(file, Access::default()).await.unwrap()
+            );
+            let bound = files.canonicalize(file, sandbox.clone()).await.unwrap();
+            assert_eq!(bound, *file);
+            let hash = Hash {
+                sandbox: sandbox.clone(),
+                ..Hash::default()
+            };
+            let bound = files.hash(file, hash).await.unwrap();
+            assert_eq!(bound, files.hash(file, Hash::default()).await.unwrap());
+        }
+        let list = ReadDirectory {
+            links: true,
+            sandbox: sandbox.clone(),
+        };
+        let mut listed = files
+            .read_directory(&subject.uri("work"), list)
+            .await
+            .unwrap();
+        listed.sort_by(|one, other| one.file_name.cmp(&other.file_name));
+        let listed: Vec<_> = listed
+            .iter()
+            .map(|entry| (&*entry.file_name, entry.symlink_target.as_deref()))
+            .collect();
+        assert_eq!(listed, [("f", None), ("link", Some("../secret/f"))]);
+        let walk = Walk {
+            sandbox: sandbox.clone(),
+            ..Walk::default()
+        };
+        let walked = files.walk(&subject.uri("other"), walk).await.unwrap();
+        assert_eq!(walked.entries[0].path, other);
+        let search = Search {
+            sandbox: sandbox.clone(),
+            ..Search::default()
+        };
+        let found = files
+            .search(&subject.uri(""), "work|secret|other", search)
+            .await;
+        let mut found: Vec<_> = found.unwrap().matches;
+        found.retain(|found| found.path != work && found.path != other);
+        assert_eq!(found, []);
+        let stream = ReadStream {
+            offset: 1,
+            sandbox: sandbox.clone(),
+        };
+        let mut stream = files.open_read(&other, stream).await.unwrap();
+        let mut read = String::new();
+        stream.read_to_string(&mut read).await.unwrap();
+        assert_eq!(read, "ther");
+
+        // What is denied cannot be read, through a link neither.
+        for file in [&secret, &subject.uri("work/link")] {
+            assert!(code(files.read_file(file, access()).await).is_some());
+            let hash = Hash {
+                sandbox: sandbox.clone(),
+                ..Hash::default()
+            };
+            assert!(code(files.hash(file, hash).await).is_some());
+            let stream = ReadStream {
+                offset: 0,
+                sandbox: sandbox.clone(),
+            };
+            assert!(code(files.open_read(file, stream).await).is_some());
+        }
+
+        // What may be written is written, in every way.
+        write_everywhere(&subject, "work", &sandbox, true).await;
+        // Nothing else changes.
+        write_everywhere(&subject, "other", &sandbox, false).await;
+        write_everywhere(&subject, "secret", &sandbox, false).await;
+        for name in ["secret", "other"] {
+            let left: Vec<_> = fs::read_dir(subject.path(name)).unwrap().collect();
+            assert_eq!(left.len(), 1, "{left:?}");
+            let left = fs::read_to_string(subject.path(&format!("{name}/f")));
+            assert_eq!(left.unwrap(), name);
+        }
+        let watch = Watch {
+            sandbox,
+            ..Watch::default()
+        };
+        let refused = code(files.watch(&subject.uri("work"), watch).await);
+        assert_eq!(refused, Some(codes::INVALID_PARAMS));
+    }
+
+    /// Does everything that changes files in a directory; all of it succeeds, or none.
+    async fn write_everywhere(
+        subject: &Subject,
+        name: &str,
+        sandbox: &Option<Sandbox>,
+        allowed: bool,
+    ) {
+        let files = &subject.files;
+        let uri = |entry: &str| subject.uri(&format!("{name}/{entry}"));
+        let sandbox = || sandbox.clone();
+        let options = WriteOptions {
+            sandbox: sandbox(),
+            ..WriteOptions::default()
+        };
+        let stream = |mode| WriteStream {
+            mode,
+            offset: 0,
+            sandbox: sandbox(),
+        };
+        let directory = CreateDirectory {
+            sandbox: sandbox(),
+            ..CreateDirectory::default()
+        };
+        let set = SetMetadata {
+            mode: Some(0o600),
+            sandbox: sandbox(),
+            ..SetMetadata::default()
+        };
+        let copy = Copy {
+            sandbox: sandbox(),
+            ..Copy::default()
+        };
+        let rename = Rename {
+            sandbox: sandbox(),
+            ..Rename::default()
+        };
+        let remove = Remove {
+            recursive: true,
+            sandbox: sandbox(),
+            ..Remove::default()
+        };
+        let streamed = async |mode, to: &PathUri| {
+            let mut stream = files.open_write(to, stream(mode)).await?;
+            stream.write_chunk("streamed".into()).await?;
+            stream.commit().await
+        };
+        let outcomes = [
+            files.write_file(&uri("new"), "x".into(), options).await,
+            files.create_directory(&uri("d"), directory).await,
+            files.set_metadata(&uri("f"), set).await,
+            files.create_symlink(&uri("l"), "f", sandbox()).await,
+            files.copy(&uri("f"), &uri("copy"), copy).await,
+            files.rename(&uri("copy"), &uri("moved"), rename).await,
+            streamed(WriteMode::Atomic, &uri("a")).await,
+            streamed(WriteMode::Replace, &uri("r")).await,
+            streamed(WriteMode::Update, &uri("u")).await,
+            files.remove(&uri("d"), remove).await,
+        ];
+        for (number, outcome) in outcomes.into_iter().enumerate() {
+            assert_eq!(outcome.is_ok(), allowed, "{name} {number}: {outcome:?}");
+            let Err(error) = outcome else { continue };
+            assert!(error.code().is_some(), "{name} {number}: {error}");
+        }
+        if allowed {
+            for written in ["a", "r", "u"] {
+                let path = subject.path(&format!("{name}/{written}"));
+                assert_eq!(fs::read_to_string(path).unwrap(), "streamed");
+            }
+        }
+    }
+
+    pub(super) async fn policies_that_cannot_be_resolved_are_refused(subject: Subject) {
+        let project = Entry {
+            path: EntryPath::Special {
+                value: Special::ProjectRoots { subpath: None },
+            },
+            access: Allowed::Read,
+            missing_path_behavior: None,
+        };
+        let access = Access {
+            links: Links::Follow,
+            sandbox: Some(restricted(vec![project])),
+        };
+        let refused = subject.files.metadata(&subject.uri(""), access).await;
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.code(), Some(codes::INVALID_PARAMS), "{refused}");
+        assert!(refused.to_string().contains("requires cwd"), "{refused}");
     }
 
     pub(super) async fn sandboxes_are_obeyed_or_refused(subject: Subject) {

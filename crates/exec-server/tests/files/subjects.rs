@@ -4,6 +4,7 @@ use std::any::Any;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use exec_server::executor::{Executor, ExecutorConfig};
 use exec_server::protocol::PathUri;
 use exec_server::{
     ExecServerClient, ExecServerClientConnectOptions, ExecServerConfig, ExecutorFileSystem,
@@ -41,12 +42,29 @@ impl Subject {
     }
 }
 
+/// What launches sandboxes: this program cannot.
+fn launcher() -> Option<PathBuf> {
+    Some(env!("CARGO_BIN_EXE_exec-server").into())
+}
+
+fn config() -> ExecServerConfig {
+    ExecServerConfig {
+        sandbox_launcher: launcher(),
+        ..ExecServerConfig::default()
+    }
+}
+
 pub(crate) async fn local() -> Subject {
-    Subject::new(LocalFileSystem::new(), ())
+    let config = ExecutorConfig {
+        launcher: launcher(),
+        ..ExecutorConfig::default()
+    };
+    let executor = Executor::new(config).unwrap();
+    Subject::new(LocalFileSystem::on(executor), ())
 }
 
 pub(crate) async fn in_process() -> Subject {
-    let server = Server::new(ExecServerConfig::default()).unwrap();
+    let server = Server::new(config()).unwrap();
     let client = connect_in_process(&server).await.unwrap();
     Subject::new(client.file_system(), server)
 }
@@ -63,7 +81,7 @@ pub(crate) async fn unix() -> Subject {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
-    let server = Server::new(ExecServerConfig::default()).unwrap();
+    let server = Server::new(config()).unwrap();
     tokio::spawn(listener.serve(server.clone()));
     let args = RemoteExecServerConnectArgs::new(url, "test");
     let client = ExecServerClient::connect(args).await.unwrap();
