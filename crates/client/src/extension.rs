@@ -39,6 +39,11 @@ pub(crate) const WRITE_FILE_MODIFIED: &str =
 /// `links` of `fs/readDirectory`.
 pub(crate) const READ_DIRECTORY_LINKS: &str =
     MethodId::FsReadDirectory.extension("fs/readDirectory#links");
+/// `limit`, `after` and `next` of `fs/readDirectory`.
+pub(crate) const READ_DIRECTORY_PAGES: &str =
+    MethodId::FsReadDirectory.extension("fs/readDirectory#after");
+/// `limit`, `after` and `next` of `fs/walk`.
+pub(crate) const WALK_PAGES: &str = MethodId::FsWalk.extension("fs/walk#after");
 pub(crate) const RENAME: &str = MethodId::FsRename.extension("fs/rename");
 pub(crate) const SET_METADATA: &str = MethodId::FsSetMetadata.extension("fs/setMetadata");
 pub(crate) const CREATE_SYMLINK: &str = MethodId::FsCreateSymlink.extension("fs/createSymlink");

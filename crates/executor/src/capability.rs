@@ -92,6 +92,8 @@ impl Search<'_> {
         let walk = FsRequest::Walk(WalkParams {
             path: uri.clone(),
             options,
+            limit: None,
+            after: None,
             sandbox: None,
         });
         let walked = match self.files.call(walk, self.cancelled) {

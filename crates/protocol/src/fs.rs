@@ -374,6 +374,12 @@ pub struct ReadDirectoryParams {
     /// Extension `fs/readDirectory#links`: say of each link what it says, and list dangling ones.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub links: bool,
+    /// Extension `fs/readDirectory#limit`: the most entries of one page, 1 to 50,000.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<usize>,
+    /// Extension `fs/readDirectory#after`: the `next` of the page before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<String>,
     /// The policy to run under.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
@@ -384,6 +390,10 @@ pub struct ReadDirectoryParams {
 pub struct ReadDirectoryResult {
     /// What is in it, in no order.
     pub entries: Vec<DirectoryEntry>,
+    /// Extension `fs/readDirectory#next`: there may be more entries, to be asked for `after` this;
+    /// opaque.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
 }
 
 /// One name in a directory.
@@ -413,6 +423,12 @@ pub struct WalkParams {
     pub path: PathUri,
     /// How far to go.
     pub options: WalkOptions,
+    /// Extension `fs/walk#limit`: the most entries of one page, 1 to 50,000.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<usize>,
+    /// Extension `fs/walk#after`: the `next` of the page before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<String>,
     /// The policy to run under.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
@@ -438,12 +454,16 @@ pub struct WalkOptions {
 /// Result of [`Walk`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WalkResult {
-    /// What was found, directory by directory, names in order.
+    /// What was found, directory by directory, names in order; of a page, a directory is followed by
+    /// what is below it.
     pub entries: Vec<WalkEntry>,
     /// What could not be looked at.
     pub errors: Vec<WalkError>,
     /// A bound was reached: there is more.
     pub truncated: bool,
+    /// Extension `fs/walk#next`: there may be more entries, to be asked for `after` this; opaque.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<String>,
 }
 
 /// Something that a [`Walk`] found.

@@ -333,7 +333,10 @@ table! {
     }
     FsReadDirectory: fs::ReadDirectory = "fs/readDirectory" (fs::ReadDirectoryParams) -> fs::ReadDirectoryResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
-        extensions: ["fs/readDirectory#links", "fs/readDirectory#path"],
+        extensions: [
+            "fs/readDirectory#after", "fs/readDirectory#limit", "fs/readDirectory#links",
+            "fs/readDirectory#next", "fs/readDirectory#path",
+        ],
     }
     FsReadFile: fs::ReadFile = "fs/readFile" (fs::ReadFileParams) -> fs::ReadFileResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
@@ -377,7 +380,7 @@ table! {
     }
     FsWalk: fs::Walk = "fs/walk" (fs::WalkParams) -> fs::WalkResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Nothing, repeatable: true,
-        extensions: [],
+        extensions: ["fs/walk#after", "fs/walk#limit", "fs/walk#next"],
     }
     FsWatch: fs::Watch = "fs/watch" (fs::WatchParams) -> fs::WatchResult {
         family: Some("filesystem"), scopes: [FsRead], changes: Session, repeatable: false,

@@ -58,7 +58,7 @@ pub struct LocalFileSystem {
 }
 
 impl LocalFileSystem {
-    /// The files of this machine, with an executor of their own that has the default settings.
+    /// The files of this machine, with an executor of default settings for work under policies.
     pub fn new() -> Self {
         Self::default()
     }

@@ -5,6 +5,7 @@
 
 #[cfg(feature = "local")]
 mod local;
+mod pages;
 mod remote;
 mod stream;
 mod watch;
@@ -28,6 +29,7 @@ use crate::error::{ExecServerError, Reply};
 
 #[cfg(feature = "local")]
 pub use local::LocalFileSystem;
+pub use pages::{DirectoryPages, WalkPages};
 pub use remote::RemoteFileSystem;
 pub use stream::{Block, FileBlocks, FileReader, FileWriter};
 pub(crate) use watch::WatchRoutes;
@@ -193,26 +195,31 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         Box::pin(async move { Ok(asked.await?.path) })
     }
 
-    /// What is in a directory, in no order.
+    /// What is in a directory, in no order; [`DirectoryPages`] lists it piece by piece.
     ///
     /// # Errors
     ///
-    /// When it is no directory, cannot be read or holds more than one answer can.
+    /// When it is no directory or cannot be read, or if the server lacks [`Feature::Pages`] and it holds
+    /// more than 50,000 entries.
     fn read_directory<'a>(
         &'a self,
         path: &'a PathUri,
         options: ReadDirectory,
     ) -> Reply<'a, Vec<DirectoryEntry>> {
-        let params = wire::ReadDirectoryParams {
-            path: path.clone(),
-            links: options.links,
-            sandbox: options.sandbox,
-        };
-        let asked = ask::<wire::ReadDirectory, _>(self, params);
-        Box::pin(async move { Ok(asked.await?.entries) })
+        let mut next = Some(pages::directory(path, options));
+        Box::pin(async move {
+            let mut entries = Vec::new();
+            while let Some(page) = pages::directory_page(self, &mut next).await? {
+                match entries.is_empty() {
+                    true => entries = page,
+                    false => entries.extend(page),
+                }
+            }
+            Ok(entries)
+        })
     }
 
-    /// A tree, breadth first.
+    /// A tree, breadth first and within bounds; [`WalkPages`] lists one of any size.
     ///
     /// # Errors
     ///
@@ -221,6 +228,8 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         let params = wire::WalkParams {
             path: path.clone(),
             options: options.bounds(),
+            limit: None,
+            after: None,
             sandbox: options.sandbox,
         };
         ask::<wire::Walk, _>(self, params)
@@ -380,6 +389,8 @@ pub enum Feature {
     CreateSymlink,
     /// [`ReadDirectory::links`].
     ListLinks,
+    /// Listings of any length, page by page: [`DirectoryPages`] and [`WalkPages`].
+    Pages,
     /// [`ExecutorFileSystem::rename`].
     Rename,
     /// [`ExecutorFileSystem::hash`].

@@ -72,7 +72,7 @@ impl RemoteFileSystem {
     /// Sends a request as it is.
     fn send(&self, request: FsRequest) -> Reply<'_, FsResponse> {
         let repeat = match &request {
-            // What is there already, or gone already, is no error then.
+            // Sending them twice is no error: the directory may exist, the file may be gone.
             FsRequest::CreateDirectory(params) => params.recursive,
             FsRequest::Remove(params) => params.force,
             request => is_repeatable(request.method()),
@@ -262,7 +262,15 @@ fn extensions(request: &FsRequest) -> Vec<&'static str> {
         | FsRequest::CreateSymlink(_)
         | FsRequest::Hash(_)
         | FsRequest::Search(_) => vec![request.method()],
-        FsRequest::ReadDirectory(params) if params.links => vec![extension::READ_DIRECTORY_LINKS],
+        FsRequest::ReadDirectory(params) => {
+            let links = params.links.then_some(extension::READ_DIRECTORY_LINKS);
+            let pages = params.limit.is_some() || params.after.is_some();
+            let pages = pages.then_some(extension::READ_DIRECTORY_PAGES);
+            links.into_iter().chain(pages).collect()
+        }
+        FsRequest::Walk(params) if params.limit.is_some() || params.after.is_some() => {
+            vec![extension::WALK_PAGES]
+        }
         FsRequest::WriteFile(params) => {
             let mode = params.mode.map(|_| extension::WRITE_FILE_MODE);
             let modified = params
@@ -302,6 +310,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
             ],
             Feature::CreateSymlink => &[extension::CREATE_SYMLINK],
             Feature::ListLinks => &[extension::READ_DIRECTORY_LINKS],
+            Feature::Pages => &[extension::READ_DIRECTORY_PAGES, extension::WALK_PAGES],
             Feature::Rename => &[extension::RENAME],
             Feature::Hash => &[extension::HASH],
             Feature::Search => &[extension::SEARCH],

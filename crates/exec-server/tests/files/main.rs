@@ -12,8 +12,9 @@ use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
 
 use exec_server::ExecServerError;
 use exec_server::fs::{
-    Access, Copy, CreateDirectory, Feature, Hash, Links, ReadDirectory, ReadStream, Remove, Rename,
-    Search, SetMetadata, Walk, Watch, WriteMode, WriteOptions, WriteStream, child,
+    Access, Copy, CreateDirectory, DirectoryPages, Feature, Hash, Links, ReadDirectory, ReadStream,
+    Remove, Rename, Search, SetMetadata, Walk, WalkPages, Watch, WriteMode, WriteOptions,
+    WriteStream, child,
 };
 use exec_server::protocol::fs::{ChangeKind, SearchMatch, WalkKind, WatchIgnore};
 use exec_server::protocol::limits::MAX_WATCHES;
@@ -59,6 +60,7 @@ over_all_subjects! { cases:
     copies_and_moves;
     metadata_is_told_and_set;
     hashes;
+    listings_have_any_length;
     sandboxes_are_obeyed_or_refused;
     policies_bind_every_operation;
     policies_that_cannot_be_resolved_are_refused;
@@ -790,8 +792,15 @@ mod cases {
             sandbox: sandbox.clone(),
             ..Walk::default()
         };
-        let walked = files.walk(&subject.uri("other"), walk).await.unwrap();
+        let walked = files
+            .walk(&subject.uri("other"), walk.clone())
+            .await
+            .unwrap();
         assert_eq!(walked.entries[0].path, other);
+        let mut pages = WalkPages::new(files.clone(), &subject.uri("work"), walk);
+        let page = pages.next().await.unwrap().unwrap();
+        assert_eq!((page.entries.len(), &page.entries[0].path), (1, &work));
+        assert!(pages.next().await.unwrap().is_none());
         let search = Search {
             sandbox: sandbox.clone(),
             ..Search::default()
@@ -932,6 +941,49 @@ mod cases {
         let refused = refused.unwrap_err();
         assert_eq!(refused.code(), Some(codes::INVALID_PARAMS), "{refused}");
         assert!(refused.to_string().contains("requires cwd"), "{refused}");
+    }
+
+    pub(super) async fn listings_have_any_length(subject: Subject) {
+        const COUNT: usize = 50_100;
+        let crowd = tempfile::tempdir_in("/dev/shm").unwrap();
+        let first = crowd.path().join("00000");
+        fs::write(&first, "").unwrap();
+        for n in 1..COUNT {
+            fs::hard_link(&first, crowd.path().join(format!("{n:05}"))).unwrap();
+        }
+        let root = exec_server::fs::uri(crowd.path()).unwrap();
+        assert!(subject.files.supports(Feature::Pages).await.unwrap());
+        let options = ReadDirectory::default();
+        let mut listed = subject
+            .files
+            .read_directory(&root, options.clone())
+            .await
+            .unwrap();
+        listed.sort_by(|one, other| one.file_name.cmp(&other.file_name));
+        assert_eq!(listed.len(), COUNT);
+        assert_eq!(listed[COUNT - 1].file_name, format!("{}", COUNT - 1));
+
+        let mut pages = DirectoryPages::new(subject.files.clone(), &root, options);
+        let mut counts = Vec::new();
+        while let Some(page) = pages.next().await.unwrap() {
+            counts.push(page.len());
+        }
+        assert_eq!(counts, [50_000, 100]);
+        assert!(pages.next().await.unwrap().is_none());
+
+        let mut pages = WalkPages::new(subject.files.clone(), &root, Walk::default());
+        let mut walked = Vec::new();
+        while let Some(page) = pages.next().await.unwrap() {
+            assert!(!page.truncated && page.errors.is_empty());
+            walked.extend(page.entries);
+        }
+        let expected = listed
+            .iter()
+            .map(|entry| child(&root, &entry.file_name).unwrap());
+        assert!(walked.iter().map(|entry| entry.path.clone()).eq(expected));
+        // As ever where pages were not asked for.
+        let whole = subject.files.walk(&root, Walk::default()).await.unwrap();
+        assert!(whole.truncated && whole.entries.len() <= 50_000 && whole.next.is_none());
     }
 
     pub(super) async fn sandboxes_are_obeyed_or_refused(subject: Subject) {

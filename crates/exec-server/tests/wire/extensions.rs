@@ -65,6 +65,7 @@ async fn probe(client: &mut Client, name: &str) {
         name if name.starts_with("fs/getMetadata#")
             || name.starts_with("fs/open#")
             || name.starts_with("fs/readDirectory#")
+            || name.starts_with("fs/walk#")
             || name.starts_with("fs/writeFile#")
             || matches!(
                 name,
@@ -337,6 +338,18 @@ async fn probe_files(client: &mut Client, name: &str) {
                 .ok("fs/readDirectory", json!({"path": uri("")}))
                 .await;
             assert_eq!(listed["entries"][0]["path"], uri("%FF"));
+        }
+        Some((method, "limit" | "after" | "next")) => {
+            let options = json!({"maxDepth": 0, "maxDirectories": 1, "maxEntries": 9,
+                "followDirectorySymlinks": false});
+            std::fs::write(root.join("g"), "").unwrap();
+            let mut params = json!({"path": uri(""), "options": options, "limit": 1});
+            let first = client.ok(method, params.clone()).await;
+            assert_eq!(first["entries"].as_array().unwrap().len(), 1);
+            params["after"] = first["next"].clone();
+            let second = client.ok(method, params).await;
+            assert_eq!(second["entries"].as_array().unwrap().len(), 1);
+            assert_ne!(first["entries"], second["entries"]);
         }
         Some(("fs/readDirectory", _)) => {
             std::fs::remove_file(root.join("f")).unwrap();

@@ -14,6 +14,7 @@ use exec_server_protocol::fs::{
 use exec_server_protocol::method::Empty;
 use exec_server_protocol::text::hex;
 
+use super::page::Page;
 use super::{Attributes, Cancelled, Directory, FsError, LinkAt, Links, Walked, at, search, uri_of};
 
 /// What came of a request. What may be large is left as it was found, for the caller to encode.
@@ -83,6 +84,21 @@ pub(crate) fn check(request: &FsRequest) -> Result<(), FsError> {
         FsRequest::WriteFile(params) => check_mode(params.mode),
         FsRequest::SetMetadata(params) => check_mode(params.mode),
         FsRequest::Search(params) => search::check(params),
+        FsRequest::ReadDirectory(params) => {
+            Page::of(params.limit, params.after.as_deref()).map(drop)
+        }
+        FsRequest::Walk(params) => {
+            let page = Page::of(params.limit, params.after.as_deref())?;
+            if page.is_some() && params.options.follow_directory_symlinks {
+                // Which targets have been listed is known to the request that listed them alone.
+                return Err(FsError::Params(
+                    "a walk that follows links to directories has no pages: leave out `limit` and \
+                     `after`"
+                        .to_owned(),
+                ));
+            }
+            Ok(())
+        }
         _ => Ok(()),
     }
 }
@@ -147,15 +163,21 @@ pub(crate) fn perform(request: FsRequest, cancelled: Cancelled<'_>) -> Result<An
         }
         FsRequest::ReadDirectory(params) => {
             let directory = native(&params.path)?;
-            return Ok(Answer::Directory {
-                found: super::read_directory(&directory, params.links, cancelled)?,
-                path: params.path,
-            });
+            let found = match Page::of(params.limit, params.after.as_deref())? {
+                Some(page) => super::read_page(&directory, params.links, &page, cancelled)?,
+                None => super::read_directory(&directory, params.links, cancelled)?,
+            };
+            let path = params.path;
+            return Ok(Answer::Directory { path, found });
         }
         FsRequest::Walk(params) => {
             let root = native(&params.path)?;
-            let walked = super::walk(&root, params.options, cancelled)?;
-            return Ok(Answer::Walked(walked));
+            return Ok(Answer::Walked(
+                match Page::of(params.limit, params.after.as_deref())? {
+                    Some(page) => super::walk_page(&root, params.options, &page, cancelled)?,
+                    None => super::walk(&root, params.options, cancelled)?,
+                },
+            ));
         }
         FsRequest::Remove(params) => {
             let (path, links) = (native(&params.path)?, links(params.follow_symlinks));

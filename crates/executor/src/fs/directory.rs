@@ -1,5 +1,6 @@
 //! Directories: making them, and the names in them.
 
+use std::cmp::Ordering;
 use std::ffi::{CStr, OsStr};
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,6 +15,7 @@ use rustix::path::Arg;
 use serde::{Deserialize, Serialize};
 
 use super::open::{file_type, is_link, link, open, parent};
+use super::page::{Page, cursor};
 use super::{Cancelled, FsError, LinkAt, Links, at};
 
 /// Names that one answer may hold.
@@ -136,16 +138,20 @@ impl Listing {
         }
     }
 
-    fn order(&self, one: Entry, other: Entry) -> std::cmp::Ordering {
-        let (one, other) = (self.name(one), self.name(other));
-        // Text, which nearly every name is, sorts as its bytes do.
-        if one.is_ascii() && other.is_ascii() {
-            return one.cmp(other);
-        }
-        String::from_utf8_lossy(one)
-            .cmp(&String::from_utf8_lossy(other))
-            .then_with(|| one.cmp(other))
+    fn order(&self, one: Entry, other: Entry) -> Ordering {
+        order(self.name(one), self.name(other))
     }
+}
+
+/// The order of names: that of their text, then that of their bytes.
+pub(super) fn order(one: &[u8], other: &[u8]) -> Ordering {
+    // Text, which nearly every name is, sorts as its bytes do.
+    if one.is_ascii() && other.is_ascii() {
+        return one.cmp(other);
+    }
+    String::from_utf8_lossy(one)
+        .cmp(&String::from_utf8_lossy(other))
+        .then_with(|| one.cmp(other))
 }
 
 /// Why a directory could not be read to its end.
@@ -217,6 +223,8 @@ pub struct Directory {
     names: Listing,
     /// What links say, by their position among the names; in order.
     targets: Vec<(usize, Vec<u8>)>,
+    /// The cursor of the next page, if there is one.
+    pub next: Option<String>,
 }
 
 impl Directory {
@@ -237,7 +245,7 @@ impl Directory {
         self.names.len()
     }
 
-    /// Whether there is none.
+    /// Whether it is empty.
     pub fn is_empty(&self) -> bool {
         self.names.is_empty()
     }
@@ -263,6 +271,7 @@ impl Directory {
         });
         ReadDirectoryResult {
             entries: entries.collect(),
+            next: self.next.clone(),
         }
     }
 }
@@ -302,6 +311,70 @@ pub fn read_directory(
         return Err(FsError::TooManyEntries(count));
     }
     Ok(found)
+}
+
+/// A page of the names in a directory, in no order among themselves: the first ones after the cursor, in
+/// the order of [`Listing::sort`]. Links are listed as in [`read_directory`], so that there may be fewer
+/// than the page has room for, or none.
+///
+/// # Errors
+///
+/// [`FsError::Cancelled`], or whatever the system says.
+pub(super) fn read_page(
+    path: &Path,
+    with_links: bool,
+    page: &Page,
+    cancelled: Cancelled<'_>,
+) -> Result<Directory, FsError> {
+    let directory = open_directory(path)?;
+    let mut names = Listing::default();
+    let is_later = |name: &[u8], _| page.is_after(name);
+    // One name more than the limit shows whether there is another page.
+    read_first(&directory, page.limit + 1, cancelled, is_later, &mut names)
+        .map_err(|error| error.at(path))?;
+    let mut found = Directory::default();
+    if names.len() > page.limit {
+        names.keep_first(page.limit);
+        let names = names.iter().map(|(name, _)| name.as_bytes());
+        found.next = names.max_by(|one, other| order(one, other)).map(cursor);
+    }
+    if names.iter().all(|(_, kind)| kind != Kind::Symlink) {
+        return Ok(Directory { names, ..found });
+    }
+    for (name, kind) in names.iter() {
+        let led = match kind {
+            Kind::Symlink => through(directory.as_fd(), name, with_links),
+            other => Some((other, None)),
+        };
+        if let Some((kind, says)) = led {
+            found.push(name.as_bytes(), kind, says);
+        }
+    }
+    Ok(found)
+}
+
+/// Adds the first names in a directory to `names`, in the order of [`Listing::sort`]: at most `count`
+/// of those that are wanted. Keeps what it has read when it fails.
+pub(super) fn read_first(
+    directory: impl AsFd,
+    count: usize,
+    cancelled: Cancelled<'_>,
+    is_wanted: impl Fn(&[u8], Kind) -> bool,
+    names: &mut Listing,
+) -> Result<(), ReadError> {
+    let read = each_name(directory, cancelled, |_, name, kind| {
+        let name = name.to_bytes();
+        if !is_wanted(name, kind) {
+            return;
+        }
+        names.push(name, kind);
+        // Of a vast directory only as many are kept, or twice that while it is being read.
+        if names.len() >= count.saturating_mul(2) {
+            names.keep_first(count);
+        }
+    });
+    names.keep_first(count);
+    read
 }
 
 /// What a link leads to, and what it says if that is wanted; nothing if it is not to be listed.
@@ -486,5 +559,59 @@ mod tests {
             ("lf", Kind::File),
         ];
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn pages_hold_every_name_once_and_in_order_from_page_to_page() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut expected: Vec<Vec<u8>> = (0..25).map(|n| format!("f{n}").into_bytes()).collect();
+        expected.extend([
+            b"\xff".to_vec(),
+            "\u{e9}".as_bytes().to_vec(),
+            b"d".to_vec(),
+        ]);
+        for name in &expected {
+            fs::write(dir.path().join(OsStr::from_bytes(name)), "").unwrap();
+        }
+        symlink("f1", dir.path().join("l")).unwrap();
+        symlink("no", dir.path().join("dangling")).unwrap();
+        expected.push(b"l".to_vec());
+        expected.sort_by(|one, other| order(one, other));
+        for (limit, with_links) in [
+            (1, false),
+            (2, true),
+            (7, false),
+            (30, true),
+            (50_000, false),
+        ] {
+            let mut page = Page {
+                limit,
+                after: Vec::new(),
+            };
+            let mut seen: Vec<Vec<u8>> = Vec::new();
+            loop {
+                let found = read_page(dir.path(), with_links, &page, &|| false).unwrap();
+                assert!(found.len() <= limit);
+                let mut names: Vec<_> = found
+                    .entries()
+                    .map(|(name, _, says)| (name.as_bytes().to_vec(), says.is_some()))
+                    .collect();
+                names.sort_by(|(one, _), (other, _)| order(one, other));
+                for (name, is_link) in names {
+                    assert_eq!(is_link, with_links && matches!(&*name, b"l" | b"dangling"));
+                    seen.push(name);
+                }
+                match found.next {
+                    Some(next) => page = Page::of(Some(limit), Some(&next)).unwrap().unwrap(),
+                    None => break,
+                }
+            }
+            let mut expected = expected.clone();
+            if with_links {
+                expected.push(b"dangling".to_vec());
+                expected.sort_by(|one, other| order(one, other));
+            }
+            assert_eq!(seen, expected, "{limit}");
+        }
     }
 }

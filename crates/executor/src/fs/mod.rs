@@ -12,6 +12,7 @@ mod file;
 mod gitignore;
 mod metadata;
 mod open;
+mod page;
 mod replace;
 pub mod search;
 mod tree;
@@ -29,6 +30,7 @@ use serde::{Deserialize, Serialize};
 pub(crate) use cached::{learn, metadata_at_once, read_at_once};
 pub use call::Answer;
 pub(crate) use call::{check, links, native, perform};
+use directory::read_page;
 pub use directory::{
     Directory, Kind, Listing, MAX_DIRECTORY_ENTRIES, canonicalize, create_directory, read_directory,
 };
@@ -38,6 +40,7 @@ pub(crate) use metadata::entry;
 pub use metadata::{Attributes, Metadata, create_symlink, metadata, set_metadata};
 pub(crate) use replace::Letter;
 pub use tree::{copy, remove, rename};
+use walk::walk_page;
 pub use walk::{MAX_WALK, WalkLimits, Walked, walk};
 
 /// Why a file operation failed.

@@ -1,5 +1,7 @@
 //! Walking a tree, breadth first and within bounds.
 
+mod pages;
+
 use std::collections::{HashSet, VecDeque};
 use std::ffi::OsStr;
 use std::io;
@@ -8,11 +10,13 @@ use std::path::{Path, PathBuf};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::fs::{WalkEntry, WalkError, WalkKind, WalkOptions, WalkResult};
+use rustix::fd::OwnedFd;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
-use super::directory::{Kind, Listing, ReadError, each_name};
+pub(super) use self::pages::walk_page;
+use super::directory::{Kind, Listing, ReadError, read_first};
 use super::open::file_type;
 use super::{Cancelled, FsError, at, go_on};
 
@@ -49,6 +53,8 @@ pub struct Walked {
     pub errors: Vec<(PathBuf, io::Error)>,
     /// A bound was reached: there is more.
     pub truncated: bool,
+    /// The cursor of the next page, if there is one.
+    pub next: Option<String>,
 }
 
 /// What was found in one directory.
@@ -88,7 +94,35 @@ impl Walked {
             entries,
             errors: errors.collect(),
             truncated: self.truncated,
+            next: self.next,
         }
+    }
+
+    /// Adds something that was found, after what was found before it.
+    fn push(&mut self, directory: &Path, name: &OsStr, kind: Kind) {
+        if self
+            .groups
+            .last()
+            .is_none_or(|last| last.directory != directory)
+        {
+            self.groups.push(Group {
+                directory: directory.to_owned(),
+                found: Listing::default(),
+            });
+        }
+        if let Some(group) = self.groups.last_mut() {
+            group.found.push(name.as_bytes(), kind);
+        }
+    }
+
+    /// Notes what could not be looked at; whether there is room for more.
+    fn fail(&mut self, path: PathBuf, error: Errno, budget: &mut Budget) -> bool {
+        let error = io::Error::from(error);
+        let room = budget.afford(path.as_os_str().len() + error.to_string().len());
+        if room {
+            self.errors.push((path, error));
+        }
+        room
     }
 
     /// Each directory that was entered with what was found in it, names in order.
@@ -117,15 +151,7 @@ pub fn walk(
     options: WalkOptions,
     cancelled: Cancelled<'_>,
 ) -> Result<Walked, FsError> {
-    if options.max_directories == 0 || options.max_entries == 0 {
-        return Err(FsError::WalkNothing);
-    }
-    if options.max_depth > MAX_WALK.depth
-        || options.max_directories > MAX_WALK.directories
-        || options.max_entries > MAX_WALK.entries
-    {
-        return Err(FsError::WalkTooMuch);
-    }
+    check_bounds(&options)?;
     let follow = options.follow_directory_symlinks;
     let look = if follow {
         rustix::fs::stat
@@ -141,7 +167,7 @@ pub fn walk(
         seen: HashSet::new(),
         entered: 0,
         examined: 0,
-        budget: BUDGET_BYTES,
+        budget: Budget::default(),
     };
     if file_type(&found) == FileType::Directory {
         walker.queue.push_back((root.to_owned(), 0));
@@ -156,6 +182,53 @@ pub fn walk(
     Ok(walker.walked)
 }
 
+fn check_bounds(options: &WalkOptions) -> Result<(), FsError> {
+    if options.max_directories == 0 || options.max_entries == 0 {
+        return Err(FsError::WalkNothing);
+    }
+    if options.max_depth > MAX_WALK.depth
+        || options.max_directories > MAX_WALK.directories
+        || options.max_entries > MAX_WALK.entries
+    {
+        return Err(FsError::WalkTooMuch);
+    }
+    Ok(())
+}
+
+/// Opens a directory to read its names.
+fn open_to_list(directory: &Path, follow: bool) -> Result<OwnedFd, Errno> {
+    let mut flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    flags.set(OFlags::NOFOLLOW, !follow);
+    rustix::fs::open(directory, flags, Mode::empty())
+}
+
+/// Whether what is below a directory of this name is left out.
+fn is_pruned(options: &WalkOptions, name: &[u8]) -> bool {
+    options.prune_hidden_directories && name.starts_with(b".")
+}
+
+/// Bytes that an answer may still have.
+struct Budget(usize);
+
+impl Default for Budget {
+    fn default() -> Self {
+        Self(BUDGET_BYTES)
+    }
+}
+
+impl Budget {
+    /// Takes the room of an item with a text of so many bytes; whether there was as much.
+    fn afford(&mut self, bytes: usize) -> bool {
+        match self.0.checked_sub(bytes + ITEM_BYTES) {
+            Some(rest) => {
+                self.0 = rest;
+                true
+            }
+            None => false,
+        }
+    }
+}
+
 struct Walker<'a> {
     options: WalkOptions,
     cancelled: Cancelled<'a>,
@@ -166,7 +239,7 @@ struct Walker<'a> {
     seen: HashSet<(u64, u64)>,
     entered: usize,
     examined: usize,
-    budget: usize,
+    budget: Budget,
 }
 
 impl Walker<'_> {
@@ -177,14 +250,7 @@ impl Walker<'_> {
             return Ok(true);
         }
         let follow = self.options.follow_directory_symlinks;
-        let nofollow = if follow {
-            OFlags::empty()
-        } else {
-            OFlags::NOFOLLOW
-        };
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | nofollow;
-        let opened = rustix::fs::open(&directory, flags, Mode::empty());
-        let fd = match opened {
+        let fd = match open_to_list(&directory, follow) {
             Ok(fd) => fd,
             Err(error) => {
                 self.entered += 1;
@@ -199,17 +265,10 @@ impl Walker<'_> {
         }
         self.entered += 1;
 
-        // One more than may be looked at tells whether there is more. Of a vast directory only as
-        // many are kept, or twice that while it is being read.
+        // One name more than allowed shows whether there is more.
         let wanted = self.options.max_entries - self.examined + 1;
         let mut names = Listing::default();
-        let read = each_name(&fd, self.cancelled, |_, name, kind| {
-            names.push(name.to_bytes(), kind);
-            if names.len() >= wanted.saturating_mul(2) {
-                names.keep_first(wanted);
-            }
-        });
-        match read {
+        match read_first(&fd, wanted, self.cancelled, |_, _| true, &mut names) {
             Ok(()) => {}
             Err(ReadError::Cancelled) => return Err(FsError::Cancelled),
             Err(ReadError::Io(error)) => {
@@ -218,7 +277,6 @@ impl Walker<'_> {
                 }
             }
         }
-        names.keep_first(wanted);
         names.sort();
 
         let mut group = Group {
@@ -230,13 +288,7 @@ impl Walker<'_> {
         Ok(room)
     }
 
-    fn list(
-        &mut self,
-        group: &mut Group,
-        names: &Listing,
-        fd: &rustix::fd::OwnedFd,
-        depth: usize,
-    ) -> bool {
+    fn list(&mut self, group: &mut Group, names: &Listing, fd: &OwnedFd, depth: usize) -> bool {
         let parent_bytes = group.directory.as_os_str().len() + 1;
         for (name, kind) in names.iter() {
             if self.examined == self.options.max_entries {
@@ -254,12 +306,11 @@ impl Walker<'_> {
                 Kind::Symlink | Kind::Other => continue,
                 known => known,
             };
-            if !self.afford(parent_bytes + name.len()) {
+            if !self.budget.afford(parent_bytes + name.len()) {
                 return false;
             }
             group.found.push(name.as_bytes(), kind);
-            let hidden = name.as_bytes().starts_with(b".");
-            let pruned = hidden && self.options.prune_hidden_directories;
+            let pruned = is_pruned(&self.options, name.as_bytes());
             if kind == Kind::Directory && depth < self.options.max_depth && !pruned {
                 self.queue
                     .push_back((group.directory.join(name), depth + 1));
@@ -270,22 +321,7 @@ impl Walker<'_> {
 
     /// Notes what could not be looked at; whether there is room for more.
     fn failed(&mut self, path: PathBuf, error: Errno) -> bool {
-        let error = io::Error::from(error);
-        let room = self.afford(path.as_os_str().len() + error.to_string().len());
-        if room {
-            self.walked.errors.push((path, error));
-        }
-        room
-    }
-
-    fn afford(&mut self, bytes: usize) -> bool {
-        match self.budget.checked_sub(bytes + ITEM_BYTES) {
-            Some(rest) => {
-                self.budget = rest;
-                true
-            }
-            None => false,
-        }
+        self.walked.fail(path, error, &mut self.budget)
     }
 }
 
@@ -296,7 +332,7 @@ mod tests {
 
     use super::*;
 
-    const ALL: WalkOptions = WalkOptions {
+    pub(super) const ALL: WalkOptions = WalkOptions {
         max_depth: 64,
         max_directories: 10_000,
         max_entries: 50_000,

@@ -1,4 +1,4 @@
-//! File operations as values: what is asked, and what is answered.
+//! File operations as values: requests and responses.
 //!
 //! [`FsRequest`] and [`FsResponse`] hold the types of the wire, one variant per method. Files that are
 //! open across requests, watches and their notifications are no part of them.
@@ -111,7 +111,7 @@ macro_rules! operations {
                 )*}
             }
 
-            /// Decodes the params of a method; nothing if it is none of these operations.
+            /// Decodes the params of a method; `None` if it is not one of these operations.
             pub fn decode(method: &str, params: &str) -> Option<serde_json::Result<Self>> {
                 Some(match method {
                     $($name::NAME => serde_json::from_str(params).map(Self::$name),)*

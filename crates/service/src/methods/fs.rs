@@ -229,8 +229,18 @@ fn send_listing(responder: Responder, directory: &PathUri, found: &Directory) {
             }
             out.push(b'}');
         }
-        out.extend_from_slice(b"]}");
+        out.push(b']');
+        push_next(out, found.next.as_deref());
+        out.push(b'}');
     });
+}
+
+/// Appends the cursor of the next page, if there is one.
+fn push_next(out: &mut Vec<u8>, next: Option<&str>) {
+    if let Some(next) = next {
+        out.extend_from_slice(b",\"next\":");
+        push_text(out, next);
+    }
 }
 
 /// Appends a JSON string.
@@ -283,9 +293,11 @@ fn send_walk(responder: Responder, walked: &Walked) {
         }
         out.extend_from_slice(b"],\"truncated\":");
         out.extend_from_slice(if walked.truncated {
-            b"true}"
+            b"true"
         } else {
-            b"false}"
+            &b"false"[..]
         });
+        push_next(out, walked.next.as_deref());
+        out.push(b'}');
     });
 }

@@ -157,6 +157,133 @@ async fn a_hundred_thousand_entries() {
     assert_eq!(scene.names(), [""; 0]);
 }
 
+/// A directory in memory with so many files of one content.
+fn crowded(count: usize) -> tempfile::TempDir {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = directory.path();
+    fs::create_dir(path.join("many")).unwrap();
+    for n in 0..count {
+        fs::File::create(path.join("many").join(format!("{n:06}"))).unwrap();
+    }
+    directory
+}
+
+#[tokio::test]
+async fn a_directory_of_any_size_is_listed_page_by_page() {
+    const COUNT: usize = 120_000;
+    let directory = crowded(COUNT);
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let path = uri(&directory.path().join("many"));
+    let mut params = json!({"path": path, "limit": 50_000});
+    let (mut seen, mut pages) = (Vec::new(), Vec::new());
+    loop {
+        let page = scene.client.ok("fs/readDirectory", params.clone()).await;
+        let entries = page["entries"].as_array().unwrap();
+        let mut names: Vec<String> = entries
+            .iter()
+            .map(|entry| entry["fileName"].as_str().unwrap().to_owned())
+            .collect();
+        names.sort();
+        // What comes between pages counts for what is still to be listed, and for nothing else.
+        if pages.is_empty() {
+            fs::write(directory.path().join("many/000000-new"), "").unwrap();
+            fs::write(directory.path().join("many/999999-new"), "").unwrap();
+            fs::remove_file(directory.path().join("many/000000")).unwrap();
+            fs::remove_file(directory.path().join("many/119999")).unwrap();
+        }
+        pages.push(names.len());
+        // Every page comes after the one before it.
+        assert!(seen.last() < names.first());
+        seen.extend(names);
+        match page.get("next") {
+            Some(next) => params["after"] = next.clone(),
+            None => break,
+        }
+    }
+    assert_eq!(pages, [50_000, 50_000, 20_000]);
+    let mut expected: Vec<String> = (0..COUNT - 1).map(|n| format!("{n:06}")).collect();
+    expected.push("999999-new".to_owned());
+    assert_eq!(seen, expected);
+}
+
+#[tokio::test]
+async fn a_tree_of_any_size_is_walked_page_by_page() {
+    const COUNT: usize = 120_000;
+    let directory = crowded(COUNT);
+    fs::create_dir_all(directory.path().join("a/b")).unwrap();
+    fs::write(directory.path().join("a/b/c"), "").unwrap();
+    fs::write(directory.path().join("z"), "").unwrap();
+    let mut scene = Scene::new(Transport::Websocket).await;
+    let root = format!("{}/", uri(directory.path()));
+    let mut params =
+        json!({"path": uri(directory.path()), "options": walk_options(), "limit": 50_000});
+    let mut seen: Vec<String> = Vec::new();
+    loop {
+        let page = scene.client.ok("fs/walk", params.clone()).await;
+        assert_eq!(
+            (&page["errors"], &page["truncated"]),
+            (&json!([]), &json!(false))
+        );
+        let entries = page["entries"].as_array().unwrap();
+        assert!((1..=50_000).contains(&entries.len()), "{}", entries.len());
+        seen.extend(entries.iter().map(|entry| {
+            let path = entry["path"].as_str().unwrap();
+            path.strip_prefix(&root).unwrap().to_owned()
+        }));
+        match page.get("next") {
+            Some(next) => params["after"] = next.clone(),
+            None => break,
+        }
+    }
+    let mut expected: Vec<String> = ["a", "a/b", "a/b/c", "many"].map(str::to_owned).to_vec();
+    expected.extend((0..COUNT).map(|n| format!("many/{n:06}")));
+    expected.push("z".to_owned());
+    assert_eq!(seen, expected);
+}
+
+#[tokio::test]
+async fn pages_have_bounds_and_cursors_a_form() {
+    let mut scene = Scene::new(Transport::Websocket).await;
+    fs::create_dir(scene.path("d")).unwrap();
+    for name in ["d/1", "d/2", "d/3"] {
+        fs::write(scene.path(name), "").unwrap();
+    }
+    for method in ["fs/readDirectory", "fs/walk"] {
+        let options = walk_options();
+        for (limit, said) in [(0, "limit 0 "), (50_001, "limit 50001 ")] {
+            let params = json!({"options": options, "limit": limit});
+            let message = scene.fails(method, "d", params, -32602).await;
+            assert!(
+                message.starts_with(said) && message.contains("50000"),
+                "{message}"
+            );
+        }
+        for after in ["", "?", "YQ", "Li4=", "YS8uLi9i", "L2V0Yw=="] {
+            let params = json!({"options": options, "after": after});
+            let message = scene.fails(method, "d", params, -32602).await;
+            assert!(message.contains("`after`"), "{message}");
+        }
+        // A cursor without a limit is the rest, as far as one page goes.
+        let params = json!({"options": options, "limit": 1});
+        let first = scene.ok(method, "d", params).await;
+        let params = json!({"options": options, "after": first["next"]});
+        let rest = scene.ok(method, "d", params).await;
+        assert_eq!(rest["entries"].as_array().unwrap().len(), 2);
+        assert!(rest.get("next").is_none(), "{rest}");
+        let null = json!({"options": options, "limit": null, "after": null});
+        let whole = scene.ok(method, "d", null).await;
+        assert_eq!(whole["entries"].as_array().unwrap().len(), 3);
+        assert!(whole.get("next").is_none(), "{whole}");
+        let params = json!({"options": options, "limit": 1});
+        scene.fails(method, "missing", params, -32004).await;
+    }
+    let mut options = walk_options();
+    options["followDirectorySymlinks"] = true.into();
+    let params = json!({"options": options, "limit": 1});
+    let message = scene.fails("fs/walk", "d", params, -32602).await;
+    assert!(message.contains("follows links"), "{message}");
+}
+
 #[tokio::test]
 async fn a_loop_of_directories_is_walked_once() {
     let mut scene = Scene::new(Transport::Websocket).await;
