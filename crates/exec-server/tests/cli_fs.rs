@@ -56,6 +56,17 @@ impl Seen {
     }
 }
 
+/// A directory in memory with so many hard links of an empty file.
+fn crowd(count: usize) -> TempDir {
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let first = directory.path().join("000000");
+    fs::write(&first, "").unwrap();
+    for n in 1..count {
+        fs::hard_link(&first, directory.path().join(format!("{n:06}"))).unwrap();
+    }
+    directory
+}
+
 impl Test {
     async fn new() -> Self {
         let there = tempfile::tempdir().unwrap();
@@ -521,4 +532,46 @@ async fn help_teaches() {
             assert!(help.contains(word), "no {word:?} in {help}");
         }
     }
+}
+
+#[tokio::test]
+async fn ls_and_walk_list_directories_of_any_size() {
+    let test = Test::new().await;
+    let crowd = crowd(120_000);
+    let path = crowd.path().to_str().unwrap();
+    let expected: String = (0..120_000).map(|n| format!("{n:06}\n")).collect();
+    for remote in [true, false] {
+        let run = |args: &[&str]| {
+            let mut command = test.command(args);
+            if !remote {
+                command.env_remove("EXEC_SERVER_URL");
+            }
+            see(&mut command)
+        };
+        let listed = run(&["fs", "ls", path]).ok().text();
+        assert!(listed == expected, "{} bytes", listed.len());
+        let walked = run(&["fs", "walk", "--entries", "200000", path]).ok();
+        assert_eq!(walked.text().lines().count(), 120_000);
+        let part = run(&["fs", "walk", "--entries", "60000", path]);
+        assert_eq!(part.text().lines().count(), 60_000);
+        assert!(part.err.contains("there is more"), "{}", part.err);
+    }
+}
+
+#[tokio::test]
+async fn cp_copies_directories_with_more_entries_than_one_answer_holds() {
+    let test = Test::new().await;
+    let crowd = tempfile::tempdir_in("/dev/shm").unwrap();
+    for n in 0..50_010 {
+        symlink("nowhere", crowd.path().join(format!("{n:05}"))).unwrap();
+    }
+    let to = tempfile::tempdir_in("/dev/shm").unwrap();
+    let from = format!(":{}", crowd.path().display());
+    let target = to.path().join("copy");
+    test.run(&["cp", "-r", &from, target.to_str().unwrap()])
+        .ok();
+    let copied: Vec<_> = fs::read_dir(&target).unwrap().collect();
+    assert_eq!(copied.len(), 50_010);
+    let last = fs::read_link(target.join("50009")).unwrap();
+    assert_eq!(last, Path::new("nowhere"));
 }

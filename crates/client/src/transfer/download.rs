@@ -22,8 +22,8 @@ use super::{
 };
 use crate::error::ExecServerError;
 use crate::fs::{
-    Access, ExecutorFileSystem, Feature, FileReader, Hash, ReadDirectory, ReadStream, child,
-    is_plain_name,
+    Access, DirectoryPages, ExecutorFileSystem, Feature, FileReader, Hash, ReadDirectory,
+    ReadStream, child, is_plain_name,
 };
 
 /// Copies a file or, if told so, a directory of another machine to a path of this one.
@@ -173,20 +173,29 @@ impl Scan {
             links: self.lists_links,
             sandbox: None,
         };
-        let listing = self
-            .work
-            .files
-            .read_directory(&directory.from, options)
-            .await;
-        match listing {
-            Ok(entries) => self.entries(&directory, entries),
-            Err(error) => self.work.failed(remote(&directory.from)(error)),
+        let files = Arc::clone(&self.work.files);
+        let mut pages = DirectoryPages::new(files, &directory.from, options);
+        let mut names = HashSet::new();
+        loop {
+            match pages.next().await {
+                Ok(Some(entries)) => self.entries(&directory, entries, &mut names),
+                Ok(None) => break,
+                Err(error) => {
+                    self.work.failed(remote(&directory.from)(error));
+                    break;
+                }
+            }
         }
         self.plan.lock().directories.push(directory);
     }
 
-    fn entries(&self, directory: &Item, entries: Vec<DirectoryEntry>) {
-        let mut names = HashSet::new();
+    /// Notes what is to be done about entries; `names` are those that the directory had before.
+    fn entries(
+        &self,
+        directory: &Item,
+        entries: Vec<DirectoryEntry>,
+        names: &mut HashSet<OsString>,
+    ) {
         for entry in entries {
             let name = exact_name(&directory.from, &entry);
             let from = name.as_ref().and_then(|name| {

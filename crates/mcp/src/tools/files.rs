@@ -6,8 +6,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use exec_server_client::ExecServerError;
 use exec_server_client::fs::{
-    Access, CreateDirectory, ReadDirectory, ReadStream, Remove, Search as SearchOptions, Walk,
-    Watch, WriteOptions,
+    Access, CreateDirectory, DirectoryPages, ReadDirectory, ReadStream, Remove,
+    Search as SearchOptions, Walk, Watch, WriteOptions,
 };
 use exec_server_client::unified::BYTES_PER_TOKEN;
 use exec_server_protocol::fs::{ChangeKind, WalkKind};
@@ -395,12 +395,14 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> Answer {
             sandbox: environment.sandbox.clone(),
             ..ReadDirectory::default()
         };
-        let found = environment.files.read_directory(&path, options).await?;
-        entries.extend(
-            found
-                .into_iter()
-                .map(|entry| (entry.file_name, entry.is_directory)),
-        );
+        let mut pages = DirectoryPages::new(environment.files.clone(), &path, options);
+        // Names of later pages come later: what is not shown is not asked for.
+        while entries.len() <= max
+            && let Some(page) = pages.next().await?
+        {
+            let page = page.into_iter();
+            entries.extend(page.map(|entry| (entry.file_name, entry.is_directory)));
+        }
         entries.sort();
     } else {
         let options = Walk {

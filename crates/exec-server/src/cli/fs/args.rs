@@ -204,7 +204,7 @@ pub(super) struct WalkArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 64)]
     pub(super) depth: usize,
 
-    /// Stop after COUNT entries
+    /// Stop after COUNT entries; above 50000 the walk is depth first
     #[arg(long, value_name = "COUNT", default_value_t = 50_000)]
     pub(super) entries: usize,
 

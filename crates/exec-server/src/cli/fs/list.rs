@@ -7,10 +7,11 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use exec_server_client::ExecServerError;
-use exec_server_client::fs::{Feature, ReadDirectory, Walk, child};
+use exec_server_client::fs::{DirectoryPages, Feature, ReadDirectory, Walk, WalkPages, child};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::codes;
-use exec_server_protocol::fs::{DirectoryEntry, Metadata};
+use exec_server_protocol::fs::{DirectoryEntry, Metadata, WalkResult};
+use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 use exec_server_transport::time::date_and_time;
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
@@ -34,76 +35,118 @@ struct Line {
 }
 
 pub(super) async fn ls(place: &Place, args: &LsArgs) -> anyhow::Result<ExitCode> {
-    let mut out = Vec::new();
     let mut listed = Vec::new();
     let for_terminal = prints_to_terminal();
     let mut code = ExitCode::SUCCESS;
+    let mut gap = "";
     for path in &args.paths {
         let uri = place.uri(path).await?;
-        let found = lines(place, &uri, args).await;
-        // One path that cannot be listed does not hide the others.
-        let lines = match found.with_context(|| format!("cannot list `{}`", path.display())) {
-            Ok(lines) => lines,
-            Err(error) => {
-                report(&error);
-                code = ExitCode::FAILURE;
+        let mut listing = Listing::of(place, &uri, args);
+        let mut heading = args.paths.len() > 1;
+        loop {
+            let page = listing.next().await;
+            let lines = match page.with_context(|| format!("cannot list `{}`", path.display())) {
+                Ok(Some(lines)) => lines,
+                Ok(None) => break,
+                // One path that cannot be listed does not hide the others.
+                Err(error) => {
+                    report(&error);
+                    code = ExitCode::FAILURE;
+                    break;
+                }
+            };
+            if args.json {
+                listed.extend(lines.iter().map(to_json));
                 continue;
             }
-        };
-        if args.json {
-            listed.extend(lines.iter().map(to_json));
-            continue;
-        }
-        if args.paths.len() > 1 {
-            let gap = if out.is_empty() { "" } else { "\n" };
-            out.extend_from_slice(format!("{gap}{}:\n", visible(&shown(&uri))).as_bytes());
-        }
-        if args.long {
-            out.extend_from_slice(long_listing(&lines).as_bytes());
-        } else {
-            for line in &lines {
-                push_line(&mut out, line.name.as_bytes(), for_terminal);
+            let mut out = Vec::new();
+            if std::mem::take(&mut heading) {
+                out.extend_from_slice(format!("{gap}{}:\n", visible(&shown(&uri))).as_bytes());
             }
+            gap = "\n";
+            if args.long {
+                out.extend_from_slice(long_listing(&lines).as_bytes());
+            } else {
+                for line in &lines {
+                    push_line(&mut out, line.name.as_bytes(), for_terminal);
+                }
+            }
+            print(&out)?;
         }
     }
     if args.json {
-        out = serde_json::to_vec_pretty(&listed)?;
+        let mut out = serde_json::to_vec_pretty(&listed)?;
         out.push(b'\n');
+        print(&out)?;
     }
-    print(&out)?;
     Ok(code)
 }
 
-async fn lines(place: &Place, path: &PathUri, args: &LsArgs) -> anyhow::Result<Vec<Line>> {
-    let files = &place.files;
-    let found = files.metadata(path, Default::default()).await?;
-    if !found.is_directory {
-        // A file lists itself.
-        return Ok(vec![Line {
-            name: OsString::from(shown(path)),
-            path: path.clone(),
-            kind: kind(&found),
-            target: found.symlink_target.clone().filter(|_| found.is_symlink),
-            found: Some(found),
-        }]);
-    }
-    let options = ReadDirectory {
-        links: files.supports(Feature::ListLinks).await?,
-        sandbox: None,
-    };
-    let entries = files.read_directory(path, options).await?;
-    let mut lines = Vec::with_capacity(entries.len());
-    for entry in entries {
-        let line = line(path, entry)?;
-        if args.all || !line.name.as_bytes().starts_with(b".") {
-            lines.push(line);
+/// The lines of one path, page by page.
+struct Listing<'a> {
+    place: &'a Place,
+    path: &'a PathUri,
+    args: &'a LsArgs,
+    begun: bool,
+    /// Of a directory, once it has been looked at.
+    pages: Option<DirectoryPages>,
+}
+
+impl<'a> Listing<'a> {
+    fn of(place: &'a Place, path: &'a PathUri, args: &'a LsArgs) -> Self {
+        Self {
+            place,
+            path,
+            args,
+            begun: false,
+            pages: None,
         }
     }
-    lines.sort_by(|one, other| one.name.cmp(&other.name));
-    if args.long {
-        add_metadata(place, &mut lines).await?;
+
+    /// The next lines in order; nothing after the last ones.
+    async fn next(&mut self) -> anyhow::Result<Option<Vec<Line>>> {
+        if !std::mem::replace(&mut self.begun, true) {
+            let files = &self.place.files;
+            let found = files.metadata(self.path, Default::default()).await?;
+            if !found.is_directory {
+                return Ok(Some(vec![itself(self.path, found)]));
+            }
+            let options = ReadDirectory {
+                links: files.supports(Feature::ListLinks).await?,
+                sandbox: None,
+            };
+            self.pages = Some(DirectoryPages::new(files.clone(), self.path, options));
+        }
+        let Some(pages) = &mut self.pages else {
+            return Ok(None);
+        };
+        let Some(entries) = pages.next().await? else {
+            return Ok(None);
+        };
+        let mut lines = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let line = line(self.path, entry)?;
+            if self.args.all || !line.name.as_bytes().starts_with(b".") {
+                lines.push(line);
+            }
+        }
+        lines.sort_by(|one, other| one.name.cmp(&other.name));
+        if self.args.long {
+            add_metadata(self.place, &mut lines).await?;
+        }
+        Ok(Some(lines))
     }
-    Ok(lines)
+}
+
+/// A file lists itself.
+fn itself(path: &PathUri, found: Metadata) -> Line {
+    Line {
+        name: OsString::from(shown(path)),
+        path: path.clone(),
+        kind: kind(&found),
+        target: found.symlink_target.clone().filter(|_| found.is_symlink),
+        found: Some(found),
+    }
 }
 
 fn line(directory: &PathUri, entry: DirectoryEntry) -> Result<Line, ExecServerError> {
@@ -284,17 +327,17 @@ pub(super) async fn stat(place: &Place, args: &StatArgs) -> anyhow::Result<ExitC
 pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitCode> {
     let options = Walk {
         max_depth: args.depth,
-        max_entries: args.entries,
+        max_entries: args.entries.min(MAX_PAGE_ENTRIES),
         follow_directory_symlinks: args.follow,
         prune_hidden_directories: args.prune_hidden,
         ..Walk::default()
     };
     let path = place.uri(&args.path).await?;
-    let walked = place
-        .files
-        .walk(&path, options)
-        .await
-        .with_context(|| format!("cannot walk `{}`", args.path.display()))?;
+    let walked = match args.entries > MAX_PAGE_ENTRIES {
+        true => walk_pages(place, &path, options, args.entries).await,
+        false => place.files.walk(&path, options).await,
+    };
+    let walked = walked.with_context(|| format!("cannot walk `{}`", args.path.display()))?;
     let failed = !walked.errors.is_empty();
     if args.json {
         print(format!("{}\n", serde_json::to_string_pretty(&walked)?).as_bytes())?;
@@ -321,6 +364,33 @@ pub(super) async fn walk(place: &Place, args: &WalkArgs) -> anyhow::Result<ExitC
     } else {
         ExitCode::SUCCESS
     })
+}
+
+/// Walks page by page until there are so many entries.
+async fn walk_pages(
+    place: &Place,
+    path: &PathUri,
+    options: Walk,
+    entries: usize,
+) -> Result<WalkResult, ExecServerError> {
+    let mut pages = WalkPages::new(place.files.clone(), path, options);
+    let mut all = WalkResult {
+        entries: Vec::new(),
+        errors: Vec::new(),
+        truncated: false,
+        next: None,
+    };
+    while let Some(page) = pages.next().await? {
+        all.entries.extend(page.entries);
+        all.errors.extend(page.errors);
+        all.truncated |= page.truncated;
+        if all.entries.len() > entries {
+            all.entries.truncate(entries);
+            all.truncated = true;
+            break;
+        }
+    }
+    Ok(all)
 }
 
 #[cfg(test)]
