@@ -20,7 +20,7 @@ mod params;
 pub mod path;
 pub mod process;
 pub mod sandbox;
-mod scan;
+pub mod scan;
 pub mod session;
 pub mod table;
 pub mod text;

@@ -45,10 +45,7 @@ enum Reason {
 ///
 /// When the text is not one JSON object, repeats a key in any object, nests deeper than
 /// [`MAX_JSON_DEPTH`] or holds more than `max_values` values.
-pub(crate) fn members(
-    text: &str,
-    max_values: usize,
-) -> Result<Vec<(Cow<'_, str>, &str)>, ScanError> {
+pub fn members(text: &str, max_values: usize) -> Result<Vec<(Cow<'_, str>, &str)>, ScanError> {
     let mut scanner = Scanner {
         text,
         bytes: text.as_bytes(),

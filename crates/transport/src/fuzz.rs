@@ -1,11 +1,15 @@
-//! The body of the fuzz target for websocket frames.
+//! The bodies of the fuzz targets for websocket frames and JSON Web Tokens.
 //!
-//! Takes arbitrary bytes and panics when a promise of the decoder is broken; `fuzz/` runs it under a
-//! fuzzer, and an ordinary test over the committed seeds.
+//! Each takes arbitrary bytes and panics when a promise of the decoder is broken; `fuzz/` runs them
+//! under a fuzzer, and ordinary tests over the committed seeds.
 
 use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES};
 
+use serde_json::Value;
+
+use crate::Secret;
 use crate::frame::{Decoder, FrameError, Opcode, Role, Step, push_frame, push_message};
+use crate::jwt;
 
 /// Decodes a byte stream whole and in pieces; the first two bytes choose the role and the pieces.
 ///
@@ -110,14 +114,80 @@ fn message(text: bool, payload: &[u8]) -> Received {
     }
 }
 
+/// Reads a token; then signs a header and claims, separated by a line break, and verifies them. The
+/// first byte chooses a character of the signed token to change.
+///
+/// # Panics
+///
+/// When a token verifies that was not signed, a claim is accepted with the wrong type or value, or
+/// a changed token is accepted.
+pub fn jwt(data: &[u8]) {
+    let Ok(text) = str::from_utf8(data) else {
+        return;
+    };
+    let secret = Secret::from("0123456789abcdef0123456789abcdef");
+    let keys = [jwt::Key::hmac(&secret)];
+    let read = |text: &str| {
+        let token = jwt::Token::parse(text, &[jwt::Algorithm::Hs256])?;
+        token.verify(&keys)
+    };
+    assert!(read(text).is_err(), "an unsigned token is accepted");
+    let _ = jwt::inspect(&Secret::from(text));
+
+    let mut characters = text.chars();
+    let place = characters.next().map_or(0, |first| first as usize);
+    let (header, claims) = match characters.as_str().split_once('\n') {
+        Some(both) => both,
+        None => (r#"{"alg":"HS256"}"#, characters.as_str()),
+    };
+    let token = jwt::sign_text(header, claims, &secret);
+    let token = token.expose();
+    if let Ok(found) = read(token) {
+        let header: Value = serde_json::from_str(header).expect("an accepted header is JSON");
+        assert_eq!(header["alg"], "HS256");
+        assert_eq!(header.get("crit"), None);
+        let tree: Value = serde_json::from_str(claims).expect("accepted claims are JSON");
+        assert_eq!(tree.as_object(), Some(found.members()));
+        assert_eq!(tree["exp"].as_i64(), Some(found.expires()));
+        assert_eq!(
+            tree.get("sub").map(Value::as_str),
+            found.subject().map(Some)
+        );
+        assert!(
+            found
+                .subject()
+                .is_none_or(|it| it.len() <= jwt::MAX_SUBJECT_BYTES)
+        );
+        for name in ["nbf", "iat"] {
+            assert!(tree.get(name).is_none_or(Value::is_i64), "{name}");
+        }
+        for name in ["iss", "sub"] {
+            assert!(tree.get(name).is_none_or(Value::is_string), "{name}");
+        }
+    }
+    let place = place % token.len();
+    let other = if token.as_bytes()[place] == b'A' {
+        "B"
+    } else {
+        "A"
+    };
+    let changed = format!("{}{other}{}", &token[..place], &token[place + 1..]);
+    assert!(read(&changed).is_err(), "a changed token is accepted");
+}
+
 #[cfg(test)]
 mod tests {
     use exec_server_protocol::fuzz::replay;
 
-    use super::frames;
+    use super::{frames, jwt};
 
     #[test]
     fn frames_keep_their_promises() {
         replay("frames", frames);
+    }
+
+    #[test]
+    fn tokens_keep_their_promises() {
+        replay("jwt", jwt);
     }
 }

@@ -12,6 +12,7 @@ pub mod http;
 #[cfg(feature = "relay")]
 pub mod identity;
 pub mod journal;
+pub mod jwt;
 pub mod keepalive;
 pub mod link;
 pub mod metrics;

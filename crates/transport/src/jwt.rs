@@ -1,0 +1,437 @@
+//! JSON Web Tokens (RFC 7519): parsing, header rules, signatures and registered claims.
+//!
+//! Verifies HS256, RS256, ES256 and EdDSA (Ed25519) with ring, and signs HS256. Claims can be read
+//! only after the signature was verified ([`Token::verify`]), except for display ([`inspect`]).
+//! What a token allows is decided by the server (`service::auth`) and by the rendezvous server
+//! (`rendezvous::oidc`).
+//!
+//! A claim that is present must have its type: `null`, a number as text or a list instead of a text
+//! is refused and never treated as absent, because an absent claim often means "no restriction".
+
+use base64_turbo::URL_SAFE_NO_PAD;
+use exec_server_protocol::scan;
+use ring::hmac;
+use ring::signature::{
+    ECDSA_P256_SHA256_FIXED, ED25519, RSA_PKCS1_2048_8192_SHA256, RsaPublicKeyComponents,
+    UnparsedPublicKey,
+};
+use serde::Serialize;
+use serde_json::{Map, Value};
+
+use crate::Secret;
+use crate::http::MAX_HEAD_BYTES;
+
+/// Bytes of a token. It arrives in the head of a request.
+pub const MAX_TOKEN_BYTES: usize = MAX_HEAD_BYTES;
+
+/// Bytes of `sub`: the limit of OpenID Connect Core 1.0, section 2.
+pub const MAX_SUBJECT_BYTES: usize = 255;
+
+/// JSON values of a header, and of the claims. More do not fit into [`MAX_TOKEN_BYTES`].
+const MAX_VALUES: usize = MAX_TOKEN_BYTES;
+
+/// Why a token is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Not three parts of canonical base64url, a header that breaks the rules, or no JSON object.
+    #[error("malformed token")]
+    Malformed,
+    /// Signed with an algorithm that is not accepted here.
+    #[error("algorithm `{0}` is not accepted")]
+    Algorithm(String),
+    /// No key has the token's algorithm and key id.
+    #[error("no key fits the token's algorithm and key id")]
+    UnknownKey,
+    /// The signature does not fit the key.
+    #[error("wrong signature")]
+    Signature,
+    /// A required claim is missing, or a claim has the wrong type.
+    #[error("the claim `{0}` is missing or has the wrong type")]
+    Claim(&'static str),
+    /// `sub` cannot name anyone.
+    #[error("`sub` is empty, longer than {MAX_SUBJECT_BYTES} bytes or has control characters")]
+    Subject,
+    /// `exp` is in the past.
+    #[error("expired")]
+    Expired,
+    /// `nbf` is in the future.
+    #[error("not valid yet")]
+    NotYet,
+    /// `iss` is not the expected issuer.
+    #[error("wrong issuer")]
+    Issuer,
+    /// `aud` does not contain the expected audience.
+    #[error("wrong audience")]
+    Audience,
+}
+
+/// A signature algorithm, as `alg` names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Algorithm {
+    /// HMAC with SHA-256.
+    Hs256,
+    /// RSASSA-PKCS1-v1_5 with SHA-256; keys of 2048 to 8192 bits.
+    Rs256,
+    /// ECDSA on P-256 with SHA-256.
+    Es256,
+    /// Ed25519.
+    EdDsa,
+}
+
+impl Algorithm {
+    /// The algorithms with public keys.
+    pub const PUBLIC: [Self; 3] = [Self::Rs256, Self::Es256, Self::EdDsa];
+
+    /// The algorithm of this name, if it is one of these.
+    pub fn parse(name: &str) -> Option<Self> {
+        match name {
+            "HS256" => Some(Self::Hs256),
+            "RS256" => Some(Self::Rs256),
+            "ES256" => Some(Self::Es256),
+            "EdDSA" => Some(Self::EdDsa),
+            _ => None,
+        }
+    }
+}
+
+/// The bytes of a key. Each kind belongs to exactly one algorithm, whatever a token's header says.
+#[derive(Debug)]
+pub enum Material {
+    /// For HS256.
+    Hmac(hmac::Key),
+    /// For RS256: modulus and exponent, big-endian, without leading zeros.
+    Rsa {
+        /// The modulus.
+        n: Vec<u8>,
+        /// The public exponent.
+        e: Vec<u8>,
+    },
+    /// For ES256: an uncompressed point.
+    P256(Vec<u8>),
+    /// For EdDSA.
+    Ed25519(Vec<u8>),
+}
+
+/// A key that verifies signatures.
+#[derive(Debug)]
+pub struct Key {
+    /// `kid` of the tokens that it signs; `None` if it has no id.
+    pub id: Option<String>,
+    /// Its bytes.
+    pub material: Material,
+}
+
+impl Key {
+    /// A shared secret, for HS256.
+    pub fn hmac(secret: &Secret) -> Self {
+        let material = hmac::Key::new(hmac::HMAC_SHA256, secret.expose().as_bytes());
+        Self {
+            id: None,
+            material: Material::Hmac(material),
+        }
+    }
+
+    /// The only algorithm that it is used with.
+    pub fn algorithm(&self) -> Algorithm {
+        match self.material {
+            Material::Hmac(_) => Algorithm::Hs256,
+            Material::Rsa { .. } => Algorithm::Rs256,
+            Material::P256(_) => Algorithm::Es256,
+            Material::Ed25519(_) => Algorithm::EdDsa,
+        }
+    }
+
+    fn verifies(&self, message: &[u8], signature: &[u8]) -> bool {
+        match &self.material {
+            Material::Hmac(key) => hmac::verify(key, message, signature),
+            Material::Rsa { n, e } => RsaPublicKeyComponents { n, e }.verify(
+                &RSA_PKCS1_2048_8192_SHA256,
+                message,
+                signature,
+            ),
+            Material::P256(point) => {
+                UnparsedPublicKey::new(&ECDSA_P256_SHA256_FIXED, point).verify(message, signature)
+            }
+            Material::Ed25519(point) => {
+                UnparsedPublicKey::new(&ED25519, point).verify(message, signature)
+            }
+        }
+        .is_ok()
+    }
+}
+
+/// A token whose signature was not verified yet.
+#[derive(Debug)]
+pub struct Token<'a> {
+    algorithm: Algorithm,
+    key_id: Option<String>,
+    /// Header and claims, as they are signed.
+    message: &'a str,
+    claims: &'a str,
+    signature: Vec<u8>,
+}
+
+impl<'a> Token<'a> {
+    /// Reads the header of a token that must be signed with one of these algorithms.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Malformed`] and [`Error::Algorithm`].
+    pub fn parse(text: &'a str, accepted: &[Algorithm]) -> Result<Self, Error> {
+        if text.len() > MAX_TOKEN_BYTES {
+            return Err(Error::Malformed);
+        }
+        let [header, claims, signature] = parts(text).ok_or(Error::Malformed)?;
+        let header_members = object(header).ok_or(Error::Malformed)?;
+        // Names extensions that must be understood (RFC 7515, section 4.1.11); none is supported.
+        if header_members.contains_key("crit") {
+            return Err(Error::Malformed);
+        }
+        let member = |name| text_of(&header_members, name).map_err(|_| Error::Malformed);
+        member("typ")?;
+        let name = member("alg")?.ok_or(Error::Malformed)?;
+        let known = Algorithm::parse(name).filter(|algorithm| accepted.contains(algorithm));
+        let algorithm = known.ok_or_else(|| {
+            let shown = name.chars().filter(char::is_ascii_alphanumeric);
+            Error::Algorithm(shown.take(16).collect())
+        })?;
+        Ok(Self {
+            algorithm,
+            key_id: member("kid")?.map(str::to_owned),
+            message: &text[..header.len() + 1 + claims.len()],
+            claims,
+            signature: decode(signature).ok_or(Error::Malformed)?,
+        })
+    }
+
+    /// The claims, if one of these keys has signed them. A key without an id fits any key id.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownKey`], also when the token names no key and none fits; [`Error::Signature`],
+    /// [`Error::Malformed`], [`Error::Claim`] and [`Error::Subject`].
+    pub fn verify(&self, keys: &[Key]) -> Result<Claims, Error> {
+        let mut named = false;
+        for key in keys.iter().filter(|key| key.algorithm() == self.algorithm) {
+            let same = self.key_id.is_some() && key.id == self.key_id;
+            if !same && self.key_id.is_some() && key.id.is_some() {
+                continue;
+            }
+            named |= same;
+            if key.verifies(self.message.as_bytes(), &self.signature) {
+                return Claims::read(object(self.claims).ok_or(Error::Malformed)?);
+            }
+        }
+        Err(if named {
+            Error::Signature
+        } else {
+            Error::UnknownKey
+        })
+    }
+}
+
+/// What a verified token says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Claims {
+    members: Map<String, Value>,
+    expires: i64,
+    not_before: Option<i64>,
+    issued_at: Option<i64>,
+}
+
+/// What a token must say.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Expected<'a> {
+    /// `iss`; any if `None`.
+    pub issuer: Option<&'a str>,
+    /// One of `aud`; any if `None`.
+    pub audience: Option<&'a str>,
+    /// The time, in seconds since 1970.
+    pub now: i64,
+    /// Seconds by which the clocks of issuer and server may differ.
+    pub leeway: i64,
+}
+
+impl Claims {
+    fn read(members: Map<String, Value>) -> Result<Self, Error> {
+        for name in ["iss", "jti"] {
+            text_of(&members, name)?;
+        }
+        if text_of(&members, "sub")?.is_some_and(|subject| !is_subject(subject)) {
+            return Err(Error::Subject);
+        }
+        match members.get("aud") {
+            None | Some(Value::String(_)) => {}
+            Some(Value::Array(all)) if all.iter().all(Value::is_string) => {}
+            Some(_) => return Err(Error::Claim("aud")),
+        }
+        Ok(Self {
+            expires: seconds(&members, "exp")?.ok_or(Error::Claim("exp"))?,
+            not_before: seconds(&members, "nbf")?,
+            issued_at: seconds(&members, "iat")?,
+            members,
+        })
+    }
+
+    /// Compares the claims with what is expected. A token is valid up to and including the second
+    /// `exp + leeway`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Expired`], [`Error::NotYet`], [`Error::Issuer`] and [`Error::Audience`].
+    pub fn check(&self, expected: &Expected<'_>) -> Result<(), Error> {
+        let Expected { now, leeway, .. } = *expected;
+        if now > self.expires.saturating_add(leeway) {
+            return Err(Error::Expired);
+        }
+        if self
+            .not_before
+            .is_some_and(|from| now < from.saturating_sub(leeway))
+        {
+            return Err(Error::NotYet);
+        }
+        let issuer = self.get("iss").and_then(Value::as_str);
+        if expected.issuer.is_some() && issuer != expected.issuer {
+            return Err(Error::Issuer);
+        }
+        let Some(audience) = expected.audience else {
+            return Ok(());
+        };
+        let meant = match self.get("aud") {
+            Some(Value::String(one)) => one == audience,
+            Some(Value::Array(all)) => all.iter().any(|one| one == audience),
+            _ => false,
+        };
+        meant.then_some(()).ok_or(Error::Audience)
+    }
+
+    /// A claim of any type.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.members.get(name)
+    }
+
+    /// All claims.
+    pub fn members(&self) -> &Map<String, Value> {
+        &self.members
+    }
+
+    /// `sub`: not empty, at most [`MAX_SUBJECT_BYTES`], without control characters.
+    pub fn subject(&self) -> Option<&str> {
+        self.get("sub").and_then(Value::as_str)
+    }
+
+    /// `exp`, in seconds since 1970.
+    pub fn expires(&self) -> i64 {
+        self.expires
+    }
+
+    /// `iat`, in seconds since 1970.
+    pub fn issued_at(&self) -> Option<i64> {
+        self.issued_at
+    }
+}
+
+/// Whether this can be a token's `sub`.
+pub fn is_subject(text: &str) -> bool {
+    (1..=MAX_SUBJECT_BYTES).contains(&text.len()) && !text.chars().any(char::is_control)
+}
+
+/// A claim that must be a text if it is there.
+fn text_of<'a>(
+    members: &'a Map<String, Value>,
+    name: &'static str,
+) -> Result<Option<&'a str>, Error> {
+    match members.get(name) {
+        None => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text)),
+        Some(_) => Err(Error::Claim(name)),
+    }
+}
+
+/// A claim that must be a whole number of seconds if it is there.
+fn seconds(members: &Map<String, Value>, name: &'static str) -> Result<Option<i64>, Error> {
+    match members.get(name) {
+        None => Ok(None),
+        Some(value) => value.as_i64().map(Some).ok_or(Error::Claim(name)),
+    }
+}
+
+fn parts(text: &str) -> Option<[&str; 3]> {
+    let mut parts = text.split('.');
+    let found = [parts.next()?, parts.next()?, parts.next()?];
+    parts.next().is_none().then_some(found)
+}
+
+/// Decodes base64url without padding; only the canonical form, so that a token has one spelling.
+fn decode(text: &str) -> Option<Vec<u8>> {
+    let bytes = URL_SAFE_NO_PAD.decode(text).ok()?;
+    (URL_SAFE_NO_PAD.encode(&bytes) == text).then_some(bytes)
+}
+
+/// A JSON object that repeats no key.
+fn object(part: &str) -> Option<Map<String, Value>> {
+    let text = String::from_utf8(decode(part)?).ok()?;
+    scan::members(&text, MAX_VALUES).ok()?;
+    serde_json::from_str(&text).ok()
+}
+
+/// The claims of a new token; see [`sign`].
+#[derive(Debug, Clone, Default, Serialize)]
+pub struct TokenClaims {
+    /// Valid until, in seconds since 1970.
+    pub exp: i64,
+    /// Valid from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nbf: Option<i64>,
+    /// When it was made.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iat: Option<i64>,
+    /// Who made it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iss: Option<String>,
+    /// For which server.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub aud: Option<String>,
+    /// For whom.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sub: Option<String>,
+    /// What for; everything if absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scope: Option<String>,
+}
+
+/// Makes a token that is signed with HS256.
+///
+/// # Errors
+///
+/// When the claims cannot be written as JSON.
+pub fn sign(claims: &impl Serialize, secret: &Secret) -> serde_json::Result<Secret> {
+    let claims = serde_json::to_string(claims)?;
+    Ok(sign_text(r#"{"alg":"HS256","typ":"JWT"}"#, &claims, secret))
+}
+
+/// Signs any header and claims, valid or not.
+pub(crate) fn sign_text(header: &str, claims: &str, secret: &Secret) -> Secret {
+    let [header, claims] = [header, claims].map(|part| URL_SAFE_NO_PAD.encode(part));
+    let mut token = format!("{header}.{claims}");
+    let key = hmac::Key::new(hmac::HMAC_SHA256, secret.expose().as_bytes());
+    let signature = URL_SAFE_NO_PAD.encode(hmac::sign(&key, token.as_bytes()));
+    token.push('.');
+    token.push_str(&signature);
+    Secret::from(token)
+}
+
+/// Header and claims of a token, whether or not it is genuine; for display only.
+///
+/// # Errors
+///
+/// [`Error::Malformed`] when it is not three parts, the first two of them JSON.
+pub fn inspect(token: &Secret) -> Result<(Value, Value), Error> {
+    let [header, claims, _] = parts(token.expose()).ok_or(Error::Malformed)?;
+    let read = |part: &str| serde_json::from_slice(&URL_SAFE_NO_PAD.decode(part).ok()?).ok();
+    read(header).zip(read(claims)).ok_or(Error::Malformed)
+}
+
+#[cfg(test)]
+mod tests;
