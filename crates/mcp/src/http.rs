@@ -5,13 +5,15 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use exec_server_sync::Mutex;
 use exec_server_transport::Secret;
-use http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
+use exec_server_transport::throttle::{Throttle, network};
+use http::header::{AUTHORIZATION, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt as _, Full};
@@ -81,6 +83,8 @@ struct Door {
     sessions: Arc<LocalSessionManager>,
     /// The hash of the token, so that comparing takes as long for any other.
     token: Option<[u8; 32]>,
+    /// Addresses that have sent wrong tokens.
+    throttle: Mutex<Throttle>,
 }
 
 impl std::fmt::Debug for Door {
@@ -125,6 +129,7 @@ impl HttpServer {
                 service,
                 sessions,
                 token: token.map(|token| digest(token.expose().as_bytes())),
+                throttle: Mutex::default(),
             }),
         })
     }
@@ -141,8 +146,8 @@ impl HttpServer {
             let Ok(permit) = Arc::clone(&room).acquire_owned().await else {
                 return;
             };
-            let stream = match self.listener.accept().await {
-                Ok((stream, _)) => stream,
+            let (stream, peer) = match self.listener.accept().await {
+                Ok(accepted) => accepted,
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection");
                     tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -152,7 +157,7 @@ impl HttpServer {
             let door = Arc::clone(&self.door);
             // Ends with the connection.
             tokio::spawn(async move {
-                door.connection(stream).await;
+                door.connection(stream, peer.ip()).await;
                 drop(permit);
             });
         }
@@ -162,11 +167,11 @@ impl HttpServer {
 type Answer = Response<BoxBody<Bytes, Infallible>>;
 
 impl Door {
-    async fn connection(self: Arc<Self>, stream: TcpStream) {
+    async fn connection(self: Arc<Self>, stream: TcpStream, from: IpAddr) {
         let _ = stream.set_nodelay(true);
         let service = service_fn(|request| {
             let door = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(door.request(request).await) }
+            async move { Ok::<_, Infallible>(door.request(request, from).await) }
         });
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -178,11 +183,19 @@ impl Door {
         }
     }
 
-    async fn request(&self, request: Request<Incoming>) -> Answer {
+    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> Answer {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
         }
         if !self.admits(request.headers().get(AUTHORIZATION)) {
+            // Only failures are slowed down: a good token is accepted whatever came before it.
+            let wait = self.throttle.lock().fail(network(from), Instant::now());
+            if let Some(wait) = wait {
+                let mut answer = refusal(StatusCode::TOO_MANY_REQUESTS, "too many bad tokens\n");
+                let seconds = HeaderValue::from(wait.as_secs() + 1);
+                answer.headers_mut().insert(RETRY_AFTER, seconds);
+                return answer;
+            }
             let mut answer = refusal(StatusCode::UNAUTHORIZED, "a bearer token is needed\n");
             let challenge = HeaderValue::from_static("Bearer");
             answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);

@@ -1,4 +1,4 @@
-//! Slowing down those who fail too often, without a clock of its own.
+//! Rate limit for failed authentication, by address, with the time as an argument.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -17,8 +17,9 @@ pub fn network(address: IpAddr) -> IpAddr {
 
 /// Remembers failures by address.
 ///
-/// The first few cost nothing; then each doubles the time in which nothing from there is listened
-/// to. What was not heard of for a while is forgotten.
+/// The first few cost nothing; then each doubles the time in which further failures are answered with
+/// 429. Requests that succeed are not affected: callers ask only after one has failed. An address
+/// without failures for a while is forgotten.
 #[derive(Debug, Default)]
 pub struct Throttle(HashMap<IpAddr, Failures>);
 
@@ -31,12 +32,22 @@ struct Failures {
 impl Throttle {
     /// Failures that cost nothing: a person who mistypes, a few clients with an old token.
     const FREE: u32 = 10;
-    /// The longest that an address is not listened to.
+    /// The longest wait.
     const LONGEST: Duration = Duration::from_secs(30);
     /// After this long without a failure it is as if there had been none.
     const MEMORY: Duration = Duration::from_secs(300);
     /// Addresses remembered, about a hundred bytes each.
     const CAPACITY: usize = 4096;
+
+    /// Records a failure. While the address has to wait, returns for how long; what fails then is
+    /// not counted.
+    pub fn fail(&mut self, from: IpAddr, now: Instant) -> Option<Duration> {
+        let wait = self.wait(from, now);
+        if wait.is_none() {
+            self.failed(from, now);
+        }
+        wait
+    }
 
     /// How long an address still has to wait.
     pub fn wait(&self, from: IpAddr, now: Instant) -> Option<Duration> {
@@ -51,7 +62,7 @@ impl Throttle {
             .filter(|wait| !wait.is_zero())
     }
 
-    /// Somebody there has failed.
+    /// Records a failure.
     pub fn failed(&mut self, from: IpAddr, now: Instant) {
         if self.0.len() >= Self::CAPACITY && !self.0.contains_key(&from) {
             self.make_room(now);

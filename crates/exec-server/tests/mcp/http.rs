@@ -173,3 +173,23 @@ async fn others_need_a_token() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("token"), "{stderr}");
 }
+
+#[tokio::test]
+async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
+    let work = tempfile::tempdir().unwrap();
+    let file = work.path().join("token");
+    std::fs::write(&file, "secret-token\n").unwrap();
+    let served = served(work.path(), &["--http-token-file", file.to_str().unwrap()]).await;
+    let mut slowed = 0;
+    for attempt in 0..1000 {
+        if attempt % 100 == 50 {
+            let good = [("authorization", "Bearer secret-token")];
+            assert_eq!(post(&served, &good, &initialize()).await.0, 200);
+        }
+        let bad = format!("Bearer bad-{attempt}");
+        let (status, ..) = post(&served, &[("authorization", &bad)], &initialize()).await;
+        assert!(matches!(status, 401 | 429), "{status}");
+        slowed += usize::from(status == 429);
+    }
+    assert!(slowed > 900, "{slowed}");
+}
