@@ -310,6 +310,27 @@ impl Registry {
         self.tokens().still_allows(name, role, environment)
     }
 
+    /// Whether a caller was revoked in all of its tenant: it may not do anything, least of all permit
+    /// itself again.
+    pub(crate) async fn is_caller_revoked(&self, caller: &Caller) -> Result<bool, StoreError> {
+        // No environment has this id, so only revocations without one are found.
+        let nowhere = tenants::scoped(&caller.tenant, "");
+        self.is_token_revoked(&nowhere, &caller.name).await
+    }
+
+    /// Refuses to revoke or permit an operator unless the caller is one: although an operator's
+    /// calls are made in the default tenant, admins of that tenant have no power over it.
+    fn may_judge(&self, caller: &Caller, meant: &Meant) -> Result<(), CallError> {
+        let operator = meant
+            .harness
+            .strip_prefix("token:")
+            .is_some_and(|name| self.tokens().is_operator(name));
+        if operator {
+            self.operator(caller)?;
+        }
+        Ok(())
+    }
+
     fn permit(caller: &Caller, role: Role, environment: &str) -> Result<Spot, CallError> {
         let environment = checked_id(environment)?;
         if !caller.is(role) {
@@ -411,6 +432,7 @@ impl Registry {
             registration: registration.clone(),
             holder: Holder::Executor,
             expires: caller.until(self.store.unix_now(), self.executor_lifetime.as_secs()),
+            token_expires: caller.expires(),
         };
         Ok(RegisterResponse {
             url: address(&id, &self.signer.query(&ticket)),
@@ -471,6 +493,7 @@ impl Registry {
                 key,
             },
             expires,
+            token_expires: caller.expires(),
         };
         Ok(ConnectResponse {
             url: address(&id, &self.signer.query(&ticket)),
@@ -711,6 +734,7 @@ impl Registry {
         request: &RevokeRequest,
     ) -> Result<(String, String, usize), CallError> {
         let meant = request.meant(caller)?;
+        self.may_judge(caller, &meant)?;
         let revocation = Revocation {
             environment: meant.environment_key.clone(),
             harness: meant.harness_key.clone(),
@@ -747,6 +771,7 @@ impl Registry {
         request: &RevokeRequest,
     ) -> Result<(String, String, bool), CallError> {
         let meant = request.meant(caller)?;
+        self.may_judge(caller, &meant)?;
         let permitted = self
             .store
             .permit(meant.environment_key, meant.harness_key)

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use exec_server_relay::Reason;
 use exec_server_relay::registry::{ErrorBody, ErrorResponse};
 use exec_server_sync::Mutex;
+use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::http::{self, Head, Kind};
 use exec_server_transport::journal::{self, Journal};
 use exec_server_transport::keepalive::KeepaliveConfig;
@@ -37,7 +38,7 @@ use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest};
 use crate::router::{AttachError, Happening, Router, Uplink, Whom};
 use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
-use crate::store::Store;
+use crate::store::{Store, StoreError};
 use crate::tenants::{self, Entered, Meter, Quotas, Tenants, Usage};
 use crate::tokens::{self, Caller, Role, TokenError, Tokens};
 
@@ -71,6 +72,8 @@ pub struct Config {
     pub oidc: Option<Arc<Oidc>>,
     /// Tenants that metrics know by name; the others are counted as `other`.
     pub metrics_tenants: usize,
+    /// Reverse proxies whose `X-Forwarded-For` is believed when failures are counted by address.
+    pub trusted_proxies: TrustedProxies,
 }
 
 impl Default for Config {
@@ -87,6 +90,7 @@ impl Default for Config {
             quotas: Quotas::default(),
             oidc: None,
             metrics_tenants: 32,
+            trusted_proxies: TrustedProxies::default(),
         }
     }
 }
@@ -509,7 +513,7 @@ impl Visitor {
     async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> Answer {
         let shared = &*self.shared;
         let name = path.call.name();
-        let answer = match self.caller(head).await {
+        let answer = match self.caller(head, path.call.revoked()).await {
             Ok(caller) => {
                 let outcome = self.act(head, path, body, &caller, secure).await;
                 outcome.unwrap_or_else(|error| {
@@ -536,46 +540,56 @@ impl Visitor {
         }
     }
 
-    /// Whom a request speaks for.
-    async fn caller(&self, head: &Head) -> Result<Caller, Answer> {
+    /// Whom a request speaks for; `revoked` is the code of the answer to a revoked token. A good
+    /// token is accepted however many bad ones came from the same address: only failures are slowed
+    /// down.
+    async fn caller(&self, head: &Head, revoked: &'static str) -> Result<Caller, Answer> {
         let shared = &*self.shared;
-        let from: IpAddr = network(self.peer.ip());
-        let throttle = || shared.throttle.lock();
-        let wait = throttle().wait(from, Instant::now());
-        if let Some(wait) = wait {
+        let error = match self.identify(head).await {
+            Ok(caller) => return Ok(caller),
+            Err(error) => error,
+        };
+        let wait = error.is_guess().then(|| {
+            let proxies = &shared.config.trusted_proxies;
+            let from: IpAddr = network(proxies.client(self.peer.ip(), head));
+            shared.throttle.lock().fail(from, Instant::now())
+        });
+        if let Some(wait) = wait.flatten() {
             let seconds = wait.as_secs() + 1;
             let message = format!("too many bad tokens; try again in {seconds} s");
             let mut answer = Answer::error(&CallError::new(429, "throttled", message));
             answer.header = Some(("Retry-After", seconds.to_string()));
             return Err(answer);
         }
-        self.identify(head).await.map_err(|error| {
-            if error.is_guess() {
-                throttle().failed(from, Instant::now());
-            }
-            shared.metrics.unauthorized.add(1);
-            let (peer, reason) = (self.peer.to_string(), error.to_string());
-            shared.note("unauthorized", json!({"peer": peer, "reason": reason}));
-            Answer::error(&CallError::new(401, "unauthorized", error.to_string()))
-        })
+        let (peer, reason) = (self.peer.to_string(), error.to_string());
+        let error = match error {
+            Unidentified::Store(error) => return Err(Answer::error(&error.into())),
+            Unidentified::Revoked(_) => CallError::new(403, revoked, &*reason),
+            _ => CallError::new(401, "unauthorized", &*reason),
+        };
+        shared.metrics.unauthorized.add(1);
+        shared.note("unauthorized", json!({"peer": peer, "reason": reason}));
+        Err(Answer::error(&error))
     }
 
     /// The same, without remembering who has failed.
     async fn identify(&self, head: &Head) -> Result<Caller, Unidentified> {
         let registry = &self.shared.registry;
-        match (registry.tokens().caller(head), &registry.oidc) {
-            (Ok(caller), _) => Ok(caller),
+        let caller = match (registry.tokens().caller(head), &registry.oidc) {
+            (Ok(caller), _) => caller,
             (Err(TokenError::Unknown), Some(issuer)) => {
                 let token = tokens::bearer(head)?;
                 if !oidc::is_jwt(token) {
                     return Err(TokenError::Unknown.into());
                 }
-                Ok(issuer
-                    .caller(token, self.shared.registry.store.unix_now())
-                    .await?)
+                issuer.caller(token, registry.store.unix_now()).await?
             }
-            (Err(error), _) => Err(error.into()),
+            (Err(error), _) => return Err(error.into()),
+        };
+        if registry.is_caller_revoked(&caller).await? {
+            return Err(Unidentified::Revoked(caller.name));
         }
+        Ok(caller)
     }
 
     /// Lets an admin watch.
@@ -585,7 +599,7 @@ impl Visitor {
         if head.method != "GET" {
             return Err(answer(CallError::new(405, "wrong_method", "expected GET")));
         }
-        let caller = self.caller(head).await?;
+        let caller = self.caller(head, Call::Events.revoked()).await?;
         if !caller.is(Role::Admin) {
             let message = format!("the token `{}` is not one of an admin", caller.name);
             let error = CallError::new(403, "wrong_role", message);
@@ -637,9 +651,11 @@ impl Visitor {
                     return;
                 },
                 _ = looks.tick() => {
-                    let may = self.identify(&watch.head).await;
-                    if !may.is_ok_and(|caller| caller.is(Role::Admin)) {
-                        return;
+                    match self.identify(&watch.head).await {
+                        Ok(caller) if caller.is(Role::Admin) => {}
+                        // Asked again at the next look.
+                        Err(Unidentified::Store(_)) => {}
+                        _ => return,
                     }
                     quiet += 1;
                     if quiet >= SIGN_OF_LIFE {
@@ -882,6 +898,7 @@ impl Visitor {
             }
             Refused::Attach(error @ AttachError::Unavailable(_)) => reject(503, &error.to_string()),
         };
+        let token_expires = ticket.token_expires;
         let admitted = shared.registry.admit(ticket).await.map_err(refused)?;
         let router = &shared.registry.router;
         let usage = |environment: &str| {
@@ -922,6 +939,7 @@ impl Visitor {
             uplink,
             usage,
             entered,
+            token_expires,
         })
     }
 
@@ -936,6 +954,7 @@ impl Visitor {
             uplink,
             usage,
             entered: _entered,
+            token_expires,
             ..
         } = opened;
         let tenant = Arc::clone(&usage.tenant);
@@ -973,7 +992,12 @@ impl Visitor {
         }
         let end = {
             let mut serving = pin!(socket::serve(
-                halves, mailbox, uplink, config, metrics, &meter
+                halves,
+                (mailbox, uplink),
+                config,
+                metrics,
+                &meter,
+                token_ends(&*shared.registry.store, token_expires),
             ));
             tokio::select! {
                 end = &mut serving => end,
@@ -986,7 +1010,7 @@ impl Visitor {
         shared.sockets.lock().remove(&number);
         let violation = !matches!(
             end,
-            SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Io(_)
+            SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Expired | SocketEnd::Io(_)
         );
         if violation {
             metrics.violations.add(1);
@@ -1001,6 +1025,23 @@ impl Visitor {
     }
 }
 
+/// Returns when a token is not accepted any more that ends at this time, in seconds since 1970.
+async fn token_ends(store: &dyn Store, expires: Option<u64>) {
+    /// How often the clock is read: it can be set, and timers stop while a machine sleeps.
+    const PERIOD: u64 = 60;
+    let Some(expires) = expires else {
+        return std::future::pending().await;
+    };
+    loop {
+        let now = store.unix_now();
+        if now > expires {
+            return;
+        }
+        let left = (expires - now).clamp(1, PERIOD);
+        tokio::time::sleep(Duration::from_secs(left)).await;
+    }
+}
+
 /// Why a request speaks for nobody.
 #[derive(Debug, thiserror::Error)]
 enum Unidentified {
@@ -1008,6 +1049,10 @@ enum Unidentified {
     Token(#[from] TokenError),
     #[error(transparent)]
     Jwt(#[from] JwtError),
+    #[error("the token `{0}` was revoked")]
+    Revoked(Arc<str>),
+    #[error(transparent)]
+    Store(#[from] StoreError),
 }
 
 impl Unidentified {
@@ -1068,6 +1113,7 @@ struct Opened {
     usage: Arc<Usage>,
     /// Of a harness.
     entered: Option<Entered>,
+    token_expires: Option<u64>,
 }
 
 /// A value of a request's query.
@@ -1150,6 +1196,15 @@ impl Call<'_> {
             | Self::Nodes
             | Self::Streams
             | Self::Usage => "other",
+        }
+    }
+
+    /// The code of the answer to a caller that was revoked.
+    fn revoked(self) -> &'static str {
+        match self {
+            Self::Connect(_) => "harness_revoked",
+            Self::Register(_) | Self::Validate(_) => "executor_revoked",
+            _ => "token_revoked",
         }
     }
 

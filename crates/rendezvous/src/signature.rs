@@ -37,6 +37,9 @@ pub struct Ticket {
     pub holder: Holder,
     /// Until when, in seconds since 1970.
     pub expires: u64,
+    /// Until when a socket that was opened with it may stay open: when the token ends with which it
+    /// was asked for. `None` if that has no end.
+    pub token_expires: Option<u64>,
 }
 
 /// Why an address is not good; the texts are those that compatible executors know.
@@ -112,14 +115,18 @@ impl Signer {
             (tenants::DEFAULT, _) => String::new(),
             (tenant, _) => format!("&tenant={tenant}"),
         };
+        let until = match ticket.token_expires {
+            Some(until) => format!("&until={until}"),
+            None => String::new(),
+        };
         match &ticket.holder {
             Holder::Executor => format!(
-                "v=1&role=environment{tenant}&registration={registration}&exp={expires}\
+                "v=1&role=environment{tenant}&registration={registration}&exp={expires}{until}\
                  &sig={signature}"
             ),
             Holder::Harness { token, key } => format!(
                 "v=1&role=harness{tenant}&registration={registration}&token={token}&key={key}\
-                 &exp={expires}&sig={signature}"
+                 &exp={expires}{until}&sig={signature}"
             ),
         }
     }
@@ -127,14 +134,19 @@ impl Signer {
     fn ticket_mac(&self, ticket: &Ticket) -> Hmac<Sha256> {
         let expires = ticket.expires.to_string();
         let (environment, registration) = (&*ticket.environment, &*ticket.registration);
-        match &ticket.holder {
-            Holder::Executor => self.mac("executor socket", &[environment, registration, &expires]),
-            Holder::Harness { token, key } => {
-                let key = key.to_string();
-                let parts = [environment, registration, &expires, token, &key];
-                self.mac("harness socket", &parts)
+        let until = ticket.token_expires.map(|until| until.to_string());
+        let mut parts = vec![environment, registration, &expires];
+        let key;
+        let purpose = match &ticket.holder {
+            Holder::Executor => "executor socket",
+            Holder::Harness { token, key: whose } => {
+                key = whose.to_string();
+                parts.extend([&**token, &*key]);
+                "harness socket"
             }
-        }
+        };
+        parts.extend(until.as_deref());
+        self.mac(purpose, &parts)
     }
 
     /// Reads the query of a socket's address.
@@ -145,7 +157,7 @@ impl Signer {
     pub fn ticket(&self, environment: &str, query: &str, now: u64) -> Result<Ticket, TicketError> {
         let (mut version, mut role, mut registration, mut token, mut key, mut exp, mut sig) =
             (None, None, None, None, None, None, None);
-        let mut tenant = None;
+        let (mut tenant, mut until) = (None, None);
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').ok_or(TicketError::Malformed)?;
             let slot = match name {
@@ -156,6 +168,7 @@ impl Signer {
                 "token" => &mut token,
                 "key" => &mut key,
                 "exp" => &mut exp,
+                "until" => &mut until,
                 "sig" => &mut sig,
                 _ => return Err(TicketError::Extra),
             };
@@ -182,6 +195,10 @@ impl Signer {
             registration: registration.ok_or(TicketError::Malformed)?.to_owned(),
             holder,
             expires,
+            token_expires: until
+                .map(str::parse)
+                .transpose()
+                .map_err(|_| TicketError::InvalidExpiry)?,
         };
         let signature = sig.ok_or(TicketError::MissingSignature)?;
         let signature = URL_SAFE_NO_PAD
@@ -271,6 +288,7 @@ mod tests {
                 key: key(1).fingerprint(),
             },
             expires: 100,
+            token_expires: None,
         }
     }
 
@@ -282,8 +300,17 @@ mod tests {
     #[test]
     fn addresses_are_good_for_what_they_say_alone() {
         let (signer, stranger) = (signer("s"), signer("t"));
-        for holder in [Holder::Executor, ticket().holder] {
-            let ticket = Ticket { holder, ..ticket() };
+        for (holder, token_expires) in [
+            (Holder::Executor, None),
+            (ticket().holder, None),
+            (Holder::Executor, Some(200)),
+            (ticket().holder, Some(200)),
+        ] {
+            let ticket = Ticket {
+                holder,
+                token_expires,
+                ..ticket()
+            };
             let query = signer.query(&ticket);
             assert_eq!(signer.ticket("env-1", &query, 100), Ok(ticket));
             assert_eq!(
@@ -297,6 +324,14 @@ mod tests {
             assert_eq!(signer.ticket("env-1", &later, 1), forged);
             let other = query.replace("registration=r", "registration=q");
             assert_eq!(signer.ticket("env-1", &other, 1), forged);
+            // Neither can the end of the token be moved, removed or added.
+            let longer = match token_expires {
+                Some(_) => ["&until=201", ""].map(|to| query.replace("&until=200", to)),
+                None => ["&until=200&sig", "&until=1&sig"].map(|to| query.replace("&sig", to)),
+            };
+            for longer in longer {
+                assert_eq!(signer.ticket("env-1", &longer, 1), forged, "{longer}");
+            }
         }
         let query = signer.query(&ticket());
         for (from, to, error) in [

@@ -59,6 +59,9 @@ pub(crate) enum SocketEnd {
     /// We have told it to go.
     #[error("turned out")]
     TurnedOut,
+    /// The token expired with which its address was asked for.
+    #[error("the token expired")]
+    Expired,
     /// The connection failed.
     #[error(transparent)]
     Io(#[from] io::Error),
@@ -88,8 +91,19 @@ impl SocketEnd {
             Self::Websocket(_) => 1002,
             Self::Text => 1003,
             Self::Relay(_) => 1007,
-            Self::Refused(_) => 1008,
+            Self::Refused(_) | Self::Expired => 1008,
         }
+    }
+
+    /// The payload of the close frame.
+    fn close(&self) -> Bytes {
+        let reason = match self {
+            Self::Expired => "the token expired",
+            _ => "",
+        };
+        [&self.code().to_be_bytes(), reason.as_bytes()]
+            .concat()
+            .into()
     }
 }
 
@@ -101,14 +115,14 @@ pub(crate) struct Halves {
     pub(crate) received: Vec<u8>,
 }
 
-/// Serves a socket until it ends.
+/// Serves a socket until it ends, at the latest when `expired` returns.
 pub(crate) async fn serve(
     halves: Halves,
-    mailbox: Arc<Mailbox>,
-    uplink: Box<dyn Uplink>,
+    (mailbox, uplink): (Arc<Mailbox>, Box<dyn Uplink>),
     keepalive: KeepaliveConfig,
     metrics: &Metrics,
     meter: &Meter,
+    expired: impl Future<Output = ()>,
 ) -> SocketEnd {
     let signs = Signs::default();
     let mut reader = Reader::new(halves.reader, &halves.received);
@@ -124,9 +138,10 @@ pub(crate) async fn serve(
         tokio::select! {
             end = reading => end,
             error = &mut writing => return SocketEnd::Io(error),
+            () = expired => SocketEnd::Expired,
         }
     };
-    *signs.farewell.lock() = Some(end.code());
+    *signs.farewell.lock() = Some(end.close());
     mailbox.close();
     // A peer that does not take even this has had its chance.
     let _ = tokio::time::timeout(FAREWELL, writing).await;
@@ -142,8 +157,8 @@ struct Signs {
     deaf: AtomicBool,
     /// A ping to be answered; a second one replaces it, as the protocol allows.
     ping: Mutex<Option<Bytes>>,
-    /// The close code to leave with.
-    farewell: Mutex<Option<u16>>,
+    /// The payload of the close frame to leave with.
+    farewell: Mutex<Option<Bytes>>,
 }
 
 impl Signs {}
@@ -453,9 +468,9 @@ impl Writer {
                 continue;
             }
             if closed {
-                let code = signs.farewell.lock().unwrap_or(1001);
-                self.queue
-                    .push_back(control(Opcode::Close, &code.to_be_bytes()));
+                let close = signs.farewell.lock().take();
+                let close = close.unwrap_or_else(|| SocketEnd::TurnedOut.close());
+                self.queue.push_back(control(Opcode::Close, &close));
                 self.flush().await?;
                 return self.io.shutdown().await;
             }
@@ -518,6 +533,14 @@ fn control(opcode: Opcode, payload: &[u8]) -> Bytes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_socket_whose_token_expired_is_closed_as_a_policy_violation() {
+        assert_eq!(SocketEnd::Left.close()[..], 1000u16.to_be_bytes());
+        let close = SocketEnd::Expired.close();
+        assert_eq!(close[..2], 1008u16.to_be_bytes());
+        assert_eq!(close[2..], *b"the token expired");
+    }
 
     #[test]
     fn a_stream_that_keeps_others_waiting_runs_out_of_patience() {

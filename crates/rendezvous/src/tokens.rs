@@ -83,8 +83,8 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Somebody whom an issuer vouches for until `expires`. `None` if the tenant can be none, or is
-    /// [`tenants::ALL`] for one who is not an admin alone.
+    /// The caller that an issuer's token identifies, until `expires`. `None` if this is no name of a
+    /// tenant; [`tenants::ALL`] is for tokens of the file alone.
     pub(crate) fn vouched(
         name: String,
         tenant: &str,
@@ -92,11 +92,10 @@ impl Caller {
         environments: Vec<String>,
         expires: u64,
     ) -> Option<Self> {
-        let (tenant, everywhere) = checked_tenant(tenant, &roles)?;
-        Some(Self {
+        is_tenant(tenant).then(|| Self {
             name: name.into(),
             tenant: tenant.into(),
-            everywhere,
+            everywhere: false,
             roles: roles.into(),
             environments: environments.into(),
             expires: Some(expires),
@@ -111,6 +110,11 @@ impl Caller {
     /// Whether it looks after all tenants and the meeting point itself.
     pub fn is_operator(&self) -> bool {
         self.is(Role::Admin) && self.everywhere
+    }
+
+    /// Until when its token is accepted, in seconds since 1970; `None` for one without an end.
+    pub(crate) fn expires(&self) -> Option<u64> {
+        self.expires
     }
 
     /// When something that is given to it now for `lifetime` seconds ends.
@@ -289,6 +293,12 @@ impl Tokens {
                 && token.caller.is(role)
                 && token.caller.may_use(environment)
         })
+    }
+
+    /// Whether the token of this name has `tenant=*`.
+    pub(crate) fn is_operator(&self, name: &str) -> bool {
+        let mut named = self.0.iter().filter(|token| *token.caller.name == *name);
+        named.any(|token| token.caller.is_operator())
     }
 
     /// Whether there is none.

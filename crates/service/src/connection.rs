@@ -5,7 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use bytes::Bytes;
 use exec_server_executor::sys::memory;
@@ -25,6 +25,7 @@ use crate::auth::Identity;
 use crate::backlog::{Backlog, Share};
 use crate::dispatch::{self, Raw};
 use crate::files::Lane;
+use crate::guard::Admission;
 use crate::handles::Handles;
 use crate::methods::http::Requests;
 use crate::methods::search::Searches;
@@ -38,6 +39,9 @@ use crate::trace::{Context, Tracer};
 /// How long a connection that ended may take to hear the answers to what it asked before.
 const FAREWELL: Duration = Duration::from_secs(2);
 
+/// How long sending what is queued may take for a client whose token is not accepted any more.
+const SHORT_FAREWELL: Duration = Duration::from_millis(500);
+
 /// Room for everything in an answer but its result.
 const ENVELOPE_BYTES: usize = 256;
 
@@ -48,6 +52,9 @@ const MAX_AHEAD_BYTES: usize = 1 << 20;
 
 /// Websocket close code: the server is going away.
 const GOING_AWAY: u16 = 1001;
+
+/// Websocket close code: the client is not authorized any more.
+const POLICY_VIOLATION: u16 = 1008;
 
 /// What the tasks of one connection share.
 #[derive(Debug)]
@@ -365,8 +372,13 @@ pub(crate) async fn serve(
     link: Link,
     name: String,
     lifetime: Lifetime,
-    identity: Identity,
+    admission: Admission,
 ) {
+    let Admission {
+        identity,
+        withdrawn,
+    } = admission;
+    let expires = identity.expires;
     let _counted = server.count_connection();
     tracing::info!(peer = name, identity = &*identity.name, "connection opened");
     let pings = link.has_pings();
@@ -411,7 +423,13 @@ pub(crate) async fn serve(
     };
     let mut phase = Phase::New;
     let (end, writer) = {
-        let mut run = std::pin::pin!(reader.run(&mut phase));
+        let mut run = std::pin::pin!(async {
+            tokio::select! {
+                biased;
+                end = reader.run(&mut phase) => end,
+                reason = authorization_ends(expires, withdrawn) => End::Unauthorized(reason),
+            }
+        });
         // What was asked with the first message is answered right here: whoever connects waits for it.
         let (read, written) = std::future::poll_fn(|cx| {
             let read = run.as_mut().poll(cx);
@@ -436,8 +454,12 @@ pub(crate) async fn serve(
     if !matches!(end, End::Lost) {
         // Who went without a word is told nothing.
         let silent = pings && matches!(end, End::Eof) && !reader.incoming.said_goodbye();
-        connection.outbox.finish((!silent).then_some(GOING_AWAY));
-        let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
+        let (close, patience) = match end {
+            End::Unauthorized(reason) => ((POLICY_VIOLATION, reason), SHORT_FAREWELL),
+            _ => ((GOING_AWAY, ""), FAREWELL),
+        };
+        connection.outbox.finish((!silent).then_some(close));
+        let _ = tokio::time::timeout(patience, connection.closed.cancelled()).await;
     }
     connection.closed.cancel();
     connection.watches.end();
@@ -463,6 +485,30 @@ enum End {
     Lost,
     /// The server is shutting down, or another connection took over.
     Told,
+    /// The client's token expired or was withdrawn; the reason for its close frame.
+    Unauthorized(&'static str),
+}
+
+/// Returns when the client may not be served any more: why.
+async fn authorization_ends(
+    expires: Option<SystemTime>,
+    withdrawn: CancellationToken,
+) -> &'static str {
+    /// How often the clock is read: it can be set, and timers stop while a machine sleeps.
+    const PERIOD: Duration = Duration::from_secs(60);
+    let expired = async {
+        let Some(expires) = expires else {
+            return std::future::pending().await;
+        };
+        // An error: that moment has passed.
+        while let Ok(left) = expires.duration_since(SystemTime::now()) {
+            tokio::time::sleep(left.min(PERIOD) + Duration::from_millis(1)).await;
+        }
+    };
+    tokio::select! {
+        () = withdrawn.cancelled() => "the token was revoked",
+        () = expired => "the token expired",
+    }
 }
 
 /// How much a connection may send before others of its thread have their turn, its own answers among

@@ -20,9 +20,9 @@ use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 
 use crate::accept::Door;
-use crate::auth::Identity;
+use crate::auth::Proof;
 use crate::crowd::Place;
-use crate::guard::{Guard, Refusal};
+use crate::guard::{Admission, Guard, Refusal};
 use crate::metrics::RefusalCause;
 use crate::server::{Lifetime, Server};
 use crate::socket;
@@ -403,7 +403,7 @@ impl Visitor {
             Err(_) => return,
         };
         let answer = match self.decide(&head) {
-            Ok((key, identity)) => {
+            Ok((key, admission)) => {
                 let accept = http::accept_key(&key);
                 let answer = format!(
                     "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
@@ -420,7 +420,8 @@ impl Visitor {
                         ..
                     } = self;
                     // Boxed, so that a connection in its handshake is not as large as a served one.
-                    Box::pin(server.serve_as(link, name, Lifetime::Resumable, identity)).await;
+                    let served = server.serve_admitted(link, name, Lifetime::Resumable, admission);
+                    Box::pin(served).await;
                     drop(place);
                 }
                 return;
@@ -432,7 +433,7 @@ impl Visitor {
     }
 
     /// The key of a websocket and on whose behalf it is, or the answer to anything else.
-    fn decide(&self, head: &Head) -> Result<(String, Identity), Vec<u8>> {
+    fn decide(&self, head: &Head) -> Result<(String, Admission), Vec<u8>> {
         if !self.guard.allows_origin(head) {
             // A web page: any could otherwise reach a server on this machine.
             self.refuse(RefusalCause::Origin, "its origin is not listed");
@@ -443,7 +444,7 @@ impl Visitor {
             Route::Answer(status, body) => return Err(response(status, body, None)),
         };
         let admitted = self.guard.admit(head, self.address);
-        let identity = admitted.map_err(|refusal| match refusal {
+        let mut admission = admitted.map_err(|refusal| match refusal {
             Refusal::Unauthorized(error) => {
                 let text = error.to_string();
                 self.refuse(error.into(), &text);
@@ -457,13 +458,13 @@ impl Visitor {
             }
         })?;
         // Who shows no token is known by its certificate.
-        let identity = match self.certificate {
-            Some(pin) if identity == Identity::anyone() => Identity {
-                name: format!("certificate {pin}").into(),
-                ..identity
-            },
-            _ => identity,
-        };
+        let identity = &mut admission.identity;
+        if let Some(pin) = self.certificate
+            && identity.proof == Proof::None
+        {
+            identity.name = format!("certificate {pin}").into();
+            identity.proof = Proof::Certificate;
+        }
         match self.place.refusal() {
             Some(limit) => {
                 self.refuse(RefusalCause::Limit, limit);
@@ -471,9 +472,9 @@ impl Visitor {
             }
             None => {
                 if let Some(audit) = self.server.audit() {
-                    audit.connected(&self.name, Ok(&identity));
+                    audit.connected(&self.name, Ok(&admission.identity));
                 }
-                Ok((key, identity))
+                Ok((key, admission))
             }
         }
     }

@@ -58,8 +58,11 @@ struct State {
     /// The payload of the latest ping that was not answered yet.
     pong: Option<Vec<u8>>,
     /// Send what is there, then stop; with a farewell, if the peer has not gone without one.
-    finishing: Option<Option<u16>>,
+    finishing: Option<Option<Close>>,
 }
+
+/// A websocket close code and its reason.
+pub(crate) type Close = (u16, &'static str);
 
 /// An encoded message, with the share of the budget that it holds until it is sent.
 #[derive(Debug)]
@@ -123,8 +126,8 @@ impl Outbox {
     }
 
     /// Has the writer send what is there, a farewell if there is one, and stop.
-    pub(crate) fn finish(&self, close_code: Option<u16>) {
-        self.state().finishing = Some(close_code);
+    pub(crate) fn finish(&self, close: Option<Close>) {
+        self.state().finishing = Some(close);
         self.wake.notify_one();
     }
 
@@ -186,8 +189,8 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
         if outgoing.buffered() == 0 {
             let finishing = outbox.state().finishing;
             match finishing {
-                Some(Some(code)) => {
-                    outgoing.push_close(code);
+                Some(Some((code, reason))) => {
+                    outgoing.push_close_because(code, reason);
                     return outgoing.shutdown().await;
                 }
                 Some(None) => return Ok(()),

@@ -23,6 +23,7 @@ use crate::config::ExecServerConfig;
 use crate::connection;
 use crate::crowd::{Crowd, CrowdLimits};
 use crate::files::FileThreads;
+use crate::guard::Admission;
 use crate::methods::environment::Info;
 use crate::metrics::Metrics;
 use crate::outbox::Outbox;
@@ -259,7 +260,7 @@ impl Server {
         self.serve_as(link, name, lifetime, Identity::anyone())
     }
 
-    /// As [`Server::serve`], within the scopes of an identity.
+    /// As [`Server::serve`], within the scopes of an identity and until it expires.
     pub fn serve_as(
         &self,
         link: Link,
@@ -267,7 +268,23 @@ impl Server {
         lifetime: Lifetime,
         identity: Identity,
     ) -> impl Future<Output = ()> + Send + 'static {
-        connection::serve(self.clone(), link, name, lifetime, identity)
+        let withdrawn = CancellationToken::new();
+        let admission = Admission {
+            identity,
+            withdrawn,
+        };
+        self.serve_admitted(link, name, lifetime, admission)
+    }
+
+    /// As [`Server::serve_as`], until the admission ends.
+    pub(crate) fn serve_admitted(
+        &self,
+        link: Link,
+        name: String,
+        lifetime: Lifetime,
+        admission: Admission,
+    ) -> impl Future<Output = ()> + Send + 'static {
+        connection::serve(self.clone(), link, name, lifetime, admission)
     }
 
     /// Counts a connection as served, until dropped.

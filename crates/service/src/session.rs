@@ -247,7 +247,7 @@ impl Session {
         let mut state = self.state.lock();
         let identity = &driver.identity;
         // With less than its owner had, a session could only be disturbed.
-        let owned = identity.name == self.owner.name && identity.scopes.include(self.owner.scopes);
+        let owned = identity.is_same(&self.owner) && identity.scopes.include(self.owner.scopes);
         if state.ended || !owned {
             return Err(unknown_session(&self.id));
         }

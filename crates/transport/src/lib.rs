@@ -5,6 +5,7 @@
 
 pub mod backoff;
 pub mod connect;
+pub mod forwarded;
 pub mod frame;
 #[cfg(any(test, feature = "fuzzing"))]
 pub mod fuzz;

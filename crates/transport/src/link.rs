@@ -592,9 +592,16 @@ impl Outgoing {
         self.push_control(Opcode::Pong, payload);
     }
 
-    /// Appends a farewell with a websocket close code.
+    /// Appends a close frame with a websocket close code.
     pub fn push_close(&mut self, code: u16) {
-        self.push_control(Opcode::Close, &code.to_be_bytes());
+        self.push_close_because(code, "");
+    }
+
+    /// Appends a close frame with a websocket close code and a reason of at most 123 bytes.
+    pub fn push_close_because(&mut self, code: u16, reason: &str) {
+        let payload = [&code.to_be_bytes(), reason.as_bytes()].concat();
+        debug_assert!(payload.len() <= 125, "control frames are short");
+        self.push_control(Opcode::Close, &payload);
     }
 
     fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {

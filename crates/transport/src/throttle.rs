@@ -50,7 +50,7 @@ impl Throttle {
     }
 
     /// How long an address still has to wait.
-    pub fn wait(&self, from: IpAddr, now: Instant) -> Option<Duration> {
+    fn wait(&self, from: IpAddr, now: Instant) -> Option<Duration> {
         let failures = self.0.get(&from)?;
         let excess = failures.count.checked_sub(Self::FREE)?;
         let penalty = Duration::from_secs(1)
@@ -62,8 +62,7 @@ impl Throttle {
             .filter(|wait| !wait.is_zero())
     }
 
-    /// Records a failure.
-    pub fn failed(&mut self, from: IpAddr, now: Instant) {
+    fn failed(&mut self, from: IpAddr, now: Instant) {
         if self.0.len() >= Self::CAPACITY && !self.0.contains_key(&from) {
             self.make_room(now);
         }

@@ -14,6 +14,7 @@ use exec_server_service::auth::{
 };
 use exec_server_service::{ListenUrl, Rules};
 use exec_server_transport::Secret;
+use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::tls::{TlsServer, TlsServerFiles};
 
 use super::args::ServerArgs;
@@ -25,9 +26,11 @@ const UNNAMED: &str = "token";
 /// The authentication rules for clients. Reads the files that hold secrets.
 pub(super) fn rules(settings: &Settings) -> anyhow::Result<Rules> {
     let allowed_origins = settings.list("auth.allow_origins");
+    let trusted_proxies = TrustedProxies::parse(settings.list("auth.trusted_proxies"));
     Ok(Rules {
         auth: auth(settings)?,
         allowed_origins: allowed_origins.into_iter().map(str::to_owned).collect(),
+        trusted_proxies: trusted_proxies.context("`auth.trusted_proxies`")?,
     })
 }
 
@@ -99,6 +102,11 @@ fn tokens(settings: &Settings) -> anyhow::Result<Vec<CapabilityToken>> {
     let all_named = named(&files) && named(&hashes);
     if both && !all_named {
         bail!("`--ws-token-file` and `--ws-token-sha256` are mutually exclusive");
+    }
+    // Sessions belong to names: two tokens without one would share theirs.
+    let all = files.iter().chain(&hashes);
+    if all.filter(|given| split(given).0.is_none()).count() > 1 {
+        bail!("several tokens need names, as in `--ws-token-file NAME=FILE`");
     }
     let mut tokens = Vec::new();
     for given in files {

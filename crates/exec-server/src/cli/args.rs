@@ -727,6 +727,13 @@ pub(super) struct RendezvousArgs {
     #[arg(long, value_name = "LINE", hide_short_help = true)]
     pub(super) quota: Vec<String>,
 
+    /// Count failed attempts through this reverse proxy by the address in X-Forwarded-For
+    ///
+    /// An address, or a network such as 10.0.0.0/8; can be given several times. The header is
+    /// ignored if it comes from another address.
+    #[arg(long, value_name = "ADDRESS", hide_short_help = true)]
+    pub(super) trusted_proxy: Vec<String>,
+
     /// Append registrations, connections and refusals to this file, as JSON lines
     #[arg(long, value_name = "FILE")]
     pub(super) audit_file: Option<PathBuf>,

@@ -24,6 +24,7 @@ use exec_server_rendezvous::{
     Config, Embedded, Local, Parts, Rendezvous, Role, RouterLimits, Tokens, is_environment_id,
 };
 use exec_server_transport::Secret;
+use exec_server_transport::forwarded::TrustedProxies;
 use exec_server_transport::journal::Journal;
 use exec_server_transport::stamp::Stamp;
 use exec_server_transport::tls::TlsServer;
@@ -342,6 +343,8 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
     config.harness_lifetime = args.harness_url_lifetime;
     config.connections = args.max_connections;
     config.metrics_tenants = args.metrics_tenants;
+    let proxies = args.trusted_proxy.iter().map(String::as_str);
+    config.trusted_proxies = TrustedProxies::parse(proxies).context("--trusted-proxy")?;
     config.quotas = tenant_quotas;
     config.oidc = issuer.as_ref().map(|issuer| Arc::clone(&issuer.oidc));
     let mut limits = RouterLimits::default();

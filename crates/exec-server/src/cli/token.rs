@@ -5,11 +5,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
 use exec_server_protocol::text::hex;
-use exec_server_service::auth::{
-    self, Auth, AuthError, MIN_SECRET_BYTES, Scopes, SignedTokens, TokenClaims,
-};
+use exec_server_service::auth::{Auth, AuthError, MIN_SECRET_BYTES, Scopes, SignedTokens};
 use exec_server_transport::Secret;
 use exec_server_transport::http::Head;
+use exec_server_transport::jwt::{self, TokenClaims};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
@@ -44,6 +43,9 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
                     secret_file.display()
                 );
             }
+            if subject.as_deref().is_some_and(|it| !jwt::is_subject(it)) {
+                bail!("`--subject`: {}", jwt::Error::Subject);
+            }
             let scope = match scope {
                 None => None,
                 // Checked now: a misspelt scope would only show as a refusal later.
@@ -62,7 +64,7 @@ pub(super) fn run(command: TokenCommand) -> anyhow::Result<ExitCode> {
                 sub: subject,
                 scope,
             };
-            let token = auth::sign(&claims, &secret)?;
+            let token = jwt::sign(&claims, &secret)?;
             print(format!("{}\n", token.expose()).as_bytes())?;
             Ok(ExitCode::SUCCESS)
         }
@@ -104,7 +106,7 @@ fn now() -> i64 {
 
 /// What can be said of a token, and whether anything is wrong with it.
 fn inspect(token: &Secret, secret: Option<Secret>) -> (Value, bool) {
-    let Ok((header, claims)) = auth::inspect(token) else {
+    let Ok((header, claims)) = jwt::inspect(token) else {
         // A capability token: nothing can be seen in it, and it is not shown.
         let report = json!({
             "kind": "capability-token",

@@ -20,6 +20,7 @@ use tokio::process::Command;
 mod authorization;
 mod config;
 mod drain;
+mod identity;
 mod operate;
 mod overload;
 mod scopes;

@@ -1,7 +1,7 @@
 //! Callers whom an issuer vouches for.
 
 use std::sync::{Arc, Mutex};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_rendezvous::Config;
@@ -11,7 +11,7 @@ use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
 
-use super::support::{Meeting, Socket, introduce, quick};
+use super::support::{Heard, Meeting, Socket, introduce, quick};
 
 /// Somebody who signs.
 #[derive(Debug)]
@@ -52,11 +52,14 @@ impl Issuer {
     }
 
     fn token(&self, subject: &str, role: &str, tenant: &str, lifetime: i64) -> String {
-        let header = text(json!({"alg": "EdDSA", "kid": "k"}).to_string());
-        let claims = json!({
+        self.sign(&json!({
             "iss": "https://issuer.example", "aud": "meet", "sub": subject, "roles": [role],
             "tenant": tenant, "exp": now() as i64 + lifetime,
-        });
+        }))
+    }
+
+    fn sign(&self, claims: &Value) -> String {
+        let header = text(json!({"alg": "EdDSA", "kid": "k"}).to_string());
         let message = format!("{header}.{}", text(claims.to_string()));
         let signature = text(self.key.sign(message.as_bytes()));
         format!("{message}.{signature}")
@@ -123,4 +126,146 @@ async fn what_a_token_gets_does_not_outlive_it() {
     assert!(asked.1.to_string().contains("expired"), "{}", asked.1);
     let forged = format!("{}x", issuer.token("a", "harness", "default", 60));
     assert_eq!(meeting.ask("env-1", &forged, 2).await.0, 401);
+}
+
+#[tokio::test]
+async fn claims_decide_whether_a_token_is_accepted() {
+    let issuer = Issuer::new();
+    let meeting = issuer.meeting().await;
+    let ask = async |change: &Value| {
+        let mut claims = json!({
+            "iss": "https://issuer.example", "aud": "meet", "sub": "a", "roles": "harness",
+            "exp": now() + 300,
+        });
+        for (name, value) in change.as_object().unwrap() {
+            claims[name] = value.clone();
+        }
+        let token = issuer.sign(&claims);
+        meeting.get(&token, "/cloud/environments").await
+    };
+    for accepted in [
+        json!({}),
+        json!({"aud": ["other", "meet"], "nbf": 1, "iat": 1}),
+        json!({"roles": ["harness", "unknown"], "tenant": "acme", "environments": "a b-*"}),
+        json!({"sub": "x".repeat(251)}),
+        json!({"other": null, "scope": null}),
+    ] {
+        let (status, answer) = ask(&accepted).await;
+        assert_eq!(status, 200, "{accepted}: {answer}");
+    }
+    for refused in [
+        json!({"exp": null}),
+        json!({"exp": "9999999999"}),
+        json!({"exp": 9_999_999_999.5}),
+        json!({"nbf": "1"}),
+        json!({"nbf": null}),
+        json!({"iat": "1"}),
+        json!({"iat": now() + 3600}),
+        json!({"iss": null}),
+        json!({"iss": "https://other.example"}),
+        json!({"aud": null}),
+        json!({"aud": ["meet", 1]}),
+        json!({"sub": null}),
+        json!({"sub": ""}),
+        json!({"sub": "x".repeat(252)}),
+        json!({"sub": "a\nb"}),
+        json!({"roles": null}),
+        json!({"roles": {"harness": true}}),
+        json!({"roles": ["harness", null]}),
+        json!({"tenant": null}),
+        json!({"tenant": "*"}),
+        json!({"tenant": "*", "roles": "admin"}),
+        json!({"tenant": ["acme"]}),
+        json!({"environments": null}),
+        json!({"environments": []}),
+        json!({"environments": ["a", 1]}),
+        json!({"environments": {}}),
+    ] {
+        let (status, answer) = ask(&refused).await;
+        assert_eq!(status, 401, "{refused}: {answer}");
+    }
+}
+
+#[tokio::test]
+async fn a_revoked_admin_does_nothing_and_cannot_permit_itself_again() {
+    let issuer = Issuer::new();
+    let meeting = issuer.meeting().await;
+    let boss = issuer.token("boss", "admin", "acme", 300);
+    let me = || json!({"harness": "token:jwt:boss"});
+    let other = || json!({"harness": "token:acme-alice"});
+    assert_eq!(meeting.get(&boss, "/cloud/revocations").await.0, 200);
+    let revoke = "/cloud/revoke";
+    assert_eq!(meeting.post("acme-ops-token", revoke, me()).await.0, 200);
+    // Another token of the same subject is no way out.
+    for token in [boss, issuer.token("boss", "admin", "acme", 900)] {
+        for (path, body) in [
+            ("/cloud/permit", me()),
+            (revoke, other()),
+            ("/cloud/environment/a/remove", json!({})),
+        ] {
+            let refused = meeting.post(&token, path, body).await;
+            assert_eq!(code(&refused), (403, "token_revoked"), "{path}");
+        }
+        for path in ["/cloud/environments", "/cloud/revocations", "/events"] {
+            let refused = meeting.get(&token, path).await;
+            assert_eq!(code(&refused), (403, "token_revoked"), "{path}");
+        }
+    }
+    // In another tenant the subject is another one.
+    let elsewhere = issuer.token("boss", "admin", "b", 300);
+    assert_eq!(meeting.get(&elsewhere, "/cloud/environments").await.0, 200);
+    let permit = "/cloud/permit";
+    assert_eq!(meeting.post("acme-ops-token", permit, me()).await.0, 200);
+    let boss = issuer.token("boss", "admin", "acme", 300);
+    assert_eq!(meeting.post(&boss, revoke, other()).await.0, 200);
+    // The same for tokens of the file.
+    let itself = json!({"harness": "acme-ops"});
+    assert_eq!(meeting.post(&boss, revoke, itself.clone()).await.0, 200);
+    let refused = meeting.post("acme-ops-token", permit, itself).await;
+    assert_eq!(code(&refused), (403, "token_revoked"));
+}
+
+#[tokio::test]
+async fn an_operator_can_be_revoked_by_operators_only() {
+    let issuer = Issuer::new();
+    let meeting = issuer.meeting().await;
+    let root = || json!({"harness": "root"});
+    let boss = issuer.token("boss", "admin", "default", 300);
+    for token in ["ops-token", &boss] {
+        for path in ["/cloud/revoke", "/cloud/permit"] {
+            let refused = meeting.post(token, path, root()).await;
+            assert_eq!(code(&refused), (403, "wrong_role"), "{path}");
+        }
+    }
+    assert_eq!(meeting.get("root-token", "/cloud/nodes").await.0, 200);
+    let revoked = meeting.post("root-token", "/cloud/revoke", root()).await;
+    assert_eq!(revoked.0, 200);
+    let refused = meeting.get("root-token", "/cloud/nodes").await;
+    assert_eq!(code(&refused), (403, "token_revoked"));
+}
+
+#[tokio::test]
+async fn sockets_end_with_the_token_they_were_opened_with() {
+    let issuer = Issuer::new();
+    let meeting = issuer.meeting().await;
+    let began = Instant::now();
+    // A minute of leeway, of which two seconds are left.
+    let machine = issuer.token("machine", "executor", "default", -58);
+    let (status, registered) = meeting.register_as(&machine, "env-1", 1).await;
+    assert_eq!(status, 200, "{registered}");
+    let mut executor = Socket::open(&registered).await;
+    let mut steady = meeting.executor("env-2", 3).await;
+    let alice = issuer.token("alice", "harness", "default", -58);
+    let mut harness = meeting.harness("env-2", &alice, 2).await;
+    let mut bob = meeting.harness("env-2", "bob-token", 4).await;
+    introduce(&mut steady, &mut bob, "bob").await;
+    executor.ends().await;
+    harness.ends().await;
+    assert!(
+        began.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        began.elapsed()
+    );
+    bob.data("bob", 0, 10).await;
+    steady.hears(Heard::Data("bob".to_owned(), 0, 10)).await;
 }

@@ -142,6 +142,23 @@ async fn guessing_tokens_is_slowed() {
 }
 
 #[tokio::test]
+async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
+    let meeting = Meeting::start().await;
+    let mut slowed = 0;
+    for attempt in 0..1000 {
+        if attempt % 100 == 50 {
+            let body = json!({"harness": "bob"});
+            let revoked = meeting.post("ops-token", "/cloud/revoke", body).await;
+            assert_eq!(revoked.0, 200, "{attempt}");
+        }
+        let status = meeting.ask("a", &format!("guess-{attempt}"), 1).await.0;
+        assert!(matches!(status, 401 | 429), "{status}");
+        slowed += usize::from(status == 429);
+    }
+    assert!(slowed > 900, "{slowed}");
+}
+
+#[tokio::test]
 async fn everybody_lists_what_concerns_them() {
     let meeting = Meeting::start().await;
     let _first = meeting.executor("env-1", 1).await;

@@ -34,7 +34,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::auth::{Identity, Scopes};
+use crate::auth::{Identity, Proof};
 use crate::config::ExecServerConfig;
 use crate::server::{Lifetime, Server};
 
@@ -168,7 +168,8 @@ pub async fn serve(
                 Some(key) => format!("harness {}", key.fingerprint()).into(),
                 None => "harness".into(),
             },
-            scopes: Scopes::ALL,
+            proof: Proof::Harness,
+            ..Identity::anyone()
         };
         let name = format!("relay stream {}", stream.stream_id);
         server.serve_as(stream.link, name, Lifetime::Resumable, identity)

@@ -1,0 +1,149 @@
+//! The address of a client behind reverse proxies, from `X-Forwarded-For`.
+
+use std::net::{IpAddr, SocketAddr};
+use std::str::FromStr;
+
+use ipnet::IpNet;
+
+use crate::http::Head;
+
+/// Addresses of reverse proxies whose `X-Forwarded-For` is believed; none by default, as any client
+/// can send that header.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TrustedProxies(Vec<IpNet>);
+
+/// Neither an address nor a network.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is neither an IP address nor a network such as `10.0.0.0/8`")]
+pub struct TrustedProxiesParseError(String);
+
+impl TrustedProxies {
+    /// Proxies by their addresses, or by networks.
+    ///
+    /// # Errors
+    ///
+    /// For a text that is neither.
+    pub fn parse<'a>(
+        texts: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self, TrustedProxiesParseError> {
+        let parse = |text: &str| {
+            let network = IpNet::from_str(text).ok();
+            network
+                .or_else(|| IpAddr::from_str(text).ok().map(IpNet::from))
+                .ok_or_else(|| TrustedProxiesParseError(text.to_owned()))
+        };
+        texts
+            .into_iter()
+            .map(parse)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    fn trusts(&self, address: IpAddr) -> bool {
+        let address = address.to_canonical();
+        self.0.iter().any(|network| network.contains(&address))
+    }
+
+    /// The address that a request came from. Each proxy appends the address of its own peer, so the
+    /// list is read from its end, as far as trusted proxies have written it.
+    pub fn client(&self, peer: IpAddr, head: &Head) -> IpAddr {
+        let mut client = peer;
+        let lines: Vec<_> = head.headers_named("x-forwarded-for").collect();
+        let mut hops = lines.iter().rev().flat_map(|line| line.rsplit(','));
+        while self.trusts(client) {
+            match hops.next().and_then(address) {
+                Some(hop) => client = hop,
+                None => break,
+            }
+        }
+        client
+    }
+}
+
+/// An address as proxies write it: with or without a port, IPv6 with or without brackets.
+fn address(hop: &str) -> Option<IpAddr> {
+    let hop = hop.trim();
+    let bare = hop
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'))
+        .unwrap_or(hop);
+    let with_port = || hop.parse().map(|address: SocketAddr| address.ip());
+    bare.parse().or_else(|_| with_port()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client(trusted: &[&str], peer: &str, lines: &[&str]) -> String {
+        let header = |line: &&str| ("x-forwarded-for".to_owned(), (*line).to_owned());
+        let head = Head {
+            headers: lines.iter().map(header).collect(),
+            ..Head::default()
+        };
+        let proxies = TrustedProxies::parse(trusted.iter().copied()).unwrap();
+        proxies.client(peer.parse().unwrap(), &head).to_string()
+    }
+
+    #[test]
+    fn forwarded_addresses_are_read_from_trusted_proxies_only() {
+        for (trusted, peer, lines, expected) in [
+            // Without configured proxies, and from others than these, the header counts for nothing.
+            (&[][..], "192.0.2.1", &["203.0.113.9"][..], "192.0.2.1"),
+            (&["10.0.0.0/8"], "192.0.2.1", &["203.0.113.9"], "192.0.2.1"),
+            (&["10.0.0.0/8"], "10.1.2.3", &["203.0.113.9"], "203.0.113.9"),
+            (&["10.1.2.3"], "10.1.2.3", &["203.0.113.9"], "203.0.113.9"),
+            (
+                &["10.1.2.3"],
+                "::ffff:10.1.2.3",
+                &["203.0.113.9"],
+                "203.0.113.9",
+            ),
+            // What the client itself sent is before what the proxy appended.
+            (
+                &["10.0.0.0/8"],
+                "10.1.2.3",
+                &["198.51.100.1, 203.0.113.9"],
+                "203.0.113.9",
+            ),
+            (
+                &["10.0.0.0/8"],
+                "10.1.2.3",
+                &["198.51.100.1", "203.0.113.9"],
+                "203.0.113.9",
+            ),
+            (
+                &["10.0.0.0/8"],
+                "10.1.2.3",
+                &["203.0.113.9, 10.9.9.9"],
+                "203.0.113.9",
+            ),
+            (&["10.0.0.0/8"], "10.1.2.3", &["10.9.9.9"], "10.9.9.9"),
+            (
+                &["10.0.0.0/8"],
+                "10.1.2.3",
+                &["203.0.113.9, unknown"],
+                "10.1.2.3",
+            ),
+            (&["10.0.0.0/8"], "10.1.2.3", &[], "10.1.2.3"),
+            (&["::1"], "::1", &["203.0.113.9:4711"], "203.0.113.9"),
+            (&["::1"], "::1", &["[2001:db8::1]:4711"], "2001:db8::1"),
+            (&["::1"], "::1", &["[2001:db8::1]"], "2001:db8::1"),
+            (&["::1"], "::1", &["2001:db8::1"], "2001:db8::1"),
+        ] {
+            assert_eq!(
+                client(trusted, peer, lines),
+                expected,
+                "{trusted:?} {lines:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn texts_that_are_no_address_are_refused() {
+        for bad in ["", "proxy", "10.0.0.0/33", "*"] {
+            let error = TrustedProxies::parse([bad]).unwrap_err();
+            assert!(error.to_string().contains(bad), "{error}");
+        }
+    }
+}
