@@ -488,7 +488,7 @@ impl Client {
         let Range { start, end } = self.unread.clone();
         if start == end {
             self.unread = 0..0;
-            if let Some((rest, most)) = self.decoder.room(self.read_bytes) {
+            if let Some((rest, most)) = self.decoder.room(self.read_bytes)? {
                 let read = (&mut self.stream).take(most as u64).read_to_end(rest)?;
                 ensure!(read > 0, "the server closed the connection");
                 self.decoder.took(read);

@@ -133,7 +133,6 @@ mod tests {
     use exec_server_protocol::network::{PolicyProtocol, PolicyTarget};
 
     use super::*;
-    use crate::metrics::Metrics;
 
     fn params() -> PolicyRequestParams {
         PolicyRequestParams {
@@ -147,7 +146,7 @@ mod tests {
     }
 
     fn asked(asks: &Arc<Asks>) -> tokio::task::JoinHandle<Option<PolicyAnswer>> {
-        let outbox = Outbox::new(Arc::new(Metrics::default()));
+        let outbox = Outbox::alone();
         let asks = Arc::clone(asks);
         tokio::spawn(async move { asks.ask(&outbox, &params()).await })
     }

@@ -43,6 +43,11 @@ pub struct ExecServerConfig {
     /// Requests of one connection that may wait for something to happen (`process/wait`, long
     /// polls), beside those that are worked on.
     pub max_waiting_requests: usize,
+    /// Bytes of large responses that all connections together may queue for their peers.
+    pub max_queued_bytes: usize,
+    /// Bytes of incomplete messages of all connections together. The largest one may exceed it, so
+    /// that one message can always be completed.
+    pub max_incomplete_bytes: usize,
     /// Connections at one time, those in their handshake included.
     pub max_connections: usize,
     /// Connections from one address at one time.
@@ -88,6 +93,8 @@ impl Default for ExecServerConfig {
             max_detach_grace: Duration::from_secs(24 * 60 * 60),
             concurrent_requests: 256,
             max_waiting_requests: 16_384,
+            max_queued_bytes: 64 << 20,
+            max_incomplete_bytes: 64 << 20,
             max_connections: 16_384,
             max_connections_per_address: 8192,
             handshake_timeout: Duration::from_secs(10),

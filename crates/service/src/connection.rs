@@ -13,6 +13,7 @@ use exec_server_protocol::envelope::{self, Incoming as Message};
 use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_protocol::table::Named;
 use exec_server_protocol::{ErrorObject, RequestId};
+use exec_server_transport::frame::close_code;
 use exec_server_transport::keepalive::{Action, Keepalive};
 use exec_server_transport::{Event, Incoming, Link, LinkError};
 use serde::Serialize;
@@ -22,7 +23,8 @@ use tokio_util::sync::CancellationToken;
 use crate::ApiError;
 use crate::asks::{Asks, Settled};
 use crate::auth::Identity;
-use crate::backlog::{Backlog, Share};
+use crate::backlog::{self, Backlog};
+use crate::budget::{Share, Unfinished};
 use crate::dispatch::{self, Raw};
 use crate::files::Lane;
 use crate::guard::Admission;
@@ -31,7 +33,8 @@ use crate::methods::http::Requests;
 use crate::methods::search::Searches;
 use crate::methods::watch::Watches;
 use crate::metrics::MethodIndex;
-use crate::outbox::{self, Outbox, Reply};
+use crate::outbox::{self, Farewell, Outbox, Reply};
+use crate::pieces::{self, FileSource, PIECE_COST, Pieces};
 use crate::server::{Lifetime, Server};
 use crate::session::{Driver, Heard, Session};
 use crate::trace::{Context, Tracer};
@@ -45,16 +48,13 @@ const SHORT_FAREWELL: Duration = Duration::from_millis(500);
 /// Room for everything in an answer but its result.
 const ENVELOPE_BYTES: usize = 256;
 
+/// Files up to this size are read whole before they are sent: whatever goes wrong is then an error.
+const WHOLE_BYTES: u64 = 1 << 20;
+
 /// Requests that are kept for later while the client's own answers are looked for behind them, by
 /// count and by bytes.
 const MAX_AHEAD: usize = 64;
 const MAX_AHEAD_BYTES: usize = 1 << 20;
-
-/// Websocket close code: the server is going away.
-const GOING_AWAY: u16 = 1001;
-
-/// Websocket close code: the client is not authorized any more.
-const POLICY_VIOLATION: u16 = 1008;
 
 /// What the tasks of one connection share.
 #[derive(Debug)]
@@ -85,6 +85,8 @@ pub(crate) struct Connection {
     /// Bounds the writes that wait for a child to read.
     backlog: Arc<Backlog>,
     lifetime: Lifetime,
+    /// Its link carries messages that are made while they are sent.
+    streams: bool,
     /// On whose behalf it speaks.
     pub(crate) identity: Identity,
 }
@@ -170,6 +172,19 @@ impl Connection {
         });
     }
 
+    /// Whether the content of a file of this size is sent while it is read.
+    pub(crate) fn sends_in_pieces(&self, size: u64) -> bool {
+        self.streams && size > WHOLE_BYTES
+    }
+
+    /// From file work: answers with the content of such a file, when there is memory for a piece of it.
+    pub(crate) fn send_in_pieces(self: &Arc<Self>, responder: Responder, source: FileSource) {
+        let connection = Arc::clone(self);
+        self.with_room(responder, PIECE_COST, move |responder| {
+            responder.send_in_pieces(&connection, source);
+        });
+    }
+
     /// From file work: goes on with it as soon as there is room for an answer of about this size.
     pub(crate) fn with_room(
         self: &Arc<Self>,
@@ -228,9 +243,9 @@ pub(crate) struct Responder {
     /// The request's place among those that are worked on.
     slot: Option<OwnedSemaphorePermit>,
     /// A share of the reply budget.
-    reserved: Option<OwnedSemaphorePermit>,
+    reserved: Option<Share>,
     /// A share of the input that waits.
-    unwritten: Option<Share>,
+    unwritten: Option<backlog::Share>,
     /// What was asked, and when.
     method: MethodIndex,
     since: Instant,
@@ -281,16 +296,10 @@ impl Responder {
             let encoded = envelope::encode_error(&mut message, &self.id, &error);
             debug_assert!(encoded.is_ok(), "an error with a text always serialises");
         }
-        let metrics = &self.outbox.metrics;
-        let took = self.since.elapsed();
-        metrics.answered(self.method, took, self.failed);
-        if let Some(trace) = self.trace.take() {
-            let (tracer, context) = *trace;
-            tracer.record(context, self.method.name(), took, self.failed);
-        }
+        self.count();
         let mut reserved = self.reserved.take();
         if let Some(reserved) = &mut reserved {
-            outbox::settle(reserved, message.len());
+            reserved.shrink(message.len());
         }
         self.outbox.push(Reply {
             message,
@@ -298,13 +307,50 @@ impl Responder {
         });
     }
 
+    /// Counts the answer in metrics and traces.
+    fn count(&mut self) {
+        let took = self.since.elapsed();
+        self.outbox.metrics.answered(self.method, took, self.failed);
+        if let Some(trace) = self.trace.take() {
+            let (tracer, context) = *trace;
+            tracer.record(context, self.method.name(), took, self.failed);
+        }
+    }
+
+    /// Answers with the content of a file that is read while the peer takes it; from file work.
+    ///
+    /// What goes wrong with the first piece is answered as an error.
+    fn send_in_pieces(mut self, connection: &Connection, mut source: FileSource) {
+        let begun = pieces::reserved(PIECE_COST).and_then(|mut head| {
+            self.begin_result(&mut head);
+            head.extend_from_slice(b"{\"dataBase64\":\"");
+            // It has more than one piece.
+            source.next(&mut head)?;
+            Ok(head)
+        });
+        let head = match begun {
+            Ok(head) => head,
+            Err(error) => return self.send_error(error),
+        };
+        self.count();
+        let place = (&connection.lane, &connection.closed);
+        let pieces = Pieces::new(place, &self.outbox, head, source, self.reserved.take());
+        self.outbox.push_pieces(pieces);
+    }
+
+    fn begin_result(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"{\"id\":");
+        let encoded = serde_json::to_writer(&mut *out, &self.id);
+        debug_assert!(encoded.is_ok(), "an id always serialises");
+        out.extend_from_slice(b",\"result\":");
+    }
+
     /// Answers with a result that `write` writes as JSON, of about `hint` bytes.
     pub(crate) fn send_result(self, hint: usize, write: impl FnOnce(&mut Vec<u8>)) {
-        let written = self.try_send_result(hint, |out| {
+        self.try_send_result(hint, |out| {
             write(out);
             Ok(())
         });
-        debug_assert!(written, "writing to memory does not fail");
     }
 
     /// As [`Responder::send_result`]; if `write` fails, answers with its error. Whether it did not.
@@ -313,11 +359,11 @@ impl Responder {
         hint: usize,
         write: impl FnOnce(&mut Vec<u8>) -> Result<(), ApiError>,
     ) -> bool {
-        let mut message = memory::buffer(hint + ENVELOPE_BYTES);
-        message.extend_from_slice(b"{\"id\":");
-        let encoded = serde_json::to_writer(&mut message, &self.id);
-        debug_assert!(encoded.is_ok(), "an id always serialises");
-        message.extend_from_slice(b",\"result\":");
+        let Some(mut message) = memory::buffer(hint + ENVELOPE_BYTES) else {
+            self.send_error(pieces::no_memory(hint));
+            return false;
+        };
+        self.begin_result(&mut message);
         match write(&mut message) {
             Ok(()) => {
                 message.push(b'}');
@@ -344,6 +390,23 @@ impl Responder {
         self.reserved.is_some()
     }
 
+    /// Whether so many bytes more than were reserved may be made now.
+    pub(crate) fn try_reserve_more(&mut self, bytes: usize) -> bool {
+        let Some(more) = self.outbox.try_reserve(bytes) else {
+            return false;
+        };
+        match &mut self.reserved {
+            Some(reserved) => reserved.merge(more),
+            None => self.reserved = Some(more),
+        }
+        true
+    }
+
+    /// Gives back what was reserved.
+    pub(crate) fn give_back(&mut self) {
+        self.reserved = None;
+    }
+
     /// Counts a write by its size rather than as worked on: until the child takes it, it holds up
     /// no other request.
     pub(crate) fn wait_for_input(&mut self, bytes: usize) {
@@ -355,7 +418,7 @@ impl Responder {
 
     /// Waits until an answer of about this size may be made.
     pub(crate) async fn reserve(&mut self, bytes: usize) {
-        self.reserved = self.outbox.reserve(bytes).await;
+        self.reserved = Some(self.outbox.reserve(bytes).await);
     }
 }
 
@@ -383,7 +446,9 @@ pub(crate) async fn serve(
     tracing::info!(peer = name, identity = &*identity.name, "connection opened");
     let pings = link.has_pings();
     let keepalive = pings.then(|| Keepalive::new(server.config().keepalive, Instant::now()));
-    let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics())));
+    let closed = CancellationToken::new();
+    let answers = server.answers().account(&identity.name, closed.clone());
+    let outbox = Arc::new(Outbox::new(Arc::clone(server.metrics()), answers));
     let lane = Lane::new(server.files());
     let handles = Handles::new(server.with_files());
     let concurrent_requests = server.config().concurrent_requests.max(1);
@@ -392,7 +457,7 @@ pub(crate) async fn serve(
         concurrent_requests,
         server,
         outbox: Arc::clone(&outbox),
-        closed: CancellationToken::new(),
+        closed: closed.clone(),
         heard: Arc::new(Heard::new()),
         asks: Arc::default(),
         handles,
@@ -404,10 +469,18 @@ pub(crate) async fn serve(
         waiting: AtomicUsize::new(0),
         backlog: Arc::default(),
         lifetime,
+        streams: link.outgoing.can_stream(),
         identity,
     });
-    let Link { incoming, outgoing } = link;
-    let closed = connection.closed.clone();
+    let Link {
+        mut incoming,
+        outgoing,
+    } = link;
+    let unfinished = connection
+        .server
+        .unfinished()
+        .account(&connection.identity.name, closed.clone());
+    incoming.limit_by(Unfinished::new(unfinished));
     let mut writer = Box::pin(async move {
         if let Err(error) = outbox::write(&outbox, outgoing).await {
             tracing::debug!(%error, "cannot write to the connection");
@@ -442,6 +515,16 @@ pub(crate) async fn serve(
             Poll::Pending => (run.await, writer),
         }
     };
+    if let Some((code, reason)) = reader.incoming.close_reason()
+        && code > close_code::GOING_AWAY
+    {
+        tracing::warn!(
+            peer = reader.name,
+            code,
+            reason,
+            "peer closed the connection"
+        );
+    }
     // Nobody is left to answer.
     connection.asks.close();
     tracing::info!(peer = reader.name, ?end, "connection closed");
@@ -451,15 +534,25 @@ pub(crate) async fn serve(
         let _ = tokio::time::timeout(FAREWELL, connection.slots.acquire_many(all)).await;
     }
     Handles::close_all(&connection);
-    if !matches!(end, End::Lost) {
-        // Who went without a word is told nothing.
-        let silent = pings && matches!(end, End::Eof) && !reader.incoming.said_goodbye();
-        let (close, patience) = match end {
-            End::Unauthorized(reason) => ((POLICY_VIOLATION, reason), SHORT_FAREWELL),
-            _ => ((GOING_AWAY, ""), FAREWELL),
-        };
-        connection.outbox.finish((!silent).then_some(close));
-        let _ = tokio::time::timeout(patience, connection.closed.cancelled()).await;
+    // A peer that ended the connection without a close frame gets none.
+    let silent = pings && matches!(end, End::Eof) && !reader.incoming.said_goodbye();
+    let going_away = || (!silent).then(|| (close_code::GOING_AWAY, String::new()));
+    match end {
+        End::Lost => {}
+        End::Eof | End::Told => {
+            connection.outbox.finish(going_away());
+            let _ = tokio::time::timeout(FAREWELL, connection.closed.cancelled()).await;
+        }
+        End::Unauthorized(reason) => {
+            let farewell = (close_code::POLICY_VIOLATION, reason.to_owned());
+            connection.outbox.finish(Some(farewell));
+            let _ = tokio::time::timeout(SHORT_FAREWELL, connection.closed.cancelled()).await;
+        }
+        End::Broken(farewell) => {
+            connection.outbox.finish(Some(farewell));
+            // Until the peer has seen why and is done: it may be about to send much.
+            let _ = tokio::time::timeout(FAREWELL, reader.incoming.discard()).await;
+        }
     }
     connection.closed.cancel();
     connection.watches.end();
@@ -481,8 +574,10 @@ pub(crate) async fn serve(
 enum End {
     /// The peer is done.
     Eof,
-    /// The connection failed, the peer broke its rules, or does not answer pings.
+    /// The connection failed, or the peer does not answer pings.
     Lost,
+    /// The peer broke the websocket protocol; the code and the reason of the close frame.
+    Broken(Farewell),
     /// The server is shutting down, or another connection took over.
     Told,
     /// The client's token expired or was withdrawn; the reason for its close frame.
@@ -568,7 +663,9 @@ impl Reader {
                 // peer that is not listened to cannot be blamed for its silence.
                 let came = received < self.incoming.received();
                 received = self.incoming.received();
-                if came | self.connection.outbox.was_taken() | self.connection.holds_back() {
+                let not_its_fault =
+                    self.connection.holds_back() || self.incoming.waits_for_memory();
+                if came | self.connection.outbox.was_taken() | not_its_fault {
                     keepalive.heard(Instant::now());
                 }
             }
@@ -647,6 +744,7 @@ impl Reader {
                     turn += text.len();
                     let message = (text, shared);
                     receive(&self.connection, phase, &self.name, message, slot);
+                    self.incoming.release();
                     if turn >= TURN_BYTES {
                         turn = 0;
                         tokio::task::yield_now().await;
@@ -679,6 +777,10 @@ fn control(
         }
         Ok(Some(Event::Ping(payload))) => connection.outbox.pong(payload),
         Ok(None) => return Some(End::Eof),
+        Err(LinkError::Frame(error)) => {
+            tracing::warn!(peer = name, %error, "peer broke the protocol");
+            return Some(End::Broken((error.close_code(), error.to_string())));
+        }
         Err(LinkError::Io(error)) => {
             tracing::debug!(peer = name, %error, "connection failed");
             return Some(End::Lost);

@@ -9,12 +9,15 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use exec_server_protocol::limits::MAX_MESSAGE_BYTES;
 use exec_server_sync::{Mutex, MutexGuard};
 use exec_server_transport::Outgoing;
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Notify;
+#[cfg(test)]
+use tokio_util::sync::CancellationToken;
 
+use crate::budget::{Account, Share};
 use crate::metrics::Metrics;
+use crate::pieces::Pieces;
 
 /// Something with news, which the writer pulls.
 pub(crate) trait Feed: fmt::Debug + Send + Sync {
@@ -30,8 +33,8 @@ const HIGH_BYTES: usize = 1 << 20;
 /// what comes up meanwhile does not wait long.
 const FLUSH_BYTES: usize = 128 * 1024;
 
-/// Granularity of the reply budget: permits are counted in 32 bits.
-const BUDGET_UNIT: usize = 1024;
+/// Bytes that a queued response in pieces counts as; the memory of its first piece is in the budget.
+const PIECES_BYTES: usize = 64 * 1024;
 
 /// What one connection has to send.
 #[derive(Debug)]
@@ -41,8 +44,8 @@ pub(crate) struct Outbox {
     wake: Notify,
     /// There is room for answers again.
     room: Notify,
-    /// Bounds the bytes of answers that are being made away from the reader.
-    budget: Arc<Semaphore>,
+    /// Its part in what large answers of the whole server may take.
+    pub(crate) account: Account,
     /// The peer has made room since this was last asked.
     taken: AtomicBool,
     pub(crate) metrics: Arc<Metrics>,
@@ -50,7 +53,7 @@ pub(crate) struct Outbox {
 
 #[derive(Debug, Default)]
 struct State {
-    replies: VecDeque<Reply>,
+    replies: VecDeque<Queued>,
     reply_bytes: usize,
     /// Who has news, in turns.
     ready: VecDeque<Arc<dyn Feed>>,
@@ -58,27 +61,43 @@ struct State {
     /// The payload of the latest ping that was not answered yet.
     pong: Option<Vec<u8>>,
     /// Send what is there, then stop; with a farewell, if the peer has not gone without one.
-    finishing: Option<Option<Close>>,
+    finishing: Option<Option<Farewell>>,
 }
 
-/// A websocket close code and its reason.
-pub(crate) type Close = (u16, &'static str);
+/// A websocket close code, and the reason.
+pub(crate) type Farewell = (u16, String);
+
+/// An answer that waits.
+#[derive(Debug)]
+enum Queued {
+    Whole(Reply),
+    Pieces(Arc<Pieces>),
+}
+
+impl Queued {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Whole(reply) => reply.message.len(),
+            Self::Pieces(_) => PIECES_BYTES,
+        }
+    }
+}
 
 /// An encoded message, with the share of the budget that it holds until it is sent.
 #[derive(Debug)]
 pub(crate) struct Reply {
     pub(crate) message: Vec<u8>,
     /// Given back when the message has left.
-    pub(crate) _reserved: Option<OwnedSemaphorePermit>,
+    pub(crate) _reserved: Option<Share>,
 }
 
 impl Outbox {
-    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+    pub(crate) fn new(metrics: Arc<Metrics>, account: Account) -> Self {
         Self {
             state: Mutex::default(),
             wake: Notify::new(),
             room: Notify::new(),
-            budget: Arc::new(Semaphore::new(MAX_MESSAGE_BYTES / BUDGET_UNIT)),
+            account,
             taken: AtomicBool::new(false),
             metrics,
         }
@@ -90,10 +109,24 @@ impl Outbox {
 
     /// Queues an encoded message.
     pub(crate) fn push(&self, reply: Reply) {
+        self.queue(Queued::Whole(reply));
+    }
+
+    /// Queues an answer that is made while it is sent.
+    pub(crate) fn push_pieces(&self, pieces: Arc<Pieces>) {
+        self.queue(Queued::Pieces(pieces));
+    }
+
+    fn queue(&self, queued: Queued) {
         let mut state = self.state();
-        state.reply_bytes += reply.message.len();
-        state.replies.push_back(reply);
+        state.reply_bytes += queued.bytes();
+        state.replies.push_back(queued);
         drop(state);
+        self.wake.notify_one();
+    }
+
+    /// Wakes the writer: the next piece of a response has been read.
+    pub(crate) fn wake(&self) {
         self.wake.notify_one();
     }
 
@@ -126,8 +159,8 @@ impl Outbox {
     }
 
     /// Has the writer send what is there, a farewell if there is one, and stop.
-    pub(crate) fn finish(&self, close: Option<Close>) {
-        self.state().finishing = Some(close);
+    pub(crate) fn finish(&self, farewell: Option<Farewell>) {
+        self.state().finishing = Some(farewell);
         self.wake.notify_one();
     }
 
@@ -152,45 +185,55 @@ impl Outbox {
         self.taken.swap(false, Ordering::Relaxed)
     }
 
-    /// Waits for a share of the reply budget; to be asked for before a large answer is made.
-    pub(crate) async fn reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        // Never more than the budget, so it can be had; the semaphore is never closed.
-        Arc::clone(&self.budget)
-            .acquire_many_owned(units(bytes))
-            .await
-            .ok()
+    /// Waits for a share of the server's memory for answers; to be asked for before a large answer is
+    /// made.
+    pub(crate) async fn reserve(&self, bytes: usize) -> Share {
+        self.account.take(bytes).await
     }
 
     /// As [`Outbox::reserve`], if there is a share to be had at once.
-    pub(crate) fn try_reserve(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.budget)
-            .try_acquire_many_owned(units(bytes))
-            .ok()
+    pub(crate) fn try_reserve(&self, bytes: usize) -> Option<Share> {
+        self.account.try_take(bytes)
     }
 }
 
-fn units(bytes: usize) -> u32 {
-    let units = bytes.min(MAX_MESSAGE_BYTES).div_ceil(BUDGET_UNIT);
-    u32::try_from(units).unwrap_or(u32::MAX)
+#[cfg(test)]
+impl Outbox {
+    /// An outbox with a budget of its own.
+    pub(crate) fn alone() -> Self {
+        use crate::budget::{Budget, Excess};
+        let budget = Budget::new(64 << 20, Excess::Refused);
+        let account = budget.account(&"test".into(), CancellationToken::new());
+        Self::new(Arc::default(), account)
+    }
 }
 
-/// Gives back what is reserved beyond the bytes of the message that came of it.
-pub(crate) fn settle(reserved: &mut OwnedSemaphorePermit, bytes: usize) {
-    let spare = reserved.num_permits().saturating_sub(units(bytes) as usize);
-    drop(reserved.split(spare));
+/// What was appended to the buffer of the link.
+#[derive(Default)]
+struct Sent {
+    /// Whole answers, with their shares of memory.
+    replies: Vec<Reply>,
+    /// An answer whose last piece has not been appended.
+    pieces: Option<Arc<Pieces>>,
+    /// One whose last piece has.
+    finished: Option<Arc<Pieces>>,
 }
 
 /// Sends what the outbox has until it is finished or the connection fails.
 pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result<()> {
-    let mut sent = Vec::new();
+    let mut sent = Sent::default();
     loop {
         let wake = outbox.wake.notified();
         while outgoing.buffered() < FLUSH_BYTES && gather(outbox, &mut outgoing, &mut sent) {}
         if outgoing.buffered() == 0 {
-            let finishing = outbox.state().finishing;
+            // What was begun is ended first.
+            let finishing = match sent.pieces {
+                Some(_) => None,
+                None => outbox.state().finishing.clone(),
+            };
             match finishing {
                 Some(Some((code, reason))) => {
-                    outgoing.push_close_because(code, reason);
+                    outgoing.push_close(code, &reason);
                     return outgoing.shutdown().await;
                 }
                 Some(None) => return Ok(()),
@@ -201,13 +244,28 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
             continue;
         }
         let bytes = outgoing.buffered() as u64;
-        outgoing
-            .flush_noting(|| outbox.taken.store(true, Ordering::Relaxed))
-            .await?;
+        let holds = !sent.replies.is_empty() || sent.pieces.is_some() || sent.finished.is_some();
+        if holds {
+            outbox.account.depends_on_peer(true);
+        }
+        let flushed = outgoing
+            .flush_noting(|written| {
+                outbox.taken.store(true, Ordering::Relaxed);
+                outbox.account.progressed(written);
+            })
+            .await;
+        if holds {
+            outbox.account.depends_on_peer(false);
+        }
+        flushed?;
         outbox.metrics.sent_bytes.add(bytes);
-        if !sent.is_empty() {
-            // Shares of the budget were held until their messages had left.
-            sent.clear();
+        sent.finished = None;
+        if let Some(pieces) = &sent.pieces {
+            pieces.sent();
+        }
+        if !sent.replies.is_empty() {
+            // Shares of memory were held until their messages had left.
+            sent.replies.clear();
             outbox.room.notify_waiters();
         }
     }
@@ -218,7 +276,7 @@ pub(crate) async fn write(outbox: &Outbox, mut outgoing: Outgoing) -> io::Result
 ///
 /// It comes after all answers that were queued before it became ready, so the answer to
 /// `process/start` leaves before its first output.
-fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bool {
+fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
     let (replies, feed) = {
         let mut state = outbox.state();
         if state.ping {
@@ -228,18 +286,22 @@ fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bo
         if let Some(payload) = state.pong.take() {
             outgoing.push_pong(&payload);
         }
-        let replies = take_replies(&mut state);
-        let feed = if state.replies.is_empty() {
+        if sent.pieces.is_some() {
+            drop(state);
+            return gather_piece(outbox, outgoing, sent);
+        }
+        let replies = take_replies(&mut state, sent);
+        let feed = if state.replies.is_empty() && sent.pieces.is_none() {
             state.ready.pop_front()
         } else {
             None
         };
         (replies, feed)
     };
-    let any = !replies.is_empty() || feed.is_some();
+    let any = !replies.is_empty() || feed.is_some() || sent.pieces.is_some();
     for mut reply in replies {
         outgoing.push_encoded(std::mem::take(&mut reply.message));
-        sent.push(reply);
+        sent.replies.push(reply);
     }
     if let Some(feed) = feed
         && Arc::clone(&feed).pull(outgoing)
@@ -249,14 +311,35 @@ fn gather(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Vec<Reply>) -> bo
     any
 }
 
-fn take_replies(state: &mut State) -> Vec<Reply> {
+/// Appends the next piece of the current response, if it has been read.
+fn gather_piece(outbox: &Outbox, outgoing: &mut Outgoing, sent: &mut Sent) -> bool {
+    let Some(piece) = sent.pieces.as_ref().and_then(|pieces| pieces.take()) else {
+        return false;
+    };
+    outgoing.push_fragment((piece.is_first, piece.is_last), piece.bytes);
+    if piece.is_last {
+        // Its share is held until that has left.
+        sent.finished = sent.pieces.take();
+        outbox.room.notify_waiters();
+    }
+    true
+}
+
+/// Whole answers up to one in pieces, which is then begun.
+fn take_replies(state: &mut State, sent: &mut Sent) -> Vec<Reply> {
     let mut batch = Vec::new();
     let mut bytes = 0;
     while bytes < FLUSH_BYTES
-        && let Some(reply) = state.replies.pop_front()
+        && let Some(queued) = state.replies.pop_front()
     {
-        bytes += reply.message.len();
-        batch.push(reply);
+        bytes += queued.bytes();
+        match queued {
+            Queued::Whole(reply) => batch.push(reply),
+            Queued::Pieces(pieces) => {
+                sent.pieces = Some(pieces);
+                break;
+            }
+        }
     }
     state.reply_bytes -= bytes;
     batch

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use crate::ApiError;
 use crate::audit::Audit;
 use crate::auth::Identity;
+use crate::budget::{Budget, Excess};
 use crate::config::ExecServerConfig;
 use crate::connection;
 use crate::crowd::{Crowd, CrowdLimits};
@@ -74,6 +75,10 @@ struct Inner {
     /// How many connections may have files open.
     with_files: watch::Sender<usize>,
     crowd: Arc<Crowd>,
+    /// Memory for answers of all connections.
+    answers: Arc<Budget>,
+    /// Memory for messages of all connections that have arrived in part.
+    unfinished: Arc<Budget>,
     metrics: Arc<Metrics>,
     /// Connections that are served.
     connections: watch::Sender<usize>,
@@ -131,6 +136,8 @@ impl Server {
         });
         let inner = Inner {
             crowd,
+            answers: Budget::new(config.max_queued_bytes, Excess::Refused),
+            unfinished: Budget::new(config.max_incomplete_bytes, Excess::ForLargest),
             metrics: Arc::default(),
             config: RwLock::new(Arc::new(config.clone())),
             executor,
@@ -175,6 +182,8 @@ impl Server {
         };
         self.inner.crowd.set_limits(crowd_limits(&config));
         self.inner.executor.set_limits(executor_limits(&config));
+        self.inner.answers.set_total(config.max_queued_bytes);
+        self.inner.unfinished.set_total(config.max_incomplete_bytes);
         let mut current = self.inner.config.write();
         *current = Arc::new(config);
     }
@@ -244,6 +253,21 @@ impl Server {
     /// Sessions right now, waiting ones included.
     pub fn session_count(&self) -> usize {
         self.inner.sessions.lock().len()
+    }
+
+    /// Memory for answers of all connections.
+    pub(crate) fn answers(&self) -> &Arc<Budget> {
+        &self.inner.answers
+    }
+
+    /// Memory for messages of all connections that have arrived in part.
+    pub(crate) fn unfinished(&self) -> &Arc<Budget> {
+        &self.inner.unfinished
+    }
+
+    /// Bytes that large answers hold right now, and bytes of messages that have arrived in part.
+    pub fn held_bytes(&self) -> (usize, usize) {
+        (self.inner.answers.used(), self.inner.unfinished.used())
     }
 
     pub(crate) fn crowd(&self) -> &Arc<Crowd> {

@@ -105,6 +105,63 @@ pub enum FrameError {
     /// A text message that is not UTF-8.
     #[error("websocket text message is not valid UTF-8")]
     Utf8,
+    /// There is no memory for a message.
+    #[error("no memory for a websocket message of {bytes} bytes or more")]
+    OutOfMemory {
+        /// How much of it is known so far.
+        bytes: usize,
+    },
+}
+
+impl FrameError {
+    /// The code of the close frame that reports this to the peer, as RFC 6455 has it.
+    pub fn close_code(&self) -> u16 {
+        match self {
+            Self::FrameTooLarge { .. } | Self::MessageTooLarge { .. } => close_code::TOO_BIG,
+            Self::Utf8 => close_code::INVALID_PAYLOAD,
+            Self::OutOfMemory { .. } => close_code::INTERNAL_ERROR,
+            Self::Opcode(_)
+            | Self::ReservedBits
+            | Self::Mask(_)
+            | Self::Control
+            | Self::Fragments => close_code::PROTOCOL_ERROR,
+        }
+    }
+}
+
+/// Codes of close frames, RFC 6455, section 7.4.1.
+pub mod close_code {
+    /// A normal end.
+    pub const NORMAL: u16 = 1000;
+    /// The endpoint is going away.
+    pub const GOING_AWAY: u16 = 1001;
+    /// The peer broke the websocket protocol.
+    pub const PROTOCOL_ERROR: u16 = 1002;
+    /// The payload does not fit its kind, as text that is not UTF-8.
+    pub const INVALID_PAYLOAD: u16 = 1007;
+    /// The peer may not use the connection, or no longer.
+    pub const POLICY_VIOLATION: u16 = 1008;
+    /// A frame or a message is too large.
+    pub const TOO_BIG: u16 = 1009;
+    /// The endpoint failed.
+    pub const INTERNAL_ERROR: u16 = 1011;
+}
+
+/// The payload of a close frame; of a long reason as much as fits.
+pub fn close_payload(code: u16, reason: &str) -> Vec<u8> {
+    /// The payload of a control frame has at most 125 bytes, two of them for the code.
+    const MAX_REASON_BYTES: usize = 123;
+    let mut payload = code.to_be_bytes().to_vec();
+    let end = reason.floor_char_boundary(MAX_REASON_BYTES);
+    payload.extend_from_slice(&reason.as_bytes()[..end]);
+    payload
+}
+
+/// The code and the reason in the payload of a close frame, if it has any.
+pub fn parse_close(payload: &[u8]) -> Option<(u16, String)> {
+    let (code, reason) = payload.split_first_chunk()?;
+    let reason = String::from_utf8_lossy(reason).into_owned();
+    Some((u16::from_be_bytes(*code), reason))
 }
 
 /// What [`Decoder::step`] found in the buffer.
@@ -183,6 +240,39 @@ impl Decoder {
         Self { limit, ..self }
     }
 
+    /// Bytes that are kept of a message which is not complete.
+    pub fn unfinished(&self) -> usize {
+        match self.assembling.is_some() {
+            true => self.assembly.len(),
+            false => 0,
+        }
+    }
+
+    /// Appends to the message that is being assembled.
+    fn assemble(&mut self, bytes: &[u8]) -> Result<(), FrameError> {
+        // Fragments grow it by doubling while it is short.
+        self.make_room(bytes.len(), bytes.len().max(self.assembly.len()))?;
+        self.assembly.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    /// Makes room for `bytes` more of the message that is being assembled, and if memory has to be
+    /// asked for, for up to `most`.
+    fn make_room(&mut self, bytes: usize, most: usize) -> Result<(), FrameError> {
+        let used = self.assembly.len();
+        if self.assembly.capacity() - used >= bytes {
+            return Ok(());
+        }
+        // A length in a header alone must not make us allocate more than is kept anyway; and of what
+        // is long already, a quarter: as much again would mostly not be used.
+        let more = most.min((used / 4).max(Self::KEPT_BYTES)).max(bytes);
+        self.assembly
+            .try_reserve_exact(more)
+            .map_err(|_| FrameError::OutOfMemory {
+                bytes: used + bytes,
+            })
+    }
+
     /// The payload of the message that [`Step::Assembled`] announced, until the next step.
     pub fn assembled(&self) -> &[u8] {
         match self.shared.is_empty() {
@@ -203,15 +293,8 @@ impl Decoder {
         (!self.shared.is_empty()).then_some(&self.shared)
     }
 
-    /// Looks at the frame at `*at` of `buffer`, unmasking it in place and moving `*at` past it.
-    ///
-    /// # Errors
-    ///
-    /// On any violation of the protocol or of a size limit.
-    pub fn step(&mut self, buffer: &mut [u8], at: &mut usize) -> Result<Step, FrameError> {
-        if let Some(partial) = self.partial {
-            return Ok(self.take_in(partial, buffer, at));
-        }
+    /// Drops the message that was assembled last, if it is whole.
+    pub fn release(&mut self) {
         self.shared = Bytes::new();
         if self.assembling.is_none() && !self.assembly.is_empty() {
             self.assembly.clear();
@@ -219,6 +302,18 @@ impl Decoder {
                 self.assembly = Vec::new();
             }
         }
+    }
+
+    /// Looks at the frame at `*at` of `buffer`, unmasking it in place and moving `*at` past it.
+    ///
+    /// # Errors
+    ///
+    /// On any violation of the protocol or of a size limit.
+    pub fn step(&mut self, buffer: &mut [u8], at: &mut usize) -> Result<Step, FrameError> {
+        if let Some(partial) = self.partial {
+            return self.take_in(partial, buffer, at);
+        }
+        self.release();
         let available = &mut buffer[*at..];
         let [first, second, ..] = *available else {
             return Ok(Step::NeedMore(2 - available.len()));
@@ -278,7 +373,7 @@ impl Decoder {
             self.assembling.get_or_insert(opcode);
             *at += header;
             let left = length;
-            return Ok(self.take_in(Partial { fin, left, key }, buffer, at));
+            return self.take_in(Partial { fin, left, key }, buffer, at);
         }
         if masked {
             apply_mask(key, &mut available[header..header + length]);
@@ -295,7 +390,7 @@ impl Decoder {
                 payload,
             });
         }
-        self.assembly.extend_from_slice(&buffer[payload]);
+        self.assemble(&buffer[payload])?;
         let kind = *self.assembling.get_or_insert(opcode);
         if fin {
             self.assembling = None;
@@ -307,7 +402,12 @@ impl Decoder {
     }
 
     /// Moves what is there of a long frame out of the buffer.
-    fn take_in(&mut self, mut partial: Partial, buffer: &mut [u8], at: &mut usize) -> Step {
+    fn take_in(
+        &mut self,
+        mut partial: Partial,
+        buffer: &mut [u8],
+        at: &mut usize,
+    ) -> Result<Step, FrameError> {
         let available = &mut buffer[*at..];
         let taken = partial.left.min(available.len());
         let payload = &mut available[..taken];
@@ -315,15 +415,16 @@ impl Decoder {
             apply_mask(partial.key, payload);
             partial.key.rotate_left(taken % 4);
         }
-        self.assembly.extend_from_slice(payload);
+        self.make_room(taken, partial.left)?;
+        self.assembly.extend_from_slice(&buffer[*at..*at + taken]);
         *at += taken;
         partial.left -= taken;
         if partial.left > 0 {
             self.partial = Some(partial);
-            return Step::NeedMore(partial.left);
+            return Ok(Step::NeedMore(partial.left));
         }
         self.partial = None;
-        match self.assembling {
+        Ok(match self.assembling {
             Some(kind) if partial.fin => {
                 self.assembling = None;
                 Step::Assembled {
@@ -331,7 +432,7 @@ impl Decoder {
                 }
             }
             _ => Step::Fragment,
-        }
+        })
     }
 
     /// Where the rest of a long frame can be appended as it comes, so that it need not be moved, and
@@ -339,11 +440,17 @@ impl Decoder {
     /// to be told.
     ///
     /// To be used only when everything that came before has been taken in.
-    pub fn room(&mut self, most: usize) -> Option<(&mut Vec<u8>, usize)> {
-        let left = self.partial.as_ref()?.left;
-        // A length in a header alone must not make us allocate more than is kept anyway.
-        self.assembly.reserve(left.min(Self::KEPT_BYTES));
-        Some((&mut self.assembly, left.min(most)))
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory for it.
+    pub fn room(&mut self, most: usize) -> Result<Option<(&mut Vec<u8>, usize)>, FrameError> {
+        let Some(partial) = self.partial else {
+            return Ok(None);
+        };
+        let left = partial.left;
+        self.make_room(left.min(most), left)?;
+        Ok(Some((&mut self.assembly, left.min(most))))
     }
 
     /// So many bytes were appended to where [`Decoder::room`] said.
@@ -389,6 +496,22 @@ pub fn push_parts(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, part
     if let Some(key) = mask {
         apply_mask(key, &mut out[start..]);
     }
+}
+
+/// Appends the header of a frame that carries `length` bytes of a text message: the `first` of its
+/// frames, the `last`, both or neither.
+pub fn push_fragment_header(
+    out: &mut Vec<u8>,
+    (first, last): (bool, bool),
+    mask: Option<[u8; 4]>,
+    length: usize,
+) {
+    let opcode = if first {
+        Opcode::Text
+    } else {
+        Opcode::Continuation
+    };
+    push_header(out, opcode, last, mask, length);
 }
 
 /// Makes of a message that was received masked, and lies at `payload` of `buffer`, one that a server
@@ -530,7 +653,7 @@ fn push_header(out: &mut Vec<u8>, opcode: Opcode, fin: bool, mask: Option<[u8; 4
 }
 
 /// Applies (or removes) a mask; eight bytes at a time, which the compiler widens further.
-fn apply_mask(key: [u8; 4], payload: &mut [u8]) {
+pub(crate) fn apply_mask(key: [u8; 4], payload: &mut [u8]) {
     let [a, b, c, d] = key;
     let wide = u64::from_ne_bytes([a, b, c, d, a, b, c, d]);
     let (words, rest) = payload.as_chunks_mut();

@@ -33,6 +33,6 @@ pub mod tls;
 pub mod turn;
 
 pub use connect::{ConnectError, ConnectOptions, connect, connect_over};
-pub use link::{Event, Incoming, Link, LinkError, Outgoing, RawEvent};
+pub use link::{Event, Incoming, Intake, Link, LinkError, Outgoing, RawEvent};
 pub use peer::{CallError, Peer};
 pub use secret::Secret;

@@ -110,6 +110,18 @@ pub trait Sink: Send {
     ) -> Poll<io::Result<()>>;
 }
 
+/// Decides when a link may keep more of a message that is not complete.
+pub trait Intake: Send {
+    /// Waits until `bytes` of the message may be kept in memory, those before included.
+    fn poll_hold(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<()>;
+
+    /// So many bytes of it have arrived since the last call.
+    fn arrived(&mut self, bytes: usize);
+
+    /// The message was taken, and its memory is free again.
+    fn release(&mut self);
+}
+
 /// Why a link ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -126,6 +138,16 @@ pub enum LinkError {
     /// A line is not text.
     #[error("line is not valid UTF-8")]
     LineNotUtf8,
+}
+
+impl LinkError {
+    /// The code of the close frame that reports this to the peer, if it broke the protocol.
+    pub fn close_code(&self) -> Option<u16> {
+        match self {
+            Self::Frame(error) => Some(error.close_code()),
+            Self::Io(_) | Self::LineTooLong | Self::LineNotUtf8 => None,
+        }
+    }
 }
 
 /// Something that arrived.
@@ -177,6 +199,14 @@ pub struct Incoming {
     ended: bool,
     /// It was said that there will be no more.
     goodbye: bool,
+    /// The code and the reason of the peer's close frame, if it gave any.
+    close: Option<(u16, String)>,
+    /// Who decides about the memory of long messages.
+    intake: Option<Box<dyn Intake>>,
+    /// It has granted some.
+    granted: bool,
+    /// It has not granted yet what is needed next.
+    waits_for_memory: bool,
     /// Bytes that ever came.
     received: u64,
 }
@@ -196,7 +226,7 @@ enum Found {
     Handed,
     Ping(Range<usize>),
     Pong,
-    Closed,
+    Closed(Range<usize>),
     /// Nothing more will come.
     End,
 }
@@ -236,6 +266,8 @@ impl Incoming {
     const LONG_BYTES: usize = 32 * 1024;
     /// The most read at once; also what a busy connection keeps.
     const READ_BYTES: usize = 256 * 1024;
+    /// What every link may keep of an unfinished message without asking its [`Intake`].
+    const GUARANTEED_BYTES: usize = 512 * 1024;
 
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, framing: InFraming, buffer: Vec<u8>) -> Self {
         Self {
@@ -245,6 +277,10 @@ impl Incoming {
             start: 0,
             ended: false,
             goodbye: false,
+            close: None,
+            intake: None,
+            granted: false,
+            waits_for_memory: false,
             received: 0,
         }
     }
@@ -252,6 +288,34 @@ impl Incoming {
     /// Whether the peer has said that it is done, where that can be said.
     pub fn said_goodbye(&self) -> bool {
         self.goodbye
+    }
+
+    /// The code and the reason that the peer gave when it closed the connection.
+    pub fn close_reason(&self) -> Option<(u16, &str)> {
+        let (code, reason) = self.close.as_ref()?;
+        Some((*code, reason))
+    }
+
+    /// Has `intake` decide about the memory of messages beyond what every link may keep.
+    pub fn limit_by(&mut self, intake: impl Intake + 'static) {
+        self.intake = Some(Box::new(intake));
+    }
+
+    /// Whether nothing is read because there is no memory for it: the peer cannot be blamed for that.
+    pub fn waits_for_memory(&self) -> bool {
+        self.waits_for_memory
+    }
+
+    /// Reads and drops everything until the peer is done or the connection fails.
+    ///
+    /// A connection that is closed while there is something to read is reset, and the peer may then
+    /// never see what it was sent last.
+    pub async fn discard(&mut self) {
+        self.buffer = Vec::with_capacity(Self::LONG_BYTES);
+        while let Ok(1..) = self.io.read_buf(&mut self.buffer).await {
+            self.buffer.clear();
+        }
+        self.ended = true;
     }
 
     /// Bytes that ever came: a peer that is in the middle of a long message shows here that it is
@@ -314,6 +378,7 @@ impl Incoming {
 
     /// Waits for the next event.
     async fn receive(&mut self) -> Result<Found, LinkError> {
+        self.give_back();
         let found = loop {
             match self.find()? {
                 Ok(found) => break found,
@@ -332,11 +397,49 @@ impl Incoming {
                 },
             }
         };
-        if matches!(found, Found::Closed) {
+        if let Found::Closed(payload) = &found {
             self.ended = true;
             self.goodbye = true;
+            self.close = frame::parse_close(&self.buffer[payload.clone()]);
         }
         Ok(found)
+    }
+
+    /// Drops the message that was received last, if it is long: its memory would otherwise stay until
+    /// the next one is received.
+    pub fn release(&mut self) {
+        if !self.granted {
+            return;
+        }
+        match &mut self.framing {
+            InFraming::Websocket(decoder) => decoder.release(),
+            _ if self.start == self.buffer.len() => {
+                self.buffer = Vec::new();
+                self.start = 0;
+            }
+            _ => {}
+        }
+        self.give_back();
+    }
+
+    /// Gives back what was granted for a long message, once that was taken.
+    fn give_back(&mut self) {
+        if self.granted
+            && self.unfinished() <= Self::GUARANTEED_BYTES
+            && let Some(intake) = &mut self.intake
+        {
+            self.granted = false;
+            intake.release();
+        }
+    }
+
+    /// Bytes of a message that is not complete.
+    fn unfinished(&self) -> usize {
+        let assembled = match &self.framing {
+            InFraming::Websocket(decoder) => decoder.unfinished(),
+            _ => 0,
+        };
+        assembled + self.buffer.len() - self.start
     }
 
     /// What was found; nothing at the end.
@@ -358,7 +461,7 @@ impl Incoming {
             },
             Found::Ping(range) => control(RawEvent::Ping(&self.buffer[range])),
             Found::Pong => control(RawEvent::Pong),
-            Found::Closed | Found::End => None,
+            Found::Closed(_) | Found::End => None,
         }
     }
 
@@ -408,7 +511,7 @@ impl Incoming {
                     Step::Fragment => continue,
                     Step::Control(Opcode::Ping, payload) => Ok(Found::Ping(payload)),
                     Step::Control(Opcode::Pong, _) => Ok(Found::Pong),
-                    Step::Control(..) => Ok(Found::Closed),
+                    Step::Control(_, payload) => Ok(Found::Closed(payload)),
                     Step::Whole { text, payload } => {
                         Ok(Found::Buffer(MessageKind::framed(text), payload))
                     }
@@ -420,6 +523,26 @@ impl Incoming {
 
     /// Reads more bytes, making room for `missing` but never for more than arrives soon.
     async fn fill(&mut self, missing: usize) -> Result<(), LinkError> {
+        let kept = self.unfinished() + missing.min(Self::READ_BYTES);
+        if kept > Self::GUARANTEED_BYTES
+            && let Some(intake) = &mut self.intake
+        {
+            self.granted = true;
+            self.waits_for_memory = true;
+            poll_fn(|cx| intake.poll_hold(cx, kept)).await;
+            self.waits_for_memory = false;
+        }
+        let before = self.received;
+        self.read_more(missing).await?;
+        if self.granted
+            && let Some(intake) = &mut self.intake
+        {
+            intake.arrived((self.received - before) as usize);
+        }
+        Ok(())
+    }
+
+    async fn read_more(&mut self, missing: usize) -> Result<(), LinkError> {
         if self.start == self.buffer.len() {
             self.buffer.clear();
             self.start = 0;
@@ -427,7 +550,7 @@ impl Incoming {
                 self.buffer = Vec::new();
             }
             if let InFraming::Websocket(decoder) = &mut self.framing
-                && let Some((rest, most)) = decoder.room(Self::READ_BYTES)
+                && let Some((rest, most)) = decoder.room(Self::READ_BYTES)?
             {
                 let read = self.io.read_buf(&mut rest.limit(most)).await?;
                 decoder.took(read);
@@ -443,7 +566,9 @@ impl Incoming {
         let room = missing
             .min(self.buffer.len().max(Self::READ_BYTES))
             .max(Self::IDLE_BYTES);
-        self.buffer.reserve(room);
+        if self.buffer.capacity() - self.buffer.len() < room {
+            self.buffer.try_reserve(room).map_err(no_memory)?;
+        }
         // Of what follows a long message no more than its header: a part would have to be moved.
         let has_length = !matches!(self.framing, InFraming::Lines { .. });
         let message = missing + (self.buffer.len() - self.start);
@@ -458,6 +583,10 @@ impl Incoming {
         self.received += read as u64;
         Ok(())
     }
+}
+
+fn no_memory(_: std::collections::TryReserveError) -> io::Error {
+    io::ErrorKind::OutOfMemory.into()
 }
 
 enum OutFraming {
@@ -544,6 +673,36 @@ impl Outgoing {
         }
     }
 
+    /// Whether a message can be sent in fragments before it is complete.
+    pub fn can_stream(&self) -> bool {
+        match self.framing {
+            OutFraming::Lines | OutFraming::ServerFrames | OutFraming::ClientFrames(_) => true,
+            // Passed on whole.
+            OutFraming::Handed(_) => false,
+        }
+    }
+
+    /// Appends a part of one message, where the link [can](Outgoing::can_stream) send such: its
+    /// `first`, its `last`, both or neither. Between parts, nothing but pings, pongs and closing.
+    pub fn push_fragment(&mut self, (first, last): (bool, bool), mut part: Vec<u8>) {
+        debug_assert!(self.can_stream(), "this link takes whole messages only");
+        match &mut self.framing {
+            OutFraming::ServerFrames => {
+                frame::push_fragment_header(&mut self.buffer, (first, last), None, part.len());
+            }
+            OutFraming::ClientFrames(masks) => {
+                let key = masks.draw();
+                let ends = (first, last);
+                frame::push_fragment_header(&mut self.buffer, ends, Some(key), part.len());
+                frame::apply_mask(key, &mut part);
+            }
+            _ if last => part.push(b'\n'),
+            _ => {}
+        }
+        self.seal();
+        self.push_part(part.into());
+    }
+
     /// Makes the buffer a part, so that another can follow it.
     fn seal(&mut self) {
         let mut sealed = Bytes::from(std::mem::take(&mut self.buffer));
@@ -592,16 +751,9 @@ impl Outgoing {
         self.push_control(Opcode::Pong, payload);
     }
 
-    /// Appends a close frame with a websocket close code.
-    pub fn push_close(&mut self, code: u16) {
-        self.push_close_because(code, "");
-    }
-
-    /// Appends a close frame with a websocket close code and a reason of at most 123 bytes.
-    pub fn push_close_because(&mut self, code: u16, reason: &str) {
-        let payload = [&code.to_be_bytes(), reason.as_bytes()].concat();
-        debug_assert!(payload.len() <= 125, "control frames are short");
-        self.push_control(Opcode::Close, &payload);
+    /// Appends a close frame with a code, and with the reason if there is one to give.
+    pub fn push_close(&mut self, code: u16, reason: &str) {
+        self.push_control(Opcode::Close, &frame::close_payload(code, reason));
     }
 
     fn push_control(&mut self, opcode: Opcode, payload: &[u8]) {
@@ -621,16 +773,16 @@ impl Outgoing {
     ///
     /// When the connection fails.
     pub async fn flush(&mut self) -> io::Result<()> {
-        self.flush_noting(|| {}).await
+        self.flush_noting(|_| {}).await
     }
 
     /// As [`Outgoing::flush`]; calls `taken` whenever there was no room and then there was, which
-    /// shows that the peer is there and takes what it is sent.
+    /// shows that the peer receives what it is sent, with the number of bytes.
     ///
     /// # Errors
     ///
     /// When the connection fails.
-    pub async fn flush_noting(&mut self, mut taken: impl FnMut()) -> io::Result<()> {
+    pub async fn flush_noting(&mut self, mut taken: impl FnMut(usize)) -> io::Result<()> {
         /// Parts written at once; a header and its payload at least.
         const MAX_SLICES: usize = 8;
         if let OutFraming::Handed(sink) = &mut self.framing {
@@ -638,6 +790,7 @@ impl Outgoing {
                 return Ok(());
             }
             let sink = sink.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
+            let before = self.parted;
             let mut waited = false;
             let sent = poll_fn(|cx| {
                 let poll = sink.poll_send(cx, &mut self.parts);
@@ -647,7 +800,7 @@ impl Outgoing {
             })
             .await;
             if waited {
-                taken();
+                taken(before - self.parted);
             }
             return sent;
         }
@@ -671,7 +824,7 @@ impl Outgoing {
             })
             .await?;
             if waited {
-                taken();
+                taken(written);
             }
             if written == 0 {
                 return Err(io::ErrorKind::WriteZero.into());
@@ -689,7 +842,7 @@ impl Outgoing {
         })
         .await?;
         if waited {
-            taken();
+            taken(0);
         }
         Ok(())
     }
@@ -888,7 +1041,7 @@ mod tests {
             }
             assert_eq!(outgoing.buffered(), 9 * 200_001);
             let mut waits = 0;
-            outgoing.flush_noting(|| waits += 1).await.unwrap();
+            outgoing.flush_noting(|_| waits += 1).await.unwrap();
             assert_eq!((outgoing.buffered(), waits), (0, 1));
             outgoing.shutdown().await.unwrap();
             outgoing.push_message(0, |out| out.push(0));
@@ -1028,8 +1181,11 @@ mod tests {
                 text: false
             })
         );
-        server.outgoing.push_close(1001);
+        server
+            .outgoing
+            .push_close(frame::close_code::GOING_AWAY, "restart");
         server.outgoing.flush().await.unwrap();
         assert_eq!(client.incoming.recv().await.unwrap(), None);
+        assert_eq!(client.incoming.close_reason(), Some((1001, "restart")));
     }
 }

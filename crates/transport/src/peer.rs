@@ -17,6 +17,7 @@ use serde_json::Value;
 use tokio::sync::{oneshot, watch};
 use tokio_util::task::AbortOnDropHandle;
 
+use crate::frame::close_code;
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Event, Incoming, Link, Outgoing};
 
@@ -291,13 +292,11 @@ impl Peer {
     /// Ends the connection with a last message, which leaves together with the farewell.
     async fn close_after(&self, last: Option<Vec<u8>>, reason: &str) {
         self.shared.close(reason.into());
-        /// The websocket code of a normal end.
-        const NORMAL: u16 = 1000;
         let mut outgoing = self.shared.outgoing.lock().await;
         if let Some(message) = last {
             outgoing.push_encoded(message);
         }
-        outgoing.push_close(NORMAL);
+        outgoing.push_close(close_code::NORMAL, "");
         let _ = outgoing.shutdown().await;
     }
 
@@ -343,6 +342,20 @@ impl Shared {
             drop(calls);
             self.closed.send_replace(Some(reason));
         }
+    }
+
+    /// Sends a close frame, for as long as the server may take to accept it.
+    fn send_close(self: &Arc<Self>, code: u16, reason: &str) {
+        const FAREWELL: Duration = Duration::from_secs(2);
+        let (shared, reason) = (Arc::clone(self), reason.to_owned());
+        tokio::spawn(async move {
+            let sending = async {
+                let mut outgoing = shared.outgoing.lock().await;
+                outgoing.push_close(code, &reason);
+                outgoing.shutdown().await
+            };
+            let _ = tokio::time::timeout(FAREWELL, sending).await;
+        });
     }
 
     /// Sends a ping or a pong without ever making the reader wait for the writer.
@@ -438,14 +451,39 @@ impl<H: Handler> Reader<H> {
                 Ok(Some(Event::NotText)) => {
                     Err("the server sent a message that is not text".into())
                 }
-                Ok(None) => Err("the server closed the connection".to_owned()),
-                Err(error) => Err(error.to_string()),
+                Ok(None) => Err(self.closed_by_server()),
+                Err(error) => {
+                    let reason = error.to_string();
+                    if let Some(code) = error.close_code() {
+                        self.shared.send_close(code, &reason);
+                    }
+                    Err(reason)
+                }
             };
             if let Err(reason) = outcome {
                 return reason;
             }
         }
     }
+}
+
+impl<H> Reader<H> {
+    /// That the server ended the connection, and why, unless that was the normal way.
+    fn closed_by_server(&self) -> String {
+        let said = "the server closed the connection";
+        match self.incoming.close_reason() {
+            Some((code, "")) if code > close_code::GOING_AWAY => format!("{said} (code {code})"),
+            Some((code, reason)) if code > close_code::GOING_AWAY => {
+                format!("{said}: {} (code {code})", printable(reason))
+            }
+            _ => said.to_owned(),
+        }
+    }
+}
+
+/// A text from the peer without characters that would control a terminal.
+fn printable(text: &str) -> String {
+    text.chars().filter(|c| !c.is_control()).collect()
 }
 
 /// Waits for the handler without letting the server think that we are gone, and without holding the
@@ -551,6 +589,51 @@ mod tests {
             self.0.notified().await;
             Ok(())
         }
+    }
+
+    /// A peer, and the server's end of its link as bytes.
+    fn peer_over(capacity: usize) -> (Peer, tokio::io::DuplexStream) {
+        let (here, there) = tokio::io::duplex(capacity);
+        let (reader, writer) = tokio::io::split(here);
+        let link = Link::websocket(Role::Client, reader, writer, Vec::new());
+        let handler = Blocked(Arc::default());
+        (Peer::new(link, KeepaliveConfig::default(), handler), there)
+    }
+
+    async fn close_reason(peer: &Peer) -> Arc<str> {
+        let mut closed = peer.closed();
+        let reason = closed.wait_for(Option::is_some).await.unwrap();
+        reason.clone().unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_message_above_the_limit_is_closed_with_the_name_of_the_limit() {
+        let (peer, mut there) = peer_over(4096);
+        let mut header = vec![0x81, 127];
+        header.extend((64_u64 << 20 | 1).to_be_bytes());
+        tokio::io::AsyncWriteExt::write_all(&mut there, &header)
+            .await
+            .unwrap();
+        let said = "websocket frame of 67108865 bytes exceeds the limit of 67108864";
+        assert_eq!(&*close_reason(&peer).await, said);
+        let (reader, writer) = tokio::io::split(there);
+        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        assert_eq!(server.incoming.recv().await.unwrap(), None);
+        assert_eq!(server.incoming.close_reason(), Some((1009, said)));
+    }
+
+    #[tokio::test]
+    async fn the_reason_for_which_the_server_closes_is_reported() {
+        let (peer, there) = peer_over(4096);
+        let (reader, writer) = tokio::io::split(there);
+        let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
+        let long = "limit of 7 \u{1b}[2J".to_owned() + &"é".repeat(100);
+        server.outgoing.push_close(1009, &long);
+        server.outgoing.flush().await.unwrap();
+        let reason = close_reason(&peer).await;
+        let start = "the server closed the connection: limit of 7 [2Jé";
+        assert!(reason.starts_with(start), "{reason}");
+        assert!(reason.ends_with("é (code 1009)"), "{reason}");
     }
 
     #[tokio::test]

@@ -31,6 +31,7 @@ use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinSet;
 
 use crate::backoff::Backoff;
+use crate::frame::close_code;
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 use crate::turn;
@@ -640,7 +641,7 @@ async fn write_frames(
             continue;
         }
         if done() {
-            outgoing.push_close(1000);
+            outgoing.push_close(close_code::NORMAL, "");
             outgoing.shutdown().await?;
             // Hanging up on what is still coming could take our last frames with it; the reader
             // ends when the other side has.

@@ -122,6 +122,8 @@ pub(super) const KEYS: &[(&str, Kind)] = &[
     ("limits.retained_bytes", Kind::Size),
     ("limits.retained_chunks", Kind::Count(1)),
     ("limits.total_retained_bytes", Kind::Size),
+    ("limits.response_bytes", Kind::Size),
+    ("limits.incomplete_bytes", Kind::Size),
     ("times.handshake", Kind::Time),
     ("times.ping", Kind::Time),
     ("times.silence", Kind::Time),
@@ -482,6 +484,12 @@ impl Settings {
             max_retained_bytes: self
                 .size("limits.total_retained_bytes")
                 .unwrap_or(defaults.max_retained_bytes),
+            max_queued_bytes: self
+                .size("limits.response_bytes")
+                .unwrap_or(defaults.max_queued_bytes),
+            max_incomplete_bytes: self
+                .size("limits.incomplete_bytes")
+                .unwrap_or(defaults.max_incomplete_bytes),
             handshake_timeout: time("times.handshake", defaults.handshake_timeout),
             keepalive: KeepaliveConfig {
                 interval: time("times.ping", defaults.keepalive.interval),
@@ -610,6 +618,11 @@ fn defaults() -> Vec<(&'static str, Value)> {
         (
             "limits.total_retained_bytes",
             count(config.max_retained_bytes),
+        ),
+        ("limits.response_bytes", count(config.max_queued_bytes)),
+        (
+            "limits.incomplete_bytes",
+            count(config.max_incomplete_bytes),
         ),
         ("times.handshake", time(config.handshake_timeout)),
         ("times.ping", time(config.keepalive.interval)),

@@ -250,6 +250,43 @@ async fn open_files_and_streams_leave_no_memory() {
 }
 
 #[tokio::test]
+async fn a_file_that_is_sent_in_pieces_to_a_peer_that_leaves_holds_no_memory() {
+    let _one = serially().await;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("file");
+    std::fs::write(&path, vec![7; 8 << 20]).unwrap();
+    let path = path.display();
+    let server = Server::new(config()).unwrap();
+    leaves_nothing(20, async |number| {
+        let (mut here, there) = exec_server::transport::Link::pair();
+        let name = format!("peer {number}");
+        let served = tokio::spawn(server.serve(there, name, Lifetime::Connection));
+        for text in [
+            r#"{"id":1,"method":"initialize","params":{"clientName":"x"}}"#.to_owned(),
+            r#"{"method":"initialized"}"#.to_owned(),
+            format!(r#"{{"id":2,"method":"fs/readFile","params":{{"path":"file://{path}"}}}}"#),
+        ] {
+            here.outgoing
+                .push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
+        }
+        here.outgoing.flush().await.unwrap();
+        while server.held_bytes().0 == 0 {
+            tokio::task::yield_now().await;
+        }
+        drop(here);
+        served.await.unwrap();
+    })
+    .await;
+    eventually("memory for answers is given back", || {
+        match server.held_bytes() {
+            (0, 0) => Ok(()),
+            held => Err(held),
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn watches_of_files_leave_no_memory() {
     let _one = serially().await;
     let directory = tempfile::tempdir().unwrap();

@@ -101,6 +101,46 @@ async fn broken_frames_end_their_connection_only() {
     assert_eq!(client.run(Start::sh("q", "exit 3")).await.exit_code(), 3);
 }
 
+/// The code and the reason of the close frame that these bytes end with.
+fn close_frame(bytes: &[u8]) -> (u16, &str) {
+    let start = bytes.iter().position(|byte| *byte == 0x88).unwrap();
+    let payload = &bytes[start + 2..];
+    assert_eq!(usize::from(bytes[start + 1]), payload.len());
+    let (code, reason) = payload.split_first_chunk().unwrap();
+    (u16::from_be_bytes(*code), str::from_utf8(reason).unwrap())
+}
+
+#[tokio::test]
+async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit() {
+    let server = Subject::start(Transport::Websocket, program()).await;
+    let part = vec![b' '; 16 << 20];
+    let large = vec![frame(0x81, &vec![b' '; (16 << 20) + 1])];
+    let long = vec![
+        frame(0x01, &part),
+        frame(0x00, &part),
+        frame(0x00, &part),
+        frame(0x00, &part),
+        frame(0x80, b"x"),
+    ];
+    let said = [
+        "websocket frame of 16777217 bytes exceeds the limit of 16777216",
+        "websocket message of 67108865 bytes exceeds the limit of 67108864",
+    ];
+    for (frames, reason) in [large, long].into_iter().zip(said) {
+        let mut raw = Raw::open(server.url()).await;
+        for frame in frames {
+            // All of it, as a peer that does not look for an answer before it has sent it.
+            raw.send(&frame).await;
+        }
+        let rest = raw.hung_up().await;
+        assert_eq!(close_frame(&rest), (1009, reason));
+    }
+    let mut raw = Raw::open(server.url()).await;
+    raw.send(&frame(0x83, b"{}")).await;
+    let rest = raw.hung_up().await;
+    assert_eq!(close_frame(&rest), (1002, "reserved websocket opcode 3"));
+}
+
 #[tokio::test]
 async fn a_message_may_come_in_pieces_but_not_without_end() {
     let server = Subject::start(Transport::Websocket, program()).await;

@@ -103,9 +103,9 @@ async fn unread_answers_cost_little_and_all_come(on: Transport) {
         left.remove(position);
     }
     let grown = proc::peak_memory(pid).saturating_sub(before);
-    // A message may have 64 MiB, and is there as a file, as a message and on its way.
+    // Of each file there is a piece in memory, and two of the one that is sent.
     assert!(
-        grown < 160 * MIB,
+        grown < 16 * MIB,
         "grew by {grown} bytes for 40 answers of {size}"
     );
 }

@@ -20,6 +20,7 @@ mod fs;
 mod http;
 mod input;
 mod listen;
+mod memory;
 mod methods;
 mod order;
 mod output;

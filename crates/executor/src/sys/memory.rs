@@ -16,13 +16,14 @@ const SPARE_BYTES: std::ffi::c_int = 8 << 20;
 #[cfg(target_os = "linux")]
 const HUGE_BYTES: usize = 4 << 20;
 
-/// An empty buffer with room for so many bytes.
+/// An empty buffer with room for so many bytes, if there is memory for it.
 ///
 /// A long one is used once and given back, so what it costs is that the system provides its pages,
 /// one by one: with huge pages it is asked five hundred times less often. Where there are none,
 /// nothing changes.
-pub fn buffer(bytes: usize) -> Vec<u8> {
-    let buffer = Vec::with_capacity(bytes);
+pub fn buffer(bytes: usize) -> Option<Vec<u8>> {
+    let mut buffer = Vec::new();
+    buffer.try_reserve_exact(bytes).ok()?;
     #[cfg(target_os = "linux")]
     if bytes >= HUGE_BYTES {
         // Of whatever size the pages are.
@@ -39,7 +40,7 @@ pub fn buffer(bytes: usize) -> Vec<u8> {
             );
         }
     }
-    buffer
+    Some(buffer)
 }
 
 /// Has large allocations given back to the system as soon as they are freed.

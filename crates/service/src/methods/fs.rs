@@ -19,6 +19,7 @@ use crate::ApiError;
 use crate::connection::{Connection, Responder};
 use crate::dispatch::Call;
 use crate::files::{attempt, encode_pieces};
+use crate::pieces::FileSource;
 
 /// Room for everything in an answer but the data.
 const ENVELOPE_BYTES: usize = 4096;
@@ -27,8 +28,11 @@ const ENVELOPE_BYTES: usize = 4096;
 /// going to another thread costs less than holding up what comes next.
 const AT_ONCE_BYTES: usize = 32 * 1024;
 
-/// About how large the answer to a listing may get.
-const LISTING_BYTES: usize = 8 << 20;
+/// Memory that a listing gets before its size is known: less than every connection may use.
+const LISTING_BYTES: usize = 1 << 20;
+
+/// What an entry of a listing takes besides its name.
+const ENTRY_BYTES: usize = 64;
 
 /// Checks what every method with a path and a policy checks.
 pub(super) fn admit(
@@ -107,11 +111,9 @@ impl Admitted {
         let connection = Arc::clone(&self.connection);
         match &self.request {
             FsRequest::Search(_) => super::search::search(self, responder),
-            // The names are read only when there is room for the answer they make.
-            FsRequest::ReadDirectory(_) | FsRequest::Walk(_) => connection.file_work(move || {
-                let connection = Arc::clone(&self.connection);
-                connection.with_room(responder, LISTING_BYTES, |responder| self.work(responder));
-            }),
+            FsRequest::ReadDirectory(_) | FsRequest::Walk(_) => {
+                connection.file_work(move || self.list(responder, LISTING_BYTES));
+            }
             FsRequest::Copy(_) | FsRequest::Rename(_) | FsRequest::Hash(_) => {
                 connection.long_file_work(move || self.work(responder));
             }
@@ -122,10 +124,48 @@ impl Admitted {
         }
     }
 
+    /// Lists when there is memory for a response of so many bytes. If that is too little, lists again
+    /// when there is more: names that wait for memory would use memory themselves.
+    fn list(self, responder: Responder, bytes: usize) {
+        let connection = Arc::clone(&self.connection);
+        connection.with_room(responder, bytes, move |mut responder| {
+            let closed = self.connection.closed.clone();
+            let request = self.request.clone();
+            let answer = attempt(|| Ok(self.files.call(request, &|| closed.is_cancelled())?));
+            let needed = answer.as_ref().map_or(0, listing_bytes);
+            if needed <= bytes || responder.try_reserve_more(needed - bytes) {
+                return send(&self.connection, responder, answer);
+            }
+            drop(answer);
+            responder.give_back();
+            self.list(responder, needed);
+        });
+    }
+
     fn work(self, responder: Responder) {
         let closed = self.connection.closed.clone();
         let answer = attempt(|| Ok(self.files.call(self.request, &|| closed.is_cancelled())?));
         send(&self.connection, responder, answer);
+    }
+}
+
+/// About how large the response with a listing is.
+fn listing_bytes(answer: &Answer) -> usize {
+    match answer {
+        Answer::Directory { found, .. } => found
+            .entries()
+            .map(|(name, _, says)| name.len() + ENTRY_BYTES + says.map_or(0, |says| says.len() * 2))
+            .sum(),
+        Answer::Walked(walked) => {
+            let entries = walked.directories().map(|(directory, entries)| {
+                let directory = directory.as_os_str().len() + ENTRY_BYTES;
+                entries
+                    .map(|(name, _)| directory + name.len())
+                    .sum::<usize>()
+            });
+            entries.sum::<usize>() + walked.errors.len() * 4 * ENTRY_BYTES
+        }
+        _ => 0,
     }
 }
 
@@ -165,6 +205,9 @@ fn read_open(connection: &Arc<Connection>, responder: Responder, path: PathBuf, 
         Ok(size) => size,
         Err(error) => return responder.send_error(error),
     };
+    if connection.sends_in_pieces(size) {
+        return connection.send_in_pieces(responder, FileSource::new(file, path, size));
+    }
     let answer_bytes = encoded_len(size as usize) + ENVELOPE_BYTES;
     // The bytes are read only when there is room for the answer they make.
     connection.with_room(responder, answer_bytes, move |responder| {

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use exec_server_transport::frame::close_code;
 use exec_server_transport::keepalive::{Action, Keepalive, KeepaliveConfig};
 use exec_server_transport::relay::RelayStream;
 use exec_server_transport::{
@@ -171,7 +172,7 @@ impl To<'_> {
                     }
                     Some(_) => {}
                     None => {
-                        self.outgoing.push_close(1000);
+                        self.outgoing.push_close(close_code::NORMAL, "");
                         return Ok(self.outgoing.shutdown().await?);
                     }
                 },

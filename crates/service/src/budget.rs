@@ -1,0 +1,626 @@
+//! Memory that connections share: a budget in bytes for the whole server, divided fairly.
+//!
+//! One budget bounds answers that wait for their peers, another one messages that are not complete.
+//! The limits of a single connection are in `outbox` and `backlog`.
+//!
+//! ```text
+//! 0 ──────────────────────── 1/2 ───────── 3/4 ───────── 1
+//! │ any request              │ connections │ guaranteed  │
+//! │                          │ that hold   │ bytes only  │
+//! │                          │ little      │             │
+//! ```
+//!
+//! Waiting requests are granted by what their principal holds, then by what their connection holds:
+//! the least first. If that is not enough, because peers take nothing of what they asked for, the
+//! connection that holds the most and makes no progress ends.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use exec_server_sync::{Mutex, MutexGuard};
+use exec_server_transport::Intake;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+/// What each connection may hold while there is anything left of the budget: one block of a file as
+/// text, or two pieces of a file that is sent in pieces.
+pub(crate) const GUARANTEED_BYTES: usize = 3 << 19;
+
+/// How long a peer that holds memory may make no progress while others wait for it.
+const STALLED: Duration = Duration::from_secs(5);
+
+/// Less than this in [`STALLED`] is no progress.
+const PROGRESS_BYTES: usize = 64 * 1024;
+
+/// How often a request that waits looks for peers without progress.
+const TICK: Duration = Duration::from_millis(500);
+
+/// Whether one connection may go beyond the budget.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Excess {
+    /// None may.
+    Refused,
+    /// The connection that holds the most may: messages free their memory only when they are complete,
+    /// so otherwise all connections could wait for each other.
+    ForLargest,
+}
+
+/// A budget of bytes.
+#[derive(Debug)]
+pub(crate) struct Budget {
+    total: AtomicUsize,
+    excess: Excess,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    used: usize,
+    /// Accounts that hold something, by their number.
+    holders: HashMap<u64, Holder>,
+    /// What the accounts of each principal hold.
+    principals: HashMap<Arc<str>, usize>,
+    /// In the order in which they came.
+    waiting: Vec<Waiting>,
+    next_account: u64,
+    /// When a connection was ended last.
+    ended: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Holder {
+    account: Arc<Shared>,
+    bytes: usize,
+}
+
+/// A request that waits.
+#[derive(Debug)]
+struct Waiting {
+    account: Account,
+    bytes: usize,
+    granted: oneshot::Sender<Share>,
+}
+
+/// A connection's part in a budget; cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Account {
+    budget: Arc<Budget>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    number: u64,
+    principal: Arc<str>,
+    /// Cancelled to end the connection.
+    end: CancellationToken,
+    /// The peer has to do something: take an answer, or send more.
+    depends_on_peer: AtomicBool,
+    /// When it last did so, in milliseconds of [`now`].
+    progress: AtomicU64,
+    /// Bytes that count towards the next progress.
+    progressed: AtomicUsize,
+}
+
+/// Bytes of a budget, given back when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Share {
+    account: Account,
+    bytes: usize,
+}
+
+/// Milliseconds since the first call.
+fn now() -> u64 {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    let elapsed = Instant::now().saturating_duration_since(*START);
+    elapsed.as_millis() as u64
+}
+
+impl Budget {
+    pub(crate) fn new(total: usize, excess: Excess) -> Arc<Self> {
+        Arc::new(Self {
+            total: AtomicUsize::new(total),
+            excess,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Changes how much there is; what is held already stays.
+    pub(crate) fn set_total(self: &Arc<Self>, total: usize) {
+        self.total.store(total, Ordering::Relaxed);
+        self.grant(self.state());
+    }
+
+    /// Bytes that are held.
+    pub(crate) fn used(&self) -> usize {
+        self.state().used
+    }
+
+    /// An account for a connection of this principal; `end` ends the connection.
+    pub(crate) fn account(
+        self: &Arc<Self>,
+        principal: &Arc<str>,
+        end: CancellationToken,
+    ) -> Account {
+        let number = {
+            let mut state = self.state();
+            state.next_account += 1;
+            state.next_account
+        };
+        Account {
+            budget: Arc::clone(self),
+            shared: Arc::new(Shared {
+                number,
+                principal: Arc::clone(principal),
+                end,
+                depends_on_peer: AtomicBool::new(false),
+                progress: AtomicU64::new(0),
+                progressed: AtomicUsize::new(0),
+            }),
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    fn total(&self) -> usize {
+        self.total.load(Ordering::Relaxed)
+    }
+
+    /// Whether there is room for so many bytes more of this account.
+    fn fits(&self, state: &State, account: &Shared, bytes: usize) -> bool {
+        let total = self.total();
+        let held = state.held(account);
+        let beyond = match self.excess {
+            Excess::Refused => 0,
+            Excess::ForLargest => state.largest().map_or(0, |(bytes, _)| bytes),
+        };
+        let used = (state.used - beyond).saturating_add(bytes);
+        if held + bytes <= GUARANTEED_BYTES && used <= total {
+            return true;
+        }
+        let limit = match held < GUARANTEED_BYTES {
+            true => total / 4 * 3,
+            false => total / 2,
+        };
+        used <= limit || state.used == 0 || self.is_excess(state, account)
+    }
+
+    /// Whether this account may go beyond the budget.
+    fn is_excess(&self, state: &State, account: &Shared) -> bool {
+        let largest = || {
+            state
+                .largest()
+                .is_none_or(|(_, number)| number == account.number)
+        };
+        self.excess == Excess::ForLargest && largest()
+    }
+
+    /// Grants waiting requests that fit. Releases the lock before it wakes them.
+    fn grant(self: &Arc<Self>, mut state: MutexGuard<'_, State>) {
+        let mut granted = Vec::new();
+        while let Some(at) = self.next(&state) {
+            let Waiting {
+                account,
+                bytes,
+                granted: sender,
+            } = state.waiting.swap_remove(at);
+            granted.push((sender, account.hold(&mut state, bytes)));
+        }
+        drop(state);
+        for (sender, share) in granted {
+            // The share is given back if the request was cancelled.
+            drop(sender.send(share));
+        }
+    }
+
+    /// Which of the waiting requests is granted now.
+    fn next(&self, state: &State) -> Option<usize> {
+        let rank = |waiting: &Waiting| {
+            let account = &waiting.account.shared;
+            let principal = state.principals.get(&account.principal);
+            (principal.copied().unwrap_or(0), state.held(account))
+        };
+        let fits = |waiting: &Waiting| self.fits(state, &waiting.account.shared, waiting.bytes);
+        let waiting = state.waiting.iter().enumerate();
+        // One that holds little goes before others that do not fit; those do not go before each
+        // other, so that one that wants much has its turn.
+        let first = waiting.clone().min_by_key(|(_, waiting)| rank(waiting))?;
+        if fits(first.1) {
+            return Some(first.0);
+        }
+        let exempt = |waiting: &Waiting| {
+            let account = &waiting.account.shared;
+            state.held(account) + waiting.bytes <= GUARANTEED_BYTES
+                || self.is_excess(state, account)
+        };
+        waiting
+            .filter(|(_, waiting)| exempt(waiting) && fits(waiting))
+            .map(|(at, _)| at)
+            .next()
+    }
+
+    /// Ends the connection that holds the most, if its peer makes no progress.
+    fn end_stalled(&self) {
+        /// Until what was held is given back.
+        const PAUSE: Duration = Duration::from_millis(100);
+        let mut state = self.state();
+        if state.waiting.is_empty() || state.ended.is_some_and(|last| last.elapsed() < PAUSE) {
+            return;
+        }
+        let stalled = |holder: &&Holder| {
+            let account = &holder.account;
+            let since = now().saturating_sub(account.progress.load(Ordering::Relaxed));
+            account.depends_on_peer.load(Ordering::Relaxed)
+                && since >= STALLED.as_millis() as u64
+                && !account.end.is_cancelled()
+        };
+        let worst = state
+            .holders
+            .values()
+            .filter(stalled)
+            .max_by_key(|holder| holder.bytes);
+        if let Some(Holder { account, bytes }) = worst {
+            tracing::warn!(
+                principal = &*account.principal,
+                bytes,
+                "connection without progress ends: others wait for the memory that it holds"
+            );
+            account.end.cancel();
+            state.ended = Some(Instant::now());
+        }
+    }
+}
+
+impl State {
+    /// What the account that holds the most holds, and its number; the older one of two.
+    fn largest(&self) -> Option<(usize, u64)> {
+        let holders = self.holders.iter();
+        holders
+            .map(|(&number, holder)| (holder.bytes, number))
+            .max_by_key(|&(bytes, number)| (bytes, u64::MAX - number))
+    }
+
+    fn held(&self, account: &Shared) -> usize {
+        self.holders
+            .get(&account.number)
+            .map_or(0, |holder| holder.bytes)
+    }
+}
+
+impl Account {
+    /// Notes that the account holds so many bytes more.
+    fn hold(&self, state: &mut State, bytes: usize) -> Share {
+        state.used += bytes;
+        let holder = state
+            .holders
+            .entry(self.shared.number)
+            .or_insert_with(|| Holder {
+                account: Arc::clone(&self.shared),
+                bytes: 0,
+            });
+        holder.bytes += bytes;
+        let principal = Arc::clone(&self.shared.principal);
+        *state.principals.entry(principal).or_default() += bytes;
+        Share {
+            account: self.clone(),
+            bytes,
+        }
+    }
+
+    /// What is counted for so many bytes: where nothing may go beyond the budget, half of it at the
+    /// most, so that it can be had while others hold little.
+    fn counted(&self, bytes: usize) -> usize {
+        match self.budget.excess {
+            Excess::Refused => bytes.min(self.budget.total() / 2),
+            Excess::ForLargest => bytes,
+        }
+    }
+
+    /// Takes so many bytes, if there are as many and no other request waits for them.
+    pub(crate) fn try_take(&self, bytes: usize) -> Option<Share> {
+        let bytes = self.counted(bytes);
+        let mut state = self.budget.state();
+        let guaranteed = state.held(&self.shared) + bytes <= GUARANTEED_BYTES;
+        let waits = !state.waiting.is_empty()
+            && !guaranteed
+            && !self.budget.is_excess(&state, &self.shared);
+        (!waits && self.budget.fits(&state, &self.shared, bytes))
+            .then(|| self.hold(&mut state, bytes))
+    }
+
+    /// Waits for so many bytes.
+    ///
+    /// Cancel safe: what was granted to a future that is dropped is given back.
+    pub(crate) async fn take(&self, bytes: usize) -> Share {
+        if let Some(share) = self.try_take(bytes) {
+            return share;
+        }
+        let bytes = self.counted(bytes);
+        let (granted, mut share) = oneshot::channel();
+        {
+            let mut state = self.budget.state();
+            // Those whose connection has ended meanwhile.
+            state.waiting.retain(|waiting| !waiting.granted.is_closed());
+            state.waiting.push(Waiting {
+                account: self.clone(),
+                bytes,
+                granted,
+            });
+            // Something may have been given back before this one waited.
+            self.budget.grant(state);
+        }
+        loop {
+            match tokio::time::timeout(TICK, &mut share).await {
+                Ok(Ok(share)) => return share,
+                // The sender is dropped only after it was used.
+                Ok(Err(_)) => return self.hold(&mut self.budget.state(), bytes),
+                Err(_) => self.budget.end_stalled(),
+            }
+        }
+    }
+
+    /// Sets whether the connection waits for its peer: to take an answer, or to send more.
+    pub(crate) fn depends_on_peer(&self, depends: bool) {
+        let shared = &self.shared;
+        if depends {
+            shared.progress.store(now(), Ordering::Relaxed);
+        }
+        shared.depends_on_peer.store(depends, Ordering::Relaxed);
+    }
+
+    /// Notes that the peer has moved so many bytes.
+    pub(crate) fn progressed(&self, bytes: usize) {
+        let shared = &self.shared;
+        if shared.progressed.fetch_add(bytes, Ordering::Relaxed) + bytes >= PROGRESS_BYTES {
+            shared.progressed.store(0, Ordering::Relaxed);
+            shared.progress.store(now(), Ordering::Relaxed);
+        }
+    }
+}
+
+impl Share {
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Gives back all but so many bytes.
+    pub(crate) fn shrink(&mut self, bytes: usize) {
+        let spare = self.bytes.saturating_sub(bytes);
+        self.bytes -= spare;
+        self.account.give_back(spare);
+    }
+
+    /// Makes one share of two of the same account.
+    pub(crate) fn merge(&mut self, mut other: Self) {
+        self.bytes += std::mem::take(&mut other.bytes);
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.account.give_back(self.bytes);
+    }
+}
+
+impl Account {
+    fn give_back(&self, bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        let mut state = self.budget.state();
+        state.used -= bytes;
+        if let Some(holder) = state.holders.get_mut(&self.shared.number) {
+            holder.bytes -= bytes;
+            if holder.bytes == 0 {
+                state.holders.remove(&self.shared.number);
+            }
+        }
+        if let Some(held) = state.principals.get_mut(&self.shared.principal) {
+            *held -= bytes;
+            if *held == 0 {
+                state.principals.remove(&self.shared.principal);
+            }
+        }
+        if !state.waiting.is_empty() {
+            self.budget.grant(state);
+        }
+    }
+}
+
+/// The unfinished message of one connection, in a budget of those of all.
+pub(crate) struct Unfinished {
+    account: Account,
+    share: Option<Share>,
+    asking: Option<Pin<Box<dyn Future<Output = Share> + Send>>>,
+}
+
+impl Unfinished {
+    /// Asked for at a time, so that it is seldom done.
+    const STEP_BYTES: usize = 1 << 20;
+
+    pub(crate) fn new(account: Account) -> Self {
+        Self {
+            account,
+            share: None,
+            asking: None,
+        }
+    }
+}
+
+impl Intake for Unfinished {
+    fn poll_hold(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<()> {
+        loop {
+            let held = self.share.as_ref().map_or(0, Share::bytes);
+            if held >= bytes {
+                return Poll::Ready(());
+            }
+            let asking = match &mut self.asking {
+                Some(asking) => asking,
+                None => {
+                    let more = (bytes - held).next_multiple_of(Self::STEP_BYTES);
+                    if let Some(share) = self.account.try_take(more) {
+                        self.add(share);
+                        continue;
+                    }
+                    self.account.depends_on_peer(false);
+                    let account = self.account.clone();
+                    self.asking
+                        .insert(Box::pin(async move { account.take(more).await }))
+                }
+            };
+            let share = ready!(asking.as_mut().poll(cx));
+            self.asking = None;
+            self.add(share);
+        }
+    }
+
+    fn arrived(&mut self, bytes: usize) {
+        self.account.progressed(bytes);
+    }
+
+    fn release(&mut self) {
+        self.account.depends_on_peer(false);
+        self.share = None;
+    }
+}
+
+impl Unfinished {
+    fn add(&mut self, share: Share) {
+        match &mut self.share {
+            Some(held) => held.merge(share),
+            None => self.share = Some(share),
+        }
+        self.account.depends_on_peer(true);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    fn account(budget: &Arc<Budget>, principal: &str) -> (Account, CancellationToken) {
+        let end = CancellationToken::new();
+        (budget.account(&principal.into(), end.clone()), end)
+    }
+
+    /// Whether a future has ended after everything that can run has run.
+    async fn is_ready<T>(future: &mut Pin<Box<dyn Future<Output = T> + '_>>) -> Option<T> {
+        for _ in 0..10 {
+            tokio::task::yield_now().await;
+        }
+        std::future::poll_fn(|cx| match future.as_mut().poll(cx) {
+            Poll::Ready(done) => Poll::Ready(Some(done)),
+            Poll::Pending => Poll::Ready(None),
+        })
+        .await
+    }
+
+    #[test]
+    fn a_connection_that_holds_nothing_gets_what_is_guaranteed_while_another_holds_much() {
+        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let (greedy, _) = account(&budget, "a");
+        let mut held = Vec::new();
+        while let Some(share) = greedy.try_take(MIB) {
+            held.push(share);
+        }
+        assert_eq!(budget.used(), 8 * MIB);
+        let (modest, _) = account(&budget, "a");
+        let large = modest.try_take(4 * MIB).expect("three quarters");
+        assert!(modest.try_take(MIB).is_none());
+        drop(large);
+        let (other, _) = account(&budget, "b");
+        assert!(other.try_take(5 * MIB).is_none());
+        let small: Vec<_> = (0..5)
+            .map(|_| account(&budget, "b").0.try_take(GUARANTEED_BYTES))
+            .collect();
+        assert!(small.iter().all(Option::is_some));
+        let last = account(&budget, "b").0.try_take(GUARANTEED_BYTES);
+        assert!(last.is_none(), "the budget is the bound of all");
+        drop((held, small));
+        assert_eq!(budget.used(), 0);
+        assert!(budget.state().holders.is_empty() && budget.state().principals.is_empty());
+    }
+
+    #[tokio::test]
+    async fn waiting_requests_are_granted_to_the_principal_that_holds_the_least() {
+        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let (one, _) = account(&budget, "a");
+        let (second, _) = account(&budget, "a");
+        let (other, _) = account(&budget, "b");
+        let held = one.try_take(8 * MIB).unwrap();
+        let more = second.try_take(4 * MIB).unwrap();
+        let mut first: Pin<Box<dyn Future<Output = Share>>> = Box::pin(second.take(4 * MIB));
+        let mut late: Pin<Box<dyn Future<Output = Share>>> = Box::pin(other.take(4 * MIB));
+        assert!(is_ready(&mut first).await.is_none());
+        assert!(is_ready(&mut late).await.is_none());
+        drop(more);
+        let granted = is_ready(&mut late).await.expect("the other principal");
+        assert!(is_ready(&mut first).await.is_none());
+        drop((granted, held));
+        assert!(is_ready(&mut first).await.is_some());
+    }
+
+    #[tokio::test]
+    async fn a_request_that_is_given_up_is_not_waited_for() {
+        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let (one, _) = account(&budget, "a");
+        let held = one.try_take(8 * MIB).unwrap();
+        let mut given_up: Pin<Box<dyn Future<Output = Share>>> = Box::pin(one.take(8 * MIB));
+        assert!(is_ready(&mut given_up).await.is_none());
+        drop(given_up);
+        drop(held);
+        assert_eq!(budget.used(), 0);
+        assert!(one.try_take(8 * MIB).is_some());
+    }
+
+    #[tokio::test]
+    async fn the_largest_unfinished_message_goes_on_beyond_the_budget() {
+        let budget = Budget::new(4 * MIB, Excess::ForLargest);
+        let (one, _) = account(&budget, "a");
+        let (other, _) = account(&budget, "b");
+        let mut cx = Context::from_waker(std::task::Waker::noop());
+        let (mut first, mut second) = (Unfinished::new(one), Unfinished::new(other));
+        assert!(first.poll_hold(&mut cx, 2 * MIB).is_ready());
+        assert!(second.poll_hold(&mut cx, MIB).is_ready());
+        assert!(second.poll_hold(&mut cx, 4 * MIB).is_pending());
+        assert!(first.poll_hold(&mut cx, 60 * MIB).is_ready());
+        assert!(second.poll_hold(&mut cx, 4 * MIB).is_pending());
+        first.release();
+        assert!(second.poll_hold(&mut cx, 60 * MIB).is_ready());
+        drop(second);
+        assert_eq!(budget.used(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_without_progress_ends_when_others_wait() {
+        let budget = Budget::new(16 * MIB, Excess::Refused);
+        let (stuck, ended) = account(&budget, "a");
+        let (busy, busy_ended) = account(&budget, "a");
+        let held = stuck.try_take(6 * MIB).unwrap();
+        let also = busy.try_take(6 * MIB).unwrap();
+        stuck.depends_on_peer(true);
+        busy.depends_on_peer(false);
+        let waits = async {
+            let (newcomer, _) = account(&budget, "b");
+            newcomer.take(4 * MIB).await
+        };
+        let gives_back = async {
+            ended.cancelled().await;
+            drop(held);
+        };
+        let (share, ()) = tokio::join!(waits, gives_back);
+        assert_eq!(share.bytes(), 4 * MIB);
+        assert!(!busy_ended.is_cancelled());
+        drop(also);
+    }
+}
