@@ -3,6 +3,7 @@
 //! A task per process (`supervise`) moves bytes and notices the end; handles share its state and
 //! may be used from anywhere. When the last handle is dropped the process is killed.
 
+mod pace;
 mod scratch;
 pub(crate) mod start;
 pub(crate) mod stdin;
@@ -13,7 +14,7 @@ use std::io;
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::{Duration, SystemTime};
 
@@ -66,6 +67,10 @@ struct Shared {
     /// Whether `pid` may still be signalled.
     life: Mutex<Life>,
     stdin: Mutex<Stdin>,
+    /// Writes to the input so far.
+    input: AtomicU64,
+    /// Output waits for more of it; input ends that.
+    is_paced: AtomicBool,
     /// Told when a full input has room again.
     stdin_room: Notify,
     /// Our end of the terminal, for its size; goes with the log.
@@ -298,11 +303,13 @@ impl Process {
     ///
     /// The data, when too much waits already.
     pub fn try_write(&self, data: Bytes) -> Result<Written, Bytes> {
+        // Before the process can answer it.
+        self.shared.input.fetch_add(1, Ordering::SeqCst);
         let mut stdin = self.shared.stdin.lock();
         let pushed = stdin.push(data);
         let waiting = stdin.waiting().is_some();
         drop(stdin);
-        if waiting {
+        if waiting || self.shared.is_paced.load(Ordering::SeqCst) {
             self.shared.wake.notify_one();
         }
         match pushed {

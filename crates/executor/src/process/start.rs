@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, SystemTime};
 
 use exec_server_protocol::sandbox::Permissions;
@@ -378,6 +378,8 @@ fn adopt(
         changed: Notify::new(),
         life: Mutex::new(Life::Running),
         stdin: Mutex::new(stdin),
+        input: AtomicU64::new(0),
+        is_paced: AtomicBool::new(false),
         stdin_room: Notify::new(),
         has_terminal: master.is_some(),
         terminal: Mutex::new(master),

@@ -18,6 +18,7 @@ use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::io::unix::AsyncFd;
 
+use super::pace::Pace;
 use super::scratch::{CHUNK_BYTES, READ_BYTES, Scratch};
 use super::{End, Life, Shared, sleep_until};
 use crate::executor::{Executor, Slot};
@@ -124,6 +125,8 @@ pub(super) struct Supervisor {
     sources: Vec<Source>,
     /// Which source to ask first, so that none starves the other.
     turn: usize,
+    /// When they are asked.
+    pace: Pace,
     timeout: Option<Timeout>,
     /// When the timeout's next step is due.
     alarm: Option<Instant>,
@@ -170,7 +173,9 @@ impl Supervisor {
         guard: Guard,
     ) -> Self {
         let alarm = timeout.map(|timeout| Instant::now() + timeout.after);
+        let pace = Pace::new(shared.has_terminal);
         Self {
+            pace,
             shared,
             executor,
             slot: Some(slot),
@@ -189,6 +194,8 @@ impl Supervisor {
         loop {
             match self.wait().await {
                 Wake::Output(bytes) => {
+                    let input = self.shared.input.load(Ordering::Relaxed);
+                    self.pace.took(Instant::now(), bytes, input);
                     if bytes > 0 && self.quiet_since.is_some() {
                         self.quiet_since = Some(Instant::now());
                     }
@@ -217,8 +224,10 @@ impl Supervisor {
             .quiet_since
             .filter(|_| room)
             .map(|since| since + self.grace());
-        let alarm = [self.alarm, quiet_end].into_iter().flatten().min();
         let running = self.quiet_since.is_none();
+        let next = self.next_output();
+        let alarm = [self.alarm, quiet_end, next].into_iter().flatten().min();
+        let taking = room && next.is_none();
         let Self {
             shared,
             pidfd,
@@ -229,7 +238,7 @@ impl Supervisor {
         tokio::select! {
             biased;
             () = shared.wake.notified() => Wake::Orders,
-            bytes = take_output(shared, sources, turn), if room && !sources.is_empty() => {
+            bytes = take_output(shared, sources, turn), if taking && !sources.is_empty() => {
                 Wake::Output(bytes)
             }
             _ = pidfd.readable(), if running => Wake::Ended,
@@ -238,6 +247,20 @@ impl Supervisor {
             }
             () = sleep_until(alarm.map(Into::into)), if alarm.is_some() => Wake::Alarm,
         }
+    }
+
+    /// When output is taken next, if it waits for more.
+    fn next_output(&self) -> Option<Instant> {
+        let shared = &self.shared;
+        if self.quiet_since.is_some() || !self.pace.is_series() {
+            return None;
+        }
+        // Input that comes from now on wakes us.
+        shared.is_paced.store(true, Ordering::SeqCst);
+        let input = shared.input.load(Ordering::SeqCst);
+        let next = self.pace.next(Instant::now(), input);
+        shared.is_paced.store(next.is_some(), Ordering::SeqCst);
+        next
     }
 
     fn grace(&self) -> Duration {

@@ -1,0 +1,134 @@
+//! Times at which the output of a process is read: immediately, or at intervals.
+//!
+//! Each read costs the clients a notification. A process that writes byte by byte without a pause is
+//! therefore read at intervals; the first output after a pause, and output after input, is read
+//! immediately. Computes times only: `supervise` reads and waits.
+
+use std::time::{Duration, Instant};
+
+/// Output that follows other output within this time is part of a series; in a series, the time
+/// between two reads. Timers may make it a millisecond longer.
+const INTERVAL: Duration = Duration::from_micros(500);
+
+/// How late a read after an interval may be and still find what came meanwhile.
+const LATE: Duration = Duration::from_millis(1);
+
+/// Small reads in a row that make a series; a prompt or a line that is written in a few parts has fewer.
+const SERIES: u32 = 8;
+
+/// A read of this size or more does not count towards a series.
+const LARGE_BYTES: usize = 1024;
+
+/// The pace at which the output of one process is read.
+#[derive(Debug)]
+pub(super) struct Pace {
+    /// More than this in an interval ends a series: the process must not wait for room.
+    most: usize,
+    last: Option<Instant>,
+    /// Small reads in a row.
+    series: u32,
+    /// Input of the process when it was last read.
+    input: u64,
+}
+
+impl Pace {
+    /// For a terminal, or for pipes.
+    pub(super) fn new(terminal: bool) -> Self {
+        Self {
+            // Half of what a terminal holds; a quarter of what a pipe holds.
+            most: if terminal { 2 * 1024 } else { 16 * 1024 },
+            last: None,
+            series: 0,
+            input: 0,
+        }
+    }
+
+    /// Notes that so many bytes were read, of a process that has had `input` writes so far.
+    pub(super) fn took(&mut self, now: Instant, bytes: usize, input: u64) {
+        let paced = self.is_series();
+        let limit = if paced { INTERVAL + LATE } else { INTERVAL };
+        let small = bytes < if paced { self.most } else { LARGE_BYTES };
+        let last = self.last.replace(now);
+        let soon = last.is_some_and(|last| now.saturating_duration_since(last) <= limit);
+        if soon && small && input == self.input {
+            self.series = self.series.saturating_add(1);
+        } else {
+            self.series = 0;
+        }
+        self.input = input;
+    }
+
+    /// When the output is to be read next, if not as soon as there is some.
+    pub(super) fn next(&self, now: Instant, input: u64) -> Option<Instant> {
+        let next = self.last? + INTERVAL;
+        (self.is_series() && input == self.input && next > now).then_some(next)
+    }
+
+    /// Whether output comes in quick succession.
+    pub(super) fn is_series(&self) -> bool {
+        self.series >= SERIES
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TICK: Duration = Duration::from_micros(100);
+
+    /// A pace after small reads in quick succession, and the time of the last one.
+    fn series() -> (Pace, Instant) {
+        let mut pace = Pace::new(false);
+        let mut now = Instant::now();
+        pace.took(now, 1, 0);
+        for _ in 0..SERIES {
+            assert_eq!(pace.next(now, 0), None);
+            now += TICK;
+            pace.took(now, 1, 0);
+        }
+        (pace, now)
+    }
+
+    #[test]
+    fn output_in_quick_succession_is_read_at_intervals_until_there_is_a_pause() {
+        let (mut pace, mut now) = series();
+        for _ in 0..5 {
+            assert_eq!(pace.next(now, 0), Some(now + INTERVAL));
+            assert_eq!(pace.next(now + INTERVAL, 0), None, "it is time");
+            now += INTERVAL + LATE;
+            pace.took(now, 15, 0);
+        }
+        now += Duration::from_millis(2);
+        assert_eq!(pace.next(now, 0), None, "the first output after a pause");
+        pace.took(now, 1, 0);
+        assert_eq!(pace.next(now, 0), None, "the output that follows it");
+    }
+
+    #[test]
+    fn input_and_much_output_end_a_series() {
+        let (mut pace, now) = series();
+        assert!(pace.next(now, 0).is_some());
+        assert_eq!(pace.next(now, 1), None, "it may answer");
+        pace.took(now + TICK, 1, 1);
+        assert_eq!(pace.next(now + TICK, 1), None);
+
+        let (mut pace, now) = series();
+        pace.took(now + INTERVAL, 16 * 1024, 0);
+        assert_eq!(pace.next(now + INTERVAL, 0), None);
+    }
+
+    #[test]
+    fn answers_to_input_and_large_output_make_no_series() {
+        let (mut pace, mut now) = (Pace::new(true), Instant::now());
+        for input in 0..100 {
+            pace.took(now, 1, input);
+            assert_eq!(pace.next(now, input), None);
+            now += TICK;
+        }
+        for _ in 0..100 {
+            pace.took(now, LARGE_BYTES, 100);
+            assert_eq!(pace.next(now, 100), None);
+            now += TICK;
+        }
+    }
+}
