@@ -21,6 +21,7 @@ use exec_server_protocol::process::{
 use exec_server_protocol::{NoParams, PathUri};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::args::RunArgs;
 use super::error::{self, notice};
@@ -172,13 +173,17 @@ async fn execute(args: RunArgs) -> anyhow::Result<Ended> {
         Ok(begun) => begun,
         Err(code) => return Ok(Ended { code, left: false }),
     };
-    if let Place::There { client, .. } = &place {
-        // Ends with the client.
-        tokio::spawn(print_states(client.states()));
-    }
+    let states = match &place {
+        Place::There { client, .. } => Some(AbortOnDropHandle::new(tokio::spawn(print_states(
+            client.states(),
+        )))),
+        Place::Here(_) => None,
+    };
     let raw = if tty { terminal::Raw::enter()? } else { None };
     let outcome = attend(process, &mut signals, (tty, feeds), keys).await;
     drop(raw);
+    // A connection that is lost after the command has ended concerns the command no longer.
+    drop(states);
     let mut left = false;
     if let Place::There { client, .. } = &place
         && matches!(outcome, Ok(129..))
