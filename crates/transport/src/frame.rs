@@ -105,6 +105,9 @@ pub enum FrameError {
     /// A text message that is not UTF-8.
     #[error("websocket text message is not valid UTF-8")]
     Utf8,
+    /// A close frame with a payload of one byte, a code that no peer may send, or a reason that is not UTF-8.
+    #[error("websocket close frame has an invalid code or reason")]
+    Close,
     /// There is no memory for a message.
     #[error("no memory for a websocket message of {bytes} bytes or more")]
     OutOfMemory {
@@ -124,6 +127,7 @@ impl FrameError {
             | Self::ReservedBits
             | Self::Mask(_)
             | Self::Control
+            | Self::Close
             | Self::Fragments => close_code::PROTOCOL_ERROR,
         }
     }
@@ -380,6 +384,9 @@ impl Decoder {
         }
         let payload = *at + header..*at + header + length;
         *at = payload.end;
+        if opcode == Opcode::Close {
+            check_close(&buffer[payload.clone()])?;
+        }
         if opcode.is_control() {
             return Ok(Step::Control(opcode, payload));
         }
@@ -479,6 +486,23 @@ impl Decoder {
         }
         Ok(())
     }
+}
+
+/// Checks the payload of a close frame: empty, or a status code with an optional UTF-8 reason.
+fn check_close(payload: &[u8]) -> Result<(), FrameError> {
+    let Some((code, reason)) = payload.split_first_chunk() else {
+        return if payload.is_empty() {
+            Ok(())
+        } else {
+            Err(FrameError::Close)
+        };
+    };
+    // RFC 6455, section 7.4, and IANA's registry (1012 to 1014); 1004 to 1006 and 1015 are never sent.
+    let known = matches!(u16::from_be_bytes(*code), 1000..=1003 | 1007..=1014 | 3000..=4999);
+    if !known || simdutf8::basic::from_utf8(reason).is_err() {
+        return Err(FrameError::Close);
+    }
+    Ok(())
 }
 
 /// Appends one frame; a client gives the mask it drew.
@@ -827,6 +851,26 @@ mod tests {
             decode_all(Role::Server, &inside, 64),
             Err(FrameError::Fragments)
         );
+    }
+
+    #[test]
+    fn close_frames_are_refused_with_a_reserved_code_half_a_code_or_a_reason_not_utf8() {
+        let close = |payload: &[u8]| {
+            let mut wire = Vec::new();
+            push_frame(&mut wire, Opcode::Close, None, payload);
+            let found = Decoder::new(Role::Client).step(&mut wire, &mut 0);
+            found.map(|step| assert_eq!(step, Step::Control(Opcode::Close, 2..2 + payload.len())))
+        };
+        let with_reason = |code: u16, reason: &[u8]| close(&[&code.to_be_bytes(), reason].concat());
+        assert_eq!(close(b""), Ok(()));
+        assert_eq!(close(b"\x03"), Err(FrameError::Close));
+        for code in [1000, 1001, 1003, 1007, 1014, 3000, 4999] {
+            assert_eq!(with_reason(code, "späte".as_bytes()), Ok(()), "{code}");
+            assert_eq!(with_reason(code, b"\xff"), Err(FrameError::Close), "{code}");
+        }
+        for code in [0, 999, 1004, 1005, 1006, 1015, 1016, 2999, 5000, 65_535] {
+            assert_eq!(with_reason(code, b""), Err(FrameError::Close), "{code}");
+        }
     }
 
     #[test]

@@ -163,7 +163,7 @@ pub enum Event<'a> {
     Pong,
 }
 
-/// Something that arrived, before anyone has asked whether it is text.
+/// Something that arrived, with the payload not yet checked for UTF-8.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RawEvent<'a> {
     /// A message, and whether it was sent as text.
@@ -177,6 +177,26 @@ pub enum RawEvent<'a> {
     Ping(&'a [u8]),
     /// The answer to a ping.
     Pong,
+}
+
+impl<'a> RawEvent<'a> {
+    /// Checks the payload for UTF-8.
+    ///
+    /// # Errors
+    ///
+    /// [`FrameError::Utf8`] if a text message is not valid UTF-8.
+    pub fn decode(self) -> Result<Event<'a>, FrameError> {
+        let (bytes, text) = match self {
+            Self::Message { bytes, text } => (bytes, text),
+            Self::Ping(payload) => return Ok(Event::Ping(payload)),
+            Self::Pong => return Ok(Event::Pong),
+        };
+        match simdutf8::basic::from_utf8(bytes) {
+            Ok(message) => Ok(Event::Message(message)),
+            Err(_) if text => Err(FrameError::Utf8),
+            Err(_) => Ok(Event::NotText),
+        }
+    }
 }
 
 enum InFraming {
@@ -245,17 +265,10 @@ impl MessageKind {
     }
 
     fn event(self, event: RawEvent<'_>) -> Result<Event<'_>, LinkError> {
-        let bytes = match event {
-            RawEvent::Message { bytes, .. } => bytes,
-            RawEvent::Ping(payload) => return Ok(Event::Ping(payload)),
-            RawEvent::Pong => return Ok(Event::Pong),
-        };
-        match (simdutf8::basic::from_utf8(bytes), self) {
-            (Ok(text), _) => Ok(Event::Message(text)),
-            (Err(_), Self::Line) => Err(LinkError::LineNotUtf8),
-            (Err(_), Self::Text) => Err(FrameError::Utf8.into()),
-            (Err(_), Self::Binary) => Ok(Event::NotText),
-        }
+        event.decode().map_err(|error| match self {
+            Self::Line => LinkError::LineNotUtf8,
+            Self::Text | Self::Binary => error.into(),
+        })
     }
 }
 

@@ -1,0 +1,116 @@
+//! Websocket echo endpoint for conformance suites, on the same codec and link as the product.
+//!
+//! `websocket_echo server` listens on a free port of 127.0.0.1, prints its URL and echoes messages until it
+//! is killed. `websocket_echo client URL AGENT` runs all cases of an Autobahn fuzzing server at `URL`. The
+//! suite is installed and its verdicts are checked by `scripts/autobahn`.
+
+#![expect(clippy::print_stdout, reason = "the caller reads the URL")]
+
+use std::io;
+
+use exec_server_transport::frame::{FrameError, Role};
+use exec_server_transport::http::{Kind, accept_key, read_head};
+use exec_server_transport::{
+    ConnectOptions, Event, Incoming, Link, LinkError, Outgoing, RawEvent, connect,
+};
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpListener, TcpStream};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments[..] {
+        ["server"] => serve().await,
+        ["client", url, agent] => run_cases(url, agent).await,
+        _ => Err("usage: websocket_echo server | client URL AGENT".into()),
+    }
+}
+
+async fn serve() -> Result<(), Box<dyn std::error::Error>> {
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    println!("ws://{}", listener.local_addr()?);
+    loop {
+        let (stream, _) = listener.accept().await?;
+        // Ends with its connection.
+        tokio::spawn(async move {
+            if let Err(error) = accept(stream).await {
+                eprintln!("{error}");
+            }
+        });
+    }
+}
+
+/// The server's half of the handshake, then the echo.
+async fn accept(mut stream: TcpStream) -> Result<(), LinkError> {
+    let head = read_head(&mut stream, Kind::Request).await?;
+    let key = head
+        .websocket_key()
+        .map_err(|missing| io::Error::new(io::ErrorKind::InvalidData, missing))?;
+    let response = format!(
+        "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
+         Sec-WebSocket-Accept: {}\r\n\r\n",
+        accept_key(key)
+    );
+    stream.write_all(response.as_bytes()).await?;
+    let (reader, writer) = stream.into_split();
+    echo(Link::websocket(Role::Server, reader, writer, head.rest)).await
+}
+
+async fn run_cases(url: &str, agent: &str) -> Result<(), Box<dyn std::error::Error>> {
+    let options = ConnectOptions::default();
+    let mut link = connect(&format!("{url}/getCaseCount"), &options).await?;
+    let count = match link.incoming.recv().await? {
+        Some(Event::Message(text)) => text.trim().parse::<usize>()?,
+        other => return Err(format!("the suite sent {other:?} instead of a case count").into()),
+    };
+    if count == 0 {
+        return Err("the suite has no cases".into());
+    }
+    for case in 1..=count {
+        let url = format!("{url}/runCase?case={case}&agent={agent}");
+        let link = connect(&url, &options).await?;
+        // The suite breaks the protocol on purpose: it judges what it receives, not this error.
+        if let Err(error) = echo(link).await {
+            eprintln!("case {case}: {error}");
+        }
+    }
+    let link = connect(&format!("{url}/updateReports?agent={agent}"), &options).await?;
+    Ok(echo(link).await?)
+}
+
+/// Sends every message back as it came, until the peer closes or breaks the protocol.
+async fn echo(mut link: Link) -> Result<(), LinkError> {
+    let ended = echo_messages(&mut link.incoming, &mut link.outgoing).await;
+    let code = match &ended {
+        Ok(()) if link.incoming.said_goodbye() => Some(1000),
+        Err(LinkError::Frame(FrameError::Utf8)) => Some(1007),
+        Err(LinkError::Frame(
+            FrameError::FrameTooLarge { .. } | FrameError::MessageTooLarge { .. },
+        )) => Some(1009),
+        Err(LinkError::Frame(_)) => Some(1002),
+        _ => None,
+    };
+    if let Some(code) = code {
+        link.outgoing.push_close(code);
+        link.outgoing.shutdown().await?;
+    }
+    ended
+}
+
+async fn echo_messages(incoming: &mut Incoming, outgoing: &mut Outgoing) -> Result<(), LinkError> {
+    while let Some(event) = incoming.recv_raw().await? {
+        match event {
+            RawEvent::Message { bytes, text: false } => outgoing.push_binary([bytes, &[]]),
+            event => match event.decode()? {
+                Event::Message(text) => outgoing.push_message(text.len(), |out| {
+                    out.extend_from_slice(text.as_bytes());
+                }),
+                Event::Ping(payload) => outgoing.push_pong(payload),
+                Event::NotText | Event::Pong => {}
+            },
+        }
+        outgoing.flush().await?;
+    }
+    Ok(())
+}
