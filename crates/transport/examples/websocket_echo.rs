@@ -92,7 +92,7 @@ async fn echo(mut link: Link) -> Result<(), LinkError> {
         _ => None,
     };
     if let Some(code) = code {
-        link.outgoing.push_close(code);
+        link.outgoing.push_close(code, "");
         link.outgoing.shutdown().await?;
     }
     ended
