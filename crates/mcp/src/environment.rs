@@ -1,4 +1,4 @@
-//! Where tools work.
+//! Environments that tools run in.
 
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -8,23 +8,23 @@ use exec_server_client::{BoxFuture, ExecBackend, ExecutorFileSystem};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::sandbox::Sandbox;
 
-/// A machine, or a place on one, with what tools need to know of it.
+/// A machine, or a working directory on one, with the settings that tools need.
 #[derive(Debug, Clone)]
 pub struct Environment {
-    /// Its processes.
+    /// Runs processes in the environment.
     pub backend: Arc<dyn ExecBackend>,
-    /// Its files.
+    /// Accesses files of the environment.
     pub files: Arc<dyn ExecutorFileSystem>,
-    /// The shell that commands are for, as a path there.
+    /// Path of the shell that runs commands.
     pub shell: String,
-    /// Where relative paths begin.
+    /// Base of relative paths.
     pub cwd: PathBuf,
-    /// The policy that everything runs under.
+    /// Sandbox policy of all processes and file operations.
     pub sandbox: Option<Sandbox>,
 }
 
 impl Environment {
-    /// A path there: as it is, or from the working directory on, without `.` and `..`.
+    /// Resolves a path against the working directory and removes `.` and `..`.
     pub(crate) fn path(&self, path: &str) -> Result<PathUri, EnvironmentError> {
         let joined = self.cwd.join(path);
         let mut plain = PathBuf::new();
@@ -43,7 +43,7 @@ impl Environment {
         })
     }
 
-    /// How a path is shown: from the working directory on where it is below.
+    /// Path for display: relative to the working directory if it is below it.
     pub(crate) fn shown(&self, path: &PathUri) -> String {
         let Ok(native) = path.to_native() else {
             return path.to_string();
@@ -54,55 +54,55 @@ impl Environment {
     }
 }
 
-/// Why there is no environment, or no such path in it.
+/// Why an environment or a path in it cannot be used.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentError {
-    /// Nobody knows it.
+    /// No environment has this id.
     #[error("unknown environment `{id}`; there are {known}")]
     Unknown {
-        /// What was asked for.
+        /// The requested id.
         id: String,
-        /// What there is.
+        /// The ids that exist.
         known: String,
     },
-    /// It cannot be reached.
+    /// The environment cannot be reached.
     #[error("cannot reach environment `{id}`: {message}")]
     Unreachable {
-        /// Which one.
+        /// Id of the environment.
         id: String,
-        /// Why.
+        /// The cause.
         message: String,
     },
-    /// Not a path.
+    /// The path is invalid.
     #[error("`{path}` is no path: {message}")]
     Path {
-        /// What was given.
+        /// The given path.
         path: String,
-        /// What is wrong with it.
+        /// Description of the error.
         message: String,
     },
 }
 
-/// The environments that tools can choose from.
+/// Environments that tools can choose from.
 pub trait Environments: Send + Sync + std::fmt::Debug {
-    /// Their ids; the first is used where none is named.
+    /// Ids of the environments; the first is the default.
     fn ids(&self) -> Vec<String>;
 
-    /// One of them, connected to if need be.
+    /// Returns an environment and connects to it if necessary.
     ///
     /// # Errors
     ///
-    /// When there is none of that id, or it cannot be reached.
+    /// If no environment has this id, or it cannot be reached.
     fn get<'a>(&'a self, id: &'a str) -> BoxFuture<'a, Result<Arc<Environment>, EnvironmentError>>;
 }
 
-/// A single environment.
+/// A set of one environment.
 #[derive(Debug, Clone)]
 pub struct OneEnvironment {
-    /// What it is called.
+    /// Id of the environment.
     pub id: String,
-    /// What it is.
+    /// The environment.
     pub environment: Arc<Environment>,
 }
 

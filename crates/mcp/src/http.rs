@@ -1,7 +1,8 @@
-//! The MCP server over HTTP ("streamable HTTP"), for clients that do not start it themselves.
+//! MCP server over HTTP ("streamable HTTP"), for clients that do not start it themselves.
 //!
-//! Owns the listener and who may come in: with a token, whoever bears it; without one, programs of
-//! this machine, and none of the web pages that a browser here shows.
+//! Owns the listener and its authentication. With a token, every client that sends the token is
+//! accepted. Without one, only programs on this machine are accepted. Requests from web pages are
+//! always refused.
 
 use std::convert::Infallible;
 use std::io;
@@ -30,46 +31,46 @@ use tokio::sync::Semaphore;
 
 use crate::server::McpServer;
 
-/// Names the session of a request.
+/// Header with the session of a request.
 const SESSION_HEADER: &str = "mcp-session-id";
 
-/// Where the protocol is spoken.
+/// Path of the MCP endpoint.
 pub const PATH: &str = "/mcp";
 
-/// Connections at the same time.
+/// Maximum number of simultaneous connections.
 const MAX_CONNECTIONS: usize = 256;
 
-/// Sessions of clients that speak the older lifecycle; newer ones have none.
+/// Maximum number of sessions of clients with the older protocol; newer clients have no session.
 const MAX_SESSIONS: usize = 256;
 
 /// How long such a session may be idle: longer than any call takes.
 const SESSION_IDLE: Duration = Duration::from_secs(3600);
 
-/// How long a client may take to send the head of a request.
+/// Timeout for receiving the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long to wait when no connection can be accepted, as when there are no descriptors left.
+/// Pause after a failed accept, for example when the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Why an address cannot be served.
+/// Why the server cannot listen on an address.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HttpError {
-    /// Others could use it.
+    /// Other machines can reach the address, and no token is set.
     #[error("{0} can be reached by others, so it needs a token")]
     Open(SocketAddr),
-    /// It cannot be listened on.
+    /// The address cannot be bound.
     #[error("cannot listen on {address}")]
     Listen {
-        /// Which one.
+        /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The cause.
         #[source]
         source: io::Error,
     },
 }
 
-/// A server that listens.
+/// MCP server with an HTTP listener.
 #[derive(Debug)]
 pub struct HttpServer {
     listener: TcpListener,
@@ -77,11 +78,11 @@ pub struct HttpServer {
     door: Arc<Door>,
 }
 
-/// What each connection needs.
+/// State shared by all connections.
 struct Door {
     service: StreamableHttpService<McpServer, LocalSessionManager>,
     sessions: Arc<LocalSessionManager>,
-    /// The hash of the token, so that comparing takes as long for any other.
+    /// Hash of the token. Hashes are compared, so the time reveals nothing about the token.
     token: Option<[u8; 32]>,
     /// Addresses that have sent wrong tokens.
     throttle: Mutex<Throttle>,
@@ -94,11 +95,11 @@ impl std::fmt::Debug for Door {
 }
 
 impl HttpServer {
-    /// Listens; without a token only where nobody else can reach it.
+    /// Binds the listener. Without a token, only a loopback address is allowed.
     ///
     /// # Errors
     ///
-    /// When others could use it, or the address cannot be had.
+    /// If an address that other machines can reach has no token, or if the address cannot be bound.
     pub async fn bind(
         server: McpServer,
         address: SocketAddr,
@@ -111,10 +112,10 @@ impl HttpServer {
         let listen = |source| HttpError::Listen { address, source };
         let listener = TcpListener::bind(address).await.map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
-        // No page of any origin may use it, whatever name it knows this machine by.
+        // Refuses web pages of every origin, by whatever host name they reach this machine.
         let mut config = StreamableHttpServerConfig::default().enforce_origin_validation();
         if !is_private {
-            // Whoever has the token may know the server by any name.
+            // A client with the token may use any host name.
             config = config.disable_allowed_hosts();
         }
         let factory = move || Ok(server.clone());
@@ -134,12 +135,12 @@ impl HttpServer {
         })
     }
 
-    /// The URL that clients can use.
+    /// URL for clients.
     pub fn url(&self) -> String {
         format!("http://{}{PATH}", self.address)
     }
 
-    /// Serves for ever.
+    /// Accepts connections until the future is dropped.
     pub async fn serve(self) {
         let room = Arc::new(Semaphore::new(MAX_CONNECTIONS));
         loop {
@@ -155,7 +156,7 @@ impl HttpServer {
                 }
             };
             let door = Arc::clone(&self.door);
-            // Ends with the connection.
+            // This task ends with the connection.
             tokio::spawn(async move {
                 door.connection(stream, peer.ip()).await;
                 drop(permit);
@@ -201,7 +202,7 @@ impl Door {
             answer.headers_mut().insert(WWW_AUTHENTICATE, challenge);
             return answer;
         }
-        // Whatever has no session may open one.
+        // A request without a session may open one.
         let opens = !request.headers().contains_key(SESSION_HEADER);
         if opens && self.sessions.sessions.read().await.len() >= MAX_SESSIONS {
             return refusal(StatusCode::SERVICE_UNAVAILABLE, "too many sessions\n");

@@ -1,10 +1,9 @@
-//! Processes and files of any machine, for models.
+//! MCP server and MCP proxy: processes and files of any machine, for models.
 //!
-//! Owns two directions of the Model Context Protocol. [`McpServer`] offers commands and files of one
-//! or several [`Environment`]s as tools, over standard input and output or over [`http`]. [`stdio`]
-//! launches an MCP server of any make on an environment and carries its messages, as [`proxy`] does
-//! for a client on this machine. Knows nothing of how an environment is reached, of settings and of
-//! arguments.
+//! [`McpServer`] offers commands and files of one or several [`Environment`]s as tools, over
+//! standard input and output or over [`http`]. [`stdio`] starts any MCP server in an environment
+//! and carries its messages; [`proxy`] does so for a client on this machine. This crate does not
+//! connect to environments and does not read settings or arguments.
 
 mod environment;
 pub mod http;

@@ -1,4 +1,4 @@
-//! What tools take. The comments are what a model reads.
+//! Parameters of the tools. The doc comments become descriptions that the model reads.
 
 use std::collections::BTreeMap;
 
@@ -28,8 +28,9 @@ pub(crate) struct ExecCommand {
     /// Give it a terminal, which also keeps its input open for write_stdin. Default false.
     #[serde(default)]
     pub(crate) tty: bool,
-    /// How long to wait for it, in milliseconds, 250 to 30000; 10000 if not given. A command that ends
-    /// earlier is answered at once; one that goes on has a session_id.
+    /// How long to wait for the command, in milliseconds, 250 to 30000; default 10000. If the
+    /// command ends earlier, the call returns immediately; if it is still running, the result has a
+    /// session_id.
     pub(crate) yield_time_ms: Option<u64>,
     /// How many tokens of output to show; 10000 if not given. The middle is left out first.
     pub(crate) max_output_tokens: Option<usize>,
@@ -61,13 +62,13 @@ pub(crate) struct WriteStdin {
     pub(crate) max_output_tokens: Option<usize>,
 }
 
-/// Read output of a command again, or from some place on.
+/// Read output of a command again, or from a cursor.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReadOutput {
     /// Which session; one that has ended can be read for a while.
     pub(crate) session_id: u32,
-    /// Where to go on: the cursor of an earlier answer. From the oldest output that is kept if not given.
+    /// Where to continue: the cursor of an earlier result. Default: the oldest output that is kept.
     #[serde(default)]
     pub(crate) cursor: u64,
     /// How long to wait if there is nothing yet, in milliseconds, at most 60000. Default 0.
@@ -83,7 +84,7 @@ pub(crate) struct ReadOutput {
 pub(crate) struct Kill {
     /// Which session.
     pub(crate) session_id: u32,
-    /// At once, without a chance to clean up. Default false.
+    /// Kill immediately, without a chance to clean up. Default false.
     #[serde(default)]
     pub(crate) force: bool,
     /// How long it may take to clean up, in milliseconds; 2000 if not given, at most 30000.
@@ -101,7 +102,7 @@ pub(crate) struct ListProcesses {
     pub(crate) all: bool,
 }
 
-/// Wait until something happens to a command: whichever comes first of what is given.
+/// Wait until the first of the given conditions holds for a command.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WaitFor {
@@ -166,11 +167,11 @@ pub(crate) struct Edit {
     pub(crate) patch: Option<String>,
     /// Which file, without a patch.
     pub(crate) path: Option<String>,
-    /// The text to replace, exactly as it is there. It must be there once.
+    /// The text to replace, exactly as in the file. It must occur once.
     pub(crate) old_text: Option<String>,
-    /// The text to have instead.
+    /// The replacement text.
     pub(crate) new_text: Option<String>,
-    /// Replace it wherever it is. Default false.
+    /// Replace every occurrence. Default false.
     #[serde(default)]
     pub(crate) replace_all: bool,
     /// Which environment.
@@ -202,10 +203,10 @@ pub(crate) struct Search {
     /// Take the pattern as plain text. Default false.
     #[serde(default)]
     pub(crate) literal: bool,
-    /// Do not tell upper from lower case. Default false.
+    /// Ignore case. Default false.
     #[serde(default)]
     pub(crate) ignore_case: bool,
-    /// Which files: `*.rs` to have them, `!target` not to.
+    /// Globs of files: `*.rs` includes, `!target` excludes.
     #[serde(default)]
     pub(crate) globs: Vec<String>,
     /// Also hidden files and what .gitignore names. Default false.

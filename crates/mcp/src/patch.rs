@@ -1,5 +1,5 @@
-//! Patches as models write them: files to add, delete and update, with lines of context instead of
-//! line numbers.
+//! Parser and applier of patches as models write them: files to add, delete and update, with lines
+//! of context instead of line numbers.
 //!
 //! ```text
 //! *** Begin Patch
@@ -14,7 +14,8 @@
 //! *** Delete File: old.txt
 //! *** End Patch
 //! ```
-//! Owns the format and what a patch makes of a text. Touches no file.
+//!
+//! Parses patches and applies them to text in memory. Does not access files.
 
 use std::fmt::Write as _;
 
@@ -33,7 +34,7 @@ pub(crate) enum PatchError {
     HeaderNotFound { path: String, header: String },
 }
 
-/// What is to become of one file.
+/// Change of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Change {
     Add {
@@ -50,14 +51,14 @@ pub(crate) enum Change {
     },
 }
 
-/// Lines that replace others.
+/// Lines to replace with other lines.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Hunk {
-    /// A line to look for first.
+    /// A line to find first.
     header: Option<String>,
     old: Vec<String>,
     new: Vec<String>,
-    /// The lines must be the last ones.
+    /// Whether the lines must be the last ones of the file.
     at_end: bool,
 }
 
@@ -69,7 +70,7 @@ const UPDATE: &str = "*** Update File: ";
 const MOVE: &str = "*** Move to: ";
 const END_OF_FILE: &str = "*** End of File";
 
-/// Reads a patch.
+/// Parses a patch.
 pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
     let mut lines = text
         .trim()
@@ -116,7 +117,7 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
                     Some(hunk) if !line.starts_with("@@") => hunk,
                     _ => {
                         hunks.push(Hunk::default());
-                        // Just pushed.
+                        // A hunk was pushed just before.
                         let Some(hunk) = hunks.last_mut() else { break };
                         hunk
                     }
@@ -152,7 +153,7 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Change>, PatchError> {
     Ok(changes)
 }
 
-/// Whether a line begins something else.
+/// Whether a line begins another section.
 fn is_section(line: &str) -> bool {
     line.starts_with("*** ") && line.trim_end() != END_OF_FILE
 }
@@ -169,7 +170,7 @@ impl Hunk {
             self.header = (!header.is_empty()).then(|| header.to_owned());
         } else {
             let kept = match line.chars().next() {
-                // Editors like to strip lines that hold but a blank.
+                // Editors often remove the single space of an empty context line.
                 None => "",
                 Some(' ') => &line[1..],
                 Some('-') => {
@@ -189,14 +190,14 @@ impl Hunk {
     }
 }
 
-/// What hunks make of a text. Line ends stay as they are.
+/// Applies hunks to a text. Line endings stay unchanged.
 pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, PatchError> {
     let line_end = match text.find('\n') {
         Some(at) if text[..at].ends_with('\r') => "\r\n",
         _ => "\n",
     };
     let mut lines: Vec<&str> = text.split('\n').collect();
-    // What follows the last line end is no line.
+    // The part after the last line ending is not a line.
     if lines.last() == Some(&"") {
         lines.pop();
     }
@@ -216,7 +217,7 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
             let found = found.or_else(|| lines[at..].iter().position(|line| line.contains(header)));
             match found {
                 Some(found) => from = at + found + 1,
-                // The line may be the first of the hunk itself, or before the last change.
+                // The header may be the first line of the hunk itself, or precede the last change.
                 None if hunk.old.is_empty() => {
                     return Err(PatchError::HeaderNotFound {
                         path: path.to_owned(),
@@ -227,7 +228,7 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
             }
         }
         let place = if hunk.old.is_empty() {
-            // Only new lines: after the header, or at the end.
+            // The hunk only adds lines: after the header, or at the end.
             Some(match hunk.header {
                 Some(_) => from,
                 None => lines.len(),
@@ -261,7 +262,8 @@ pub(crate) fn apply(path: &str, text: &str, hunks: &[Hunk]) -> Result<String, Pa
     Ok(changed)
 }
 
-/// Where lines stand: exactly so, or with other blanks at their ends, or with other indentation.
+/// Finds the position of lines: exact match first, then ignoring trailing spaces, then ignoring
+/// indentation.
 fn find(lines: &[&str], wanted: &[String], from: usize, at_end: bool) -> Option<usize> {
     let last = lines.len().checked_sub(wanted.len())?;
     let exact: fn(&str, &str) -> bool = |line, wanted| line == wanted;
@@ -331,7 +333,7 @@ mod tests {
     fn lines_are_replaced_where_they_stand() {
         let text = "a\nb\nc\nb\nc\n";
         assert_eq!(patched(text, " b\n-c\n+C").unwrap(), "a\nb\nC\nb\nc\n");
-        // The second of two hunks is looked for after the first.
+        // The second hunk is searched for after the first.
         let twice = "@@\n b\n-c\n+1\n@@\n b\n-c\n+2";
         assert_eq!(patched(text, twice).unwrap(), "a\nb\n1\nb\n2\n");
         assert_eq!(
@@ -396,7 +398,7 @@ mod tests {
     }
 
     proptest! {
-        /// No text makes it panic, and a change of one line is undone by its reverse.
+        /// No text causes a panic, and the reverse of a one-line change restores the text.
         #[test]
         fn any_text_at_all(text in "\\PC{0,200}", noise in "[-+ @*a\n]{0,60}") {
             let _ = parse(&noise);
@@ -407,7 +409,7 @@ mod tests {
         #[test]
         fn there_and_back(lines in prop::collection::vec("[ab ]{0,6}", 1..12), at in 0usize..12) {
             let at = at % lines.len();
-            // Unlike all others, so that it is found again.
+            // Each line is unique, so that it can be found again.
             let mut lines = lines;
             lines[at] = "unique".to_owned();
             let text = lines.iter().map(|line| format!("{line}\n")).collect::<String>();

@@ -1,4 +1,4 @@
-//! An MCP server elsewhere, as if it had been started here: its messages on standard input and
+//! `mcp-proxy`: carries the messages of a remote stdio MCP server over local standard input and
 //! output.
 
 use std::io;
@@ -11,31 +11,31 @@ use tokio::time::Instant;
 
 use crate::stdio::{self, MAX_LINE_BYTES, Sender, StdioError, StdioServer};
 
-/// How long a server may take to end when its client has.
+/// How long a server may take to exit after its client has closed the connection.
 const END_GRACE: Duration = Duration::from_secs(5);
 
-/// Why a proxy has ended before its time.
+/// Why a proxy has failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProxyError {
-    /// The server's side.
+    /// The connection to the server failed.
     #[error(transparent)]
     Server(#[from] StdioError),
-    /// The client's side.
+    /// Reading or writing the client's messages failed.
     #[error("cannot talk to the client")]
     Client(#[source] io::Error),
-    /// The client sends a line without an end in sight.
+    /// The client sent a line over the limit.
     #[error("the client sent a line of more than {MAX_LINE_BYTES} bytes")]
     LineTooLong,
 }
 
-/// Launches a server and carries messages until it ends or the client does.
+/// Starts a server and carries messages until the server or the client ends.
 ///
-/// The exit code of the server, if it ended by itself.
+/// Returns the exit code of the server if the server ended first.
 ///
 /// # Errors
 ///
-/// When the server cannot be launched, or one side breaks the rules.
+/// If the server cannot be started, or if one side violates the protocol.
 pub async fn run(
     backend: &dyn ExecBackend,
     server: StdioServer,
@@ -46,7 +46,7 @@ pub async fn run(
     let forward = forward(input, &mut sender);
     tokio::pin!(forward);
     let mut client_ended = false;
-    // How long the server may go on without its client.
+    // Deadline of the server's exit after the client has closed its side.
     let patience = tokio::time::sleep(Duration::MAX);
     tokio::pin!(patience);
     loop {
@@ -65,7 +65,7 @@ pub async fn run(
     }
 }
 
-/// Carries the client's lines to the server until there are no more.
+/// Forwards the client's lines to the server until the input ends.
 async fn forward(input: impl AsyncRead + Unpin, sender: &mut Sender) -> Result<(), ProxyError> {
     let mut input = BufReader::new(input);
     let mut line = BytesMut::new();
@@ -90,7 +90,7 @@ async fn forward(input: impl AsyncRead + Unpin, sender: &mut Sender) -> Result<(
     let rest = line.split().freeze();
     send(sender, rest).await?;
     match sender.finish().await {
-        // It has ended already, which the other direction tells.
+        // The server has already exited; the receiving direction reports it.
         Err(StdioError::Closed) | Ok(()) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -101,7 +101,7 @@ async fn send(sender: &mut Sender, line: Bytes) -> Result<(), ProxyError> {
         return Ok(());
     }
     match sender.send(line).await {
-        // What the server still has to say is worth hearing.
+        // Closed input is not an error here: output of the server may still arrive.
         Err(StdioError::Closed) | Ok(()) => Ok(()),
         Err(error) => Err(error.into()),
     }

@@ -1,7 +1,7 @@
-//! The MCP server: what it offers, and how a call reaches its tool.
+//! MCP server: handles the protocol and dispatches calls to tools.
 //!
-//! Owns the list of tools, the bound on calls, progress and cancellation, and the resources. What a
-//! tool does is in `tools`.
+//! Owns the list of tools, the limit of simultaneous calls, progress and cancellation, and the
+//! resources. The tools are implemented in `tools`.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -28,16 +28,16 @@ use crate::environment::{Environment, EnvironmentError, Environments};
 use crate::params;
 use crate::tools::{self, Outcome, ToolError};
 
-/// Calls that are worked on at the same time; a model has a few, a faulty client has many.
+/// Maximum number of simultaneous calls. A model makes a few; more come from a faulty client.
 const MAX_CALLS: usize = 64;
 
-/// How often a client that asked for it is told that a call goes on.
+/// Interval of progress notifications to a client that asked for them.
 const PROGRESS: Duration = Duration::from_secs(1);
 
-/// Commands that have ended and can still be read.
+/// Number of ended commands whose output can still be read.
 const FINISHED_SESSIONS: usize = 64;
 
-/// What is kept of each command's output.
+/// Bytes of output kept for each command.
 const TRANSCRIPT_BYTES: usize = 256 * 1024;
 
 /// Names of all tools.
@@ -56,7 +56,7 @@ pub const TOOLS: &[&str] = &[
     "watch_once",
 ];
 
-/// What can be chosen about a server.
+/// Options of an MCP server.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct McpOptions {
@@ -64,19 +64,19 @@ pub struct McpOptions {
     pub tools: Option<BTreeSet<String>>,
 }
 
-/// An MCP server over environments; cheap to clone, and clones share their commands.
+/// MCP server over environments; cheap to clone, and all clones share their commands.
 #[derive(Debug, Clone)]
 pub struct McpServer {
     shared: Arc<Shared>,
 }
 
-/// What tools work with.
+/// State shared by all clones.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) environments: Arc<dyn Environments>,
     pub(crate) unified: UnifiedExec,
     options: McpOptions,
-    /// One permit for each call that is worked on.
+    /// One permit for each call in progress.
     calls: Semaphore,
 }
 
@@ -84,14 +84,15 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) shared: Arc<Shared>,
-    /// Names the call among all others; ends with the environment's id where there is one.
+    /// Id of the call, unique in this server. Ends with the environment's id if there is a choice
+    /// of environments.
     pub(crate) number: String,
-    /// Cancelled when the client has lost interest.
+    /// Cancelled when the client cancels the request.
     pub(crate) cancelled: CancellationToken,
 }
 
 impl Call {
-    /// The environment that was named, or the usual one, with its id.
+    /// Returns the environment with the given id, or the default one, with its id.
     pub(crate) async fn environment(
         &self,
         id: Option<&str>,
@@ -105,19 +106,19 @@ impl Call {
         Ok((id, environment))
     }
 
-    /// What a command started by this call is known by.
+    /// Process id for a command that this call starts.
     pub(crate) fn command_id(&self, environment: &str) -> String {
         format!("{} {environment}", self.number)
     }
 }
 
-/// The environment that a command was started on.
+/// The environment in which a command was started.
 pub(crate) fn environment_of(session: &SessionInfo) -> &str {
     session.call_id.split_once(' ').map_or("", |(_, id)| id)
 }
 
 impl McpServer {
-    /// A server over these environments. It ends their commands when the last clone is dropped.
+    /// Creates a server. Its commands end when the last clone is dropped.
     pub fn new(environments: Arc<dyn Environments>, options: McpOptions) -> Self {
         let mut config = UnifiedExecConfig::default();
         config.finished_sessions = FINISHED_SESSIONS;
@@ -132,7 +133,7 @@ impl McpServer {
         }
     }
 
-    /// Ends all commands with everything they started.
+    /// Ends all commands and their descendants.
     pub async fn shutdown(&self) {
         self.shared.unified.shutdown().await;
     }
@@ -180,14 +181,14 @@ impl McpServer {
                 Ok(result)
             }
             Err(ToolError::Arguments(message)) => Err(ErrorData::invalid_params(message, None)),
-            // What went wrong is for the model to read.
+            // A failed tool call is a result for the model, not a protocol error.
             Err(ToolError::Failed(message)) => {
                 Ok(CallToolResult::error(vec![ContentBlock::text(message)]))
             }
         }
     }
 
-    /// Tells a client that asked for it that the call goes on.
+    /// Sends progress notifications, if the client asked for them, until the call ends.
     async fn with_progress<R>(
         &self,
         number: &str,
@@ -211,7 +212,7 @@ impl McpServer {
                 message += &format!(", {} bytes of output", session.output_bytes);
             }
             let told = ProgressNotificationParam::new(token.clone(), seconds).with_message(message);
-            // A client that does not read must not keep the result from itself.
+            // A client that does not read notifications must not delay the result.
             tokio::select! {
                 done = &mut work => return done,
                 _ = context.peer.notify_progress(told) => {}
@@ -327,12 +328,12 @@ impl ServerHandler for McpServer {
 const LOG_SCHEME: &str = "exec-server://process/";
 const LOG_END: &str = "/log";
 
-/// Where the log of a session is to be found.
+/// URI of the log of a session.
 pub(crate) fn log_uri(session: u32) -> String {
     format!("{LOG_SCHEME}{session}{LOG_END}")
 }
 
-/// A tool by its name; with `environment_id` only where there is a choice.
+/// Definition of a tool. `environment_id` is a parameter only if there are several environments.
 fn tool(name: &str, several: bool) -> Tool {
     fn of<P: JsonSchema + 'static>() -> Arc<JsonObject> {
         schema_for_type::<P>()
@@ -409,11 +410,11 @@ fn tool(name: &str, several: bool) -> Tool {
     Tool::new(Cow::Owned(name.to_owned()), description, schema).annotate(annotations)
 }
 
-/// Serves one client on standard input and output, until it closes its end.
+/// Serves one client on standard input and output until the client closes its side.
 ///
 /// # Errors
 ///
-/// When the client does not finish the handshake.
+/// If the client does not complete the MCP handshake.
 pub async fn serve_stdio(server: McpServer) -> std::io::Result<()> {
     let transport = rmcp::transport::stdio_pipes();
     let outcome = serve_server(server.clone(), transport).await;

@@ -1,9 +1,9 @@
-//! An MCP server of any make, as a process of an environment.
+//! Stdio MCP server as a process in an environment.
 //!
-//! Owns the way of a message there and back: one line each, a write at a time, output joined across
-//! chunks and cut at line ends, each line bounded. Its standard error goes to the log. Output that is
-//! missing ends the conversation: half a message must not be joined with half of another. Knows
-//! nothing of what the messages say, except that they are JSON.
+//! Owns the transfer of messages in both directions. Each message is one line of bounded length.
+//! Output is joined across chunks and split at line endings; standard error goes to the log. If
+//! output is missing, the connection ends, because two halves of different messages must not be
+//! joined. Messages are checked to be JSON and not interpreted further.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,28 +18,28 @@ use exec_server_protocol::process::{
 };
 use exec_server_protocol::sandbox::Sandbox;
 
-/// The longest message that a server may send.
+/// Maximum length of a message from a server.
 pub const MAX_LINE_BYTES: usize = 8 << 20;
 
-/// The longest line that a server may log.
+/// Maximum length of a log line from a server.
 pub const MAX_LOG_LINE_BYTES: usize = 1 << 20;
 
-/// What to launch.
+/// Command and settings to start a server.
 #[derive(Debug, Clone)]
 pub struct StdioServer {
     /// Program and arguments.
     pub argv: Vec<String>,
-    /// Working directory; a server is never launched just anywhere.
+    /// Working directory; required, so that a server never starts in an arbitrary directory.
     pub cwd: PathUri,
-    /// Variables for it.
+    /// Environment variables to set.
     pub env: BTreeMap<String, String>,
-    /// Names of variables that it gets from the environment where it runs, beside harmless ones.
+    /// Names of variables to inherit from the environment, in addition to [`USUAL_VARIABLES`].
     pub inherit: Vec<String>,
-    /// The policy that it runs under.
+    /// Sandbox policy of the server.
     pub sandbox: Option<Sandbox>,
 }
 
-/// Variables that every server gets from the environment where it runs.
+/// Variables that every server inherits from its environment.
 const USUAL: &[&str] = &[
     "HOME", "LOGNAME", "PATH", "SHELL", "USER", "LANG", "LC_ALL", "TERM", "TMPDIR", "TZ",
 ];
@@ -69,36 +69,36 @@ impl StdioServer {
     }
 }
 
-/// Why a conversation has ended.
+/// Why a connection to a server has ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StdioError {
-    /// It cannot be launched, or not reached any more.
+    /// The server cannot be started, or its environment is unreachable.
     #[error(transparent)]
     Backend(#[from] ExecServerError),
-    /// A line without an end in sight.
+    /// The server sent a line over the limit.
     #[error("the server sent a line of more than {max} bytes on {stream}")]
     LineTooLong {
-        /// How long a line may be.
+        /// The limit.
         max: usize,
-        /// Where it was sent.
+        /// The stream that contained the line.
         stream: &'static str,
     },
-    /// Output is missing.
+    /// Output was lost.
     #[error("output of the server is missing after number {after_seq}")]
     Gap {
-        /// The last number before it.
+        /// The last sequence number before the loss.
         after_seq: u64,
     },
-    /// It does not take messages any more.
+    /// The server has closed its standard input.
     #[error("the server has closed its input")]
     Closed,
-    /// A message that would be several.
+    /// The message contains a line break.
     #[error("a message must not contain a line end")]
     NotOneLine,
 }
 
-/// A conversation with a server; dropping both halves ends it.
+/// Starts a server and connects to it. Dropping both halves ends the server.
 pub async fn launch(
     backend: &dyn ExecBackend,
     server: StdioServer,
@@ -122,7 +122,7 @@ pub async fn launch(
     Ok((sender, receiver))
 }
 
-/// Ends the process with whoever holds it last.
+/// Handle that ends the process when its last owner drops it.
 #[derive(Debug)]
 struct Guard(Arc<dyn ExecProcess>);
 
@@ -132,7 +132,7 @@ impl Drop for Guard {
             return;
         };
         let process = Arc::clone(&self.0);
-        // Ends with its one request.
+        // This task ends after one request.
         runtime.spawn(async move {
             if let Err(error) = process.terminate(TerminateMode::Force, false).await {
                 tracing::debug!(%error, "cannot end an MCP server");
@@ -141,18 +141,18 @@ impl Drop for Guard {
     }
 }
 
-/// The way there.
+/// Sending half of the connection.
 #[derive(Debug)]
 pub struct Sender {
     process: Arc<Guard>,
 }
 
 impl Sender {
-    /// Sends one message; waits until the server has taken the one before.
+    /// Sends one message. Waits until the server has accepted the previous message.
     ///
     /// # Errors
     ///
-    /// When the message is more than one line, or the server takes no more.
+    /// If the message is more than one line, or if the server accepts no more messages.
     pub async fn send(&mut self, message: Bytes) -> Result<(), StdioError> {
         if message.contains(&b'\n') {
             return Err(StdioError::NotOneLine);
@@ -166,18 +166,18 @@ impl Sender {
         }
     }
 
-    /// Tells the server that no more will come; well-behaved ones end then.
+    /// Closes the server's standard input; a well-behaved server then exits.
     ///
     /// # Errors
     ///
-    /// When it cannot be told.
+    /// If the request cannot be sent.
     pub async fn finish(&mut self) -> Result<(), StdioError> {
         self.process.0.close_stdin().await?;
         Ok(())
     }
 }
 
-/// The way back.
+/// Receiving half of the connection.
 #[derive(Debug)]
 pub struct Receiver {
     name: String,
@@ -190,14 +190,14 @@ pub struct Receiver {
 }
 
 impl Receiver {
-    /// The next message, or nothing when the server has ended and all it wrote has come.
+    /// Returns the next message, or `None` when the server has exited and all its output was read.
     ///
-    /// Lines that are no JSON are logged and left out. Cancel safe.
+    /// Lines that are not JSON are logged and skipped. Cancel safe.
     ///
     /// # Errors
     ///
-    /// When a line is too long, output is missing, or the server cannot be followed any longer; the
-    /// conversation has ended then.
+    /// If a line is too long, output was lost, or the server has become unreachable. The connection
+    /// has then ended.
     pub async fn recv(&mut self) -> Result<Option<Bytes>, StdioError> {
         loop {
             while let Some(line) = self.stdout.next_line() {
@@ -206,7 +206,7 @@ impl Receiver {
                 }
             }
             if self.ended {
-                // The last message may lack its line end.
+                // The last message may lack its line ending.
                 let rest = self.stdout.finish();
                 return Ok(rest.and_then(|line| self.message(line)));
             }
@@ -222,12 +222,12 @@ impl Receiver {
         }
     }
 
-    /// How the server ended, once that is known.
+    /// Exit code of the server, if it has exited.
     pub fn exit_code(&self) -> Option<i32> {
         self.exit_code
     }
 
-    /// The id of its process.
+    /// Id of the server's process.
     pub fn process_id(&self) -> &str {
         self.process.0.process_id()
     }
@@ -260,7 +260,7 @@ impl Receiver {
             ExecProcessEvent::Failed(failure) => {
                 return Err(StdioError::Backend(failure.into()));
             }
-            // Events that are yet to be invented are no output.
+            // Event kinds added in the future are not output.
             _ => {}
         }
         Ok(())
@@ -271,7 +271,7 @@ impl Receiver {
         tracing::info!(server = self.name, "{text}");
     }
 
-    /// The line if it is JSON.
+    /// Returns the line if it is JSON.
     fn message(&self, line: Bytes) -> Option<Bytes> {
         if line.is_empty() {
             return None;
@@ -286,11 +286,11 @@ impl Receiver {
     }
 }
 
-/// Joins chunks and cuts them at line ends.
+/// Joins chunks and splits them at line endings.
 #[derive(Debug)]
 struct LineBuffer {
     bytes: BytesMut,
-    /// Up to here there is no line end.
+    /// The buffer contains no line ending before this offset.
     searched: usize,
     max: usize,
 }
@@ -304,9 +304,10 @@ impl LineBuffer {
         }
     }
 
-    /// Adds output. `Err` with the bound when the line that is coming exceeds it.
+    /// Adds output. Returns the limit as an error if an incomplete line exceeds it.
     fn push(&mut self, chunk: &[u8]) -> Result<(), usize> {
-        // Lines are taken out before more is pushed, so all but the last of it is one line.
+        // Complete lines are taken out before each push, so the buffer holds at most one incomplete
+        // line.
         let tail = memchr::memchr(b'\n', chunk).unwrap_or(chunk.len());
         if self.bytes.len() + tail > self.max {
             return Err(self.max);
@@ -315,7 +316,7 @@ impl LineBuffer {
         Ok(())
     }
 
-    /// The next whole line, without its end.
+    /// Returns the next complete line without its ending.
     fn next_line(&mut self) -> Option<Bytes> {
         let found = memchr::memchr(b'\n', &self.bytes[self.searched..]);
         let Some(at) = found.map(|at| self.searched + at) else {
@@ -328,7 +329,7 @@ impl LineBuffer {
         Some(without_return(line))
     }
 
-    /// What is left at the end.
+    /// Returns the incomplete line at the end of the output.
     fn finish(&mut self) -> Option<Bytes> {
         self.searched = 0;
         let rest = self.bytes.split().freeze();
@@ -377,7 +378,7 @@ mod tests {
         }
     }
 
-    /// What a receiver makes of these events; the process behind it is any.
+    /// Creates a receiver of these events; its process is arbitrary.
     async fn received(mut events: Vec<ExecProcessEvent>) -> Receiver {
         let executor = Executor::new(ExecutorConfig::default()).unwrap();
         let params = StartParams {
@@ -425,7 +426,7 @@ mod tests {
         assert_eq!(whole, &br#"{"whole":1}"#[..]);
         let error = receiver.recv().await.unwrap_err();
         assert!(matches!(error, StdioError::Gap { after_seq: 2 }), "{error}");
-        // Nothing more is said, however much comes.
+        // Nothing more is reported, however much output follows.
         assert!(receiver.recv().await.unwrap().is_none());
     }
 
@@ -455,7 +456,7 @@ mod tests {
             found.extend(lines.finish());
             let expected: Vec<&str> = text.split_terminator('\n')
                 .map(|line| line.strip_suffix('\r').unwrap_or(line)).collect();
-            // A last line of nothing but a return is one, as it is for `split_terminator`.
+            // A last line of a single carriage return is a line, as for `split_terminator`.
             prop_assert_eq!(found, expected);
         }
     }

@@ -1,17 +1,18 @@
-//! Many meeting points that are one, on NATS: what they share, and how they hear of each other.
+//! Cluster of rendezvous nodes on NATS.
 //!
-//! Owns the connections, the bucket, this node's view of it and the tasks that keep both up to date.
-//! [`rules`] decides who may do what, `channel` carries streams between nodes. NATS brings the
-//! messages and orders the writes; there is no other agreement between nodes.
+//! Owns the connections to NATS, the bucket, this node's view of the bucket, and the tasks that
+//! keep the view and the lease current. [`rules`] decides which node may do what; `channel` carries
+//! streams between nodes. NATS delivers the messages and orders the writes; nodes have no other way
+//! to agree.
 //!
 //! ```text
 //!  bucket   registrations, revocations, claims, leases   JetStream key-value, one log, watched
-//!  BUCKET.n.NODE.>   what is meant for one node          core NATS, never stored
-//!  BUCKET.e          what happens, for those who watch   core NATS, heard while somebody does
+//!  BUCKET.n.NODE.>   messages for one node               core NATS, never stored
+//!  BUCKET.e          events for administrators           core NATS, subscribed only while needed
 //! ```
 //!
-//! While NATS is away nobody new is taken in; streams between sockets of one node go on, and those
-//! between nodes wait, and go on or are begun again when it is back.
+//! While NATS is unreachable, new connections are refused. Streams between sockets of one node
+//! continue. Streams between nodes pause, and continue or restart when NATS is back.
 
 mod channel;
 pub mod credit;
@@ -55,58 +56,58 @@ pub(crate) use wire::{Ask, Key};
 
 pub use wire::is_node_name;
 
-/// Pauses between attempts to reach NATS.
+/// Pauses between attempts to connect to NATS.
 const RECONNECT: Backoff = Backoff {
     first: Duration::from_millis(50),
     longest: Duration::from_millis(1600),
 };
 
-/// How long one operation on the bucket may take.
+/// Timeout of one operation on the bucket.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// How often channels are compared even though nothing happened.
+/// How often the two ends of each channel compare their state even if nothing happened.
 const SYNC_PERIOD: Duration = Duration::from_secs(15);
 
 /// Revisions of each key that the bucket keeps.
 const HISTORY: i64 = 5;
 
-/// Tenants whose streams, and whose rates, a lease tells of: it must stay well below what a value may
-/// have.
+/// Maximum number of tenants whose streams and rates one lease reports, so that the lease stays
+/// well below the size limit of a value.
 const TENANTS_TOLD: usize = 256;
 
-/// How long the lease of a dead node stays.
+/// How long the lease of a dead node is kept before another node deletes it.
 const BURY_AFTER: Duration = Duration::from_secs(60);
 
-/// What everybody hears who wants something while this node has no fresh view.
+/// Message to clients while this node has no fresh view of the bucket.
 pub(crate) const AWAY: &str = "NATS cannot be reached: new connections are refused until it is back; streams on one node continue";
 
-/// How to be a part of a cluster.
+/// Options of a cluster node.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ClusterOptions {
-    /// NATS servers, as in `nats://127.0.0.1:4222` or `tls://nats.example`; a name and a password, or
-    /// a token, may stand before an `@`.
+    /// URLs of NATS servers, for example `nats://127.0.0.1:4222` or `tls://nats.example`. A user
+    /// name and password, or a token, may precede the host with an `@`.
     pub servers: Vec<String>,
-    /// A credentials file of NATS.
+    /// NATS credentials file.
     pub credentials: Option<PathBuf>,
-    /// Certificates of authorities that NATS's is trusted by, besides those of this machine.
+    /// File of additional CA certificates to trust for NATS, besides those of this machine.
     pub authorities: Option<PathBuf>,
-    /// The bucket, and the beginning of all subjects. Meeting points with the same one are one.
+    /// Name of the bucket and prefix of all subjects. Nodes with the same bucket form one cluster.
     pub bucket: String,
-    /// Copies of the bucket, where NATS is a cluster itself.
+    /// Number of replicas of the bucket if NATS is a cluster.
     pub replicas: usize,
-    /// What this node is called; see [`is_node_name`]. No two may have the same.
+    /// Name of this node, unique in the cluster; see [`is_node_name`].
     pub node: String,
-    /// How peers reach this very node, if they can.
+    /// URL under which peers reach this node directly, if they can.
     pub url: Option<String>,
-    /// How long things count.
+    /// Timing of leases.
     pub timing: Timing,
-    /// What to add to this machine's clock, in milliseconds; for tests.
+    /// Offset added to this machine's clock, in milliseconds; for tests.
     pub clock_offset: i64,
 }
 
 impl ClusterOptions {
-    /// The defaults.
+    /// Creates options with default values.
     pub fn new(servers: Vec<String>, node: impl Into<String>) -> Self {
         Self {
             servers,
@@ -122,37 +123,37 @@ impl ClusterOptions {
     }
 }
 
-/// Why a node cannot be a part of the cluster.
+/// Why a node cannot join the cluster.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClusterError {
-    /// A name that cannot be a part of subjects.
+    /// The node name is not valid in a NATS subject.
     #[error("`{0}` is no name for a node: 1 to 64 letters, digits, `-` and `_`")]
     Name(String),
-    /// The credentials cannot be used.
+    /// The credentials file cannot be used.
     #[error("cannot use the NATS credentials in {path}")]
     Credentials {
-        /// Where they are.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// The cause.
         #[source]
         source: std::io::Error,
     },
     /// NATS cannot be reached.
     #[error("cannot reach NATS at {servers}")]
     Connect {
-        /// Where.
+        /// The server URLs, without secrets.
         servers: String,
-        /// What is wrong.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// There is no bucket, and none can be made.
+    /// The bucket does not exist and cannot be created, or cannot be used.
     #[error("cannot use the JetStream bucket `{bucket}`")]
     Bucket {
-        /// Which.
+        /// Name of the bucket.
         bucket: String,
-        /// What is wrong.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
@@ -165,28 +166,28 @@ pub struct Cluster(pub(crate) Arc<Shared>);
 pub(crate) struct Shared {
     pub(crate) node: Arc<str>,
     options: ClusterOptions,
-    /// For everything that is not in the bucket.
+    /// Connection for everything except the bucket.
     client: Client,
     jetstream: jetstream::Context,
     pub(crate) bucket: kv::Store,
     pub(crate) local: Local,
     state: Mutex<State>,
-    /// The view has changed.
+    /// Notified when this node's view of the bucket changes.
     pub(crate) changed: Notify,
-    /// The watch is to be begun again.
+    /// Notified when the watch must restart.
     rewatch: Notify,
     channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
     pub(crate) outbox: Outbox,
-    /// What tenants use here, of late; for the next lease.
+    /// Recent usage of tenants on this node, reported in the next lease.
     rates: Mutex<BTreeMap<String, Rates>>,
-    /// Names channels and sockets.
+    /// Source of numbers for channels and sockets.
     numbers: AtomicU64,
-    /// What NATS's clock shows more than ours, in milliseconds.
+    /// Difference between the clock of NATS and this machine's clock, in milliseconds.
     skew: AtomicI64,
     pub(crate) draining: AtomicBool,
-    /// What signs addresses on all nodes.
+    /// Secret with which all nodes sign websocket URLs.
     secret: Mutex<Option<Bytes>>,
-    /// When the bucket was made: another one has another time.
+    /// Creation time of the bucket, by which a recreated bucket is detected.
     created: Mutex<DateTime>,
     pub(crate) started: Instant,
 }
@@ -200,48 +201,48 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-/// Under the lock; nobody waits while holding it.
+/// State of a node; the lock is never held across an await.
 pub(crate) struct State {
     pub(crate) rules: Rules,
     pub(crate) leases: HashMap<Arc<str>, Lease>,
-    /// As they are in the bucket.
+    /// Registrations as stored in the bucket, by environment.
     pub(crate) registrations: HashMap<String, Bytes>,
-    /// By key.
+    /// Revocations, by bucket key.
     pub(crate) revocations: HashMap<String, Revocation>,
-    /// What the watch has seen.
+    /// Revision up to which the watch has read.
     revision: u64,
-    /// Of the newest renewal.
+    /// Number of the newest renewal.
     beat: u64,
-    /// The revision that it got.
+    /// Revision of the newest renewal.
     renewed: u64,
-    /// Sockets of executors that are attached here.
+    /// Sockets of executors that are attached to this node.
     sockets: HashSet<u64>,
-    /// Claims to be removed, which could not be yet.
+    /// Claims whose removal failed and must be retried.
     releases: Vec<(Arc<str>, u64)>,
 }
 
 pub(crate) fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
 pub(crate) type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 impl Cluster {
-    /// Joins the cluster; `local` is what this node does by itself. Done when the node knows what
-    /// the others do.
+    /// Joins the cluster; `local` is the router of this node's own sockets. Returns when the node
+    /// has a fresh view of the bucket.
     ///
     /// # Errors
     ///
-    /// When NATS or its JetStream cannot be used.
+    /// If NATS or its JetStream cannot be used.
     pub async fn join(options: ClusterOptions, local: Local) -> Result<Self, ClusterError> {
         if !is_node_name(&options.node) {
             return Err(ClusterError::Name(options.node));
         }
         let signal = Arc::new(Notify::new());
         let client = connect(&options, "streams", Arc::clone(&signal)).await?;
-        // Apart from the streams: nats-server reads nothing more from a connection while it
-        // stores what came on it, which with a full disk takes for ever.
+        // A second connection: nats-server stops reading from a connection while it stores a
+        // message of it, which can block without limit if the disk is full.
         let ledger = connect(&options, "bucket", Arc::clone(&signal)).await?;
         let mut jetstream = jetstream::new(ledger);
         jetstream.set_timeout(PATIENCE);
@@ -260,7 +261,8 @@ impl Cluster {
                 registrations: HashMap::new(),
                 revocations: HashMap::new(),
                 revision: 0,
-                // Not what another process of this name has used.
+                // Starts at the current time, so that it differs from the numbers of an earlier
+                // process with this name.
                 beat: journal::now(),
                 renewed: 0,
                 sockets: HashSet::new(),
@@ -275,7 +277,8 @@ impl Cluster {
             rewatch: Notify::new(),
             channels: Mutex::default(),
             rates: Mutex::default(),
-            // Two processes that had the same name one after the other have other channels.
+            // A random start, so that a later process with the same name uses different channel
+            // names.
             numbers: AtomicU64::new(uuid::Uuid::new_v4().as_u64_pair().0 >> 16),
             skew: AtomicI64::new(0),
             draining: AtomicBool::new(false),
@@ -289,7 +292,7 @@ impl Cluster {
             source,
         };
         talk::listen(&shared).await.map_err(failed)?;
-        // They last as long as the process.
+        // These tasks run as long as the process.
         tokio::spawn(Arc::clone(&shared).watch());
         tokio::spawn(Arc::clone(&shared).renew());
         tokio::spawn(Arc::clone(&shared).reconnected(signal));
@@ -308,11 +311,12 @@ impl Cluster {
         Ok(Self(shared))
     }
 
-    /// The secret that all nodes sign with: the one that is there, else `own` from now on.
+    /// Returns the secret with which all nodes sign. Stores `own` as the secret if the bucket has
+    /// none.
     ///
     /// # Errors
     ///
-    /// When the bucket cannot be used.
+    /// If the bucket cannot be used.
     pub async fn share_secret(&self, own: &str) -> Result<String, ClusterError> {
         let failed = |source: Failure| ClusterError::Bucket {
             bucket: self.0.options.bucket.clone(),
@@ -332,14 +336,15 @@ impl Cluster {
         String::from_utf8(secret.to_vec()).map_err(|error| failed(error.into()))
     }
 
-    /// From now on nobody is taken in here, and others do not send anybody here.
+    /// Refuses new connections on this node and asks the other nodes to send none here.
     pub fn set_draining(&self) {
         self.0.draining.store(true, Ordering::Relaxed);
         let shared = Arc::clone(&self.0);
         tokio::spawn(async move { shared.beat().await });
     }
 
-    /// Leaves the cluster: the others need not wait to believe it.
+    /// Leaves the cluster by deleting the lease, so that other nodes need not wait for it to
+    /// expire.
     pub async fn leave(&self) {
         let key = Key::Node(self.0.node.to_string()).to_string();
         let _ = tokio::time::timeout(PATIENCE, self.0.bucket.delete(key)).await;
@@ -359,7 +364,7 @@ async fn connect(
             ClusterError::Credentials { path, source }
         })?;
     }
-    // Those in a URL; the client by itself would not look.
+    // Credentials in a URL; the NATS client does not read them from there.
     let addresses = options.servers.iter();
     for address in addresses.filter_map(|server| server.parse::<ServerAddr>().ok()) {
         if let Some(user) = address.username() {
@@ -382,7 +387,7 @@ async fn connect(
         .ping_interval(Duration::from_secs(5))
         .connection_timeout(Duration::from_secs(5))
         .request_timeout(Some(PATIENCE))
-        // What waits in it is lost with the connection.
+        // Messages in this buffer are lost when the connection breaks.
         .client_capacity(256)
         .event_callback(move |event| {
             let signal = Arc::clone(&signal);
@@ -411,7 +416,7 @@ async fn connect(
         })
 }
 
-/// What an error of NATS says: it shows its source by itself, which must not be shown again.
+/// Text of a NATS error with each source once: some of its errors already include their source.
 fn once(error: &dyn std::error::Error) -> Failure {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -425,7 +430,7 @@ fn once(error: &dyn std::error::Error) -> Failure {
     text.into()
 }
 
-/// Servers as they may be shown: without the name and the password in their URLs.
+/// Server URLs without user names, passwords and tokens, for display.
 fn without_secrets(servers: &[String]) -> String {
     let shown = servers.iter().map(|server| match server.rsplit_once('@') {
         Some((before, host)) => match before.split_once("://") {
@@ -444,8 +449,8 @@ async fn open_bucket(
     if let Ok(bucket) = jetstream.get_key_value(&options.bucket).await {
         return Ok(bucket);
     }
-    // What a key-value bucket is, said by hand: the usual call asks for the account first, which
-    // servers before 2.10 describe in a way that the client does not understand.
+    // Creates the stream of a key-value bucket directly: the usual call first requests account
+    // information, which servers before 2.10 send in a format that the client cannot parse.
     let config = stream::Config {
         name: format!("KV_{}", options.bucket),
         description: Some("exec-server: registrations, revocations, claims and leases".to_owned()),
@@ -464,7 +469,7 @@ async fn open_bucket(
             let bucket = jetstream.get_key_value(&options.bucket).await;
             bucket.map_err(|error| once(&error))
         }
-        // Another node may have been faster.
+        // Another node may have created the bucket in the meantime.
         Err(error) => match jetstream.get_key_value(&options.bucket).await {
             Ok(bucket) => Ok(bucket),
             Err(_) => Err(once(&error)),
@@ -481,7 +486,7 @@ impl Shared {
         self.channels.lock().values().cloned().collect()
     }
 
-    /// Sockets of harnesses whose executor is at another node.
+    /// Channels of harnesses connected to this node whose executor is connected to another node.
     pub(crate) fn entries(&self) -> Vec<Arc<Channel>> {
         let channels = self.channels.lock();
         let entries = channels.values().filter(|it| it.side == Side::Entry);
@@ -496,13 +501,13 @@ impl Shared {
         self.state().sockets.insert(socket);
     }
 
-    /// Whether an executor's socket still stands for its environment.
+    /// Whether an executor's socket still owns the claim on its environment.
     pub(crate) fn owns(&self, environment: &str, socket: u64) -> bool {
         let state = self.state();
         state.rules.own_socket(environment) == Some(socket)
     }
 
-    /// An executor's socket is gone.
+    /// Releases the claim of an executor's socket that has closed.
     pub(crate) fn release(this: &Arc<Self>, environment: &Arc<str>, socket: u64) {
         let revision = {
             let mut state = this.state();
@@ -515,7 +520,7 @@ impl Shared {
         }
     }
 
-    /// The claims of nodes that are alive.
+    /// Claims of nodes that are alive.
     pub(crate) fn live_claims(&self) -> Vec<(Arc<str>, Claim)> {
         let state = self.state();
         let claims = state.rules.claims();
@@ -545,7 +550,7 @@ impl Shared {
         node
     }
 
-    /// Sockets of harnesses that came to this node, by tenant; of those that have most.
+    /// Number of harness sockets connected to this node by tenant, for the tenants with the most.
     fn own_streams(&self) -> BTreeMap<String, u64> {
         let mut streams = self.local.harnesses_by_tenant();
         for entry in self.entries() {
@@ -561,7 +566,7 @@ impl Shared {
         streams
     }
 
-    /// Sockets of a tenant's harnesses at the other nodes, as they told last.
+    /// Number of a tenant's harness sockets on the other nodes, from their last leases.
     pub(crate) fn streams_elsewhere(&self, tenant: &str) -> u64 {
         let state = self.state();
         let alive = state.leases.iter();
@@ -571,14 +576,14 @@ impl Shared {
             .sum()
     }
 
-    /// What the next lease tells of what tenants use here.
+    /// Sets the usage of tenants on this node that the next lease reports.
     pub(crate) fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
         let told = rates.into_iter().take(TENANTS_TOLD);
         let told = told.map(|(tenant, rates)| (tenant.to_string(), rates.rounded()));
         *self.rates.lock() = told.collect();
     }
 
-    /// What a tenant uses at the other nodes, as they told last.
+    /// Usage of a tenant on each of the other nodes, from their last leases.
     pub(crate) fn rates_elsewhere(&self, tenant: &str) -> Vec<Rates> {
         let state = self.state();
         let alive = state.leases.iter();
@@ -626,13 +631,14 @@ impl Shared {
         i64::try_from(millis).unwrap_or(i64::MAX) + self.options.clock_offset
     }
 
-    /// The time on which all nodes agree, which is that of NATS, in seconds since 1970.
+    /// Time by the clock of NATS, which all nodes share, in seconds since 1970.
     pub(crate) fn unix_now(&self) -> u64 {
         let millis = self.own_clock() + self.skew.load(Ordering::Relaxed);
         u64::try_from(millis / 1000).unwrap_or(0)
     }
 
-    /// NATS is there again, or has dropped something.
+    /// Restarts the watch and compares channels after NATS has reconnected or dropped messages, and
+    /// periodically.
     async fn reconnected(self: Arc<Self>, signal: Arc<Notify>) {
         let mut period = tokio::time::interval(SYNC_PERIOD);
         loop {
@@ -649,7 +655,7 @@ impl Shared {
         }
     }
 
-    /// Renews the lease for as long as the process lives.
+    /// Renews the lease for as long as the process runs.
     async fn renew(self: Arc<Self>) {
         let mut period = tokio::time::interval(self.options.timing.renew);
         period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -700,7 +706,7 @@ impl Shared {
         }
     }
 
-    /// Whether the bucket is gone, or is another than it was.
+    /// Whether the bucket was deleted or replaced by another one.
     async fn is_bucket_lost(&self) -> bool {
         let found = self.jetstream.get_stream(&self.bucket.stream_name).await;
         match found {
@@ -714,7 +720,8 @@ impl Shared {
         }
     }
 
-    /// What follows from the silence of others, and from claims that are left to remove.
+    /// Closes channels to dead nodes, retries removals of claims, and deletes leases of long dead
+    /// nodes.
     async fn look_after_others(&self) {
         let (lapsed, releases, buried) = {
             let mut state = self.state();
@@ -731,7 +738,7 @@ impl Shared {
         }
         for (node, revision) in buried {
             let key = Key::Node(node.to_string()).to_string();
-            // Unless it has come back meanwhile.
+            // Deletes the lease only if the node has not renewed it in the meantime.
             let _ = self
                 .bucket
                 .delete_expect_revision(key, Some(revision))
@@ -739,7 +746,7 @@ impl Shared {
         }
     }
 
-    /// Ends what led to a node, or came from it.
+    /// Closes all channels to a node that is dead.
     fn lost_node(&self, node: &str) {
         for channel in self.all_channels() {
             if *channel.peer == *node {
@@ -749,7 +756,7 @@ impl Shared {
         self.changed.notify_waiters();
     }
 
-    /// Removes a claim if it is still the one of this revision.
+    /// Removes a claim if its revision is still this one.
     pub(crate) async fn remove_claim(&self, environment: Arc<str>, revision: u64) {
         let key = Key::Claim(environment.to_string()).to_string();
         let removed = self.bucket.delete_expect_revision(key, Some(revision));
@@ -763,7 +770,7 @@ impl Shared {
         }
     }
 
-    /// The bucket is a new one: makes it if need be, and writes to it what this node knows.
+    /// Recreates the bucket if necessary and writes this node's state to it.
     async fn begin_anew(&self) {
         tracing::error!(
             bucket = self.options.bucket,
@@ -810,7 +817,8 @@ impl Shared {
             };
             match self.claim(&environment, &registration, socket).await {
                 Ok(()) => {
-                    // It may have gone meanwhile, when there was nothing to take back.
+                    // The socket may have closed in the meantime, while there was no claim to
+                    // remove.
                     let gone = {
                         let mut state = self.state();
                         let gone = !state.sockets.contains(&socket);
@@ -830,7 +838,7 @@ impl Shared {
     }
 }
 
-/// What a channel says when it is not known.
+/// Reports the end of a channel that this node does not have.
 fn end_of(shared: &Shared, node: &str, environment: &str, channel: &str, last: &str) {
     let subject = shared.node_subject(node, &format!("{environment}.{channel}.{last}"));
     let text = serde_json::to_vec(&Control::End).unwrap_or_default();

@@ -1,8 +1,8 @@
-//! What happens at a meeting point, for those who watch: `GET /events`, server-sent events.
+//! Event stream for administrators: `GET /events`, server-sent events.
 //!
-//! Owns who watches and what waits for each of them, which is bounded: whoever reads too slowly is
-//! told how much it has missed. Nobody waits for a watcher. What happens at other nodes is listened
-//! to while anybody watches here.
+//! Owns the subscribers and a bounded queue for each. A subscriber that reads too slowly loses the
+//! oldest events and receives their number. Publishing never waits for a subscriber. Events of
+//! other nodes are received while this node has a subscriber.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -14,29 +14,29 @@ use tokio::sync::Notify;
 
 use crate::router::{Happening, Hearing, Router};
 
-/// Who can watch at one time.
+/// Maximum number of subscribers at a time.
 const MAX_WATCHERS: usize = 64;
 
-/// Events that wait for one watcher.
+/// Maximum number of queued events of one subscriber.
 const MAX_WAITING: usize = 1024;
 
-/// Everybody who watches.
+/// Event bus of this node.
 #[derive(Debug, Default)]
 pub(crate) struct Events {
     watchers: Mutex<Watchers>,
 }
 
-/// Under the lock; nobody waits while holding it.
+/// Subscribers of this node; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct Watchers {
     all: Vec<Arc<Watcher>>,
-    /// While there are any, and other nodes.
+    /// Set while this node has subscribers and the cluster has other nodes.
     hearing: Option<Hearing>,
 }
 
 #[derive(Debug)]
 struct Watcher {
-    /// Whose events; `None` for all.
+    /// Tenant whose events the subscriber receives; `None` for all.
     tenant: Option<Arc<str>>,
     waiting: Mutex<Waiting>,
     filled: Notify,
@@ -45,10 +45,10 @@ struct Watcher {
 #[derive(Debug, Default)]
 struct Waiting {
     events: VecDeque<Arc<str>>,
-    /// The number of the first of them. Each watcher counts for itself: how much happens at other
-    /// tenants is not for everybody.
+    /// Number of the first queued event. Each subscriber has separate numbers, because a common
+    /// sequence would reveal the activity of other tenants.
     first: u64,
-    /// Not told yet.
+    /// Number of dropped events not yet reported.
     dropped: u64,
 }
 
@@ -57,7 +57,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Events {
-    /// Tells all who may know.
+    /// Sends an event to all subscribers that may see it.
     pub(crate) fn tell(&self, happening: Happening) {
         let Happening {
             event,
@@ -70,7 +70,7 @@ impl Events {
         }
         data.insert("tenant".to_owned(), Value::from(tenant.as_str()));
         let data = Value::Object(data);
-        // JSON has no line breaks of its own, so that one line holds it.
+        // JSON contains no raw line breaks, so the event fits on one line.
         let text: Arc<str> = format!("event: {event}\ndata: {data}\n\n").into();
         for watcher in &watchers.all {
             if watcher
@@ -82,7 +82,7 @@ impl Events {
             }
             let mut waiting = locked(&watcher.waiting);
             if waiting.events.len() >= MAX_WAITING {
-                // The oldest goes: what is the case now matters more.
+                // Drops the oldest event, because the current state matters more.
                 waiting.events.pop_front();
                 waiting.first += 1;
                 waiting.dropped += 1;
@@ -93,8 +93,8 @@ impl Events {
         }
     }
 
-    /// Begins to watch one tenant, or all, here and at the nodes that the router knows; `None` if too
-    /// many do.
+    /// Subscribes to the events of one tenant, or of all, on this node and on other nodes of the
+    /// router. Returns `None` if the limit of subscribers is reached.
     pub(crate) fn watch(
         self: &Arc<Self>,
         tenant: Option<Arc<str>>,
@@ -121,7 +121,7 @@ impl Events {
     }
 }
 
-/// One who watches, until dropped.
+/// Subscription to events, until dropped.
 #[derive(Debug)]
 pub(crate) struct Watching {
     events: Arc<Events>,
@@ -129,7 +129,7 @@ pub(crate) struct Watching {
 }
 
 impl Watching {
-    /// What has happened since it was last asked, as text to be sent. Cancel safe.
+    /// Returns the events since the last call in the format of server-sent events. Cancel safe.
     pub(crate) async fn next(&self) -> String {
         loop {
             {
@@ -189,7 +189,7 @@ mod tests {
         let acme = events.watch(Some("acme".into()), &router()).unwrap();
         let other = json!({"environment": "a\nb"});
         events.tell(happening("attach", "other-one", other));
-        // What it says of its tenant does not count.
+        // The tenant in the data of the event is ignored.
         let own = json!({"harness": "token:x", "tenant": "b"});
         events.tell(happening("revoke", "acme", own));
         let expected =

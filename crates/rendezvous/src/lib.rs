@@ -1,8 +1,9 @@
-//! The meeting point of remote mode: where executors behind NAT and harnesses find each other.
+//! Rendezvous server of remote mode: connects harnesses with executors behind NAT.
 //!
-//! Owns the registry (who is registered, who may connect), the addresses and authorizations that it
-//! signs, and the router that passes frames on. Cannot decrypt: it is built without the keys of a
-//! stream, sees stream ids, numbers and sizes, and forwards bytes as they are. Cannot execute.
+//! Owns the registry (which executors are registered, which harnesses may connect), the signed URLs
+//! and authorizations, and the router that forwards frames. It cannot decrypt: it has no keys of a
+//! stream, sees only stream ids, numbers and sizes, and forwards bytes unchanged. It does not
+//! execute commands.
 //!
 //! ```text
 //!  executor ──POST register──►┐                        ┌◄──POST connect── harness

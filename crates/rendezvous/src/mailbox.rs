@@ -1,7 +1,7 @@
-//! What waits for one socket: a lane for each stream, taken from in turn.
+//! Outgoing queue of one socket, with a lane for each stream; lanes are read in turn.
 //!
-//! Bounded by whoever puts something in, lane by lane, so that a full one stops its own stream and
-//! no other. What is put in is ready to be written: whole websocket frames.
+//! The sender of a message enforces the limit of its lane, so a full lane stops its stream and no
+//! other. Messages are complete websocket frames, ready to be written.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -13,36 +13,37 @@ use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-/// What a message costs besides its bytes.
+/// Memory cost of a message besides its bytes.
 const OVERHEAD_BYTES: usize = 64;
 
-/// Bytes that wait in all mailboxes of one process.
+/// Number of bytes queued in all mailboxes of one process.
 #[derive(Debug, Default)]
 pub struct Backlog(AtomicUsize);
 
 impl Backlog {
-    /// How many there are.
+    /// Returns the number of bytes.
     pub fn bytes(&self) -> usize {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// What waits for one socket.
+/// Outgoing queue of one socket.
 #[derive(Debug)]
 pub struct Mailbox {
     inner: Mutex<Inner>,
-    /// There is something to write.
+    /// Notified when there may be something to write.
     filled: Notify,
-    /// Nothing more is to come, and nothing more is to be read from the socket.
+    /// Cancelled when the mailbox accepts no more messages and the socket must not be read any
+    /// more.
     closed: CancellationToken,
     backlog: Arc<Backlog>,
 }
 
-/// Under the lock; nobody waits while holding it.
+/// Queue state; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct Inner {
     lanes: HashMap<Arc<str>, Lane>,
-    /// Lanes with something in them, the next first.
+    /// Lanes that are not empty, in the order of reading.
     turns: VecDeque<Arc<str>>,
 }
 
@@ -50,12 +51,12 @@ struct Inner {
 struct Lane {
     messages: VecDeque<Bytes>,
     bytes: usize,
-    /// Told when half of what was too much has left; made when somebody waits.
+    /// Notified when the lane has room again; created when a sender must wait.
     room: Option<Arc<Notify>>,
 }
 
 impl Mailbox {
-    /// An empty one; its bytes count as a part of `backlog`.
+    /// Creates an empty mailbox; its bytes count towards `backlog`.
     pub fn new(backlog: Arc<Backlog>) -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::default(),
@@ -69,13 +70,13 @@ impl Mailbox {
         self.inner.lock()
     }
 
-    /// Puts a message into a lane that has room for it within `limit` bytes.
+    /// Adds a message to a lane that has room for it within `limit` bytes.
     ///
-    /// A lane that is empty takes anything.
+    /// An empty lane accepts a message of any size.
     ///
     /// # Errors
     ///
-    /// What to wait for before trying again.
+    /// If the lane is full, with the future to wait for before another try.
     pub fn offer(
         &self,
         lane: &Arc<str>,
@@ -88,14 +89,14 @@ impl Mailbox {
             && !self.closed.is_cancelled()
         {
             let room = found.room.get_or_insert_with(Arc::default);
-            // Made under the lock, so that no notice is missed.
+            // Created under the lock, so that no notification is missed.
             return Err(Box::pin(Arc::clone(room).notified_owned()));
         }
         self.insert(&mut inner, lane, message.clone());
         Ok(())
     }
 
-    /// Puts a message into a lane, however full that is: for the few that must not be lost.
+    /// Adds a message to a lane regardless of its size; for the few messages that must not be lost.
     pub fn push(&self, lane: &Arc<str>, message: Bytes) {
         let mut inner = self.lock();
         self.insert(&mut inner, lane, message);
@@ -119,7 +120,7 @@ impl Mailbox {
         self.filled.notify_one();
     }
 
-    /// Throws away what is in a lane.
+    /// Discards the messages of a lane.
     pub fn clear(&self, lane: &str) {
         let mut inner = self.lock();
         if let Some(found) = inner.lanes.remove(lane) {
@@ -131,7 +132,7 @@ impl Mailbox {
         }
     }
 
-    /// Takes messages, one of each lane in turn, up to about `bytes`.
+    /// Takes messages, one from each lane in turn, up to about `bytes`.
     pub fn take(&self, bytes: usize, out: &mut VecDeque<Bytes>) {
         let mut inner = self.lock();
         let mut taken = 0;
@@ -163,17 +164,18 @@ impl Mailbox {
         }
     }
 
-    /// Waits until there may be something to take. Cancel safe.
+    /// Waits until there may be a message to take. Cancel safe.
     pub async fn filled(&self) {
         self.filled.notified().await;
     }
 
-    /// Has whoever waits for something to take look around.
+    /// Wakes the task that waits in [`Mailbox::filled`].
     pub fn wake(&self) {
         self.filled.notify_one();
     }
 
-    /// Takes nothing more; what is in it may still be taken. The socket is to be given up.
+    /// Closes the mailbox: it accepts no more messages, but queued ones can still be taken. The
+    /// owner of the socket then closes it.
     pub fn close(&self) {
         self.closed.cancel();
         let inner = self.lock();
@@ -183,12 +185,12 @@ impl Mailbox {
         self.filled.notify_one();
     }
 
-    /// Waits until it is closed. Cancel safe.
+    /// Waits until the mailbox is closed. Cancel safe.
     pub async fn closed(&self) {
         self.closed.cancelled().await;
     }
 
-    /// Whether it is closed.
+    /// Whether the mailbox is closed.
     pub fn is_closed(&self) -> bool {
         self.closed.is_cancelled()
     }

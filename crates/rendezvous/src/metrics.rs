@@ -1,4 +1,4 @@
-//! What a meeting point counts, and how it tells.
+//! Prometheus metrics of the rendezvous server.
 
 use std::sync::Arc;
 
@@ -6,12 +6,12 @@ use exec_server_transport::metrics::{Counter, Page, label};
 
 use crate::tenants::Counters;
 
-/// The calls of the registry, in the order of [`Metrics::calls`].
+/// Names of the registry requests, in the order of [`Metrics::calls`].
 pub(crate) const CALLS: [&str; 9] = [
     "register", "connect", "validate", "list", "remove", "revoke", "permit", "drain", "other",
 ];
 
-/// The counters of one meeting point.
+/// Counters of one rendezvous server.
 #[derive(Debug, Default)]
 pub(crate) struct Metrics {
     pub(crate) connections: Counter,
@@ -19,24 +19,24 @@ pub(crate) struct Metrics {
     pub(crate) harnesses: Counter,
     pub(crate) executor_sockets: Counter,
     pub(crate) harness_sockets: Counter,
-    /// Refused upgrades.
+    /// Refused websocket upgrades.
     pub(crate) tickets_refused: Counter,
-    /// Requests without a good token.
+    /// Requests without a valid token.
     pub(crate) unauthorized: Counter,
-    /// Sockets whose peer broke the rules.
+    /// Sockets closed because the peer violated the protocol.
     pub(crate) violations: Counter,
-    /// Harnesses that were turned out because they were revoked.
+    /// Harnesses disconnected because of a revocation.
     pub(crate) revoked: Counter,
-    /// Handshakes that the registry did not vouch for.
+    /// Handshakes that the registry did not validate.
     pub(crate) invalid: Counter,
     /// Frames that had to wait for room.
     pub(crate) waits: Counter,
-    /// Streams that were ended because they were too slow.
+    /// Streams ended because the receiver was too slow.
     pub(crate) slow: Counter,
     pub(crate) frames: Counter,
     pub(crate) received_bytes: Counter,
     pub(crate) sent_bytes: Counter,
-    /// By call: those that went well, and those that did not.
+    /// By request: successful ones and failed ones.
     calls: [[Counter; 2]; CALLS.len()],
 }
 
@@ -56,7 +56,7 @@ impl Metrics {
         self.calls[index][usize::from(status >= 400)].add(1);
     }
 
-    /// The text that Prometheus reads.
+    /// Renders the metrics in the text format of Prometheus.
     pub(crate) fn render(
         &self,
         backlog: usize,

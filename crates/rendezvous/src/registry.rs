@@ -1,4 +1,4 @@
-//! The calls of the registry, without HTTP: who may register, connect and be vouched for.
+//! Registry operations without HTTP: register, connect, validate, list, revoke.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,25 +21,25 @@ use crate::store::{Registration, Revocation, Store, StoreError};
 use crate::tenants::{self, QuotaError, Tenants};
 use crate::tokens::{Caller, Role, Tokens};
 
-/// Bytes of an environment's id.
+/// Maximum length of an environment id in bytes.
 const MAX_ID_BYTES: usize = 128;
 
-/// Bytes of the name that people give a machine.
+/// Maximum length of a machine's display name in bytes.
 const MAX_NAME_BYTES: usize = 256;
 
-/// Whether an environment may have this id: it is pasted into addresses as it is.
+/// Whether an environment may have this id. Ids are inserted into URLs without escaping.
 pub fn is_environment_id(id: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     (1..=MAX_ID_BYTES).contains(&id.len()) && id.bytes().all(allowed) && !id.starts_with('.')
 }
 
-/// Why a call failed: what its caller hears.
+/// Error response to a registry request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CallError {
     pub(crate) status: u16,
     pub(crate) code: &'static str,
     pub(crate) message: String,
-    /// When to ask again, if that helps.
+    /// How long to wait before another try, if waiting helps.
     pub(crate) retry: Option<Duration>,
 }
 
@@ -56,7 +56,7 @@ impl CallError {
 
 impl From<QuotaError> for CallError {
     fn from(error: QuotaError) -> Self {
-        // One that no waiting helps against is a refusal.
+        // If waiting does not help, the request is forbidden rather than limited.
         let status = if error.retry.is_some() { 429 } else { 403 };
         Self {
             retry: error.retry,
@@ -67,7 +67,7 @@ impl From<QuotaError> for CallError {
 
 impl From<StoreError> for CallError {
     fn from(error: StoreError) -> Self {
-        // What the disk says is for those who look after it.
+        // Details of a store failure go to the operator's log only.
         tracing::error!(%error, "the store failed");
         Self::new(
             503,
@@ -88,25 +88,25 @@ impl From<AttachError> for CallError {
     }
 }
 
-/// Everything that decides who meets whom.
+/// Registry of executors, with authorization of executors and harnesses.
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) router: Arc<dyn Router>,
     pub(crate) signer: Signer,
     tokens: RwLock<Arc<Tokens>>,
-    /// Who vouches for others than those in the file.
+    /// Issuer of tokens that are not in the token file.
     pub(crate) oidc: Option<Arc<Oidc>>,
     pub(crate) tenants: Tenants,
     /// Held from counting a tenant's environments to adding one.
     counting: tokio::sync::Mutex<()>,
-    /// How long the address of an executor's socket is good.
+    /// Lifetime of an executor's signed websocket URL.
     executor_lifetime: Duration,
-    /// How long the address of a harness's socket and its authorization are good.
+    /// Lifetime of a harness's signed websocket URL and authorization.
     harness_lifetime: Duration,
 }
 
-/// One environment, in a list.
+/// One environment in a list.
 #[derive(Debug, Serialize)]
 pub(crate) struct Listed {
     environment_id: String,
@@ -118,14 +118,14 @@ pub(crate) struct Listed {
     owner: String,
     registered_at: u64,
     online: bool,
-    /// Where its executor is attached.
+    /// The node to which the executor is attached.
     #[serde(skip_serializing_if = "Option::is_none")]
     node: Option<String>,
     harnesses: usize,
     streams: usize,
 }
 
-/// One stream, in a list.
+/// One stream in a list.
 #[derive(Debug, Serialize)]
 pub(crate) struct ListedStream {
     stream_id: String,
@@ -137,7 +137,7 @@ pub(crate) struct ListedStream {
     harness_node: String,
 }
 
-/// Somebody who is revoked, in a list.
+/// One revocation in a list.
 #[derive(Debug, Serialize)]
 pub(crate) struct Revoked {
     environment: Option<String>,
@@ -146,29 +146,29 @@ pub(crate) struct Revoked {
     revoked_at: u64,
 }
 
-/// Whom to revoke, or to let in again.
+/// Request to revoke a harness or to undo the revocation.
 #[derive(Debug, Deserialize)]
 pub(crate) struct RevokeRequest {
     /// `token:NAME`, `key:SHA256`, or the name of a token.
     #[serde(default)]
     harness: Option<String>,
-    /// The harness's keys, instead.
+    /// The harness's public keys, as an alternative to `harness`.
     #[serde(default)]
     harness_public_key: Option<PublicKey>,
-    /// Where; everywhere if not given.
+    /// The environment; all environments if absent.
     #[serde(default)]
     environment_id: Option<String>,
-    /// Whose harness it is; the caller's tenant if not given.
+    /// Tenant of the harness; the caller's tenant if absent.
     #[serde(default)]
     tenant: Option<String>,
 }
 
-/// Whom a request to revoke means.
+/// Subject of a revocation.
 struct Meant {
     tenant: String,
-    /// As its tenant calls it.
+    /// Name of the harness within its tenant.
     harness: String,
-    /// As stores call it.
+    /// Name of the harness in stores; see [`tenants::scoped`].
     harness_key: String,
     environment_key: Option<String>,
 }
@@ -212,14 +212,15 @@ impl RevokeRequest {
     }
 }
 
-/// The tenant that an admin looks after; its own, if it names none.
+/// Checks that a caller is admin of a tenant (its own if `None`) and returns the tenant.
 fn administered(caller: &Caller, tenant: Option<&str>) -> Result<String, CallError> {
     let tenant = tenant.unwrap_or(&caller.tenant);
     if !caller.is(Role::Admin) {
         let message = format!("the token `{}` is not one of an admin", caller.name);
         return Err(CallError::new(403, "wrong_role", message));
     }
-    // Said without looking: whether there is such a tenant is nothing to tell.
+    // Checked before the tenant's name, so that the response does not reveal whether the tenant
+    // exists.
     if !caller.is_admin_of(tenant) {
         let message = format!(
             "the token `{}` is not for the tenant `{tenant}`",
@@ -234,10 +235,10 @@ fn administered(caller: &Caller, tenant: Option<&str>) -> Result<String, CallErr
     Ok(tenant.to_owned())
 }
 
-/// An environment of a caller's tenant.
+/// An environment of the caller's tenant.
 struct Spot {
     id: String,
-    /// As stores and routers call it.
+    /// Name of the environment in stores and routers; see [`tenants::scoped`].
     key: String,
 }
 
@@ -282,7 +283,8 @@ impl Registry {
         Arc::clone(&self.tokens.read())
     }
 
-    /// Exchanges the tokens; harnesses whose token is gone are turned out. Says how many.
+    /// Replaces the tokens and disconnects harnesses whose token was removed. Returns the number of
+    /// sockets.
     pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
         *self.tokens.write() = Arc::new(tokens);
         self.router.review(
@@ -291,7 +293,7 @@ impl Registry {
         )
     }
 
-    /// Divides what tenants may use between this node and the others.
+    /// Computes this node's shares of the tenants' rate quotas.
     pub(crate) fn share_out(&self) {
         let router = &self.router;
         let used = self
@@ -300,11 +302,11 @@ impl Registry {
         router.tell_rates(used);
     }
 
-    /// Whether somebody who was allowed in once still is, as far as tokens go; `environment` is
-    /// named as stores do.
+    /// Whether a token that was accepted earlier is still valid for a role and an environment;
+    /// `environment` includes the tenant.
     pub(crate) fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
         if oidc::is_subject(name) {
-            // What it was given says for how long.
+            // Its tickets and authorizations expire with the token.
             return self.oidc.is_some();
         }
         self.tokens().still_allows(name, role, environment)
@@ -347,7 +349,7 @@ impl Registry {
         })
     }
 
-    /// `POST …/register`; `address` makes an address of a path and its query.
+    /// `POST …/register`; `address` builds a URL from a path and its query.
     pub(crate) async fn register(
         &self,
         caller: &Caller,
@@ -391,7 +393,8 @@ impl Registry {
             let same = before
                 .as_ref()
                 .is_some_and(|before| before.executor == request.executor_public_key);
-            // The same executor again: what it and its harnesses know of it stays true.
+            // The same executor registers again: its registration stays valid for it and its
+            // harnesses.
             if let Some(before) = &before
                 && same
                 && before.name == name
@@ -414,7 +417,7 @@ impl Registry {
             if self.store.register(registration, replaces).await? {
                 break fresh;
             }
-            // Somebody was faster; look again.
+            // Another request changed the registration in the meantime; try again.
         };
         let others = Whom::Others {
             environment: key.clone(),
@@ -463,7 +466,7 @@ impl Registry {
             let message = format!("no executor of `{id}` is attached");
             CallError::new(409, "environment_offline", message)
         };
-        // Whether it was ever registered is nothing to tell.
+        // The response does not reveal whether the environment was ever registered.
         if self.store.registration(&environment).await?.is_none() {
             return Err(offline());
         }
@@ -507,7 +510,7 @@ impl Registry {
         })
     }
 
-    /// `POST …/validate`; also who asked to be let in, for the record.
+    /// `POST …/validate`. Also returns the token of the harness for the audit log.
     pub(crate) async fn validate(
         &self,
         caller: &Caller,
@@ -560,7 +563,7 @@ impl Registry {
             .await
     }
 
-    /// Whether the address of a socket still leads somewhere, and to whom it belongs.
+    /// Checks that a signed websocket URL is still valid, and returns the identity of its holder.
     pub(crate) async fn admit(&self, ticket: Ticket) -> Result<Admitted, Refused> {
         let registered = self.store.registration(&ticket.environment).await;
         let registered = registered.map_err(|_| Refused::Unavailable)?;
@@ -598,7 +601,7 @@ impl Registry {
         }
     }
 
-    /// The environments that a caller may know of.
+    /// Lists the environments that a caller may see.
     pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<Listed>, CallError> {
         let places = self.router.places().await;
         let places: HashMap<_, _> = places
@@ -634,7 +637,7 @@ impl Registry {
         Ok(listed)
     }
 
-    /// Whether a caller looks after the meeting point itself.
+    /// Checks that a caller is an operator of the rendezvous server.
     pub(crate) fn operator(&self, caller: &Caller) -> Result<(), CallError> {
         if caller.is_operator() {
             return Ok(());
@@ -650,13 +653,13 @@ impl Registry {
         Err(CallError::new(403, "wrong_role", message))
     }
 
-    /// The nodes that work together, this one first.
+    /// Lists the nodes of the cluster, this one first.
     pub(crate) async fn nodes(&self, caller: &Caller) -> Result<Vec<Node>, CallError> {
         self.operator(caller)?;
         Ok(self.router.nodes().await)
     }
 
-    /// Whether a node can be drained by a caller.
+    /// Checks that a caller may drain a node.
     pub(crate) async fn drains(&self, caller: &Caller, node: &str) -> Result<(), CallError> {
         let nodes = self.nodes(caller).await?;
         if nodes.iter().any(|there| there.name == node) {
@@ -666,8 +669,8 @@ impl Registry {
         Err(CallError::new(404, "unknown_node", message))
     }
 
-    /// The streams of the tenants that an admin looks after, or of one of them, or of one of its
-    /// environments.
+    /// Lists the streams of the tenants that an admin administers, of one tenant, or of one
+    /// environment.
     pub(crate) async fn streams(
         &self,
         caller: &Caller,
@@ -694,7 +697,7 @@ impl Registry {
         Ok(listed.collect())
     }
 
-    /// Forgets an environment and turns out all who are there.
+    /// Removes an environment and disconnects all its sockets. Returns its tenant.
     pub(crate) async fn remove(
         &self,
         caller: &Caller,
@@ -726,8 +729,9 @@ impl Registry {
         Ok(tenant)
     }
 
-    /// Lets a harness in nowhere of its tenant, or not somewhere; ends what it has. A token of an
-    /// executor is out with its environments. Says whom, whose it is, and how many sockets.
+    /// Revokes a harness in one environment or in its whole tenant, and disconnects it. If the
+    /// token belongs to an executor, disconnects its environments too. Returns the harness, its
+    /// tenant and the number of sockets.
     pub(crate) async fn revoke(
         &self,
         caller: &Caller,
@@ -740,7 +744,7 @@ impl Registry {
             harness: meant.harness_key.clone(),
             revoked_at: journal::now(),
         };
-        // Written first: one who comes back at once finds the door shut.
+        // Stored first, so that a harness that reconnects immediately is refused.
         self.store.revoke(revocation).await?;
         let whom = Whom::Harness {
             environment: meant.environment_key.clone(),
@@ -764,7 +768,7 @@ impl Registry {
         Ok((meant.harness, meant.tenant, ended))
     }
 
-    /// Takes a revocation back; whom, whose it is, and whether there was one.
+    /// Undoes a revocation. Returns the harness, its tenant, and whether it was revoked.
     pub(crate) async fn permit_again(
         &self,
         caller: &Caller,
@@ -779,7 +783,7 @@ impl Registry {
         Ok((meant.harness, meant.tenant, permitted))
     }
 
-    /// Everybody who is revoked, of the tenants that an admin looks after.
+    /// Lists the revocations of the tenants that an admin administers.
     pub(crate) async fn revocations(&self, caller: &Caller) -> Result<Vec<Revoked>, CallError> {
         administered(caller, None)?;
         let revocations = self.store.revocations().await?;
@@ -799,20 +803,20 @@ impl Registry {
     }
 }
 
-/// Who is at a socket.
+/// Identity of the peer that opens a socket.
 #[derive(Debug)]
 pub(crate) enum Admitted {
     Executor(Executor),
     Harness(Harness),
 }
 
-/// Why a socket with a signed address is not let in.
+/// Why a socket with a signed URL is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
-    /// It leads nowhere any more; the text is for the peer's records.
+    /// The URL is no longer valid; the text is sent to the peer.
     Route(&'static str),
-    /// It cannot be told now.
+    /// The store cannot be reached.
     Unavailable,
-    /// There is no place.
+    /// The router refused the socket.
     Attach(AttachError),
 }

@@ -1,8 +1,8 @@
-//! Who is attached, and which frame goes to whom.
+//! Routing of frames between attached sockets.
 //!
-//! Owns the trait that sockets use. [`local::Local`] is the implementation for one process, and
-//! `nats::NatsRouter` the one for many: a socket is known by its [`Mailbox`], and gives what it
-//! receives to an [`Uplink`].
+//! Owns the trait [`Router`]. [`local::Local`] implements it for one process and `nats::NatsRouter`
+//! for a cluster. A router sends to a socket through its [`Mailbox`]; a socket passes received
+//! frames to its [`Uplink`].
 
 use futures_util::future::BoxFuture;
 
@@ -25,46 +25,46 @@ use crate::mailbox::Mailbox;
 use crate::tenants;
 use crate::tenants::share::Rates;
 
-/// The executor at a socket.
+/// Identity of an executor that attaches a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Executor {
-    /// Its environment, as [`tenants::scoped`] names it.
+    /// Its environment with tenant; see [`tenants::scoped`].
     pub environment: Arc<str>,
-    /// Its registration.
+    /// Id of its registration.
     pub registration: Arc<str>,
 }
 
-/// The harness at a socket.
+/// Identity of a harness that attaches a socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Harness {
-    /// Where it wants to, as [`tenants::scoped`] names it.
+    /// The environment that it connects to, with tenant; see [`tenants::scoped`].
     pub environment: Arc<str>,
-    /// Which executor it expects there.
+    /// Registration of the executor that it expects there.
     pub registration: Arc<str>,
-    /// The token with which it asked.
+    /// Name of the token that authorized it.
     pub token: Arc<str>,
-    /// Its keys.
+    /// Fingerprint of its public keys.
     pub key: Fingerprint,
 }
 
-/// What a frame is, as far as a router has to know.
+/// Kind of a frame, as far as routers distinguish it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// The stream starts or goes on.
+    /// Starts or resumes the stream.
     Resume,
     /// A handshake message.
     Handshake,
-    /// The stream is over.
+    /// Ends the stream.
     Reset {
-        /// As an answer to a handshake: it is the harness's fault.
+        /// Whether the reset rejects a handshake because of an error of the harness.
         blames: bool,
     },
-    /// Anything else.
+    /// Any other frame.
     Other,
 }
 
 impl Kind {
-    /// Of a valid frame.
+    /// Classifies a valid frame.
     pub fn of(frame: &Frame<'_>) -> Self {
         match &frame.body {
             Body::Resume { .. } => Self::Resume,
@@ -86,78 +86,78 @@ impl Kind {
     }
 }
 
-/// Who waits when a frame has to.
+/// Which peers wait while a frame cannot be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HoldingUp {
-    /// Its sender alone, whose own fault it is or who can bear it.
+    /// Only the sender of the frame, which is responsible for it or can tolerate it.
     Nobody,
-    /// An executor, which has no other stream.
+    /// An executor that has no other stream.
     Executor,
-    /// Other streams of an executor.
+    /// Other streams of the same executor.
     Neighbours,
 }
 
-/// What became of a frame.
+/// Result of forwarding a frame.
 pub enum Outcome {
-    /// It is on its way, or nobody wants it.
+    /// The frame was queued, or dropped because no peer needs it.
     Sent,
-    /// There is no room for it now.
+    /// The receiver has no room now.
     Full {
-        /// When to try again.
+        /// Completes when forwarding can be tried again.
         ready: BoxFuture<'static, ()>,
-        /// Who else has to wait meanwhile.
+        /// Which peers wait meanwhile.
         holding_up: HoldingUp,
     },
-    /// Its sender breaks the rules, and is to be told so and dropped.
+    /// The sender violated the protocol: send it this reason and disconnect it.
     Refused(Reason),
 }
 
-/// Where a socket's frames go. Dropping it tells the other side that the socket is gone.
+/// Receiver of the frames of one socket. Dropping it notifies the other side that the socket has closed.
 pub trait Uplink: Send {
-    /// Passes on one frame, `message` being all of it, ready to be written.
+    /// Forwards one frame. `message` is the complete websocket frame, ready to be written.
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome;
 
-    /// Ends a stream whose reader is too slow for its neighbours.
+    /// Ends a stream whose receiver is too slow and delays other streams.
     fn give_up(&mut self, stream_id: &str, reason: Reason);
 }
 
 /// Why a socket cannot be attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AttachError {
-    /// The executor that the harness expects is not there.
+    /// The executor that the harness expects is not attached.
     #[error("the executor is not attached")]
     Offline,
-    /// The harness has as many sockets as it may.
+    /// The token of the harness has reached its limit of sockets.
     #[error("limit of {0} sockets of one harness reached")]
     TooManySockets(usize),
-    /// It cannot be told now who is where; those who are attached stay so.
+    /// The node cannot decide now where the executor is connected. Attached sockets stay.
     #[error("{0}")]
     Unavailable(&'static str),
 }
 
-/// Whom to turn out.
+/// Which sockets to disconnect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Whom {
-    /// The executor of an environment, and with it every harness there.
+    /// The executor of an environment and all its harnesses.
     Environment(String),
-    /// The executor of an environment, if it is not of this registration any more.
+    /// The executor of an environment, unless it has the given registration.
     Others {
-        /// Where.
+        /// The environment.
         environment: String,
-        /// Who may stay.
+        /// The registration that stays.
         registration: String,
     },
-    /// A harness, by token or key, in one environment or in all of its tenant.
+    /// A harness, by token or key, in one environment or in its whole tenant.
     Harness {
-        /// Where.
+        /// The environment; all environments of the tenant if `None`.
         environment: Option<String>,
-        /// As in a revocation: `token:NAME` or `key:SHA256`, and its tenant.
+        /// `token:NAME` or `key:SHA256` with tenant, as in a revocation.
         harness: String,
     },
 }
 
 impl Whom {
-    /// Whether this harness is meant.
+    /// Whether this target includes the harness.
     pub fn is_harness(&self, who: &Harness) -> bool {
         let Self::Harness {
             environment,
@@ -179,76 +179,77 @@ impl Whom {
     }
 }
 
-/// A process that sockets come to; one that works alone is the only one.
+/// Status of a rendezvous node. Without a cluster there is one node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
-    /// What it is called; no two have the same.
+    /// Name of the node, unique in the cluster.
     pub name: String,
-    /// How peers reach this very one, as in `https://one.meet.example`, if that is known.
+    /// URL under which peers reach this node directly, for example `https://one.meet.example`, if
+    /// known.
     pub url: Option<String>,
-    /// Its version.
+    /// Version of the program.
     pub version: String,
-    /// When it came up, in milliseconds since 1970 by its own clock.
+    /// Start time in milliseconds since 1970, by the node's own clock.
     pub started_at: u64,
-    /// It takes nobody in any more, and sends those who are there elsewhere.
+    /// Whether the node refuses new connections and moves existing ones to other nodes.
     pub draining: bool,
-    /// Executors that are attached to it.
+    /// Number of executors attached to the node.
     pub executors: usize,
-    /// Sockets of harnesses there.
+    /// Number of harness sockets connected to the node.
     pub harnesses: usize,
-    /// Streams of the executors that are attached to it.
+    /// Number of streams of the executors attached to the node.
     pub streams: usize,
 }
 
-/// An environment whose executor is attached somewhere.
+/// An environment whose executor is attached to some node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Its id.
+    /// Id of the environment.
     pub environment: String,
-    /// The registration of the executor that is there.
+    /// Registration of the attached executor.
     pub registration: String,
-    /// Where.
+    /// Name of the node.
     pub node: String,
-    /// Sockets of harnesses there.
+    /// Number of harness sockets.
     pub harnesses: usize,
-    /// Streams with a harness on them.
+    /// Number of streams with a harness.
     pub streams: usize,
 }
 
-/// One stream, and who is on it.
+/// One stream with its harness.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StreamPlace {
-    /// Which one.
+    /// Id of the stream.
     pub stream: String,
-    /// Its environment.
+    /// Environment of the stream.
     pub environment: String,
-    /// Where its executor is.
+    /// The node to which the executor is connected.
     pub executor_node: String,
-    /// Where its harness came in.
+    /// The node to which the harness is connected.
     pub harness_node: String,
-    /// The token that its harness came with.
+    /// Name of the harness's token.
     pub token: String,
-    /// The SHA-256 of the harness's keys.
+    /// SHA-256 of the harness's keys.
     pub key: String,
 }
 
-/// Something that happened at a node, for those who watch.
+/// Event for administrators.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Happening {
-    /// What, as in `attach`.
+    /// Name of the event, for example `attach`.
     pub event: String,
-    /// Whose it is.
+    /// Tenant that the event belongs to.
     pub tenant: String,
-    /// When, at which node, and whatever else there is to tell.
+    /// Time, node and details of the event.
     pub data: Map<String, Value>,
 }
 
-/// Hears of other nodes until it is dropped.
+/// Subscription to the events of other nodes; it ends when dropped.
 pub type Hearing = AbortOnDropHandle<()>;
 
-/// Brings the sockets of an environment together.
+/// Connects the sockets of an environment.
 pub trait Router: fmt::Debug + Send + Sync {
-    /// Attaches an executor; one that is there already is replaced.
+    /// Attaches an executor and replaces the previous one.
     fn attach_executor(
         &self,
         who: Executor,
@@ -262,49 +263,53 @@ pub trait Router: fmt::Debug + Send + Sync {
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>>;
 
-    /// The registration of the executor that is attached; waits a little for one that has just gone.
+    /// Registration of the attached executor. Waits briefly for an executor that has just
+    /// disconnected.
     fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>>;
 
-    /// Ends the sockets and streams of somebody; says how many sockets that were.
+    /// Disconnects sockets and ends their streams. Returns the number of sockets.
     fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize>;
 
-    /// Ends the sockets of harnesses that `stays` does not want any more.
+    /// Disconnects the harnesses for which `stays` returns `false`. Returns the number of sockets.
     fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
 
-    /// All nodes that work together, this one first.
+    /// All nodes of the cluster, this one first.
     fn nodes(&self) -> BoxFuture<'_, Vec<Node>>;
 
-    /// All environments whose executor is attached, wherever that is.
+    /// All environments with an attached executor, on any node.
     fn places(&self) -> BoxFuture<'_, Vec<Place>>;
 
-    /// The streams of all environments, or of one.
+    /// Streams of one environment, or of all.
     fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>>;
 
-    /// Sockets of a tenant's harnesses at other nodes, as far as this one has heard.
+    /// Number of a tenant's harness sockets on other nodes, from their last reports.
     fn streams_elsewhere(&self, _tenant: &str) -> u64 {
         0
     }
 
-    /// Tells other nodes what tenants use here, of late; those first who use most of what they may.
+    /// Reports the recent usage of tenants on this node to other nodes, the tenants closest to
+    /// their quotas first.
     fn tell_rates(&self, _rates: Vec<(Arc<str>, Rates)>) {}
 
-    /// What a tenant uses at each of the other nodes, as far as this one has heard.
+    /// Usage of a tenant on each of the other nodes, from their last reports.
     fn rates_elsewhere(&self, _tenant: &str) -> Vec<Rates> {
         Vec::new()
     }
 
-    /// Tells other nodes what happened here. Never waits: what there is no room for is not told.
+    /// Sends an event of this node to other nodes. Never waits; drops the event if the queue is
+    /// full.
     fn announce(&self, _happening: &Happening) {}
 
-    /// Has `tell` called with what happens at other nodes, until the answer is dropped; `None` where
-    /// there are none.
+    /// Calls the function with each event of other nodes until the result is dropped. Returns
+    /// `None` if there is no other node.
     fn hear(&self, _tell: Box<dyn Fn(Happening) + Send + Sync>) -> Option<Hearing> {
         None
     }
 
-    /// Asks a node to send everybody elsewhere and to end; `false` if there is no such node.
+    /// Asks a node to drain: to move its connections to other nodes and stop. Returns `false` if
+    /// the node does not exist.
     fn drain(&self, node: &str) -> BoxFuture<'_, bool>;
 
-    /// Done when somebody has asked this node to drain.
+    /// Completes when this node receives a drain request.
     fn told_to_drain(&self) -> BoxFuture<'_, ()>;
 }

@@ -1,4 +1,4 @@
-//! The HTTP side: requests in, answers and websockets out.
+//! HTTP routes and websocket upgrade of the rendezvous server.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -42,35 +42,36 @@ use crate::store::{Store, StoreError};
 use crate::tenants::{self, Entered, Meter, Quotas, Tenants, Usage};
 use crate::tokens::{self, Caller, Role, TokenError, Tokens};
 
-/// Bytes of a request's body; the largest, a validation, has less than 8 KiB.
+/// Maximum length of a request body in bytes; the largest, a validation, is smaller than 8 KiB.
 const MAX_BODY_BYTES: usize = 64 << 10;
 
-/// What a meeting point may be told.
+/// Configuration of a rendezvous server.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
-    /// How peers reach it, as in `https://meet.example`; without it, as the peer that asks did.
+    /// URL under which peers reach the server, for example `https://meet.example`. If `None`,
+    /// responses use the Host header of the request.
     pub public_url: Option<String>,
-    /// How long the address of an executor's socket is good. One that comes back later registers
-    /// again by itself.
+    /// Lifetime of an executor's signed websocket URL. An executor that reconnects later registers
+    /// again automatically.
     pub executor_lifetime: Duration,
-    /// How long the address of a harness's socket, and its authorization, are good.
+    /// Lifetime of a harness's signed websocket URL and authorization.
     pub harness_lifetime: Duration,
-    /// Connections at one time.
+    /// Maximum number of simultaneous connections.
     pub connections: usize,
-    /// How long a request may take to arrive.
+    /// Timeout for receiving a request.
     pub request_timeout: Duration,
-    /// How long a connection may stay without a request.
+    /// How long a connection may stay idle between requests.
     pub idle_timeout: Duration,
-    /// When sockets are pinged, and given up.
+    /// When to ping websockets and when to close silent ones.
     pub keepalive: KeepaliveConfig,
-    /// What this node is called in metrics and events; as its router calls it.
+    /// Name of this node in metrics and events; must equal the name in its router.
     pub node: String,
-    /// What tenants may use.
+    /// Quotas of tenants.
     pub quotas: Quotas,
-    /// Who vouches for callers that are not in the file of tokens.
+    /// Issuer of tokens that are not in the token file.
     pub oidc: Option<Arc<Oidc>>,
-    /// Tenants that metrics know by name; the others are counted as `other`.
+    /// Maximum number of tenants with separate metrics; the others are counted as `other`.
     pub metrics_tenants: usize,
     /// Reverse proxies whose `X-Forwarded-For` is believed when failures are counted by address.
     pub trusted_proxies: TrustedProxies,
@@ -95,24 +96,24 @@ impl Default for Config {
     }
 }
 
-/// What a meeting point is made of.
+/// Components of a rendezvous server.
 #[derive(Debug)]
 pub struct Parts {
-    /// Remembers.
+    /// Stores registrations and revocations.
     pub store: Arc<dyn Store>,
-    /// Connects.
+    /// Connects sockets.
     pub router: Arc<dyn Router>,
-    /// What waits in the router's mailboxes.
+    /// Counts the bytes queued in the router's mailboxes.
     pub backlog: Arc<Backlog>,
-    /// Signs addresses and authorizations.
+    /// Signs websocket URLs and authorizations.
     pub signer: Signer,
-    /// Who may do what.
+    /// Tokens of the token file.
     pub tokens: Tokens,
-    /// Where to write down what happened.
+    /// Audit log.
     pub audit: Option<Journal>,
 }
 
-/// A meeting point; cheap to clone.
+/// Rendezvous server; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Rendezvous(Arc<Shared>);
 
@@ -124,19 +125,19 @@ struct Shared {
     audit: Option<Journal>,
     events: Arc<Events>,
     metrics: Metrics,
-    /// Who has shown bad tokens.
+    /// Addresses that have sent invalid tokens.
     throttle: Mutex<Throttle>,
     places: Semaphore,
-    /// What is open, in the order in which it came.
+    /// Open websockets in the order of their arrival.
     sockets: Mutex<BTreeMap<u64, Open>>,
-    /// Names sockets.
+    /// Source of socket numbers.
     numbers: AtomicU64,
-    /// Nobody new is taken in.
+    /// Whether new websockets are refused.
     draining: AtomicBool,
     stop: CancellationToken,
 }
 
-/// A websocket that is open.
+/// An open websocket.
 #[derive(Debug)]
 struct Open {
     role: Role,
@@ -144,7 +145,7 @@ struct Open {
 }
 
 impl Rendezvous {
-    /// A meeting point that nobody can reach yet.
+    /// Creates a rendezvous server. It has no listener until [`Rendezvous::serve`].
     pub fn new(config: Config, parts: Parts) -> Self {
         let lifetimes = (config.executor_lifetime, config.harness_lifetime);
         let tenants = Tenants::new(config.quotas.clone(), config.metrics_tenants);
@@ -173,15 +174,15 @@ impl Rendezvous {
         }))
     }
 
-    /// Serves whoever comes to a listener, until [`Rendezvous::stop`]; then until all are gone, for
-    /// a few seconds.
+    /// Accepts connections until [`Rendezvous::stop`], then waits a few seconds for open
+    /// connections to end.
     pub async fn serve(&self, listener: TcpListener, tls: Option<Arc<TlsServer>>) {
-        /// How long sockets may take to end.
+        /// How long open connections may take to end.
         const PATIENCE: Duration = Duration::from_secs(3);
-        /// How often what tenants may use is divided anew between nodes: a little more often than
-        /// these hear of each other.
+        /// Interval between computations of quota shares; slightly shorter than the interval of the
+        /// nodes' reports.
         const SHARES: Duration = Duration::from_millis(500);
-        // Dropped, and so aborted, with this future.
+        // Dropped with this future, which aborts the tasks.
         let mut tasks = JoinSet::new();
         let stop = self.0.stop.clone();
         let mut shares = tokio::time::interval(SHARES);
@@ -194,7 +195,8 @@ impl Rendezvous {
                         tasks.spawn(visitor.handle(stream, tls.clone()));
                     }
                     Err(error) => {
-                        // Out of descriptors, most likely: who is there stays, and so do we.
+                        // Probably out of file descriptors. Keep existing connections and try
+                        // again.
                         tracing::warn!(%error, "cannot accept a connection");
                         tokio::time::sleep(Duration::from_millis(50)).await;
                     }
@@ -209,9 +211,9 @@ impl Rendezvous {
         let _ = tokio::time::timeout(PATIENCE, ended).await;
     }
 
-    /// Serves metrics and health to whoever comes to a listener, until [`Rendezvous::stop`].
+    /// Serves metrics and health checks on a listener until [`Rendezvous::stop`].
     pub async fn serve_metrics(&self, listener: TcpListener) {
-        /// Requests at one time.
+        /// Maximum number of simultaneous requests.
         const AT_ONCE: usize = 16;
         let mut tasks = JoinSet::new();
         let stop = self.0.stop.clone();
@@ -230,7 +232,7 @@ impl Rendezvous {
         }
     }
 
-    /// Exchanges the tokens. Whoever came with one that is gone is turned out at once.
+    /// Replaces the tokens. Closes connections whose token was removed.
     pub async fn set_tokens(&self, tokens: Tokens) {
         let shared = &*self.0;
         let ended = shared.registry.set_tokens(tokens);
@@ -249,14 +251,14 @@ impl Rendezvous {
         }
     }
 
-    /// Says anew what tenants may use. What is there stays; what comes is measured by it.
+    /// Replaces the quotas. Existing streams stay; new usage is checked against the new quotas.
     pub fn set_quotas(&self, quotas: Quotas) {
         self.0.registry.tenants.set_quotas(quotas);
     }
 
-    /// Takes nobody in any more, and ends the sockets one by one within about this time: each peer
-    /// has another node to go to, and what was on its way to it is written first. Executors go
-    /// first, so that their streams have to move only once.
+    /// Refuses new websockets and closes the open ones one by one within about this time. Peers
+    /// reconnect to other nodes; messages already queued are written first. Executors are closed
+    /// first, so that their streams move only once.
     pub async fn drain(&self, within: Duration) {
         let shared = &*self.0;
         shared.draining.store(true, Ordering::Relaxed);
@@ -277,12 +279,12 @@ impl Rendezvous {
         }
     }
 
-    /// Ends every socket; they come back to whoever listens next.
+    /// Closes every socket. Peers reconnect to the next process that listens here.
     pub fn stop(&self) {
         self.0.stop.cancel();
     }
 
-    /// The text that Prometheus reads.
+    /// Metrics in the text format of Prometheus.
     pub fn metrics(&self) -> String {
         self.0.render_metrics()
     }
@@ -302,7 +304,7 @@ impl Shared {
         )
     }
 
-    /// What this node, and each tenant there, has used so far.
+    /// Usage of this node and of each tenant on it.
     fn usage(&self) -> Value {
         let tenants = self.registry.tenants.counters();
         let tenants = tenants.iter().map(|(tenant, counters)| {
@@ -329,7 +331,7 @@ impl Shared {
         })
     }
 
-    /// Tells those who watch, here and at other nodes.
+    /// Publishes an event to subscribers on this node and on other nodes.
     fn tell(&self, event: &str, tenant: &str, line: Value) {
         let Value::Object(mut data) = line else {
             return;
@@ -353,7 +355,7 @@ impl Shared {
         }
     }
 
-    /// Health, for those who watch; `None` if that is not what was asked.
+    /// Response of a health check, or `None` for any other path.
     fn health(&self, head: &Head) -> Option<Answer> {
         let readable = head.method == "GET" || head.method == "HEAD";
         Some(match head.path() {
@@ -365,14 +367,14 @@ impl Shared {
     }
 }
 
-/// What a browser shows of this port.
+/// Response to a browser that opens the root page.
 const ABOUT: &str = "This is an exec-server rendezvous server. It connects clients with machines \
                      behind NAT: exec-server run --url registry://HOST/ENVIRONMENT -- COMMAND\n";
 
 async fn tell_metrics(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
     let head = http::read_head(&mut stream, Kind::Request).await?;
     let answer = match (shared.health(&head), head.path()) {
-        // Web pages have no business here.
+        // Metrics are never served to web pages.
         _ if head.header("origin").is_some() => Answer::text(403, ""),
         (Some(answer), _) => answer,
         (None, "/metrics") if head.method == "GET" => Answer::text(200, &shared.render_metrics()),
@@ -382,7 +384,7 @@ async fn tell_metrics(shared: &Shared, mut stream: TcpStream) -> io::Result<()> 
     stream.shutdown().await
 }
 
-/// Somebody at the door.
+/// An accepted connection.
 struct Visitor {
     shared: Arc<Shared>,
     peer: SocketAddr,
@@ -405,7 +407,8 @@ impl Visitor {
         let limit = shared.config.request_timeout;
         let handshake = async {
             let mut first = [0];
-            // Whoever forgot the `s` of `https` is told so in words that it understands.
+            // A client that used `http:` instead of `https:` gets an HTTP error that it can
+            // display.
             if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
                 let mut stream = stream;
                 let answer = Answer::text(400, "this port speaks TLS: use https://");
@@ -424,7 +427,7 @@ impl Visitor {
         }
     }
 
-    /// Answers requests until the peer has no more, or wants a websocket.
+    /// Answers requests until the peer closes the connection or upgrades to a websocket.
     async fn converse(
         self,
         mut reader: Box<dyn AsyncRead + Send + Unpin>,
@@ -452,7 +455,8 @@ impl Visitor {
             };
             let answer = match Path::of(head.path()) {
                 _ if head.header("origin").is_some() => {
-                    // A web page: any could otherwise reach a meeting point on this machine.
+                    // A web page: any page could otherwise reach a rendezvous server on this
+                    // machine.
                     Answer::text(403, "")
                 }
                 Some(Path {
@@ -475,7 +479,8 @@ impl Visitor {
                                 writer,
                                 received: head.rest.clone(),
                             };
-                            // The request is not needed any more, and this may last.
+                            // The request is dropped because the websocket may stay open for a long
+                            // time.
                             let Opened { accept, .. } = &opened;
                             let answer = format!(
                                 "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
@@ -509,7 +514,7 @@ impl Visitor {
         }
     }
 
-    /// A call of the registry.
+    /// Authenticates and answers a registry request.
     async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> Answer {
         let shared = &*self.shared;
         let name = path.call.name();
@@ -528,7 +533,7 @@ impl Visitor {
     }
 
     fn note_failure(&self, call: &str, caller: &Caller, error: &CallError) {
-        // Nobody is there yet: nothing that anyone will want to read about.
+        // An executor that is not connected yet is a normal state, not an entry for the audit log.
         if error.code != "environment_offline" {
             self.shared.note(
                 "refused",
@@ -540,9 +545,8 @@ impl Visitor {
         }
     }
 
-    /// Whom a request speaks for; `revoked` is the code of the answer to a revoked token. A good
-    /// token is accepted however many bad ones came from the same address: only failures are slowed
-    /// down.
+    /// Authenticates a request; `revoked` is the error code for a revoked token. A valid token is
+    /// accepted however many invalid ones came from the same address: only failures are throttled.
     async fn caller(&self, head: &Head, revoked: &'static str) -> Result<Caller, Answer> {
         let shared = &*self.shared;
         let error = match self.identify(head).await {
@@ -572,7 +576,7 @@ impl Visitor {
         Err(Answer::error(&error))
     }
 
-    /// The same, without remembering who has failed.
+    /// Authenticates a request without throttling.
     async fn identify(&self, head: &Head) -> Result<Caller, Unidentified> {
         let registry = &self.shared.registry;
         let caller = match (registry.tokens().caller(head), &registry.oidc) {
@@ -592,7 +596,7 @@ impl Visitor {
         Ok(caller)
     }
 
-    /// Lets an admin watch.
+    /// Subscribes an admin to events.
     async fn watch(&self, head: &Head) -> Result<crate::events::Watching, Answer> {
         let shared = &*self.shared;
         let answer = |error: CallError| Answer::error(&error);
@@ -614,17 +618,18 @@ impl Visitor {
         })
     }
 
-    /// Tells what happens until the peer leaves, reads too slowly or may not know any more.
+    /// Sends events until the peer leaves, reads too slowly or is no longer an admin.
     async fn stream_events(
         self,
         watch: Watch,
         mut reader: Box<dyn AsyncRead + Send + Unpin>,
         mut writer: Box<dyn AsyncWrite + Send + Unpin>,
     ) {
-        /// How often the token is looked at, and something is sent that shows that we are there.
+        /// Interval at which the token is checked again. Every [`KEEPALIVE_TICKS`] intervals
+        /// without an event, a comment is sent to keep the connection alive.
         const LOOK: Duration = Duration::from_secs(1);
         const SIGN_OF_LIFE: u32 = 15;
-        /// How long a write may take.
+        /// How long one write may take.
         const PATIENCE: Duration = Duration::from_secs(10);
         let shared = Arc::clone(&self.shared);
         let mut text = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\
@@ -792,7 +797,7 @@ impl Visitor {
             }
             Call::Drain => {
                 let request: DrainRequest = parse(body)?;
-                // Written down first: soon there may be nobody to do so.
+                // Logged first, because this process may stop soon after.
                 registry.drains(caller, &request.node).await?;
                 let line = json!({"drained": request.node, "token": token});
                 shared.tell("drain", tenants::DEFAULT, line);
@@ -812,7 +817,8 @@ impl Visitor {
         }
     }
 
-    /// What addresses begin with: how this peer reached us, or how all should.
+    /// Base of the websocket URLs: the configured URL, or the one by which this peer reached the
+    /// server.
     fn base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
         if let Some(url) = &self.shared.config.public_url {
             return Ok(websocket_base(url));
@@ -830,10 +836,10 @@ impl Visitor {
         Ok(format!("{scheme}://{host}{prefix}"))
     }
 
-    /// Where else this peer may go, should this node die: the other nodes, and the same address at
-    /// each of them. In an order that differs between environments, so that not all go to one.
+    /// URLs of the other nodes for failover, and the same websocket URL on each of them. The order
+    /// depends on the environment, so that peers of a failed node spread over the others.
     async fn elsewhere(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
-        /// More than anyone would try.
+        /// Maximum number of alternatives; no client tries more.
         const MAX: usize = 8;
         let nodes = self.shared.registry.router.nodes().await;
         let mut others: Vec<_> = nodes
@@ -855,7 +861,7 @@ impl Visitor {
         (registries, urls)
     }
 
-    /// Decides about an upgrade, and attaches its socket.
+    /// Checks a websocket upgrade and attaches the socket.
     async fn open(&self, head: &Head, environment: &str) -> Result<Opened, Answer> {
         let shared = &*self.shared;
         let reject = |status: u16, reason: &str| {
@@ -879,7 +885,8 @@ impl Visitor {
         let registry = &shared.registry;
         let time = registry.store.unix_now();
         let ticket = registry.signer.ticket(environment, query, time);
-        // Whatever is wrong with an address, a new one is to be had: 401 says so to both sides.
+        // For any other error the peer can get a new URL: compatible peers react to 401 by
+        // registering or connecting again.
         let ticket = ticket.map_err(|error| match error {
             TicketError::Malformed | TicketError::Extra => reject(400, &error.to_string()),
             error => reject(401, &error.to_string()),
@@ -962,7 +969,7 @@ impl Visitor {
             Role::Executor => (&metrics.executors, &metrics.executor_sockets),
             _ => (&metrics.harnesses, &metrics.harness_sockets),
         };
-        // Encryption has a buffer of its own, hence the flush.
+        // The TLS layer has its own buffer, so a flush is needed.
         if halves.writer.write_all(answer.as_bytes()).await.is_err()
             || halves.writer.flush().await.is_err()
         {
@@ -987,7 +994,7 @@ impl Visitor {
         };
         shared.sockets.lock().insert(number, open);
         if shared.is_draining() {
-            // It came while the others were told.
+            // This socket was added after `drain` listed the open sockets.
             closing.close();
         }
         let end = {
@@ -1025,7 +1032,7 @@ impl Visitor {
     }
 }
 
-/// Returns when a token is not accepted any more that ends at this time, in seconds since 1970.
+/// Completes when a token with this expiry time, in seconds since 1970, is no longer accepted.
 async fn token_ends(store: &dyn Store, expires: Option<u64>) {
     /// How often the clock is read: it can be set, and timers stop while a machine sleeps.
     const PERIOD: u64 = 60;
@@ -1042,7 +1049,7 @@ async fn token_ends(store: &dyn Store, expires: Option<u64>) {
     }
 }
 
-/// Why a request speaks for nobody.
+/// Why a request could not be authenticated.
 #[derive(Debug, thiserror::Error)]
 enum Unidentified {
     #[error(transparent)]
@@ -1056,7 +1063,7 @@ enum Unidentified {
 }
 
 impl Unidentified {
-    /// Whether somebody may be trying tokens, rather than have an old one.
+    /// Whether the token may be guessed, rather than expired.
     fn is_guess(&self) -> bool {
         matches!(
             self,
@@ -1071,20 +1078,20 @@ impl Unidentified {
     }
 }
 
-/// Which node to drain.
+/// Request to drain a node.
 #[derive(Debug, Deserialize)]
 struct DrainRequest {
     node: String,
 }
 
-/// One who watches.
+/// A client of the event stream.
 struct Watch {
     watching: crate::events::Watching,
-    /// What it asked with.
+    /// The request, whose token is checked repeatedly.
     head: Head,
 }
 
-/// What the addresses of websockets begin with at a node.
+/// Converts the URL of a node to the base of its websocket URLs.
 fn websocket_base(url: &str) -> String {
     let url = url.trim_end_matches('/');
     match url.split_once("://") {
@@ -1094,7 +1101,7 @@ fn websocket_base(url: &str) -> String {
     }
 }
 
-/// A number that depends on both, and is the same everywhere.
+/// Sort key of a node for an environment, equal on all nodes.
 fn spread(environment: &str, node: &str) -> [u8; 8] {
     let digest = Sha256::digest(format!("{environment}\n{node}"));
     let mut number = [0; 8];
@@ -1102,21 +1109,21 @@ fn spread(environment: &str, node: &str) -> [u8; 8] {
     number
 }
 
-/// A websocket that may be opened.
+/// A websocket that was authorized and attached.
 struct Opened {
     accept: String,
     role: Role,
-    /// For the record.
+    /// Fields of its events and audit entries.
     who: Value,
     mailbox: Arc<Mailbox>,
     uplink: Box<dyn Uplink>,
     usage: Arc<Usage>,
-    /// Of a harness.
+    /// Set for harnesses.
     entered: Option<Entered>,
     token_expires: Option<u64>,
 }
 
-/// A value of a request's query.
+/// Returns a value of the request's query.
 fn query_value<'a>(head: &'a Head, name: &str) -> Option<&'a str> {
     let (_, query) = head.target.split_once('?')?;
     query
@@ -1125,10 +1132,10 @@ fn query_value<'a>(head: &'a Head, name: &str) -> Option<&'a str> {
         .find_map(|(key, value)| (key == name).then_some(value))
 }
 
-/// What a path asks for.
+/// Parsed path of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Path<'a> {
-    /// What comes before `/cloud`, for those who live below another path.
+    /// The part before `/cloud`, if a proxy serves this server below another path.
     prefix: &'a str,
     call: Call<'a>,
 }
@@ -1228,7 +1235,8 @@ impl Call<'_> {
     }
 }
 
-/// One request; what came behind it is in the head. The error is what to answer, if anything.
+/// Reads one request. Bytes received after it are in `rest` of the head. The error is the response
+/// to send, if any.
 async fn read_request(
     reader: &mut (impl AsyncRead + Unpin),
     received: Vec<u8>,
@@ -1274,7 +1282,7 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, CallError> {
         .map_err(|error| CallError::new(400, "invalid_request", error.to_string()))
 }
 
-/// An answer, before it is HTTP.
+/// HTTP response before encoding.
 #[derive(Debug)]
 struct Answer {
     status: u16,

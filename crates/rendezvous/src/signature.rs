@@ -1,7 +1,7 @@
-//! What a meeting point signs: addresses of sockets, and the authorization that a harness shows.
+//! Signed websocket URLs and harness authorizations.
 //!
-//! Owns one secret. Everything that is signed says until when it is valid and for whom, so that
-//! nothing about it has to be remembered.
+//! Owns one secret. Everything signed contains its expiry time and its holder, so the server need
+//! not store it.
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_relay::keys::{Authorization, Fingerprint, PublicKey};
@@ -12,37 +12,37 @@ use sha2::Sha256;
 
 use crate::tenants;
 
-/// Who a socket is for.
+/// The peer for which a socket's URL is signed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
-    /// The executor of a registration.
+    /// The executor of the registration.
     Executor,
     /// A harness.
     Harness {
-        /// The token with which it asked.
+        /// Name of the token that authorized it.
         token: String,
-        /// Its keys.
+        /// Fingerprint of its keys.
         key: Fingerprint,
     },
 }
 
-/// What the address of a socket says.
+/// Content of a signed websocket URL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ticket {
-    /// Where to, as [`tenants::scoped`] names it.
+    /// The environment with tenant; see [`tenants::scoped`].
     pub environment: String,
-    /// Which executor.
+    /// Registration of the executor.
     pub registration: String,
-    /// Who may use it.
+    /// The peer that may use the URL.
     pub holder: Holder,
-    /// Until when, in seconds since 1970.
+    /// Expiry time in seconds since 1970.
     pub expires: u64,
     /// Until when a socket that was opened with it may stay open: when the token ends with which it
     /// was asked for. `None` if that has no end.
     pub token_expires: Option<u64>,
 }
 
-/// Why an address is not good; the texts are those that compatible executors know.
+/// Why a signed URL is not valid. Compatible executors parse these texts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[expect(missing_docs, reason = "each is its text")]
 pub enum TicketError {
@@ -68,29 +68,30 @@ pub enum TicketError {
     Expired,
 }
 
-/// The authorization of a harness, before it is text.
+/// Serialized authorization of a harness.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Grant {
-    /// The token with which it asked.
+    /// Name of the token that authorized it.
     token: String,
-    /// Until when, in seconds since 1970.
+    /// Expiry time in seconds since 1970.
     expires: u64,
 }
 
-/// The secret that signs.
+/// Signer with one secret key.
 #[derive(Debug, Clone)]
 pub struct Signer(Secret);
 
 impl Signer {
-    /// The shortest secret: as long as what it makes.
+    /// Minimum length of the secret: the length of a signature.
     pub const MIN_SECRET_BYTES: usize = 32;
 
-    /// Signs with this secret; `None` if it is shorter than [`Signer::MIN_SECRET_BYTES`].
+    /// Creates a signer. Returns `None` if the secret is shorter than [`Signer::MIN_SECRET_BYTES`].
     pub fn new(secret: Secret) -> Option<Self> {
         (secret.expose().len() >= Self::MIN_SECRET_BYTES).then_some(Self(secret))
     }
 
-    /// The signature of some parts; each with its length, so that none can run into the next.
+    /// Computes the signature of several parts. Each part is preceded by its length, so that no two
+    /// lists of parts give the same input.
     fn mac(&self, purpose: &str, parts: &[&str]) -> Hmac<Sha256> {
         let mut mac = Hmac::<Sha256>::new_from_slice(self.0.expose().as_bytes())
             .expect("HMAC takes keys of any length");
@@ -101,7 +102,7 @@ impl Signer {
         mac
     }
 
-    /// The query of a socket's address.
+    /// Creates the query of a socket's URL.
     pub fn query(&self, ticket: &Ticket) -> String {
         let signature = self.ticket_mac(ticket).finalize().into_bytes();
         let signature = URL_SAFE_NO_PAD.encode(signature);
@@ -110,7 +111,7 @@ impl Signer {
             expires,
             ..
         } = ticket;
-        // The id alone is in the path.
+        // The path contains only the id.
         let tenant = match tenants::split(&ticket.environment) {
             (tenants::DEFAULT, _) => String::new(),
             (tenant, _) => format!("&tenant={tenant}"),
@@ -149,11 +150,11 @@ impl Signer {
         self.mac(purpose, &parts)
     }
 
-    /// Reads the query of a socket's address.
+    /// Verifies the query of a socket's URL.
     ///
     /// # Errors
     ///
-    /// When we have not signed it, or its time is over.
+    /// If this server did not sign it, or if it has expired.
     pub fn ticket(&self, environment: &str, query: &str, now: u64) -> Result<Ticket, TicketError> {
         let (mut version, mut role, mut registration, mut token, mut key, mut exp, mut sig) =
             (None, None, None, None, None, None, None);
@@ -204,7 +205,7 @@ impl Signer {
         let signature = URL_SAFE_NO_PAD
             .decode(signature)
             .map_err(|_| TicketError::InvalidSignature)?;
-        // In a time that does not depend on where they differ.
+        // Compared in constant time.
         self.ticket_mac(&ticket)
             .verify_slice(&signature)
             .map_err(|_| TicketError::InvalidSignature)?;
@@ -214,7 +215,8 @@ impl Signer {
         Ok(ticket)
     }
 
-    /// What a harness shows to the executor of a registration, and nobody else can use.
+    /// Creates the authorization that a harness shows to the executor of a registration. It is
+    /// bound to the harness's keys, so no other peer can use it.
     pub fn authorize(
         &self,
         environment: &str,
@@ -244,8 +246,8 @@ impl Signer {
         self.mac("authorization", &[environment, registration, &key, claims])
     }
 
-    /// The name of the token with which a harness got its authorization; `None` if it is none, is
-    /// for another environment, executor or harness, or its time is over.
+    /// Returns the name of the token that authorized a harness. Returns `None` if the authorization
+    /// is invalid or expired, or belongs to another environment, executor or harness.
     pub fn authorized(
         &self,
         environment: &str,

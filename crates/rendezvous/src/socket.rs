@@ -1,6 +1,7 @@
-//! One websocket: what comes is checked and passed on, what waits in its mailbox is written.
+//! Read and write loops of one relay websocket.
 //!
-//! Frames are looked at, never into: a large one goes from the buffer in which it was received to
+//! The reader checks received frames and forwards them; the writer sends the messages of the
+//! mailbox. Both read only the headers of frames. A large frame passes from the receive buffer to
 //! the other socket without a copy.
 
 use std::collections::{HashMap, VecDeque};
@@ -28,35 +29,35 @@ use crate::router::local::reset;
 use crate::router::{HoldingUp, Kind, Outcome, Uplink};
 use crate::tenants::Meter;
 
-/// Bytes taken from the mailbox at a time: enough for one write of a few long frames, as each wakes
-/// the peer, and little enough that what comes up meanwhile does not wait long.
+/// Maximum bytes taken from the mailbox in one step: enough to write several large frames in one call,
+/// since each write wakes the peer, and few enough that messages queued meanwhile do not wait long.
 const BATCH_BYTES: usize = 128 << 10;
 
-/// How long a write may make no progress. Shorter than what peers wait for the answer to a ping, so
-/// that those who wait for a stuck executor hear of it in time.
+/// How long a write may make no progress. Shorter than the time that peers wait for a pong, so that
+/// harnesses learn of a stuck executor before they time out themselves.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long the last words to a peer may take.
+/// How long the closing frames to a peer may take.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// How long a stream may keep an executor's other streams waiting at a time. Streams of peers that
-/// count what they send never do; the others have no other way to make their executor wait.
+/// How long one stream may block an executor's other streams at a time. Streams of peers with flow
+/// control never do; other peers have no other way to slow their executor down.
 const STALL: Duration = Duration::from_millis(100);
 
-/// How long it may in all, less a tenth of the time that passes.
+/// How long one stream may block others in total, minus a tenth of the elapsed time.
 const STALL_TOTAL: Duration = Duration::from_secs(1);
 
-/// How long it may where there is no other stream.
+/// How long a stream may block the executor if the executor has no other stream.
 const STALL_ALONE: Duration = Duration::from_secs(2);
 
 /// Why a socket ended.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum SocketEnd {
-    /// The peer left.
+    /// The peer closed the connection.
     #[error("the peer left")]
     Left,
-    /// We have told it to go.
+    /// The server disconnected the peer.
     #[error("turned out")]
     TurnedOut,
     /// The token expired with which its address was asked for.
@@ -65,22 +66,22 @@ pub(crate) enum SocketEnd {
     /// The connection failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// No websocket.
+    /// The peer violated the websocket protocol.
     #[error(transparent)]
     Websocket(#[from] FrameError),
-    /// No relay frame.
+    /// The peer sent an invalid relay frame.
     #[error(transparent)]
     Relay(#[from] RelayError),
-    /// Text, of which there is none.
+    /// The peer sent a text message; relay frames are binary.
     #[error("text where only relay frames are expected")]
     Text,
-    /// A frame that its sender may not send.
+    /// The peer sent a frame that it may not send.
     #[error("refused: {0}")]
     Refused(Reason),
 }
 
 impl SocketEnd {
-    /// The websocket's close code.
+    /// Close code of the websocket.
     fn code(&self) -> u16 {
         match self {
             Self::Left => 1000,
@@ -107,11 +108,11 @@ impl SocketEnd {
     }
 }
 
-/// Both halves of a connection.
+/// Read and write halves of a connection.
 pub(crate) struct Halves {
     pub(crate) reader: Box<dyn AsyncRead + Send + Unpin>,
     pub(crate) writer: Box<dyn AsyncWrite + Send + Unpin>,
-    /// What came after the handshake.
+    /// Bytes received after the websocket handshake.
     pub(crate) received: Vec<u8>,
 }
 
@@ -133,7 +134,7 @@ pub(crate) async fn serve(
     };
     let mut writing = pin!(writer.run(&mailbox, &signs, keepalive, metrics));
     let end = {
-        // The uplink goes with the reading: the other side hears at once.
+        // The uplink is dropped with the reading future, so the other side is notified immediately.
         let reading = read(&mut reader, uplink, &mailbox, &signs, metrics, meter);
         tokio::select! {
             end = reading => end,
@@ -143,27 +144,27 @@ pub(crate) async fn serve(
     };
     *signs.farewell.lock() = Some(end.close());
     mailbox.close();
-    // A peer that does not take even this has had its chance.
+    // A peer that does not read the closing frames in time does not get them.
     let _ = tokio::time::timeout(FAREWELL, writing).await;
     end
 }
 
-/// What the two halves of one socket tell each other.
+/// State that the read loop shares with the write loop.
 #[derive(Default)]
 struct Signs {
-    /// Something came since this was last asked.
+    /// Whether something was received since the last check.
     heard: AtomicBool,
-    /// Nothing can come, because we do not read.
+    /// Whether reading is paused, so that silence does not mean that the peer is dead.
     deaf: AtomicBool,
-    /// A ping to be answered; a second one replaces it, as the protocol allows.
+    /// Payload of a ping to answer. A second ping replaces the first, as the protocol allows.
     ping: Mutex<Option<Bytes>>,
-    /// The payload of the close frame to leave with.
+    /// Payload of the close frame to send.
     farewell: Mutex<Option<Bytes>>,
 }
 
 impl Signs {}
 
-/// Passes on what comes.
+/// Forwards received frames until the socket ends.
 async fn read(
     reader: &mut Reader,
     mut uplink: Box<dyn Uplink>,
@@ -202,7 +203,7 @@ async fn read(
         };
         let kind = Kind::of(&frame);
         if meter.count(message.len() - payload, kind) {
-            // Nothing more is read meanwhile: its sender feels it, and nobody else.
+            // Reading pauses meanwhile, which slows down this sender only.
             signs.deaf.store(true, Ordering::Relaxed);
             tokio::select! {
                 biased;
@@ -248,12 +249,12 @@ async fn read(
     }
 }
 
-/// Which streams have kept others waiting, and for how long.
+/// Time for which streams have blocked other streams.
 #[derive(Default)]
 struct Stalls(HashMap<String, (Duration, Instant)>);
 
 impl Stalls {
-    /// Streams that are remembered; what they owe is gone soon.
+    /// Maximum number of streams remembered; their times decrease to zero soon.
     const CAPACITY: usize = 256;
 
     fn debt(&self, stream_id: &str, now: Instant) -> Duration {
@@ -262,10 +263,10 @@ impl Stalls {
         })
     }
 
-    /// How long a stream may be waited for now.
+    /// How long to wait for a stream now.
     fn patience(&self, stream_id: &str, holding_up: HoldingUp, now: Instant) -> Duration {
         match holding_up {
-            // Until the executor takes it, or is given up.
+            // Waits until the executor takes the frame or its socket closes.
             HoldingUp::Nobody => Duration::MAX,
             HoldingUp::Executor => STALL_ALONE,
             HoldingUp::Neighbours => {
@@ -292,13 +293,13 @@ impl Stalls {
 }
 
 fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
-/// Something that came.
+/// A received message or control frame.
 enum Received {
-    /// A message, as a frame that a server sends, and where its payload begins in it.
+    /// A binary message encoded as a server's websocket frame, and the offset of its payload.
     Message {
         message: Bytes,
         payload: usize,
@@ -309,24 +310,24 @@ enum Received {
     End,
 }
 
-/// Finds messages in what comes.
+/// Decodes websocket messages from received bytes.
 struct Reader {
     io: Box<dyn AsyncRead + Send + Unpin>,
     decoder: Decoder,
     buffer: BytesMut,
-    /// Everything before is used up.
+    /// Bytes before this offset are consumed.
     at: usize,
-    /// What the last read brought.
+    /// Number of bytes of the last read.
     last: usize,
 }
 
 impl Reader {
-    /// Room of an idle socket; it costs this much for as long as it lives.
+    /// Buffer size of an idle socket, which keeps it for its whole lifetime.
     const IDLE_BYTES: usize = 4 << 10;
-    /// Room of a busy one: a few frames of the largest kind that peers send.
+    /// Buffer size of a busy socket: several frames of the largest size that peers send.
     const BUSY_BYTES: usize = 128 << 10;
-    /// A frame from this size on is not copied. Much less would let a short frame that waits keep a
-    /// long buffer alive.
+    /// Smallest frame that is not copied. With a much smaller limit, a short queued frame would
+    /// keep a large buffer alive.
     const SHARED_BYTES: usize = 32 << 10;
 
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, received: &[u8]) -> Self {
@@ -339,7 +340,7 @@ impl Reader {
         }
     }
 
-    /// Cancel safe: what has come stays in the buffer.
+    /// Cancel safe: received bytes stay in the buffer.
     async fn next(&mut self) -> Result<Received, SocketEnd> {
         loop {
             match self.decoder.step(&mut self.buffer, &mut self.at)? {
@@ -396,7 +397,7 @@ impl Reader {
         if self.buffer.is_empty() && !busy && self.buffer.capacity() > Self::IDLE_BYTES {
             self.buffer = BytesMut::new();
         }
-        // Frames are bounded, and so is what is missing of one.
+        // Frames are bounded, and so is `missing`.
         let room = if busy {
             Self::BUSY_BYTES
         } else {
@@ -411,14 +412,14 @@ impl Reader {
     }
 }
 
-/// Writes what waits.
+/// Writes the queued messages.
 struct Writer {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     queue: VecDeque<Bytes>,
 }
 
 impl Writer {
-    /// Ends when the socket fails, or the mailbox is closed and empty.
+    /// Runs until the socket fails, or until the mailbox is closed and empty.
     async fn run(
         &mut self,
         mailbox: &Mailbox,
@@ -460,7 +461,7 @@ impl Writer {
             if !self.queue.is_empty() {
                 let bytes = self.queue.iter().map(Bytes::len).sum();
                 if self.flush().await? {
-                    // It takes what it is sent, so it is there.
+                    // The peer reads what it is sent, so it is alive.
                     keepalive.heard(now());
                 }
                 metrics.sent(bytes);
@@ -474,7 +475,7 @@ impl Writer {
                 self.flush().await?;
                 return self.io.shutdown().await;
             }
-            // What a burst needed is not kept.
+            // Frees the memory that a burst needed.
             self.queue.shrink_to(16);
             tokio::select! {
                 () = mailbox.filled() => {}
@@ -483,9 +484,9 @@ impl Writer {
         }
     }
 
-    /// Writes the queue; whether the peer had to make room for it.
+    /// Writes the queue. Returns whether the writer had to wait for the peer.
     async fn flush(&mut self) -> io::Result<bool> {
-        /// Parts written at once.
+        /// Maximum number of parts in one write.
         const MAX_SLICES: usize = 32;
         let mut waited = false;
         while !self.queue.is_empty() {
@@ -516,7 +517,7 @@ impl Writer {
                 self.queue.pop_front();
             }
         }
-        // Encryption has a buffer of its own.
+        // The TLS layer has its own buffer.
         tokio::time::timeout(WRITE_LIMIT, self.io.flush())
             .await
             .map_err(|_| io::ErrorKind::TimedOut)??;
@@ -555,7 +556,7 @@ mod tests {
         for turn in 0..10 {
             stalls.add("s", at(turn * 100), at(turn * 100 + 100));
         }
-        // Ten times a tenth of a second, less a tenth of what passed.
+        // Ten waits of a tenth of a second, minus a tenth of the elapsed time.
         let left = stalls.patience("s", HoldingUp::Neighbours, at(1000));
         assert!(left < Duration::from_millis(100), "{left:?}");
         stalls.add("s", at(1000), at(1100));

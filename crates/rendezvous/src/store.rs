@@ -1,7 +1,7 @@
-//! What a meeting point must not forget: who is registered, and who is not to come back.
+//! Storage of registrations and revocations.
 //!
-//! Owns the records and the trait that keeps them. The embedded implementation is
-//! [`embedded::Embedded`], the one that many meeting points share is `nats::NatsStore`.
+//! Owns the records and the trait [`Store`]. [`embedded::Embedded`] implements it for one process
+//! and `nats::NatsStore` for a cluster.
 
 use futures_util::future::BoxFuture;
 
@@ -17,58 +17,58 @@ use serde::{Deserialize, Serialize};
 
 use crate::tenants;
 
-/// One environment and the executor that stands for it.
+/// Registration of an executor for an environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registration {
-    /// Its id, chosen by whoever started the executor, and its tenant, as [`tenants::scoped`] names
-    /// it.
+    /// Id of the environment with tenant, see [`tenants::scoped`]. The operator of the executor
+    /// chooses the id.
     pub environment: String,
-    /// Names this registration; goes into every handshake with the executor.
+    /// Id of this registration; a part of every handshake with the executor.
     pub registration: String,
-    /// Whom harnesses will talk to.
+    /// Public keys that harnesses verify.
     pub executor: PublicKey,
-    /// How people call the machine.
+    /// Display name of the machine.
     pub name: Option<String>,
-    /// The token that registered it first, and alone may do so again.
+    /// The token that registered the environment first; only this token may register it again.
     pub owner: String,
-    /// When, in milliseconds since 1970.
+    /// Registration time in milliseconds since 1970.
     pub registered_at: u64,
 }
 
-/// A harness that is not to come in any more.
+/// Revocation of a harness.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Revocation {
-    /// Where; everywhere if `None`.
+    /// The environment; all environments of the tenant if `None`.
     pub environment: Option<String>,
-    /// Who: `token:NAME` or `key:SHA256`, and its tenant, as [`tenants::scoped`] names it.
+    /// The harness: `token:NAME` or `key:SHA256` with tenant, see [`tenants::scoped`].
     pub harness: String,
-    /// When, in milliseconds since 1970.
+    /// Revocation time in milliseconds since 1970.
     pub revoked_at: u64,
 }
 
-/// The store cannot be used.
+/// Failure of the store.
 #[derive(Debug, thiserror::Error)]
 #[error("the store failed to {doing}: {source}")]
 pub struct StoreError {
-    /// What it was asked to do.
+    /// The operation that failed.
     pub doing: &'static str,
-    /// What it said.
+    /// The cause.
     #[source]
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
-/// Keeps registrations and revocations.
+/// Storage of registrations and revocations.
 pub trait Store: fmt::Debug + Send + Sync {
-    /// The registration of an environment.
+    /// Returns the registration of an environment.
     fn registration(
         &self,
         environment: &str,
     ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>>;
 
-    /// All registrations, by environment.
+    /// Returns all registrations, sorted by environment.
     fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>>;
 
-    /// How many environments a tenant has.
+    /// Counts the environments of a tenant.
     fn environments(&self, tenant: &str) -> BoxFuture<'_, Result<u64, StoreError>> {
         let tenant = tenant.to_owned();
         Box::pin(async move {
@@ -80,38 +80,38 @@ pub trait Store: fmt::Debug + Send + Sync {
         })
     }
 
-    /// Writes a registration in place of the one with the id `replaces`, or of none; `false`, and
-    /// nothing is changed, if another one is there.
+    /// Writes a registration in place of the registration `replaces`, or in place of none. Returns
+    /// `false` and changes nothing if the store has another one.
     fn register(
         &self,
         registration: Registration,
         replaces: Option<String>,
     ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
-    /// Forgets an environment; `false` if it was not there.
+    /// Removes an environment. Returns `false` if it was not registered.
     fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>>;
 
-    /// Whether any of these harness names is revoked, everywhere or in this environment.
+    /// Whether one of these harness names is revoked, for this environment or for all.
     fn is_revoked(
         &self,
         environment: &str,
         harnesses: [String; 2],
     ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
-    /// Everybody who is revoked.
+    /// Returns all revocations.
     fn revocations(&self) -> BoxFuture<'_, Result<Vec<Revocation>, StoreError>>;
 
-    /// Revokes a harness.
+    /// Stores a revocation.
     fn revoke(&self, revocation: Revocation) -> BoxFuture<'_, Result<(), StoreError>>;
 
-    /// Takes a revocation back; `false` if there was none.
+    /// Removes a revocation. Returns `false` if it did not exist.
     fn permit(
         &self,
         environment: Option<String>,
         harness: String,
     ) -> BoxFuture<'_, Result<bool, StoreError>>;
 
-    /// What time it is, in seconds since 1970: the same for all who share the store.
+    /// Current time in seconds since 1970, the same for all nodes that share the store.
     fn unix_now(&self) -> u64 {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         since.unwrap_or_default().as_secs()

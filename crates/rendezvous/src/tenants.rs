@@ -1,12 +1,13 @@
-//! Tenants: those who share a meeting point and do not know of each other.
+//! Tenants and their quotas.
 //!
-//! Owns their names, what each may use of the meeting point, and how much it does. An environment
-//! belongs to one tenant: stores and routers know it as `TENANT/ID`, those of the tenant `default`
-//! by their id alone. Two tenants can thus have environments of the same id, and one who asks for an
-//! environment of another asks for one that never was.
+//! Tenants share a rendezvous server and cannot see each other. This module owns their names, their
+//! quotas and the measurement of their usage. An environment belongs to one tenant: stores and
+//! routers identify it as `TENANT/ID`, or by its id alone for the tenant `default`. Two tenants can
+//! therefore use the same environment id, and for a client an environment of another tenant does
+//! not exist.
 //!
 //! ```text
-//! # tenant  what it may have
+//! # tenant  quotas
 //! acme      environments=200 streams=500 bandwidth=50M handshakes=20
 //! *         environments=10 streams=20
 //! ```
@@ -27,14 +28,14 @@ use crate::router::Kind;
 use crate::tokens::is_name;
 use share::{Rates, Speed, share};
 
-/// Whose everything is that names no tenant.
+/// Tenant of tokens and environments that name no tenant.
 pub const DEFAULT: &str = "default";
 
-/// Stands for all tenants: in the tokens of those who look after the meeting point, and in quotas
-/// for whoever is not named.
+/// Stands for all tenants: in tokens of operators, and in quotas for all tenants without a line of
+/// their own.
 pub const ALL: &str = "*";
 
-/// Stands for all who are not counted by name; no tenant can be called so.
+/// Label of all tenants that are not counted separately; no tenant can have this name.
 const OTHER: &str = "other";
 
 /// Whether a tenant may have this name.
@@ -42,7 +43,7 @@ pub fn is_tenant(name: &str) -> bool {
     is_name(name) && name != OTHER
 }
 
-/// What a tenant's environment, or harness, is called where all tenants' are kept together.
+/// Name of a tenant's environment or harness, unique among all tenants.
 pub fn scoped(tenant: &str, id: &str) -> String {
     if tenant == DEFAULT {
         return id.to_owned();
@@ -50,43 +51,44 @@ pub fn scoped(tenant: &str, id: &str) -> String {
     format!("{tenant}/{id}")
 }
 
-/// Whose an environment, or a harness, is and what its tenant calls it.
+/// Splits a name made by [`scoped`] into the tenant and the tenant's own name.
 pub fn split(scoped: &str) -> (&str, &str) {
     scoped.split_once('/').unwrap_or((DEFAULT, scoped))
 }
 
-/// What one tenant may use; without a number, as much as there is.
+/// Quota of one tenant; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Quota {
-    /// Environments that are registered.
+    /// Registered environments.
     pub environments: Option<u64>,
-    /// Streams at one time.
+    /// Simultaneous streams.
     pub streams: Option<u64>,
-    /// Bytes of relay frames a second, both ways together.
+    /// Bytes of relay frames per second, both directions together.
     pub bandwidth: Option<u64>,
-    /// Handshakes a second.
+    /// Handshakes per second.
     pub handshakes: Option<u64>,
 }
 
-/// The least bandwidth: the largest frame then waits for four seconds, which every peer survives.
+/// Smallest bandwidth quota: the largest frame then waits four seconds, which no peer treats as a
+/// failure.
 pub const MIN_BANDWIDTH: u64 = 64 << 10;
 
-/// What each tenant may use.
+/// Quotas of all tenants.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Quotas {
     named: BTreeMap<String, Quota>,
-    /// Those who are not named.
+    /// Quota of tenants without a separate line.
     others: Quota,
 }
 
-/// A line of quotas that makes no sense.
+/// Error in a line of quotas.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {problem}")]
 pub struct QuotasParseError {
-    /// Which, counted from 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// What is wrong with it.
+    /// Description of the error.
     pub problem: String,
 }
 
@@ -116,11 +118,11 @@ impl FromStr for Quotas {
     }
 }
 
-/// `TENANT NAME=NUMBER…`: one line of quotas.
+/// Parses one line of quotas: `TENANT NAME=NUMBER…`.
 ///
 /// # Errors
 ///
-/// What is wrong with it.
+/// If the line is invalid, with a description.
 pub fn parse_quota(line: &str) -> Result<(String, Quota), String> {
     let mut words = line.split_ascii_whitespace();
     let tenant = words.next().unwrap_or_default();
@@ -178,7 +180,7 @@ fn parse_number(text: &str) -> Option<u64> {
 }
 
 impl Quotas {
-    /// Says what a tenant may use, or [`ALL`] who are not named.
+    /// Sets the quota of a tenant, or with [`ALL`] the quota of tenants without a line.
     pub fn set(&mut self, tenant: String, quota: Quota) {
         if tenant == ALL {
             self.others = quota;
@@ -187,36 +189,37 @@ impl Quotas {
         }
     }
 
-    /// What a tenant may use.
+    /// Quota of a tenant.
     pub fn of(&self, tenant: &str) -> Quota {
         self.named.get(tenant).copied().unwrap_or(self.others)
     }
 }
 
-/// A tenant has as much as it may.
+/// A tenant has reached its quota.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("tenant `{tenant}` has reached its quota of {limit} {what}")]
 pub(crate) struct QuotaError {
     tenant: Arc<str>,
     what: &'static str,
     limit: u64,
-    /// When to ask again, if that helps.
+    /// How long to wait before another try, if waiting helps.
     pub(crate) retry: Option<Duration>,
 }
 
-/// Fills at a constant rate up to what it can hold.
+/// Token bucket that fills at a constant rate.
 ///
-/// May be taken from as long as there is something in it, even more than there is: the debt is what
-/// the next one waits for.
+/// Any amount can be taken while the bucket is not empty, even more than it holds; the next request
+/// waits until the debt is paid.
 #[derive(Debug, Default)]
 struct Bucket {
     level: f64,
-    /// When it was last looked at; before that it was full.
+    /// Time of the last request; before it the bucket was full.
     at: Option<Instant>,
 }
 
 impl Bucket {
-    /// Takes `amount`, or says how long until that can be tried again. It holds a second's worth.
+    /// Takes `amount`, or returns how long to wait before another try. The capacity is one second
+    /// of the rate.
     fn take(&mut self, amount: u64, rate: f64, now: Instant) -> Result<(), Duration> {
         self.fill(rate, now);
         if self.level <= 0.0 {
@@ -237,47 +240,49 @@ impl Bucket {
     }
 }
 
-/// What is counted for each tenant, or for all whom nobody counts by name.
+/// Usage counters of one tenant, or of all tenants that are not counted separately.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) executors: Counter,
     pub(crate) streams: Counter,
     pub(crate) received_bytes: Counter,
     pub(crate) handshakes: Counter,
-    /// Frames that had to wait for bandwidth or handshakes.
+    /// Frames that waited for bandwidth or handshakes.
     pub(crate) waits: Counter,
-    /// Calls and sockets that were refused because there was enough.
+    /// Requests and sockets refused because a quota was reached.
     pub(crate) refused: Counter,
 }
 
-/// What one tenant uses.
+/// Usage of one tenant.
 #[derive(Debug)]
 pub(crate) struct Usage {
     pub(crate) tenant: Arc<str>,
     limits: Mutex<Limits>,
-    /// Bytes a second that may pass here, for those who look often; 0 if there is no end.
+    /// This node's share of the bandwidth quota in bytes per second, as an atomic for fast reads; 0
+    /// if unlimited.
     bandwidth: AtomicU64,
     streams: AtomicU64,
     bytes: Mutex<Bucket>,
-    /// Whose turn it is when bytes are scarce; first come, first served.
+    /// Order of the waiting sockets while the bandwidth quota is exhausted: first come, first
+    /// served.
     turn: tokio::sync::Mutex<()>,
     handshakes: Mutex<Bucket>,
-    /// What has passed here of what is counted by the second.
+    /// Amounts used on this node that are limited per second.
     passed_bytes: AtomicU64,
     passed_handshakes: AtomicU64,
     speeds: Mutex<Speeds>,
     pub(crate) counters: Arc<Counters>,
 }
 
-/// What a tenant may use.
+/// Limits of a tenant on this node.
 #[derive(Debug, Clone, Copy, Default)]
 struct Limits {
     quota: Quota,
-    /// This node's part of the handshakes a second.
+    /// This node's share of the handshakes per second.
     handshakes: Option<f64>,
 }
 
-/// How fast a tenant uses what is counted by the second.
+/// Measured rates of a tenant's usage.
 #[derive(Debug, Default)]
 struct Speeds {
     bytes: Speed,
@@ -289,7 +294,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
@@ -317,7 +322,7 @@ impl Usage {
         self.divide(&[]);
     }
 
-    /// Says which part of the quota is this node's while others use so much of it.
+    /// Computes this node's share of the quota from the usage on other nodes.
     fn divide(&self, others: &[Rates]) {
         let mut limits = locked(&self.limits);
         let quota = limits.quota;
@@ -326,14 +331,14 @@ impl Usage {
             .map(|quota| share(quota as f64, others.iter().map(|used| used.handshakes)));
         let bandwidth = quota.bandwidth.map_or(0, |quota| {
             let part = share(quota as f64, others.iter().map(|used| used.bytes));
-            // A part that is too little for one frame would be none.
+            // A share must be large enough for one frame.
             (part as u64).max(MIN_BANDWIDTH)
         });
         self.bandwidth.store(bandwidth, Ordering::Relaxed);
     }
 
-    /// What is used here a second of what is counted so, and which part of the quota that is; `None`
-    /// if nothing is counted so.
+    /// Measures the usage per second on this node and its fraction of the quota. Returns `None` if
+    /// the tenant has no quota per second.
     fn measure(&self, now: Instant) -> Option<(Rates, f64)> {
         let quota = self.quota();
         if quota.bandwidth.is_none() && quota.handshakes.is_none() {
@@ -369,7 +374,7 @@ impl Usage {
         }
     }
 
-    /// Whether there may be one environment more besides `there`.
+    /// Checks the quota for one more environment besides the `there` existing ones.
     pub(crate) fn one_more_environment(&self, there: u64) -> Result<(), QuotaError> {
         match self.quota().environments {
             Some(limit) if there >= limit => Err(self.refuse("environments", limit, None)),
@@ -377,10 +382,10 @@ impl Usage {
         }
     }
 
-    /// Whether a harness may ask for a way in now, with so many streams at other nodes. Takes
-    /// nothing: it may not come.
+    /// Checks the quota for a connect request, with `elsewhere` streams on other nodes. Reserves
+    /// nothing, because the harness may not attach.
     pub(crate) fn may_connect(&self, elsewhere: u64) -> Result<(), QuotaError> {
-        /// Streams end when somebody ends them; asking more often is of no use.
+        /// Streams end only when a client closes them; asking more often does not help.
         const LATER: Duration = Duration::from_secs(1);
         let Limits { quota, handshakes } = *locked(&self.limits);
         if let Some(limit) = quota.streams
@@ -395,7 +400,8 @@ impl Usage {
         Ok(())
     }
 
-    /// A harness's socket, if there may be one more besides so many at other nodes.
+    /// Counts a harness's socket as a stream, if the quota allows one more besides `elsewhere`
+    /// streams on other nodes.
     pub(crate) fn enter(self: &Arc<Self>, elsewhere: u64) -> Result<Entered, QuotaError> {
         let limit = self.quota().streams;
         let entered = self
@@ -411,7 +417,7 @@ impl Usage {
         Ok(Entered(Arc::clone(self)))
     }
 
-    /// Waits until `bytes` may pass. Cancel safe.
+    /// Waits until the quota allows `bytes`. Cancel safe.
     async fn pay_bytes(&self, bytes: u64) {
         let _turn = self.turn.lock().await;
         loop {
@@ -429,7 +435,7 @@ impl Usage {
         }
     }
 
-    /// Waits until a handshake may be made. Cancel safe.
+    /// Waits until the quota allows a handshake. Cancel safe.
     async fn pay_handshake(&self) {
         loop {
             let Some(rate) = locked(&self.limits).handshakes else {
@@ -446,7 +452,7 @@ impl Usage {
     }
 }
 
-/// A socket that counts as a stream of its tenant, until it is dropped.
+/// A harness socket counted as a stream of its tenant until dropped.
 #[derive(Debug)]
 pub(crate) struct Entered(Arc<Usage>);
 
@@ -457,11 +463,11 @@ impl Drop for Entered {
     }
 }
 
-/// Counts what one socket sends, and holds it back where its tenant has had enough.
+/// Counts the frames of one socket, and delays them while the quota of the tenant is exhausted.
 #[derive(Debug)]
 pub(crate) struct Meter {
     usage: Arc<Usage>,
-    /// Whether its handshakes count: those of harnesses do, the answers do not.
+    /// Whether handshake frames count: those of harnesses do, the executor's answers do not.
     handshakes: bool,
 }
 
@@ -470,7 +476,7 @@ impl Meter {
         Self { usage, handshakes }
     }
 
-    /// Counts a frame; whether [`Meter::pay`] has to be waited for before it is passed on.
+    /// Counts a frame. Returns whether to wait for [`Meter::pay`] before the frame is forwarded.
     pub(crate) fn count(&self, bytes: usize, kind: Kind) -> bool {
         let counters = &self.usage.counters;
         counters.received_bytes.add(bytes as u64);
@@ -481,7 +487,7 @@ impl Meter {
         handshake || self.usage.bandwidth.load(Ordering::Relaxed) != 0
     }
 
-    /// Waits until a frame may be passed on. Cancel safe.
+    /// Waits until a frame may be forwarded. Cancel safe.
     pub(crate) async fn pay(&self, bytes: usize, kind: Kind) {
         if self.handshakes && kind == Kind::Handshake {
             self.usage.pay_handshake().await;
@@ -490,30 +496,31 @@ impl Meter {
     }
 }
 
-/// All tenants of a meeting point.
+/// All tenants of a rendezvous server.
 #[derive(Debug)]
 pub(crate) struct Tenants {
     inner: Mutex<Inner>,
-    /// How many are counted by name.
+    /// Maximum number of tenants that are counted separately.
     by_name: usize,
 }
 
-/// Under the lock; nobody waits while holding it.
+/// Tenants in use; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct Inner {
     quotas: Quotas,
     usages: HashMap<Arc<str>, Arc<Usage>>,
-    /// Of those that are counted by name.
+    /// Counters of the tenants that have their own.
     counters: BTreeMap<Arc<str>, Arc<Counters>>,
-    /// Of all others.
+    /// Counters of all other tenants.
     other: Arc<Counters>,
 }
 
 impl Tenants {
-    /// How many tenants are remembered without being used.
+    /// Maximum number of unused tenants kept in memory.
     const REMEMBERED: usize = 4096;
 
-    /// Those with quotas are counted by name first, the others as they come, up to `by_name`.
+    /// Creates the tenants. Up to `by_name` tenants get separate counters: those with quotas
+    /// first, others in order of their first use.
     pub(crate) fn new(quotas: Quotas, by_name: usize) -> Self {
         let mut counters = BTreeMap::new();
         for tenant in [DEFAULT]
@@ -542,9 +549,9 @@ impl Tenants {
         inner.quotas = quotas;
     }
 
-    /// Measures what tenants use here of what is counted by the second, and divides anew what they
-    /// may use between this node and others, of which `elsewhere` tells what a tenant uses there. Says
-    /// what was measured, with those first who use most of what they may.
+    /// Measures the usage on this node that is limited per second, and computes this node's shares
+    /// of the quotas. `elsewhere` returns a tenant's usage on other nodes. Returns the measured
+    /// usage, the tenants closest to their quotas first.
     pub(crate) fn share_out(
         &self,
         elsewhere: impl Fn(&str) -> Vec<Rates>,
@@ -565,7 +572,7 @@ impl Tenants {
         measured.map(|(_, tenant, rates)| (tenant, rates)).collect()
     }
 
-    /// What a tenant uses.
+    /// Usage of a tenant.
     pub(crate) fn usage(&self, tenant: &str) -> Arc<Usage> {
         let mut inner = locked(&self.inner);
         if let Some(usage) = inner.usages.get(tenant) {
@@ -592,7 +599,7 @@ impl Tenants {
         usage
     }
 
-    /// Everything that is counted, by name; those without one are `other`.
+    /// All counters by tenant; tenants without their own are counted as `other`.
     pub(crate) fn counters(&self) -> Vec<(Arc<str>, Arc<Counters>)> {
         let inner = locked(&self.inner);
         let named = inner.counters.iter();
@@ -662,17 +669,17 @@ mod tests {
     fn buckets_lend_and_want_it_back() {
         let start = Instant::now();
         let mut bucket = Bucket::default();
-        // A second's worth, and as much on top as one wants who comes while something is left.
+        // The bucket holds one second of the rate, and lends beyond that while it is not empty.
         assert_eq!(bucket.take(60, 100.0, start), Ok(()));
         assert_eq!(bucket.take(240, 100.0, start), Ok(()));
         let wait = bucket.take(1, 100.0, start).unwrap_err();
         assert_eq!(wait, Duration::from_secs_f64(2.01));
         assert!(bucket.take(1, 100.0, start + wait).is_ok());
-        // It never holds more than a second's worth.
+        // The bucket never holds more than one second of the rate.
         let later = start + Duration::from_secs(1000);
         assert_eq!(bucket.take(100, 100.0, later), Ok(()));
         assert!(bucket.take(1, 100.0, later).is_err());
-        // Of less than one a second it holds one.
+        // With a rate below one per second it holds one.
         let mut slow = Bucket::default();
         assert_eq!(slow.take(1, 0.25, start), Ok(()));
         let wait = slow.take(1, 0.25, start).unwrap_err();
@@ -693,13 +700,13 @@ mod tests {
         drop(first);
         assert_eq!((usage.streams(), usage.counters.streams.value()), (1, 1));
         drop(usage.enter(0).unwrap());
-        // What is said later counts for those who are there.
+        // A changed quota applies to existing tenants.
         tenants.set_quotas("a streams=1".parse().unwrap());
         assert!(usage.enter(0).is_err());
         drop(second);
         drop(usage.enter(0).unwrap());
         assert_eq!(usage.counters.refused.value(), 3);
-        // Those at other nodes count too.
+        // Streams on other nodes count too.
         assert!(usage.enter(1).is_err() && usage.may_connect(1).is_err());
     }
 
@@ -708,7 +715,7 @@ mod tests {
         let tenants = Tenants::new("a bandwidth=64K".parse().unwrap(), 8);
         let meter = Meter::new(tenants.usage("a"), false);
         let start = tokio::time::Instant::now();
-        // A second's worth is there at once, the rest comes at its rate.
+        // One second of the quota is available immediately, the rest at the rate of the quota.
         for _ in 0..8 {
             assert!(meter.count(32 << 10, Kind::Other));
             meter.pay(32 << 10, Kind::Other).await;
@@ -737,7 +744,7 @@ mod tests {
         assert_eq!(error.to_string(), text);
         tokio::time::sleep(error.retry.unwrap()).await;
         usage.may_connect(0).unwrap();
-        // What an executor answers is no handshake of its own.
+        // The executor's answer to a handshake is not counted.
         let executor = Meter::new(usage, false);
         assert!(!executor.count(10, Kind::Handshake));
     }
@@ -760,17 +767,17 @@ mod tests {
         let busy = |_: &str| vec![other(1 << 20, 9.0), other(1 << 20, 9.0)];
         assert_eq!(tenants.share_out(busy), []);
         assert_eq!(may(), (341, 3.0));
-        // Never too little for one frame.
+        // A share always suffices for one frame.
         let crowd = |_: &str| vec![other(1 << 20, 0.0); 40];
         tenants.share_out(crowd);
         assert_eq!(may(), (64, 9.0));
-        // What is used here is told, a half of it after the first look.
+        // Reports the usage on this node, half of it after the first measurement.
         tokio::time::advance(Duration::from_secs(1)).await;
         meter.pay(5000, Kind::Handshake).await;
         let used = tenants.share_out(|_| vec![other(24 << 10, 1.0)]);
         assert_eq!(used, [("a".into(), other(2500, 0.5))]);
         assert_eq!(may(), (1000, 8.0));
-        // Those with a greater part of what they may come first.
+        // Tenants that use a larger fraction of their quota come first.
         tenants.set_quotas("a handshakes=100\n* handshakes=1".parse().unwrap());
         assert_eq!(may(), (0, 100.0));
         let small = Meter::new(tenants.usage("b"), true);

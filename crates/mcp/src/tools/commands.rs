@@ -1,4 +1,5 @@
-//! Commands: `exec_command`, `write_stdin`, `read_output`, `kill`, `list_processes`, `wait_for`.
+//! Command tools: `exec_command`, `write_stdin`, `read_output`, `kill`, `list_processes`,
+//! `wait_for`.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -18,16 +19,16 @@ use crate::params::{
 };
 use crate::server::{Call, environment_of, log_uri};
 
-/// How long a cancelled command may take to end after its interrupt.
+/// How long a cancelled command may take to exit after its interrupt.
 const CANCEL_GRACE: Duration = Duration::from_secs(2);
 
-/// The longest that `read_output` waits.
+/// Maximum wait of `read_output`.
 const MAX_READ_WAIT_MS: u64 = 60_000;
 
-/// How long `wait_for` and `watch_once` wait if it is not said, and at most.
+/// Default and maximum wait of `wait_for` and `watch_once`.
 pub(super) const WAITS: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(600));
 
-/// How long `kill` waits for a command to clean up if it is not said, and at most.
+/// Default and maximum time in which `kill` lets a command clean up.
 const GRACES_MS: (u64, u64) = (2_000, 30_000);
 
 pub(super) async fn exec_command(call: Call, params: ExecCommand) -> Answer {
@@ -57,12 +58,12 @@ pub(super) async fn exec_command(call: Call, params: ExecCommand) -> Answer {
     }
 }
 
-/// Ends what a cancelled call has started: nobody knows its session.
+/// Ends the command of a cancelled call, because the client never received its session.
 async fn interrupt(call: &Call, command_id: &str) {
     let unified = &call.shared.unified;
     let sessions = unified.sessions();
     let Some(session) = sessions.iter().find(|one| one.call_id == command_id) else {
-        // It was still being started, and is ended by whoever starts it.
+        // The command was still starting; the task that starts it ends it.
         return;
     };
     let mut stop = unified::WriteStdin::new(command_id, session.session_id, INTERRUPT);
@@ -102,7 +103,7 @@ pub(super) async fn kill(call: &Call, params: Kill) -> Answer {
     Ok(told(&answer.await?))
 }
 
-/// An answer of unified exec, as it is.
+/// Converts a response of unified exec.
 fn told(answer: &unified::Answer) -> Outcome {
     Outcome {
         text: answer.text(),
@@ -124,7 +125,7 @@ pub(super) async fn read_output(call: &Call, params: ReadOutput) -> Answer {
         bytes.extend_from_slice(&chunk.chunk.0);
     }
     let output = fitted(&String::from_utf8_lossy(&bytes), tokens);
-    // The number of the last event that this answer covers.
+    // Number of the last event that this response covers.
     let cursor = read.next_seq.saturating_sub(1).max(params.cursor);
     let mut text = format!("Cursor: {cursor}\n");
     // Writing to a string cannot fail.

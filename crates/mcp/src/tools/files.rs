@@ -1,4 +1,4 @@
-//! Files: `read_file`, `write_file`, `edit`, `list_dir`, `search`, `watch_once`.
+//! File tools: `read_file`, `write_file`, `edit`, `list_dir`, `search`, `watch_once`.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -22,22 +22,22 @@ use crate::params::{Edit, ListDir, ReadFile, Search, WatchOnce, WriteFile};
 use crate::patch::{self, Change};
 use crate::server::Call;
 
-/// The largest file that can be edited: a model that edits more means something else.
+/// Maximum size of a file to edit. Models do not edit larger files intentionally.
 const MAX_EDIT_BYTES: u64 = 16 << 20;
 
-/// Bytes read at once.
+/// Bytes per read.
 const READ_BYTES: usize = 64 * 1024;
 
-/// Entries that `list_dir` shows if it is not said, and at most.
+/// Default and maximum number of entries that `list_dir` shows.
 const ENTRIES: (usize, usize) = (1_000, 20_000);
 
-/// Matches that `search` shows if it is not said, and at most.
+/// Default and maximum number of matches that `search` shows.
 const MATCHES: (usize, usize) = (200, 5_000);
 
-/// How deep `list_dir` goes at most.
+/// Maximum depth of `list_dir`.
 const MAX_DEPTH: usize = 16;
 
-/// Changes that `watch_once` shows.
+/// Maximum number of changes that `watch_once` shows.
 const MAX_CHANGES: usize = 500;
 
 pub(super) async fn read_file(call: &Call, params: ReadFile) -> Answer {
@@ -93,21 +93,21 @@ pub(super) async fn read_file(call: &Call, params: ReadFile) -> Answer {
     Ok(Outcome { text, structured })
 }
 
-/// Picks lines out of a file as it is read.
+/// Selects lines of a file while it is read.
 #[derive(Debug)]
 struct Lines {
-    /// The line that is being read, from 1.
+    /// Number of the current line, from 1.
     line: u64,
     first: u64,
-    /// The line after the last that is wanted.
+    /// Number of the line after the last wanted line.
     end: u64,
     room: usize,
     taken: Vec<u8>,
-    /// Where the line that is being read begins in `taken`.
+    /// Offset in `taken` at which the current line begins.
     begun: usize,
-    /// Where to go on.
+    /// Line at which a further call can continue.
     next: Option<u64>,
-    /// A line that alone is too long was cut.
+    /// Whether a single line was too long and was cut.
     cut: bool,
 }
 
@@ -125,11 +125,11 @@ impl Lines {
         }
     }
 
-    /// Takes more of the file; true when no more is wanted.
+    /// Adds a piece of the file. Returns `true` when no more is needed.
     fn take(&mut self, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
             if self.line >= self.end {
-                // There is something, so there is a next line.
+                // Input remains, so a next line exists.
                 self.next = Some(self.line);
                 return true;
             }
@@ -151,7 +151,7 @@ impl Lines {
         false
     }
 
-    /// Ends before the line that has no room; the first one is cut.
+    /// Stops before a line that does not fit; the first line is cut instead.
     fn overflow(&mut self, piece: &[u8]) {
         if self.begun > 0 {
             self.taken.truncate(self.begun);
@@ -160,7 +160,7 @@ impl Lines {
         }
         let room = self.room - self.taken.len();
         self.taken.extend_from_slice(&piece[..room]);
-        // Not in the middle of a character.
+        // Cuts at a character boundary.
         let whole = match std::str::from_utf8(&self.taken) {
             Err(error) if error.error_len().is_none() => error.valid_up_to(),
             _ => self.taken.len(),
@@ -172,7 +172,7 @@ impl Lines {
 
     fn finish(&mut self) {
         if self.taken.len() > self.begun {
-            // A last line without an end.
+            // The last line has no line ending.
             self.line += 1;
         }
     }
@@ -211,7 +211,8 @@ async fn write(
             sandbox: environment.sandbox.clone(),
             ..Access::default()
         };
-        // Asked first: where one may not make directories, one may still write into them.
+        // Checked first: a user may write into a directory without permission to create
+        // directories.
         let there = environment.files.metadata(&parent, options).await;
         if there.is_err_and(|error| error.code() == Some(codes::NOT_FOUND)) {
             let options = CreateDirectory {
@@ -231,7 +232,7 @@ async fn write(
     Ok(())
 }
 
-/// A text file that is small enough to be edited.
+/// Reads a text file that is small enough to be edited.
 async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, ToolError> {
     let shown = environment.shown(path);
     let named = |error: ExecServerError| ToolError::Failed(format!("{shown}: {error}"));
@@ -259,7 +260,7 @@ async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, To
         .map_err(|_| ToolError::Failed(format!("{shown} is no UTF-8 text")))
 }
 
-/// What an edit does to one file, decided before any is touched.
+/// Planned change of one file; all changes are planned before the first is made.
 enum Step {
     Write { path: PathUri, content: String },
     Remove { path: PathUri },
@@ -352,7 +353,7 @@ async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>
             }
             Change::Delete { path } => {
                 let path = environment.path(&path)?;
-                // Refused here rather than after something else was changed.
+                // Checked now, so that an error is reported before anything is changed.
                 text_of(environment, &path).await?;
                 steps.push(Step::Remove { path });
             }
@@ -386,7 +387,7 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> Answer {
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
     let depth = params.depth.unwrap_or(1).clamp(1, MAX_DEPTH);
-    // Name below the directory, and whether it is a directory itself.
+    // Name relative to the directory, and whether the entry is a directory.
     let mut entries: Vec<(String, bool)> = Vec::new();
     let mut truncated = false;
     let mut errors = 0;
@@ -497,7 +498,7 @@ pub(super) async fn search(call: &Call, params: Search) -> Answer {
         text.push_str("[there are more matches]\n");
     }
     let tokens = budget(params.max_output_tokens);
-    // What a program reads is bounded as well: the first matches that fit.
+    // The structured result has the same bound: the first matches that fit.
     let mut room = tokens.saturating_mul(BYTES_PER_TOKEN);
     let mut cut = found.truncated;
     let shown: Vec<Value> = matches

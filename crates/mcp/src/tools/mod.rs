@@ -1,4 +1,4 @@
-//! What each tool does.
+//! Tool implementations.
 
 mod commands;
 mod files;
@@ -14,22 +14,22 @@ use serde_json::Value;
 use crate::environment::EnvironmentError;
 use crate::server::Call;
 
-/// Tokens of an answer if it is not said, and at most.
+/// Default and maximum number of tokens in a response.
 const TOKENS: (usize, usize) = (10_000, 100_000);
 
-/// What a tool answers: for a model to read, and for a program.
+/// Result of a tool: text for the model, and a structured value for programs.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) text: String,
     pub(crate) structured: Value,
 }
 
-/// Why a tool has no answer.
+/// Why a tool call failed.
 #[derive(Debug)]
 pub(crate) enum ToolError {
-    /// The call makes no sense.
+    /// The arguments are invalid.
     Arguments(String),
-    /// It was tried.
+    /// The operation failed.
     Failed(String),
 }
 
@@ -53,7 +53,7 @@ impl From<EnvironmentError> for ToolError {
 
 type Answer = Result<Outcome, ToolError>;
 
-/// Calls a tool by its name, which is known.
+/// Calls a tool. The name has been checked.
 pub(crate) async fn call(call: Call, name: Cow<'static, str>, arguments: JsonObject) -> Answer {
     match &*name {
         "exec_command" => commands::exec_command(call, decode(arguments)?).await,
@@ -77,12 +77,12 @@ fn decode<P: DeserializeOwned>(arguments: JsonObject) -> Result<P, ToolError> {
         .map_err(|error| ToolError::Arguments(format!("invalid arguments: {error}")))
 }
 
-/// How many tokens an answer has room for.
+/// Number of tokens available for a response.
 fn budget(asked: Option<usize>) -> usize {
     asked.unwrap_or(TOKENS.0).min(TOKENS.1)
 }
 
-/// A text within a budget, its middle left out if need be.
+/// Shortens a text to a budget of tokens by leaving out its middle.
 fn fitted(text: &str, tokens: usize) -> String {
     if text.len() <= tokens.saturating_mul(BYTES_PER_TOKEN) {
         return text.to_owned();
@@ -92,7 +92,7 @@ fn fitted(text: &str, tokens: usize) -> String {
     buffer.fit(Some(tokens)).text
 }
 
-/// Work that ends when the client has lost interest.
+/// Runs work until it ends or the client cancels the request.
 async fn cancellable<R>(
     call: &Call,
     work: impl Future<Output = Result<R, ToolError>>,

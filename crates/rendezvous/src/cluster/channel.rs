@@ -1,13 +1,15 @@
-//! One stream between two nodes: its end where the harness came in, and its end at the executor.
+//! Cross-node stream channel: one stream between a harness connected to one node and an executor
+//! connected to another.
 //!
 //! ```text
 //!  harness socket ─ Entry (Uplink) ── up ──►  Home ─ harness of the local router ─ executor socket
 //!         mailbox ◄───────────────── down ──  pump ◄ mailbox of its own
 //! ```
 //!
-//! The node of the executor treats the far harness as one of its own, so all rules about streams are
-//! those of one process. What comes is passed on at once where there is room; else it waits here,
-//! bounded by what the sender was granted, and nobody else waits for it.
+//! The node of the executor attaches the remote harness to its local router, so the rules for
+//! streams are those of a single process. A received frame is forwarded immediately if the receiver has
+//! room. Otherwise it waits in this channel, bounded by the bytes granted to the sender; other
+//! streams do not wait.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,26 +32,26 @@ use crate::mailbox::Mailbox;
 use crate::router::local::reset;
 use crate::router::{Harness, HoldingUp, Kind, Outcome, Uplink};
 
-/// Bytes taken from a mailbox at a time.
+/// Maximum bytes taken from a mailbox in one step.
 const BATCH_BYTES: u64 = 256 << 10;
 
-/// How long a channel that ends may wait for the other side to take what is left.
+/// How long a closing channel waits for the other node to accept the remaining frames.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// How long a harness that is turned out is waited for by its own node, which leaves the last word to
-/// the executor's. Together with what its socket takes to end it is less than a second, within which
-/// whoever is revoked is out.
+/// How long the harness's node waits for the executor's node to end the stream of a disconnected
+/// harness. If the time is up, the harness's node closes the socket itself. A revoked harness must
+/// be disconnected within one second; this limit leaves the rest to the closing of the socket.
 const TURN_OUT: Duration = Duration::from_millis(250);
 
-/// A frame of the largest kind, with what a websocket puts before it.
+/// Size of the largest frame including its websocket header.
 const LONGEST: usize = MAX_FRAME_BYTES + 10;
 
-/// Which end this is.
+/// Which end of the channel this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// Where the harness came in.
+    /// The node to which the harness is connected.
     Entry,
-    /// Where the executor is.
+    /// The node to which the executor is connected.
     Home,
 }
 
@@ -57,32 +59,33 @@ pub(crate) enum Side {
 pub(crate) struct Channel {
     pub(crate) id: Arc<str>,
     pub(crate) side: Side,
-    /// The node of the other end.
+    /// Name of the node at the other end.
     pub(crate) peer: Arc<str>,
     pub(crate) who: Harness,
-    /// At the entry the one of the harness's socket; at home one that is sent over the channel.
+    /// On the entry side, the mailbox of the harness's socket. On the home side, a mailbox whose
+    /// messages are sent over the channel.
     mailbox: Arc<Mailbox>,
     frames: Subject,
     words: Subject,
     sending: Mutex<Sending>,
-    /// More was granted.
+    /// Notified when the receiver grants more bytes.
     granted: Arc<Notify>,
     incoming: Mutex<Incoming>,
-    /// The stream, once it is known.
+    /// The id of the stream, known after the first frame.
     stream: Mutex<Option<Arc<str>>>,
     ended: CancellationToken,
 }
 
-/// What came from the other end.
+/// Frames received from the other node.
 #[derive(Default)]
 struct Incoming {
     receiving: Receiving,
-    /// The pieces so far of a frame whose last has not come.
+    /// The pieces received so far of an incomplete frame.
     begun: BytesMut,
     waiting: VecDeque<Item>,
-    /// A task passes on what waits.
+    /// Whether a task is forwarding the queue `waiting`.
     busy: bool,
-    /// At home, until the channel ends.
+    /// Set on the home side until the channel ends.
     uplink: Option<Box<dyn Uplink>>,
 }
 
@@ -136,7 +139,8 @@ impl Channel {
         })
     }
 
-    /// Where frames from afar go, at home.
+    /// Sets the uplink of the local router that receives the frames of the remote harness (home
+    /// side).
     pub(crate) fn set_uplink(&self, uplink: Box<dyn Uplink>) {
         self.incoming.lock().uplink = Some(uplink);
     }
@@ -148,7 +152,7 @@ impl Channel {
             .send(self.words.clone(), None, Bytes::from(text));
     }
 
-    /// Tells the other end where we are, so that what was lost is noticed.
+    /// Sends the state of this end to the other node, which detects lost messages from it.
     pub(crate) fn sync(&self, shared: &Shared, answer: bool) {
         let granted = self.incoming.lock().receiving.granted();
         let sending = self.sending.lock();
@@ -158,11 +162,12 @@ impl Channel {
             from: Arc::clone(&shared.node),
             answer,
         };
-        // Said while nothing can be sent: it must not overtake a frame, nor a frame it.
+        // Sent while the lock is held, because this message and frames must not overtake each
+        // other.
         self.say(shared, &sync);
     }
 
-    /// A part of a frame has come from the other end.
+    /// Handles one piece of a frame from the other node.
     pub(crate) fn piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
         let mut incoming = self.incoming.lock();
         if !incoming.receiving.receive(piece.number) {
@@ -181,7 +186,7 @@ impl Channel {
             };
             begun.reserve(length);
         }
-        // Copied in any case: a short frame must not keep the buffer alive in which it came.
+        // Always copied: a short frame must not keep the large receive buffer alive.
         begun.extend_from_slice(&piece.bytes);
         if piece.is_last {
             let frame = std::mem::take(begun).freeze();
@@ -189,7 +194,7 @@ impl Channel {
         }
     }
 
-    /// A word has come from the other end.
+    /// Handles a control message from the other node.
     pub(crate) fn word(self: &Arc<Self>, shared: &Arc<Shared>, control: Control) {
         match control {
             Control::Grant(total) => self.grant(total),
@@ -227,7 +232,7 @@ impl Channel {
     fn grant(&self, total: u64) {
         if self.sending.lock().grant(total) {
             self.granted.notify_waiters();
-            // For a pump that is between two looks.
+            // Wakes a pump that has checked its credit but does not wait yet.
             self.granted.notify_one();
         }
     }
@@ -245,7 +250,7 @@ impl Channel {
         }
     }
 
-    /// Passes on what waits, until nothing does.
+    /// Forwards queued frames until the queue is empty.
     async fn catch_up(self: Arc<Self>, shared: &Arc<Shared>, mut ready: BoxFuture<'static, ()>) {
         loop {
             tokio::select! {
@@ -267,11 +272,11 @@ impl Channel {
         }
     }
 
-    /// Passes on one thing, if there is room for it.
+    /// Forwards one item, or returns what to wait for if the receiver has no room.
     fn pass(&self, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) -> Step {
         let Item::Frame(frame) = item else {
             match self.side {
-                // What was put in before may still be written.
+                // Messages already in the mailbox are still written.
                 Side::Entry => self.mailbox.close(),
                 Side::Home => {
                     incoming.uplink = None;
@@ -327,7 +332,7 @@ impl Channel {
         }
     }
 
-    /// Sends what waits at home for the harness, until the channel ends.
+    /// Sends messages for the harness from the mailbox of the home side until the channel ends.
     pub(crate) async fn pump(self: Arc<Self>, shared: Arc<Shared>) {
         let mut batch = VecDeque::new();
         let mut deadline = None;
@@ -378,18 +383,20 @@ impl Channel {
         self.end(&shared);
     }
 
-    /// Forgets the channel.
+    /// Removes the channel from this node.
     fn end(&self, shared: &Shared) {
         self.ended.cancel();
         self.granted.notify_waiters();
         shared.forget(&self.id);
     }
 
-    /// Something is wrong with the channel: both ends go, and the harness comes back on another.
+    /// Ends the channel after an error. Both ends close; the harness reconnects and gets a new
+    /// channel.
     pub(crate) fn fail(&self, shared: &Shared, why: &str) {
         tracing::debug!(channel = %self.id, why, "a channel between nodes ended");
         match self.side {
-            // Its socket ends, and drops the uplink, which tells the other end.
+            // Closing the mailbox ends the socket, which drops the uplink, which notifies the other
+            // node.
             Side::Entry => self.mailbox.close(),
             Side::Home => {
                 self.say(shared, &Control::End);
@@ -400,7 +407,7 @@ impl Channel {
         }
     }
 
-    /// Ends the harness's socket, at the entry.
+    /// Disconnects the harness (entry side).
     pub(crate) fn turn_out(self: &Arc<Self>, shared: &Arc<Shared>, reason: &Reason) {
         self.say(shared, &Control::TurnOut(reason.as_str().to_owned()));
         let (channel, reason) = (Arc::clone(self), reason.clone());
@@ -418,7 +425,8 @@ impl Channel {
     }
 }
 
-/// How long the websocket frame of a server is that begins so; as long as this if it does not say.
+/// Length of the server's websocket frame that starts with `start`, or the length of `start` if the
+/// header is incomplete.
 fn whole(start: &[u8]) -> usize {
     let length = match (start.get(1).map(|byte| byte & 0x7f), start) {
         (Some(126), [_, _, a, b, ..]) => 4 + usize::from(u16::from_be_bytes([*a, *b])),
@@ -434,7 +442,7 @@ fn whole(start: &[u8]) -> usize {
     length.max(start.len())
 }
 
-/// What a whole websocket frame of a server carries.
+/// Payload of a complete websocket frame sent by a server.
 fn payload(message: &[u8]) -> Option<&[u8]> {
     let start = match message.get(1)? & 0x7f {
         126 => 4,
@@ -444,7 +452,7 @@ fn payload(message: &[u8]) -> Option<&[u8]> {
     message.get(start..)
 }
 
-/// Where the frames of a harness go whose executor is at another node.
+/// Uplink of a harness whose executor is connected to another node.
 pub(crate) struct Entry {
     pub(crate) shared: Arc<Shared>,
     pub(crate) channel: Arc<Channel>,
@@ -458,7 +466,7 @@ impl Uplink for Entry {
         let mut sending = channel.sending.lock();
         if !matches!(kind, Kind::Reset { .. }) {
             if sending.room() == 0 {
-                // Made under the lock, so that no notice is missed.
+                // Created under the lock, so that no notification is missed.
                 let ready = Box::pin(Arc::clone(&channel.granted).notified_owned());
                 return Outcome::Full { ready, holding_up };
             }

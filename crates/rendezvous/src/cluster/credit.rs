@@ -1,19 +1,19 @@
-//! How much of a stream may be under way between two nodes, without IO.
+//! Flow control of a stream between two nodes, without IO.
 //!
-//! The receiver says up to which byte, counted from the beginning, the sender may go; so a word of it
-//! that is lost is made good by the next. Messages are numbered, so that one that is lost is noticed.
+//! The receiver grants a total number of bytes, counted from the start of the stream, so the next
+//! grant makes up for a lost one. Messages are numbered, so that a lost message is detected.
 
-/// Bytes of one stream that may be under way in one direction.
+/// Maximum bytes of one stream in flight in one direction.
 pub const WINDOW: u64 = 1 << 20;
 
-/// The sending side of one direction.
+/// Sending side of one direction.
 #[derive(Debug)]
 pub struct Sending {
-    /// The number of the next message.
+    /// Number of the next message.
     next: u64,
-    /// Bytes so far.
+    /// Bytes sent so far.
     bytes: u64,
-    /// Bytes that may be sent in all.
+    /// Total bytes that the receiver has granted.
     granted: u64,
 }
 
@@ -28,12 +28,13 @@ impl Default for Sending {
 }
 
 impl Sending {
-    /// Bytes that may be sent now; a frame may go beyond it if this is not zero.
+    /// Bytes that may be sent now. While this is not zero, one frame may exceed it.
     pub fn room(&self) -> u64 {
         self.granted.saturating_sub(self.bytes)
     }
 
-    /// A frame is sent now in so many messages; the number of the first.
+    /// Records a frame that is sent as `messages` messages. Returns the number of the first
+    /// message.
     pub fn send(&mut self, bytes: usize, messages: u64) -> u64 {
         let number = self.next;
         self.next += messages;
@@ -41,27 +42,28 @@ impl Sending {
         number
     }
 
-    /// The receiver has granted so much in all; whether that is more than before.
+    /// Records a new total granted by the receiver. Returns whether it is larger than the previous
+    /// one.
     pub fn grant(&mut self, total: u64) -> bool {
         let more = total > self.granted;
         self.granted = self.granted.max(total);
         more
     }
 
-    /// Messages sent so far.
+    /// Number of messages sent so far.
     pub fn sent(&self) -> u64 {
         self.next
     }
 }
 
-/// The receiving side of one direction.
+/// Receiving side of one direction.
 #[derive(Debug)]
 pub struct Receiving {
-    /// The number of the next message.
+    /// Number of the next message.
     next: u64,
-    /// Bytes that were passed on.
+    /// Bytes forwarded so far.
     taken: u64,
-    /// What the sender was told last.
+    /// Total granted to the sender in the last grant.
     granted: u64,
 }
 
@@ -76,7 +78,7 @@ impl Default for Receiving {
 }
 
 impl Receiving {
-    /// A message has come; `false` if one before it is missing.
+    /// Records a received message. Returns `false` if an earlier message is missing.
     #[must_use]
     pub fn receive(&mut self, number: u64) -> bool {
         let expected = number == self.next;
@@ -84,12 +86,13 @@ impl Receiving {
         expected
     }
 
-    /// Whether all messages have come that the sender says it has sent.
+    /// Whether all `sent` messages of the sender have been received.
     pub fn has_all(&self, sent: u64) -> bool {
         self.next == sent
     }
 
-    /// A frame was passed on; what to grant the sender now, if it is worth a message.
+    /// Records a forwarded frame. Returns the new total to grant if it has grown enough to justify
+    /// a message.
     pub fn take(&mut self, bytes: usize) -> Option<u64> {
         self.taken += bytes as u64;
         let grant = self.taken + WINDOW;
@@ -99,7 +102,7 @@ impl Receiving {
         })
     }
 
-    /// What the sender may send in all.
+    /// Total bytes that the sender may send.
     pub fn granted(&self) -> u64 {
         self.granted
     }

@@ -1,4 +1,4 @@
-//! What this node has to tell others: sent in the order in which it was put in.
+//! Ordered queue of messages that this node publishes to NATS.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,18 +10,18 @@ use tokio::sync::{Notify, mpsc};
 
 use super::wire::cut;
 
-/// Bytes that may wait before streams have to. Single streams are bounded long before, by what
-/// their receivers grant.
+/// Queued bytes from which all streams of this node must wait. A single stream is limited far
+/// earlier by the bytes that its receiver grants.
 const LIMIT: usize = 32 << 20;
 
 struct Letter {
     subject: Subject,
-    /// Of the first piece, if it is a frame.
+    /// Number of the first piece if the message is a frame.
     number: Option<u64>,
     payload: Bytes,
 }
 
-/// A queue to NATS that never makes its users wait by itself.
+/// Queue of messages to NATS; adding a message never blocks.
 #[derive(Debug)]
 pub(crate) struct Outbox {
     letters: mpsc::UnboundedSender<Letter>,
@@ -34,7 +34,7 @@ impl Outbox {
         let (letters, mut queue) = mpsc::unbounded_channel::<Letter>();
         let (waiting, room) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
         let (left, freed) = (Arc::clone(&waiting), Arc::clone(&room));
-        // Ends with the last sender.
+        // This task ends when the last sender is dropped.
         tokio::spawn(async move {
             while let Some(letter) = queue.recv().await {
                 let bytes = letter.payload.len();
@@ -49,7 +49,7 @@ impl Outbox {
                     None => client.publish(letter.subject, letter.payload).await,
                 };
                 if let Err(error) = sent {
-                    // Whoever misses it finds out by the numbers.
+                    // The receiver detects the missing message by its number.
                     tracing::warn!(%error, "cannot send a message to another node");
                 }
                 let before = left.fetch_sub(bytes, Ordering::Relaxed);
@@ -65,7 +65,8 @@ impl Outbox {
         }
     }
 
-    /// A word, or a frame whose pieces have the numbers from this one on.
+    /// Queues a control message (`number` is `None`), or a frame whose pieces are numbered from
+    /// `number` on.
     pub(crate) fn send(&self, subject: Subject, number: Option<u64>, payload: Bytes) {
         self.waiting.fetch_add(payload.len(), Ordering::Relaxed);
         let letter = Letter {
@@ -73,11 +74,11 @@ impl Outbox {
             number,
             payload,
         };
-        // Only fails when the runtime ends.
+        // Fails only while the runtime shuts down.
         let _ = self.letters.send(letter);
     }
 
-    /// What to wait for before more frames are put in, if anything.
+    /// Returns what to wait for before queuing another frame, or `None` if there is room.
     pub(crate) fn full(&self) -> Option<BoxFuture<'static, ()>> {
         let room = Arc::clone(&self.room).notified_owned();
         (self.waiting.load(Ordering::Relaxed) >= LIMIT).then(|| Box::pin(room) as BoxFuture<'_, ()>)

@@ -1,26 +1,27 @@
-//! Who may take somebody in, who stands for which environment, and who is believed dead: the rules
-//! by which many nodes are one, without IO and without a clock.
+//! Lease, claim and fencing rules of a cluster of nodes, without IO and without a clock. They
+//! decide which node may accept connections, which node owns an environment, and which node is
+//! treated as dead.
 //!
-//! Nodes agree through one log: every write to it gets a number, the *revision*, and every node sees
-//! all writes in that order, sooner or later. Three kinds of entries matter here.
+//! Nodes agree through one log. Every write gets a number, the *revision*, and every node
+//! eventually sees all writes in that order. Two kinds of entries matter here, and of registrations
+//! only their revision:
 //!
 //! ```text
-//!  lease   node → how often it has renewed it   written by the node itself, about once a second
-//!  claim   environment → node, registration     written by the node that an executor came to
-//!  (and registrations, of which only the revision counts)
+//!  lease   node → number of its renewals       written by the node itself, about once a second
+//!  claim   environment → node, registration    written by the node to which the executor connected
 //! ```
 //!
-//! - **Fresh view.** A node that sees its own lease come back in the log has seen everything that was
-//!   written before it sent that. It takes nobody in unless it sent such a lease within
-//!   [`Timing::own`]. One that was paused or cut off therefore catches up before it acts.
-//! - **Newest claim wins.** The revision of a claim is its epoch. Whoever sees a newer claim than its
-//!   own gives the executor's socket up. A claim for an older registration is never written over
-//!   one for a newer.
-//! - **Silence is death**, but only to who listens: a node is believed dead when its lease has not
-//!   moved for [`Timing::others`], by the clock of a node whose own view was fresh all the while.
+//! - **Fresh view.** A node that reads its own lease back from the log has seen everything written
+//!   before it sent that lease. It accepts connections only if it sent such a lease within the last
+//!   [`Timing::own`]. A node that was paused or disconnected therefore catches up before it acts.
+//! - **Newest claim wins.** The revision of a claim is its epoch. A node that sees a newer claim than
+//!   its own closes the executor's socket. A claim for an older registration never overwrites one for
+//!   a newer registration.
+//! - **Silent nodes are dead**, as seen by a node with a fresh view: a node treats another as dead
+//!   when that lease was not renewed for [`Timing::others`] and its own view was fresh all that time.
 //!
-//! Clocks are only ever compared with themselves, so it does not matter what they show. It matters
-//! a little how fast they go: `others` is longer than `own` by more than they could drift apart.
+//! A clock is only compared with itself, so wrong clocks do no harm. Only clock drift matters:
+//! `others` is longer than `own` by more than the clocks can drift apart in that time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,14 +29,14 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// How long things count.
+/// Timing of leases.
 #[derive(Debug, Clone, Copy)]
 pub struct Timing {
-    /// Between two renewals of the own lease.
+    /// Interval between two renewals of a node's own lease.
     pub renew: Duration,
-    /// How old the own view may be.
+    /// Maximum age of the node's own view while it accepts connections.
     pub own: Duration,
-    /// How long others may be silent.
+    /// How long another node's lease may stay without renewal before the node is treated as dead.
     pub others: Duration,
 }
 
@@ -49,65 +50,65 @@ impl Default for Timing {
     }
 }
 
-/// Who stands for an environment.
+/// Record of the node that owns an environment.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// The node with the executor's socket.
+    /// The node that has the executor's socket.
     pub node: Arc<str>,
-    /// The executor's registration.
+    /// The registration of the executor.
     pub registration: Arc<str>,
     /// The revision of that registration.
     pub registered: u64,
 }
 
 impl Claim {
-    /// Whether this claim may be written over `current`.
+    /// Whether this claim may overwrite `current`.
     pub fn may_follow(&self, current: Option<&Self>) -> bool {
         current.is_none_or(|current| current.registered <= self.registered)
     }
 }
 
-/// Where an environment is.
+/// Where the executor of an environment is connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Route {
-    /// The own view is too old to say.
+    /// This node's view is too old to decide.
     Unknown,
-    /// Its executor is here.
+    /// The executor is connected to this node.
     Here {
-        /// Of the claim.
+        /// Revision of the claim.
         epoch: u64,
     },
-    /// Its executor is at another node.
+    /// The executor is connected to another node.
     There {
-        /// Which claim, and so which node.
+        /// The claim, which names the node.
         claim: Claim,
-        /// Of the claim.
+        /// Revision of the claim.
         epoch: u64,
     },
-    /// Nobody has it; since when, if that is known.
+    /// The executor is not connected to any node.
     Nowhere {
-        /// When it was seen to go.
+        /// When this node saw it disconnect, if it did.
         since: Option<Instant>,
     },
 }
 
-/// What a new entry of the log means to this node.
+/// What a new claim in the log means for this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing.
+    /// Nothing changes.
     Same,
-    /// Our claim is not the newest any more: our executor's socket must go.
+    /// This node's claim was replaced by a newer one: its executor socket must close.
     Fenced,
-    /// The environment is somewhere else than before: what led to the old place must go.
+    /// The executor moved to another node: connections to the previous node must close.
     Moved,
 }
 
 #[derive(Debug)]
 struct Member {
     revision: u64,
-    /// When its lease was last seen to move.
+    /// When the last renewal of its lease was seen.
     seen: Instant,
-    /// It was silent for too long.
+    /// Whether the lease has expired.
     dead: bool,
 }
 
@@ -115,28 +116,28 @@ struct Member {
 struct Known {
     revision: u64,
     claim: Option<Claim>,
-    /// The node where it was last.
+    /// The node to which the executor was last connected.
     last: Option<Arc<str>>,
-    /// When we saw that.
+    /// When the executor's claim was seen to change.
     since: Instant,
 }
 
-/// A claim of ours.
+/// A claim written by this node.
 #[derive(Debug, Clone, Copy)]
 struct Own {
-    /// Names the socket.
+    /// Number of the executor's socket.
     socket: u64,
     revision: u64,
 }
 
-/// What one node knows of all, and what follows from it.
+/// State of the cluster as one node knows it, with the decisions that follow from it.
 #[derive(Debug)]
 pub struct Rules {
     node: Arc<str>,
     timing: Timing,
-    /// Renewals that were sent and not seen yet: which, and when.
+    /// Renewals sent but not yet read back: their numbers and send times.
     sent: Vec<(u64, Instant)>,
-    /// When the newest renewal was sent that was seen.
+    /// Send time of the newest renewal that was read back.
     fresh: Option<Instant>,
     members: HashMap<Arc<str>, Member>,
     claims: HashMap<Arc<str>, Known>,
@@ -144,7 +145,7 @@ pub struct Rules {
 }
 
 impl Rules {
-    /// A node that knows nothing.
+    /// Creates the state of a node that has read nothing yet.
     pub fn new(node: Arc<str>, timing: Timing) -> Self {
         Self {
             node,
@@ -157,14 +158,14 @@ impl Rules {
         }
     }
 
-    /// What this node is called.
+    /// Name of this node.
     pub fn node(&self) -> &Arc<str> {
         &self.node
     }
 
-    /// A renewal of our lease is about to be sent.
+    /// Records that a renewal of this node's lease is about to be sent.
     pub fn renewing(&mut self, beat: u64, now: Instant) {
-        /// More are not waited for: the oldest would not make the view fresh.
+        /// Limit of recorded renewals: an older one would not make the view fresh anyway.
         const OUTSTANDING: usize = 64;
         if self.sent.len() >= OUTSTANDING {
             self.sent.remove(0);
@@ -172,7 +173,8 @@ impl Rules {
         self.sent.push((beat, now));
     }
 
-    /// Our own lease was seen in the log, and with it all that came before it.
+    /// Records that this node's own lease was read from the log, and with it everything written
+    /// before.
     pub fn renewed(&mut self, beat: u64, now: Instant) {
         let Some(at) = self
             .sent
@@ -184,7 +186,8 @@ impl Rules {
         };
         self.sent.retain(|sent| sent.0 > beat);
         if !self.is_fresh(now) {
-            // We have not listened for a while: nobody's silence counts yet.
+            // This node's view was not fresh for a while, so the silence of other nodes does not
+            // count yet.
             for member in self.members.values_mut() {
                 member.seen = now;
             }
@@ -192,13 +195,13 @@ impl Rules {
         self.fresh = Some(self.fresh.map_or(at, |fresh| fresh.max(at)));
     }
 
-    /// Whether the own view is new enough to act on.
+    /// Whether this node's view is new enough to act on.
     pub fn is_fresh(&self, now: Instant) -> bool {
         self.fresh
             .is_some_and(|at| now.saturating_duration_since(at) < self.timing.own)
     }
 
-    /// Another node's lease has moved, or was removed.
+    /// Records that the lease of another node was renewed or removed.
     pub fn lease(&mut self, node: &Arc<str>, revision: u64, gone: bool, now: Instant) {
         if *node == self.node {
             return;
@@ -219,7 +222,7 @@ impl Rules {
         self.members.insert(Arc::clone(node), member);
     }
 
-    /// Whether a node is not believed dead.
+    /// Whether a node is not treated as dead.
     pub fn is_alive(&self, node: &str) -> bool {
         *node == *self.node || self.members.get(node).is_some_and(|member| !member.dead)
     }
@@ -230,7 +233,7 @@ impl Rules {
         alive.map(|(node, _)| Arc::clone(node)).collect()
     }
 
-    /// The nodes that are believed dead from now on.
+    /// Marks nodes with expired leases as dead. Returns those that were alive before.
     pub fn lapse(&mut self, now: Instant) -> Vec<Arc<str>> {
         if !self.is_fresh(now) {
             return Vec::new();
@@ -246,7 +249,8 @@ impl Rules {
         lapsed
     }
 
-    /// Forgets a node that has been dead for so long that its lease can be removed: its revision.
+    /// Forgets nodes that have been dead for `after`. Returns their names and lease revisions, so
+    /// that the leases can be deleted.
     pub fn buried(&mut self, now: Instant, after: Duration) -> Vec<(Arc<str>, u64)> {
         let old =
             |member: &Member| member.dead && now.saturating_duration_since(member.seen) >= after;
@@ -262,7 +266,7 @@ impl Rules {
         buried
     }
 
-    /// A claim was seen in the log, or its removal.
+    /// Records that a claim was written or removed in the log.
     pub fn claim(
         &mut self,
         environment: &Arc<str>,
@@ -274,7 +278,7 @@ impl Rules {
         if before.is_some_and(|before| before.revision >= revision) {
             return Verdict::Same;
         }
-        // One that is gone may come back to the same place, where its streams are waited for.
+        // An executor may reconnect to the same node, which keeps its streams for a while.
         let last = before.and_then(|before| before.last.clone());
         let place = claim.as_ref().map(|claim| Arc::clone(&claim.node));
         let moved = place.is_some() && last.is_some() && last != place;
@@ -287,7 +291,7 @@ impl Rules {
         let ours = known.claim.as_ref().is_some_and(|it| it.node == self.node);
         self.claims.insert(Arc::clone(environment), known);
         if ours {
-            // We have just written it, and are about to be told so.
+            // This node wrote the claim itself; the watch reports it before the write returns.
             return Verdict::Same;
         }
         match self.own.get(environment) {
@@ -300,7 +304,8 @@ impl Rules {
         }
     }
 
-    /// Our claim was written. `false` if a newer one is known already, and ours is worth nothing.
+    /// Records that this node's claim was written. Returns `false` if a newer claim is already
+    /// known, which makes this one void.
     pub fn claimed(
         &mut self,
         environment: &Arc<str>,
@@ -328,7 +333,8 @@ impl Rules {
         true
     }
 
-    /// The executor's socket is gone: the revision of the claim to be removed, if it is still ours.
+    /// Records that the executor's socket closed. Returns the revision of the claim to remove if it
+    /// still belongs to this node.
     pub fn release(&mut self, environment: &str, socket: u64) -> Option<u64> {
         let own = self.own.get(environment).copied()?;
         if own.socket != socket {
@@ -338,7 +344,8 @@ impl Rules {
         Some(own.revision)
     }
 
-    /// Whether a stream may be opened here that was meant for this epoch.
+    /// Whether this node still owns the claim with this epoch, so that a stream addressed to it may
+    /// open.
     pub fn holds(&self, environment: &str, epoch: u64, now: Instant) -> bool {
         self.is_fresh(now)
             && self
@@ -347,12 +354,12 @@ impl Rules {
                 .is_some_and(|own| own.revision == epoch)
     }
 
-    /// The socket of our claim on an environment.
+    /// Number of the socket behind this node's claim on an environment.
     pub fn own_socket(&self, environment: &str) -> Option<u64> {
         self.own.get(environment).map(|own| own.socket)
     }
 
-    /// Where streams to an environment go.
+    /// Where to send streams for an environment.
     pub fn route(&self, environment: &str, now: Instant) -> Route {
         if !self.is_fresh(now) {
             return Route::Unknown;
@@ -375,14 +382,15 @@ impl Rules {
         }
     }
 
-    /// The claims of all, wherever they are.
+    /// All known claims, of this node and of others.
     pub fn claims(&self) -> impl Iterator<Item = (&Arc<str>, &Claim)> {
         let claims = self.claims.iter();
         claims.filter_map(|(environment, known)| Some((environment, known.claim.as_ref()?)))
     }
 
-    /// The log has begun anew, with small numbers: what the old ones said is void, but who is here
-    /// stays here. The claims to be written again are given, and count again once they are.
+    /// Discards the state of the log because a new log with small revision numbers has replaced it.
+    /// Connected sockets stay. Returns the claims that this node must write again; each is valid
+    /// again after it was written.
     pub fn begin_anew(&mut self) -> Vec<(Arc<str>, u64)> {
         self.sent.clear();
         self.fresh = None;
@@ -418,7 +426,7 @@ mod tests {
         assert!(!rules.holds("e", 5, at(0)), "sent is not seen");
         rules.renewed(1, at(10));
         assert!(rules.holds("e", 5, at(2999)) && !rules.holds("e", 4, at(2999)));
-        // Counted from when it was sent, not from when it was seen.
+        // The lease counts from the time it was sent, not from the time it was read back.
         assert!(!rules.holds("e", 5, at(3000)));
         assert_eq!(rules.route("e", at(3000)), Route::Unknown);
         rules.renewing(2, at(20_000));
@@ -446,7 +454,7 @@ mod tests {
             rules.route("e", at(1)),
             Route::There { epoch: 4, .. }
         ));
-        // Cut off for a minute: it is we who were not there.
+        // This node was disconnected for a minute, so the other nodes' silence does not count.
         assert_eq!(rules.lapse(at(60_000)), [] as [Arc<str>; 0]);
         rules.renewing(2, at(60_000));
         rules.renewed(2, at(60_001));
@@ -463,7 +471,7 @@ mod tests {
             rules.route("e", at(65_102)),
             Route::Nowhere { since: Some(_) }
         ));
-        // An old notice does not raise it; a new one does.
+        // An old lease entry does not revive the node; a new one does.
         rules.lease(&other, 3, false, at(65_200));
         assert!(!rules.is_alive("b"));
         rules.lease(&other, 10, false, at(65_200));
@@ -490,7 +498,7 @@ mod tests {
         let mut rules = Rules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         rules.claim(&environment, 1, Some(claim("b", 1)), now);
-        // Seen before the bucket has said that it was written.
+        // The watch reports the claim before the write returns.
         let seen = rules.claim(&environment, 2, Some(claim("a", 1)), now);
         assert_eq!(seen, Verdict::Same);
         assert!(rules.claimed(&environment, 1, 2, claim("a", 1), now));

@@ -1,16 +1,16 @@
-//! Many nodes and environments under one seeded scheduler: partitions, delays, pauses and clocks that
-//! are wrong and go wrong, against the rules of [`super::rules`].
+//! Simulation of the rules in [`super::rules`]: many nodes and environments under one seeded
+//! scheduler, with network partitions, delays, pauses, and clocks with offset and drift.
 //!
-//! The log is one list. Each node reads it in order, with delays, not at all while it is cut off or
-//! paused, and writes to it with delays of their own. What is checked after every step:
+//! The log is one list. Each node reads it in order, with delays, and not at all while it is
+//! disconnected or paused. Its writes are delayed too. After every step the simulation checks:
 //!
-//! - no node takes anybody in for an environment on a view older than it may be: if it does, its claim
-//!   is the newest of all that were written up to then, less what the lease allows;
-//! - a claim that was superseded is given up for good as soon as the newer one is seen;
-//! - an older registration is never written over a newer.
+//! - a node accepts a connection only with a view that is fresh enough: its claim is the newest of all
+//!   claims written up to the age that the lease allows;
+//! - a node gives a superseded claim up permanently as soon as it sees the newer one;
+//! - a claim for an older registration never overwrites one for a newer registration.
 //!
-//! And at the end, when everything works for a while: all nodes send everybody to the same place, which
-//! is the newest claim if its node lives.
+//! At the end, after a period without faults, all nodes must route to the same node: the owner of
+//! the newest claim, if that node is alive.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use super::rules::{Claim, Route, Rules, Timing, Verdict};
 
-/// SplitMix64: small, and the same everywhere.
+/// SplitMix64 random generator: short, and the same sequence on every platform.
 struct Random(u64);
 
 impl Random {
@@ -45,40 +45,40 @@ enum Entry {
     Claim(Arc<str>, Option<Claim>),
 }
 
-/// A write that is under way; it lands when its time has come and its node is not cut off.
+/// A write in flight. It reaches the log when its delay is over and its node is connected.
 struct Write {
     at: u64,
     entry: Entry,
-    /// The socket of a claim, or the revision of the claim that is to be removed.
+    /// For a claim, the number of its socket; for a removal, the revision of the claim to remove.
     socket: u64,
 }
 
 struct Node {
     rules: Rules,
-    /// Its clock: where it began, and how fast it goes in thousandths.
+    /// Clock of the node: its offset, and its speed in thousandths.
     offset: u64,
     rate: u64,
-    /// Entries of the log that it has seen.
+    /// Number of log entries that the node has read.
     seen: usize,
     beat: u64,
     next_beat: u64,
     writes: VecDeque<Write>,
-    /// Until when it reads and writes nothing, and until when it does nothing at all.
+    /// Until when the node is disconnected, and until when it is paused.
     cut_off: u64,
     paused: u64,
     alive: bool,
-    /// How long each entry takes to reach it.
+    /// Delay until a log entry reaches the node.
     delay: u64,
-    /// Environments with an executor's socket here: its socket.
+    /// Environments whose executor is connected here, with the number of the socket.
     sockets: HashMap<Arc<str>, u64>,
 }
 
 struct World {
     random: Random,
     base: Instant,
-    /// Milliseconds of true time.
+    /// True time in milliseconds.
     now: u64,
-    /// The log: when each was written, and what. The revision is the index plus one.
+    /// The log: write time and entry. The revision is the index plus one.
     log: Vec<(u64, Entry)>,
     nodes: Vec<Node>,
     environments: Vec<Arc<str>>,
@@ -97,7 +97,7 @@ impl World {
         let nodes = (0..nodes)
             .map(|n| Node {
                 rules: Rules::new(name(n), timing),
-                // Ten minutes apart, and up to two in a hundred faster or slower.
+                // Clock offset up to ten minutes, drift up to two percent.
                 offset: random.below(600_000),
                 rate: 980 + random.below(41),
                 seen: 0,
@@ -126,7 +126,7 @@ impl World {
         }
     }
 
-    /// What a node's clock shows.
+    /// Time that a node's clock shows.
     fn clock(&self, node: usize) -> Instant {
         let node = &self.nodes[node];
         self.base + Duration::from_millis(node.offset + self.now * node.rate / 1000)
@@ -143,7 +143,7 @@ impl World {
         found.next()
     }
 
-    /// An executor dials a node.
+    /// Connects an executor to a node.
     fn attach(&mut self, environment: usize, node: usize, newer_registration: bool) {
         let environment = Arc::clone(&self.environments[environment]);
         let revision = self.log.len() as u64;
@@ -172,7 +172,7 @@ impl World {
         });
     }
 
-    /// An executor's socket goes.
+    /// Closes an executor's socket.
     fn detach(&mut self, environment: usize, node: usize) {
         let environment = Arc::clone(&self.environments[environment]);
         let at = self.now + 1 + self.random.below(100);
@@ -217,7 +217,8 @@ impl World {
         self.check(node, clock);
     }
 
-    /// What was under way lands; as in a bucket, only over what its writer has read just before.
+    /// Applies due writes. Like a bucket, the log accepts a write only over the revision that its
+    /// writer has just read.
     fn write(&mut self, node: usize, clock: Instant) {
         while let Some(write) = self.nodes[node].writes.front()
             && write.at <= self.now
@@ -245,7 +246,7 @@ impl World {
                         assert!(claimed, "the newest cannot be superseded");
                         it.sockets.insert(Arc::clone(environment), write.socket);
                     }
-                    // Removed only if it is still the one that was meant.
+                    // Removes the claim only if it is still the same one.
                     None if current.is_none_or(|(newest, ..)| newest != write.socket) => continue,
                     None => {}
                 }
@@ -287,8 +288,9 @@ impl World {
             assert!(it.rules.holds(&environment, epoch, clock));
             self.accepted += 1;
             let (newest, written, _) = self.newest_claim(&environment).unwrap();
-            // Whoever takes somebody in has the newest claim, or it is newer than any view may be
-            // old, by a clock that may be two in a hundred slow.
+            // A node that accepts a connection has the newest claim, or the newer claim is not
+            // older than the maximum age of a view, measured by a clock that may be two percent
+            // slow.
             let allowed = self.timing.own.as_millis() as u64 * 103 / 100;
             assert!(
                 newest == epoch || self.now - written <= allowed,
@@ -308,7 +310,7 @@ impl World {
             2 => self.nodes[node].delay = 1 + self.random.below(2_000),
             3 => self.nodes[node].delay = 1 + self.random.below(20),
             4 if self.nodes.iter().filter(|node| node.alive).count() > 2 => {
-                // It dies, with all its sockets.
+                // The node dies with all its sockets.
                 self.nodes[node].alive = false;
             }
             _ => {}
@@ -340,7 +342,7 @@ impl World {
         }
     }
 
-    /// Everything works, nobody comes or goes: all must agree in the end.
+    /// Runs without faults and without changes; in the end all nodes must agree.
     fn settle(&mut self) {
         for node in &mut self.nodes {
             (node.cut_off, node.paused) = (0, 0);
@@ -398,14 +400,14 @@ fn nodes_agree_whatever_happens_between_them() {
         accepted += world.accepted;
         fenced += world.fenced;
     }
-    // It was about something.
+    // Shows that the simulation did accept connections.
     assert!(accepted > 10_000, "{accepted}");
     assert!(fenced > 500, "{fenced}");
 }
 
 #[test]
 fn rules_that_are_too_lax_are_found_out() {
-    // A lease of an hour is no lease: some node acts on an old view, and the check says so.
+    // With a lease of one hour some node acts on an old view, and the check must detect that.
     let lax = std::panic::catch_unwind(|| {
         for seed in 0..20 {
             let mut world = World::new(seed, 5, 6);

@@ -1,5 +1,4 @@
-//! What nodes say to each other: frames and words of channels, questions and answers, and to all
-//! others what has happened.
+//! Requests, events and stream frames between nodes over NATS.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,26 +19,26 @@ use crate::mailbox::Mailbox;
 use crate::router::{AttachError, Happening, Harness, Hearing, Router as _, Uplink};
 use crate::tenants::is_tenant;
 
-/// How long the answers of all nodes are waited for.
+/// How long to wait for the responses of all nodes.
 const ANSWERS: Duration = Duration::from_millis(700);
 
-/// How long the answer of one node is waited for.
+/// How long to wait for a node to open a channel.
 const ANSWER: Duration = Duration::from_secs(2);
 
-/// Bytes of what happened: names and a few numbers, of which none has more than 256.
+/// Maximum bytes of an event: names and a few numbers, none longer than 256 bytes.
 const MAX_HAPPENING_BYTES: usize = 16 << 10;
 
-/// What became of the wish to open a channel.
+/// Result of opening a channel to another node.
 pub(crate) enum Opening {
-    /// Here it is.
+    /// The channel is open.
     Opened(Box<dyn Uplink>),
-    /// The executor is not there, or not any more.
+    /// The executor is not connected to that node, or not any more.
     Moved,
-    /// It must not be.
+    /// The other node refused the harness.
     Refused(AttachError),
 }
 
-/// Takes what comes for this node, from now on.
+/// Subscribes to the messages addressed to this node.
 pub(super) async fn listen(shared: &Arc<Shared>) -> Result<(), Failure> {
     let client = &shared.client;
     let prefix = shared.node_subject(&shared.node, "");
@@ -55,7 +54,7 @@ pub(super) async fn listen(shared: &Arc<Shared>) -> Result<(), Failure> {
 }
 
 impl Shared {
-    /// Never waits: all streams come through here.
+    /// Handles one message. Must not wait: the messages of all streams pass through here.
     fn receive(self: &Arc<Self>, start: usize, message: &Message) {
         let subject = &message.subject;
         let rest = subject.get(start..).unwrap_or_default();
@@ -102,7 +101,7 @@ impl Shared {
         }
     }
 
-    /// The other end thinks that we still have a channel.
+    /// Reports to the entry node that this node no longer has the channel.
     fn unknown_at_home(&self, environment: &str, channel: &str) {
         if let Some(node) = entry_of(channel) {
             end_of(self, node, environment, channel, "entry");
@@ -116,7 +115,7 @@ impl Shared {
         }
     }
 
-    /// A harness at another node wants to an executor here.
+    /// Attaches a harness of another node to an executor connected here.
     fn open_here(self: &Arc<Self>, message: &Message) {
         let Some(open) = parse::<Open>(message) else {
             return;
@@ -156,7 +155,7 @@ impl Shared {
         self.reply(message, &opened);
     }
 
-    /// Opens a channel to where an executor is.
+    /// Opens a channel to the node of an executor.
     pub(crate) async fn open(
         self: &Arc<Self>,
         claim: &Claim,
@@ -183,7 +182,8 @@ impl Shared {
             who.clone(),
             Arc::clone(mailbox),
         );
-        // From here on what comes is known; dropped, it tells the other end.
+        // Registered before the request, so that early messages find the channel. Dropping `entry`
+        // notifies the other node.
         self.remember(&channel);
         let entry = Entry {
             shared: Arc::clone(self),
@@ -203,12 +203,12 @@ impl Shared {
                 Opening::Refused(AttachError::TooManySockets(limit))
             }
             Some(Opened::Offline) => Opening::Refused(AttachError::Offline),
-            // Nobody listens there, or not to this.
+            // The node does not respond, or does not own the claim.
             Some(Opened::Moved) | None => Opening::Moved,
         }
     }
 
-    /// Somebody wants to know something.
+    /// Answers a request of another node.
     fn asked(self: &Arc<Self>, message: &Message) {
         let Some(ask) = parse::<Ask>(message) else {
             return;
@@ -242,7 +242,7 @@ impl Shared {
         }
     }
 
-    /// Asks all other nodes; those that do not answer in time are left out.
+    /// Sends a request to all other nodes. The result omits nodes that do not respond in time.
     pub(crate) async fn ask_all<T: DeserializeOwned>(&self, ask: &Ask) -> Vec<T> {
         let others = self.state().rules.others();
         if others.is_empty() {
@@ -258,7 +258,7 @@ impl Shared {
         answers.into_iter().flatten().flatten().collect()
     }
 
-    /// Asks one node; `None` if it does not answer.
+    /// Sends a request to one node. Returns `None` if the node does not respond.
     pub(crate) async fn ask<T: DeserializeOwned>(&self, node: &str, ask: Bytes) -> Option<Vec<T>> {
         let gather = async {
             let inbox = self.client.new_inbox();
@@ -268,7 +268,7 @@ impl Shared {
             asked.ok()?;
             let mut items = Vec::new();
             while let Some(message) = answers.next().await {
-                // Nobody listens: that is an answer without a body.
+                // NATS answers with an empty body if the node has no subscription.
                 let part = parse::<Answer<T>>(&message)?;
                 items.extend(part.items);
                 if !part.more {
@@ -282,7 +282,7 @@ impl Shared {
 }
 
 impl Shared {
-    /// Tells the other nodes what happened here, if there is room for it.
+    /// Publishes an event of this node to the other nodes, unless too much is queued.
     pub(crate) fn announce(&self, happening: &Happening) {
         if self.outbox.full().is_some() {
             tracing::debug!(
@@ -295,7 +295,7 @@ impl Shared {
         self.outbox.send(self.events_subject(), None, text.into());
     }
 
-    /// Listens to what happens at other nodes.
+    /// Subscribes to the events of other nodes.
     pub(crate) fn hear(self: &Arc<Self>, tell: Box<dyn Fn(Happening) + Send + Sync>) -> Hearing {
         let shared = Arc::clone(self);
         Hearing::new(tokio::spawn(async move {
@@ -306,10 +306,10 @@ impl Shared {
                     return;
                 }
             };
-            // Never waits, so that nothing piles up.
+            // The callback must not wait, so that messages do not accumulate.
             while let Some(message) = announced.next().await {
                 match heard(&message.payload) {
-                    // Those who watch here know that already.
+                    // Subscribers of this node already have this node's own events.
                     Some(happening) if happening.data["node"] == *shared.node => {}
                     Some(happening) => tell(happening),
                     None => tracing::debug!(
@@ -322,7 +322,7 @@ impl Shared {
     }
 }
 
-/// What a message says that happened, if it makes sense.
+/// Parses an event. Returns `None` if it is too long or invalid.
 fn heard(message: &[u8]) -> Option<Happening> {
     if message.len() > MAX_HAPPENING_BYTES {
         return None;

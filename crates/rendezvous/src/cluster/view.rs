@@ -1,4 +1,4 @@
-//! What this node knows of the bucket, kept up to date by one watch, and what it writes there.
+//! Local replica of the JetStream bucket: follows it with one watch and writes this node's claims.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,16 +17,16 @@ use crate::router::Whom;
 use crate::store::{Registration, Revocation};
 use crate::tenants;
 
-/// Between two attempts to watch.
+/// Pause between two attempts to watch the bucket.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// How often a claim is tried against others that are made at the same time.
+/// How often writing a claim is retried when other nodes write the same claim concurrently.
 const CLAIM_ATTEMPTS: usize = 16;
 
 /// Why an environment could not be claimed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ClaimError {
-    /// A newer registration, or a newer socket, is there.
+    /// A newer registration or a newer socket owns the environment.
     #[error("a newer executor has the environment")]
     Superseded,
     /// The bucket cannot be used.
@@ -35,7 +35,7 @@ pub(crate) enum ClaimError {
 }
 
 impl Shared {
-    /// Follows the bucket for as long as the process lives.
+    /// Watches the bucket for as long as the process runs.
     pub(super) async fn watch(self: Arc<Self>) {
         loop {
             let seen = self.state().revision;
@@ -54,7 +54,7 @@ impl Shared {
         }
     }
 
-    /// Until the watch fails, or is to be begun again.
+    /// Applies changes until the watch fails or must be restarted.
     async fn follow(self: &Arc<Self>, mut watch: kv::Watch) {
         loop {
             let entry = tokio::select! {
@@ -146,8 +146,9 @@ impl Shared {
         }
     }
 
-    /// Ends what somebody who is revoked has at this node. Every node does so by itself: who revokes
-    /// asks them one after the other, and one of them may not answer.
+    /// Disconnects a revoked harness or executor from this node. Every node does so when its watch
+    /// reports the revocation, because the node that received the revocation asks the nodes one
+    /// after the other, and one of them may not respond.
     fn turn_out_revoked(self: &Arc<Self>, revocation: Revocation) {
         let reason = Reason::AuthorizationRevoked;
         let (tenant, harness) = tenants::split(&revocation.harness);
@@ -170,14 +171,14 @@ impl Shared {
         self.turn_out_here(&whom, &reason);
     }
 
-    /// The token that registered an environment, as far as the watch has told.
+    /// The token that registered an environment, as far as the watch has reported.
     fn owner(&self, environment: &str) -> Option<String> {
         let registration = self.state().registrations.get(environment).cloned()?;
         let registration: Registration = serde_json::from_slice(&registration).ok()?;
         Some(registration.owner)
     }
 
-    /// An environment is somewhere else than before.
+    /// Handles an environment whose executor moved to another node.
     fn moved(&self, environment: &str, home: Option<&str>, verdict: Verdict) {
         let ended = self.local.leave(environment);
         if verdict == Verdict::Fenced {
@@ -194,7 +195,7 @@ impl Shared {
         }
     }
 
-    /// The registration of an environment and its revision, as they are in the bucket now.
+    /// Reads the registration of an environment and its revision from the bucket.
     pub(crate) async fn read_registration(
         &self,
         environment: &str,
@@ -206,7 +207,8 @@ impl Shared {
         })
     }
 
-    /// A key's newest revision, which is that of a removal if there is no value; 0 if there is none.
+    /// Reads the newest revision of a key. The value is `None` if the key was removed; the revision
+    /// is 0 if the key does not exist.
     pub(crate) async fn read(&self, key: String) -> Result<(u64, Option<Bytes>), Failure> {
         let entry = tokio::time::timeout(PATIENCE, self.bucket.entry(key)).await??;
         Ok(match entry {
@@ -216,7 +218,7 @@ impl Shared {
         })
     }
 
-    /// Claims an environment for an executor's socket here.
+    /// Claims an environment for an executor's socket on this node.
     pub(crate) async fn claim(
         &self,
         environment: &Arc<str>,
@@ -263,7 +265,7 @@ impl Shared {
         Err(ClaimError::Superseded)
     }
 
-    /// Looks a claim up in the bucket, for the case that the watch is a moment behind.
+    /// Reads a claim from the bucket in case the watch is behind.
     async fn look_up_claim(self: &Arc<Self>, environment: &Arc<str>) {
         let key = Key::Claim(environment.to_string()).to_string();
         let Ok((revision, Some(value))) = self.read(key).await else {
@@ -283,8 +285,9 @@ impl Shared {
         }
     }
 
-    /// Where the executor of an environment is; waits a little for one that has just gone. `None` if
-    /// it is nowhere. `not` is a claim that was found to lead nowhere.
+    /// Finds the node to which the executor of an environment is connected. Waits briefly for an
+    /// executor that has just disconnected. Returns `None` if it is not connected to any node.
+    /// `not` is the epoch of a claim whose node did not have the executor.
     pub(crate) async fn find(
         self: &Arc<Self>,
         environment: &Arc<str>,
@@ -320,9 +323,9 @@ impl Shared {
         }
     }
 
-    /// Turns out harnesses that came to this node, and whoever is at its executors.
+    /// Disconnects harnesses connected to this node, and sockets of its executors.
     pub(crate) fn turn_out_here(self: &Arc<Self>, whom: &Whom, reason: &Reason) -> usize {
-        // Counted where their executor is.
+        // The executor's node counts these sockets.
         for entry in self.entries() {
             if whom.is_harness(&entry.who) {
                 entry.turn_out(self, reason);

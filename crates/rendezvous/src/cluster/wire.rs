@@ -1,4 +1,4 @@
-//! What nodes write to each other and to the bucket: names, subjects, bodies.
+//! Names, subjects and message bodies that nodes write to each other and to the bucket.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::tenants::share::Rates;
 
-/// One token of a subject or a key, made of any text: letters, digits, `-` and `_` stay, the rest is
-/// `=` and two hexadecimal digits.
+/// Escapes any text to one token of a subject or key: letters, digits, `-` and `_` stay, every
+/// other byte becomes `=` and two hexadecimal digits.
 pub(crate) fn escape(text: &str) -> String {
     use std::fmt::Write as _;
     let mut escaped = String::with_capacity(text.len());
@@ -23,7 +23,7 @@ pub(crate) fn escape(text: &str) -> String {
     escaped
 }
 
-/// The text that was escaped.
+/// Reverses [`escape`].
 pub(crate) fn unescape(token: &str) -> Option<String> {
     let mut text = Vec::with_capacity(token.len());
     let mut rest = token.bytes();
@@ -39,13 +39,13 @@ pub(crate) fn unescape(token: &str) -> Option<String> {
     String::from_utf8(text).ok()
 }
 
-/// Whether a node may be called so: it is a part of subjects.
+/// Whether a node may have this name. It becomes a part of NATS subjects.
 pub fn is_node_name(name: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     (1..=64).contains(&name.len()) && name.bytes().all(allowed)
 }
 
-/// The keys of the bucket.
+/// Key of an entry in the bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Key {
     Registration(String),
@@ -86,58 +86,58 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// A node's lease: that it is there, and what others want to know of it.
+/// Lease of a node, with the figures that other nodes need.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Lease {
-    /// How often it was renewed.
+    /// Number of renewals so far.
     pub(crate) beat: u64,
-    /// When, in milliseconds since 1970 by the node's own clock.
+    /// Time of the renewal, in milliseconds since 1970 by the node's own clock.
     pub(crate) at: i64,
     pub(crate) node: crate::router::Node,
-    /// Sockets of harnesses that came to it, by tenant.
+    /// Number of harness sockets connected to the node, by tenant.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) streams: BTreeMap<String, u64>,
-    /// What tenants with quotas of that use there, by tenant.
+    /// Usage of tenants with rate quotas on the node, by tenant.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub(crate) rates: BTreeMap<String, Rates>,
 }
 
-/// Asks the node of an executor to take in a harness.
+/// Request to the node of an executor to attach a harness.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Open {
     pub(crate) channel: Arc<str>,
-    /// The node that the harness came to.
+    /// The node to which the harness is connected.
     pub(crate) from: Arc<str>,
     pub(crate) environment: Arc<str>,
     pub(crate) registration: Arc<str>,
     pub(crate) token: Arc<str>,
     pub(crate) key: String,
-    /// The claim by which it was found.
+    /// Revision of the claim that led to this node.
     pub(crate) epoch: u64,
 }
 
-/// The answer.
+/// Response to [`Open`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Opened {
     Yes,
     Offline,
     TooManySockets(usize),
-    /// The claim is not ours, or not any more.
+    /// The node does not own the claim, or not any more.
     Moved,
 }
 
-/// What the two ends of a channel tell each other besides frames.
+/// Control message between the two ends of a channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Control {
-    /// Bytes that may be sent in all.
+    /// Total bytes that the receiver grants.
     Grant(u64),
-    /// Nothing more will come, and nothing more is wanted.
+    /// The sender has ended the channel.
     End,
-    /// The harness must go, for this reason.
+    /// Disconnect the harness, with this reason.
     TurnOut(String),
-    /// Where we are; the same is expected from the other side if it does not `answer`.
+    /// State of one end. The other end replies with its own unless this is an `answer`.
     Sync {
         sent: u64,
         granted: u64,
@@ -146,21 +146,21 @@ pub(crate) enum Control {
     },
 }
 
-/// What a node may be asked, or all of them.
+/// Request to one node or to all nodes.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Ask {
-    /// What is attached there.
+    /// List the attached environments.
     Places,
-    /// The streams of its executors.
+    /// List the streams of the executors connected to the node.
     Streams(Option<String>),
-    /// To turn somebody out.
+    /// Disconnect sockets and streams.
     TurnOut { whom: Whom, reason: String },
-    /// To send everybody elsewhere and to end.
+    /// Drain the node: move its connections to other nodes and stop.
     Drain,
 }
 
-/// As [`crate::router::Whom`].
+/// Serialized form of [`crate::router::Whom`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Whom {
@@ -202,33 +202,34 @@ impl From<Whom> for crate::router::Whom {
     }
 }
 
-/// A part of the answer to an [`Ask`].
+/// One part of the response to an [`Ask`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Answer<T> {
     pub(crate) items: Vec<T>,
-    /// Another part follows.
+    /// Whether another part follows.
     pub(crate) more: bool,
 }
 
-/// Items of an answer in one message, which must stay well below what NATS takes.
+/// Maximum items in one message of a response, which must stay well below the message limit of
+/// NATS.
 pub(crate) const ITEMS_AT_ONCE: usize = 1000;
 
-/// Bytes of a frame in one message.
+/// Maximum bytes of a frame in one message.
 ///
-/// A message that does not end within one read of nats-server, which are of 64 KiB, is copied there
-/// to memory that is new each time. Whole frames would all be such messages, and cost it twice the
-/// time for each byte; of these few are.
+/// nats-server reads 64 KiB at a time. A message that crosses the end of a read is copied to newly
+/// allocated memory. Whole frames would nearly all be copied so, at twice the cost for each byte;
+/// of small pieces only a few are.
 const PIECE_BYTES: usize = 8 << 10;
 
-/// Before each piece: its number, and whether it is the last of its frame.
+/// Header of each piece: its number, and whether it is the last piece of its frame.
 const PIECE_HEAD: usize = 8;
 
-/// How many messages a frame of so many bytes is.
+/// Number of messages for a frame of this size.
 pub(crate) fn pieces(bytes: usize) -> u64 {
     bytes.div_ceil(PIECE_BYTES).max(1) as u64
 }
 
-/// The messages that a frame is, numbered from `number` on.
+/// Splits a frame into messages, numbered from `number` on.
 pub(crate) fn cut(number: u64, frame: &[u8]) -> impl Iterator<Item = Bytes> {
     let count = pieces(frame.len());
     (0..count).map(move |index| {
@@ -241,7 +242,7 @@ pub(crate) fn cut(number: u64, frame: &[u8]) -> impl Iterator<Item = Bytes> {
     })
 }
 
-/// A part of a frame.
+/// A piece of a frame.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
     pub(crate) number: u64,
@@ -260,23 +261,23 @@ impl Piece {
     }
 }
 
-/// What a message between nodes is about.
+/// Topic of a message between nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Topic<'a> {
     Open,
     Ask,
-    /// A part of a frame for the executor.
+    /// A piece of a frame for the executor.
     Up(&'a str),
-    /// A part of a frame for the harness.
+    /// A piece of a frame for the harness.
     Down(&'a str),
-    /// A word to the end at the executor.
+    /// A control message to the executor's side.
     ToHome(&'a str),
-    /// A word to the end at the harness.
+    /// A control message to the harness's side.
     ToEntry(&'a str),
 }
 
 impl<'a> Topic<'a> {
-    /// Of what comes after the name of the node in a subject.
+    /// Parses the part of a subject that follows the name of the node.
     pub(crate) fn parse(rest: &'a str) -> Option<Self> {
         let mut tokens = rest.split('.');
         let first = tokens.next()?;
@@ -293,7 +294,7 @@ impl<'a> Topic<'a> {
     }
 }
 
-/// The node that a channel's harness came to.
+/// The node to which the harness of a channel is connected.
 pub(crate) fn entry_of(channel: &str) -> Option<&str> {
     let (node, _) = channel.split_once(':')?;
     is_node_name(node).then_some(node)

@@ -1,9 +1,9 @@
-//! The router of one process.
+//! Router for the sockets of one process.
 //!
 //! ```text
 //!  harness socket ─┐                    ┌─► lane of its stream ─┐
-//!  harness socket ─┼─► Hub: who may ────┼─► lane of its stream ─┼─► executor socket
-//!  harness socket ─┘   say what about   └─► lane of its stream ─┘   (takes from them in turn)
+//!  harness socket ─┼─► Hub: which ──────┼─► lane of its stream ─┼─► executor socket
+//!  harness socket ─┘   socket owns      └─► lane of its stream ─┘   (reads the lanes in turn)
 //!                      which stream
 //!  harness mailbox ◄── by stream id ◄── executor socket
 //! ```
@@ -33,39 +33,40 @@ use super::{
 use crate::mailbox::{Backlog, Mailbox};
 use crate::tenants;
 
-/// Bounds of a router.
+/// Limits of a router.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RouterLimits {
-    /// Sockets of all harnesses with one token, in one environment.
+    /// Maximum sockets of harnesses with the same token in one environment.
     pub harness_sockets: usize,
-    /// Streams of one environment that have a socket.
+    /// Maximum streams of one environment that have a socket.
     pub streams: usize,
-    /// Bytes of one stream that wait for the executor; then its harness has to wait.
+    /// Maximum bytes of one stream that are queued for the executor. Above it, the harness must
+    /// wait.
     pub to_executor: usize,
-    /// Bytes of one stream that wait for its harness. As much as a peer of our kind lets come before
-    /// it has read some, and a little more, so that such streams are never in anybody's way.
+    /// Maximum bytes of one stream that are queued for its harness. Slightly more than the receive
+    /// window of compatible peers, so that their streams never block other streams.
     pub to_harness: usize,
-    /// Bytes of all streams that wait; above it each stream may have no more than `scarce`.
+    /// Queued bytes of all streams above which each stream is limited to `scarce`.
     pub total: usize,
-    /// Bytes of one stream that may wait while there is too much in all.
+    /// Maximum queued bytes of one stream while more than `total` is queued.
     pub scarce: usize,
-    /// Handshakes of one token in one environment that wait for the executor's answer; more have to
-    /// wait. Together with `failures` less than what a compatible executor can bear before it turns
-    /// everybody away.
+    /// Maximum handshakes of one token in one environment that wait for the executor's answer;
+    /// further ones are delayed. Together with `failures` it stays below the number of failures at
+    /// which a compatible executor refuses all harnesses.
     pub handshakes: usize,
-    /// Handshakes of one token that may fail in one environment before it has to pause.
+    /// Failed handshakes of one token in one environment after which the token must pause.
     pub failures: u32,
-    /// How long it has to pause, the first time; twice as long the next, and so on.
+    /// Length of the first pause; each further pause is twice as long.
     pub pause: Duration,
-    /// Handshake frames on one socket: the first, and repetitions.
+    /// Maximum handshake frames on one socket, repetitions included.
     pub handshake_frames: u32,
-    /// How long a stream whose socket is gone belongs to its harness.
+    /// How long a stream without a socket stays reserved for its harness.
     pub memory: Duration,
-    /// How long somebody who asks for an executor waits for one that has just gone, or for any when
-    /// the process is young.
+    /// How long a connect request waits for an executor that has just disconnected, or for any
+    /// executor if the process has just started.
     pub arrival: Duration,
-    /// What "just" and "young" mean.
+    /// Age up to which a disconnect or a process start counts as "just".
     pub recent: Duration,
 }
 
@@ -89,19 +90,19 @@ impl Default for RouterLimits {
     }
 }
 
-/// Streams without a socket that one environment remembers.
+/// Maximum streams without a socket that one environment remembers.
 const MAX_REMEMBERED: usize = 4096;
 
-/// A handshake that the executor does not answer for so long does not count any more.
+/// A handshake without an answer from the executor is no longer counted after this time.
 const UNANSWERED: Duration = Duration::from_secs(15);
 
-/// A failed handshake this long ago does not count any more.
+/// A failed handshake is no longer counted after this time.
 const FORGIVEN: Duration = Duration::from_secs(60);
 
-/// The longest pause after failed handshakes.
+/// Longest pause after failed handshakes.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// Brings together sockets of this process; cheap to clone.
+/// Router for the sockets of this process; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Local(Arc<Shared>);
 
@@ -112,21 +113,21 @@ struct Shared {
     backlog: Arc<Backlog>,
     started: Instant,
     started_at: u64,
-    /// What this process is called.
+    /// Name of this node.
     node: String,
-    /// Somebody wants it to end.
+    /// Cancelled when this node receives a drain request.
     drain: CancellationToken,
-    /// Names sockets.
+    /// Source of socket numbers.
     sockets: AtomicU64,
 }
 
 impl Local {
-    /// A router with nobody attached; what waits in its sockets' mailboxes counts as `backlog`.
+    /// Creates a router without sockets. Messages queued in its mailboxes count as `backlog`.
     pub fn new(limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
         Self::named("local", limits, backlog)
     }
 
-    /// As [`Local::new`], in a process that others know by this name.
+    /// Like [`Local::new`], with the name under which other nodes know this process.
     pub fn named(node: impl Into<String>, limits: RouterLimits, backlog: Arc<Backlog>) -> Self {
         Self(Arc::new(Shared {
             hubs: Mutex::default(),
@@ -140,7 +141,7 @@ impl Local {
         }))
     }
 
-    /// This process, as others are told of it.
+    /// Status of this node for other nodes.
     pub(crate) fn node(&self) -> Node {
         let mut node = Node {
             name: self.0.node.clone(),
@@ -166,7 +167,7 @@ impl Local {
         self.0.hubs.lock().values().cloned().collect()
     }
 
-    /// The environments whose executors are here.
+    /// Environments whose executors are connected to this node.
     pub(crate) fn places_here(&self) -> Vec<Place> {
         let place = |hub: Arc<Hub>| {
             let state = hub.lock();
@@ -182,7 +183,7 @@ impl Local {
         self.all().into_iter().filter_map(place).collect()
     }
 
-    /// Sockets of harnesses that came to this node, by tenant.
+    /// Number of harness sockets connected to this node, by tenant.
     #[cfg(feature = "nats")]
     pub(crate) fn harnesses_by_tenant(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
@@ -198,7 +199,7 @@ impl Local {
         counts
     }
 
-    /// The streams of executors that are here.
+    /// Streams of executors connected to this node.
     pub(crate) fn streams_here(&self, environment: Option<&str>) -> Vec<StreamPlace> {
         let hubs = match environment {
             Some(environment) => self.find(environment).into_iter().collect(),
@@ -235,7 +236,7 @@ impl Local {
     }
 
     fn hub(&self, environment: &Arc<str>) -> Arc<Hub> {
-        /// Between two looks for environments that nobody has used for long.
+        /// Number of lookups between two removals of unused environments.
         const TIDY: usize = 1024;
         let mut hubs = self.0.hubs.lock();
         if let Some(hub) = hubs.get(environment) {
@@ -281,29 +282,29 @@ impl Local {
 }
 
 fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
-/// One environment.
+/// Sockets and streams of one environment.
 #[derive(Debug)]
 struct Hub {
     environment: Arc<str>,
     shared: Arc<Shared>,
-    /// An executor has come.
+    /// Notified when an executor attaches.
     arrived: Arc<Notify>,
     state: Mutex<State>,
 }
 
-/// Under the lock; nobody waits while holding it.
+/// State of one environment; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct State {
     executor: Option<Attached>,
-    /// Since when there is none, if there was one.
+    /// When the last executor disconnected, if none is attached.
     executor_gone: Option<Instant>,
     harnesses: HashMap<u64, Guest>,
     streams: HashMap<Arc<str>, Stream>,
-    /// By token.
+    /// Handshake limits by token.
     gates: HashMap<Arc<str>, Gate>,
 }
 
@@ -314,55 +315,57 @@ struct Attached {
     mailbox: Arc<Mailbox>,
 }
 
-/// A harness's socket.
+/// Socket of a harness.
 #[derive(Debug)]
 struct Guest {
     who: Harness,
     mailbox: Arc<Mailbox>,
     stream: Option<Arc<str>>,
-    /// The node that it came to, if that is not this one.
+    /// The node to which the harness is connected, if it is another one.
     from: Option<Arc<str>>,
 }
 
+/// State of one stream.
+///
 /// ```text
 ///  unknown ── resume, handshake ──► bound ◄──────────────┐
 ///                                     │                  │ by the same harness
-///                                     ├─ socket gone ──► remembered ── memory over ──► unknown
-///                                     └─ reset (ended): as before, but nobody is told when the
-///                                        socket goes
+///                                     ├─ socket closed ► remembered ── expires ──► unknown
+///                                     └─ reset (ended): like bound, but the executor is not
+///                                        notified when the socket closes
 /// ```
 #[derive(Debug)]
 struct Stream {
-    /// Whose it is; `None` if only its executor has named it.
+    /// The harness that owns the stream; `None` if only the executor has used its id.
     owner: Option<(Arc<str>, Fingerprint)>,
-    /// The harness's socket.
+    /// Number of the harness's socket.
     socket: Option<u64>,
-    /// Since when there is none.
+    /// When the socket closed, if the stream has none.
     gone: Option<Instant>,
-    /// The executor, or the harness, was told that the other is not there.
+    /// Whether the executor or the harness was notified that the other side is detached.
     told: bool,
-    /// Somebody has ended it.
+    /// Whether either side has ended the stream.
     ended: bool,
-    /// Since when a handshake waits for the executor's answer.
+    /// When the handshake began that waits for the executor's answer.
     handshake: Option<Instant>,
 }
 
-/// How one token's handshakes have fared.
+/// Handshake limits and failures of one token.
 #[derive(Debug, Default)]
 struct Gate {
     pending: usize,
     failures: u32,
-    /// When the last one failed.
+    /// When the last handshake failed.
     failed: Option<Instant>,
     pauses: u32,
-    /// Until when it has to pause.
+    /// End of the current pause.
     closed: Option<Instant>,
-    /// Told when one was answered.
+    /// Notified when the executor answers a handshake.
     answered: Arc<Notify>,
 }
 
 impl State {
-    /// Streams with a harness on them.
+    /// Number of streams with a harness socket.
     fn live_streams(&self) -> usize {
         let streams = self.streams.values();
         streams
@@ -381,7 +384,7 @@ impl State {
                 .any(|stream| stream.gone.is_some_and(recent))
     }
 
-    /// Makes room for one more remembered stream.
+    /// Removes expired streams, and the oldest one if the limit is reached.
     fn forget_streams(&mut self, now: Instant, limits: &RouterLimits) {
         let remembered = self.streams.len().saturating_sub(self.harnesses.len());
         if remembered < 64 {
@@ -404,7 +407,7 @@ impl State {
         }
     }
 
-    /// The executor, or nobody, has answered the handshake of a stream.
+    /// Records that the handshake of a stream has an answer, or that no answer will come.
     fn answered(&mut self, stream_id: &str, failed: bool, now: Instant, limits: &RouterLimits) {
         let Some(stream) = self.streams.get_mut(stream_id) else {
             return;
@@ -421,7 +424,7 @@ impl State {
         };
         gate.pending = gate.pending.saturating_sub(1);
         if failed {
-            // Successes in between make nothing good: the executor counts failures alone.
+            // A success does not reset the count, because the executor counts failures alone.
             let before = gate.failed.replace(now);
             let since = before.map_or(Duration::MAX, |before| now.duration_since(before));
             if since > FORGIVEN {
@@ -441,14 +444,14 @@ impl State {
         gate.answered.notify_waiters();
     }
 
-    /// Tells the executor something about a stream.
+    /// Sends a reset of a stream to the executor.
     fn tell_executor(&self, stream_id: &Arc<str>, reason: &Reason) {
         if let Some(executor) = &self.executor {
             executor.mailbox.push(stream_id, reset(stream_id, reason));
         }
     }
 
-    /// Ends a harness's socket, and tells both sides why.
+    /// Closes a harness's socket and sends the reason to both sides.
     fn turn_out(&mut self, socket: u64, reason: &Reason) {
         let Some(guest) = self.harnesses.get(&socket) else {
             return;
@@ -475,7 +478,7 @@ impl State {
         }
     }
 
-    /// The executor's socket is gone: whoever talks to it hears so.
+    /// Handles the loss of the executor's socket: notifies all harnesses.
     fn executor_lost(&mut self, now: Instant, limits: &RouterLimits) {
         self.executor_gone = Some(now);
         let pending: Vec<_> = self
@@ -508,7 +511,7 @@ impl Hub {
         &self.shared.limits
     }
 
-    /// What one stream may have waiting now.
+    /// Maximum bytes that one stream may have queued now.
     fn allowance(&self, usual: usize) -> usize {
         let limits = self.limits();
         if self.shared.backlog.bytes() > limits.total {
@@ -520,7 +523,7 @@ impl Hub {
 }
 
 impl Local {
-    /// Attaches an executor in place of the one that is there.
+    /// Attaches an executor, in place of an executor already attached.
     pub(crate) fn take_executor(&self, who: &Executor, mailbox: Arc<Mailbox>) -> Box<dyn Uplink> {
         let hub = self.hub(&who.environment);
         let socket = self.next_socket();
@@ -553,7 +556,7 @@ impl Local {
         Box::new(FromExecutor { hub, socket })
     }
 
-    /// Attaches a harness, which may have come to the node `from`.
+    /// Attaches a harness; `from` is its node if it is connected to another one.
     pub(crate) fn take_harness(
         &self,
         who: Harness,
@@ -594,7 +597,7 @@ impl Local {
         }))
     }
 
-    /// The registration of the executor that is here.
+    /// Registration of the executor connected to this node.
     #[cfg(feature = "nats")]
     pub(crate) fn registration_here(&self, environment: &str) -> Option<Arc<str>> {
         let hub = self.find(environment)?;
@@ -603,8 +606,8 @@ impl Local {
         Some(Arc::clone(&executor.registration))
     }
 
-    /// Gives an environment up because it is somewhere else now: its sockets end, and are welcome
-    /// there. Says how many there were.
+    /// Closes all sockets of an environment that has moved to another node; the peers can reconnect
+    /// there. Returns the number of sockets.
     #[cfg(feature = "nats")]
     pub(crate) fn leave(&self, environment: &str) -> usize {
         let Some(hub) = self.find(environment) else {
@@ -620,7 +623,7 @@ impl Local {
         state.harnesses.len() + usize::from(state.executor.is_some())
     }
 
-    /// Ends the sockets and streams of somebody; says how many sockets that were.
+    /// Disconnects sockets and ends their streams. Returns the number of sockets.
     pub(crate) fn turn_out_now(&self, whom: &Whom, reason: &Reason) -> usize {
         match whom {
             Whom::Environment(environment) | Whom::Others { environment, .. } => {
@@ -648,14 +651,14 @@ impl Local {
         }
     }
 
-    /// What waits in all mailboxes of this process.
+    /// Counter of bytes queued in all mailboxes of this process.
     #[cfg(feature = "nats")]
     pub(crate) fn backlog(&self) -> &Arc<Backlog> {
         &self.0.backlog
     }
 
-    /// How long somebody who asks for an executor waits for one, and how long ago one must have been
-    /// there for that.
+    /// How long a connect request waits for an executor, and how recently the executor must have
+    /// been attached for that.
     #[cfg(feature = "nats")]
     pub(crate) fn patience(&self) -> (Duration, Duration) {
         (self.0.limits.arrival, self.0.limits.recent)
@@ -732,7 +735,7 @@ impl Router for Local {
     }
 }
 
-/// A reset as a whole websocket frame.
+/// Builds a reset as a complete websocket frame.
 pub(crate) fn reset(stream_id: &str, reason: &Reason) -> Bytes {
     let frame = Transmit::reset(stream_id, reason.as_str());
     let mut message = Vec::with_capacity(frame.len() + 4);
@@ -740,14 +743,14 @@ pub(crate) fn reset(stream_id: &str, reason: &Reason) -> Bytes {
     message.into()
 }
 
-/// What an executor's socket says.
+/// Uplink of an executor's socket.
 struct FromExecutor {
     hub: Arc<Hub>,
     socket: u64,
 }
 
 impl FromExecutor {
-    /// Whether a newer socket has taken its place.
+    /// Whether a newer socket of the executor is attached.
     fn is_replaced(&self, state: &State) -> bool {
         state
             .executor
@@ -795,7 +798,8 @@ impl Uplink for FromExecutor {
             state.streams.remove(stream_id);
             return Outcome::Sent;
         }
-        // Nobody is there. The executor is told once, whatever it has already sent.
+        // The stream has no harness. The executor is notified once, however many frames it has
+        // already sent.
         if state
             .streams
             .get(stream_id)
@@ -841,20 +845,20 @@ impl Drop for FromExecutor {
     }
 }
 
-/// What a harness's socket says.
+/// Uplink of a harness's socket.
 struct FromHarness {
     hub: Arc<Hub>,
     socket: u64,
     who: Harness,
     mailbox: Arc<Mailbox>,
-    /// What it talks about; a socket is for one stream.
+    /// The stream of this socket; a socket carries one stream.
     stream: Option<Arc<str>>,
-    /// Handshake frames so far.
+    /// Number of handshake frames received.
     handshakes: u32,
 }
 
 impl FromHarness {
-    /// Makes a stream the one of this socket.
+    /// Binds a stream to this socket.
     fn claim(&mut self, state: &mut State, stream_id: &str) -> Result<Arc<str>, Reason> {
         let limits = self.hub.limits();
         let owner = (Arc::clone(&self.who.token), self.who.key);
@@ -864,8 +868,8 @@ impl FromHarness {
                 let free = match (&stream.owner, stream.socket) {
                     (None, _) => true,
                     (Some((_, key)), None) => *key == self.who.key,
-                    // The same harness, back before its last socket was missed: one that moved to
-                    // another network leaves a socket behind that looks alive for a minute.
+                    // The same harness reconnected before its old socket timed out. A change of
+                    // networks leaves an old socket that looks alive for a minute.
                     (Some(before), Some(_)) => *before == owner,
                 };
                 if !free {
@@ -902,7 +906,8 @@ impl FromHarness {
         Ok(id)
     }
 
-    /// Whether the executor may be asked for one more handshake; else what to do with it.
+    /// Checks whether one more handshake may be sent to the executor. The error says what to do
+    /// with the frame instead.
     fn knock(&mut self, state: &mut State, id: &Arc<str>) -> Result<(), Outcome> {
         let limits = self.hub.limits();
         let now = now();
@@ -910,7 +915,8 @@ impl FromHarness {
             return Err(Outcome::Refused(Reason::HandshakeCooldown));
         }
         if state.streams.get(id).is_some_and(|s| s.handshake.is_some()) {
-            // It has one of this stream; another before its answer would only annoy it.
+            // A handshake of this stream is already pending; the executor would reject a second
+            // one.
             self.handshakes += 1;
             return Err(Outcome::Sent);
         }
@@ -920,7 +926,7 @@ impl FromHarness {
         }
         gate.closed = None;
         if gate.pending >= limits.handshakes {
-            // Those that were never answered must not bar the way for ever.
+            // Handshakes that the executor never answers must not block the token permanently.
             let mut lapsed = 0;
             let token = &self.who.token;
             for stream in state.streams.values_mut() {
@@ -935,7 +941,7 @@ impl FromHarness {
             if gate.pending >= limits.handshakes {
                 let answered = Arc::clone(&gate.answered).notified_owned();
                 return Err(Outcome::Full {
-                    // Also after a while, for the sake of those that are never answered.
+                    // Checks again after one second, because some handshakes are never answered.
                     ready: Box::pin(async move {
                         let _ = tokio::time::timeout(Duration::from_secs(1), answered).await;
                     }),
@@ -946,7 +952,7 @@ impl FromHarness {
         Ok(())
     }
 
-    /// Notes that the executor was asked.
+    /// Records that a handshake was sent to the executor.
     fn knocked(&mut self, state: &mut State, id: &Arc<str>) {
         self.handshakes += 1;
         if let Some(gate) = state.gates.get_mut(&self.who.token) {
@@ -975,7 +981,7 @@ impl Uplink for FromHarness {
             },
         };
         if state.executor.is_none() {
-            // Told once; it will hear from the executor when that is back.
+            // Notified once; after that the executor's own frames report its return.
             if let Some(stream) = state.streams.get_mut(&id)
                 && !stream.told
                 && !matches!(kind, Kind::Reset { .. })
@@ -1033,7 +1039,8 @@ impl Drop for FromHarness {
         if !state.streams.get(&id).is_some_and(own) {
             return;
         }
-        // One that asks and does not wait for the answer has cost the executor as much as a bad one.
+        // A harness that disconnects before the answer costs the executor as much as a failed
+        // handshake.
         state.answered(&id, true, now(), limits);
         let Some(stream) = state.streams.get_mut(&id) else {
             return;

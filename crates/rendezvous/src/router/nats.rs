@@ -1,8 +1,8 @@
-//! The router of many processes, on NATS.
+//! Router of a cluster of nodes on NATS.
 //!
-//! Each node has a router of its own for the sockets that come to it. This one says where an
-//! executor is, leads harnesses there whose executor is at another node, and takes care that an
-//! environment has one executor's socket in all. Streams on one node do not go through NATS.
+//! Each node has a local router for its own sockets. This router finds the node of an executor,
+//! connects harnesses to executors on other nodes, and ensures that an environment has one executor
+//! socket in the whole cluster. Streams within one node do not pass through NATS.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -22,21 +22,21 @@ use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
 use crate::mailbox::Mailbox;
 use crate::tenants::share::Rates;
 
-/// What somebody hears who comes to a node that is about to end.
+/// Error for clients that connect to a draining node.
 const DRAINING: &str = "this node is about to end: use another";
 
-/// How often a harness is sent after an executor that moves.
+/// How often a harness follows an executor that moves between nodes.
 const ATTEMPTS: usize = 6;
 
-/// Before a node is asked again that does not know of an executor yet.
+/// Pause before asking a node again that does not have an executor yet.
 const SECOND_THOUGHT: Duration = Duration::from_millis(50);
 
-/// The router of a cluster.
+/// Router of a cluster.
 #[derive(Debug, Clone)]
 pub struct NatsRouter(Cluster);
 
 impl NatsRouter {
-    /// The router of a cluster.
+    /// Creates the router of a cluster.
     pub fn new(cluster: Cluster) -> Self {
         Self(cluster)
     }
@@ -59,7 +59,7 @@ impl NatsRouter {
         }
         let socket = shared.number();
         shared.add_socket(socket);
-        // From here on dropping it takes the claim back.
+        // From here on, dropping this value releases the claim.
         let mut claimed = Claimed {
             inner: None,
             shared: Arc::clone(shared),
@@ -76,7 +76,7 @@ impl NatsRouter {
         })?;
         let inner = shared.local.take_executor(&who, Arc::clone(&mailbox));
         claimed.inner = Some(inner);
-        // A newer one may have come between the claim and the attaching.
+        // A newer claim may have been written since this one.
         if !shared.owns(&who.environment, socket) {
             mailbox.close();
             return Err(AttachError::Offline);
@@ -110,7 +110,8 @@ impl NatsRouter {
                     match shared.open(&claim, epoch, &who, &mailbox).await {
                         Opening::Opened(uplink) => return Ok(uplink),
                         Opening::Refused(error) => return Err(error),
-                        // Its node may be a moment behind us; asked twice, it knows.
+                        // The other node may be slightly behind this one, so it is asked a second
+                        // time.
                         Opening::Moved if tried != Some(epoch) => {
                             tried = Some(epoch);
                             tokio::time::sleep(SECOND_THOUGHT).await;
@@ -124,7 +125,7 @@ impl NatsRouter {
         Err(AttachError::Offline)
     }
 
-    /// The node that an environment is at, if it is not this one.
+    /// The node of an environment's executor, if it is another node.
     fn home(&self, environment: &str) -> Option<Arc<str>> {
         match self.shared().route(environment) {
             Route::There { claim, .. } => Some(claim.node),
@@ -158,7 +159,7 @@ impl NatsRouter {
         let shared = self.shared();
         let mut places = shared.local.places_here();
         places.extend(shared.ask_all(&Ask::Places).await);
-        // Those at a node that has not answered are somewhere nevertheless.
+        // Adds environments of nodes that did not respond, from their claims.
         let mut found: HashMap<String, Place> = places
             .into_iter()
             .map(|place| (place.environment.clone(), place))
@@ -179,7 +180,7 @@ impl NatsRouter {
     }
 }
 
-/// An executor's socket here, and the claim that goes with it.
+/// Uplink of an executor's socket that releases the claim on drop.
 struct Claimed {
     inner: Option<Box<dyn Uplink>>,
     shared: Arc<Shared>,

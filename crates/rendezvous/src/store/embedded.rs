@@ -1,4 +1,4 @@
-//! The store of one process: a database file beside it.
+//! Embedded store: a database file that one process opens.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -14,16 +14,16 @@ use serde::de::DeserializeOwned;
 use super::{Registration, Revocation, Store, StoreError};
 use crate::tenants;
 
-/// By environment.
+/// Registrations by environment.
 const REGISTRATIONS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("registrations");
 
-/// By environment, or `*`, and harness; see [`revocation_key`].
+/// Revocations by environment (or `*`) and harness; see [`revocation_key`].
 const REVOCATIONS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("revocations");
 
-/// Memory for pages; a registration is less than two kilobytes.
+/// Page cache; a registration is smaller than 2 KB.
 const CACHE_BYTES: usize = 4 << 20;
 
-/// A store in one file, which only one process can have open.
+/// Store in one file, which only one process can open.
 #[derive(Clone)]
 pub struct Embedded {
     database: Arc<Database>,
@@ -42,11 +42,11 @@ impl std::fmt::Debug for Embedded {
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 impl Embedded {
-    /// Opens the file, or makes it, readable by its owner alone.
+    /// Opens the file, or creates it with access for its owner only.
     ///
     /// # Errors
     ///
-    /// When it cannot be had: another process may have it open.
+    /// If the file cannot be opened, for example because another process has it open.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let open = || -> Result<Database, Failure> {
             let file = OpenOptions::new()
@@ -59,7 +59,7 @@ impl Embedded {
             let database = Database::builder()
                 .set_cache_size(CACHE_BYTES)
                 .create_file(file)?;
-            // Both tables are there from now on, so that readers need not ask.
+            // Creates both tables, so that readers need not check.
             let write = database.begin_write()?;
             write.open_table(REGISTRATIONS)?;
             write.open_table(REVOCATIONS)?;
@@ -76,7 +76,7 @@ impl Embedded {
         })
     }
 
-    /// Works on the database where waiting for a disk holds up nobody.
+    /// Runs a write on a blocking thread, because it waits for the disk.
     fn work<T: Send + 'static>(
         &self,
         doing: &'static str,
@@ -92,7 +92,7 @@ impl Embedded {
         })
     }
 
-    /// Reads, which never waits long: what matters is in memory.
+    /// Runs a read, which never waits long because the relevant pages are cached.
     fn look<T: Send + 'static>(
         &self,
         doing: &'static str,
@@ -129,7 +129,8 @@ impl Store for Embedded {
         self.work("count registrations", move |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             let mut count = 0;
-            // What a tenant has lies side by side; only those of `default` are among the others.
+            // Environments of one tenant are adjacent in the table, except those of `default`,
+            // which have no prefix.
             let entries = match &*tenant {
                 tenants::DEFAULT => table.iter()?,
                 tenant => {
@@ -240,7 +241,7 @@ impl Store for Embedded {
     }
 }
 
-/// Environments have no `*` and no line break in their ids.
+/// An environment id contains neither `*` nor a line break.
 fn revocation_key(environment: Option<&str>, harness: &str) -> String {
     format!("{}\n{harness}", environment.unwrap_or("*"))
 }
@@ -281,7 +282,7 @@ mod tests {
         assert!(!store.register(registration("b"), replaces).await.unwrap());
         let replaces = Some("a".to_owned());
         assert!(store.register(registration("b"), replaces).await.unwrap());
-        // One process at a time.
+        // A second process cannot open the file.
         let error = Embedded::open(&path).unwrap_err().to_string();
         assert!(error.contains("open its file"), "{error}");
         drop(store);

@@ -1,8 +1,8 @@
-//! The store that many meeting points share: a key-value bucket of NATS JetStream.
+//! Store of a cluster: a key-value bucket of NATS JetStream.
 //!
-//! Registrations are read from the bucket, since who registers at one node dials another a moment
-//! later. Lists and revocations come from the view that the watch keeps: whoever is revoked is
-//! turned out by that watch, on every node.
+//! Single registrations are read from the bucket, because an executor that registers at one node
+//! may connect to another node a moment later. Lists and revocations are read from the local
+//! replica that the watch updates. The same watch disconnects revoked peers on every node.
 
 use async_nats::jetstream::kv;
 use futures_util::future::BoxFuture;
@@ -12,17 +12,17 @@ use super::{Registration, Revocation, Store, StoreError};
 use crate::cluster::Cluster;
 use crate::cluster::{AWAY, Failure, Key};
 
-/// A store in a bucket.
+/// Store in a JetStream bucket.
 #[derive(Debug, Clone)]
 pub struct NatsStore(Cluster);
 
 impl NatsStore {
-    /// The store of a cluster.
+    /// Creates the store of a cluster.
     pub fn new(cluster: Cluster) -> Self {
         Self(cluster)
     }
 
-    /// Works on the bucket, if it can be reached.
+    /// Runs an operation on the bucket, or fails if NATS is unreachable.
     fn work<'a, T: Send + 'a>(
         &'a self,
         doing: &'static str,
@@ -135,7 +135,7 @@ impl Store for NatsStore {
             let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
             let shared = &self.0.0;
             shared.bucket.put(&key, text(&revocation)?).await?;
-            // Known here at once, elsewhere as soon as the watch tells.
+            // Valid on this node immediately, on other nodes as soon as their watch reports it.
             shared.state().revocations.insert(key, revocation);
             Ok(())
         })

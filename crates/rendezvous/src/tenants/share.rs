@@ -1,15 +1,15 @@
-//! How nodes that work together divide what a tenant may use in a second.
+//! Division of a tenant's rate quota between the nodes of a cluster.
 //!
-//! Each node measures what a tenant uses there and tells the others. From what it has heard of them
-//! it knows its own share: what those leave who use less than an equal part, divided equally between
-//! the rest. Nobody is asked, so that nothing waits; what is heard is a moment old, and for as long
-//! the nodes together may use more, or less, than they should.
+//! Each node measures a tenant's usage and reports it to the others. From their last reports it
+//! computes its own share: nodes that use less than an equal part keep what they use, and the rest
+//! is divided equally. No node waits for another. Reports are slightly old, so for a moment the
+//! nodes together may use more or less than the quota.
 
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-/// What a tenant uses at one node, a second.
+/// Usage of a tenant on one node, per second.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Rates {
     /// Bytes of relay frames.
@@ -21,7 +21,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// As precise as anybody needs it, and short.
+    /// Rounded to the precision needed, so that the lease stays short.
     pub fn rounded(self) -> Self {
         Self {
             bytes: self.bytes.round(),
@@ -30,9 +30,9 @@ impl Rates {
     }
 }
 
-/// This node's part of a quota, while the others use so much of it.
+/// This node's share of a quota, given the usage on the other nodes.
 ///
-/// Never less than an equal part for each node that uses it, never more than there is.
+/// At least an equal part among the nodes that use the quota, at most the quota.
 pub fn share(quota: f64, others: impl IntoIterator<Item = f64>) -> f64 {
     let mut others: Vec<f64> = others.into_iter().filter(|used| *used > 0.0).collect();
     others.sort_by(f64::total_cmp);
@@ -47,20 +47,21 @@ pub fn share(quota: f64, others: impl IntoIterator<Item = f64>) -> f64 {
     left / nodes
 }
 
-/// How fast a number grows, lately.
+/// Smoothed rate of a growing counter.
 #[derive(Debug, Default)]
 pub(super) struct Speed {
-    /// When it was last looked at, and what it was.
+    /// Time and value of the last measurement.
     last: Option<(Instant, u64)>,
     rate: f64,
 }
 
 impl Speed {
-    /// The shortest time that says something.
+    /// Shortest time between two measurements that gives a useful rate.
     const LEAST: Duration = Duration::from_millis(100);
 
-    /// Looks at the number again. Half of the answer is of the time since the last look, a quarter of
-    /// the time before it, and so on: frames are large, and come now and then.
+    /// Measures the counter again. The result is a moving average: half is the rate since the last
+    /// measurement, a quarter the rate before, and so on, because frames are large and arrive
+    /// irregularly.
     pub(super) fn look(&mut self, now: Instant, count: u64) -> f64 {
         let (at, before) = *self.last.get_or_insert((now, count));
         let passed = now.saturating_duration_since(at);
@@ -88,19 +89,19 @@ mod tests {
 
     #[test]
     fn what_others_leave_is_ours_but_an_equal_part_is_in_any_case() {
-        // Alone, or with others that do nothing, all of it.
+        // A node that is alone, or whose peers are idle, gets the whole quota.
         check(&[], 90.0);
         check(&[0.0, 0.0], 90.0);
-        // Those that use little leave the rest.
+        // Nodes with low usage leave the rest.
         check(&[9.0], 81.0);
         check(&[9.0, 1.0], 80.0);
-        // Those that use much leave an equal part.
+        // Nodes with high usage leave an equal part.
         check(&[45.0], 45.0);
         check(&[90.0], 45.0);
         check(&[1000.0, 1000.0], 30.0);
-        // One of each: what the small one leaves is divided.
+        // With one low and one high node, the part that the low one leaves is divided.
         check(&[10.0, 90.0], 40.0);
-        // What makes no sense counts for nothing, or for much.
+        // Invalid numbers count as nothing or as high usage.
         check(&[f64::NAN, -5.0], 90.0);
         check(&[f64::INFINITY], 45.0);
     }
@@ -112,7 +113,7 @@ mod tests {
         let mut speed = Speed::default();
         assert_eq!(speed.look(at(0), 500), 0.0);
         assert_eq!(speed.look(at(1000), 600), 50.0);
-        // Too soon to tell.
+        // Too soon for a new measurement.
         assert_eq!(speed.look(at(1010), 700), 50.0);
         assert_eq!(speed.look(at(2000), 700), 75.0);
         assert_eq!(speed.look(at(3000), 700), 37.5);
@@ -122,13 +123,13 @@ mod tests {
         assert_eq!(speed.look(at(60_000), 700), 0.0);
     }
 
-    /// A number that looks random, from 0 to 1.
+    /// Pseudo-random number from 0 to 1.
     fn random(seed: &mut u64) -> f64 {
         *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (*seed >> 33) as f64 / f64::from(1u32 << 31)
     }
 
-    /// Nodes that want different amounts, which change, and hear of each other late.
+    /// Nodes with different, changing demands that receive each other's reports late.
     #[test]
     fn the_nodes_together_use_what_the_quota_says() {
         const QUOTA: f64 = 1e6;
@@ -140,7 +141,7 @@ mod tests {
             let mut wants = vec![0.0; nodes];
             let mut counts = vec![0.0; nodes];
             let mut speeds: Vec<Speed> = (0..nodes).map(|_| Speed::default()).collect();
-            // What each has told: now, and at the beat before.
+            // Reported usage of each node: the current one, and the one before.
             let mut told = vec![[0.0; 2]; nodes];
             for beat in 0..200_u32 {
                 if beat % 50 == 0 {
@@ -162,7 +163,7 @@ mod tests {
                     let rate = speeds[node].look(start + BEAT * beat, counts[node] as u64);
                     told[node] = [rate, told[node][0]];
                 }
-                // Eight beats after everything has changed it is settled.
+                // Shares must be stable eight reports after every change.
                 if beat % 50 > 8 {
                     let (used, wanted): (f64, f64) = (used.iter().sum(), wants.iter().sum());
                     let due = QUOTA.min(wanted);
