@@ -16,11 +16,11 @@
 
 mod channel;
 pub mod credit;
+mod messages;
 mod outbox;
 pub mod rules;
 #[cfg(test)]
 mod simulation;
-mod talk;
 mod view;
 mod wire;
 
@@ -50,9 +50,9 @@ use outbox::Outbox;
 use rules::{Claim, Route, Rules, Timing};
 use wire::{Control, Lease, escape};
 
-pub(crate) use talk::Opening;
+pub(crate) use messages::OpenOutcome;
 pub(crate) use view::ClaimError;
-pub(crate) use wire::{Ask, Key};
+pub(crate) use wire::{Key, NodeRequest};
 
 pub use wire::is_node_name;
 
@@ -63,7 +63,7 @@ const RECONNECT: Backoff = Backoff {
 };
 
 /// Timeout of one operation on the bucket.
-const PATIENCE: Duration = Duration::from_secs(3);
+const OPERATION_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// How often the two ends of each channel compare their state even if nothing happened.
 const SYNC_PERIOD: Duration = Duration::from_secs(15);
@@ -73,13 +73,13 @@ const HISTORY: i64 = 5;
 
 /// Maximum number of tenants whose streams and rates one lease reports, so that the lease stays
 /// well below the size limit of a value.
-const TENANTS_TOLD: usize = 256;
+const MAX_TENANTS_IN_LEASE: usize = 256;
 
 /// How long the lease of a dead node is kept before another node deletes it.
-const BURY_AFTER: Duration = Duration::from_secs(60);
+const DEAD_LEASE_RETENTION: Duration = Duration::from_secs(60);
 
 /// Message to clients while this node has no fresh view of the bucket.
-pub(crate) const AWAY: &str = "NATS cannot be reached: new connections are refused until it is back; streams on one node continue";
+pub(crate) const NATS_UNREACHABLE: &str = "NATS cannot be reached: new connections are refused until it is back; streams on one node continue";
 
 /// Options of a cluster node.
 #[derive(Debug, Clone)]
@@ -128,7 +128,7 @@ impl ClusterOptions {
 #[non_exhaustive]
 pub enum ClusterError {
     /// The node name is not valid in a NATS subject.
-    #[error("`{0}` is no name for a node: 1 to 64 letters, digits, `-` and `_`")]
+    #[error("`{0}` is not a valid node name: 1 to 64 letters, digits, `-` and `_`")]
     Name(String),
     /// The credentials file cannot be used.
     #[error("cannot use the NATS credentials in {path}")]
@@ -243,9 +243,9 @@ impl Cluster {
         let client = connect(&options, "streams", Arc::clone(&signal)).await?;
         // A second connection: nats-server stops reading from a connection while it stores a
         // message of it, which can block without limit if the disk is full.
-        let ledger = connect(&options, "bucket", Arc::clone(&signal)).await?;
-        let mut jetstream = jetstream::new(ledger);
-        jetstream.set_timeout(PATIENCE);
+        let bucket_client = connect(&options, "bucket", Arc::clone(&signal)).await?;
+        let mut jetstream = jetstream::new(bucket_client);
+        jetstream.set_timeout(OPERATION_TIMEOUT);
         let bucket = open_bucket(&jetstream, &options);
         let bucket = bucket.await.map_err(|source| ClusterError::Bucket {
             bucket: options.bucket.clone(),
@@ -291,10 +291,10 @@ impl Cluster {
             bucket: shared.options.bucket.clone(),
             source,
         };
-        talk::listen(&shared).await.map_err(failed)?;
+        messages::listen(&shared).await.map_err(failed)?;
         // These tasks run as long as the process.
         tokio::spawn(Arc::clone(&shared).watch());
-        tokio::spawn(Arc::clone(&shared).renew());
+        tokio::spawn(Arc::clone(&shared).renew_lease_periodically());
         tokio::spawn(Arc::clone(&shared).reconnected(signal));
         let fresh = async {
             loop {
@@ -305,8 +305,11 @@ impl Cluster {
                 changed.await;
             }
         };
-        if tokio::time::timeout(PATIENCE * 3, fresh).await.is_err() {
-            return Err(failed("its changes cannot be followed".into()));
+        if tokio::time::timeout(OPERATION_TIMEOUT * 3, fresh)
+            .await
+            .is_err()
+        {
+            return Err(failed("the bucket cannot be watched".into()));
         }
         Ok(Self(shared))
     }
@@ -327,11 +330,11 @@ impl Cluster {
         if let Err(error) = made.await
             && error.kind() != kv::CreateErrorKind::AlreadyExists
         {
-            return Err(failed(once(&error)));
+            return Err(failed(error_text(&error)));
         }
         let secret = self.0.bucket.get(&key).await;
-        let secret = secret.map_err(|error| failed(once(&error)))?;
-        let secret = secret.ok_or_else(|| failed("the shared secret is gone".into()))?;
+        let secret = secret.map_err(|error| failed(error_text(&error)))?;
+        let secret = secret.ok_or_else(|| failed("the shared secret was deleted".into()))?;
         *self.0.secret.lock() = Some(secret.clone());
         String::from_utf8(secret.to_vec()).map_err(|error| failed(error.into()))
     }
@@ -340,15 +343,15 @@ impl Cluster {
     pub fn set_draining(&self) {
         self.0.draining.store(true, Ordering::Relaxed);
         let shared = Arc::clone(&self.0);
-        tokio::spawn(async move { shared.beat().await });
+        tokio::spawn(async move { shared.renew_lease().await });
     }
 
     /// Leaves the cluster by deleting the lease, so that other nodes need not wait for it to
     /// expire.
     pub async fn leave(&self) {
         let key = Key::Node(self.0.node.to_string()).to_string();
-        let _ = tokio::time::timeout(PATIENCE, self.0.bucket.delete(key)).await;
-        let _ = tokio::time::timeout(PATIENCE, self.0.client.flush()).await;
+        let _ = tokio::time::timeout(OPERATION_TIMEOUT, self.0.bucket.delete(key)).await;
+        let _ = tokio::time::timeout(OPERATION_TIMEOUT, self.0.client.flush()).await;
     }
 }
 
@@ -386,7 +389,7 @@ async fn connect(
         })
         .ping_interval(Duration::from_secs(5))
         .connection_timeout(Duration::from_secs(5))
-        .request_timeout(Some(PATIENCE))
+        .request_timeout(Some(OPERATION_TIMEOUT))
         // Messages in this buffer are lost when the connection breaks.
         .client_capacity(256)
         .event_callback(move |event| {
@@ -397,7 +400,7 @@ async fn connect(
                         tracing::info!(purpose, "connected to NATS");
                         signal.notify_one();
                     }
-                    Event::Disconnected => tracing::warn!(purpose, "{AWAY}"),
+                    Event::Disconnected => tracing::warn!(purpose, "{NATS_UNREACHABLE}"),
                     Event::SlowConsumer(_) => {
                         tracing::warn!(purpose, "messages from NATS were dropped");
                         signal.notify_one();
@@ -411,13 +414,13 @@ async fn connect(
         .connect(servers)
         .await
         .map_err(|error| ClusterError::Connect {
-            servers: without_secrets(&options.servers),
-            source: once(&error),
+            servers: redact_servers(&options.servers),
+            source: error_text(&error),
         })
 }
 
 /// Text of a NATS error with each source once: some of its errors already include their source.
-fn once(error: &dyn std::error::Error) -> Failure {
+fn error_text(error: &dyn std::error::Error) -> Failure {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {
@@ -431,7 +434,7 @@ fn once(error: &dyn std::error::Error) -> Failure {
 }
 
 /// Server URLs without user names, passwords and tokens, for display.
-fn without_secrets(servers: &[String]) -> String {
+fn redact_servers(servers: &[String]) -> String {
     let shown = servers.iter().map(|server| match server.rsplit_once('@') {
         Some((before, host)) => match before.split_once("://") {
             Some((scheme, _)) => format!("{scheme}://{host}"),
@@ -467,12 +470,12 @@ async fn open_bucket(
     match jetstream.create_stream(config).await {
         Ok(_) => {
             let bucket = jetstream.get_key_value(&options.bucket).await;
-            bucket.map_err(|error| once(&error))
+            bucket.map_err(|error| error_text(&error))
         }
         // Another node may have created the bucket in the meantime.
         Err(error) => match jetstream.get_key_value(&options.bucket).await {
             Ok(bucket) => Ok(bucket),
-            Err(_) => Err(once(&error)),
+            Err(_) => Err(error_text(&error)),
         },
     }
 }
@@ -557,10 +560,10 @@ impl Shared {
             let (tenant, _) = tenants::split(&entry.who.environment);
             *streams.entry(tenant.to_owned()).or_default() += 1;
         }
-        if streams.len() > TENANTS_TOLD {
+        if streams.len() > MAX_TENANTS_IN_LEASE {
             let mut most: Vec<_> = streams.into_iter().collect();
             most.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
-            most.truncate(TENANTS_TOLD);
+            most.truncate(MAX_TENANTS_IN_LEASE);
             streams = most.into_iter().collect();
         }
         streams
@@ -577,10 +580,10 @@ impl Shared {
     }
 
     /// Sets the usage of tenants on this node that the next lease reports.
-    pub(crate) fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
-        let told = rates.into_iter().take(TENANTS_TOLD);
-        let told = told.map(|(tenant, rates)| (tenant.to_string(), rates.rounded()));
-        *self.rates.lock() = told.collect();
+    pub(crate) fn report_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
+        let reported = rates.into_iter().take(MAX_TENANTS_IN_LEASE);
+        let reported = reported.map(|(tenant, rates)| (tenant.to_string(), rates.rounded()));
+        *self.rates.lock() = reported.collect();
     }
 
     /// Usage of a tenant on each of the other nodes, from their last leases.
@@ -593,11 +596,11 @@ impl Shared {
             .collect()
     }
 
-    fn forget(&self, channel: &str) {
+    fn remove_channel(&self, channel: &str) {
         self.channels.lock().remove(channel);
     }
 
-    fn remember(&self, channel: &Arc<Channel>) {
+    fn add_channel(&self, channel: &Arc<Channel>) {
         self.channels
             .lock()
             .insert(Arc::clone(&channel.id), Arc::clone(channel));
@@ -645,7 +648,7 @@ impl Shared {
             tokio::select! {
                 () = signal.notified() => {
                     self.rewatch.notify_one();
-                    self.beat().await;
+                    self.renew_lease().await;
                 }
                 _ = period.tick() => {}
             }
@@ -656,25 +659,25 @@ impl Shared {
     }
 
     /// Renews the lease for as long as the process runs.
-    async fn renew(self: Arc<Self>) {
+    async fn renew_lease_periodically(self: Arc<Self>) {
         let mut period = tokio::time::interval(self.options.timing.renew);
         period.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             period.tick().await;
-            self.beat().await;
-            self.look_after_others().await;
+            self.renew_lease().await;
+            self.check_other_nodes().await;
         }
     }
 
     /// Renews the lease once.
-    async fn beat(&self) {
+    async fn renew_lease(&self) {
         let (node, streams) = (self.own_node(), self.own_streams());
         let rates = self.rates.lock().clone();
         let lease = {
             let mut state = self.state();
             state.beat += 1;
             let beat = state.beat;
-            state.rules.renewing(beat, now());
+            state.rules.record_renewal_sent(beat, now());
             Lease {
                 beat,
                 at: self.own_clock(),
@@ -686,20 +689,20 @@ impl Shared {
         let text = serde_json::to_vec(&lease).unwrap_or_default();
         let key = Key::Node(self.node.to_string()).to_string();
         let put = self.bucket.put(&key, text.into());
-        match tokio::time::timeout(PATIENCE, put).await {
+        match tokio::time::timeout(OPERATION_TIMEOUT, put).await {
             Ok(Ok(revision)) => {
                 let before = {
                     let mut state = self.state();
                     std::mem::replace(&mut state.renewed, revision)
                 };
                 if revision < before || (!self.is_fresh() && self.is_bucket_lost().await) {
-                    self.begin_anew().await;
+                    self.rebuild_bucket().await;
                 }
             }
             Ok(Err(error)) => {
                 tracing::warn!(%error, "the lease of this node was not renewed");
                 if self.is_bucket_lost().await {
-                    self.begin_anew().await;
+                    self.rebuild_bucket().await;
                 }
             }
             Err(_) => tracing::warn!("the lease of this node was not renewed in time"),
@@ -722,21 +725,25 @@ impl Shared {
 
     /// Closes channels to dead nodes, retries removals of claims, and deletes leases of long dead
     /// nodes.
-    async fn look_after_others(&self) {
-        let (lapsed, releases, buried) = {
+    async fn check_other_nodes(&self) {
+        let (expired, releases, removed) = {
             let mut state = self.state();
-            let lapsed = state.rules.lapse(now());
+            let expired = state.rules.expire_members(now());
             let releases = std::mem::take(&mut state.releases);
-            (lapsed, releases, state.rules.buried(now(), BURY_AFTER))
+            (
+                expired,
+                releases,
+                state.rules.remove_dead_members(now(), DEAD_LEASE_RETENTION),
+            )
         };
-        for node in lapsed {
+        for node in expired {
             tracing::warn!(%node, "a node stopped renewing its lease and is treated as dead");
-            self.lost_node(&node);
+            self.close_channels_to(&node);
         }
         for (environment, revision) in releases {
             self.remove_claim(environment, revision).await;
         }
-        for (node, revision) in buried {
+        for (node, revision) in removed {
             let key = Key::Node(node.to_string()).to_string();
             // Deletes the lease only if the node has not renewed it in the meantime.
             let _ = self
@@ -747,7 +754,7 @@ impl Shared {
     }
 
     /// Closes all channels to a node that is dead.
-    fn lost_node(&self, node: &str) {
+    fn close_channels_to(&self, node: &str) {
         for channel in self.all_channels() {
             if *channel.peer == *node {
                 channel.fail(self, "the other node is dead");
@@ -760,7 +767,7 @@ impl Shared {
     pub(crate) async fn remove_claim(&self, environment: Arc<str>, revision: u64) {
         let key = Key::Claim(environment.to_string()).to_string();
         let removed = self.bucket.delete_expect_revision(key, Some(revision));
-        match tokio::time::timeout(PATIENCE, removed).await {
+        match tokio::time::timeout(OPERATION_TIMEOUT, removed).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) if error.kind() == kv::UpdateErrorKind::WrongLastRevision => {}
             _ => {
@@ -771,10 +778,10 @@ impl Shared {
     }
 
     /// Recreates the bucket if necessary and writes this node's state to it.
-    async fn begin_anew(&self) {
+    async fn rebuild_bucket(&self) {
         tracing::error!(
             bucket = self.options.bucket,
-            "the bucket is gone; recreating it from the state of the nodes"
+            "the bucket was deleted; recreating it from the state of the nodes"
         );
         match open_bucket(&self.jetstream, &self.options).await {
             Ok(bucket) => *self.created.lock() = bucket.stream.cached_info().created,
@@ -789,7 +796,7 @@ impl Shared {
             state.renewed = 0;
             state.leases.clear();
             state.releases.clear();
-            let claims = state.rules.begin_anew();
+            let claims = state.rules.reset();
             let registrations = state.registrations.clone();
             (claims, registrations, state.revocations.clone())
         };
@@ -829,7 +836,7 @@ impl Shared {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%environment, %error, "an executor has to attach again");
+                    tracing::warn!(%environment, %error, "cannot claim an environment again; its executor must reconnect");
                     self.local.leave(&environment);
                 }
             }
@@ -839,7 +846,7 @@ impl Shared {
 }
 
 /// Reports the end of a channel that this node does not have.
-fn end_of(shared: &Shared, node: &str, environment: &str, channel: &str, last: &str) {
+fn send_end(shared: &Shared, node: &str, environment: &str, channel: &str, last: &str) {
     let subject = shared.node_subject(node, &format!("{environment}.{channel}.{last}"));
     let text = serde_json::to_vec(&Control::End).unwrap_or_default();
     shared.outbox.send(subject, None, text.into());
@@ -850,7 +857,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wrong_is_said_once() {
+    fn error_text_names_each_source_once() {
         #[derive(Debug, thiserror::Error)]
         #[error("it failed: {0}")]
         struct Outer(#[source] Inner);
@@ -860,13 +867,13 @@ mod tests {
 
         let innermost = "x".parse::<u8>().unwrap_err();
         let expected = format!("it failed: refused: {innermost}");
-        let error = once(&Outer(Inner(innermost)));
+        let error = error_text(&Outer(Inner(innermost)));
         assert_eq!(error.to_string(), expected);
         assert!(error.source().is_none());
     }
 
     #[test]
-    fn servers_are_shown_without_passwords() {
+    fn redact_servers_removes_user_names_passwords_and_tokens() {
         let servers = [
             "nats://ann:p@ss@one:4222",
             "tls://two",
@@ -875,7 +882,7 @@ mod tests {
         ];
         let servers: Vec<String> = servers.map(str::to_owned).to_vec();
         assert_eq!(
-            without_secrets(&servers),
+            redact_servers(&servers),
             "nats://one:4222,tls://two,three,four"
         );
     }

@@ -12,38 +12,38 @@ use exec_server_sync::{Mutex, MutexGuard};
 use serde_json::Value;
 use tokio::sync::Notify;
 
-use crate::router::{Happening, Hearing, Router};
+use crate::router::{AdminEvent, EventSubscription, Router};
 
 /// Maximum number of subscribers at a time.
-const MAX_WATCHERS: usize = 64;
+const MAX_SUBSCRIBERS: usize = 64;
 
 /// Maximum number of queued events of one subscriber.
-const MAX_WAITING: usize = 1024;
+const MAX_QUEUED_EVENTS: usize = 1024;
 
 /// Event bus of this node.
 #[derive(Debug, Default)]
 pub(crate) struct Events {
-    watchers: Mutex<Watchers>,
+    subscribers: Mutex<Subscribers>,
 }
 
 /// Subscribers of this node; the lock is never held across an await.
 #[derive(Debug, Default)]
-struct Watchers {
-    all: Vec<Arc<Watcher>>,
+struct Subscribers {
+    all: Vec<Arc<Subscriber>>,
     /// Set while this node has subscribers and the cluster has other nodes.
-    hearing: Option<Hearing>,
+    remote_events: Option<EventSubscription>,
 }
 
 #[derive(Debug)]
-struct Watcher {
+struct Subscriber {
     /// Tenant whose events the subscriber receives; `None` for all.
     tenant: Option<Arc<str>>,
-    waiting: Mutex<Waiting>,
+    queue: Mutex<EventQueue>,
     filled: Notify,
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
+struct EventQueue {
     events: VecDeque<Arc<str>>,
     /// Number of the first queued event. Each subscriber has separate numbers, because a common
     /// sequence would reveal the activity of other tenants.
@@ -58,107 +58,110 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Events {
     /// Sends an event to all subscribers that may see it.
-    pub(crate) fn tell(&self, happening: Happening) {
-        let Happening {
+    pub(crate) fn publish(&self, admin_event: AdminEvent) {
+        let AdminEvent {
             event,
             tenant,
             mut data,
-        } = happening;
-        let watchers = locked(&self.watchers);
-        if watchers.all.is_empty() {
+        } = admin_event;
+        let subscribers = locked(&self.subscribers);
+        if subscribers.all.is_empty() {
             return;
         }
         data.insert("tenant".to_owned(), Value::from(tenant.as_str()));
         let data = Value::Object(data);
         // JSON contains no raw line breaks, so the event fits on one line.
         let text: Arc<str> = format!("event: {event}\ndata: {data}\n\n").into();
-        for watcher in &watchers.all {
-            if watcher
+        for subscriber in &subscribers.all {
+            if subscriber
                 .tenant
                 .as_ref()
-                .is_some_and(|watched| **watched != *tenant)
+                .is_some_and(|wanted| **wanted != *tenant)
             {
                 continue;
             }
-            let mut waiting = locked(&watcher.waiting);
-            if waiting.events.len() >= MAX_WAITING {
+            let mut queue = locked(&subscriber.queue);
+            if queue.events.len() >= MAX_QUEUED_EVENTS {
                 // Drops the oldest event, because the current state matters more.
-                waiting.events.pop_front();
-                waiting.first += 1;
-                waiting.dropped += 1;
+                queue.events.pop_front();
+                queue.first += 1;
+                queue.dropped += 1;
             }
-            waiting.events.push_back(Arc::clone(&text));
-            drop(waiting);
-            watcher.filled.notify_one();
+            queue.events.push_back(Arc::clone(&text));
+            drop(queue);
+            subscriber.filled.notify_one();
         }
     }
 
     /// Subscribes to the events of one tenant, or of all, on this node and on other nodes of the
     /// router. Returns `None` if the limit of subscribers is reached.
-    pub(crate) fn watch(
+    pub(crate) fn subscribe(
         self: &Arc<Self>,
         tenant: Option<Arc<str>>,
         router: &dyn Router,
-    ) -> Option<Watching> {
-        let mut watchers = locked(&self.watchers);
-        if watchers.all.len() >= MAX_WATCHERS {
+    ) -> Option<Subscription> {
+        let mut subscribers = locked(&self.subscribers);
+        if subscribers.all.len() >= MAX_SUBSCRIBERS {
             return None;
         }
-        if watchers.hearing.is_none() {
+        if subscribers.remote_events.is_none() {
             let events = Arc::clone(self);
-            watchers.hearing = router.hear(Box::new(move |happening| events.tell(happening)));
+            subscribers.remote_events =
+                router.subscribe_events(Box::new(move |admin_event| events.publish(admin_event)));
         }
-        let watcher = Arc::new(Watcher {
+        let subscriber = Arc::new(Subscriber {
             tenant,
-            waiting: Mutex::default(),
+            queue: Mutex::default(),
             filled: Notify::new(),
         });
-        watchers.all.push(Arc::clone(&watcher));
-        Some(Watching {
+        subscribers.all.push(Arc::clone(&subscriber));
+        Some(Subscription {
             events: Arc::clone(self),
-            watcher,
+            subscriber,
         })
     }
 }
 
 /// Subscription to events, until dropped.
 #[derive(Debug)]
-pub(crate) struct Watching {
+pub(crate) struct Subscription {
     events: Arc<Events>,
-    watcher: Arc<Watcher>,
+    subscriber: Arc<Subscriber>,
 }
 
-impl Watching {
+impl Subscription {
     /// Returns the events since the last call in the format of server-sent events. Cancel safe.
     pub(crate) async fn next(&self) -> String {
         loop {
             {
-                let mut waiting = locked(&self.watcher.waiting);
-                if !waiting.events.is_empty() {
+                let mut queue = locked(&self.subscriber.queue);
+                if !queue.events.is_empty() {
                     let mut text = String::new();
-                    let dropped = std::mem::take(&mut waiting.dropped);
+                    let dropped = std::mem::take(&mut queue.dropped);
                     if dropped > 0 {
                         text = format!("event: dropped\ndata: {{\"dropped\":{dropped}}}\n\n");
                     }
-                    for event in std::mem::take(&mut waiting.events) {
-                        let _ = write!(text, "id: {}\n{event}", waiting.first);
-                        waiting.first += 1;
+                    for event in std::mem::take(&mut queue.events) {
+                        let _ = write!(text, "id: {}\n{event}", queue.first);
+                        queue.first += 1;
                     }
                     return text;
                 }
             }
-            self.watcher.filled.notified().await;
+            self.subscriber.filled.notified().await;
         }
     }
 }
 
-impl Drop for Watching {
+impl Drop for Subscription {
     fn drop(&mut self) {
-        let watcher = &self.watcher;
-        let mut watchers = locked(&self.events.watchers);
-        watchers.all.retain(|other| !Arc::ptr_eq(other, watcher));
-        if watchers.all.is_empty() {
-            watchers.hearing = None;
+        let subscriber = &self.subscriber;
+        let mut subscribers = locked(&self.events.subscribers);
+        subscribers
+            .all
+            .retain(|other| !Arc::ptr_eq(other, subscriber));
+        if subscribers.all.is_empty() {
+            subscribers.remote_events = None;
         }
     }
 }
@@ -174,8 +177,8 @@ mod tests {
         Local::new(RouterLimits::default(), Arc::default())
     }
 
-    fn happening(event: &str, tenant: &str, data: Value) -> Happening {
-        Happening {
+    fn admin_event(event: &str, tenant: &str, data: Value) -> AdminEvent {
+        AdminEvent {
             event: event.to_owned(),
             tenant: tenant.to_owned(),
             data: data.as_object().unwrap().clone(),
@@ -183,15 +186,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn watchers_hear_of_their_tenant_alone() {
+    async fn subscriber_of_a_tenant_receives_only_its_events() {
         let events = Arc::new(Events::default());
-        let all = events.watch(None, &router()).unwrap();
-        let acme = events.watch(Some("acme".into()), &router()).unwrap();
+        let all = events.subscribe(None, &router()).unwrap();
+        let acme = events.subscribe(Some("acme".into()), &router()).unwrap();
         let other = json!({"environment": "a\nb"});
-        events.tell(happening("attach", "other-one", other));
+        events.publish(admin_event("attach", "other-one", other));
         // The tenant in the data of the event is ignored.
         let own = json!({"harness": "token:x", "tenant": "b"});
-        events.tell(happening("revoke", "acme", own));
+        events.publish(admin_event("revoke", "acme", own));
         let expected =
             "id: 0\nevent: revoke\ndata: {\"harness\":\"token:x\",\"tenant\":\"acme\"}\n\n";
         assert_eq!(acme.next().await, expected);
@@ -201,28 +204,28 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_slow_are_told_what_they_have_missed() {
+    async fn slow_subscriber_receives_the_number_of_dropped_events() {
         let events = Arc::new(Events::default());
-        let slow = events.watch(None, &router()).unwrap();
-        for _ in 0..MAX_WAITING + 7 {
-            events.tell(happening("attach", "default", json!({})));
+        let slow = events.subscribe(None, &router()).unwrap();
+        for _ in 0..MAX_QUEUED_EVENTS + 7 {
+            events.publish(admin_event("attach", "default", json!({})));
         }
         let text = slow.next().await;
         assert!(text.starts_with("event: dropped\ndata: {\"dropped\":7}\n\n"));
-        assert_eq!(text.matches("event: attach").count(), MAX_WAITING);
+        assert_eq!(text.matches("event: attach").count(), MAX_QUEUED_EVENTS);
         assert!(text.contains("id: 7\n") && !text.contains("id: 6\n"));
-        events.tell(happening("attach", "default", json!({})));
+        events.publish(admin_event("attach", "default", json!({})));
         assert!(!slow.next().await.contains("dropped"));
     }
 
     #[test]
-    fn not_everybody_can_watch() {
+    fn subscribe_fails_at_the_limit_until_a_subscriber_leaves() {
         let events = Arc::new(Events::default());
-        let watch = || events.watch(None, &router());
-        let all: Vec<_> = (0..MAX_WATCHERS).map(|_| watch()).collect();
+        let subscribe = || events.subscribe(None, &router());
+        let all: Vec<_> = (0..MAX_SUBSCRIBERS).map(|_| subscribe()).collect();
         assert!(all.iter().all(Option::is_some));
-        assert!(watch().is_none());
+        assert!(subscribe().is_none());
         drop(all);
-        assert!(watch().is_some());
+        assert!(subscribe().is_some());
     }
 }

@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lanes_take_turns_and_fill_apart() {
+    async fn lanes_are_read_in_turn_and_have_separate_limits() {
         let backlog = Arc::new(Backlog::default());
         let mailbox = Mailbox::new(Arc::clone(&backlog));
         let (a, b): (Arc<str>, Arc<str>) = ("a".into(), "b".into());
@@ -224,7 +224,7 @@ mod tests {
             assert!(mailbox.offer(&a, &Bytes::from(text), 200).is_ok());
         }
         let Err(room) = mailbox.offer(&a, &Bytes::from("a4"), 190) else {
-            panic!("there is no room");
+            panic!("the lane must be full");
         };
         assert!(mailbox.offer(&b, &Bytes::from("b1"), 190).is_ok());
         assert_eq!(backlog.bytes(), 4 * 66);
@@ -244,12 +244,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn closing_frees_who_waits_for_room() {
+    async fn close_wakes_senders_that_wait_for_room() {
         let mailbox = Mailbox::new(Arc::default());
         let lane: Arc<str> = "a".into();
         mailbox.push(&lane, Bytes::from("1"));
         let Err(room) = mailbox.offer(&lane, &Bytes::from("2"), 0) else {
-            panic!("there is no room");
+            panic!("the lane must be full");
         };
         mailbox.close();
         room.await;

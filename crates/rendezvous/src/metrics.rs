@@ -20,7 +20,7 @@ pub(crate) struct Metrics {
     pub(crate) executor_sockets: Counter,
     pub(crate) harness_sockets: Counter,
     /// Refused websocket upgrades.
-    pub(crate) tickets_refused: Counter,
+    pub(crate) upgrades_refused: Counter,
     /// Requests without a valid token.
     pub(crate) unauthorized: Counter,
     /// Sockets closed because the peer violated the protocol.
@@ -65,7 +65,7 @@ impl Metrics {
         tenants: &[(Arc<str>, Arc<Counters>)],
     ) -> String {
         let mut page = Page::new("exec_server_rendezvous_");
-        page.family("build_info", "gauge", "The version that runs.");
+        page.family("build_info", "gauge", "Version of the running program.");
         let node = label(node);
         let version = env!("CARGO_PKG_VERSION");
         let labels = format!("{{version=\"{version}\",node=\"{node}\"}}");
@@ -96,17 +96,17 @@ impl Metrics {
             ),
             (
                 "sockets_refused_total",
-                "Upgrades with a bad address.",
-                &self.tickets_refused,
+                "Websocket upgrades refused.",
+                &self.upgrades_refused,
             ),
             (
                 "unauthorized_total",
-                "Requests without a good token.",
+                "Requests without a valid token.",
                 &self.unauthorized,
             ),
             (
                 "violations_total",
-                "Sockets dropped for what they sent.",
+                "Sockets closed because of a protocol violation.",
                 &self.violations,
             ),
             (
@@ -116,7 +116,7 @@ impl Metrics {
             ),
             (
                 "invalid_handshakes_total",
-                "Handshakes not vouched for.",
+                "Handshakes that the registry did not validate.",
                 &self.invalid,
             ),
             (
@@ -126,7 +126,7 @@ impl Metrics {
             ),
             (
                 "slow_streams_total",
-                "Streams ended as too slow.",
+                "Streams ended because the receiver was too slow.",
                 &self.slow,
             ),
             ("frames_total", "Relay frames received.", &self.frames),
@@ -143,7 +143,7 @@ impl Metrics {
         ] {
             page.single(name, "counter", help, counter.value());
         }
-        page.family("calls_total", "counter", "Calls of the registry.");
+        page.family("calls_total", "counter", "Registry requests.");
         for (name, counters) in CALLS.iter().zip(&self.calls) {
             for (outcome, counter) in ["ok", "error"].iter().zip(counters) {
                 let labels = format!("{{call=\"{name}\",outcome=\"{outcome}\"}}");

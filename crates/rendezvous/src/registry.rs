@@ -15,7 +15,7 @@ use exec_server_transport::journal;
 use serde::{Deserialize, Serialize};
 
 use crate::oidc::{self, Oidc};
-use crate::router::{AttachError, Executor, Harness, Node, Router, Whom};
+use crate::router::{AttachError, DisconnectTarget, Executor, Harness, Node, Router};
 use crate::signature::{Holder, Signer, Ticket};
 use crate::store::{Registration, Revocation, Store, StoreError};
 use crate::tenants::{self, QuotaError, Tenants};
@@ -108,7 +108,7 @@ pub(crate) struct Registry {
 
 /// One environment in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct Listed {
+pub(crate) struct EnvironmentEntry {
     environment_id: String,
     tenant: String,
     executor_registration_id: String,
@@ -127,7 +127,7 @@ pub(crate) struct Listed {
 
 /// One stream in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct ListedStream {
+pub(crate) struct StreamEntry {
     stream_id: String,
     environment_id: String,
     tenant: String,
@@ -139,7 +139,7 @@ pub(crate) struct ListedStream {
 
 /// One revocation in a list.
 #[derive(Debug, Serialize)]
-pub(crate) struct Revoked {
+pub(crate) struct RevocationEntry {
     environment: Option<String>,
     harness: String,
     tenant: String,
@@ -164,7 +164,7 @@ pub(crate) struct RevokeRequest {
 }
 
 /// Subject of a revocation.
-struct Meant {
+struct RevocationTarget {
     tenant: String,
     /// Name of the harness within its tenant.
     harness: String,
@@ -199,11 +199,11 @@ impl RevokeRequest {
         }
     }
 
-    fn meant(&self, caller: &Caller) -> Result<Meant, CallError> {
-        let tenant = administered(caller, self.tenant.as_deref())?;
+    fn target(&self, caller: &Caller) -> Result<RevocationTarget, CallError> {
+        let tenant = administered_tenant(caller, self.tenant.as_deref())?;
         let harness = self.harness()?;
         let environment = self.environment_id.as_deref().map(checked_id).transpose()?;
-        Ok(Meant {
+        Ok(RevocationTarget {
             harness_key: tenants::scoped(&tenant, &harness),
             environment_key: environment.map(|id| tenants::scoped(&tenant, &id)),
             tenant,
@@ -213,7 +213,7 @@ impl RevokeRequest {
 }
 
 /// Checks that a caller is admin of a tenant (its own if `None`) and returns the tenant.
-fn administered(caller: &Caller, tenant: Option<&str>) -> Result<String, CallError> {
+fn administered_tenant(caller: &Caller, tenant: Option<&str>) -> Result<String, CallError> {
     let tenant = tenant.unwrap_or(&caller.tenant);
     if !caller.is(Role::Admin) {
         let message = format!("the token `{}` is not one of an admin", caller.name);
@@ -229,14 +229,14 @@ fn administered(caller: &Caller, tenant: Option<&str>) -> Result<String, CallErr
         return Err(CallError::new(403, "wrong_tenant", message));
     }
     if !tenants::is_tenant(tenant) {
-        let message = format!("`{tenant}` is no name of a tenant");
+        let message = format!("`{tenant}` is not a valid tenant name");
         return Err(CallError::new(400, "invalid_request", message));
     }
     Ok(tenant.to_owned())
 }
 
 /// An environment of the caller's tenant.
-struct Spot {
+struct CallerEnvironment {
     id: String,
     /// Name of the environment in stores and routers; see [`tenants::scoped`].
     key: String,
@@ -287,19 +287,19 @@ impl Registry {
     /// sockets.
     pub(crate) fn set_tokens(&self, tokens: Tokens) -> usize {
         *self.tokens.write() = Arc::new(tokens);
-        self.router.review(
+        self.router.retain_harnesses(
             &|who| self.still_allows(&who.token, Role::Harness, &who.environment),
             Reason::AuthorizationRevoked,
         )
     }
 
     /// Computes this node's shares of the tenants' rate quotas.
-    pub(crate) fn share_out(&self) {
+    pub(crate) fn update_quota_shares(&self) {
         let router = &self.router;
         let used = self
             .tenants
-            .share_out(|tenant| router.rates_elsewhere(tenant));
-        router.tell_rates(used);
+            .update_quota_shares(|tenant| router.rates_elsewhere(tenant));
+        router.report_rates(used);
     }
 
     /// Whether a token that was accepted earlier is still valid for a role and an environment;
@@ -312,38 +312,46 @@ impl Registry {
         self.tokens().still_allows(name, role, environment)
     }
 
-    /// Whether a caller was revoked in all of its tenant: it may not do anything, least of all permit
-    /// itself again.
+    /// Whether a caller was revoked in its whole tenant. All its requests are refused, so it cannot
+    /// undo the revocation.
     pub(crate) async fn is_caller_revoked(&self, caller: &Caller) -> Result<bool, StoreError> {
         // No environment has this id, so only revocations without one are found.
-        let nowhere = tenants::scoped(&caller.tenant, "");
-        self.is_token_revoked(&nowhere, &caller.name).await
+        let no_environment = tenants::scoped(&caller.tenant, "");
+        self.is_token_revoked(&no_environment, &caller.name).await
     }
 
-    /// Refuses to revoke or permit an operator unless the caller is one: although an operator's
-    /// calls are made in the default tenant, admins of that tenant have no power over it.
-    fn may_judge(&self, caller: &Caller, meant: &Meant) -> Result<(), CallError> {
-        let operator = meant
+    /// Refuses to revoke or permit an operator unless the caller is an operator. Operators make
+    /// requests in the default tenant, but admins of that tenant may not revoke them.
+    fn check_revocation_target(
+        &self,
+        caller: &Caller,
+        target: &RevocationTarget,
+    ) -> Result<(), CallError> {
+        let operator = target
             .harness
             .strip_prefix("token:")
             .is_some_and(|name| self.tokens().is_operator(name));
         if operator {
-            self.operator(caller)?;
+            self.require_operator(caller)?;
         }
         Ok(())
     }
 
-    fn permit(caller: &Caller, role: Role, environment: &str) -> Result<Spot, CallError> {
+    fn permit(
+        caller: &Caller,
+        role: Role,
+        environment: &str,
+    ) -> Result<CallerEnvironment, CallError> {
         let environment = checked_id(environment)?;
         if !caller.is(role) {
-            let message = format!("the token `{}` is not one of an {role}", caller.name);
+            let message = format!("the token `{}` has no role {role}", caller.name);
             return Err(CallError::new(403, "wrong_role", message));
         }
         if !caller.may_use(&environment) {
             let message = format!("the token `{}` is not for `{environment}`", caller.name);
             return Err(CallError::new(403, "wrong_environment", message));
         }
-        Ok(Spot {
+        Ok(CallerEnvironment {
             key: tenants::scoped(&caller.tenant, &environment),
             id: environment,
         })
@@ -357,7 +365,7 @@ impl Registry {
         request: RegisterRequest,
         address: &(dyn Fn(&str, &str) -> String + Sync),
     ) -> Result<RegisterResponse, CallError> {
-        let Spot { id, key } = Self::permit(caller, Role::Executor, environment)?;
+        let CallerEnvironment { id, key } = Self::permit(caller, Role::Executor, environment)?;
         if request.security_profile != SECURITY_PROFILE {
             let message = format!("`security_profile` must be `{SECURITY_PROFILE}`");
             return Err(CallError::new(400, "unknown_security_profile", message));
@@ -419,12 +427,15 @@ impl Registry {
             }
             // Another request changed the registration in the meantime; try again.
         };
-        let others = Whom::Others {
+        let others = DisconnectTarget::ExecutorExcept {
             environment: key.clone(),
             registration: registration.clone(),
         };
-        let turned_out = self.router.turn_out(others, Reason::ExecutorDetached).await;
-        if turned_out > 0 {
+        let disconnected = self
+            .router
+            .disconnect(others, Reason::ExecutorDetached)
+            .await;
+        if disconnected > 0 {
             tracing::warn!(
                 environment = key,
                 "another executor has replaced the one that was attached"
@@ -564,12 +575,12 @@ impl Registry {
     }
 
     /// Checks that a signed websocket URL is still valid, and returns the identity of its holder.
-    pub(crate) async fn admit(&self, ticket: Ticket) -> Result<Admitted, Refused> {
+    pub(crate) async fn admit(&self, ticket: Ticket) -> Result<Admitted, AdmitError> {
         let registered = self.store.registration(&ticket.environment).await;
-        let registered = registered.map_err(|_| Refused::Unavailable)?;
-        let registered = registered.ok_or(Refused::Route("unknown_route"))?;
+        let registered = registered.map_err(|_| AdmitError::Unavailable)?;
+        let registered = registered.ok_or(AdmitError::Route("unknown_route"))?;
         if registered.registration != ticket.registration {
-            return Err(Refused::Route("unexpected_executor_registration_id"));
+            return Err(AdmitError::Route("unexpected_executor_registration_id"));
         }
         let environment: Arc<str> = ticket.environment.as_str().into();
         let registration: Arc<str> = ticket.registration.as_str().into();
@@ -577,8 +588,8 @@ impl Registry {
             Holder::Executor => {
                 let revoked = self.is_token_revoked(&environment, &registered.owner).await;
                 let allowed = self.still_allows(&registered.owner, Role::Executor, &environment);
-                if revoked.map_err(|_| Refused::Unavailable)? || !allowed {
-                    return Err(Refused::Route("unknown_route"));
+                if revoked.map_err(|_| AdmitError::Unavailable)? || !allowed {
+                    return Err(AdmitError::Route("unknown_route"));
                 }
                 Ok(Admitted::Executor(Executor {
                     environment,
@@ -588,8 +599,8 @@ impl Registry {
             Holder::Harness { token, key } => {
                 let revoked = self.is_revoked(&environment, &token, &key).await;
                 let allowed = self.still_allows(&token, Role::Harness, &environment);
-                if revoked.map_err(|_| Refused::Unavailable)? || !allowed {
-                    return Err(Refused::Route("unknown_route"));
+                if revoked.map_err(|_| AdmitError::Unavailable)? || !allowed {
+                    return Err(AdmitError::Route("unknown_route"));
                 }
                 Ok(Admitted::Harness(Harness {
                     environment,
@@ -602,11 +613,11 @@ impl Registry {
     }
 
     /// Lists the environments that a caller may see.
-    pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<Listed>, CallError> {
-        let places = self.router.places().await;
-        let places: HashMap<_, _> = places
+    pub(crate) async fn list(&self, caller: &Caller) -> Result<Vec<EnvironmentEntry>, CallError> {
+        let attached = self.router.environments().await;
+        let attached: HashMap<_, _> = attached
             .iter()
-            .map(|place| (place.environment.as_str(), place))
+            .map(|attachment| (attachment.environment.as_str(), attachment))
             .collect();
         let mut listed = Vec::new();
         for registration in self.store.registrations().await? {
@@ -619,8 +630,8 @@ impl Registry {
                 continue;
             }
             let (tenant, id) = (tenant.to_owned(), id.to_owned());
-            let place = places.get(registration.environment.as_str());
-            listed.push(Listed {
+            let attachment = attached.get(registration.environment.as_str());
+            listed.push(EnvironmentEntry {
                 executor_key: registration.executor.fingerprint().to_string(),
                 environment_id: id,
                 tenant,
@@ -628,23 +639,23 @@ impl Registry {
                 name: registration.name,
                 owner: registration.owner,
                 registered_at: registration.registered_at,
-                online: place.is_some(),
-                node: place.map(|place| place.node.clone()),
-                harnesses: place.map_or(0, |place| place.harnesses),
-                streams: place.map_or(0, |place| place.streams),
+                online: attachment.is_some(),
+                node: attachment.map(|attachment| attachment.node.clone()),
+                harnesses: attachment.map_or(0, |attachment| attachment.harnesses),
+                streams: attachment.map_or(0, |attachment| attachment.streams),
             });
         }
         Ok(listed)
     }
 
     /// Checks that a caller is an operator of the rendezvous server.
-    pub(crate) fn operator(&self, caller: &Caller) -> Result<(), CallError> {
+    pub(crate) fn require_operator(&self, caller: &Caller) -> Result<(), CallError> {
         if caller.is_operator() {
             return Ok(());
         }
         let message = match caller.is(Role::Admin) {
             true => format!(
-                "the token `{}` looks after the tenant `{}` alone; this needs an admin with \
+                "the token `{}` administers the tenant `{}` only; this request needs an admin with \
                  `tenant=*`",
                 caller.name, caller.tenant
             ),
@@ -655,17 +666,17 @@ impl Registry {
 
     /// Lists the nodes of the cluster, this one first.
     pub(crate) async fn nodes(&self, caller: &Caller) -> Result<Vec<Node>, CallError> {
-        self.operator(caller)?;
+        self.require_operator(caller)?;
         Ok(self.router.nodes().await)
     }
 
     /// Checks that a caller may drain a node.
-    pub(crate) async fn drains(&self, caller: &Caller, node: &str) -> Result<(), CallError> {
+    pub(crate) async fn check_drain(&self, caller: &Caller, node: &str) -> Result<(), CallError> {
         let nodes = self.nodes(caller).await?;
         if nodes.iter().any(|there| there.name == node) {
             return Ok(());
         }
-        let message = format!("there is no node `{node}`");
+        let message = format!("unknown node `{node}`");
         Err(CallError::new(404, "unknown_node", message))
     }
 
@@ -676,15 +687,15 @@ impl Registry {
         caller: &Caller,
         tenant: Option<&str>,
         environment: Option<&str>,
-    ) -> Result<Vec<ListedStream>, CallError> {
-        let own = administered(caller, tenant)?;
+    ) -> Result<Vec<StreamEntry>, CallError> {
+        let own = administered_tenant(caller, tenant)?;
         let environment = environment.map(checked_id).transpose()?;
         let environment = environment.map(|id| tenants::scoped(&own, &id));
         let streams = self.router.streams(environment.as_deref()).await;
         let listed = streams.into_iter().filter_map(|stream| {
             let (whose, id) = tenants::split(&stream.environment);
             let asked = tenant.is_none_or(|tenant| tenant == whose);
-            (asked && caller.is_admin_of(whose)).then(|| ListedStream {
+            (asked && caller.is_admin_of(whose)).then(|| StreamEntry {
                 environment_id: id.to_owned(),
                 tenant: whose.to_owned(),
                 stream_id: stream.stream,
@@ -706,26 +717,26 @@ impl Registry {
     ) -> Result<String, CallError> {
         let id = checked_id(environment)?;
         let tenant = match tenant {
-            Some(_) => administered(caller, tenant)?,
+            Some(_) => administered_tenant(caller, tenant)?,
             None => caller.tenant.to_string(),
         };
         let environment = tenants::scoped(&tenant, &id);
         let unknown = || {
-            let message = format!("there is no environment `{id}`");
+            let message = format!("unknown environment `{id}`");
             CallError::new(404, "unknown_environment", message)
         };
         let there = self.store.registration(&environment).await?;
         let own = there.is_some_and(|there| *there.owner == *caller.name);
         let may = caller.is_admin_of(&tenant) || (own && caller.is(Role::Executor));
         if !may {
-            let message = "only an admin, or who registered an environment, can remove it";
+            let message = "only an admin or the token that registered an environment can remove it";
             return Err(CallError::new(403, "wrong_role", message));
         }
         if !self.store.remove(&environment).await? {
             return Err(unknown());
         }
-        let whom = Whom::Environment(environment);
-        self.router.turn_out(whom, Reason::Closed).await;
+        let target = DisconnectTarget::Environment(environment);
+        self.router.disconnect(target, Reason::Closed).await;
         Ok(tenant)
     }
 
@@ -737,59 +748,62 @@ impl Registry {
         caller: &Caller,
         request: &RevokeRequest,
     ) -> Result<(String, String, usize), CallError> {
-        let meant = request.meant(caller)?;
-        self.may_judge(caller, &meant)?;
+        let revoked = request.target(caller)?;
+        self.check_revocation_target(caller, &revoked)?;
         let revocation = Revocation {
-            environment: meant.environment_key.clone(),
-            harness: meant.harness_key.clone(),
+            environment: revoked.environment_key.clone(),
+            harness: revoked.harness_key.clone(),
             revoked_at: journal::now(),
         };
         // Stored first, so that a harness that reconnects immediately is refused.
         self.store.revoke(revocation).await?;
-        let whom = Whom::Harness {
-            environment: meant.environment_key.clone(),
-            harness: meant.harness_key,
+        let target = DisconnectTarget::Harness {
+            environment: revoked.environment_key.clone(),
+            harness: revoked.harness_key,
         };
         let reason = Reason::AuthorizationRevoked;
-        let mut ended = self.router.turn_out(whom, reason.clone()).await;
-        if let Some(token) = meant.harness.strip_prefix("token:") {
+        let mut ended = self.router.disconnect(target, reason.clone()).await;
+        if let Some(token) = revoked.harness.strip_prefix("token:") {
             for registration in self.store.registrations().await? {
                 let environment = registration.environment;
-                let here = match &meant.environment_key {
+                let here = match &revoked.environment_key {
                     Some(only) => *only == environment,
-                    None => tenants::split(&environment).0 == meant.tenant,
+                    None => tenants::split(&environment).0 == revoked.tenant,
                 };
                 if here && registration.owner == token {
-                    let whom = Whom::Environment(environment);
-                    ended += self.router.turn_out(whom, reason.clone()).await;
+                    let target = DisconnectTarget::Environment(environment);
+                    ended += self.router.disconnect(target, reason.clone()).await;
                 }
             }
         }
-        Ok((meant.harness, meant.tenant, ended))
+        Ok((revoked.harness, revoked.tenant, ended))
     }
 
     /// Undoes a revocation. Returns the harness, its tenant, and whether it was revoked.
-    pub(crate) async fn permit_again(
+    pub(crate) async fn undo_revocation(
         &self,
         caller: &Caller,
         request: &RevokeRequest,
     ) -> Result<(String, String, bool), CallError> {
-        let meant = request.meant(caller)?;
-        self.may_judge(caller, &meant)?;
+        let revoked = request.target(caller)?;
+        self.check_revocation_target(caller, &revoked)?;
         let permitted = self
             .store
-            .permit(meant.environment_key, meant.harness_key)
+            .permit(revoked.environment_key, revoked.harness_key)
             .await?;
-        Ok((meant.harness, meant.tenant, permitted))
+        Ok((revoked.harness, revoked.tenant, permitted))
     }
 
     /// Lists the revocations of the tenants that an admin administers.
-    pub(crate) async fn revocations(&self, caller: &Caller) -> Result<Vec<Revoked>, CallError> {
-        administered(caller, None)?;
+    pub(crate) async fn revocations(
+        &self,
+        caller: &Caller,
+    ) -> Result<Vec<RevocationEntry>, CallError> {
+        administered_tenant(caller, None)?;
         let revocations = self.store.revocations().await?;
         let shown = revocations.into_iter().filter_map(|revocation| {
             let (tenant, harness) = tenants::split(&revocation.harness);
-            caller.is_admin_of(tenant).then(|| Revoked {
+            caller.is_admin_of(tenant).then(|| RevocationEntry {
                 environment: revocation
                     .environment
                     .as_ref()
@@ -812,7 +826,7 @@ pub(crate) enum Admitted {
 
 /// Why a socket with a signed URL is refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum AdmitError {
     /// The URL is no longer valid; the text is sent to the peer.
     Route(&'static str),
     /// The store cannot be reached.

@@ -88,13 +88,13 @@ impl Kind {
 
 /// Which peers wait while a frame cannot be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HoldingUp {
+pub enum BlockedPeers {
     /// Only the sender of the frame, which is responsible for it or can tolerate it.
-    Nobody,
+    SenderOnly,
     /// An executor that has no other stream.
-    Executor,
+    LoneExecutor,
     /// Other streams of the same executor.
-    Neighbours,
+    OtherStreams,
 }
 
 /// Result of forwarding a frame.
@@ -106,7 +106,7 @@ pub enum Outcome {
         /// Completes when forwarding can be tried again.
         ready: BoxFuture<'static, ()>,
         /// Which peers wait meanwhile.
-        holding_up: HoldingUp,
+        blocked: BlockedPeers,
     },
     /// The sender violated the protocol: send it this reason and disconnect it.
     Refused(Reason),
@@ -118,7 +118,7 @@ pub trait Uplink: Send {
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome;
 
     /// Ends a stream whose receiver is too slow and delays other streams.
-    fn give_up(&mut self, stream_id: &str, reason: Reason);
+    fn abort_stream(&mut self, stream_id: &str, reason: Reason);
 }
 
 /// Why a socket cannot be attached.
@@ -137,11 +137,11 @@ pub enum AttachError {
 
 /// Which sockets to disconnect.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Whom {
+pub enum DisconnectTarget {
     /// The executor of an environment and all its harnesses.
     Environment(String),
     /// The executor of an environment, unless it has the given registration.
-    Others {
+    ExecutorExcept {
         /// The environment.
         environment: String,
         /// The registration that stays.
@@ -156,9 +156,9 @@ pub enum Whom {
     },
 }
 
-impl Whom {
+impl DisconnectTarget {
     /// Whether this target includes the harness.
-    pub fn is_harness(&self, who: &Harness) -> bool {
+    pub fn includes(&self, who: &Harness) -> bool {
         let Self::Harness {
             environment,
             harness,
@@ -203,7 +203,7 @@ pub struct Node {
 
 /// An environment whose executor is attached to some node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct AttachedEnvironment {
     /// Id of the environment.
     pub environment: String,
     /// Registration of the attached executor.
@@ -218,7 +218,7 @@ pub struct Place {
 
 /// One stream with its harness.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StreamPlace {
+pub struct AttachedStream {
     /// Id of the stream.
     pub stream: String,
     /// Environment of the stream.
@@ -235,7 +235,7 @@ pub struct StreamPlace {
 
 /// Event for administrators.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Happening {
+pub struct AdminEvent {
     /// Name of the event, for example `attach`.
     pub event: String,
     /// Tenant that the event belongs to.
@@ -245,7 +245,7 @@ pub struct Happening {
 }
 
 /// Subscription to the events of other nodes; it ends when dropped.
-pub type Hearing = AbortOnDropHandle<()>;
+pub type EventSubscription = AbortOnDropHandle<()>;
 
 /// Connects the sockets of an environment.
 pub trait Router: fmt::Debug + Send + Sync {
@@ -268,19 +268,19 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>>;
 
     /// Disconnects sockets and ends their streams. Returns the number of sockets.
-    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize>;
+    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize>;
 
     /// Disconnects the harnesses for which `stays` returns `false`. Returns the number of sockets.
-    fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
+    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize;
 
     /// All nodes of the cluster, this one first.
     fn nodes(&self) -> BoxFuture<'_, Vec<Node>>;
 
     /// All environments with an attached executor, on any node.
-    fn places(&self) -> BoxFuture<'_, Vec<Place>>;
+    fn environments(&self) -> BoxFuture<'_, Vec<AttachedEnvironment>>;
 
     /// Streams of one environment, or of all.
-    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>>;
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<AttachedStream>>;
 
     /// Number of a tenant's harness sockets on other nodes, from their last reports.
     fn streams_elsewhere(&self, _tenant: &str) -> u64 {
@@ -289,7 +289,7 @@ pub trait Router: fmt::Debug + Send + Sync {
 
     /// Reports the recent usage of tenants on this node to other nodes, the tenants closest to
     /// their quotas first.
-    fn tell_rates(&self, _rates: Vec<(Arc<str>, Rates)>) {}
+    fn report_rates(&self, _rates: Vec<(Arc<str>, Rates)>) {}
 
     /// Usage of a tenant on each of the other nodes, from their last reports.
     fn rates_elsewhere(&self, _tenant: &str) -> Vec<Rates> {
@@ -298,11 +298,14 @@ pub trait Router: fmt::Debug + Send + Sync {
 
     /// Sends an event of this node to other nodes. Never waits; drops the event if the queue is
     /// full.
-    fn announce(&self, _happening: &Happening) {}
+    fn broadcast_event(&self, _event: &AdminEvent) {}
 
     /// Calls the function with each event of other nodes until the result is dropped. Returns
     /// `None` if there is no other node.
-    fn hear(&self, _tell: Box<dyn Fn(Happening) + Send + Sync>) -> Option<Hearing> {
+    fn subscribe_events(
+        &self,
+        _publish: Box<dyn Fn(AdminEvent) + Send + Sync>,
+    ) -> Option<EventSubscription> {
         None
     }
 
@@ -311,5 +314,5 @@ pub trait Router: fmt::Debug + Send + Sync {
     fn drain(&self, node: &str) -> BoxFuture<'_, bool>;
 
     /// Completes when this node receives a drain request.
-    fn told_to_drain(&self) -> BoxFuture<'_, ()>;
+    fn drain_requested(&self) -> BoxFuture<'_, ()>;
 }

@@ -34,12 +34,12 @@ use crate::events::Events;
 use crate::mailbox::{Backlog, Mailbox};
 use crate::metrics::Metrics;
 use crate::oidc::{self, JwtError, Oidc};
-use crate::registry::{Admitted, CallError, Refused, Registry, RevokeRequest};
-use crate::router::{AttachError, Happening, Router, Uplink, Whom};
+use crate::registry::{AdmitError, Admitted, CallError, Registry, RevokeRequest};
+use crate::router::{AdminEvent, AttachError, DisconnectTarget, Router, Uplink};
 use crate::signature::{Holder, Signer, TicketError};
 use crate::socket::{self, Halves, SocketEnd};
 use crate::store::{Store, StoreError};
-use crate::tenants::{self, Entered, Meter, Quotas, Tenants, Usage};
+use crate::tenants::{self, Meter, Quotas, StreamSlot, Tenants, Usage};
 use crate::tokens::{self, Caller, Role, TokenError, Tokens};
 
 /// Maximum length of a request body in bytes; the largest, a validation, is smaller than 8 KiB.
@@ -127,9 +127,9 @@ struct Shared {
     metrics: Metrics,
     /// Addresses that have sent invalid tokens.
     throttle: Mutex<Throttle>,
-    places: Semaphore,
+    connection_permits: Semaphore,
     /// Open websockets in the order of their arrival.
-    sockets: Mutex<BTreeMap<u64, Open>>,
+    sockets: Mutex<BTreeMap<u64, OpenSocket>>,
     /// Source of socket numbers.
     numbers: AtomicU64,
     /// Whether new websockets are refused.
@@ -139,7 +139,7 @@ struct Shared {
 
 /// An open websocket.
 #[derive(Debug)]
-struct Open {
+struct OpenSocket {
     role: Role,
     mailbox: Arc<Mailbox>,
 }
@@ -159,7 +159,7 @@ impl Rendezvous {
             audit,
         } = parts;
         Self(Arc::new(Shared {
-            places: Semaphore::new(config.connections),
+            connection_permits: Semaphore::new(config.connections),
             config,
             registry: Registry::new(store, router, signer, tokens, oidc, tenants, lifetimes),
             backlog,
@@ -178,21 +178,21 @@ impl Rendezvous {
     /// connections to end.
     pub async fn serve(&self, listener: TcpListener, tls: Option<Arc<TlsServer>>) {
         /// How long open connections may take to end.
-        const PATIENCE: Duration = Duration::from_secs(3);
+        const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
         /// Interval between computations of quota shares; slightly shorter than the interval of the
         /// nodes' reports.
-        const SHARES: Duration = Duration::from_millis(500);
+        const QUOTA_SHARE_INTERVAL: Duration = Duration::from_millis(500);
         // Dropped with this future, which aborts the tasks.
         let mut tasks = JoinSet::new();
         let stop = self.0.stop.clone();
-        let mut shares = tokio::time::interval(SHARES);
+        let mut shares = tokio::time::interval(QUOTA_SHARE_INTERVAL);
         shares.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, peer)) => {
-                        let visitor = Visitor { shared: Arc::clone(&self.0), peer };
-                        tasks.spawn(visitor.handle(stream, tls.clone()));
+                        let connection = Connection { shared: Arc::clone(&self.0), peer };
+                        tasks.spawn(connection.handle(stream, tls.clone()));
                     }
                     Err(error) => {
                         // Probably out of file descriptors. Keep existing connections and try
@@ -202,28 +202,28 @@ impl Rendezvous {
                     }
                 },
                 Some(_) = tasks.join_next() => {}
-                _ = shares.tick() => self.0.registry.share_out(),
+                _ = shares.tick() => self.0.registry.update_quota_shares(),
                 () = stop.cancelled() => break,
             }
         }
         drop(listener);
         let ended = async { while tasks.join_next().await.is_some() {} };
-        let _ = tokio::time::timeout(PATIENCE, ended).await;
+        let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, ended).await;
     }
 
     /// Serves metrics and health checks on a listener until [`Rendezvous::stop`].
     pub async fn serve_metrics(&self, listener: TcpListener) {
         /// Maximum number of simultaneous requests.
-        const AT_ONCE: usize = 16;
+        const MAX_REQUESTS: usize = 16;
         let mut tasks = JoinSet::new();
         let stop = self.0.stop.clone();
         loop {
             tokio::select! {
-                Ok((stream, _)) = listener.accept(), if tasks.len() < AT_ONCE => {
+                Ok((stream, _)) = listener.accept(), if tasks.len() < MAX_REQUESTS => {
                     let shared = Arc::clone(&self.0);
                     tasks.spawn(async move {
                         let limit = shared.config.request_timeout;
-                        let _ = tokio::time::timeout(limit, tell_metrics(&shared, stream)).await;
+                        let _ = tokio::time::timeout(limit, answer_metrics_request(&shared, stream)).await;
                     });
                 }
                 Some(_) = tasks.join_next() => {}
@@ -244,9 +244,9 @@ impl Rendezvous {
             let (owner, environment) = (&registration.owner, registration.environment);
             let registry = &shared.registry;
             if !registry.still_allows(owner, Role::Executor, &environment) {
-                let whom = Whom::Environment(environment);
+                let target = DisconnectTarget::Environment(environment);
                 let reason = Reason::AuthorizationRevoked;
-                registry.router.turn_out(whom, reason).await;
+                registry.router.disconnect(target, reason).await;
             }
         }
     }
@@ -332,22 +332,22 @@ impl Shared {
     }
 
     /// Publishes an event to subscribers on this node and on other nodes.
-    fn tell(&self, event: &str, tenant: &str, line: Value) {
+    fn publish(&self, event: &str, tenant: &str, line: Value) {
         let Value::Object(mut data) = line else {
             return;
         };
         data.insert("time".to_owned(), json!(journal::now()));
         data.insert("node".to_owned(), json!(self.config.node));
-        let happening = Happening {
+        let admin_event = AdminEvent {
             event: event.to_owned(),
             tenant: tenant.to_owned(),
             data,
         };
-        self.registry.router.announce(&happening);
-        self.events.tell(happening);
+        self.registry.router.broadcast_event(&admin_event);
+        self.events.publish(admin_event);
     }
 
-    fn note(&self, event: &str, mut line: Value) {
+    fn log_audit(&self, event: &str, mut line: Value) {
         if let Some(audit) = &self.audit {
             line["time"] = json!(journal::now());
             line["event"] = json!(event);
@@ -356,12 +356,12 @@ impl Shared {
     }
 
     /// Response of a health check, or `None` for any other path.
-    fn health(&self, head: &Head) -> Option<Answer> {
+    fn health(&self, head: &Head) -> Option<HttpResponse> {
         let readable = head.method == "GET" || head.method == "HEAD";
         Some(match head.path() {
-            "/healthz" | "/readyz" if !readable => Answer::text(405, ""),
-            "/readyz" if self.is_draining() => Answer::text(503, "shutting down"),
-            "/healthz" | "/readyz" => Answer::text(200, ""),
+            "/healthz" | "/readyz" if !readable => HttpResponse::text(405, ""),
+            "/readyz" if self.is_draining() => HttpResponse::text(503, "shutting down"),
+            "/healthz" | "/readyz" => HttpResponse::text(200, ""),
             _ => return None,
         })
     }
@@ -371,29 +371,31 @@ impl Shared {
 const ABOUT: &str = "This is an exec-server rendezvous server. It connects clients with machines \
                      behind NAT: exec-server run --url registry://HOST/ENVIRONMENT -- COMMAND\n";
 
-async fn tell_metrics(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
+async fn answer_metrics_request(shared: &Shared, mut stream: TcpStream) -> io::Result<()> {
     let head = http::read_head(&mut stream, Kind::Request).await?;
     let answer = match (shared.health(&head), head.path()) {
         // Metrics are never served to web pages.
-        _ if head.header("origin").is_some() => Answer::text(403, ""),
+        _ if head.header("origin").is_some() => HttpResponse::text(403, ""),
         (Some(answer), _) => answer,
-        (None, "/metrics") if head.method == "GET" => Answer::text(200, &shared.render_metrics()),
-        _ => Answer::text(404, ""),
+        (None, "/metrics") if head.method == "GET" => {
+            HttpResponse::text(200, &shared.render_metrics())
+        }
+        _ => HttpResponse::text(404, ""),
     };
     stream.write_all(&answer.encode(false)).await?;
     stream.shutdown().await
 }
 
 /// An accepted connection.
-struct Visitor {
+struct Connection {
     shared: Arc<Shared>,
     peer: SocketAddr,
 }
 
-impl Visitor {
+impl Connection {
     async fn handle(self, stream: TcpStream, tls: Option<Arc<TlsServer>>) {
         let shared = Arc::clone(&self.shared);
-        let Ok(_place) = shared.places.try_acquire() else {
+        let Ok(_permit) = shared.connection_permits.try_acquire() else {
             return;
         };
         let _counted = shared.metrics.connections.hold();
@@ -401,7 +403,7 @@ impl Visitor {
         let Some(tls) = tls else {
             let (reader, writer) = stream.into_split();
             return self
-                .converse(Box::new(reader), Box::new(writer), false)
+                .serve_requests(Box::new(reader), Box::new(writer), false)
                 .await;
         };
         let limit = shared.config.request_timeout;
@@ -411,7 +413,7 @@ impl Visitor {
             // display.
             if stream.peek(&mut first).await? == 1 && first[0].is_ascii_uppercase() {
                 let mut stream = stream;
-                let answer = Answer::text(400, "this port speaks TLS: use https://");
+                let answer = HttpResponse::text(400, "this port expects TLS: use https://");
                 let _ = stream.write_all(&answer.encode(false)).await;
                 return Err(io::Error::other("plain HTTP"));
             }
@@ -420,7 +422,7 @@ impl Visitor {
         match tokio::time::timeout(limit, handshake).await {
             Ok(Ok(stream)) => {
                 let (reader, writer) = tokio::io::split(stream);
-                Box::pin(self.converse(Box::new(reader), Box::new(writer), true)).await;
+                Box::pin(self.serve_requests(Box::new(reader), Box::new(writer), true)).await;
             }
             Ok(Err(error)) => tracing::debug!(peer = %self.peer, %error, "TLS handshake failed"),
             Err(_) => tracing::debug!(peer = %self.peer, "TLS handshake timed out"),
@@ -428,7 +430,7 @@ impl Visitor {
     }
 
     /// Answers requests until the peer closes the connection or upgrades to a websocket.
-    async fn converse(
+    async fn serve_requests(
         self,
         mut reader: Box<dyn AsyncRead + Send + Unpin>,
         mut writer: Box<dyn AsyncWrite + Send + Unpin>,
@@ -436,14 +438,14 @@ impl Visitor {
     ) {
         let shared = Arc::clone(&self.shared);
         let mut received = Vec::new();
-        let mut patience = shared.config.request_timeout;
+        let mut wait_limit = shared.config.request_timeout;
         loop {
             let request = read_request(&mut reader, std::mem::take(&mut received));
             let request = tokio::select! {
-                request = tokio::time::timeout(patience, request) => request,
+                request = tokio::time::timeout(wait_limit, request) => request,
                 () = shared.stop.cancelled() => return,
             };
-            patience = shared.config.idle_timeout;
+            wait_limit = shared.config.idle_timeout;
             let (head, body) = match request {
                 Ok(Ok(request)) => request,
                 Ok(Err(Some(answer))) => {
@@ -457,14 +459,14 @@ impl Visitor {
                 _ if head.header("origin").is_some() => {
                     // A web page: any page could otherwise reach a rendezvous server on this
                     // machine.
-                    Answer::text(403, "")
+                    HttpResponse::text(403, "")
                 }
                 Some(Path {
                     call: Call::Events, ..
-                }) => match self.watch(&head).await {
-                    Ok(watching) => {
-                        let watch = Watch { watching, head };
-                        return Box::pin(self.stream_events(watch, reader, writer)).await;
+                }) => match self.subscribe_events(&head).await {
+                    Ok(subscription) => {
+                        let client = EventClient { subscription, head };
+                        return Box::pin(self.stream_events(client, reader, writer)).await;
                     }
                     Err(answer) => answer,
                 },
@@ -481,7 +483,7 @@ impl Visitor {
                             };
                             // The request is dropped because the websocket may stay open for a long
                             // time.
-                            let Opened { accept, .. } = &opened;
+                            let AttachedSocket { accept, .. } = &opened;
                             let answer = format!(
                                 "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\
                                  Upgrade: websocket\r\nSec-WebSocket-Accept: {accept}\r\n\r\n"
@@ -495,8 +497,8 @@ impl Visitor {
                 Some(path) => self.call(&head, path, &body, secure).await,
                 None => shared.health(&head).unwrap_or_else(|| {
                     match head.path() == "/" && head.is_of_browser() {
-                        true => Answer::text(200, ABOUT),
-                        false => Answer::text(404, ""),
+                        true => HttpResponse::text(200, ABOUT),
+                        false => HttpResponse::text(404, ""),
                     }
                 }),
             };
@@ -515,15 +517,15 @@ impl Visitor {
     }
 
     /// Authenticates and answers a registry request.
-    async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> Answer {
+    async fn call(&self, head: &Head, path: Path<'_>, body: &[u8], secure: bool) -> HttpResponse {
         let shared = &*self.shared;
         let name = path.call.name();
         let answer = match self.caller(head, path.call.revoked()).await {
             Ok(caller) => {
                 let outcome = self.act(head, path, body, &caller, secure).await;
                 outcome.unwrap_or_else(|error| {
-                    self.note_failure(name, &caller, &error);
-                    Answer::error(&error)
+                    self.log_refusal(name, &caller, &error);
+                    HttpResponse::error(&error)
                 })
             }
             Err(answer) => answer,
@@ -532,10 +534,10 @@ impl Visitor {
         answer
     }
 
-    fn note_failure(&self, call: &str, caller: &Caller, error: &CallError) {
+    fn log_refusal(&self, call: &str, caller: &Caller, error: &CallError) {
         // An executor that is not connected yet is a normal state, not an entry for the audit log.
         if error.code != "environment_offline" {
-            self.shared.note(
+            self.shared.log_audit(
                 "refused",
                 json!({
                     "call": call, "token": &*caller.name, "tenant": &*caller.tenant,
@@ -547,13 +549,13 @@ impl Visitor {
 
     /// Authenticates a request; `revoked` is the error code for a revoked token. A valid token is
     /// accepted however many invalid ones came from the same address: only failures are throttled.
-    async fn caller(&self, head: &Head, revoked: &'static str) -> Result<Caller, Answer> {
+    async fn caller(&self, head: &Head, revoked: &'static str) -> Result<Caller, HttpResponse> {
         let shared = &*self.shared;
         let error = match self.identify(head).await {
             Ok(caller) => return Ok(caller),
             Err(error) => error,
         };
-        let wait = error.is_guess().then(|| {
+        let wait = error.is_token_guess().then(|| {
             let proxies = &shared.config.trusted_proxies;
             let from: IpAddr = network(proxies.client(self.peer.ip(), head));
             shared.throttle.lock().fail(from, Instant::now())
@@ -561,23 +563,23 @@ impl Visitor {
         if let Some(wait) = wait.flatten() {
             let seconds = wait.as_secs() + 1;
             let message = format!("too many bad tokens; try again in {seconds} s");
-            let mut answer = Answer::error(&CallError::new(429, "throttled", message));
+            let mut answer = HttpResponse::error(&CallError::new(429, "throttled", message));
             answer.header = Some(("Retry-After", seconds.to_string()));
             return Err(answer);
         }
         let (peer, reason) = (self.peer.to_string(), error.to_string());
         let error = match error {
-            Unidentified::Store(error) => return Err(Answer::error(&error.into())),
-            Unidentified::Revoked(_) => CallError::new(403, revoked, &*reason),
+            AuthError::Store(error) => return Err(HttpResponse::error(&error.into())),
+            AuthError::Revoked(_) => CallError::new(403, revoked, &*reason),
             _ => CallError::new(401, "unauthorized", &*reason),
         };
         shared.metrics.unauthorized.add(1);
-        shared.note("unauthorized", json!({"peer": peer, "reason": reason}));
-        Err(Answer::error(&error))
+        shared.log_audit("unauthorized", json!({"peer": peer, "reason": reason}));
+        Err(HttpResponse::error(&error))
     }
 
     /// Authenticates a request without throttling.
-    async fn identify(&self, head: &Head) -> Result<Caller, Unidentified> {
+    async fn identify(&self, head: &Head) -> Result<Caller, AuthError> {
         let registry = &self.shared.registry;
         let caller = match (registry.tokens().caller(head), &registry.oidc) {
             (Ok(caller), _) => caller,
@@ -591,15 +593,18 @@ impl Visitor {
             (Err(error), _) => return Err(error.into()),
         };
         if registry.is_caller_revoked(&caller).await? {
-            return Err(Unidentified::Revoked(caller.name));
+            return Err(AuthError::Revoked(caller.name));
         }
         Ok(caller)
     }
 
     /// Subscribes an admin to events.
-    async fn watch(&self, head: &Head) -> Result<crate::events::Watching, Answer> {
+    async fn subscribe_events(
+        &self,
+        head: &Head,
+    ) -> Result<crate::events::Subscription, HttpResponse> {
         let shared = &*self.shared;
-        let answer = |error: CallError| Answer::error(&error);
+        let answer = |error: CallError| HttpResponse::error(&error);
         if head.method != "GET" {
             return Err(answer(CallError::new(405, "wrong_method", "expected GET")));
         }
@@ -607,13 +612,13 @@ impl Visitor {
         if !caller.is(Role::Admin) {
             let message = format!("the token `{}` is not one of an admin", caller.name);
             let error = CallError::new(403, "wrong_role", message);
-            self.note_failure("events", &caller, &error);
+            self.log_refusal("events", &caller, &error);
             return Err(answer(error));
         }
         let tenant = (!caller.is_operator()).then(|| Arc::clone(&caller.tenant));
         let router = &*shared.registry.router;
-        shared.events.watch(tenant, router).ok_or_else(|| {
-            let message = "too many watch already";
+        shared.events.subscribe(tenant, router).ok_or_else(|| {
+            let message = "too many subscribers to events already";
             answer(CallError::new(429, "too_many_watchers", message))
         })
     }
@@ -621,22 +626,22 @@ impl Visitor {
     /// Sends events until the peer leaves, reads too slowly or is no longer an admin.
     async fn stream_events(
         self,
-        watch: Watch,
+        client: EventClient,
         mut reader: Box<dyn AsyncRead + Send + Unpin>,
         mut writer: Box<dyn AsyncWrite + Send + Unpin>,
     ) {
         /// Interval at which the token is checked again. Every [`KEEPALIVE_TICKS`] intervals
         /// without an event, a comment is sent to keep the connection alive.
-        const LOOK: Duration = Duration::from_secs(1);
-        const SIGN_OF_LIFE: u32 = 15;
+        const TOKEN_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+        const KEEPALIVE_TICKS: u32 = 15;
         /// How long one write may take.
-        const PATIENCE: Duration = Duration::from_secs(10);
+        const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
         let shared = Arc::clone(&self.shared);
         let mut text = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\
                         Cache-Control: no-store\r\nConnection: close\r\n\r\n: hello\n\n"
             .to_owned();
         let mut quiet = 0;
-        let mut looks = tokio::time::interval(LOOK);
+        let mut token_checks = tokio::time::interval(TOKEN_CHECK_INTERVAL);
         let mut ignored = [0; 256];
         loop {
             if !text.is_empty() {
@@ -645,25 +650,25 @@ impl Visitor {
                     writer.write_all(text.as_bytes()).await?;
                     writer.flush().await
                 };
-                if !matches!(tokio::time::timeout(PATIENCE, write).await, Ok(Ok(()))) {
+                if !matches!(tokio::time::timeout(WRITE_TIMEOUT, write).await, Ok(Ok(()))) {
                     return;
                 }
                 text.clear();
             }
             tokio::select! {
-                events = watch.watching.next() => text = events,
+                events = client.subscription.next() => text = events,
                 read = reader.read(&mut ignored) => if !matches!(read, Ok(1..)) {
                     return;
                 },
-                _ = looks.tick() => {
-                    match self.identify(&watch.head).await {
+                _ = token_checks.tick() => {
+                    match self.identify(&client.head).await {
                         Ok(caller) if caller.is(Role::Admin) => {}
-                        // Asked again at the next look.
-                        Err(Unidentified::Store(_)) => {}
+                        // The store failed; the token is checked again at the next tick.
+                        Err(AuthError::Store(_)) => {}
                         _ => return,
                     }
                     quiet += 1;
-                    if quiet >= SIGN_OF_LIFE {
+                    if quiet >= KEEPALIVE_TICKS {
                         text.push_str(": still here\n\n");
                     }
                 }
@@ -682,7 +687,7 @@ impl Visitor {
         body: &[u8],
         caller: &Caller,
         secure: bool,
-    ) -> Result<Answer, CallError> {
+    ) -> Result<HttpResponse, CallError> {
         let shared = &*self.shared;
         let registry = &shared.registry;
         let expected = path.call.method();
@@ -702,15 +707,15 @@ impl Visitor {
                     .register(caller, environment, request, &address)
                     .await?;
                 (response.registries, response.urls) =
-                    self.elsewhere(environment, &response.url).await;
+                    self.other_nodes(environment, &response.url).await;
                 let line = json!({
                     "environment": environment, "token": token, "tenant": tenant,
                     "registration": response.executor_registration_id,
                     "peer": self.peer.to_string(),
                 });
-                shared.tell("register", tenant, line.clone());
-                shared.note("registered", line);
-                Ok(Answer::json(200, &response))
+                shared.publish("register", tenant, line.clone());
+                shared.log_audit("registered", line);
+                Ok(HttpResponse::json(200, &response))
             }
             Call::Connect(environment) => {
                 let request = parse(body)?;
@@ -718,9 +723,9 @@ impl Visitor {
                     .connect(caller, environment, &request, &address)
                     .await?;
                 (response.registries, response.urls) =
-                    self.elsewhere(environment, &response.url).await;
+                    self.other_nodes(environment, &response.url).await;
                 let key = request.harness_public_key.fingerprint();
-                shared.note(
+                shared.log_audit(
                     "authorized",
                     json!({
                         "environment": environment, "token": token, "tenant": tenant,
@@ -729,7 +734,7 @@ impl Visitor {
                         "peer": self.peer.to_string(),
                     }),
                 );
-                Ok(Answer::json(200, &response))
+                Ok(HttpResponse::json(200, &response))
             }
             Call::Validate(environment) => {
                 let request = parse(body)?;
@@ -738,7 +743,7 @@ impl Visitor {
                     shared.metrics.invalid.add(1);
                 }
                 let key = request.harness_public_key.fingerprint();
-                shared.note(
+                shared.log_audit(
                     "validated",
                     json!({
                         "environment": environment, "token": token, "tenant": tenant,
@@ -746,23 +751,29 @@ impl Visitor {
                         "stream": head.header("x-codex-noise-stream-id"),
                     }),
                 );
-                Ok(Answer::json(200, &response))
+                Ok(HttpResponse::json(200, &response))
             }
             Call::Remove(environment) => {
                 let asked = query_value(head, "tenant");
                 let tenant = registry.remove(caller, asked, environment).await?;
                 let line = json!({"environment": environment, "token": token, "tenant": tenant});
-                shared.tell("remove", &tenant, line.clone());
-                shared.note("removed", line);
-                Ok(Answer::json(200, &json!({"removed": true})))
+                shared.publish("remove", &tenant, line.clone());
+                shared.log_audit("removed", line);
+                Ok(HttpResponse::json(200, &json!({"removed": true})))
             }
             Call::List => {
                 let environments = registry.list(caller).await?;
-                Ok(Answer::json(200, &json!({"environments": environments})))
+                Ok(HttpResponse::json(
+                    200,
+                    &json!({"environments": environments}),
+                ))
             }
             Call::Revocations => {
                 let revocations = registry.revocations(caller).await?;
-                Ok(Answer::json(200, &json!({"revocations": revocations})))
+                Ok(HttpResponse::json(
+                    200,
+                    &json!({"revocations": revocations}),
+                ))
             }
             Call::Revoke => {
                 let request: RevokeRequest = parse(body)?;
@@ -771,43 +782,44 @@ impl Visitor {
                 let line = json!({
                     "harness": harness, "token": token, "tenant": tenant, "ended": ended,
                 });
-                shared.tell("revoke", &tenant, line.clone());
-                shared.note("revoked", line);
+                shared.publish("revoke", &tenant, line.clone());
+                shared.log_audit("revoked", line);
                 let answer = json!({"revoked": harness, "sockets_ended": ended});
-                Ok(Answer::json(200, &answer))
+                Ok(HttpResponse::json(200, &answer))
             }
             Call::Permit => {
                 let request: RevokeRequest = parse(body)?;
-                let (harness, tenant, permitted) = registry.permit_again(caller, &request).await?;
-                shared.note(
+                let (harness, tenant, permitted) =
+                    registry.undo_revocation(caller, &request).await?;
+                shared.log_audit(
                     "permitted",
                     json!({"harness": harness, "token": token, "tenant": tenant}),
                 );
-                Ok(Answer::json(200, &json!({"permitted": permitted})))
+                Ok(HttpResponse::json(200, &json!({"permitted": permitted})))
             }
             Call::Nodes => {
                 let nodes = registry.nodes(caller).await?;
-                Ok(Answer::json(200, &json!({"nodes": nodes})))
+                Ok(HttpResponse::json(200, &json!({"nodes": nodes})))
             }
             Call::Streams => {
                 let asked = query_value(head, "tenant");
                 let environment = query_value(head, "environment_id");
                 let streams = registry.streams(caller, asked, environment).await?;
-                Ok(Answer::json(200, &json!({"streams": streams})))
+                Ok(HttpResponse::json(200, &json!({"streams": streams})))
             }
             Call::Drain => {
                 let request: DrainRequest = parse(body)?;
                 // Logged first, because this process may stop soon after.
-                registry.drains(caller, &request.node).await?;
+                registry.check_drain(caller, &request.node).await?;
                 let line = json!({"drained": request.node, "token": token});
-                shared.tell("drain", tenants::DEFAULT, line);
-                shared.note("drained", json!({"node": request.node, "token": token}));
+                shared.publish("drain", tenants::DEFAULT, line);
+                shared.log_audit("drained", json!({"node": request.node, "token": token}));
                 registry.router.drain(&request.node).await;
-                Ok(Answer::json(200, &json!({"draining": request.node})))
+                Ok(HttpResponse::json(200, &json!({"draining": request.node})))
             }
             Call::Usage => {
-                registry.operator(caller)?;
-                Ok(Answer::json(200, &shared.usage()))
+                registry.require_operator(caller)?;
+                Ok(HttpResponse::json(200, &shared.usage()))
             }
             Call::Socket(_) | Call::Events => Err(CallError::new(
                 400,
@@ -838,7 +850,7 @@ impl Visitor {
 
     /// URLs of the other nodes for failover, and the same websocket URL on each of them. The order
     /// depends on the environment, so that peers of a failed node spread over the others.
-    async fn elsewhere(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
+    async fn other_nodes(&self, environment: &str, url: &str) -> (Vec<String>, Vec<String>) {
         /// Maximum number of alternatives; no client tries more.
         const MAX: usize = 8;
         let nodes = self.shared.registry.router.nodes().await;
@@ -846,7 +858,7 @@ impl Visitor {
             .into_iter()
             .skip(1)
             .filter(|node| !node.draining)
-            .filter_map(|node| Some((spread(environment, &node.name), node.url?)))
+            .filter_map(|node| Some((failover_order(environment, &node.name), node.url?)))
             .collect();
         others.sort();
         let (mut registries, mut urls) = (Vec::new(), Vec::new());
@@ -862,24 +874,26 @@ impl Visitor {
     }
 
     /// Checks a websocket upgrade and attaches the socket.
-    async fn open(&self, head: &Head, environment: &str) -> Result<Opened, Answer> {
+    async fn open(&self, head: &Head, environment: &str) -> Result<AttachedSocket, HttpResponse> {
         let shared = &*self.shared;
         let reject = |status: u16, reason: &str| {
-            shared.metrics.tickets_refused.add(1);
+            shared.metrics.upgrades_refused.add(1);
             tracing::debug!(peer = %self.peer, environment, reason, "websocket refused");
             let (peer, reason) = (self.peer.to_string(), reason.to_owned());
-            shared.note(
+            shared.log_audit(
                 "socketRefused",
                 json!({"environment": environment, "peer": peer, "reason": reason}),
             );
-            let mut answer = Answer::text(status, &reason);
+            let mut answer = HttpResponse::text(status, &reason);
             answer.header = Some(("x-codex-rendezvous-rejection-reason", reason));
             answer
         };
         if shared.is_draining() {
             return Err(reject(503, "pod_draining"));
         }
-        let key = head.websocket_key().map_err(|why| Answer::text(400, why))?;
+        let key = head
+            .websocket_key()
+            .map_err(|why| HttpResponse::text(400, why))?;
         let accept = http::accept_key(key);
         let (_, query) = head.target.split_once('?').unwrap_or(("", ""));
         let registry = &shared.registry;
@@ -896,14 +910,16 @@ impl Visitor {
             Holder::Harness { .. } => Role::Harness,
         };
         let mailbox = Mailbox::new(Arc::clone(&shared.backlog));
-        let refused = |refused: Refused| match refused {
-            Refused::Route(reason) => reject(401, reason),
-            Refused::Unavailable => reject(503, "route_unavailable"),
-            Refused::Attach(AttachError::Offline) => reject(401, "route_unavailable"),
-            Refused::Attach(error @ AttachError::TooManySockets(_)) => {
+        let refused = |refused: AdmitError| match refused {
+            AdmitError::Route(reason) => reject(401, reason),
+            AdmitError::Unavailable => reject(503, "route_unavailable"),
+            AdmitError::Attach(AttachError::Offline) => reject(401, "route_unavailable"),
+            AdmitError::Attach(error @ AttachError::TooManySockets(_)) => {
                 reject(429, &error.to_string())
             }
-            Refused::Attach(error @ AttachError::Unavailable(_)) => reject(503, &error.to_string()),
+            AdmitError::Attach(error @ AttachError::Unavailable(_)) => {
+                reject(503, &error.to_string())
+            }
         };
         let token_expires = ticket.token_expires;
         let admitted = shared.registry.admit(ticket).await.map_err(refused)?;
@@ -912,7 +928,7 @@ impl Visitor {
             let (tenant, _) = tenants::split(environment);
             shared.registry.tenants.usage(tenant)
         };
-        let (uplink, who, usage, entered) = match admitted {
+        let (uplink, who, usage, stream_slot) = match admitted {
             Admitted::Executor(who) => {
                 let usage = usage(&who.environment);
                 let line = json!({
@@ -920,13 +936,13 @@ impl Visitor {
                     "registration": &*who.registration, "peer": self.peer.to_string(),
                 });
                 let attached = router.attach_executor(who, Arc::clone(&mailbox)).await;
-                let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
+                let uplink = attached.map_err(|error| refused(AdmitError::Attach(error)))?;
                 (uplink, line, usage, None)
             }
             Admitted::Harness(who) => {
                 let usage = usage(&who.environment);
-                let entered = usage
-                    .enter(router.streams_elsewhere(&usage.tenant))
+                let stream_slot = usage
+                    .add_stream(router.streams_elsewhere(&usage.tenant))
                     .map_err(|error| reject(429, &error.to_string()))?;
                 let line = json!({
                     "environment": environment, "role": role.name(), "tenant": &*usage.tenant,
@@ -934,33 +950,33 @@ impl Visitor {
                     "peer": self.peer.to_string(),
                 });
                 let attached = router.attach_harness(who, Arc::clone(&mailbox)).await;
-                let uplink = attached.map_err(|error| refused(Refused::Attach(error)))?;
-                (uplink, line, usage, Some(entered))
+                let uplink = attached.map_err(|error| refused(AdmitError::Attach(error)))?;
+                (uplink, line, usage, Some(stream_slot))
             }
         };
-        Ok(Opened {
+        Ok(AttachedSocket {
             accept,
             role,
             who,
             mailbox,
             uplink,
             usage,
-            entered,
+            stream_slot,
             token_expires,
         })
     }
 
     /// Serves a websocket until it ends.
-    async fn run(self, opened: Opened, mut halves: Halves, answer: String) {
+    async fn run(self, opened: AttachedSocket, mut halves: Halves, answer: String) {
         let shared = Arc::clone(&self.shared);
         let metrics = &shared.metrics;
-        let Opened {
+        let AttachedSocket {
             role,
             who,
             mailbox,
             uplink,
             usage,
-            entered: _entered,
+            stream_slot: _stream_slot,
             token_expires,
             ..
         } = opened;
@@ -980,15 +996,15 @@ impl Visitor {
         let counters = Arc::clone(&usage.counters);
         let _executor = (role == Role::Executor).then(|| counters.executors.hold());
         let meter = Meter::new(usage, role == Role::Harness);
-        shared.tell("attach", &tenant, who.clone());
+        shared.publish("attach", &tenant, who.clone());
         if shared.audit.is_some() {
-            shared.note("attached", who.clone());
+            shared.log_audit("attached", who.clone());
         }
         drop(answer);
         let config = shared.config.keepalive;
         let closing = Arc::clone(&mailbox);
         let number = shared.numbers.fetch_add(1, Ordering::Relaxed);
-        let open = Open {
+        let open = OpenSocket {
             role,
             mailbox: Arc::clone(&mailbox),
         };
@@ -1017,7 +1033,7 @@ impl Visitor {
         shared.sockets.lock().remove(&number);
         let violation = !matches!(
             end,
-            SocketEnd::Left | SocketEnd::TurnedOut | SocketEnd::Expired | SocketEnd::Io(_)
+            SocketEnd::Left | SocketEnd::Disconnected | SocketEnd::Expired | SocketEnd::Io(_)
         );
         if violation {
             metrics.violations.add(1);
@@ -1025,9 +1041,9 @@ impl Visitor {
         }
         let mut line = who;
         line["reason"] = json!(end.to_string());
-        shared.tell("detach", &tenant, line.clone());
+        shared.publish("detach", &tenant, line.clone());
         if shared.audit.is_some() {
-            shared.note("detached", line);
+            shared.log_audit("detached", line);
         }
     }
 }
@@ -1051,7 +1067,7 @@ async fn token_ends(store: &dyn Store, expires: Option<u64>) {
 
 /// Why a request could not be authenticated.
 #[derive(Debug, thiserror::Error)]
-enum Unidentified {
+enum AuthError {
     #[error(transparent)]
     Token(#[from] TokenError),
     #[error(transparent)]
@@ -1062,9 +1078,9 @@ enum Unidentified {
     Store(#[from] StoreError),
 }
 
-impl Unidentified {
+impl AuthError {
     /// Whether the token may be guessed, rather than expired.
-    fn is_guess(&self) -> bool {
+    fn is_token_guess(&self) -> bool {
         matches!(
             self,
             Self::Token(TokenError::Unknown)
@@ -1085,8 +1101,8 @@ struct DrainRequest {
 }
 
 /// A client of the event stream.
-struct Watch {
-    watching: crate::events::Watching,
+struct EventClient {
+    subscription: crate::events::Subscription,
     /// The request, whose token is checked repeatedly.
     head: Head,
 }
@@ -1102,7 +1118,7 @@ fn websocket_base(url: &str) -> String {
 }
 
 /// Sort key of a node for an environment, equal on all nodes.
-fn spread(environment: &str, node: &str) -> [u8; 8] {
+fn failover_order(environment: &str, node: &str) -> [u8; 8] {
     let digest = Sha256::digest(format!("{environment}\n{node}"));
     let mut number = [0; 8];
     number.copy_from_slice(&digest[..8]);
@@ -1110,7 +1126,7 @@ fn spread(environment: &str, node: &str) -> [u8; 8] {
 }
 
 /// A websocket that was authorized and attached.
-struct Opened {
+struct AttachedSocket {
     accept: String,
     role: Role,
     /// Fields of its events and audit entries.
@@ -1119,7 +1135,7 @@ struct Opened {
     uplink: Box<dyn Uplink>,
     usage: Arc<Usage>,
     /// Set for harnesses.
-    entered: Option<Entered>,
+    stream_slot: Option<StreamSlot>,
     token_expires: Option<u64>,
 }
 
@@ -1240,16 +1256,16 @@ impl Call<'_> {
 async fn read_request(
     reader: &mut (impl AsyncRead + Unpin),
     received: Vec<u8>,
-) -> Result<(Head, Vec<u8>), Option<Answer>> {
+) -> Result<(Head, Vec<u8>), Option<HttpResponse>> {
     let mut head = match http::read_next_head(reader, Kind::Request, received).await {
         Ok(head) => head,
         Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            return Err(Some(Answer::text(400, &error.to_string())));
+            return Err(Some(HttpResponse::text(400, &error.to_string())));
         }
         Err(_) => return Err(None),
     };
     if head.header("transfer-encoding").is_some() {
-        return Err(Some(Answer::text(411, "expected Content-Length")));
+        return Err(Some(HttpResponse::text(411, "expected Content-Length")));
     }
     let lengths: Vec<&str> = head.headers_named("content-length").collect();
     let length = match lengths[..] {
@@ -1257,10 +1273,10 @@ async fn read_request(
         [length] => length.parse::<usize>().ok(),
         _ => None,
     };
-    let length = length.ok_or_else(|| Some(Answer::text(400, "invalid Content-Length")))?;
+    let length = length.ok_or_else(|| Some(HttpResponse::text(400, "invalid Content-Length")))?;
     if length > MAX_BODY_BYTES {
         let text = format!("a body is at most {MAX_BODY_BYTES} bytes");
-        return Err(Some(Answer::text(413, &text)));
+        return Err(Some(HttpResponse::text(413, &text)));
     }
     let mut body = std::mem::take(&mut head.rest);
     if body.len() > length {
@@ -1284,14 +1300,14 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, CallError> {
 
 /// HTTP response before encoding.
 #[derive(Debug)]
-struct Answer {
+struct HttpResponse {
     status: u16,
     content_type: &'static str,
     header: Option<(&'static str, String)>,
     body: Vec<u8>,
 }
 
-impl Answer {
+impl HttpResponse {
     fn text(status: u16, text: &str) -> Self {
         Self {
             status,
@@ -1365,7 +1381,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_may_have_a_prefix() {
+    fn path_parse_accepts_a_prefix_and_rejects_unknown_paths() {
         let of = |path| Path::of(path).map(|path| (path.prefix, path.call));
         let register = Some(("", Call::Register("env-1")));
         assert_eq!(of("/cloud/environment/env-1/register"), register);
@@ -1384,7 +1400,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_follow_each_other() {
+    async fn read_request_splits_pipelined_requests_and_rejects_bad_lengths() {
         let mut bytes: &[u8] =
             b"POST /a HTTP/1.1\r\nContent-Length: 3\r\n\r\nabcPOST /b HTTP/1.1\r\n\
             Content-Length: 2\r\n\r\nde";

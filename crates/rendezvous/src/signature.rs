@@ -295,12 +295,12 @@ mod tests {
     }
 
     #[test]
-    fn short_secrets_sign_nothing() {
+    fn signer_rejects_short_secrets() {
         assert!(Signer::new("s".repeat(31).into()).is_none());
     }
 
     #[test]
-    fn addresses_are_good_for_what_they_say_alone() {
+    fn ticket_rejects_changed_expired_and_unsigned_queries() {
         let (signer, stranger) = (signer("s"), signer("t"));
         for (holder, token_expires) in [
             (Holder::Executor, None),
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_of_one_tenant_lead_nowhere_at_another() {
+    fn ticket_of_one_tenant_is_invalid_for_another() {
         let signer = signer("s");
         for holder in [Holder::Executor, ticket().holder] {
             let ticket = Ticket {
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authorization_is_bound_to_all_it_is_for() {
+    fn authorization_is_bound_to_environment_registration_key_and_expiry() {
         let signer = signer("s");
         let authorization = signer.authorize("e", "r", &key(1), "alice", 50).unwrap();
         let check = |environment: &str, registration: &str, harness, now| {

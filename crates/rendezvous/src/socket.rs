@@ -26,7 +26,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use crate::mailbox::Mailbox;
 use crate::metrics::Metrics;
 use crate::router::local::reset;
-use crate::router::{HoldingUp, Kind, Outcome, Uplink};
+use crate::router::{BlockedPeers, Kind, Outcome, Uplink};
 use crate::tenants::Meter;
 
 /// Maximum bytes taken from the mailbox in one step: enough to write several large frames in one call,
@@ -38,7 +38,7 @@ const BATCH_BYTES: usize = 128 << 10;
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
 
 /// How long the closing frames to a peer may take.
-const FAREWELL: Duration = Duration::from_millis(500);
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// How long one stream may block an executor's other streams at a time. Streams of peers with flow
 /// control never do; other peers have no other way to slow their executor down.
@@ -55,12 +55,12 @@ const STALL_ALONE: Duration = Duration::from_secs(2);
 #[non_exhaustive]
 pub(crate) enum SocketEnd {
     /// The peer closed the connection.
-    #[error("the peer left")]
+    #[error("the peer closed the connection")]
     Left,
     /// The server disconnected the peer.
-    #[error("turned out")]
-    TurnedOut,
-    /// The token expired with which its address was asked for.
+    #[error("disconnected by the server")]
+    Disconnected,
+    /// The token that authorized the signed URL has expired.
     #[error("the token expired")]
     Expired,
     /// The connection failed.
@@ -73,7 +73,7 @@ pub(crate) enum SocketEnd {
     #[error(transparent)]
     Relay(#[from] RelayError),
     /// The peer sent a text message; relay frames are binary.
-    #[error("text where only relay frames are expected")]
+    #[error("unexpected text message; relay frames are binary")]
     Text,
     /// The peer sent a frame that it may not send.
     #[error("refused: {0}")]
@@ -85,7 +85,7 @@ impl SocketEnd {
     fn code(&self) -> u16 {
         match self {
             Self::Left => 1000,
-            Self::TurnedOut | Self::Io(_) => 1001,
+            Self::Disconnected | Self::Io(_) => 1001,
             Self::Websocket(
                 FrameError::FrameTooLarge { .. } | FrameError::MessageTooLarge { .. },
             ) => 1009,
@@ -96,8 +96,8 @@ impl SocketEnd {
         }
     }
 
-    /// The payload of the close frame.
-    fn close(&self) -> Bytes {
+    /// Payload of the close frame.
+    fn close_payload(&self) -> Bytes {
         let reason = match self {
             Self::Expired => "the token expired",
             _ => "",
@@ -125,70 +125,68 @@ pub(crate) async fn serve(
     meter: &Meter,
     expired: impl Future<Output = ()>,
 ) -> SocketEnd {
-    let signs = Signs::default();
+    let shared = SharedState::default();
     let mut reader = Reader::new(halves.reader, &halves.received);
     drop(halves.received);
     let mut writer = Writer {
         io: halves.writer,
         queue: VecDeque::new(),
     };
-    let mut writing = pin!(writer.run(&mailbox, &signs, keepalive, metrics));
+    let mut writing = pin!(writer.run(&mailbox, &shared, keepalive, metrics));
     let end = {
         // The uplink is dropped with the reading future, so the other side is notified immediately.
-        let reading = read(&mut reader, uplink, &mailbox, &signs, metrics, meter);
+        let reading = read(&mut reader, uplink, &mailbox, &shared, metrics, meter);
         tokio::select! {
             end = reading => end,
             error = &mut writing => return SocketEnd::Io(error),
             () = expired => SocketEnd::Expired,
         }
     };
-    *signs.farewell.lock() = Some(end.close());
+    *shared.close_payload.lock() = Some(end.close_payload());
     mailbox.close();
     // A peer that does not read the closing frames in time does not get them.
-    let _ = tokio::time::timeout(FAREWELL, writing).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, writing).await;
     end
 }
 
 /// State that the read loop shares with the write loop.
 #[derive(Default)]
-struct Signs {
+struct SharedState {
     /// Whether something was received since the last check.
-    heard: AtomicBool,
+    received_any: AtomicBool,
     /// Whether reading is paused, so that silence does not mean that the peer is dead.
-    deaf: AtomicBool,
+    reading_paused: AtomicBool,
     /// Payload of a ping to answer. A second ping replaces the first, as the protocol allows.
     ping: Mutex<Option<Bytes>>,
     /// Payload of the close frame to send.
-    farewell: Mutex<Option<Bytes>>,
+    close_payload: Mutex<Option<Bytes>>,
 }
-
-impl Signs {}
 
 /// Forwards received frames until the socket ends.
 async fn read(
     reader: &mut Reader,
     mut uplink: Box<dyn Uplink>,
     mailbox: &Mailbox,
-    signs: &Signs,
+    shared: &SharedState,
     metrics: &Metrics,
     meter: &Meter,
 ) -> SocketEnd {
     let mut stalls = Stalls::default();
     loop {
         if mailbox.is_closed() {
-            return SocketEnd::TurnedOut;
+            return SocketEnd::Disconnected;
         }
         let received = tokio::select! {
             biased;
             received = reader.next() => received,
-            () = mailbox.closed() => return SocketEnd::TurnedOut,
+            () = mailbox.closed() => return SocketEnd::Disconnected,
         };
-        signs.heard.store(true, Ordering::Relaxed);
+        shared.received_any.store(true, Ordering::Relaxed);
         let (message, payload) = match received {
             Ok(Received::Message { message, payload }) => (message, payload),
             Ok(Received::Text) => return SocketEnd::Text,
             Ok(Received::Ping(payload)) => {
-                *signs.ping.lock() = Some(payload);
+                *shared.ping.lock() = Some(payload);
                 mailbox.wake();
                 continue;
             }
@@ -204,14 +202,14 @@ async fn read(
         let kind = Kind::of(&frame);
         if meter.count(message.len() - payload, kind) {
             // Reading pauses meanwhile, which slows down this sender only.
-            signs.deaf.store(true, Ordering::Relaxed);
+            shared.reading_paused.store(true, Ordering::Relaxed);
             tokio::select! {
                 biased;
-                () = meter.pay(message.len() - payload, kind) => {}
-                () = mailbox.closed() => return SocketEnd::TurnedOut,
+                () = meter.wait(message.len() - payload, kind) => {}
+                () = mailbox.closed() => return SocketEnd::Disconnected,
             }
-            signs.deaf.store(false, Ordering::Relaxed);
-            signs.heard.store(true, Ordering::Relaxed);
+            shared.reading_paused.store(false, Ordering::Relaxed);
+            shared.received_any.store(true, Ordering::Relaxed);
         }
         loop {
             match uplink.forward(&frame.stream_id, kind, &message) {
@@ -224,23 +222,23 @@ async fn read(
                     mailbox.push(&id, reset(&id, &reason));
                     return SocketEnd::Refused(reason);
                 }
-                Outcome::Full { ready, holding_up } => {
-                    signs.deaf.store(true, Ordering::Relaxed);
+                Outcome::Full { ready, blocked } => {
+                    shared.reading_paused.store(true, Ordering::Relaxed);
                     metrics.waits.add(1);
-                    let patience = stalls.patience(&frame.stream_id, holding_up, now());
+                    let limit = stalls.allowed_wait(&frame.stream_id, blocked, now());
                     let began = now();
                     let waited = tokio::select! {
-                        waited = tokio::time::timeout(patience, ready) => waited,
-                        () = mailbox.closed() => return SocketEnd::TurnedOut,
+                        waited = tokio::time::timeout(limit, ready) => waited,
+                        () = mailbox.closed() => return SocketEnd::Disconnected,
                     };
-                    signs.deaf.store(false, Ordering::Relaxed);
-                    signs.heard.store(true, Ordering::Relaxed);
-                    if holding_up == HoldingUp::Neighbours {
+                    shared.reading_paused.store(false, Ordering::Relaxed);
+                    shared.received_any.store(true, Ordering::Relaxed);
+                    if blocked == BlockedPeers::OtherStreams {
                         stalls.add(&frame.stream_id, began, now());
                     }
                     if waited.is_err() {
                         metrics.slow.add(1);
-                        uplink.give_up(&frame.stream_id, Reason::ReceiveOverflow);
+                        uplink.abort_stream(&frame.stream_id, Reason::ReceiveOverflow);
                         break;
                     }
                 }
@@ -264,12 +262,12 @@ impl Stalls {
     }
 
     /// How long to wait for a stream now.
-    fn patience(&self, stream_id: &str, holding_up: HoldingUp, now: Instant) -> Duration {
-        match holding_up {
+    fn allowed_wait(&self, stream_id: &str, blocked: BlockedPeers, now: Instant) -> Duration {
+        match blocked {
             // Waits until the executor takes the frame or its socket closes.
-            HoldingUp::Nobody => Duration::MAX,
-            HoldingUp::Executor => STALL_ALONE,
-            HoldingUp::Neighbours => {
+            BlockedPeers::SenderOnly => Duration::MAX,
+            BlockedPeers::LoneExecutor => STALL_ALONE,
+            BlockedPeers::OtherStreams => {
                 STALL.min(STALL_TOTAL.saturating_sub(self.debt(stream_id, now)))
             }
         }
@@ -423,11 +421,11 @@ impl Writer {
     async fn run(
         &mut self,
         mailbox: &Mailbox,
-        signs: &Signs,
+        shared: &SharedState,
         config: KeepaliveConfig,
         metrics: &Metrics,
     ) -> io::Error {
-        match self.write_all(mailbox, signs, config, metrics).await {
+        match self.write_all(mailbox, shared, config, metrics).await {
             Ok(()) => io::ErrorKind::ConnectionAborted.into(),
             Err(error) => error,
         }
@@ -436,16 +434,18 @@ impl Writer {
     async fn write_all(
         &mut self,
         mailbox: &Mailbox,
-        signs: &Signs,
+        shared: &SharedState,
         config: KeepaliveConfig,
         metrics: &Metrics,
     ) -> io::Result<()> {
         let mut keepalive = Keepalive::new(config, now());
         loop {
-            if let Some(payload) = signs.ping.lock().take() {
+            if let Some(payload) = shared.ping.lock().take() {
                 self.queue.push_back(control(Opcode::Pong, &payload));
             }
-            if signs.heard.swap(false, Ordering::Relaxed) || signs.deaf.load(Ordering::Relaxed) {
+            if shared.received_any.swap(false, Ordering::Relaxed)
+                || shared.reading_paused.load(Ordering::Relaxed)
+            {
                 keepalive.heard(now());
             }
             let wait = match keepalive.poll(now()) {
@@ -469,8 +469,8 @@ impl Writer {
                 continue;
             }
             if closed {
-                let close = signs.farewell.lock().take();
-                let close = close.unwrap_or_else(|| SocketEnd::TurnedOut.close());
+                let close = shared.close_payload.lock().take();
+                let close = close.unwrap_or_else(|| SocketEnd::Disconnected.close_payload());
                 self.queue.push_back(control(Opcode::Close, &close));
                 self.flush().await?;
                 return self.io.shutdown().await;
@@ -536,40 +536,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_socket_whose_token_expired_is_closed_as_a_policy_violation() {
-        assert_eq!(SocketEnd::Left.close()[..], 1000u16.to_be_bytes());
-        let close = SocketEnd::Expired.close();
+    fn expired_token_closes_the_socket_with_code_1008_and_a_reason() {
+        assert_eq!(SocketEnd::Left.close_payload()[..], 1000u16.to_be_bytes());
+        let close = SocketEnd::Expired.close_payload();
         assert_eq!(close[..2], 1008u16.to_be_bytes());
         assert_eq!(close[2..], *b"the token expired");
     }
 
     #[test]
-    fn a_stream_that_keeps_others_waiting_runs_out_of_patience() {
+    fn stream_that_blocks_others_is_allowed_less_and_less_wait() {
         let mut stalls = Stalls::default();
         let start = now();
         let at = |millis| start + Duration::from_millis(millis);
         assert_eq!(
-            stalls.patience("s", HoldingUp::Executor, start),
+            stalls.allowed_wait("s", BlockedPeers::LoneExecutor, start),
             STALL_ALONE
         );
-        assert_eq!(stalls.patience("s", HoldingUp::Neighbours, start), STALL);
+        assert_eq!(
+            stalls.allowed_wait("s", BlockedPeers::OtherStreams, start),
+            STALL
+        );
         for turn in 0..10 {
             stalls.add("s", at(turn * 100), at(turn * 100 + 100));
         }
         // Ten waits of a tenth of a second, minus a tenth of the elapsed time.
-        let left = stalls.patience("s", HoldingUp::Neighbours, at(1000));
+        let left = stalls.allowed_wait("s", BlockedPeers::OtherStreams, at(1000));
         assert!(left < Duration::from_millis(100), "{left:?}");
         stalls.add("s", at(1000), at(1100));
         assert_eq!(
-            stalls.patience("s", HoldingUp::Neighbours, at(1100)),
+            stalls.allowed_wait("s", BlockedPeers::OtherStreams, at(1100)),
             Duration::ZERO
         );
         assert_eq!(
-            stalls.patience("other", HoldingUp::Neighbours, at(1100)),
+            stalls.allowed_wait("other", BlockedPeers::OtherStreams, at(1100)),
             STALL
         );
         assert_eq!(
-            stalls.patience("s", HoldingUp::Neighbours, at(60_000)),
+            stalls.allowed_wait("s", BlockedPeers::OtherStreams, at(60_000)),
             STALL
         );
         for number in 0..1000 {
@@ -579,7 +582,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn large_messages_are_not_copied_and_small_ones_are() {
+    async fn reader_returns_small_and_large_messages_unchanged() {
         let mut wire = Vec::new();
         let (large, small) = (vec![7; Reader::SHARED_BYTES], vec![8; 10]);
         for payload in [&small, &large, &small, &large] {

@@ -48,10 +48,10 @@ pub struct Revocation {
 
 /// Failure of the store.
 #[derive(Debug, thiserror::Error)]
-#[error("the store failed to {doing}: {source}")]
+#[error("the store failed to {operation}: {source}")]
 pub struct StoreError {
     /// The operation that failed.
-    pub doing: &'static str,
+    pub operation: &'static str,
     /// The cause.
     #[source]
     pub source: Box<dyn std::error::Error + Send + Sync>,

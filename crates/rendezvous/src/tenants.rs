@@ -26,7 +26,7 @@ use exec_server_transport::metrics::Counter;
 
 use crate::router::Kind;
 use crate::tokens::is_name;
-use share::{Rates, Speed, share};
+use share::{RateMeter, Rates, share};
 
 /// Tenant of tokens and environments that name no tenant.
 pub const DEFAULT: &str = "default";
@@ -109,7 +109,9 @@ impl FromStr for Quotas {
             };
             let (tenant, quota) = parse_quota(line).map_err(problem)?;
             if seen.contains(&tenant) {
-                return Err(problem(format!("there are two lines for `{tenant}`")));
+                return Err(problem(format!(
+                    "there is more than one line for `{tenant}`"
+                )));
             }
             seen.push(tenant.clone());
             quotas.set(tenant, quota);
@@ -127,7 +129,9 @@ pub fn parse_quota(line: &str) -> Result<(String, Quota), String> {
     let mut words = line.split_ascii_whitespace();
     let tenant = words.next().unwrap_or_default();
     if tenant != ALL && !is_tenant(tenant) {
-        return Err(format!("`{tenant}` is no name of a tenant, nor `{ALL}`"));
+        return Err(format!(
+            "`{tenant}` is neither a valid tenant name nor `{ALL}`"
+        ));
     }
     let mut quota = Quota::default();
     for word in words {
@@ -149,7 +153,7 @@ pub fn parse_quota(line: &str) -> Result<(String, Quota), String> {
         let number = parse_number(number)
             .ok_or_else(|| format!("`{word}`: expected a number, as in 500, 64K, 50M or 1G"))?;
         if slot.replace(number).is_some() {
-            return Err(format!("`{name}` is there twice"));
+            return Err(format!("`{name}` is given twice"));
         }
     }
     if let Some(bandwidth) = quota.bandwidth
@@ -161,7 +165,7 @@ pub fn parse_quota(line: &str) -> Result<(String, Quota), String> {
         ));
     }
     if quota.handshakes == Some(0) {
-        return Err("without any handshakes nobody comes in; take its tokens away".to_owned());
+        return Err("a quota of no handshakes refuses all harnesses; remove the tokens of the tenant instead".to_owned());
     }
     Ok((tenant.to_owned(), quota))
 }
@@ -285,8 +289,8 @@ struct Limits {
 /// Measured rates of a tenant's usage.
 #[derive(Debug, Default)]
 struct Speeds {
-    bytes: Speed,
-    handshakes: Speed,
+    bytes: RateMeter,
+    handshakes: RateMeter,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -348,8 +352,8 @@ impl Usage {
         let bytes = self.passed_bytes.load(Ordering::Relaxed);
         let handshakes = self.passed_handshakes.load(Ordering::Relaxed);
         let rates = Rates {
-            bytes: speeds.bytes.look(now, bytes),
-            handshakes: speeds.handshakes.look(now, handshakes),
+            bytes: speeds.bytes.measure(now, bytes),
+            handshakes: speeds.handshakes.measure(now, handshakes),
         };
         let part = |used: f64, quota: Option<u64>| quota.map_or(0.0, |quota| used / quota as f64);
         let part = part(rates.bytes, quota.bandwidth).max(part(rates.handshakes, quota.handshakes));
@@ -402,7 +406,7 @@ impl Usage {
 
     /// Counts a harness's socket as a stream, if the quota allows one more besides `elsewhere`
     /// streams on other nodes.
-    pub(crate) fn enter(self: &Arc<Self>, elsewhere: u64) -> Result<Entered, QuotaError> {
+    pub(crate) fn add_stream(self: &Arc<Self>, elsewhere: u64) -> Result<StreamSlot, QuotaError> {
         let limit = self.quota().streams;
         let entered = self
             .streams
@@ -414,11 +418,11 @@ impl Usage {
             return Err(self.refuse("streams", limit.unwrap_or(0), None));
         }
         self.counters.streams.add(1);
-        Ok(Entered(Arc::clone(self)))
+        Ok(StreamSlot(Arc::clone(self)))
     }
 
     /// Waits until the quota allows `bytes`. Cancel safe.
-    async fn pay_bytes(&self, bytes: u64) {
+    async fn wait_for_bytes(&self, bytes: u64) {
         let _turn = self.turn.lock().await;
         loop {
             let rate = self.bandwidth.load(Ordering::Relaxed);
@@ -436,7 +440,7 @@ impl Usage {
     }
 
     /// Waits until the quota allows a handshake. Cancel safe.
-    async fn pay_handshake(&self) {
+    async fn wait_for_handshake(&self) {
         loop {
             let Some(rate) = locked(&self.limits).handshakes else {
                 return;
@@ -454,9 +458,9 @@ impl Usage {
 
 /// A harness socket counted as a stream of its tenant until dropped.
 #[derive(Debug)]
-pub(crate) struct Entered(Arc<Usage>);
+pub(crate) struct StreamSlot(Arc<Usage>);
 
-impl Drop for Entered {
+impl Drop for StreamSlot {
     fn drop(&mut self) {
         self.0.streams.fetch_sub(1, Ordering::Relaxed);
         self.0.counters.streams.sub(1);
@@ -476,7 +480,7 @@ impl Meter {
         Self { usage, handshakes }
     }
 
-    /// Counts a frame. Returns whether to wait for [`Meter::pay`] before the frame is forwarded.
+    /// Counts a frame. Returns whether to wait for [`Meter::wait`] before the frame is forwarded.
     pub(crate) fn count(&self, bytes: usize, kind: Kind) -> bool {
         let counters = &self.usage.counters;
         counters.received_bytes.add(bytes as u64);
@@ -488,11 +492,11 @@ impl Meter {
     }
 
     /// Waits until a frame may be forwarded. Cancel safe.
-    pub(crate) async fn pay(&self, bytes: usize, kind: Kind) {
+    pub(crate) async fn wait(&self, bytes: usize, kind: Kind) {
         if self.handshakes && kind == Kind::Handshake {
-            self.usage.pay_handshake().await;
+            self.usage.wait_for_handshake().await;
         }
-        self.usage.pay_bytes(bytes as u64).await;
+        self.usage.wait_for_bytes(bytes as u64).await;
     }
 }
 
@@ -552,7 +556,7 @@ impl Tenants {
     /// Measures the usage on this node that is limited per second, and computes this node's shares
     /// of the quotas. `elsewhere` returns a tenant's usage on other nodes. Returns the measured
     /// usage, the tenants closest to their quotas first.
-    pub(crate) fn share_out(
+    pub(crate) fn update_quota_shares(
         &self,
         elsewhere: impl Fn(&str) -> Vec<Rates>,
     ) -> Vec<(Arc<str>, Rates)> {
@@ -632,7 +636,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn environments_of_tenants_do_not_meet() {
+    fn scoped_keeps_environments_of_tenants_apart() {
         assert_eq!(scoped(DEFAULT, "a"), "a");
         assert_eq!(scoped("acme", "a"), "acme/a");
         assert_eq!(split("a"), (DEFAULT, "a"));
@@ -640,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn quotas_are_read_and_mistakes_named() {
+    fn quotas_parse_names_the_line_and_the_error() {
         let text = "# c\n\nacme environments=2 bandwidth=1M\n* streams=7 handshakes=3\n";
         let quotas: Quotas = text.parse().unwrap();
         let acme = quotas.of("acme");
@@ -666,7 +670,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_lend_and_want_it_back() {
+    fn token_bucket_lends_once_and_waits_until_the_debt_is_paid() {
         let start = Instant::now();
         let mut bucket = Bucket::default();
         // The bucket holds one second of the rate, and lends beyond that while it is not empty.
@@ -688,37 +692,37 @@ mod tests {
     }
 
     #[test]
-    fn streams_are_counted_until_they_end() {
+    fn stream_slot_counts_until_dropped() {
         let quotas = "a streams=2".parse().unwrap();
         let tenants = Tenants::new(quotas, 8);
         let usage = tenants.usage("a");
-        let first = usage.enter(0).unwrap();
-        let second = usage.enter(0).unwrap();
-        let error = usage.enter(0).unwrap_err().to_string();
+        let first = usage.add_stream(0).unwrap();
+        let second = usage.add_stream(0).unwrap();
+        let error = usage.add_stream(0).unwrap_err().to_string();
         assert_eq!(error, "tenant `a` has reached its quota of 2 streams");
         assert!(usage.may_connect(0).is_err());
         drop(first);
         assert_eq!((usage.streams(), usage.counters.streams.value()), (1, 1));
-        drop(usage.enter(0).unwrap());
+        drop(usage.add_stream(0).unwrap());
         // A changed quota applies to existing tenants.
         tenants.set_quotas("a streams=1".parse().unwrap());
-        assert!(usage.enter(0).is_err());
+        assert!(usage.add_stream(0).is_err());
         drop(second);
-        drop(usage.enter(0).unwrap());
+        drop(usage.add_stream(0).unwrap());
         assert_eq!(usage.counters.refused.value(), 3);
         // Streams on other nodes count too.
-        assert!(usage.enter(1).is_err() && usage.may_connect(1).is_err());
+        assert!(usage.add_stream(1).is_err() && usage.may_connect(1).is_err());
     }
 
     #[tokio::test(start_paused = true)]
-    async fn bytes_wait_for_their_turn() {
+    async fn meter_delays_bytes_beyond_the_bandwidth_quota() {
         let tenants = Tenants::new("a bandwidth=64K".parse().unwrap(), 8);
         let meter = Meter::new(tenants.usage("a"), false);
         let start = tokio::time::Instant::now();
         // One second of the quota is available immediately, the rest at the rate of the quota.
         for _ in 0..8 {
             assert!(meter.count(32 << 10, Kind::Other));
-            meter.pay(32 << 10, Kind::Other).await;
+            meter.wait(32 << 10, Kind::Other).await;
         }
         let waited = start.elapsed();
         assert!(
@@ -730,14 +734,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn handshakes_are_asked_for_before_they_are_made() {
+    async fn handshake_quota_refuses_connects_and_delays_handshakes() {
         let tenants = Tenants::new("a handshakes=2".parse().unwrap(), 8);
         let usage = tenants.usage("a");
         let harness = Meter::new(Arc::clone(&usage), true);
         for _ in 0..2 {
             usage.may_connect(0).unwrap();
             assert!(harness.count(10, Kind::Handshake));
-            harness.pay(10, Kind::Handshake).await;
+            harness.wait(10, Kind::Handshake).await;
         }
         let error = usage.may_connect(0).unwrap_err();
         let text = "tenant `a` has reached its quota of 2 handshakes a second";
@@ -750,7 +754,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_used_elsewhere_is_not_there_to_be_used() {
+    async fn usage_on_other_nodes_reduces_the_share_of_this_node() {
         let tenants = Tenants::new("a bandwidth=1M handshakes=9".parse().unwrap(), 8);
         let usage = tenants.usage("a");
         tenants.usage("without");
@@ -765,35 +769,35 @@ mod tests {
         };
         assert_eq!(may(), (1024, 9.0));
         let busy = |_: &str| vec![other(1 << 20, 9.0), other(1 << 20, 9.0)];
-        assert_eq!(tenants.share_out(busy), []);
+        assert_eq!(tenants.update_quota_shares(busy), []);
         assert_eq!(may(), (341, 3.0));
         // A share always suffices for one frame.
-        let crowd = |_: &str| vec![other(1 << 20, 0.0); 40];
-        tenants.share_out(crowd);
+        let busy = |_: &str| vec![other(1 << 20, 0.0); 40];
+        tenants.update_quota_shares(busy);
         assert_eq!(may(), (64, 9.0));
         // Reports the usage on this node, half of it after the first measurement.
         tokio::time::advance(Duration::from_secs(1)).await;
-        meter.pay(5000, Kind::Handshake).await;
-        let used = tenants.share_out(|_| vec![other(24 << 10, 1.0)]);
+        meter.wait(5000, Kind::Handshake).await;
+        let used = tenants.update_quota_shares(|_| vec![other(24 << 10, 1.0)]);
         assert_eq!(used, [("a".into(), other(2500, 0.5))]);
         assert_eq!(may(), (1000, 8.0));
         // Tenants that use a larger fraction of their quota come first.
         tenants.set_quotas("a handshakes=100\n* handshakes=1".parse().unwrap());
         assert_eq!(may(), (0, 100.0));
         let small = Meter::new(tenants.usage("b"), true);
-        tenants.share_out(|_| Vec::new());
+        tenants.update_quota_shares(|_| Vec::new());
         for _ in 0..3 {
-            meter.pay(1, Kind::Handshake).await;
+            meter.wait(1, Kind::Handshake).await;
         }
-        small.pay(1, Kind::Handshake).await;
+        small.wait(1, Kind::Handshake).await;
         tokio::time::advance(Duration::from_secs(1)).await;
-        let used = tenants.share_out(|_| Vec::new());
+        let used = tenants.update_quota_shares(|_| Vec::new());
         let order: Vec<_> = used.iter().map(|(tenant, _)| &**tenant).collect();
         assert_eq!(order, ["b", "a"]);
     }
 
     #[test]
-    fn labels_are_few() {
+    fn counters_are_limited_and_the_rest_is_counted_as_other() {
         let tenants = Tenants::new("a streams=1".parse().unwrap(), 3);
         for name in ["x", "y", "z"] {
             tenants.usage(name).counters.handshakes.add(1);

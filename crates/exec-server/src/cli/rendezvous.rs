@@ -383,7 +383,7 @@ async fn meet(args: RendezvousArgs, place: Place) -> anyhow::Result<()> {
         tokio::select! {
             _ = terminate.recv() => break,
             _ = interrupt.recv() => break,
-            () = router.told_to_drain() => break,
+            () = router.drain_requested() => break,
             _ = hangup.recv() => {
                 token_stamp = None;
                 quota_stamp = None;

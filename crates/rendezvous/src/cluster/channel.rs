@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  harness socket ─ Entry (Uplink) ── up ──►  Home ─ harness of the local router ─ executor socket
-//!         mailbox ◄───────────────── down ──  pump ◄ mailbox of its own
+//!         mailbox ◄───────────────── down ──  pump ◄ mailbox of the channel
 //! ```
 //!
 //! The node of the executor attaches the remote harness to its local router, so the rules for
@@ -30,21 +30,21 @@ use super::credit::{Receiving, Sending, WINDOW};
 use super::wire::{Control, Piece, pieces};
 use crate::mailbox::Mailbox;
 use crate::router::local::reset;
-use crate::router::{Harness, HoldingUp, Kind, Outcome, Uplink};
+use crate::router::{BlockedPeers, Harness, Kind, Outcome, Uplink};
 
 /// Maximum bytes taken from a mailbox in one step.
 const BATCH_BYTES: u64 = 256 << 10;
 
 /// How long a closing channel waits for the other node to accept the remaining frames.
-const FAREWELL: Duration = Duration::from_secs(2);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long the harness's node waits for the executor's node to end the stream of a disconnected
 /// harness. If the time is up, the harness's node closes the socket itself. A revoked harness must
 /// be disconnected within one second; this limit leaves the rest to the closing of the socket.
-const TURN_OUT: Duration = Duration::from_millis(250);
+const DISCONNECT_TIMEOUT: Duration = Duration::from_millis(250);
 
 /// Size of the largest frame including its websocket header.
-const LONGEST: usize = MAX_FRAME_BYTES + 10;
+const MAX_MESSAGE_BYTES: usize = MAX_FRAME_BYTES + 10;
 
 /// Which end of the channel this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,8 +65,8 @@ pub(crate) struct Channel {
     /// On the entry side, the mailbox of the harness's socket. On the home side, a mailbox whose
     /// messages are sent over the channel.
     mailbox: Arc<Mailbox>,
-    frames: Subject,
-    words: Subject,
+    frame_subject: Subject,
+    control_subject: Subject,
     sending: Mutex<Sending>,
     /// Notified when the receiver grants more bytes.
     granted: Arc<Notify>,
@@ -81,7 +81,7 @@ pub(crate) struct Channel {
 struct Incoming {
     receiving: Receiving,
     /// The pieces received so far of an incomplete frame.
-    begun: BytesMut,
+    partial: BytesMut,
     waiting: VecDeque<Item>,
     /// Whether a task is forwarding the queue `waiting`.
     busy: bool,
@@ -118,14 +118,14 @@ impl Channel {
         who: Harness,
         mailbox: Arc<Mailbox>,
     ) -> Arc<Self> {
-        let (frames, words) = match side {
+        let (frames, control_subject) = match side {
             Side::Entry => ("up", "home"),
             Side::Home => ("down", "entry"),
         };
         let subject = |last| shared.channel_subject(&peer, &who.environment, &id, last);
         Arc::new(Self {
-            frames: subject(frames),
-            words: subject(words),
+            frame_subject: subject(frames),
+            control_subject: subject(control_subject),
             id,
             side,
             peer,
@@ -145,11 +145,11 @@ impl Channel {
         self.incoming.lock().uplink = Some(uplink);
     }
 
-    pub(crate) fn say(&self, shared: &Shared, control: &Control) {
+    pub(crate) fn send_control(&self, shared: &Shared, control: &Control) {
         let text = serde_json::to_vec(control).unwrap_or_default();
         shared
             .outbox
-            .send(self.words.clone(), None, Bytes::from(text));
+            .send(self.control_subject.clone(), None, Bytes::from(text));
     }
 
     /// Sends the state of this end to the other node, which detects lost messages from it.
@@ -164,50 +164,50 @@ impl Channel {
         };
         // Sent while the lock is held, because this message and frames must not overtake each
         // other.
-        self.say(shared, &sync);
+        self.send_control(shared, &sync);
     }
 
     /// Handles one piece of a frame from the other node.
-    pub(crate) fn piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
+    pub(crate) fn receive_piece(self: &Arc<Self>, shared: &Arc<Shared>, piece: Piece) {
         let mut incoming = self.incoming.lock();
         if !incoming.receiving.receive(piece.number) {
             drop(incoming);
             return self.fail(shared, "a frame was lost between nodes");
         }
-        let begun = &mut incoming.begun;
-        if begun.len() + piece.bytes.len() > LONGEST {
+        let partial = &mut incoming.partial;
+        if partial.len() + piece.bytes.len() > MAX_MESSAGE_BYTES {
             drop(incoming);
             return self.fail(shared, "a frame is too long");
         }
-        if begun.is_empty() {
+        if partial.is_empty() {
             let length = match piece.is_last {
                 true => piece.bytes.len(),
-                false => whole(&piece.bytes).min(LONGEST),
+                false => frame_length(&piece.bytes).min(MAX_MESSAGE_BYTES),
             };
-            begun.reserve(length);
+            partial.reserve(length);
         }
         // Always copied: a short frame must not keep the large receive buffer alive.
-        begun.extend_from_slice(&piece.bytes);
+        partial.extend_from_slice(&piece.bytes);
         if piece.is_last {
-            let frame = std::mem::take(begun).freeze();
+            let frame = std::mem::take(partial).freeze();
             self.enqueue(shared, &mut incoming, Item::Frame(frame));
         }
     }
 
     /// Handles a control message from the other node.
-    pub(crate) fn word(self: &Arc<Self>, shared: &Arc<Shared>, control: Control) {
+    pub(crate) fn receive_control(self: &Arc<Self>, shared: &Arc<Shared>, control: Control) {
         match control {
             Control::Grant(total) => self.grant(total),
             Control::End => {
                 let mut incoming = self.incoming.lock();
                 self.enqueue(shared, &mut incoming, Item::End);
             }
-            Control::TurnOut(reason) => {
+            Control::Disconnect(reason) => {
                 let stream = self.stream.lock().clone();
                 let mut incoming = self.incoming.lock();
                 match (stream, &mut incoming.uplink) {
                     (Some(stream), Some(uplink)) => {
-                        uplink.give_up(&stream, Reason::parse(&reason));
+                        uplink.abort_stream(&stream, Reason::parse(&reason));
                     }
                     _ => self.mailbox.close(),
                 }
@@ -242,16 +242,20 @@ impl Channel {
             incoming.waiting.push_back(item);
             return;
         }
-        if let Step::Wait(item, ready) = self.pass(shared, incoming, item) {
+        if let Step::Wait(item, ready) = self.deliver(shared, incoming, item) {
             incoming.waiting.push_front(item);
             incoming.busy = true;
             let (channel, shared) = (Arc::clone(self), Arc::clone(shared));
-            tokio::spawn(async move { channel.catch_up(&shared, ready).await });
+            tokio::spawn(async move { channel.deliver_queued(&shared, ready).await });
         }
     }
 
     /// Forwards queued frames until the queue is empty.
-    async fn catch_up(self: Arc<Self>, shared: &Arc<Shared>, mut ready: BoxFuture<'static, ()>) {
+    async fn deliver_queued(
+        self: Arc<Self>,
+        shared: &Arc<Shared>,
+        mut ready: BoxFuture<'static, ()>,
+    ) {
         loop {
             tokio::select! {
                 () = ready => {}
@@ -263,7 +267,7 @@ impl Channel {
                     incoming.busy = false;
                     return;
                 };
-                if let Step::Wait(item, more) = self.pass(shared, &mut incoming, item) {
+                if let Step::Wait(item, more) = self.deliver(shared, &mut incoming, item) {
                     incoming.waiting.push_front(item);
                     ready = more;
                     break;
@@ -273,7 +277,7 @@ impl Channel {
     }
 
     /// Forwards one item, or returns what to wait for if the receiver has no room.
-    fn pass(&self, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) -> Step {
+    fn deliver(&self, shared: &Arc<Shared>, incoming: &mut Incoming, item: Item) -> Step {
         let Item::Frame(frame) = item else {
             match self.side {
                 // Messages already in the mailbox are still written.
@@ -320,7 +324,7 @@ impl Channel {
             }
         }
         if let Some(total) = incoming.receiving.take(frame.len()) {
-            self.say(shared, &Control::Grant(total));
+            self.send_control(shared, &Control::Grant(total));
         }
         Step::Done
     }
@@ -353,7 +357,9 @@ impl Channel {
                     let nothing = batch.is_empty();
                     for frame in batch.drain(..) {
                         let number = sending.send(frame.len(), pieces(frame.len()));
-                        shared.outbox.send(self.frames.clone(), Some(number), frame);
+                        shared
+                            .outbox
+                            .send(self.frame_subject.clone(), Some(number), frame);
                     }
                     if !nothing {
                         continue;
@@ -366,7 +372,7 @@ impl Channel {
             let until = match (closed, deadline) {
                 (false, _) => None,
                 (true, Some(at)) => Some(at),
-                (true, None) => Some(tokio::time::Instant::now() + FAREWELL),
+                (true, None) => Some(tokio::time::Instant::now() + DRAIN_TIMEOUT),
             };
             deadline = until;
             let late = OptionFuture::from(until.map(tokio::time::sleep_until));
@@ -378,7 +384,7 @@ impl Channel {
                 Some(()) = late => break,
             }
         }
-        self.say(&shared, &Control::End);
+        self.send_control(&shared, &Control::End);
         self.incoming.lock().uplink = None;
         self.end(&shared);
     }
@@ -387,7 +393,7 @@ impl Channel {
     fn end(&self, shared: &Shared) {
         self.ended.cancel();
         self.granted.notify_waiters();
-        shared.forget(&self.id);
+        shared.remove_channel(&self.id);
     }
 
     /// Ends the channel after an error. Both ends close; the harness reconnects and gets a new
@@ -399,7 +405,7 @@ impl Channel {
             // node.
             Side::Entry => self.mailbox.close(),
             Side::Home => {
-                self.say(shared, &Control::End);
+                self.send_control(shared, &Control::End);
                 self.incoming.lock().uplink = None;
                 self.mailbox.close();
                 self.end(shared);
@@ -408,12 +414,12 @@ impl Channel {
     }
 
     /// Disconnects the harness (entry side).
-    pub(crate) fn turn_out(self: &Arc<Self>, shared: &Arc<Shared>, reason: &Reason) {
-        self.say(shared, &Control::TurnOut(reason.as_str().to_owned()));
+    pub(crate) fn disconnect(self: &Arc<Self>, shared: &Arc<Shared>, reason: &Reason) {
+        self.send_control(shared, &Control::Disconnect(reason.as_str().to_owned()));
         let (channel, reason) = (Arc::clone(self), reason.clone());
         tokio::spawn(async move {
             let gone = channel.ended.cancelled();
-            if tokio::time::timeout(TURN_OUT, gone).await.is_ok() {
+            if tokio::time::timeout(DISCONNECT_TIMEOUT, gone).await.is_ok() {
                 return;
             }
             if let Some(stream) = channel.stream.lock().clone() {
@@ -427,7 +433,7 @@ impl Channel {
 
 /// Length of the server's websocket frame that starts with `start`, or the length of `start` if the
 /// header is incomplete.
-fn whole(start: &[u8]) -> usize {
+fn frame_length(start: &[u8]) -> usize {
     let length = match (start.get(1).map(|byte| byte & 0x7f), start) {
         (Some(126), [_, _, a, b, ..]) => 4 + usize::from(u16::from_be_bytes([*a, *b])),
         (Some(127), [_, _, a, b, c, d, e, f, g, h, ..]) => {
@@ -462,34 +468,34 @@ impl Uplink for Entry {
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
         let channel = &self.channel;
         channel.note_stream(stream_id);
-        let holding_up = HoldingUp::Nobody;
+        let blocked = BlockedPeers::SenderOnly;
         let mut sending = channel.sending.lock();
         if !matches!(kind, Kind::Reset { .. }) {
             if sending.room() == 0 {
                 // Created under the lock, so that no notification is missed.
                 let ready = Box::pin(Arc::clone(&channel.granted).notified_owned());
-                return Outcome::Full { ready, holding_up };
+                return Outcome::Full { ready, blocked };
             }
             if let Some(ready) = self.shared.outbox.full() {
-                return Outcome::Full { ready, holding_up };
+                return Outcome::Full { ready, blocked };
             }
         }
         let number = sending.send(message.len(), pieces(message.len()));
-        let subject = channel.frames.clone();
+        let subject = channel.frame_subject.clone();
         self.shared
             .outbox
             .send(subject, Some(number), message.clone());
         Outcome::Sent
     }
 
-    fn give_up(&mut self, _stream_id: &str, _reason: Reason) {
+    fn abort_stream(&mut self, _stream_id: &str, _reason: Reason) {
         self.channel.mailbox.close();
     }
 }
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        self.channel.say(&self.shared, &Control::End);
+        self.channel.send_control(&self.shared, &Control::End);
         self.channel.end(&self.shared);
     }
 }
@@ -501,16 +507,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_payload_of_a_frame_is_found_whatever_its_length() {
+    fn payload_and_frame_length_handle_all_header_sizes() {
         for length in [0, 5, 125, 126, 65_535, 65_536] {
             let mut message = Vec::new();
             push_frame(&mut message, Opcode::Binary, None, &vec![7; length]);
             assert_eq!(payload(&message).map(<[u8]>::len), Some(length));
-            assert_eq!(whole(&message[..message.len().min(10)]), message.len());
+            assert_eq!(
+                frame_length(&message[..message.len().min(10)]),
+                message.len()
+            );
         }
-        assert_eq!(whole(&[0x82, 127, 255, 255]), 129);
+        assert_eq!(frame_length(&[0x82, 127, 255, 255]), 129);
         assert_eq!(
-            whole(&[0x82, 127, 255, 255, 255, 255, 255, 255, 255, 255]),
+            frame_length(&[0x82, 127, 255, 255, 255, 255, 255, 255, 255, 255]),
             usize::MAX
         );
         assert_eq!(payload(&[0x82]), None);

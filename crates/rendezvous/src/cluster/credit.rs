@@ -113,22 +113,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sender_stops_until_it_is_granted_more() {
+    fn sender_stops_at_the_window_until_the_receiver_grants_more() {
         let (mut sending, mut receiving) = (Sending::default(), Receiving::default());
         let mut under_way = Vec::new();
         while sending.room() > 0 {
             under_way.push(sending.send(60_000, 1));
         }
         assert_eq!(under_way.len(), 18, "the last goes a little beyond");
-        let mut told = 0;
+        let mut grants = 0;
         for number in under_way {
             assert!(receiving.receive(number));
             if let Some(grant) = receiving.take(60_000) {
-                told += 1;
+                grants += 1;
                 assert!(sending.grant(grant) && !sending.grant(grant));
             }
         }
-        assert!((1..=4).contains(&told), "{told}");
+        assert!((1..=4).contains(&grants), "{grants}");
         assert!(sending.room() > 0 && receiving.has_all(sending.sent()));
         sending.send(1, 1);
         assert!(!receiving.has_all(sending.sent()));

@@ -8,13 +8,13 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use tokio::sync::{Notify, mpsc};
 
-use super::wire::cut;
+use super::wire::split_frame;
 
 /// Queued bytes from which all streams of this node must wait. A single stream is limited far
 /// earlier by the bytes that its receiver grants.
-const LIMIT: usize = 32 << 20;
+const MAX_QUEUED_BYTES: usize = 32 << 20;
 
-struct Letter {
+struct QueuedMessage {
     subject: Subject,
     /// Number of the first piece if the message is a frame.
     number: Option<u64>,
@@ -24,42 +24,42 @@ struct Letter {
 /// Queue of messages to NATS; adding a message never blocks.
 #[derive(Debug)]
 pub(crate) struct Outbox {
-    letters: mpsc::UnboundedSender<Letter>,
+    sender: mpsc::UnboundedSender<QueuedMessage>,
     waiting: Arc<AtomicUsize>,
     room: Arc<Notify>,
 }
 
 impl Outbox {
     pub(crate) fn new(client: Client) -> Self {
-        let (letters, mut queue) = mpsc::unbounded_channel::<Letter>();
+        let (sender, mut queue) = mpsc::unbounded_channel::<QueuedMessage>();
         let (waiting, room) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
         let (left, freed) = (Arc::clone(&waiting), Arc::clone(&room));
         // This task ends when the last sender is dropped.
         tokio::spawn(async move {
-            while let Some(letter) = queue.recv().await {
-                let bytes = letter.payload.len();
-                let sent = match letter.number {
+            while let Some(message) = queue.recv().await {
+                let bytes = message.payload.len();
+                let sent = match message.number {
                     Some(number) => {
                         let mut sent = Ok(());
-                        for piece in cut(number, &letter.payload) {
-                            sent = sent.and(client.publish(letter.subject.clone(), piece).await);
+                        for piece in split_frame(number, &message.payload) {
+                            sent = sent.and(client.publish(message.subject.clone(), piece).await);
                         }
                         sent
                     }
-                    None => client.publish(letter.subject, letter.payload).await,
+                    None => client.publish(message.subject, message.payload).await,
                 };
                 if let Err(error) = sent {
                     // The receiver detects the missing message by its number.
                     tracing::warn!(%error, "cannot send a message to another node");
                 }
                 let before = left.fetch_sub(bytes, Ordering::Relaxed);
-                if before >= LIMIT && before - bytes < LIMIT {
+                if before >= MAX_QUEUED_BYTES && before - bytes < MAX_QUEUED_BYTES {
                     freed.notify_waiters();
                 }
             }
         });
         Self {
-            letters,
+            sender,
             waiting,
             room,
         }
@@ -69,18 +69,19 @@ impl Outbox {
     /// `number` on.
     pub(crate) fn send(&self, subject: Subject, number: Option<u64>, payload: Bytes) {
         self.waiting.fetch_add(payload.len(), Ordering::Relaxed);
-        let letter = Letter {
+        let message = QueuedMessage {
             subject,
             number,
             payload,
         };
         // Fails only while the runtime shuts down.
-        let _ = self.letters.send(letter);
+        let _ = self.sender.send(message);
     }
 
     /// Returns what to wait for before queuing another frame, or `None` if there is room.
     pub(crate) fn full(&self) -> Option<BoxFuture<'static, ()>> {
         let room = Arc::clone(&self.room).notified_owned();
-        (self.waiting.load(Ordering::Relaxed) >= LIMIT).then(|| Box::pin(room) as BoxFuture<'_, ()>)
+        (self.waiting.load(Ordering::Relaxed) >= MAX_QUEUED_BYTES)
+            .then(|| Box::pin(room) as BoxFuture<'_, ()>)
     }
 }

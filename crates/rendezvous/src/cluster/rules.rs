@@ -74,19 +74,19 @@ pub enum Route {
     /// This node's view is too old to decide.
     Unknown,
     /// The executor is connected to this node.
-    Here {
+    Local {
         /// Revision of the claim.
         epoch: u64,
     },
     /// The executor is connected to another node.
-    There {
+    Remote {
         /// The claim, which names the node.
         claim: Claim,
         /// Revision of the claim.
         epoch: u64,
     },
     /// The executor is not connected to any node.
-    Nowhere {
+    Unattached {
         /// When this node saw it disconnect, if it did.
         since: Option<Instant>,
     },
@@ -94,9 +94,9 @@ pub enum Route {
 
 /// What a new claim in the log means for this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum ClaimChange {
     /// Nothing changes.
-    Same,
+    Unchanged,
     /// This node's claim was replaced by a newer one: its executor socket must close.
     Fenced,
     /// The executor moved to another node: connections to the previous node must close.
@@ -164,7 +164,7 @@ impl Rules {
     }
 
     /// Records that a renewal of this node's lease is about to be sent.
-    pub fn renewing(&mut self, beat: u64, now: Instant) {
+    pub fn record_renewal_sent(&mut self, beat: u64, now: Instant) {
         /// Limit of recorded renewals: an older one would not make the view fresh anyway.
         const OUTSTANDING: usize = 64;
         if self.sent.len() >= OUTSTANDING {
@@ -175,7 +175,7 @@ impl Rules {
 
     /// Records that this node's own lease was read from the log, and with it everything written
     /// before.
-    pub fn renewed(&mut self, beat: u64, now: Instant) {
+    pub fn record_renewal_read(&mut self, beat: u64, now: Instant) {
         let Some(at) = self
             .sent
             .iter()
@@ -234,36 +234,36 @@ impl Rules {
     }
 
     /// Marks nodes with expired leases as dead. Returns those that were alive before.
-    pub fn lapse(&mut self, now: Instant) -> Vec<Arc<str>> {
+    pub fn expire_members(&mut self, now: Instant) -> Vec<Arc<str>> {
         if !self.is_fresh(now) {
             return Vec::new();
         }
-        let mut lapsed = Vec::new();
+        let mut expired = Vec::new();
         for (node, member) in &mut self.members {
             let silent = now.saturating_duration_since(member.seen) >= self.timing.others;
             if silent && !member.dead {
                 member.dead = true;
-                lapsed.push(Arc::clone(node));
+                expired.push(Arc::clone(node));
             }
         }
-        lapsed
+        expired
     }
 
     /// Forgets nodes that have been dead for `after`. Returns their names and lease revisions, so
     /// that the leases can be deleted.
-    pub fn buried(&mut self, now: Instant, after: Duration) -> Vec<(Arc<str>, u64)> {
+    pub fn remove_dead_members(&mut self, now: Instant, after: Duration) -> Vec<(Arc<str>, u64)> {
         let old =
             |member: &Member| member.dead && now.saturating_duration_since(member.seen) >= after;
-        let buried: Vec<_> = self
+        let removed: Vec<_> = self
             .members
             .iter()
             .filter(|(_, member)| old(member))
             .map(|(node, member)| (Arc::clone(node), member.revision))
             .collect();
-        for (node, _) in &buried {
+        for (node, _) in &removed {
             self.members.remove(node);
         }
-        buried
+        removed
     }
 
     /// Records that a claim was written or removed in the log.
@@ -273,34 +273,34 @@ impl Rules {
         revision: u64,
         claim: Option<Claim>,
         now: Instant,
-    ) -> Verdict {
+    ) -> ClaimChange {
         let before = self.claims.get(environment);
         if before.is_some_and(|before| before.revision >= revision) {
-            return Verdict::Same;
+            return ClaimChange::Unchanged;
         }
         // An executor may reconnect to the same node, which keeps its streams for a while.
         let last = before.and_then(|before| before.last.clone());
-        let place = claim.as_ref().map(|claim| Arc::clone(&claim.node));
-        let moved = place.is_some() && last.is_some() && last != place;
+        let node = claim.as_ref().map(|claim| Arc::clone(&claim.node));
+        let moved = node.is_some() && last.is_some() && last != node;
         let known = Known {
             revision,
             claim,
-            last: place.or(last),
+            last: node.or(last),
             since: now,
         };
         let ours = known.claim.as_ref().is_some_and(|it| it.node == self.node);
         self.claims.insert(Arc::clone(environment), known);
         if ours {
             // This node wrote the claim itself; the watch reports it before the write returns.
-            return Verdict::Same;
+            return ClaimChange::Unchanged;
         }
         match self.own.get(environment) {
             Some(own) if own.revision < revision => {
                 self.own.remove(environment);
-                Verdict::Fenced
+                ClaimChange::Fenced
             }
-            _ if moved => Verdict::Moved,
-            _ => Verdict::Same,
+            _ if moved => ClaimChange::Moved,
+            _ => ClaimChange::Unchanged,
         }
     }
 
@@ -366,17 +366,17 @@ impl Rules {
         }
         if let Some(own) = self.own.get(environment) {
             let epoch = own.revision;
-            return Route::Here { epoch };
+            return Route::Local { epoch };
         }
         let Some(known) = self.claims.get(environment) else {
-            return Route::Nowhere { since: None };
+            return Route::Unattached { since: None };
         };
         match &known.claim {
-            Some(claim) if claim.node != self.node && self.is_alive(&claim.node) => Route::There {
+            Some(claim) if claim.node != self.node && self.is_alive(&claim.node) => Route::Remote {
                 claim: claim.clone(),
                 epoch: known.revision,
             },
-            _ => Route::Nowhere {
+            _ => Route::Unattached {
                 since: Some(known.since),
             },
         }
@@ -391,7 +391,7 @@ impl Rules {
     /// Discards the state of the log because a new log with small revision numbers has replaced it.
     /// Connected sockets stay. Returns the claims that this node must write again; each is valid
     /// again after it was written.
-    pub fn begin_anew(&mut self) -> Vec<(Arc<str>, u64)> {
+    pub fn reset(&mut self) -> Vec<(Arc<str>, u64)> {
         self.sent.clear();
         self.fresh = None;
         self.members.clear();
@@ -415,61 +415,65 @@ mod tests {
     }
 
     #[test]
-    fn nobody_acts_on_an_old_view() {
+    fn view_is_stale_when_the_own_lease_was_not_read_back_in_time() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let mut rules = Rules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         assert!(rules.claimed(&environment, 1, 5, claim("a", 1), at(0)));
         assert_eq!(rules.route("e", at(0)), Route::Unknown);
-        rules.renewing(1, at(0));
+        rules.record_renewal_sent(1, at(0));
         assert!(!rules.holds("e", 5, at(0)), "sent is not seen");
-        rules.renewed(1, at(10));
+        rules.record_renewal_read(1, at(10));
         assert!(rules.holds("e", 5, at(2999)) && !rules.holds("e", 4, at(2999)));
         // The lease counts from the time it was sent, not from the time it was read back.
         assert!(!rules.holds("e", 5, at(3000)));
         assert_eq!(rules.route("e", at(3000)), Route::Unknown);
-        rules.renewing(2, at(20_000));
-        rules.renewed(2, at(20_001));
-        assert_eq!(rules.route("e", at(20_002)), Route::Here { epoch: 5 });
+        rules.record_renewal_sent(2, at(20_000));
+        rules.record_renewal_read(2, at(20_001));
+        assert_eq!(rules.route("e", at(20_002)), Route::Local { epoch: 5 });
         assert_eq!(
             rules.claim(&environment, 9, Some(claim("b", 1)), at(20_003)),
-            Verdict::Fenced
+            ClaimChange::Fenced
         );
         assert!(!rules.holds("e", 5, at(20_004)));
         assert_eq!(rules.release("e", 1), None, "it is not ours to remove");
     }
 
     #[test]
-    fn silence_counts_only_while_one_listens() {
+    fn silent_members_expire_only_while_the_own_view_is_fresh() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
         let mut rules = Rules::new("a".into(), Timing::default());
         let (environment, other): (Arc<str>, Arc<str>) = ("e".into(), "b".into());
-        rules.renewing(1, at(0));
-        rules.renewed(1, at(0));
+        rules.record_renewal_sent(1, at(0));
+        rules.record_renewal_read(1, at(0));
         rules.lease(&other, 3, false, at(0));
         rules.claim(&environment, 4, Some(claim("b", 1)), at(0));
         assert!(matches!(
             rules.route("e", at(1)),
-            Route::There { epoch: 4, .. }
+            Route::Remote { epoch: 4, .. }
         ));
         // This node was disconnected for a minute, so the other nodes' silence does not count.
-        assert_eq!(rules.lapse(at(60_000)), [] as [Arc<str>; 0]);
-        rules.renewing(2, at(60_000));
-        rules.renewed(2, at(60_001));
-        assert_eq!(rules.lapse(at(60_002)), [] as [Arc<str>; 0]);
+        assert_eq!(rules.expire_members(at(60_000)), [] as [Arc<str>; 0]);
+        rules.record_renewal_sent(2, at(60_000));
+        rules.record_renewal_read(2, at(60_001));
+        assert_eq!(rules.expire_members(at(60_002)), [] as [Arc<str>; 0]);
         for beat in 0..8 {
             let now = at(60_500 + beat * 600);
-            rules.renewing(3 + beat, now);
-            rules.renewed(3 + beat, now);
+            rules.record_renewal_sent(3 + beat, now);
+            rules.record_renewal_read(3 + beat, now);
             assert!(rules.is_alive("b"));
         }
-        assert_eq!(rules.lapse(at(65_100)), [Arc::clone(&other)]);
-        assert_eq!(rules.lapse(at(65_101)), [] as [Arc<str>; 0], "told once");
+        assert_eq!(rules.expire_members(at(65_100)), [Arc::clone(&other)]);
+        assert_eq!(
+            rules.expire_members(at(65_101)),
+            [] as [Arc<str>; 0],
+            "reported once"
+        );
         assert!(matches!(
             rules.route("e", at(65_102)),
-            Route::Nowhere { since: Some(_) }
+            Route::Unattached { since: Some(_) }
         ));
         // An old lease entry does not revive the node; a new one does.
         rules.lease(&other, 3, false, at(65_200));
@@ -479,51 +483,66 @@ mod tests {
     }
 
     #[test]
-    fn one_that_went_and_came_elsewhere_has_moved() {
+    fn claim_by_another_node_after_a_detach_is_reported_as_moved() {
         let now = Instant::now();
         let mut rules = Rules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         let mut see = |revision, claim| rules.claim(&environment, revision, claim, now);
-        assert_eq!(see(1, Some(claim("b", 1))), Verdict::Same);
-        assert_eq!(see(2, None), Verdict::Same);
-        assert_eq!(see(3, Some(claim("b", 1))), Verdict::Same, "it came back");
-        assert_eq!(see(4, None), Verdict::Same);
-        assert_eq!(see(5, Some(claim("c", 1))), Verdict::Moved);
-        assert_eq!(see(4, Some(claim("b", 1))), Verdict::Same, "old news");
+        assert_eq!(see(1, Some(claim("b", 1))), ClaimChange::Unchanged);
+        assert_eq!(see(2, None), ClaimChange::Unchanged);
+        assert_eq!(
+            see(3, Some(claim("b", 1))),
+            ClaimChange::Unchanged,
+            "reattached to the same node"
+        );
+        assert_eq!(see(4, None), ClaimChange::Unchanged);
+        assert_eq!(see(5, Some(claim("c", 1))), ClaimChange::Moved);
+        assert_eq!(
+            see(4, Some(claim("b", 1))),
+            ClaimChange::Unchanged,
+            "outdated entry"
+        );
     }
 
     #[test]
-    fn what_we_have_written_ourselves_is_no_news() {
+    fn own_claim_read_back_from_the_log_changes_nothing() {
         let now = Instant::now();
         let mut rules = Rules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         rules.claim(&environment, 1, Some(claim("b", 1)), now);
         // The watch reports the claim before the write returns.
         let seen = rules.claim(&environment, 2, Some(claim("a", 1)), now);
-        assert_eq!(seen, Verdict::Same);
+        assert_eq!(seen, ClaimChange::Unchanged);
         assert!(rules.claimed(&environment, 1, 2, claim("a", 1), now));
         let again = rules.claim(&environment, 3, Some(claim("a", 1)), now);
-        assert_eq!((again, rules.own_socket("e")), (Verdict::Same, Some(1)));
+        assert_eq!(
+            (again, rules.own_socket("e")),
+            (ClaimChange::Unchanged, Some(1))
+        );
         assert!(rules.claimed(&environment, 2, 3, claim("a", 1), now));
         assert_eq!(rules.own_socket("e"), Some(2));
         let removed = rules.claim(&environment, 4, None, now);
-        assert_eq!(removed, Verdict::Fenced, "somebody took it from us");
+        assert_eq!(
+            removed,
+            ClaimChange::Fenced,
+            "another node replaced the claim"
+        );
     }
 
     #[test]
-    fn an_older_registration_does_not_follow_a_newer() {
+    fn claim_for_an_older_registration_cannot_overwrite_a_newer_one() {
         assert!(claim("a", 5).may_follow(None));
         assert!(claim("a", 5).may_follow(Some(&claim("b", 5))));
         assert!(!claim("a", 4).may_follow(Some(&claim("b", 5))));
     }
 
     #[test]
-    fn a_log_that_begins_anew_voids_what_the_old_one_said() {
+    fn reset_discards_claims_of_the_old_log_and_keeps_own_sockets() {
         let now = Instant::now();
         let mut rules = Rules::new("a".into(), Timing::default());
         let environment: Arc<str> = "e".into();
         assert!(rules.claimed(&environment, 7, 900, claim("a", 1), now));
-        assert_eq!(rules.begin_anew(), [(Arc::clone(&environment), 7)]);
+        assert_eq!(rules.reset(), [(Arc::clone(&environment), 7)]);
         assert!(rules.claimed(&environment, 7, 2, claim("a", 1), now));
         assert_eq!(rules.release("e", 7), Some(2));
     }

@@ -16,7 +16,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::rules::{Claim, Route, Rules, Timing, Verdict};
+use super::rules::{Claim, ClaimChange, Route, Rules, Timing};
 
 /// SplitMix64 random generator: short, and the same sequence on every platform.
 struct Random(u64);
@@ -45,7 +45,7 @@ enum Entry {
     Claim(Arc<str>, Option<Claim>),
 }
 
-/// A write in flight. It reaches the log when its delay is over and its node is connected.
+/// A write in flight. It reaches the log after its delay, once its node is connected.
 struct Write {
     at: u64,
     entry: Entry,
@@ -200,7 +200,7 @@ impl World {
             let it = &mut self.nodes[node];
             it.next_beat = now + 700 * 1000 / it.rate;
             it.beat += 1;
-            it.rules.renewing(it.beat, clock);
+            it.rules.record_renewal_sent(it.beat, clock);
             let entry = Entry::Lease(Arc::clone(it.rules.node()), it.beat);
             it.writes.push_back(Write {
                 at: now + delay,
@@ -213,7 +213,7 @@ impl World {
             self.read(node, clock);
         }
         let it = &mut self.nodes[node];
-        it.rules.lapse(clock);
+        it.rules.expire_members(clock);
         self.check(node, clock);
     }
 
@@ -264,12 +264,12 @@ impl World {
             let revision = it.seen as u64;
             match entry {
                 Entry::Lease(name, beat) if name == it.rules.node() => {
-                    it.rules.renewed(*beat, clock);
+                    it.rules.record_renewal_read(*beat, clock);
                 }
                 Entry::Lease(name, _) => it.rules.lease(name, revision, false, clock),
                 Entry::Claim(environment, claim) => {
-                    let verdict = it.rules.claim(environment, revision, claim.clone(), clock);
-                    if verdict == Verdict::Fenced {
+                    let change = it.rules.claim(environment, revision, claim.clone(), clock);
+                    if change == ClaimChange::Fenced {
                         self.fenced += 1;
                         it.sockets.remove(environment);
                         assert!(!it.rules.holds(environment, revision - 1, clock));
@@ -282,7 +282,7 @@ impl World {
     fn check(&mut self, node: usize, clock: Instant) {
         for environment in self.environments.clone() {
             let it = &self.nodes[node];
-            let Route::Here { epoch } = it.rules.route(&environment, clock) else {
+            let Route::Local { epoch } = it.rules.route(&environment, clock) else {
                 continue;
             };
             assert!(it.rules.holds(&environment, epoch, clock));
@@ -294,7 +294,7 @@ impl World {
             let allowed = self.timing.own.as_millis() as u64 * 103 / 100;
             assert!(
                 newest == epoch || self.now - written <= allowed,
-                "node {node} takes in for {environment} by claim {epoch}, {} ms after claim {newest}",
+                "node {node} accepts a connection for {environment} by claim {epoch}, {} ms after claim {newest}",
                 self.now - written
             );
         }
@@ -373,13 +373,13 @@ impl World {
                 let clock = self.clock(node);
                 let own = Arc::clone(self.nodes[node].rules.node());
                 match (self.nodes[node].rules.route(&environment, clock), &expected) {
-                    (Route::Here { epoch }, Some((newest, claim))) => {
+                    (Route::Local { epoch }, Some((newest, claim))) => {
                         assert_eq!((epoch, &own), (*newest, &claim.node), "{environment}");
                     }
-                    (Route::There { claim, epoch }, Some((newest, expected))) => {
+                    (Route::Remote { claim, epoch }, Some((newest, expected))) => {
                         assert_eq!((epoch, &claim), (*newest, expected), "{environment}");
                     }
-                    (Route::Nowhere { .. }, None) => {}
+                    (Route::Unattached { .. }, None) => {}
                     (route, expected) => {
                         panic!("{own}: {environment} is {route:?}, expected {expected:?}")
                     }
@@ -390,7 +390,7 @@ impl World {
 }
 
 #[test]
-fn nodes_agree_whatever_happens_between_them() {
+fn nodes_agree_after_partitions_pauses_and_clock_drift() {
     let (mut accepted, mut fenced) = (0, 0);
     for seed in 0..60 {
         let mut world = World::new(seed, 3 + (seed % 6) as usize, 12);
@@ -406,7 +406,7 @@ fn nodes_agree_whatever_happens_between_them() {
 }
 
 #[test]
-fn rules_that_are_too_lax_are_found_out() {
+fn simulation_detects_a_lease_that_is_too_long() {
     // With a lease of one hour some node acts on an old view, and the check must detect that.
     let lax = std::panic::catch_unwind(|| {
         for seed in 0..20 {

@@ -9,16 +9,16 @@ use bytes::Bytes;
 use exec_server_relay::Reason;
 use futures_util::StreamExt as _;
 
-use super::rules::{Claim, Route, Verdict};
+use super::rules::{Claim, ClaimChange, Route};
 use super::wire::{Key, Lease};
-use super::{AWAY, Failure, PATIENCE, Shared, now};
+use super::{Failure, NATS_UNREACHABLE, OPERATION_TIMEOUT, Shared, now};
 use crate::router::AttachError;
-use crate::router::Whom;
+use crate::router::DisconnectTarget;
 use crate::store::{Registration, Revocation};
 use crate::tenants;
 
 /// Pause between two attempts to watch the bucket.
-const PAUSE: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// How often writing a claim is retried when other nodes write the same claim concurrently.
 const CLAIM_ATTEMPTS: usize = 16;
@@ -45,12 +45,12 @@ impl Shared {
                     seen => self.bucket.watch_all_from_revision(seen + 1).await,
                 }
             };
-            match tokio::time::timeout(PATIENCE, watch).await {
+            match tokio::time::timeout(OPERATION_TIMEOUT, watch).await {
                 Ok(Ok(watch)) => self.follow(watch).await,
                 Ok(Err(error)) => tracing::debug!(%error, "cannot watch the bucket"),
                 Err(_) => tracing::debug!("cannot watch the bucket: timeout"),
             }
-            tokio::time::sleep(PAUSE).await;
+            tokio::time::sleep(RETRY_PAUSE).await;
         }
     }
 
@@ -75,7 +75,7 @@ impl Shared {
     fn apply(self: &Arc<Self>, entry: kv::Entry) {
         let put = entry.operation == Operation::Put;
         let revision = entry.revision;
-        let mut verdict = Verdict::Same;
+        let mut change = ClaimChange::Unchanged;
         let mut revoked = None;
         let mut moved = None;
         {
@@ -89,7 +89,7 @@ impl Shared {
                     let claim: Option<Claim> = claim.filter(|_| put);
                     let environment: Arc<str> = environment.into();
                     let home = claim.as_ref().map(|claim| Arc::clone(&claim.node));
-                    verdict = state.rules.claim(&environment, revision, claim, now());
+                    change = state.rules.claim(&environment, revision, claim, now());
                     moved = Some((environment, home));
                 }
                 Some(Key::Registration(environment)) => {
@@ -114,13 +114,13 @@ impl Shared {
                 Some(Key::Secret) | None => {}
             }
         }
-        if verdict != Verdict::Same
+        if change != ClaimChange::Unchanged
             && let Some((environment, home)) = moved
         {
-            self.moved(&environment, home.as_deref(), verdict);
+            self.moved(&environment, home.as_deref(), change);
         }
         if let Some(revocation) = revoked {
-            self.turn_out_revoked(revocation);
+            self.disconnect_revoked(revocation);
         }
         self.changed.notify_waiters();
     }
@@ -133,7 +133,7 @@ impl Shared {
                 let stored = entry.created.unix_timestamp_nanos() / 1_000_000;
                 let stored = i64::try_from(stored).unwrap_or(lease.at);
                 self.skew.store(stored - lease.at, Ordering::Relaxed);
-                state.rules.renewed(lease.beat, now());
+                state.rules.record_renewal_read(lease.beat, now());
             }
             Some(lease) => {
                 state.rules.lease(&name, entry.revision, false, now());
@@ -149,26 +149,26 @@ impl Shared {
     /// Disconnects a revoked harness or executor from this node. Every node does so when its watch
     /// reports the revocation, because the node that received the revocation asks the nodes one
     /// after the other, and one of them may not respond.
-    fn turn_out_revoked(self: &Arc<Self>, revocation: Revocation) {
+    fn disconnect_revoked(self: &Arc<Self>, revocation: Revocation) {
         let reason = Reason::AuthorizationRevoked;
         let (tenant, harness) = tenants::split(&revocation.harness);
         if let Some(token) = harness.strip_prefix("token:") {
-            for place in self.local.places_here() {
-                let environment = place.environment;
-                let meant = match &revocation.environment {
+            for attached in self.local.local_environments() {
+                let environment = attached.environment;
+                let included = match &revocation.environment {
                     Some(only) => *only == environment,
                     None => tenants::split(&environment).0 == tenant,
                 };
-                if meant && self.owner(&environment).as_deref() == Some(token) {
-                    self.turn_out_here(&Whom::Environment(environment), &reason);
+                if included && self.owner(&environment).as_deref() == Some(token) {
+                    self.disconnect_here(&DisconnectTarget::Environment(environment), &reason);
                 }
             }
         }
-        let whom = Whom::Harness {
+        let target = DisconnectTarget::Harness {
             environment: revocation.environment,
             harness: revocation.harness,
         };
-        self.turn_out_here(&whom, &reason);
+        self.disconnect_here(&target, &reason);
     }
 
     /// The token that registered an environment, as far as the watch has reported.
@@ -179,9 +179,9 @@ impl Shared {
     }
 
     /// Handles an environment whose executor moved to another node.
-    fn moved(&self, environment: &str, home: Option<&str>, verdict: Verdict) {
+    fn moved(&self, environment: &str, home: Option<&str>, change: ClaimChange) {
         let ended = self.local.leave(environment);
-        if verdict == Verdict::Fenced {
+        if change == ClaimChange::Fenced {
             tracing::warn!(
                 environment,
                 sockets = ended,
@@ -210,7 +210,7 @@ impl Shared {
     /// Reads the newest revision of a key. The value is `None` if the key was removed; the revision
     /// is 0 if the key does not exist.
     pub(crate) async fn read(&self, key: String) -> Result<(u64, Option<Bytes>), Failure> {
-        let entry = tokio::time::timeout(PATIENCE, self.bucket.entry(key)).await??;
+        let entry = tokio::time::timeout(OPERATION_TIMEOUT, self.bucket.entry(key)).await??;
         Ok(match entry {
             None => (0, None),
             Some(entry) if entry.operation == Operation::Put => (entry.revision, Some(entry.value)),
@@ -246,7 +246,7 @@ impl Shared {
                 return Err(ClaimError::Superseded);
             }
             let update = self.bucket.update(&key, text.clone(), revision);
-            let updated = tokio::time::timeout(PATIENCE, update).await;
+            let updated = tokio::time::timeout(OPERATION_TIMEOUT, update).await;
             let updated = updated.map_err(|error| ClaimError::Bucket(error.into()))?;
             match updated {
                 Ok(revision) => {
@@ -266,7 +266,7 @@ impl Shared {
     }
 
     /// Reads a claim from the bucket in case the watch is behind.
-    async fn look_up_claim(self: &Arc<Self>, environment: &Arc<str>) {
+    async fn refresh_claim(self: &Arc<Self>, environment: &Arc<str>) {
         let key = Key::Claim(environment.to_string()).to_string();
         let Ok((revision, Some(value))) = self.read(key).await else {
             return;
@@ -275,13 +275,13 @@ impl Shared {
             return;
         };
         let home = Arc::clone(&claim.node);
-        let verdict = {
+        let change = {
             let mut state = self.state();
             let rules = &mut state.rules;
             rules.claim(environment, revision, Some(claim), now())
         };
-        if verdict != Verdict::Same {
-            self.moved(environment, Some(&home), verdict);
+        if change != ClaimChange::Unchanged {
+            self.moved(environment, Some(&home), change);
         }
     }
 
@@ -293,7 +293,7 @@ impl Shared {
         environment: &Arc<str>,
         not: Option<u64>,
     ) -> Result<Option<Route>, AttachError> {
-        let (arrival, recent) = self.local.patience();
+        let (arrival, recent) = self.local.executor_wait();
         let deadline = now() + arrival;
         let mut looked_up = false;
         loop {
@@ -301,18 +301,18 @@ impl Shared {
             changed.as_mut().enable();
             let route = self.state().rules.route(environment, now());
             let since = match &route {
-                Route::Unknown => return Err(AttachError::Unavailable(AWAY)),
-                Route::Here { epoch } | Route::There { epoch, .. } => {
+                Route::Unknown => return Err(AttachError::Unavailable(NATS_UNREACHABLE)),
+                Route::Local { epoch } | Route::Remote { epoch, .. } => {
                     if not != Some(*epoch) {
                         return Ok(Some(route));
                     }
                     Some(now())
                 }
-                Route::Nowhere { since } => *since,
+                Route::Unattached { since } => *since,
             };
             if !looked_up {
                 looked_up = true;
-                self.look_up_claim(environment).await;
+                self.refresh_claim(environment).await;
                 continue;
             }
             let since = since.unwrap_or(self.started);
@@ -324,13 +324,17 @@ impl Shared {
     }
 
     /// Disconnects harnesses connected to this node, and sockets of its executors.
-    pub(crate) fn turn_out_here(self: &Arc<Self>, whom: &Whom, reason: &Reason) -> usize {
+    pub(crate) fn disconnect_here(
+        self: &Arc<Self>,
+        target: &DisconnectTarget,
+        reason: &Reason,
+    ) -> usize {
         // The executor's node counts these sockets.
         for entry in self.entries() {
-            if whom.is_harness(&entry.who) {
-                entry.turn_out(self, reason);
+            if target.includes(&entry.who) {
+                entry.disconnect(self, reason);
             }
         }
-        self.local.turn_out_now(whom, reason)
+        self.local.disconnect_now(target, reason)
     }
 }

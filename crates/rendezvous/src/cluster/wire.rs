@@ -76,8 +76,8 @@ impl std::fmt::Display for Key {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Registration(id) => write!(f, "registration.{}", escape(id)),
-            Self::Revocation(place, who) => {
-                write!(f, "revocation.{}.{}", escape(place), escape(who))
+            Self::Revocation(environment, harness) => {
+                write!(f, "revocation.{}.{}", escape(environment), escape(harness))
             }
             Self::Claim(id) => write!(f, "claim.{}", escape(id)),
             Self::Node(name) => write!(f, "node.{}", escape(name)),
@@ -119,7 +119,7 @@ pub(crate) struct Open {
 /// Response to [`Open`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Opened {
+pub(crate) enum OpenResponse {
     Yes,
     Offline,
     TooManySockets(usize),
@@ -136,7 +136,8 @@ pub(crate) enum Control {
     /// The sender has ended the channel.
     End,
     /// Disconnect the harness, with this reason.
-    TurnOut(String),
+    #[serde(rename = "turn_out")]
+    Disconnect(String),
     /// State of one end. The other end replies with its own unless this is an `answer`.
     Sync {
         sent: u64,
@@ -149,32 +150,38 @@ pub(crate) enum Control {
 /// Request to one node or to all nodes.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Ask {
+pub(crate) enum NodeRequest {
     /// List the attached environments.
-    Places,
+    #[serde(rename = "places")]
+    Environments,
     /// List the streams of the executors connected to the node.
     Streams(Option<String>),
     /// Disconnect sockets and streams.
-    TurnOut { whom: Whom, reason: String },
+    #[serde(rename = "turn_out")]
+    Disconnect {
+        #[serde(rename = "whom")]
+        target: WireTarget,
+        reason: String,
+    },
     /// Drain the node: move its connections to other nodes and stop.
     Drain,
 }
 
-/// Serialized form of [`crate::router::Whom`].
+/// Serialized form of [`crate::router::DisconnectTarget`].
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Whom {
+pub(crate) enum WireTarget {
     Environment(String),
     Others(String, String),
     Harness(Option<String>, String),
 }
 
-impl From<&crate::router::Whom> for Whom {
-    fn from(whom: &crate::router::Whom) -> Self {
-        use crate::router::Whom as W;
-        match whom.clone() {
+impl From<&crate::router::DisconnectTarget> for WireTarget {
+    fn from(target: &crate::router::DisconnectTarget) -> Self {
+        use crate::router::DisconnectTarget as W;
+        match target.clone() {
             W::Environment(environment) => Self::Environment(environment),
-            W::Others {
+            W::ExecutorExcept {
                 environment,
                 registration,
             } => Self::Others(environment, registration),
@@ -186,15 +193,15 @@ impl From<&crate::router::Whom> for Whom {
     }
 }
 
-impl From<Whom> for crate::router::Whom {
-    fn from(whom: Whom) -> Self {
-        match whom {
-            Whom::Environment(environment) => Self::Environment(environment),
-            Whom::Others(environment, registration) => Self::Others {
+impl From<WireTarget> for crate::router::DisconnectTarget {
+    fn from(target: WireTarget) -> Self {
+        match target {
+            WireTarget::Environment(environment) => Self::Environment(environment),
+            WireTarget::Others(environment, registration) => Self::ExecutorExcept {
                 environment,
                 registration,
             },
-            Whom::Harness(environment, harness) => Self::Harness {
+            WireTarget::Harness(environment, harness) => Self::Harness {
                 environment,
                 harness,
             },
@@ -202,9 +209,9 @@ impl From<Whom> for crate::router::Whom {
     }
 }
 
-/// One part of the response to an [`Ask`].
+/// One part of the response to a [`NodeRequest`].
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Answer<T> {
+pub(crate) struct NodeResponse<T> {
     pub(crate) items: Vec<T>,
     /// Whether another part follows.
     pub(crate) more: bool,
@@ -212,7 +219,7 @@ pub(crate) struct Answer<T> {
 
 /// Maximum items in one message of a response, which must stay well below the message limit of
 /// NATS.
-pub(crate) const ITEMS_AT_ONCE: usize = 1000;
+pub(crate) const MAX_ITEMS_PER_MESSAGE: usize = 1000;
 
 /// Maximum bytes of a frame in one message.
 ///
@@ -230,7 +237,7 @@ pub(crate) fn pieces(bytes: usize) -> u64 {
 }
 
 /// Splits a frame into messages, numbered from `number` on.
-pub(crate) fn cut(number: u64, frame: &[u8]) -> impl Iterator<Item = Bytes> {
+pub(crate) fn split_frame(number: u64, frame: &[u8]) -> impl Iterator<Item = Bytes> {
     let count = pieces(frame.len());
     (0..count).map(move |index| {
         let start = usize::try_from(index).unwrap_or(usize::MAX) * PIECE_BYTES;
@@ -265,7 +272,7 @@ impl Piece {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Topic<'a> {
     Open,
-    Ask,
+    Request,
     /// A piece of a frame for the executor.
     Up(&'a str),
     /// A piece of a frame for the harness.
@@ -283,7 +290,7 @@ impl<'a> Topic<'a> {
         let first = tokens.next()?;
         let topic = match (first, tokens.next(), tokens.next()) {
             ("open", None, None) => Self::Open,
-            ("ask", None, None) => Self::Ask,
+            ("ask", None, None) => Self::Request,
             (_environment, Some(channel), Some("up")) => Self::Up(channel),
             (_environment, Some(channel), Some("down")) => Self::Down(channel),
             (_environment, Some(channel), Some("home")) => Self::ToHome(channel),
@@ -305,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn any_text_is_a_token_and_back() {
+    fn unescape_restores_any_escaped_text() {
         for text in ["build-7", "a.b~c_d", "token:x", "*", "ü ="] {
             let token = escape(text);
             assert!(
@@ -320,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_read_as_they_are_written() {
+    fn key_parse_reverses_key_display() {
         for key in [
             Key::Registration("a.b".to_owned()),
             Key::Revocation("*".to_owned(), "token:x".to_owned()),
@@ -336,10 +343,10 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_is_cut_and_put_together() {
+    fn split_frame_yields_numbered_pieces_that_rebuild_the_frame() {
         for length in [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 100_000] {
             let frame: Vec<u8> = (0..length).map(|at| at as u8).collect();
-            let cut: Vec<_> = cut(7, &frame).map(Piece::parse).collect();
+            let cut: Vec<_> = split_frame(7, &frame).map(Piece::parse).collect();
             assert_eq!(cut.len() as u64, pieces(length));
             let mut whole = Vec::new();
             for (index, piece) in cut.iter().enumerate() {
@@ -354,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn subjects_say_what_they_are_about() {
+    fn topic_parse_accepts_valid_subjects_only() {
         assert_eq!(Topic::parse("open"), Some(Topic::Open));
         assert_eq!(Topic::parse("env.n:1.up"), Some(Topic::Up("n:1")));
         assert_eq!(Topic::parse("env.n:1.entry"), Some(Topic::ToEntry("n:1")));

@@ -27,8 +27,8 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    AttachError, Executor, Harness, HoldingUp, Kind, Node, Outcome, Place, Router, StreamPlace,
-    Uplink, Whom,
+    AttachError, AttachedEnvironment, AttachedStream, BlockedPeers, DisconnectTarget, Executor,
+    Harness, Kind, Node, Outcome, Router, Uplink,
 };
 use crate::mailbox::{Backlog, Mailbox};
 use crate::tenants;
@@ -156,8 +156,8 @@ impl Local {
         for hub in self.all() {
             let state = hub.lock();
             node.executors += usize::from(state.executor.is_some());
-            let guests = state.harnesses.values();
-            node.harnesses += guests.filter(|guest| guest.from.is_none()).count();
+            let harnesses = state.harnesses.values();
+            node.harnesses += harnesses.filter(|harness| harness.from.is_none()).count();
             node.streams += state.live_streams();
         }
         node
@@ -168,11 +168,11 @@ impl Local {
     }
 
     /// Environments whose executors are connected to this node.
-    pub(crate) fn places_here(&self) -> Vec<Place> {
-        let place = |hub: Arc<Hub>| {
+    pub(crate) fn local_environments(&self) -> Vec<AttachedEnvironment> {
+        let describe = |hub: Arc<Hub>| {
             let state = hub.lock();
             let executor = state.executor.as_ref()?;
-            Some(Place {
+            Some(AttachedEnvironment {
                 environment: hub.environment.to_string(),
                 registration: executor.registration.to_string(),
                 node: self.0.node.clone(),
@@ -180,7 +180,7 @@ impl Local {
                 streams: state.live_streams(),
             })
         };
-        self.all().into_iter().filter_map(place).collect()
+        self.all().into_iter().filter_map(describe).collect()
     }
 
     /// Number of harness sockets connected to this node, by tenant.
@@ -200,35 +200,35 @@ impl Local {
     }
 
     /// Streams of executors connected to this node.
-    pub(crate) fn streams_here(&self, environment: Option<&str>) -> Vec<StreamPlace> {
+    pub(crate) fn local_streams(&self, environment: Option<&str>) -> Vec<AttachedStream> {
         let hubs = match environment {
             Some(environment) => self.find(environment).into_iter().collect(),
             None => self.all(),
         };
-        let mut places = Vec::new();
+        let mut attached = Vec::new();
         for hub in hubs {
             let state = hub.lock();
             for (id, stream) in &state.streams {
-                let guest = stream
+                let harness = stream
                     .socket
                     .and_then(|socket| state.harnesses.get(&socket));
-                let Some(guest) = guest.filter(|_| !stream.ended) else {
+                let Some(harness) = harness.filter(|_| !stream.ended) else {
                     continue;
                 };
-                places.push(StreamPlace {
+                attached.push(AttachedStream {
                     stream: id.to_string(),
                     environment: hub.environment.to_string(),
                     executor_node: self.0.node.clone(),
-                    harness_node: match &guest.from {
+                    harness_node: match &harness.from {
                         Some(node) => node.to_string(),
                         None => self.0.node.clone(),
                     },
-                    token: guest.who.token.to_string(),
-                    key: guest.who.key.to_string(),
+                    token: harness.who.token.to_string(),
+                    key: harness.who.key.to_string(),
                 });
             }
         }
-        places
+        attached
     }
 
     fn find(&self, environment: &str) -> Option<Arc<Hub>> {
@@ -270,7 +270,7 @@ impl Local {
                 if let Some(executor) = &state.executor {
                     return Some(Arc::clone(&executor.registration));
                 }
-                let since = state.executor_gone.unwrap_or(self.0.started);
+                let since = state.executor_detached_at.unwrap_or(self.0.started);
                 if now() >= deadline || now().duration_since(since) > limits.recent {
                     return None;
                 }
@@ -299,17 +299,17 @@ struct Hub {
 /// State of one environment; the lock is never held across an await.
 #[derive(Debug, Default)]
 struct State {
-    executor: Option<Attached>,
+    executor: Option<AttachedExecutor>,
     /// When the last executor disconnected, if none is attached.
-    executor_gone: Option<Instant>,
-    harnesses: HashMap<u64, Guest>,
+    executor_detached_at: Option<Instant>,
+    harnesses: HashMap<u64, HarnessSocket>,
     streams: HashMap<Arc<str>, Stream>,
     /// Handshake limits by token.
-    gates: HashMap<Arc<str>, Gate>,
+    handshake_limiters: HashMap<Arc<str>, HandshakeLimiter>,
 }
 
 #[derive(Debug)]
-struct Attached {
+struct AttachedExecutor {
     socket: u64,
     registration: Arc<str>,
     mailbox: Arc<Mailbox>,
@@ -317,7 +317,7 @@ struct Attached {
 
 /// Socket of a harness.
 #[derive(Debug)]
-struct Guest {
+struct HarnessSocket {
     who: Harness,
     mailbox: Arc<Mailbox>,
     stream: Option<Arc<str>>,
@@ -341,9 +341,9 @@ struct Stream {
     /// Number of the harness's socket.
     socket: Option<u64>,
     /// When the socket closed, if the stream has none.
-    gone: Option<Instant>,
+    detached_at: Option<Instant>,
     /// Whether the executor or the harness was notified that the other side is detached.
-    told: bool,
+    notified: bool,
     /// Whether either side has ended the stream.
     ended: bool,
     /// When the handshake began that waits for the executor's answer.
@@ -352,7 +352,7 @@ struct Stream {
 
 /// Handshake limits and failures of one token.
 #[derive(Debug, Default)]
-struct Gate {
+struct HandshakeLimiter {
     pending: usize,
     failures: u32,
     /// When the last handshake failed.
@@ -374,14 +374,14 @@ impl State {
     }
 
     fn is_needed(&self, now: Instant, limits: &RouterLimits) -> bool {
-        let recent = |gone: Instant| now.duration_since(gone) < limits.memory;
+        let recent = |detached_at: Instant| now.duration_since(detached_at) < limits.memory;
         self.executor.is_some()
             || !self.harnesses.is_empty()
-            || self.executor_gone.is_some_and(recent)
+            || self.executor_detached_at.is_some_and(recent)
             || self
                 .streams
                 .values()
-                .any(|stream| stream.gone.is_some_and(recent))
+                .any(|stream| stream.detached_at.is_some_and(recent))
     }
 
     /// Removes expired streams, and the oldest one if the limit is reached.
@@ -392,14 +392,14 @@ impl State {
         }
         self.streams.retain(|_, stream| {
             stream
-                .gone
-                .is_none_or(|gone| now.duration_since(gone) < limits.memory)
+                .detached_at
+                .is_none_or(|detached_at| now.duration_since(detached_at) < limits.memory)
         });
         if self.streams.len().saturating_sub(self.harnesses.len()) >= MAX_REMEMBERED {
             let oldest = self
                 .streams
                 .iter()
-                .filter_map(|(id, stream)| Some((stream.gone?, id)))
+                .filter_map(|(id, stream)| Some((stream.detached_at?, id)))
                 .min();
             if let Some(id) = oldest.map(|(_, id)| Arc::clone(id)) {
                 self.streams.remove(&id);
@@ -415,51 +415,51 @@ impl State {
         if stream.handshake.take().is_none() {
             return;
         }
-        let Some(gate) = stream
+        let Some(limiter) = stream
             .owner
             .as_ref()
-            .and_then(|(token, _)| self.gates.get_mut(token))
+            .and_then(|(token, _)| self.handshake_limiters.get_mut(token))
         else {
             return;
         };
-        gate.pending = gate.pending.saturating_sub(1);
+        limiter.pending = limiter.pending.saturating_sub(1);
         if failed {
             // A success does not reset the count, because the executor counts failures alone.
-            let before = gate.failed.replace(now);
+            let before = limiter.failed.replace(now);
             let since = before.map_or(Duration::MAX, |before| now.duration_since(before));
             if since > FORGIVEN {
-                gate.failures = 0;
+                limiter.failures = 0;
             }
             if since > LONGEST_PAUSE {
-                gate.pauses = 0;
+                limiter.pauses = 0;
             }
-            gate.failures += 1;
-            if gate.failures >= limits.failures {
-                let pause = limits.pause.saturating_mul(1 << gate.pauses.min(10));
-                gate.closed = Some(now + pause.min(LONGEST_PAUSE));
-                gate.failures = 0;
-                gate.pauses += 1;
+            limiter.failures += 1;
+            if limiter.failures >= limits.failures {
+                let pause = limits.pause.saturating_mul(1 << limiter.pauses.min(10));
+                limiter.closed = Some(now + pause.min(LONGEST_PAUSE));
+                limiter.failures = 0;
+                limiter.pauses += 1;
             }
         }
-        gate.answered.notify_waiters();
+        limiter.answered.notify_waiters();
     }
 
     /// Sends a reset of a stream to the executor.
-    fn tell_executor(&self, stream_id: &Arc<str>, reason: &Reason) {
+    fn reset_executor_stream(&self, stream_id: &Arc<str>, reason: &Reason) {
         if let Some(executor) = &self.executor {
             executor.mailbox.push(stream_id, reset(stream_id, reason));
         }
     }
 
     /// Closes a harness's socket and sends the reason to both sides.
-    fn turn_out(&mut self, socket: u64, reason: &Reason) {
-        let Some(guest) = self.harnesses.get(&socket) else {
+    fn disconnect(&mut self, socket: u64, reason: &Reason) {
+        let Some(harness) = self.harnesses.get(&socket) else {
             return;
         };
-        if let Some(stream_id) = guest.stream.clone() {
-            guest.mailbox.clear(&stream_id);
-            guest.mailbox.push(&stream_id, reset(&stream_id, reason));
-            guest.mailbox.close();
+        if let Some(stream_id) = harness.stream.clone() {
+            harness.mailbox.clear(&stream_id);
+            harness.mailbox.push(&stream_id, reset(&stream_id, reason));
+            harness.mailbox.close();
             let ended = self
                 .streams
                 .get(&stream_id)
@@ -468,19 +468,19 @@ impl State {
                 if let Some(executor) = &self.executor {
                     executor.mailbox.clear(&stream_id);
                 }
-                self.tell_executor(&stream_id, reason);
+                self.reset_executor_stream(&stream_id, reason);
             }
             if let Some(stream) = self.streams.get_mut(&stream_id) {
                 stream.ended = true;
             }
         } else {
-            guest.mailbox.close();
+            harness.mailbox.close();
         }
     }
 
     /// Handles the loss of the executor's socket: notifies all harnesses.
     fn executor_lost(&mut self, now: Instant, limits: &RouterLimits) {
-        self.executor_gone = Some(now);
+        self.executor_detached_at = Some(now);
         let pending: Vec<_> = self
             .streams
             .iter()
@@ -491,12 +491,14 @@ impl State {
             self.answered(&id, false, now, limits);
         }
         for (id, stream) in &mut self.streams {
-            let guest = stream.socket.and_then(|socket| self.harnesses.get(&socket));
-            if let Some(guest) = guest
+            let harness = stream.socket.and_then(|socket| self.harnesses.get(&socket));
+            if let Some(harness) = harness
                 && !stream.ended
             {
-                stream.told = true;
-                guest.mailbox.push(id, reset(id, &Reason::ExecutorDetached));
+                stream.notified = true;
+                harness
+                    .mailbox
+                    .push(id, reset(id, &Reason::ExecutorDetached));
             }
         }
     }
@@ -524,7 +526,11 @@ impl Hub {
 
 impl Local {
     /// Attaches an executor, in place of an executor already attached.
-    pub(crate) fn take_executor(&self, who: &Executor, mailbox: Arc<Mailbox>) -> Box<dyn Uplink> {
+    pub(crate) fn attach_executor_now(
+        &self,
+        who: &Executor,
+        mailbox: Arc<Mailbox>,
+    ) -> Box<dyn Uplink> {
         let hub = self.hub(&who.environment);
         let socket = self.next_socket();
         {
@@ -533,31 +539,31 @@ impl Local {
                 before.mailbox.close();
                 state.executor_lost(now(), hub.limits());
             }
-            let strangers: Vec<u64> = state
+            let outdated: Vec<u64> = state
                 .harnesses
                 .iter()
-                .filter(|(_, guest)| guest.who.registration != who.registration)
+                .filter(|(_, harness)| harness.who.registration != who.registration)
                 .map(|(socket, _)| *socket)
                 .collect();
-            for stranger in strangers {
-                state.turn_out(stranger, &Reason::ExecutorDetached);
+            for socket in outdated {
+                state.disconnect(socket, &Reason::ExecutorDetached);
             }
             for stream in state.streams.values_mut() {
-                stream.told = false;
+                stream.notified = false;
             }
-            state.executor_gone = None;
-            state.executor = Some(Attached {
+            state.executor_detached_at = None;
+            state.executor = Some(AttachedExecutor {
                 socket,
                 registration: Arc::clone(&who.registration),
                 mailbox,
             });
         }
         hub.arrived.notify_waiters();
-        Box::new(FromExecutor { hub, socket })
+        Box::new(ExecutorUplink { hub, socket })
     }
 
     /// Attaches a harness; `from` is its node if it is connected to another one.
-    pub(crate) fn take_harness(
+    pub(crate) fn attach_harness_now(
         &self,
         who: Harness,
         mailbox: Arc<Mailbox>,
@@ -575,19 +581,21 @@ impl Local {
         }
         let limit = hub.limits().harness_sockets;
         let same = state.harnesses.values();
-        let same = same.filter(|guest| guest.who.token == who.token).count();
+        let same = same
+            .filter(|harness| harness.who.token == who.token)
+            .count();
         if same >= limit {
             return Err(AttachError::TooManySockets(limit));
         }
-        let guest = Guest {
+        let harness = HarnessSocket {
             who: who.clone(),
             mailbox: Arc::clone(&mailbox),
             stream: None,
             from,
         };
-        state.harnesses.insert(socket, guest);
+        state.harnesses.insert(socket, harness);
         drop(state);
-        Ok(Box::new(FromHarness {
+        Ok(Box::new(HarnessUplink {
             hub,
             socket,
             who,
@@ -617,18 +625,21 @@ impl Local {
         if let Some(executor) = &state.executor {
             executor.mailbox.close();
         }
-        for guest in state.harnesses.values() {
-            guest.mailbox.close();
+        for harness in state.harnesses.values() {
+            harness.mailbox.close();
         }
         state.harnesses.len() + usize::from(state.executor.is_some())
     }
 
     /// Disconnects sockets and ends their streams. Returns the number of sockets.
-    pub(crate) fn turn_out_now(&self, whom: &Whom, reason: &Reason) -> usize {
-        match whom {
-            Whom::Environment(environment) | Whom::Others { environment, .. } => {
-                let stays = match whom {
-                    Whom::Others { registration, .. } => Some(registration.as_str()),
+    pub(crate) fn disconnect_now(&self, target: &DisconnectTarget, reason: &Reason) -> usize {
+        match target {
+            DisconnectTarget::Environment(environment)
+            | DisconnectTarget::ExecutorExcept { environment, .. } => {
+                let stays = match target {
+                    DisconnectTarget::ExecutorExcept { registration, .. } => {
+                        Some(registration.as_str())
+                    }
                     _ => None,
                 };
                 self.find(environment).map_or(0, |hub| {
@@ -642,12 +653,14 @@ impl Local {
                     executor.mailbox.close();
                     let harnesses: Vec<u64> = state.harnesses.keys().copied().collect();
                     for &harness in &harnesses {
-                        state.turn_out(harness, reason);
+                        state.disconnect(harness, reason);
                     }
                     1 + harnesses.len()
                 })
             }
-            Whom::Harness { .. } => self.review(&|who| !whom.is_harness(who), reason.clone()),
+            DisconnectTarget::Harness { .. } => {
+                self.retain_harnesses(&|who| !target.includes(who), reason.clone())
+            }
         }
     }
 
@@ -660,7 +673,7 @@ impl Local {
     /// How long a connect request waits for an executor, and how recently the executor must have
     /// been attached for that.
     #[cfg(feature = "nats")]
-    pub(crate) fn patience(&self) -> (Duration, Duration) {
+    pub(crate) fn executor_wait(&self) -> (Duration, Duration) {
         (self.0.limits.arrival, self.0.limits.recent)
     }
 }
@@ -671,7 +684,7 @@ impl Router for Local {
         who: Executor,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
-        let uplink = self.take_executor(&who, mailbox);
+        let uplink = self.attach_executor_now(&who, mailbox);
         Box::pin(std::future::ready(Ok(uplink)))
     }
 
@@ -680,7 +693,9 @@ impl Router for Local {
         who: Harness,
         mailbox: Arc<Mailbox>,
     ) -> BoxFuture<'_, Result<Box<dyn Uplink>, AttachError>> {
-        Box::pin(std::future::ready(self.take_harness(who, mailbox, None)))
+        Box::pin(std::future::ready(
+            self.attach_harness_now(who, mailbox, None),
+        ))
     }
 
     fn attached(&self, environment: &str) -> BoxFuture<'_, Result<Option<Arc<str>>, AttachError>> {
@@ -688,23 +703,23 @@ impl Router for Local {
         Box::pin(async { Ok(self.wait_for_executor(environment).await) })
     }
 
-    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize> {
-        Box::pin(std::future::ready(self.turn_out_now(&whom, &reason)))
+    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize> {
+        Box::pin(std::future::ready(self.disconnect_now(&target, &reason)))
     }
 
-    fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
+    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
         let mut count = 0;
         for hub in self.all() {
             let mut state = hub.lock();
             let leaving: Vec<u64> = state
                 .harnesses
                 .iter()
-                .filter(|(_, guest)| !guest.mailbox.is_closed() && !stays(&guest.who))
+                .filter(|(_, harness)| !harness.mailbox.is_closed() && !stays(&harness.who))
                 .map(|(socket, _)| *socket)
                 .collect();
             count += leaving.len();
             for socket in leaving {
-                state.turn_out(socket, &reason);
+                state.disconnect(socket, &reason);
             }
         }
         count
@@ -714,12 +729,12 @@ impl Router for Local {
         Box::pin(std::future::ready(vec![self.node()]))
     }
 
-    fn places(&self) -> BoxFuture<'_, Vec<Place>> {
-        Box::pin(std::future::ready(self.places_here()))
+    fn environments(&self) -> BoxFuture<'_, Vec<AttachedEnvironment>> {
+        Box::pin(std::future::ready(self.local_environments()))
     }
 
-    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>> {
-        Box::pin(std::future::ready(self.streams_here(environment)))
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<AttachedStream>> {
+        Box::pin(std::future::ready(self.local_streams(environment)))
     }
 
     fn drain(&self, node: &str) -> BoxFuture<'_, bool> {
@@ -730,7 +745,7 @@ impl Router for Local {
         Box::pin(std::future::ready(own))
     }
 
-    fn told_to_drain(&self) -> BoxFuture<'_, ()> {
+    fn drain_requested(&self) -> BoxFuture<'_, ()> {
         Box::pin(self.0.drain.cancelled())
     }
 }
@@ -744,12 +759,12 @@ pub(crate) fn reset(stream_id: &str, reason: &Reason) -> Bytes {
 }
 
 /// Uplink of an executor's socket.
-struct FromExecutor {
+struct ExecutorUplink {
     hub: Arc<Hub>,
     socket: u64,
 }
 
-impl FromExecutor {
+impl ExecutorUplink {
     /// Whether a newer socket of the executor is attached.
     fn is_replaced(&self, state: &State) -> bool {
         state
@@ -759,7 +774,7 @@ impl FromExecutor {
     }
 }
 
-impl Uplink for FromExecutor {
+impl Uplink for ExecutorUplink {
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
         let hub = &*self.hub;
         let mut state = hub.lock();
@@ -767,12 +782,12 @@ impl Uplink for FromExecutor {
             return Outcome::Sent;
         }
         let state = &mut *state;
-        let guest = state
+        let harness = state
             .streams
             .get_key_value(stream_id)
             .and_then(|(id, stream)| Some((id, state.harnesses.get(&stream.socket?)?)));
-        if let Some((id, guest)) = guest {
-            let (id, mailbox) = (Arc::clone(id), Arc::clone(&guest.mailbox));
+        if let Some((id, harness)) = harness {
+            let (id, mailbox) = (Arc::clone(id), Arc::clone(&harness.mailbox));
             if let Kind::Reset { blames } = kind {
                 mailbox.push(&id, message.clone());
                 if let Some(stream) = state.streams.get_mut(&id) {
@@ -783,11 +798,11 @@ impl Uplink for FromExecutor {
             }
             let limit = hub.allowance(hub.limits().to_harness);
             if let Err(ready) = mailbox.offer(&id, message, limit) {
-                let holding_up = match state.harnesses.len() {
-                    1 => HoldingUp::Executor,
-                    _ => HoldingUp::Neighbours,
+                let blocked = match state.harnesses.len() {
+                    1 => BlockedPeers::LoneExecutor,
+                    _ => BlockedPeers::OtherStreams,
                 };
-                return Outcome::Full { ready, holding_up };
+                return Outcome::Full { ready, blocked };
             }
             if kind == Kind::Handshake {
                 state.answered(&id, false, now(), hub.limits());
@@ -803,7 +818,7 @@ impl Uplink for FromExecutor {
         if state
             .streams
             .get(stream_id)
-            .is_none_or(|stream| !stream.told)
+            .is_none_or(|stream| !stream.notified)
         {
             let id: Arc<str> = match state.streams.get_key_value(stream_id) {
                 Some((id, _)) => Arc::clone(id),
@@ -813,29 +828,29 @@ impl Uplink for FromExecutor {
             let stream = state.streams.entry(Arc::clone(&id)).or_insert(Stream {
                 owner: None,
                 socket: None,
-                gone: Some(now()),
-                told: false,
+                detached_at: Some(now()),
+                notified: false,
                 ended: false,
                 handshake: None,
             });
-            stream.told = true;
-            state.tell_executor(&id, &Reason::HarnessDetached);
+            stream.notified = true;
+            state.reset_executor_stream(&id, &Reason::HarnessDetached);
         }
         Outcome::Sent
     }
 
-    fn give_up(&mut self, stream_id: &str, reason: Reason) {
+    fn abort_stream(&mut self, stream_id: &str, reason: Reason) {
         let mut state = self.hub.lock();
         if !self.is_replaced(&state)
             && let Some(stream) = state.streams.get(stream_id)
             && let Some(socket) = stream.socket
         {
-            state.turn_out(socket, &reason);
+            state.disconnect(socket, &reason);
         }
     }
 }
 
-impl Drop for FromExecutor {
+impl Drop for ExecutorUplink {
     fn drop(&mut self) {
         let mut state = self.hub.lock();
         if !self.is_replaced(&state) {
@@ -846,7 +861,7 @@ impl Drop for FromExecutor {
 }
 
 /// Uplink of a harness's socket.
-struct FromHarness {
+struct HarnessUplink {
     hub: Arc<Hub>,
     socket: u64,
     who: Harness,
@@ -857,7 +872,7 @@ struct FromHarness {
     handshakes: u32,
 }
 
-impl FromHarness {
+impl HarnessUplink {
     /// Binds a stream to this socket.
     fn claim(&mut self, state: &mut State, stream_id: &str) -> Result<Arc<str>, Reason> {
         let limits = self.hub.limits();
@@ -893,14 +908,14 @@ impl FromHarness {
         let stream = Stream {
             owner: Some(owner),
             socket: Some(self.socket),
-            gone: None,
-            told: false,
+            detached_at: None,
+            notified: false,
             ended: false,
             handshake: None,
         };
         state.streams.insert(Arc::clone(&id), stream);
-        if let Some(guest) = state.harnesses.get_mut(&self.socket) {
-            guest.stream = Some(Arc::clone(&id));
+        if let Some(harness) = state.harnesses.get_mut(&self.socket) {
+            harness.stream = Some(Arc::clone(&id));
         }
         self.stream = Some(Arc::clone(&id));
         Ok(id)
@@ -908,7 +923,7 @@ impl FromHarness {
 
     /// Checks whether one more handshake may be sent to the executor. The error says what to do
     /// with the frame instead.
-    fn knock(&mut self, state: &mut State, id: &Arc<str>) -> Result<(), Outcome> {
+    fn admit_handshake(&mut self, state: &mut State, id: &Arc<str>) -> Result<(), Outcome> {
         let limits = self.hub.limits();
         let now = now();
         if self.handshakes >= limits.handshake_frames {
@@ -920,12 +935,15 @@ impl FromHarness {
             self.handshakes += 1;
             return Err(Outcome::Sent);
         }
-        let gate = state.gates.entry(Arc::clone(&self.who.token)).or_default();
-        if gate.closed.is_some_and(|until| now < until) {
+        let limiter = state
+            .handshake_limiters
+            .entry(Arc::clone(&self.who.token))
+            .or_default();
+        if limiter.closed.is_some_and(|until| now < until) {
             return Err(Outcome::Refused(Reason::HandshakeCooldown));
         }
-        gate.closed = None;
-        if gate.pending >= limits.handshakes {
+        limiter.closed = None;
+        if limiter.pending >= limits.handshakes {
             // Handshakes that the executor never answers must not block the token permanently.
             let mut lapsed = 0;
             let token = &self.who.token;
@@ -937,15 +955,15 @@ impl FromHarness {
                     lapsed += 1;
                 }
             }
-            gate.pending = gate.pending.saturating_sub(lapsed);
-            if gate.pending >= limits.handshakes {
-                let answered = Arc::clone(&gate.answered).notified_owned();
+            limiter.pending = limiter.pending.saturating_sub(lapsed);
+            if limiter.pending >= limits.handshakes {
+                let answered = Arc::clone(&limiter.answered).notified_owned();
                 return Err(Outcome::Full {
                     // Checks again after one second, because some handshakes are never answered.
                     ready: Box::pin(async move {
                         let _ = tokio::time::timeout(Duration::from_secs(1), answered).await;
                     }),
-                    holding_up: HoldingUp::Nobody,
+                    blocked: BlockedPeers::SenderOnly,
                 });
             }
         }
@@ -953,10 +971,10 @@ impl FromHarness {
     }
 
     /// Records that a handshake was sent to the executor.
-    fn knocked(&mut self, state: &mut State, id: &Arc<str>) {
+    fn record_handshake(&mut self, state: &mut State, id: &Arc<str>) {
         self.handshakes += 1;
-        if let Some(gate) = state.gates.get_mut(&self.who.token) {
-            gate.pending += 1;
+        if let Some(limiter) = state.handshake_limiters.get_mut(&self.who.token) {
+            limiter.pending += 1;
         }
         if let Some(stream) = state.streams.get_mut(id) {
             stream.handshake = Some(now());
@@ -964,7 +982,7 @@ impl FromHarness {
     }
 }
 
-impl Uplink for FromHarness {
+impl Uplink for HarnessUplink {
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
         let hub = Arc::clone(&self.hub);
         let mut state = hub.lock();
@@ -983,17 +1001,17 @@ impl Uplink for FromHarness {
         if state.executor.is_none() {
             // Notified once; after that the executor's own frames report its return.
             if let Some(stream) = state.streams.get_mut(&id)
-                && !stream.told
+                && !stream.notified
                 && !matches!(kind, Kind::Reset { .. })
             {
-                stream.told = true;
+                stream.notified = true;
                 self.mailbox
                     .push(&id, reset(&id, &Reason::ExecutorDetached));
             }
             return Outcome::Sent;
         }
         if kind == Kind::Handshake
-            && let Err(outcome) = self.knock(state, &id)
+            && let Err(outcome) = self.admit_handshake(state, &id)
         {
             return outcome;
         }
@@ -1005,12 +1023,12 @@ impl Uplink for FromHarness {
         } else {
             let limit = hub.allowance(hub.limits().to_executor);
             if let Err(ready) = executor.mailbox.offer(&id, message, limit) {
-                let holding_up = HoldingUp::Nobody;
-                return Outcome::Full { ready, holding_up };
+                let blocked = BlockedPeers::SenderOnly;
+                return Outcome::Full { ready, blocked };
             }
         }
         if kind == Kind::Handshake {
-            self.knocked(state, &id);
+            self.record_handshake(state, &id);
         }
         if let Some(stream) = state.streams.get_mut(&id) {
             stream.ended = match kind {
@@ -1022,12 +1040,12 @@ impl Uplink for FromHarness {
         Outcome::Sent
     }
 
-    fn give_up(&mut self, _stream_id: &str, reason: Reason) {
-        self.hub.lock().turn_out(self.socket, &reason);
+    fn abort_stream(&mut self, _stream_id: &str, reason: Reason) {
+        self.hub.lock().disconnect(self.socket, &reason);
     }
 }
 
-impl Drop for FromHarness {
+impl Drop for HarnessUplink {
     fn drop(&mut self) {
         let limits = self.hub.limits();
         let mut state = self.hub.lock();
@@ -1050,15 +1068,15 @@ impl Drop for FromHarness {
             return;
         }
         stream.socket = None;
-        stream.gone = Some(now());
-        stream.told = true;
-        state.tell_executor(&id, &Reason::HarnessDetached);
+        stream.detached_at = Some(now());
+        stream.notified = true;
+        state.reset_executor_stream(&id, &Reason::HarnessDetached);
     }
 }
 
-impl std::fmt::Debug for FromHarness {
+impl std::fmt::Debug for HarnessUplink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FromHarness")
+        f.debug_struct("HarnessUplink")
             .field("environment", &self.hub.environment)
             .field("stream", &self.stream)
             .finish_non_exhaustive()

@@ -14,11 +14,11 @@ use exec_server_relay::Reason;
 use futures_util::future::BoxFuture;
 
 use super::{
-    AttachError, Executor, Happening, Harness, Hearing, Kind, Node, Outcome, Place, Router,
-    StreamPlace, Uplink, Whom,
+    AdminEvent, AttachError, AttachedEnvironment, AttachedStream, DisconnectTarget,
+    EventSubscription, Executor, Harness, Kind, Node, Outcome, Router, Uplink,
 };
 use crate::cluster::rules::Route;
-use crate::cluster::{AWAY, Ask, ClaimError, Cluster, Opening, Shared};
+use crate::cluster::{ClaimError, Cluster, NATS_UNREACHABLE, NodeRequest, OpenOutcome, Shared};
 use crate::mailbox::Mailbox;
 use crate::tenants::share::Rates;
 
@@ -29,7 +29,7 @@ const DRAINING: &str = "this node is about to end: use another";
 const ATTEMPTS: usize = 6;
 
 /// Pause before asking a node again that does not have an executor yet.
-const SECOND_THOUGHT: Duration = Duration::from_millis(50);
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Router of a cluster.
 #[derive(Debug, Clone)]
@@ -55,12 +55,12 @@ impl NatsRouter {
             return Err(AttachError::Unavailable(DRAINING));
         }
         if !shared.is_fresh() {
-            return Err(AttachError::Unavailable(AWAY));
+            return Err(AttachError::Unavailable(NATS_UNREACHABLE));
         }
         let socket = shared.number();
         shared.add_socket(socket);
         // From here on, dropping this value releases the claim.
-        let mut claimed = Claimed {
+        let mut claimed = ClaimedUplink {
             inner: None,
             shared: Arc::clone(shared),
             environment: Arc::clone(&who.environment),
@@ -74,7 +74,7 @@ impl NatsRouter {
                 AttachError::Unavailable("the claim on the environment cannot be written")
             }
         })?;
-        let inner = shared.local.take_executor(&who, Arc::clone(&mailbox));
+        let inner = shared.local.attach_executor_now(&who, Arc::clone(&mailbox));
         claimed.inner = Some(inner);
         // A newer claim may have been written since this one.
         if !shared.owns(&who.environment, socket) {
@@ -97,26 +97,26 @@ impl NatsRouter {
         let (mut not, mut tried) = (None, None);
         for _ in 0..ATTEMPTS {
             match shared.find(&who.environment, not).await? {
-                Some(Route::Here { epoch }) => {
-                    let taken = shared
-                        .local
-                        .take_harness(who.clone(), Arc::clone(&mailbox), None);
-                    match taken {
+                Some(Route::Local { epoch }) => {
+                    let attached =
+                        shared
+                            .local
+                            .attach_harness_now(who.clone(), Arc::clone(&mailbox), None);
+                    match attached {
                         Err(AttachError::Offline) => not = Some(epoch),
-                        taken => return taken,
+                        attached => return attached,
                     }
                 }
-                Some(Route::There { claim, epoch }) => {
+                Some(Route::Remote { claim, epoch }) => {
                     match shared.open(&claim, epoch, &who, &mailbox).await {
-                        Opening::Opened(uplink) => return Ok(uplink),
-                        Opening::Refused(error) => return Err(error),
-                        // The other node may be slightly behind this one, so it is asked a second
-                        // time.
-                        Opening::Moved if tried != Some(epoch) => {
+                        OpenOutcome::Opened(uplink) => return Ok(uplink),
+                        OpenOutcome::Refused(error) => return Err(error),
+                        // The other node may be slightly behind this one, so it is tried again.
+                        OpenOutcome::Moved if tried != Some(epoch) => {
                             tried = Some(epoch);
-                            tokio::time::sleep(SECOND_THOUGHT).await;
+                            tokio::time::sleep(RETRY_PAUSE).await;
                         }
-                        Opening::Moved => not = Some(epoch),
+                        OpenOutcome::Moved => not = Some(epoch),
                     }
                 }
                 _ => break,
@@ -128,44 +128,48 @@ impl NatsRouter {
     /// The node of an environment's executor, if it is another node.
     fn home(&self, environment: &str) -> Option<Arc<str>> {
         match self.shared().route(environment) {
-            Route::There { claim, .. } => Some(claim.node),
+            Route::Remote { claim, .. } => Some(claim.node),
             _ => None,
         }
     }
 
-    async fn turn_out(&self, whom: Whom, reason: Reason) -> usize {
+    async fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> usize {
         let shared = self.shared();
-        let here = shared.turn_out_here(&whom, &reason);
-        let ask = Ask::TurnOut {
-            whom: (&whom).into(),
+        let here = shared.disconnect_here(&target, &reason);
+        let ask = NodeRequest::Disconnect {
+            target: (&target).into(),
             reason: reason.as_str().to_owned(),
         };
-        let there: Vec<usize> = match &whom {
-            Whom::Environment(environment) | Whom::Others { environment, .. } => {
+        let there: Vec<usize> = match &target {
+            DisconnectTarget::Environment(environment)
+            | DisconnectTarget::ExecutorExcept { environment, .. } => {
                 match self.home(environment) {
                     Some(home) => {
                         let text = serde_json::to_vec(&ask).unwrap_or_default();
-                        shared.ask(&home, text.into()).await.unwrap_or_default()
+                        shared
+                            .request_node(&home, text.into())
+                            .await
+                            .unwrap_or_default()
                     }
                     None => Vec::new(),
                 }
             }
-            Whom::Harness { .. } => shared.ask_all(&ask).await,
+            DisconnectTarget::Harness { .. } => shared.request_all(&ask).await,
         };
         here + there.into_iter().sum::<usize>()
     }
 
-    async fn places(&self) -> Vec<Place> {
+    async fn environments(&self) -> Vec<AttachedEnvironment> {
         let shared = self.shared();
-        let mut places = shared.local.places_here();
-        places.extend(shared.ask_all(&Ask::Places).await);
+        let mut environments = shared.local.local_environments();
+        environments.extend(shared.request_all(&NodeRequest::Environments).await);
         // Adds environments of nodes that did not respond, from their claims.
-        let mut found: HashMap<String, Place> = places
+        let mut found: HashMap<String, AttachedEnvironment> = environments
             .into_iter()
-            .map(|place| (place.environment.clone(), place))
+            .map(|attached| (attached.environment.clone(), attached))
             .collect();
         for (environment, claim) in shared.live_claims() {
-            let claimed = || Place {
+            let claimed = || AttachedEnvironment {
                 environment: environment.to_string(),
                 registration: claim.registration.to_string(),
                 node: claim.node.to_string(),
@@ -174,21 +178,21 @@ impl NatsRouter {
             };
             found.entry(environment.to_string()).or_insert_with(claimed);
         }
-        let mut places: Vec<_> = found.into_values().collect();
-        places.sort_by(|a, b| a.environment.cmp(&b.environment));
-        places
+        let mut environments: Vec<_> = found.into_values().collect();
+        environments.sort_by(|a, b| a.environment.cmp(&b.environment));
+        environments
     }
 }
 
 /// Uplink of an executor's socket that releases the claim on drop.
-struct Claimed {
+struct ClaimedUplink {
     inner: Option<Box<dyn Uplink>>,
     shared: Arc<Shared>,
     environment: Arc<str>,
     socket: u64,
 }
 
-impl Uplink for Claimed {
+impl Uplink for ClaimedUplink {
     fn forward(&mut self, stream_id: &str, kind: Kind, message: &Bytes) -> Outcome {
         match &mut self.inner {
             Some(inner) => inner.forward(stream_id, kind, message),
@@ -196,14 +200,14 @@ impl Uplink for Claimed {
         }
     }
 
-    fn give_up(&mut self, stream_id: &str, reason: Reason) {
+    fn abort_stream(&mut self, stream_id: &str, reason: Reason) {
         if let Some(inner) = &mut self.inner {
-            inner.give_up(stream_id, reason);
+            inner.abort_stream(stream_id, reason);
         }
     }
 }
 
-impl Drop for Claimed {
+impl Drop for ClaimedUplink {
     fn drop(&mut self) {
         self.inner = None;
         Shared::release(&self.shared, &self.environment, self.socket);
@@ -231,43 +235,43 @@ impl Router for NatsRouter {
         let environment: Arc<str> = environment.into();
         Box::pin(async move {
             Ok(match self.shared().find(&environment, None).await? {
-                Some(Route::There { claim, .. }) => Some(claim.registration),
-                Some(Route::Here { .. }) => self.shared().local.registration_here(&environment),
+                Some(Route::Remote { claim, .. }) => Some(claim.registration),
+                Some(Route::Local { .. }) => self.shared().local.registration_here(&environment),
                 _ => None,
             })
         })
     }
 
-    fn turn_out(&self, whom: Whom, reason: Reason) -> BoxFuture<'_, usize> {
-        Box::pin(self.turn_out(whom, reason))
+    fn disconnect(&self, target: DisconnectTarget, reason: Reason) -> BoxFuture<'_, usize> {
+        Box::pin(self.disconnect(target, reason))
     }
 
-    fn review(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
+    fn retain_harnesses(&self, stays: &(dyn Fn(&Harness) -> bool + Sync), reason: Reason) -> usize {
         let shared = self.shared();
         let mut count = 0;
         for entry in shared.entries() {
             if !stays(&entry.who) {
-                entry.turn_out(shared, &reason);
+                entry.disconnect(shared, &reason);
                 count += 1;
             }
         }
-        count + shared.local.review(stays, reason)
+        count + shared.local.retain_harnesses(stays, reason)
     }
 
     fn nodes(&self) -> BoxFuture<'_, Vec<Node>> {
         Box::pin(std::future::ready(self.shared().nodes()))
     }
 
-    fn places(&self) -> BoxFuture<'_, Vec<Place>> {
-        Box::pin(self.places())
+    fn environments(&self) -> BoxFuture<'_, Vec<AttachedEnvironment>> {
+        Box::pin(self.environments())
     }
 
-    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<StreamPlace>> {
+    fn streams(&self, environment: Option<&str>) -> BoxFuture<'_, Vec<AttachedStream>> {
         let environment = environment.map(str::to_owned);
         Box::pin(async move {
             let shared = self.shared();
-            let mut streams = shared.local.streams_here(environment.as_deref());
-            streams.extend(shared.ask_all(&Ask::Streams(environment)).await);
+            let mut streams = shared.local.local_streams(environment.as_deref());
+            streams.extend(shared.request_all(&NodeRequest::Streams(environment)).await);
             streams
         })
     }
@@ -276,20 +280,23 @@ impl Router for NatsRouter {
         self.shared().streams_elsewhere(tenant)
     }
 
-    fn tell_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
-        self.shared().tell_rates(rates);
+    fn report_rates(&self, rates: Vec<(Arc<str>, Rates)>) {
+        self.shared().report_rates(rates);
     }
 
     fn rates_elsewhere(&self, tenant: &str) -> Vec<Rates> {
         self.shared().rates_elsewhere(tenant)
     }
 
-    fn announce(&self, happening: &Happening) {
-        self.shared().announce(happening);
+    fn broadcast_event(&self, admin_event: &AdminEvent) {
+        self.shared().broadcast_event(admin_event);
     }
 
-    fn hear(&self, tell: Box<dyn Fn(Happening) + Send + Sync>) -> Option<Hearing> {
-        Some(self.shared().hear(tell))
+    fn subscribe_events(
+        &self,
+        publish: Box<dyn Fn(AdminEvent) + Send + Sync>,
+    ) -> Option<EventSubscription> {
+        Some(self.shared().subscribe_events(publish))
     }
 
     fn drain(&self, node: &str) -> BoxFuture<'_, bool> {
@@ -302,13 +309,13 @@ impl Router for NatsRouter {
             if !shared.nodes().iter().any(|known| known.name == node) {
                 return false;
             }
-            let text = serde_json::to_vec(&Ask::Drain).unwrap_or_default();
-            let told = shared.ask::<bool>(&node, text.into()).await;
-            told.is_some()
+            let text = serde_json::to_vec(&NodeRequest::Drain).unwrap_or_default();
+            let response = shared.request_node::<bool>(&node, text.into()).await;
+            response.is_some()
         })
     }
 
-    fn told_to_drain(&self) -> BoxFuture<'_, ()> {
-        self.shared().local.told_to_drain()
+    fn drain_requested(&self) -> BoxFuture<'_, ()> {
+        self.shared().local.drain_requested()
     }
 }

@@ -67,7 +67,7 @@ impl Embedded {
             Ok(database)
         };
         let database = open().map_err(|source| StoreError {
-            doing: "open its file",
+            operation: "open its file",
             source,
         })?;
         Ok(Self {
@@ -77,28 +77,28 @@ impl Embedded {
     }
 
     /// Runs a write on a blocking thread, because it waits for the disk.
-    fn work<T: Send + 'static>(
+    fn run_blocking<T: Send + 'static>(
         &self,
-        doing: &'static str,
-        work: impl FnOnce(&Database) -> Result<T, Failure> + Send + 'static,
+        operation: &'static str,
+        run_blocking: impl FnOnce(&Database) -> Result<T, Failure> + Send + 'static,
     ) -> BoxFuture<'static, Result<T, StoreError>> {
         let database = Arc::clone(&self.database);
         Box::pin(async move {
-            match tokio::task::spawn_blocking(move || work(&database)).await {
+            match tokio::task::spawn_blocking(move || run_blocking(&database)).await {
                 Ok(result) => result,
                 Err(error) => Err(io::Error::other(error).into()),
             }
-            .map_err(|source| StoreError { doing, source })
+            .map_err(|source| StoreError { operation, source })
         })
     }
 
     /// Runs a read, which never waits long because the relevant pages are cached.
-    fn look<T: Send + 'static>(
+    fn read_now<T: Send + 'static>(
         &self,
-        doing: &'static str,
-        look: impl FnOnce(&Database) -> Result<T, Failure>,
+        operation: &'static str,
+        read_now: impl FnOnce(&Database) -> Result<T, Failure>,
     ) -> BoxFuture<'static, Result<T, StoreError>> {
-        let result = look(&self.database).map_err(|source| StoreError { doing, source });
+        let result = read_now(&self.database).map_err(|source| StoreError { operation, source });
         Box::pin(std::future::ready(result))
     }
 }
@@ -108,7 +108,7 @@ impl Store for Embedded {
         &self,
         environment: &str,
     ) -> BoxFuture<'_, Result<Option<Registration>, StoreError>> {
-        self.look("read a registration", |database| {
+        self.read_now("read a registration", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table
                 .get(environment)?
@@ -118,7 +118,7 @@ impl Store for Embedded {
     }
 
     fn registrations(&self) -> BoxFuture<'_, Result<Vec<Registration>, StoreError>> {
-        self.work("list registrations", |database| {
+        self.run_blocking("list registrations", |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
         })
@@ -126,7 +126,7 @@ impl Store for Embedded {
 
     fn environments(&self, tenant: &str) -> BoxFuture<'_, Result<u64, StoreError>> {
         let tenant = tenant.to_owned();
-        self.work("count registrations", move |database| {
+        self.run_blocking("count registrations", move |database| {
             let table = database.begin_read()?.open_table(REGISTRATIONS)?;
             let mut count = 0;
             // Environments of one tenant are adjacent in the table, except those of `default`,
@@ -151,7 +151,7 @@ impl Store for Embedded {
         registration: Registration,
         replaces: Option<String>,
     ) -> BoxFuture<'_, Result<bool, StoreError>> {
-        self.work("write a registration", move |database| {
+        self.run_blocking("write a registration", move |database| {
             let write = database.begin_write()?;
             {
                 let mut table = write.open_table(REGISTRATIONS)?;
@@ -172,7 +172,7 @@ impl Store for Embedded {
 
     fn remove(&self, environment: &str) -> BoxFuture<'_, Result<bool, StoreError>> {
         let environment = environment.to_owned();
-        self.work("remove a registration", move |database| {
+        self.run_blocking("remove a registration", move |database| {
             let write = database.begin_write()?;
             let there = {
                 let mut table = write.open_table(REGISTRATIONS)?;
@@ -188,7 +188,7 @@ impl Store for Embedded {
         environment: &str,
         harnesses: [String; 2],
     ) -> BoxFuture<'_, Result<bool, StoreError>> {
-        self.look("read revocations", |database| {
+        self.read_now("read revocations", |database| {
             let table = database.begin_read()?.open_table(REVOCATIONS)?;
             for harness in &harnesses {
                 for place in [None, Some(environment)] {
@@ -205,14 +205,14 @@ impl Store for Embedded {
     }
 
     fn revocations(&self) -> BoxFuture<'_, Result<Vec<Revocation>, StoreError>> {
-        self.work("list revocations", |database| {
+        self.run_blocking("list revocations", |database| {
             let table = database.begin_read()?.open_table(REVOCATIONS)?;
             table.iter()?.map(|entry| read(entry?.1.value())).collect()
         })
     }
 
     fn revoke(&self, revocation: Revocation) -> BoxFuture<'_, Result<(), StoreError>> {
-        self.work("write a revocation", move |database| {
+        self.run_blocking("write a revocation", move |database| {
             let key = revocation_key(revocation.environment.as_deref(), &revocation.harness);
             let write = database.begin_write()?;
             write
@@ -228,7 +228,7 @@ impl Store for Embedded {
         environment: Option<String>,
         harness: String,
     ) -> BoxFuture<'_, Result<bool, StoreError>> {
-        self.work("take back a revocation", move |database| {
+        self.run_blocking("take back a revocation", move |database| {
             let key = revocation_key(environment.as_deref(), &harness);
             let write = database.begin_write()?;
             let there = write
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn registrations_survive_and_are_replaced_only_knowingly() {
+    async fn registration_survives_reopening_and_is_replaced_only_by_its_known_id() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("store");
         let store = Embedded::open(&path).unwrap();
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn environments_are_counted_by_tenant() {
+    async fn environments_counts_only_those_of_the_tenant() {
         let directory = tempfile::tempdir().unwrap();
         let store = Embedded::open(&directory.path().join("store")).unwrap();
         for environment in ["a", "b", "t/a", "t/b", "t/c", "t-/a", "u/a", "t0"] {
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn revocations_hold_where_they_are_meant() {
+    async fn revocation_applies_to_its_environment_or_to_all() {
         let directory = tempfile::tempdir().unwrap();
         let store = Embedded::open(&directory.path().join("store")).unwrap();
         let revoked = async |environment: &str, token: &str| {

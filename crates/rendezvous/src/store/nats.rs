@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::{Registration, Revocation, Store, StoreError};
 use crate::cluster::Cluster;
-use crate::cluster::{AWAY, Failure, Key};
+use crate::cluster::{Failure, Key, NATS_UNREACHABLE};
 
 /// Store in a JetStream bucket.
 #[derive(Debug, Clone)]
@@ -25,15 +25,15 @@ impl NatsStore {
     /// Runs an operation on the bucket, or fails if NATS is unreachable.
     fn work<'a, T: Send + 'a>(
         &'a self,
-        doing: &'static str,
+        operation: &'static str,
         work: impl Future<Output = Result<T, Failure>> + Send + 'a,
     ) -> BoxFuture<'a, Result<T, StoreError>> {
         Box::pin(async move {
             let result = match self.0.0.is_fresh() {
                 true => work.await,
-                false => Err(AWAY.into()),
+                false => Err(NATS_UNREACHABLE.into()),
             };
-            result.map_err(|source| StoreError { doing, source })
+            result.map_err(|source| StoreError { operation, source })
         })
     }
 }

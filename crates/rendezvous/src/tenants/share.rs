@@ -49,20 +49,20 @@ pub fn share(quota: f64, others: impl IntoIterator<Item = f64>) -> f64 {
 
 /// Smoothed rate of a growing counter.
 #[derive(Debug, Default)]
-pub(super) struct Speed {
+pub(super) struct RateMeter {
     /// Time and value of the last measurement.
     last: Option<(Instant, u64)>,
     rate: f64,
 }
 
-impl Speed {
+impl RateMeter {
     /// Shortest time between two measurements that gives a useful rate.
     const LEAST: Duration = Duration::from_millis(100);
 
     /// Measures the counter again. The result is a moving average: half is the rate since the last
     /// measurement, a quarter the rate before, and so on, because frames are large and arrive
     /// irregularly.
-    pub(super) fn look(&mut self, now: Instant, count: u64) -> f64 {
+    pub(super) fn measure(&mut self, now: Instant, count: u64) -> f64 {
         let (at, before) = *self.last.get_or_insert((now, count));
         let passed = now.saturating_duration_since(at);
         if passed >= Self::LEAST {
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn what_others_leave_is_ours_but_an_equal_part_is_in_any_case() {
+    fn share_is_what_others_leave_but_at_least_an_equal_part() {
         // A node that is alone, or whose peers are idle, gets the whole quota.
         check(&[], 90.0);
         check(&[0.0, 0.0], 90.0);
@@ -107,20 +107,20 @@ mod tests {
     }
 
     #[test]
-    fn a_speed_follows_what_happens() {
+    fn rate_meter_follows_changes_of_the_counter() {
         let start = Instant::now();
         let at = |millis| start + Duration::from_millis(millis);
-        let mut speed = Speed::default();
-        assert_eq!(speed.look(at(0), 500), 0.0);
-        assert_eq!(speed.look(at(1000), 600), 50.0);
+        let mut speed = RateMeter::default();
+        assert_eq!(speed.measure(at(0), 500), 0.0);
+        assert_eq!(speed.measure(at(1000), 600), 50.0);
         // Too soon for a new measurement.
-        assert_eq!(speed.look(at(1010), 700), 50.0);
-        assert_eq!(speed.look(at(2000), 700), 75.0);
-        assert_eq!(speed.look(at(3000), 700), 37.5);
+        assert_eq!(speed.measure(at(1010), 700), 50.0);
+        assert_eq!(speed.measure(at(2000), 700), 75.0);
+        assert_eq!(speed.measure(at(3000), 700), 37.5);
         for second in 4..40 {
-            speed.look(at(second * 1000), 700);
+            speed.measure(at(second * 1000), 700);
         }
-        assert_eq!(speed.look(at(60_000), 700), 0.0);
+        assert_eq!(speed.measure(at(60_000), 700), 0.0);
     }
 
     /// Pseudo-random number from 0 to 1.
@@ -131,7 +131,7 @@ mod tests {
 
     /// Nodes with different, changing demands that receive each other's reports late.
     #[test]
-    fn the_nodes_together_use_what_the_quota_says() {
+    fn nodes_together_use_the_quota_after_demand_changes() {
         const QUOTA: f64 = 1e6;
         const BEAT: Duration = Duration::from_millis(700);
         let start = Instant::now();
@@ -140,9 +140,9 @@ mod tests {
             let nodes = 1 + (random(&mut dice) * 8.0) as usize;
             let mut wants = vec![0.0; nodes];
             let mut counts = vec![0.0; nodes];
-            let mut speeds: Vec<Speed> = (0..nodes).map(|_| Speed::default()).collect();
+            let mut speeds: Vec<RateMeter> = (0..nodes).map(|_| RateMeter::default()).collect();
             // Reported usage of each node: the current one, and the one before.
-            let mut told = vec![[0.0; 2]; nodes];
+            let mut reported = vec![[0.0; 2]; nodes];
             for beat in 0..200_u32 {
                 if beat % 50 == 0 {
                     for want in &mut wants {
@@ -154,14 +154,14 @@ mod tests {
                 for node in 0..nodes {
                     let late = usize::from(random(&mut dice) < 0.3);
                     let others = (0..nodes).filter(|other| *other != node);
-                    let share = share(QUOTA, others.map(|other| told[other][late]));
+                    let share = share(QUOTA, others.map(|other| reported[other][late]));
                     assert!(share <= QUOTA && share >= QUOTA / nodes as f64 - 1.0);
                     used[node] = wants[node].min(share);
                     counts[node] += used[node] * BEAT.as_secs_f64();
                 }
                 for node in 0..nodes {
-                    let rate = speeds[node].look(start + BEAT * beat, counts[node] as u64);
-                    told[node] = [rate, told[node][0]];
+                    let rate = speeds[node].measure(start + BEAT * beat, counts[node] as u64);
+                    reported[node] = [rate, reported[node][0]];
                 }
                 // Shares must be stable eight reports after every change.
                 if beat % 50 > 8 {

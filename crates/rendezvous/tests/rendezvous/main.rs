@@ -1,4 +1,4 @@
-//! A meeting point in this process, and peers that speak its wire, well or badly.
+//! Tests of a rendezvous server in this process, with correct and hostile peers.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 

@@ -1,34 +1,34 @@
-//! The calls of the registry: who may do what, and what is remembered.
+//! Registry requests: authorization, persistence and listing.
 
 use std::time::Duration;
 
 use exec_server_rendezvous::Config;
 use serde_json::{Value, json};
 
-use super::support::{Meeting, Socket, introduce, key, quick};
+use super::support::{Socket, TestServer, key, open_stream, quick};
 
 fn code(answer: &(u16, Value)) -> (u16, &str) {
     (answer.0, answer.1["error"]["code"].as_str().unwrap_or(""))
 }
 
 #[tokio::test]
-async fn executors_register_and_harnesses_find_them() {
-    let meeting = Meeting::start().await;
-    let registered = meeting.register("env-1", 1).await;
+async fn harness_connects_to_a_registered_and_attached_executor() {
+    let server = TestServer::start().await;
+    let registered = server.register("env-1", 1).await;
     assert_eq!(registered["environment_id"], "env-1");
     assert_eq!(registered["security_profile"], "noise_hybrid_ik_v1");
     let id = registered["executor_registration_id"].as_str().unwrap();
     assert!(!id.is_empty());
 
-    // Registered is not attached.
-    let asked = meeting.ask("env-1", "alice-token", 2).await;
+    // The executor is registered but not attached.
+    let asked = server.connect("env-1", "alice-token", 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
-    // Nor is unknown told from offline.
-    let asked = meeting.ask("never", "alice-token", 2).await;
+    // The response is the same for an unknown environment.
+    let asked = server.connect("never", "alice-token", 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
 
     let _executor = Socket::open(&registered).await;
-    let (status, answer) = meeting.ask("env-1", "alice-token", 2).await;
+    let (status, answer) = server.connect("env-1", "alice-token", 2).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(answer["environment_id"], "env-1");
     assert_eq!(answer["executor_registration_id"], id);
@@ -40,15 +40,15 @@ async fn executors_register_and_harnesses_find_them() {
             "harness_key_authorization": authorization,
         });
         let path = "/cloud/environment/env-1/validate";
-        meeting.post(token, path, body).await
+        server.post(token, path, body).await
     };
     let authorization = &answer["harness_key_authorization"];
     let good = validate("executor-token", 2, id, authorization).await;
     assert_eq!(good, (200, json!({"valid": true})));
-    // Asked twice, it is as good.
+    // A second validation gives the same result.
     let good = validate("executor-token", 2, id, authorization).await;
     assert_eq!(good, (200, json!({"valid": true})));
-    // Stolen by somebody with another key; for another registration; made up.
+    // An authorization with another key, for another registration, and an invented one.
     for (seed, registration, authorization) in [
         (3, id, authorization),
         (2, "other", authorization),
@@ -59,40 +59,40 @@ async fn executors_register_and_harnesses_find_them() {
     }
     let wrong = validate("alice-token", 2, id, authorization).await;
     assert_eq!(code(&wrong), (403, "wrong_role"));
-    // An executor of somebody else learns nothing.
+    // An executor with another token gets no information.
     let other = validate("builder-token", 2, id, authorization).await;
     assert_eq!(code(&other), (403, "wrong_environment"));
 }
 
 #[tokio::test]
-async fn the_same_executor_keeps_its_registration_and_another_does_not() {
-    let meeting = Meeting::start().await;
-    let first = meeting.register("env-1", 1).await;
-    let again = meeting.register("env-1", 1).await;
+async fn register_keeps_the_registration_for_the_same_key_and_replaces_it_for_another() {
+    let server = TestServer::start().await;
+    let first = server.register("env-1", 1).await;
+    let again = server.register("env-1", 1).await;
     let id = |answer: &Value| answer["executor_registration_id"].clone();
     assert_eq!(id(&first), id(&again));
     let mut attached = Socket::open(&first).await;
-    let other = meeting.register("env-1", 2).await;
+    let other = server.register("env-1", 2).await;
     assert_ne!(id(&first), id(&other));
-    // The one before is out, and its address leads nowhere any more.
-    attached.ends().await;
+    // The previous executor is disconnected, and its URL is no longer valid.
+    attached.expect_end().await;
     let refused = Socket::try_open(first["url"].as_str().unwrap()).await;
     let error = refused.err().unwrap().to_string();
     assert!(error.contains("401"), "{error}");
     let _attached = Socket::open(&other).await;
-    let (_, answer) = meeting.ask("env-1", "alice-token", 9).await;
+    let (_, answer) = server.connect("env-1", "alice-token", 9).await;
     assert_eq!(answer["executor_public_key"], json!(key(2)));
 }
 
 #[tokio::test]
-async fn tokens_are_good_for_what_their_line_says() {
-    let meeting = Meeting::start().await;
+async fn token_is_refused_outside_its_roles_and_environments() {
+    let server = TestServer::start().await;
     let register = async |token: &str, environment: &str| {
         let body = json!({
             "security_profile": "noise_hybrid_ik_v1", "executor_public_key": key(1),
         });
         let path = format!("/cloud/environment/{environment}/register");
-        meeting.post(token, &path, body).await
+        server.post(token, &path, body).await
     };
     assert_eq!(
         code(&register("no-token", "a").await),
@@ -106,10 +106,10 @@ async fn tokens_are_good_for_what_their_line_says() {
     let elsewhere = register("builder-token", "a").await;
     assert_eq!(code(&elsewhere), (403, "wrong_environment"));
     assert_eq!(register("builder-token", "build-1").await.0, 200);
-    // Who came first keeps it.
+    // The token that registered first keeps the environment.
     let taken = register("executor-token", "build-1").await;
     assert_eq!(code(&taken), (403, "environment_taken"));
-    let carol = meeting.ask("build-1", "carol-token", 1).await;
+    let carol = server.connect("build-1", "carol-token", 1).await;
     assert_eq!(code(&carol), (403, "wrong_environment"));
     for bad in ["a%20b", ".", "x".repeat(129).as_str()] {
         let answer = register("executor-token", bad).await;
@@ -121,37 +121,37 @@ async fn tokens_are_good_for_what_their_line_says() {
         json!({"security_profile": "x", "executor_public_key": key(1)}),
         json!({"security_profile": "noise_hybrid_ik_v1", "executor_public_key": {"suite": "x"}}),
     ] {
-        let (status, answer) = meeting.post("executor-token", path, body).await;
+        let (status, answer) = server.post("executor-token", path, body).await;
         assert_eq!(status, 400, "{answer}");
     }
-    assert_eq!(meeting.get("executor-token", path).await.0, 405);
-    assert_eq!(meeting.get("", "/cloud/nothing").await.0, 404);
-    assert_eq!(meeting.get("", "/healthz").await.0, 200);
-    assert_eq!(meeting.get("", "/readyz").await.0, 200);
+    assert_eq!(server.get("executor-token", path).await.0, 405);
+    assert_eq!(server.get("", "/cloud/nothing").await.0, 404);
+    assert_eq!(server.get("", "/healthz").await.0, 200);
+    assert_eq!(server.get("", "/readyz").await.0, 200);
 }
 
 #[tokio::test]
-async fn guessing_tokens_is_slowed() {
-    let meeting = Meeting::start().await;
+async fn invalid_tokens_throttle_their_address() {
+    let server = TestServer::start().await;
     let mut statuses = Vec::new();
     for _ in 0..12 {
-        statuses.push(meeting.ask("a", "guess", 1).await.0);
+        statuses.push(server.connect("a", "guess", 1).await.0);
     }
     assert_eq!(statuses[..10], [401; 10]);
     assert_eq!(statuses[11], 429, "{statuses:?}");
 }
 
 #[tokio::test]
-async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
-    let meeting = Meeting::start().await;
+async fn valid_token_is_accepted_among_a_thousand_invalid_ones_from_its_address() {
+    let server = TestServer::start().await;
     let mut slowed = 0;
     for attempt in 0..1000 {
         if attempt % 100 == 50 {
             let body = json!({"harness": "bob"});
-            let revoked = meeting.post("ops-token", "/cloud/revoke", body).await;
+            let revoked = server.post("ops-token", "/cloud/revoke", body).await;
             assert_eq!(revoked.0, 200, "{attempt}");
         }
-        let status = meeting.ask("a", &format!("guess-{attempt}"), 1).await.0;
+        let status = server.connect("a", &format!("guess-{attempt}"), 1).await.0;
         assert!(matches!(status, 401 | 429), "{status}");
         slowed += usize::from(status == 429);
     }
@@ -159,12 +159,12 @@ async fn a_good_token_is_accepted_among_a_thousand_bad_ones_from_its_address() {
 }
 
 #[tokio::test]
-async fn everybody_lists_what_concerns_them() {
-    let meeting = Meeting::start().await;
-    let _first = meeting.executor("env-1", 1).await;
-    meeting.register("other-2", 2).await;
+async fn list_shows_only_environments_that_the_caller_may_see() {
+    let server = TestServer::start().await;
+    let _first = server.executor("env-1", 1).await;
+    server.register("other-2", 2).await;
     let list = async |token: &str| {
-        let (status, answer) = meeting.get(token, "/cloud/environments").await;
+        let (status, answer) = server.get(token, "/cloud/environments").await;
         assert_eq!(status, 200, "{answer}");
         let environments = answer["environments"].as_array().unwrap().clone();
         let short = |e: &Value| {
@@ -184,58 +184,58 @@ async fn everybody_lists_what_concerns_them() {
 }
 
 #[tokio::test]
-async fn removed_environments_are_gone_with_all_who_were_there() {
-    let meeting = Meeting::start().await;
-    let mut executor = meeting.executor("env-1", 1).await;
-    let mut harness = meeting.harness("env-1", "alice-token", 2).await;
-    introduce(&mut executor, &mut harness, "s").await;
+async fn remove_disconnects_executor_and_harnesses_of_the_environment() {
+    let server = TestServer::start().await;
+    let mut executor = server.executor("env-1", 1).await;
+    let mut harness = server.harness("env-1", "alice-token", 2).await;
+    open_stream(&mut executor, &mut harness, "s").await;
     let remove = async |token: &str| {
         let path = "/cloud/environment/env-1/remove";
-        meeting.post(token, path, json!({})).await
+        server.post(token, path, json!({})).await
     };
     assert_eq!(code(&remove("alice-token").await), (403, "wrong_role"));
     assert_eq!(code(&remove("builder-token").await), (403, "wrong_role"));
     assert_eq!(remove("ops-token").await.0, 200);
-    harness.hears_reset("s", "closed").await;
-    harness.ends().await;
-    while executor.hear().await.is_some() {}
+    harness.expect_reset("s", "closed").await;
+    harness.expect_end().await;
+    while executor.receive().await.is_some() {}
     assert_eq!(
         code(&remove("ops-token").await),
         (404, "unknown_environment")
     );
-    let asked = meeting.ask("env-1", "alice-token", 2).await;
+    let asked = server.connect("env-1", "alice-token", 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
 }
 
 #[tokio::test]
-async fn a_restart_forgets_no_registration_and_no_revocation() {
-    let meeting = Meeting::start().await;
-    let before = meeting.register("env-1", 1).await;
+async fn restart_keeps_registrations_and_revocations() {
+    let server = TestServer::start().await;
+    let before = server.register("env-1", 1).await;
     let revoke = json!({"harness": "bob"});
-    let (status, answer) = meeting.post("ops-token", "/cloud/revoke", revoke).await;
+    let (status, answer) = server.post("ops-token", "/cloud/revoke", revoke).await;
     assert_eq!((status, &answer["revoked"]), (200, &json!("token:bob")));
     let mut executor = Socket::open(&before).await;
 
-    let meeting = meeting.restart().await;
-    executor.ends().await;
-    // The address it has is still good, at the new port.
+    let server = server.restart().await;
+    executor.expect_end().await;
+    // The URL from before is still valid, at the new port.
     let url = before["url"].as_str().unwrap();
     let rest = &url[url.find("/cloud").unwrap()..];
-    let url = format!("ws://{}{rest}", meeting.address);
+    let url = format!("ws://{}{rest}", server.address);
     let mut executor = Socket::try_open(&url).await.unwrap();
-    let mut harness = meeting.harness("env-1", "alice-token", 2).await;
-    introduce(&mut executor, &mut harness, "s").await;
-    let bob = meeting.ask("env-1", "bob-token", 2).await;
+    let mut harness = server.harness("env-1", "alice-token", 2).await;
+    open_stream(&mut executor, &mut harness, "s").await;
+    let bob = server.connect("env-1", "bob-token", 2).await;
     assert_eq!(code(&bob), (403, "harness_revoked"));
 }
 
 #[tokio::test]
-async fn a_harness_waits_a_little_for_an_executor_that_is_on_its_way() {
+async fn connect_waits_briefly_for_an_executor_that_is_about_to_attach() {
     let mut limits = quick();
     limits.arrival = Duration::from_secs(20);
-    let meeting = Meeting::with(Config::default(), limits).await;
-    let registered = meeting.register("env-1", 1).await;
-    let (answer, _executor) = tokio::join!(meeting.ask("env-1", "alice-token", 2), async {
+    let server = TestServer::with(Config::default(), limits).await;
+    let registered = server.register("env-1", 1).await;
+    let (answer, _executor) = tokio::join!(server.connect("env-1", "alice-token", 2), async {
         tokio::time::sleep(Duration::from_millis(50)).await;
         Socket::open(&registered).await
     });
@@ -243,15 +243,15 @@ async fn a_harness_waits_a_little_for_an_executor_that_is_on_its_way() {
 }
 
 #[tokio::test]
-async fn addresses_are_short_lived_and_bound_to_their_holder() {
+async fn websocket_url_expires_and_is_bound_to_its_holder() {
     let mut config = Config::default();
     config.executor_lifetime = Duration::ZERO;
     config.harness_lifetime = Duration::ZERO;
-    let meeting = Meeting::with(config, quick()).await;
-    let registered = meeting.register("env-1", 1).await;
+    let server = TestServer::with(config, quick()).await;
+    let registered = server.register("env-1", 1).await;
     let url = registered["url"].as_str().unwrap().to_owned();
     let _executor = Socket::open(&registered).await;
-    let (_, asked) = meeting.ask("env-1", "alice-token", 2).await;
+    let (_, asked) = server.connect("env-1", "alice-token", 2).await;
     let harness = asked["url"].as_str().unwrap().to_owned();
     tokio::time::sleep(Duration::from_millis(2100)).await;
     for url in [&url, &harness] {

@@ -1,4 +1,4 @@
-//! Callers whom an issuer vouches for.
+//! Callers with tokens of an OIDC issuer.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -11,9 +11,9 @@ use ring::rand::SystemRandom;
 use ring::signature::{Ed25519KeyPair, KeyPair as _};
 use serde_json::{Value, json};
 
-use super::support::{Heard, Meeting, Socket, introduce, quick};
+use super::support::{Received, Socket, TestServer, open_stream, quick};
 
-/// Somebody who signs.
+/// Issuer that signs tokens.
 #[derive(Debug)]
 struct Issuer {
     key: Ed25519KeyPair,
@@ -65,12 +65,12 @@ impl Issuer {
         format!("{message}.{signature}")
     }
 
-    async fn meeting(self: &Arc<Self>) -> Meeting {
+    async fn server(self: &Arc<Self>) -> TestServer {
         let mut config = Config::default();
         let source = Arc::clone(self) as Arc<dyn KeySource>;
         let oidc = OidcConfig::new("https://issuer.example", "meet");
         config.oidc = Some(Arc::new(Oidc::new(oidc, source)));
-        Meeting::with(config, quick()).await
+        TestServer::with(config, quick()).await
     }
 }
 
@@ -79,59 +79,60 @@ fn code(answer: &(u16, Value)) -> (u16, &str) {
 }
 
 #[tokio::test]
-async fn subjects_meet_within_their_tenant() {
+async fn oidc_subjects_reach_only_executors_of_their_tenant() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
+    let server = issuer.server().await;
     let machine = issuer.token("system:machine/7", "executor", "acme", 300);
-    let (status, registered) = meeting.register_as(&machine, "env-1", 1).await;
+    let (status, registered) = server.register_as(&machine, "env-1", 1).await;
     assert_eq!(status, 200, "{registered}");
     let mut executor = Socket::open(&registered).await;
     let alice = issuer.token("alice@example.com", "harness", "acme", 300);
-    let mut harness = meeting.harness("env-1", &alice, 2).await;
-    introduce(&mut executor, &mut harness, "s").await;
-    // One of the file's, of the same tenant, meets it too; one of another tenant does not.
-    meeting.harness("env-1", "acme-alice-token", 3).await;
+    let mut harness = server.harness("env-1", &alice, 2).await;
+    open_stream(&mut executor, &mut harness, "s").await;
+    // A token of the file with the same tenant reaches the executor; one of another tenant does
+    // not.
+    server.harness("env-1", "acme-alice-token", 3).await;
     let stranger = issuer.token("alice@example.com", "harness", "b", 300);
-    let asked = meeting.ask("env-1", &stranger, 2).await;
+    let asked = server.connect("env-1", &stranger, 2).await;
     assert_eq!(code(&asked), (409, "environment_offline"));
-    let asked = meeting.ask("env-1", &machine, 2).await;
+    let asked = server.connect("env-1", &machine, 2).await;
     assert_eq!(code(&asked), (403, "wrong_role"));
-    // It can be revoked by its name, and the streams that it has end.
-    let (_, listed) = meeting.get("acme-ops-token", "/cloud/environments").await;
+    // A subject can be revoked by its name, which ends its streams.
+    let (_, listed) = server.get("acme-ops-token", "/cloud/environments").await;
     let owner = &listed["environments"][0]["owner"];
     assert_eq!(*owner, "jwt:system%3Amachine%2F7");
     let body = json!({"harness": "token:jwt:alice%40example.com"});
-    let (_, answer) = meeting.post("acme-ops-token", "/cloud/revoke", body).await;
+    let (_, answer) = server.post("acme-ops-token", "/cloud/revoke", body).await;
     assert_eq!(answer["sockets_ended"], 1, "{answer}");
-    harness.hears_reset("s", "authorization_revoked").await;
-    let asked = meeting.ask("env-1", &alice, 2).await;
+    harness.expect_reset("s", "authorization_revoked").await;
+    let asked = server.connect("env-1", &alice, 2).await;
     assert_eq!(code(&asked), (403, "harness_revoked"));
 }
 
 #[tokio::test]
-async fn what_a_token_gets_does_not_outlive_it() {
+async fn tickets_and_authorizations_expire_with_the_oidc_token() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
-    let _executor = meeting.executor("env-1", 1).await;
+    let server = issuer.server().await;
+    let _executor = server.executor("env-1", 1).await;
     let token = issuer.token("a", "harness", "default", -30);
-    let (status, answer) = meeting.ask("env-1", &token, 2).await;
+    let (status, answer) = server.connect("env-1", &token, 2).await;
     assert_eq!(status, 200, "{answer}");
     let url = answer["url"].as_str().unwrap();
     let (_, expires) = url.split_once("&exp=").unwrap();
     let expires: u64 = expires.split('&').next().unwrap().parse().unwrap();
     assert!(expires <= now() + 31, "{url}");
     let old = issuer.token("a", "harness", "default", -120);
-    let asked = meeting.ask("env-1", &old, 2).await;
+    let asked = server.connect("env-1", &old, 2).await;
     assert_eq!(code(&asked), (401, "unauthorized"));
     assert!(asked.1.to_string().contains("expired"), "{}", asked.1);
     let forged = format!("{}x", issuer.token("a", "harness", "default", 60));
-    assert_eq!(meeting.ask("env-1", &forged, 2).await.0, 401);
+    assert_eq!(server.connect("env-1", &forged, 2).await.0, 401);
 }
 
 #[tokio::test]
-async fn claims_decide_whether_a_token_is_accepted() {
+async fn oidc_token_with_missing_or_invalid_claims_is_refused() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
+    let server = issuer.server().await;
     let ask = async |change: &Value| {
         let mut claims = json!({
             "iss": "https://issuer.example", "aud": "meet", "sub": "a", "roles": "harness",
@@ -141,7 +142,7 @@ async fn claims_decide_whether_a_token_is_accepted() {
             claims[name] = value.clone();
         }
         let token = issuer.sign(&claims);
-        meeting.get(&token, "/cloud/environments").await
+        server.get(&token, "/cloud/environments").await
     };
     for accepted in [
         json!({}),
@@ -187,85 +188,85 @@ async fn claims_decide_whether_a_token_is_accepted() {
 }
 
 #[tokio::test]
-async fn a_revoked_admin_does_nothing_and_cannot_permit_itself_again() {
+async fn revoked_admin_is_refused_and_cannot_undo_its_revocation() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
+    let server = issuer.server().await;
     let boss = issuer.token("boss", "admin", "acme", 300);
     let me = || json!({"harness": "token:jwt:boss"});
     let other = || json!({"harness": "token:acme-alice"});
-    assert_eq!(meeting.get(&boss, "/cloud/revocations").await.0, 200);
+    assert_eq!(server.get(&boss, "/cloud/revocations").await.0, 200);
     let revoke = "/cloud/revoke";
-    assert_eq!(meeting.post("acme-ops-token", revoke, me()).await.0, 200);
-    // Another token of the same subject is no way out.
+    assert_eq!(server.post("acme-ops-token", revoke, me()).await.0, 200);
+    // A new token of the same subject is revoked too.
     for token in [boss, issuer.token("boss", "admin", "acme", 900)] {
         for (path, body) in [
             ("/cloud/permit", me()),
             (revoke, other()),
             ("/cloud/environment/a/remove", json!({})),
         ] {
-            let refused = meeting.post(&token, path, body).await;
+            let refused = server.post(&token, path, body).await;
             assert_eq!(code(&refused), (403, "token_revoked"), "{path}");
         }
         for path in ["/cloud/environments", "/cloud/revocations", "/events"] {
-            let refused = meeting.get(&token, path).await;
+            let refused = server.get(&token, path).await;
             assert_eq!(code(&refused), (403, "token_revoked"), "{path}");
         }
     }
-    // In another tenant the subject is another one.
+    // The same subject of another tenant is not revoked.
     let elsewhere = issuer.token("boss", "admin", "b", 300);
-    assert_eq!(meeting.get(&elsewhere, "/cloud/environments").await.0, 200);
+    assert_eq!(server.get(&elsewhere, "/cloud/environments").await.0, 200);
     let permit = "/cloud/permit";
-    assert_eq!(meeting.post("acme-ops-token", permit, me()).await.0, 200);
+    assert_eq!(server.post("acme-ops-token", permit, me()).await.0, 200);
     let boss = issuer.token("boss", "admin", "acme", 300);
-    assert_eq!(meeting.post(&boss, revoke, other()).await.0, 200);
-    // The same for tokens of the file.
+    assert_eq!(server.post(&boss, revoke, other()).await.0, 200);
+    // Tokens of the file behave the same.
     let itself = json!({"harness": "acme-ops"});
-    assert_eq!(meeting.post(&boss, revoke, itself.clone()).await.0, 200);
-    let refused = meeting.post("acme-ops-token", permit, itself).await;
+    assert_eq!(server.post(&boss, revoke, itself.clone()).await.0, 200);
+    let refused = server.post("acme-ops-token", permit, itself).await;
     assert_eq!(code(&refused), (403, "token_revoked"));
 }
 
 #[tokio::test]
-async fn an_operator_can_be_revoked_by_operators_only() {
+async fn operator_can_be_revoked_by_operators_only() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
+    let server = issuer.server().await;
     let root = || json!({"harness": "root"});
     let boss = issuer.token("boss", "admin", "default", 300);
     for token in ["ops-token", &boss] {
         for path in ["/cloud/revoke", "/cloud/permit"] {
-            let refused = meeting.post(token, path, root()).await;
+            let refused = server.post(token, path, root()).await;
             assert_eq!(code(&refused), (403, "wrong_role"), "{path}");
         }
     }
-    assert_eq!(meeting.get("root-token", "/cloud/nodes").await.0, 200);
-    let revoked = meeting.post("root-token", "/cloud/revoke", root()).await;
+    assert_eq!(server.get("root-token", "/cloud/nodes").await.0, 200);
+    let revoked = server.post("root-token", "/cloud/revoke", root()).await;
     assert_eq!(revoked.0, 200);
-    let refused = meeting.get("root-token", "/cloud/nodes").await;
+    let refused = server.get("root-token", "/cloud/nodes").await;
     assert_eq!(code(&refused), (403, "token_revoked"));
 }
 
 #[tokio::test]
-async fn sockets_end_with_the_token_they_were_opened_with() {
+async fn sockets_close_when_the_token_that_opened_them_expires() {
     let issuer = Issuer::new();
-    let meeting = issuer.meeting().await;
+    let server = issuer.server().await;
     let began = Instant::now();
-    // A minute of leeway, of which two seconds are left.
+    // The token is accepted for two more seconds, because of one minute of leeway.
     let machine = issuer.token("machine", "executor", "default", -58);
-    let (status, registered) = meeting.register_as(&machine, "env-1", 1).await;
+    let (status, registered) = server.register_as(&machine, "env-1", 1).await;
     assert_eq!(status, 200, "{registered}");
     let mut executor = Socket::open(&registered).await;
-    let mut steady = meeting.executor("env-2", 3).await;
+    let mut steady = server.executor("env-2", 3).await;
     let alice = issuer.token("alice", "harness", "default", -58);
-    let mut harness = meeting.harness("env-2", &alice, 2).await;
-    let mut bob = meeting.harness("env-2", "bob-token", 4).await;
-    introduce(&mut steady, &mut bob, "bob").await;
-    executor.ends().await;
-    harness.ends().await;
+    let mut harness = server.harness("env-2", &alice, 2).await;
+    let mut bob = server.harness("env-2", "bob-token", 4).await;
+    open_stream(&mut steady, &mut bob, "bob").await;
+    executor.expect_end().await;
+    harness.expect_end().await;
     assert!(
         began.elapsed() < Duration::from_secs(5),
         "{:?}",
         began.elapsed()
     );
     bob.data("bob", 0, 10).await;
-    steady.hears(Heard::Data("bob".to_owned(), 0, 10)).await;
+    steady.expect(Received::Data("bob".to_owned(), 0, 10)).await;
 }

@@ -13,23 +13,26 @@ use serde_json::Value;
 
 use super::channel::{Channel, Entry, Side};
 use super::rules::Claim;
-use super::wire::{Answer, Ask, Control, ITEMS_AT_ONCE, Open, Opened, Piece, Topic, entry_of};
-use super::{Failure, Shared, end_of, now};
+use super::wire::{
+    Control, MAX_ITEMS_PER_MESSAGE, NodeRequest, NodeResponse, Open, OpenResponse, Piece, Topic,
+    entry_of,
+};
+use super::{Failure, Shared, now, send_end};
 use crate::mailbox::Mailbox;
-use crate::router::{AttachError, Happening, Harness, Hearing, Router as _, Uplink};
+use crate::router::{AdminEvent, AttachError, EventSubscription, Harness, Router as _, Uplink};
 use crate::tenants::is_tenant;
 
 /// How long to wait for the responses of all nodes.
-const ANSWERS: Duration = Duration::from_millis(700);
+const ALL_NODES_TIMEOUT: Duration = Duration::from_millis(700);
 
 /// How long to wait for a node to open a channel.
-const ANSWER: Duration = Duration::from_secs(2);
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Maximum bytes of an event: names and a few numbers, none longer than 256 bytes.
-const MAX_HAPPENING_BYTES: usize = 16 << 10;
+const MAX_EVENT_BYTES: usize = 16 << 10;
 
 /// Result of opening a channel to another node.
-pub(crate) enum Opening {
+pub(crate) enum OpenOutcome {
     /// The channel is open.
     Opened(Box<dyn Uplink>),
     /// The executor is not connected to that node, or not any more.
@@ -69,7 +72,7 @@ impl Shared {
         };
         match topic {
             Topic::Open => self.open_here(message),
-            Topic::Ask => self.asked(message),
+            Topic::Request => self.answer_request(message),
             Topic::Up(id) => match known(id, Side::Home) {
                 Some(channel) => self.frame(&channel, message),
                 None => self.unknown_at_home(environment, id),
@@ -80,14 +83,14 @@ impl Shared {
                 }
             }
             Topic::ToHome(id) => match (known(id, Side::Home), parse(message)) {
-                (Some(channel), Some(control)) => channel.word(self, control),
+                (Some(channel), Some(control)) => channel.receive_control(self, control),
                 (None, Some(Control::Sync { .. })) => self.unknown_at_home(environment, id),
                 _ => {}
             },
             Topic::ToEntry(id) => match (known(id, Side::Entry), parse(message)) {
-                (Some(channel), Some(control)) => channel.word(self, control),
+                (Some(channel), Some(control)) => channel.receive_control(self, control),
                 (None, Some(Control::Sync { from, .. })) => {
-                    end_of(self, &from, environment, id, "home");
+                    send_end(self, &from, environment, id, "home");
                 }
                 _ => {}
             },
@@ -96,7 +99,7 @@ impl Shared {
 
     fn frame(self: &Arc<Self>, channel: &Arc<Channel>, message: &Message) {
         match Piece::parse(message.payload.clone()) {
-            Some(piece) => channel.piece(self, piece),
+            Some(piece) => channel.receive_piece(self, piece),
             None => channel.fail(self, "a frame without a number"),
         }
     }
@@ -104,7 +107,7 @@ impl Shared {
     /// Reports to the entry node that this node no longer has the channel.
     fn unknown_at_home(&self, environment: &str, channel: &str) {
         if let Some(node) = entry_of(channel) {
-            end_of(self, node, environment, channel, "entry");
+            send_end(self, node, environment, channel, "entry");
         }
     }
 
@@ -128,7 +131,7 @@ impl Shared {
             .rules
             .holds(&open.environment, open.epoch, now())
         {
-            return self.reply(message, &Opened::Moved);
+            return self.reply(message, &OpenResponse::Moved);
         }
         let who = Harness {
             environment: open.environment,
@@ -140,17 +143,17 @@ impl Shared {
         let from = Arc::clone(&open.from);
         let taken = self
             .local
-            .take_harness(who.clone(), Arc::clone(&mailbox), Some(from));
+            .attach_harness_now(who.clone(), Arc::clone(&mailbox), Some(from));
         let opened = match taken {
             Ok(uplink) => {
                 let channel = Channel::new(self, open.channel, Side::Home, open.from, who, mailbox);
                 channel.set_uplink(uplink);
-                self.remember(&channel);
+                self.add_channel(&channel);
                 tokio::spawn(channel.pump(Arc::clone(self)));
-                Opened::Yes
+                OpenResponse::Yes
             }
-            Err(AttachError::TooManySockets(limit)) => Opened::TooManySockets(limit),
-            Err(_) => Opened::Offline,
+            Err(AttachError::TooManySockets(limit)) => OpenResponse::TooManySockets(limit),
+            Err(_) => OpenResponse::Offline,
         };
         self.reply(message, &opened);
     }
@@ -162,7 +165,7 @@ impl Shared {
         epoch: u64,
         who: &Harness,
         mailbox: &Arc<Mailbox>,
-    ) -> Opening {
+    ) -> OpenOutcome {
         let id: Arc<str> = format!("{}:{}", self.node, self.number()).into();
         let open = Open {
             channel: Arc::clone(&id),
@@ -184,7 +187,7 @@ impl Shared {
         );
         // Registered before the request, so that early messages find the channel. Dropping `entry`
         // notifies the other node.
-        self.remember(&channel);
+        self.add_channel(&channel);
         let entry = Entry {
             shared: Arc::clone(self),
             channel,
@@ -193,37 +196,37 @@ impl Shared {
         let asked = self
             .client
             .request(self.node_subject(&home, "open"), text.into());
-        let answer = match tokio::time::timeout(ANSWER, asked).await {
+        let answer = match tokio::time::timeout(OPEN_TIMEOUT, asked).await {
             Ok(Ok(message)) => parse(&message),
             _ => None,
         };
         match answer {
-            Some(Opened::Yes) => Opening::Opened(Box::new(entry)),
-            Some(Opened::TooManySockets(limit)) => {
-                Opening::Refused(AttachError::TooManySockets(limit))
+            Some(OpenResponse::Yes) => OpenOutcome::Opened(Box::new(entry)),
+            Some(OpenResponse::TooManySockets(limit)) => {
+                OpenOutcome::Refused(AttachError::TooManySockets(limit))
             }
-            Some(Opened::Offline) => Opening::Refused(AttachError::Offline),
+            Some(OpenResponse::Offline) => OpenOutcome::Refused(AttachError::Offline),
             // The node does not respond, or does not own the claim.
-            Some(Opened::Moved) | None => Opening::Moved,
+            Some(OpenResponse::Moved) | None => OpenOutcome::Moved,
         }
     }
 
     /// Answers a request of another node.
-    fn asked(self: &Arc<Self>, message: &Message) {
-        let Some(ask) = parse::<Ask>(message) else {
+    fn answer_request(self: &Arc<Self>, message: &Message) {
+        let Some(ask) = parse::<NodeRequest>(message) else {
             return;
         };
         match ask {
-            Ask::Places => self.reply_all(message, self.local.places_here()),
-            Ask::Streams(environment) => {
-                let streams = self.local.streams_here(environment.as_deref());
+            NodeRequest::Environments => self.reply_all(message, self.local.local_environments()),
+            NodeRequest::Streams(environment) => {
+                let streams = self.local.local_streams(environment.as_deref());
                 self.reply_all(message, streams);
             }
-            Ask::TurnOut { whom, reason } => {
-                let ended = self.turn_out_here(&whom.into(), &Reason::parse(&reason));
+            NodeRequest::Disconnect { target, reason } => {
+                let ended = self.disconnect_here(&target.into(), &Reason::parse(&reason));
                 self.reply_all(message, vec![ended]);
             }
-            Ask::Drain => {
+            NodeRequest::Drain => {
                 drop(self.local.drain(&self.node));
                 self.reply_all(message, vec![true]);
             }
@@ -232,9 +235,9 @@ impl Shared {
 
     fn reply_all<T: Serialize>(&self, message: &Message, mut items: Vec<T>) {
         loop {
-            let rest = items.split_off(items.len().min(ITEMS_AT_ONCE));
+            let rest = items.split_off(items.len().min(MAX_ITEMS_PER_MESSAGE));
             let more = !rest.is_empty();
-            self.reply(message, &Answer { items, more });
+            self.reply(message, &NodeResponse { items, more });
             if !more {
                 return;
             }
@@ -243,7 +246,7 @@ impl Shared {
     }
 
     /// Sends a request to all other nodes. The result omits nodes that do not respond in time.
-    pub(crate) async fn ask_all<T: DeserializeOwned>(&self, ask: &Ask) -> Vec<T> {
+    pub(crate) async fn request_all<T: DeserializeOwned>(&self, ask: &NodeRequest) -> Vec<T> {
         let others = self.state().rules.others();
         if others.is_empty() {
             return Vec::new();
@@ -252,14 +255,18 @@ impl Shared {
         let text = Bytes::from(serde_json::to_vec(ask).unwrap_or_default());
         for node in others {
             let text = text.clone();
-            asked.push(async move { self.ask(&node, text).await });
+            asked.push(async move { self.request_node(&node, text).await });
         }
         let answers = futures_util::future::join_all(asked).await;
         answers.into_iter().flatten().flatten().collect()
     }
 
     /// Sends a request to one node. Returns `None` if the node does not respond.
-    pub(crate) async fn ask<T: DeserializeOwned>(&self, node: &str, ask: Bytes) -> Option<Vec<T>> {
+    pub(crate) async fn request_node<T: DeserializeOwned>(
+        &self,
+        node: &str,
+        ask: Bytes,
+    ) -> Option<Vec<T>> {
         let gather = async {
             let inbox = self.client.new_inbox();
             let mut answers = self.client.subscribe(inbox.clone()).await.ok()?;
@@ -269,7 +276,7 @@ impl Shared {
             let mut items = Vec::new();
             while let Some(message) = answers.next().await {
                 // NATS answers with an empty body if the node has no subscription.
-                let part = parse::<Answer<T>>(&message)?;
+                let part = parse::<NodeResponse<T>>(&message)?;
                 items.extend(part.items);
                 if !part.more {
                     return Some(items);
@@ -277,28 +284,34 @@ impl Shared {
             }
             None
         };
-        tokio::time::timeout(ANSWERS, gather).await.ok().flatten()
+        tokio::time::timeout(ALL_NODES_TIMEOUT, gather)
+            .await
+            .ok()
+            .flatten()
     }
 }
 
 impl Shared {
     /// Publishes an event of this node to the other nodes, unless too much is queued.
-    pub(crate) fn announce(&self, happening: &Happening) {
+    pub(crate) fn broadcast_event(&self, admin_event: &AdminEvent) {
         if self.outbox.full().is_some() {
             tracing::debug!(
-                event = happening.event,
+                event = admin_event.event,
                 "dropped an event: too much is queued for NATS"
             );
             return;
         }
-        let text = serde_json::to_vec(happening).unwrap_or_default();
+        let text = serde_json::to_vec(admin_event).unwrap_or_default();
         self.outbox.send(self.events_subject(), None, text.into());
     }
 
     /// Subscribes to the events of other nodes.
-    pub(crate) fn hear(self: &Arc<Self>, tell: Box<dyn Fn(Happening) + Send + Sync>) -> Hearing {
+    pub(crate) fn subscribe_events(
+        self: &Arc<Self>,
+        publish: Box<dyn Fn(AdminEvent) + Send + Sync>,
+    ) -> EventSubscription {
         let shared = Arc::clone(self);
-        Hearing::new(tokio::spawn(async move {
+        EventSubscription::new(tokio::spawn(async move {
             let mut announced = match shared.client.subscribe(shared.events_subject()).await {
                 Ok(announced) => announced,
                 Err(error) => {
@@ -308,10 +321,10 @@ impl Shared {
             };
             // The callback must not wait, so that messages do not accumulate.
             while let Some(message) = announced.next().await {
-                match heard(&message.payload) {
+                match parse_event(&message.payload) {
                     // Subscribers of this node already have this node's own events.
-                    Some(happening) if happening.data["node"] == *shared.node => {}
-                    Some(happening) => tell(happening),
+                    Some(admin_event) if admin_event.data["node"] == *shared.node => {}
+                    Some(admin_event) => publish(admin_event),
                     None => tracing::debug!(
                         bytes = message.payload.len(),
                         "ignored an unknown event of another node"
@@ -323,18 +336,18 @@ impl Shared {
 }
 
 /// Parses an event. Returns `None` if it is too long or invalid.
-fn heard(message: &[u8]) -> Option<Happening> {
-    if message.len() > MAX_HAPPENING_BYTES {
+fn parse_event(message: &[u8]) -> Option<AdminEvent> {
+    if message.len() > MAX_EVENT_BYTES {
         return None;
     }
-    let happening: Happening = serde_json::from_slice(message).ok()?;
+    let admin_event: AdminEvent = serde_json::from_slice(message).ok()?;
     let named = |byte: u8| byte.is_ascii_lowercase() || byte == b'_';
-    let event = &happening.event;
+    let event = &admin_event.event;
     let sensible = (1..=32).contains(&event.len())
         && event.bytes().all(named)
-        && is_tenant(&happening.tenant)
-        && happening.data.get("node").is_some_and(Value::is_string);
-    sensible.then_some(happening)
+        && is_tenant(&admin_event.tenant)
+        && admin_event.data.get("node").is_some_and(Value::is_string);
+    sensible.then_some(admin_event)
 }
 
 fn parse<T: DeserializeOwned>(message: &Message) -> Option<T> {
@@ -346,14 +359,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_events_that_make_sense_are_told() {
+    fn parse_event_rejects_invalid_and_oversized_events() {
         let good = r#"{"event":"attach","tenant":"acme","data":{"node":"n-1","role":"x"}}"#;
-        let heard_of = heard(good.as_bytes()).unwrap();
+        let parsed = parse_event(good.as_bytes()).unwrap();
         assert_eq!(
-            (&*heard_of.event, &*heard_of.tenant, &heard_of.data["role"]),
+            (&*parsed.event, &*parsed.tenant, &parsed.data["role"]),
             ("attach", "acme", &Value::from("x"))
         );
-        let long = good.replace("\"x\"", &format!("{:?}", "x".repeat(MAX_HAPPENING_BYTES)));
+        let long = good.replace("\"x\"", &format!("{:?}", "x".repeat(MAX_EVENT_BYTES)));
         for bad in [
             "",
             "hello",
@@ -366,7 +379,7 @@ mod tests {
             &good.replace(r#"{"node":"n-1","role":"x"}"#, "7"),
             &long,
         ] {
-            assert_eq!(heard(bad.as_bytes()), None, "{bad:.60}");
+            assert_eq!(parse_event(bad.as_bytes()), None, "{bad:.60}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A meeting point on a free port, and raw peers.
+//! A rendezvous server on a free port, and raw websocket peers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,8 +19,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Generous: only a broken test waits this long.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Generous timeout: only a broken test waits this long.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) const TOKENS: &str = "\
     executor executor executor-token\n\
@@ -34,15 +34,15 @@ pub(crate) const TOKENS: &str = "\
     acme-ops admin acme-ops-token tenant=acme\n\
     root admin root-token tenant=*\n";
 
-/// A meeting point; dropping it ends it.
-pub(crate) struct Meeting {
+/// A rendezvous server; it stops when dropped.
+pub(crate) struct TestServer {
     pub(crate) address: String,
     pub(crate) rendezvous: Rendezvous,
     serving: JoinHandle<()>,
     directory: Option<TempDir>,
 }
 
-impl Meeting {
+impl TestServer {
     pub(crate) async fn start() -> Self {
         Self::with(Config::default(), quick()).await
     }
@@ -77,12 +77,12 @@ impl Meeting {
         }
     }
 
-    /// Ends it and starts another on the same state.
+    /// Stops the server and starts another with the same state.
     pub(crate) async fn restart(mut self) -> Self {
         self.rendezvous.stop();
         (&mut self.serving).await.unwrap();
         let directory = self.directory.take().unwrap();
-        // Connections that were being answered may hold the store a moment longer.
+        // Requests in progress may keep the store open for a moment.
         drop(self);
         Self::resumed(directory, Config::default(), quick()).await
     }
@@ -145,15 +145,15 @@ impl Meeting {
         Socket::open(&answer).await
     }
 
-    pub(crate) async fn ask(&self, environment: &str, token: &str, seed: u8) -> (u16, Value) {
+    pub(crate) async fn connect(&self, environment: &str, token: &str, seed: u8) -> (u16, Value) {
         let path = format!("/cloud/environment/{environment}/connect");
         let body = json!({"harness_public_key": key(seed)});
         self.post(token, &path, body).await
     }
 
-    /// Attaches a harness's socket.
+    /// Attaches the socket of a harness.
     pub(crate) async fn harness(&self, environment: &str, token: &str, seed: u8) -> Socket {
-        let (status, answer) = self.ask(environment, token, seed).await;
+        let (status, answer) = self.connect(environment, token, seed).await;
         assert_eq!(status, 200, "{answer}");
         Socket::open(&answer).await
     }
@@ -174,7 +174,7 @@ impl Meeting {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let waited = timeout(PATIENCE, reached).await;
+        let waited = timeout(TIMEOUT, reached).await;
         assert!(
             waited.is_ok(),
             "{name} is {}, not {value}",
@@ -183,32 +183,32 @@ impl Meeting {
     }
 }
 
-impl Drop for Meeting {
+impl Drop for TestServer {
     fn drop(&mut self) {
         self.serving.abort();
     }
 }
 
-/// Limits for tests: nobody waits for an executor that is not there.
+/// Router limits for tests: connect requests do not wait for an executor.
 pub(crate) fn quick() -> RouterLimits {
     let mut limits = RouterLimits::default();
     limits.arrival = Duration::ZERO;
     limits
 }
 
-/// Public keys, as good as any to a meeting point.
+/// Public keys; the server does not check whether private keys exist.
 pub(crate) fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
 }
 
-/// A raw websocket to the meeting point.
+/// A raw websocket to the rendezvous server.
 pub(crate) struct Socket {
     pub(crate) link: Link,
 }
 
-/// What a peer hears, in short.
+/// Summary of a received frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Heard {
+pub(crate) enum Received {
     Resume(String),
     Handshake(String),
     Data(String, u32, usize),
@@ -255,14 +255,14 @@ impl Socket {
         self.send(&Transmit::reset(stream, reason)).await;
     }
 
-    /// The next frame, or `None` when the socket has ended.
-    pub(crate) async fn hear(&mut self) -> Option<Heard> {
-        timeout(PATIENCE, self.listen())
+    /// Returns the next frame, or `None` when the socket has ended.
+    pub(crate) async fn receive(&mut self) -> Option<Received> {
+        timeout(TIMEOUT, self.listen())
             .await
-            .expect("something is heard in time")
+            .expect("a frame within the timeout")
     }
 
-    async fn listen(&mut self) -> Option<Heard> {
+    async fn listen(&mut self) -> Option<Received> {
         loop {
             let Ok(Some(event)) = self.link.incoming.recv_raw().await else {
                 return None;
@@ -273,41 +273,41 @@ impl Socket {
             let frame = decode(bytes).unwrap();
             let id = frame.stream_id.into_owned();
             return Some(match frame.body {
-                Body::Resume { .. } => Heard::Resume(id),
-                Body::Handshake { .. } => Heard::Handshake(id),
+                Body::Resume { .. } => Received::Resume(id),
+                Body::Handshake { .. } => Received::Handshake(id),
                 Body::Data { seq, payload } => {
                     assert!(payload.iter().all(|byte| *byte == seq as u8), "changed");
-                    Heard::Data(id, seq, payload.len())
+                    Received::Data(id, seq, payload.len())
                 }
-                Body::Reset { reason } => Heard::Reset(id, reason.into_owned()),
-                _ => Heard::Other(id),
+                Body::Reset { reason } => Received::Reset(id, reason.into_owned()),
+                _ => Received::Other(id),
             });
         }
     }
 
-    /// Expects exactly this next.
-    pub(crate) async fn hears(&mut self, expected: Heard) {
-        assert_eq!(self.hear().await, Some(expected));
+    /// Expects exactly this frame next.
+    pub(crate) async fn expect(&mut self, expected: Received) {
+        assert_eq!(self.receive().await, Some(expected));
     }
 
-    pub(crate) async fn hears_reset(&mut self, stream: &str, reason: &str) {
-        self.hears(Heard::Reset(stream.to_owned(), reason.to_owned()))
+    pub(crate) async fn expect_reset(&mut self, stream: &str, reason: &str) {
+        self.expect(Received::Reset(stream.to_owned(), reason.to_owned()))
             .await;
     }
 
     /// Expects the socket to end without another frame.
-    pub(crate) async fn ends(&mut self) {
-        assert_eq!(self.hear().await, None);
+    pub(crate) async fn expect_end(&mut self) {
+        assert_eq!(self.receive().await, None);
     }
 }
 
-/// A stream between an executor and a harness, handshake and all.
-pub(crate) async fn introduce(executor: &mut Socket, harness: &mut Socket, stream: &str) {
+/// Opens a stream between an executor and a harness, with its handshake.
+pub(crate) async fn open_stream(executor: &mut Socket, harness: &mut Socket, stream: &str) {
     let id = || stream.to_owned();
     harness.resume(stream).await;
-    executor.hears(Heard::Resume(id())).await;
+    executor.expect(Received::Resume(id())).await;
     harness.handshake(stream).await;
-    executor.hears(Heard::Handshake(id())).await;
+    executor.expect(Received::Handshake(id())).await;
     executor.handshake(stream).await;
-    harness.hears(Heard::Handshake(id())).await;
+    harness.expect(Received::Handshake(id())).await;
 }
