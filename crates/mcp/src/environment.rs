@@ -75,7 +75,7 @@ pub enum EnvironmentError {
         message: String,
     },
     /// The path is invalid.
-    #[error("`{path}` is no path: {message}")]
+    #[error("invalid path `{path}`: {message}")]
     Path {
         /// The given path.
         path: String,
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_begin_at_the_working_directory() {
+    fn relative_paths_resolve_against_the_working_directory() {
         let executor = Executor::new(ExecutorConfig::default()).unwrap();
         let environment = Environment {
             backend: Arc::new(LocalBackend::new(executor)),

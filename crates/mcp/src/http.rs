@@ -57,7 +57,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 #[non_exhaustive]
 pub enum HttpError {
     /// Other machines can reach the address, and no token is set.
-    #[error("{0} can be reached by others, so it needs a token")]
+    #[error("{0} is reachable from other machines, so a token is required")]
     Open(SocketAddr),
     /// The address cannot be bound.
     #[error("cannot listen on {address}")]
@@ -75,11 +75,11 @@ pub enum HttpError {
 pub struct HttpServer {
     listener: TcpListener,
     address: SocketAddr,
-    door: Arc<Door>,
+    state: Arc<ServerState>,
 }
 
 /// State shared by all connections.
-struct Door {
+struct ServerState {
     service: StreamableHttpService<McpServer, LocalSessionManager>,
     sessions: Arc<LocalSessionManager>,
     /// Hash of the token. Hashes are compared, so the time reveals nothing about the token.
@@ -88,9 +88,9 @@ struct Door {
     throttle: Mutex<Throttle>,
 }
 
-impl std::fmt::Debug for Door {
+impl std::fmt::Debug for ServerState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Door").finish_non_exhaustive()
+        f.debug_struct("ServerState").finish_non_exhaustive()
     }
 }
 
@@ -126,7 +126,7 @@ impl HttpServer {
         Ok(Self {
             listener,
             address,
-            door: Arc::new(Door {
+            state: Arc::new(ServerState {
                 service,
                 sessions,
                 token: token.map(|token| digest(token.expose().as_bytes())),
@@ -155,24 +155,24 @@ impl HttpServer {
                     continue;
                 }
             };
-            let door = Arc::clone(&self.door);
+            let state = Arc::clone(&self.state);
             // This task ends with the connection.
             tokio::spawn(async move {
-                door.connection(stream, peer.ip()).await;
+                state.connection(stream, peer.ip()).await;
                 drop(permit);
             });
         }
     }
 }
 
-type Answer = Response<BoxBody<Bytes, Infallible>>;
+type HttpResponse = Response<BoxBody<Bytes, Infallible>>;
 
-impl Door {
+impl ServerState {
     async fn connection(self: Arc<Self>, stream: TcpStream, from: IpAddr) {
         let _ = stream.set_nodelay(true);
         let service = service_fn(|request| {
-            let door = Arc::clone(&self);
-            async move { Ok::<_, Infallible>(door.request(request, from).await) }
+            let state = Arc::clone(&self);
+            async move { Ok::<_, Infallible>(state.request(request, from).await) }
         });
         let served = http1::Builder::new()
             .timer(TokioTimer::new())
@@ -184,7 +184,7 @@ impl Door {
         }
     }
 
-    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> Answer {
+    async fn request(&self, request: Request<Incoming>, from: IpAddr) -> HttpResponse {
         if request.uri().path() != PATH {
             return refusal(StatusCode::NOT_FOUND, "nothing is here but /mcp\n");
         }
@@ -229,7 +229,7 @@ fn digest(bytes: &[u8]) -> [u8; 32] {
     Sha256::digest(bytes).into()
 }
 
-fn refusal(status: StatusCode, text: &'static str) -> Answer {
+fn refusal(status: StatusCode, text: &'static str) -> HttpResponse {
     let mut answer = Response::new(Full::from(text).boxed());
     *answer.status_mut() = status;
     answer

@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn every_kind_of_change() {
+    fn parse_reads_add_delete_update_and_move() {
         let patch = "*** Begin Patch\n*** Add File: a\n+one\n+\n+two\n*** Delete File: b\n\
                      *** Update File: c\n*** Move to: d\n@@ fn x\n keep\n-old\n+new\n\
                      *** Update File: e\n*** Move to: f\n*** End Patch\n";
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_replaced_where_they_stand() {
+    fn apply_replaces_lines_at_their_context() {
         let text = "a\nb\nc\nb\nc\n";
         assert_eq!(patched(text, " b\n-c\n+C").unwrap(), "a\nb\nC\nb\nc\n");
         // The second hunk is searched for after the first.
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn line_ends_stay() {
+    fn apply_keeps_line_endings() {
         assert_eq!(
             patched("a\r\nb\r\n", "-b\n+c\n+d").unwrap(),
             "a\r\nc\r\nd\r\n"
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_named() {
+    fn apply_error_names_the_lines_that_were_not_found() {
         let error = patched("a\n", " a\n-zzz\n+b").unwrap_err().to_string();
         assert!(
             error.contains("f: no place") && error.contains("zzz"),
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_patches_are_refused_with_their_line() {
+    fn parse_error_names_the_line() {
         for (patch, line) in [
             ("", 1),
             ("*** Begin Patch", 1),
@@ -400,14 +400,14 @@ mod tests {
     proptest! {
         /// No text causes a panic, and the reverse of a one-line change restores the text.
         #[test]
-        fn any_text_at_all(text in "\\PC{0,200}", noise in "[-+ @*a\n]{0,60}") {
+        fn parse_does_not_panic_on_any_text(text in "\\PC{0,200}", noise in "[-+ @*a\n]{0,60}") {
             let _ = parse(&noise);
             let _ = parse(&format!("*** Begin Patch\n*** Update File: f\n{noise}\n*** End Patch"));
             let _ = patched(&text, &noise);
         }
 
         #[test]
-        fn there_and_back(lines in prop::collection::vec("[ab ]{0,6}", 1..12), at in 0usize..12) {
+        fn reverse_patch_restores_the_text(lines in prop::collection::vec("[ab ]{0,6}", 1..12), at in 0usize..12) {
             let at = at % lines.len();
             // Each line is unique, so that it can be found again.
             let mut lines = lines;

@@ -22,7 +22,7 @@ pub enum ProxyError {
     #[error(transparent)]
     Server(#[from] StdioError),
     /// Reading or writing the client's messages failed.
-    #[error("cannot talk to the client")]
+    #[error("cannot read or write the messages of the client")]
     Client(#[source] io::Error),
     /// The client sent a line over the limit.
     #[error("the client sent a line of more than {MAX_LINE_BYTES} bytes")]
@@ -47,16 +47,16 @@ pub async fn run(
     tokio::pin!(forward);
     let mut client_ended = false;
     // Deadline of the server's exit after the client has closed its side.
-    let patience = tokio::time::sleep(Duration::MAX);
-    tokio::pin!(patience);
+    let exit_deadline = tokio::time::sleep(Duration::MAX);
+    tokio::pin!(exit_deadline);
     loop {
         tokio::select! {
             outcome = &mut forward, if !client_ended => {
                 outcome?;
                 client_ended = true;
-                patience.as_mut().reset(Instant::now() + END_GRACE);
+                exit_deadline.as_mut().reset(Instant::now() + END_GRACE);
             }
-            () = &mut patience, if client_ended => return Ok(None),
+            () = &mut exit_deadline, if client_ended => return Ok(None),
             message = receiver.recv() => match message? {
                 Some(message) => deliver(&mut output, &message).await.map_err(ProxyError::Client)?,
                 None => return Ok(receiver.exit_code()),

@@ -40,7 +40,7 @@ pub struct StdioServer {
 }
 
 /// Variables that every server inherits from its environment.
-const USUAL: &[&str] = &[
+const USUAL_VARIABLES: &[&str] = &[
     "HOME", "LOGNAME", "PATH", "SHELL", "USER", "LANG", "LC_ALL", "TERM", "TMPDIR", "TZ",
 ];
 
@@ -49,7 +49,7 @@ impl StdioServer {
         let (inherit, include_only) = match self.inherit.is_empty() {
             true => (Inherit::Core, Vec::new()),
             false => {
-                let usual = USUAL.iter().map(|&name| name.to_owned());
+                let usual = USUAL_VARIABLES.iter().map(|&name| name.to_owned());
                 (Inherit::All, usual.chain(self.inherit).collect())
             }
         };
@@ -279,7 +279,7 @@ impl Receiver {
         if let Err(error) = serde_json::from_slice::<serde::de::IgnoredAny>(&line) {
             let server = &self.name;
             let start = String::from_utf8_lossy(&line[..line.len().min(200)]).into_owned();
-            tracing::warn!(server, %error, start, "a line of an MCP server is no message");
+            tracing::warn!(server, %error, start, "ignored a line of an MCP server that is not JSON");
             return None;
         }
         Some(line)
@@ -353,7 +353,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_bounded() {
+    fn line_over_the_limit_ends_the_connection() {
         let mut lines = LineBuffer::new(4);
         assert_eq!(lines.push(b"abcd"), Ok(()));
         assert_eq!(lines.next_line(), None);
@@ -409,7 +409,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn halves_of_messages_are_not_joined_over_a_gap() {
+    async fn lost_output_ends_the_connection_instead_of_joining_partial_messages() {
         let gap = ExecProcessEvent::Gap {
             after_seq: 2,
             through_seq: 3,
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_log_line_without_an_end_is_too_long_in_the_end() {
+    async fn log_line_over_the_limit_ends_the_connection() {
         static LONG: [u8; MAX_LOG_LINE_BYTES] = [b'x'; MAX_LOG_LINE_BYTES];
         let mut receiver = received(vec![
             output(1, Stream::Stderr, &LONG),
@@ -444,7 +444,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn cuts_make_no_difference(text in "[ab\r\n]{0,60}", cut in 1usize..9) {
+        fn lines_do_not_depend_on_chunk_boundaries(text in "[ab\r\n]{0,60}", cut in 1usize..9) {
             let mut lines = LineBuffer::new(100);
             let mut found = Vec::new();
             for chunk in text.as_bytes().chunks(cut) {

@@ -13,7 +13,7 @@ use exec_server_client::{ExecProcess, ReadRequest, WaitForRequest};
 use exec_server_protocol::process::{Condition, Stream, TerminateMode, WaitForResult};
 use serde_json::{Value, json};
 
-use super::{Answer, Outcome, ToolError, budget, cancellable, fitted};
+use super::{Outcome, ToolError, ToolResult, budget, cancellable, fitted};
 use crate::params::{
     ExecCommand, Kill, ListProcesses, ReadOutput, StreamName, WaitFor, WriteStdin,
 };
@@ -31,7 +31,7 @@ pub(super) const WAITS: (Duration, Duration) = (Duration::from_secs(30), Duratio
 /// Default and maximum time in which `kill` lets a command clean up.
 const GRACES_MS: (u64, u64) = (2_000, 30_000);
 
-pub(super) async fn exec_command(call: Call, params: ExecCommand) -> Answer {
+pub(super) async fn exec_command(call: Call, params: ExecCommand) -> ToolResult {
     let (id, environment) = call.environment(params.environment_id.as_deref()).await?;
     let cwd = environment.path(params.workdir.as_deref().unwrap_or("."))?;
     let shell = params.shell.as_deref().unwrap_or(&environment.shell);
@@ -50,7 +50,7 @@ pub(super) async fn exec_command(call: Call, params: ExecCommand) -> Answer {
     command.max_output_tokens = params.max_output_tokens;
     let unified = &call.shared.unified;
     tokio::select! {
-        answer = unified.exec_command(command) => Ok(told(&answer?)),
+        answer = unified.exec_command(command) => Ok(outcome_of(&answer?)),
         () = call.cancelled.cancelled() => {
             interrupt(&call, &command_id).await;
             Err(ToolError::Failed("cancelled".to_owned()))
@@ -80,18 +80,18 @@ async fn interrupt(call: &Call, command_id: &str) {
     }
 }
 
-pub(super) async fn write_stdin(call: &Call, params: WriteStdin) -> Answer {
+pub(super) async fn write_stdin(call: &Call, params: WriteStdin) -> ToolResult {
     let number = call.number.clone();
     let mut write = unified::WriteStdin::new(number, params.session_id, params.chars);
     write.yield_time = params.yield_time_ms.map(Duration::from_millis);
     write.max_output_tokens = params.max_output_tokens;
     cancellable(call, async {
-        Ok(told(&call.shared.unified.write_stdin(write).await?))
+        Ok(outcome_of(&call.shared.unified.write_stdin(write).await?))
     })
     .await
 }
 
-pub(super) async fn kill(call: &Call, params: Kill) -> Answer {
+pub(super) async fn kill(call: &Call, params: Kill) -> ToolResult {
     let mode = match params.force {
         true => TerminateMode::Force,
         false => TerminateMode::Graceful {
@@ -100,18 +100,18 @@ pub(super) async fn kill(call: &Call, params: Kill) -> Answer {
     };
     let unified = &call.shared.unified;
     let answer = unified.terminate(params.session_id, mode, params.max_output_tokens);
-    Ok(told(&answer.await?))
+    Ok(outcome_of(&answer.await?))
 }
 
 /// Converts a response of unified exec.
-fn told(answer: &unified::Answer) -> Outcome {
+fn outcome_of(answer: &unified::Answer) -> Outcome {
     Outcome {
         text: answer.text(),
         structured: answer.json(),
     }
 }
 
-pub(super) async fn read_output(call: &Call, params: ReadOutput) -> Answer {
+pub(super) async fn read_output(call: &Call, params: ReadOutput) -> ToolResult {
     let process = process(call, params.session_id)?;
     let tokens = budget(params.max_output_tokens);
     let request = ReadRequest {
@@ -163,7 +163,7 @@ fn process(call: &Call, session: u32) -> Result<Arc<dyn ExecProcess>, ToolError>
     process.ok_or_else(|| UnifiedExecError::UnknownSession(session).into())
 }
 
-pub(super) fn list_processes(call: &Call, params: &ListProcesses) -> Answer {
+pub(super) fn list_processes(call: &Call, params: &ListProcesses) -> ToolResult {
     let mut sessions = call.shared.unified.sessions();
     sessions.retain(|session| params.all || session.running);
     let mut text = String::new();
@@ -211,7 +211,7 @@ fn listed(session: &SessionInfo) -> Value {
     })
 }
 
-pub(super) async fn wait_for(call: &Call, params: WaitFor) -> Answer {
+pub(super) async fn wait_for(call: &Call, params: WaitFor) -> ToolResult {
     let process = process(call, params.session_id)?;
     let mut any = Vec::new();
     let mut names = Vec::new();

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::commands::WAITS;
-use super::{Answer, Outcome, ToolError, budget, cancellable, fitted};
+use super::{Outcome, ToolError, ToolResult, budget, cancellable, fitted};
 use crate::environment::Environment;
 use crate::params::{Edit, ListDir, ReadFile, Search, WatchOnce, WriteFile};
 use crate::patch::{self, Change};
@@ -40,7 +40,7 @@ const MAX_DEPTH: usize = 16;
 /// Maximum number of changes that `watch_once` shows.
 const MAX_CHANGES: usize = 500;
 
-pub(super) async fn read_file(call: &Call, params: ReadFile) -> Answer {
+pub(super) async fn read_file(call: &Call, params: ReadFile) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(&params.path)?;
     let options = ReadStream {
@@ -104,7 +104,7 @@ struct Lines {
     room: usize,
     taken: Vec<u8>,
     /// Offset in `taken` at which the current line begins.
-    begun: usize,
+    line_start: usize,
     /// Line at which a further call can continue.
     next: Option<u64>,
     /// Whether a single line was too long and was cut.
@@ -119,7 +119,7 @@ impl Lines {
             end: first.saturating_add(limit),
             room,
             taken: Vec::new(),
-            begun: 0,
+            line_start: 0,
             next: None,
             cut: false,
         }
@@ -145,7 +145,7 @@ impl Lines {
             }
             if newline.is_some() {
                 self.line += 1;
-                self.begun = self.taken.len();
+                self.line_start = self.taken.len();
             }
         }
         false
@@ -153,8 +153,8 @@ impl Lines {
 
     /// Stops before a line that does not fit; the first line is cut instead.
     fn overflow(&mut self, piece: &[u8]) {
-        if self.begun > 0 {
-            self.taken.truncate(self.begun);
+        if self.line_start > 0 {
+            self.taken.truncate(self.line_start);
             self.next = Some(self.line);
             return;
         }
@@ -171,7 +171,7 @@ impl Lines {
     }
 
     fn finish(&mut self) {
-        if self.taken.len() > self.begun {
+        if self.taken.len() > self.line_start {
             // The last line has no line ending.
             self.line += 1;
         }
@@ -185,7 +185,7 @@ impl Lines {
     }
 }
 
-pub(super) async fn write_file(call: &Call, params: WriteFile) -> Answer {
+pub(super) async fn write_file(call: &Call, params: WriteFile) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(&params.path)?;
     let bytes = params.content.len();
@@ -247,8 +247,9 @@ async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, To
         .map_err(named)?;
     if found.size > MAX_EDIT_BYTES {
         let size = found.size;
-        let message =
-            format!("{shown} has {size} bytes; files of up to {MAX_EDIT_BYTES} are edited");
+        let message = format!(
+            "{shown} has {size} bytes; only files of up to {MAX_EDIT_BYTES} bytes can be edited"
+        );
         return Err(ToolError::Failed(message));
     }
     let bytes = environment
@@ -257,7 +258,7 @@ async fn text_of(environment: &Environment, path: &PathUri) -> Result<String, To
         .await
         .map_err(named)?;
     String::from_utf8(bytes.to_vec())
-        .map_err(|_| ToolError::Failed(format!("{shown} is no UTF-8 text")))
+        .map_err(|_| ToolError::Failed(format!("{shown} is not UTF-8 text")))
 }
 
 /// Planned change of one file; all changes are planned before the first is made.
@@ -266,7 +267,7 @@ enum Step {
     Remove { path: PathUri },
 }
 
-pub(super) async fn edit(call: &Call, params: Edit) -> Answer {
+pub(super) async fn edit(call: &Call, params: Edit) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let wrong = |message: &str| ToolError::Arguments(message.to_owned());
     let steps = match (params.patch, params.path, params.old_text, params.new_text) {
@@ -382,7 +383,7 @@ async fn patch_steps(environment: &Environment, patch: &str) -> Result<Vec<Step>
     Ok(steps)
 }
 
-pub(super) async fn list_dir(call: &Call, params: ListDir) -> Answer {
+pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let max = params.max_entries.unwrap_or(ENTRIES.0).min(ENTRIES.1);
@@ -460,7 +461,7 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> Answer {
     Ok(Outcome { text, structured })
 }
 
-pub(super) async fn search(call: &Call, params: Search) -> Answer {
+pub(super) async fn search(call: &Call, params: Search) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let options = SearchOptions {
@@ -520,7 +521,7 @@ pub(super) async fn search(call: &Call, params: Search) -> Answer {
     Ok(Outcome { text, structured })
 }
 
-pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> Answer {
+pub(super) async fn watch_once(call: &Call, params: WatchOnce) -> ToolResult {
     let (_, environment) = call.environment(params.environment_id.as_deref()).await?;
     let path = environment.path(params.path.as_deref().unwrap_or("."))?;
     let options = Watch {
@@ -586,7 +587,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_picked_however_the_file_is_read() {
+    fn line_selection_does_not_depend_on_read_sizes() {
         let text = "one\ntwo\nthree\nfour";
         for cut in [1, 3, 4, 100] {
             let picked = |first, limit, room| {
@@ -621,14 +622,14 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_too_long_is_cut_at_a_character() {
+    fn overlong_line_is_cut_at_a_character_boundary() {
         let cut = lines("aé€\nnext\n", 1, 9, 5, 100);
         assert_eq!(String::from_utf8(cut.taken.clone()).unwrap(), "aé");
         assert_eq!((cut.cut, cut.next), (true, Some(2)));
     }
 
     #[test]
-    fn a_text_is_replaced_once_or_wherever_it_is() {
+    fn replace_requires_one_occurrence_unless_all_are_requested() {
         let replace = |old: &str, all| replaced("f", "a b a", old, "c", all);
         assert_eq!(replace("b", false).unwrap(), "a c a");
         assert_eq!(replace("a", true).unwrap(), "c b c");

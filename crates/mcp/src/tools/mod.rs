@@ -51,10 +51,10 @@ impl From<EnvironmentError> for ToolError {
     }
 }
 
-type Answer = Result<Outcome, ToolError>;
+type ToolResult = Result<Outcome, ToolError>;
 
 /// Calls a tool. The name has been checked.
-pub(crate) async fn call(call: Call, name: Cow<'static, str>, arguments: JsonObject) -> Answer {
+pub(crate) async fn call(call: Call, name: Cow<'static, str>, arguments: JsonObject) -> ToolResult {
     match &*name {
         "exec_command" => commands::exec_command(call, decode(arguments)?).await,
         "write_stdin" => commands::write_stdin(&call, decode(arguments)?).await,
