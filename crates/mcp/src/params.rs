@@ -42,7 +42,7 @@ pub(crate) struct ExecCommand {
     /// Variables to set.
     #[serde(default)]
     pub(crate) env: BTreeMap<String, String>,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct ExecCommand {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WriteStdin {
-    /// Which session.
+    /// Id of the session.
     pub(crate) session_id: u32,
     /// What to write, with line ends; nothing to only wait for output, U+0003 alone to interrupt.
     #[serde(default)]
@@ -66,7 +66,7 @@ pub(crate) struct WriteStdin {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReadOutput {
-    /// Which session; one that has ended can be read for a while.
+    /// Id of the session; one that has ended can be read for a while.
     pub(crate) session_id: u32,
     /// Where to continue: the cursor of an earlier result. Default: the oldest output that is kept.
     #[serde(default)]
@@ -82,7 +82,7 @@ pub(crate) struct ReadOutput {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Kill {
-    /// Which session.
+    /// Id of the session.
     pub(crate) session_id: u32,
     /// Kill immediately, without a chance to clean up. Default false.
     #[serde(default)]
@@ -97,7 +97,7 @@ pub(crate) struct Kill {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ListProcesses {
-    /// Also those that have ended and can still be read. Default false.
+    /// Include commands that have ended and can still be read. Default false.
     #[serde(default)]
     pub(crate) all: bool,
 }
@@ -106,11 +106,11 @@ pub(crate) struct ListProcesses {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WaitFor {
-    /// Which session.
+    /// Id of the session.
     pub(crate) session_id: u32,
     /// Its output matches this regular expression.
     pub(crate) regex: Option<String>,
-    /// Only look in this stream.
+    /// Search only this stream.
     pub(crate) stream: Option<StreamName>,
     /// It writes nothing for this many milliseconds.
     pub(crate) quiet_ms: Option<u64>,
@@ -122,7 +122,7 @@ pub(crate) struct WaitFor {
     /// Search output after this cursor only; all that is kept if not given.
     #[serde(default)]
     pub(crate) cursor: u64,
-    /// How long to wait, in milliseconds, at most 600000; 30000 if not given. Its end always ends the wait.
+    /// How long to wait, in milliseconds, at most 600000; 30000 if not given. The wait always ends when the command ends.
     pub(crate) timeout_ms: Option<u64>,
 }
 
@@ -130,7 +130,7 @@ pub(crate) struct WaitFor {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReadFile {
-    /// Which file.
+    /// The file to read.
     pub(crate) path: String,
     /// The first line to show, from 1. Default 1.
     pub(crate) offset: Option<u64>,
@@ -138,7 +138,7 @@ pub(crate) struct ReadFile {
     pub(crate) limit: Option<u64>,
     /// How many tokens to show; 10000 if not given.
     pub(crate) max_output_tokens: Option<usize>,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -146,14 +146,14 @@ pub(crate) struct ReadFile {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WriteFile {
-    /// Which file; it is replaced if it is there, and missing directories are made.
+    /// The file to write; an existing file is replaced, and missing directories are created.
     pub(crate) path: String,
-    /// Its whole content.
+    /// The whole content of the file.
     pub(crate) content: String,
-    /// Make it executable. Default false; one that is stays so.
+    /// Make it executable. Default false; an executable file stays executable.
     #[serde(default)]
     pub(crate) executable: bool,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -165,7 +165,7 @@ pub(crate) struct Edit {
     /// begin with +), `*** Delete File: P` and `*** Update File: P` (optionally `*** Move to: P`, then
     /// hunks: optionally `@@ a line before`, then lines that begin with a blank, - or +).
     pub(crate) patch: Option<String>,
-    /// Which file, without a patch.
+    /// The file to change, if no patch is given.
     pub(crate) path: Option<String>,
     /// The text to replace, exactly as in the file. It must occur once.
     pub(crate) old_text: Option<String>,
@@ -174,7 +174,7 @@ pub(crate) struct Edit {
     /// Replace every occurrence. Default false.
     #[serde(default)]
     pub(crate) replace_all: bool,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -182,13 +182,13 @@ pub(crate) struct Edit {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ListDir {
-    /// Which directory; the working directory if not given.
+    /// The directory to list; the working directory if not given.
     pub(crate) path: Option<String>,
-    /// How deep, 1 to 16; 1 if not given. Hidden directories are not entered.
+    /// Depth of subdirectories, 1 to 16; 1 if not given. Hidden directories are not entered.
     pub(crate) depth: Option<usize>,
     /// How many entries at most; 1000 if not given.
     pub(crate) max_entries: Option<usize>,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -196,9 +196,9 @@ pub(crate) struct ListDir {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Search {
-    /// What a line must contain: a regular expression.
+    /// Regular expression to search for in each line.
     pub(crate) pattern: String,
-    /// Where: a directory or a file; the working directory if not given.
+    /// The directory or file to search; the working directory if not given.
     pub(crate) path: Option<String>,
     /// Take the pattern as plain text. Default false.
     #[serde(default)]
@@ -209,17 +209,17 @@ pub(crate) struct Search {
     /// Globs of files: `*.rs` includes, `!target` excludes.
     #[serde(default)]
     pub(crate) globs: Vec<String>,
-    /// Also hidden files and what .gitignore names. Default false.
+    /// Include hidden files and files that .gitignore excludes. Default false.
     #[serde(default)]
     pub(crate) include_ignored: bool,
     /// How many matching lines at most; 200 if not given.
     pub(crate) max_matches: Option<usize>,
-    /// Lines to show around each. Default 0.
+    /// Lines of context to show around each match. Default 0.
     #[serde(default)]
     pub(crate) context_lines: usize,
     /// How many tokens to show; 10000 if not given.
     pub(crate) max_output_tokens: Option<usize>,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }
 
@@ -227,12 +227,12 @@ pub(crate) struct Search {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct WatchOnce {
-    /// Which file or directory; the working directory if not given.
+    /// The file or directory to watch; the working directory if not given.
     pub(crate) path: Option<String>,
-    /// With everything below. Default true.
+    /// Include everything below it. Default true.
     pub(crate) recursive: Option<bool>,
     /// How long to wait, in milliseconds, at most 600000; 30000 if not given.
     pub(crate) timeout_ms: Option<u64>,
-    /// Which environment.
+    /// Id of the environment; the default one if not given.
     pub(crate) environment_id: Option<String>,
 }

@@ -84,9 +84,9 @@ pub(crate) struct Shared {
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) shared: Arc<Shared>,
-    /// Id of the call, unique in this server. Ends with the environment's id if there is a choice
-    /// of environments.
-    pub(crate) number: String,
+    /// Id of the call, unique in this server. The ids of the commands that the call starts begin
+    /// with it.
+    pub(crate) id: String,
     /// Cancelled when the client cancels the request.
     pub(crate) cancelled: CancellationToken,
 }
@@ -106,9 +106,9 @@ impl Call {
         Ok((id, environment))
     }
 
-    /// Process id for a command that this call starts.
+    /// Id of the command that this call starts: the id of the call and the environment.
     pub(crate) fn command_id(&self, environment: &str) -> String {
-        format!("{} {environment}", self.number)
+        format!("{} {environment}", self.id)
     }
 }
 
@@ -167,13 +167,13 @@ impl McpServer {
         };
         let call = Call {
             shared: Arc::clone(&self.shared),
-            number: uuid::Uuid::new_v4().to_string(),
+            id: uuid::Uuid::new_v4().to_string(),
             cancelled: context.ct.clone(),
         };
-        let number = call.number.clone();
+        let id = call.id.clone();
         let arguments = request.arguments.unwrap_or_default();
         let work = tools::call(call, request.name, arguments);
-        let done = self.with_progress(&number, context, work).await;
+        let done = self.with_progress(&id, context, work).await;
         match done {
             Ok(Outcome { text, structured }) => {
                 let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
@@ -191,7 +191,7 @@ impl McpServer {
     /// Sends progress notifications, if the client asked for them, until the call ends.
     async fn with_progress<R>(
         &self,
-        number: &str,
+        id: &str,
         context: &RequestContext<RoleServer>,
         work: impl Future<Output = R>,
     ) -> R {
@@ -208,22 +208,23 @@ impl McpServer {
             }
             let seconds = began.elapsed().as_secs_f64();
             let mut message = format!("running for {seconds:.0} s");
-            if let Some(session) = self.started_by(number) {
+            if let Some(session) = self.started_by(id) {
                 message += &format!(", {} bytes of output", session.output_bytes);
             }
-            let told = ProgressNotificationParam::new(token.clone(), seconds).with_message(message);
+            let notification =
+                ProgressNotificationParam::new(token.clone(), seconds).with_message(message);
             // A client that does not read notifications must not delay the result.
             tokio::select! {
                 done = &mut work => return done,
-                _ = context.peer.notify_progress(told) => {}
+                _ = context.peer.notify_progress(notification) => {}
             }
         }
     }
 
-    fn started_by(&self, number: &str) -> Option<SessionInfo> {
+    fn started_by(&self, id: &str) -> Option<SessionInfo> {
         let sessions = self.shared.unified.sessions();
         let mut sessions = sessions.into_iter();
-        sessions.find(|session| session.call_id.starts_with(number))
+        sessions.find(|session| session.call_id.starts_with(id))
     }
 }
 

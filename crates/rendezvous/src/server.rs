@@ -522,7 +522,7 @@ impl Connection {
         let name = path.call.name();
         let answer = match self.caller(head, path.call.revoked()).await {
             Ok(caller) => {
-                let outcome = self.act(head, path, body, &caller, secure).await;
+                let outcome = self.execute(head, path, body, &caller, secure).await;
                 outcome.unwrap_or_else(|error| {
                     self.log_refusal(name, &caller, &error);
                     HttpResponse::error(&error)
@@ -680,7 +680,7 @@ impl Connection {
         }
     }
 
-    async fn act(
+    async fn execute(
         &self,
         head: &Head,
         path: Path<'_>,
@@ -696,7 +696,7 @@ impl Connection {
             return Err(CallError::new(405, "wrong_method", message));
         }
         let (token, tenant) = (&*caller.name, &*caller.tenant);
-        let base = self.base(head, path.prefix, secure)?;
+        let base = self.url_base(head, path.prefix, secure)?;
         let address = |environment: &str, query: &str| {
             format!("{base}/cloud/environment/{environment}/ws?{query}")
         };
@@ -831,7 +831,7 @@ impl Connection {
 
     /// Base of the websocket URLs: the configured URL, or the one by which this peer reached the
     /// server.
-    fn base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
+    fn url_base(&self, head: &Head, prefix: &str, secure: bool) -> Result<String, CallError> {
         if let Some(url) = &self.shared.config.public_url {
             return Ok(websocket_base(url));
         }

@@ -184,7 +184,7 @@ fn parse_number(text: &str) -> Option<u64> {
 }
 
 impl Quotas {
-    /// Sets the quota of a tenant, or with [`ALL`] the quota of tenants without a line.
+    /// Sets the quota of a tenant, or with [`ALL`] the quota of tenants without a separate line.
     pub fn set(&mut self, tenant: String, quota: Quota) {
         if tenant == ALL {
             self.others = quota;
@@ -269,12 +269,12 @@ pub(crate) struct Usage {
     bytes: Mutex<Bucket>,
     /// Order of the waiting sockets while the bandwidth quota is exhausted: first come, first
     /// served.
-    turn: tokio::sync::Mutex<()>,
+    wait_order: tokio::sync::Mutex<()>,
     handshakes: Mutex<Bucket>,
     /// Amounts used on this node that are limited per second.
-    passed_bytes: AtomicU64,
-    passed_handshakes: AtomicU64,
-    speeds: Mutex<Speeds>,
+    used_bytes: AtomicU64,
+    used_handshakes: AtomicU64,
+    rate_meters: Mutex<RateMeters>,
     pub(crate) counters: Arc<Counters>,
 }
 
@@ -288,7 +288,7 @@ struct Limits {
 
 /// Measured rates of a tenant's usage.
 #[derive(Debug, Default)]
-struct Speeds {
+struct RateMeters {
     bytes: RateMeter,
     handshakes: RateMeter,
 }
@@ -310,11 +310,11 @@ impl Usage {
             bandwidth: AtomicU64::new(0),
             streams: AtomicU64::new(0),
             bytes: Mutex::default(),
-            turn: tokio::sync::Mutex::default(),
+            wait_order: tokio::sync::Mutex::default(),
             handshakes: Mutex::default(),
-            passed_bytes: AtomicU64::new(0),
-            passed_handshakes: AtomicU64::new(0),
-            speeds: Mutex::default(),
+            used_bytes: AtomicU64::new(0),
+            used_handshakes: AtomicU64::new(0),
+            rate_meters: Mutex::default(),
             counters,
         };
         usage.allow(quota);
@@ -348,12 +348,12 @@ impl Usage {
         if quota.bandwidth.is_none() && quota.handshakes.is_none() {
             return None;
         }
-        let mut speeds = locked(&self.speeds);
-        let bytes = self.passed_bytes.load(Ordering::Relaxed);
-        let handshakes = self.passed_handshakes.load(Ordering::Relaxed);
+        let mut rate_meters = locked(&self.rate_meters);
+        let bytes = self.used_bytes.load(Ordering::Relaxed);
+        let handshakes = self.used_handshakes.load(Ordering::Relaxed);
         let rates = Rates {
-            bytes: speeds.bytes.measure(now, bytes),
-            handshakes: speeds.handshakes.measure(now, handshakes),
+            bytes: rate_meters.bytes.measure(now, bytes),
+            handshakes: rate_meters.handshakes.measure(now, handshakes),
         };
         let part = |used: f64, quota: Option<u64>| quota.map_or(0.0, |quota| used / quota as f64);
         let part = part(rates.bytes, quota.bandwidth).max(part(rates.handshakes, quota.handshakes));
@@ -423,7 +423,7 @@ impl Usage {
 
     /// Waits until the quota allows `bytes`. Cancel safe.
     async fn wait_for_bytes(&self, bytes: u64) {
-        let _turn = self.turn.lock().await;
+        let _turn = self.wait_order.lock().await;
         loop {
             let rate = self.bandwidth.load(Ordering::Relaxed);
             if rate == 0 {
@@ -431,7 +431,7 @@ impl Usage {
             }
             let taken = locked(&self.bytes).take(bytes, rate as f64, now());
             let Err(wait) = taken else {
-                self.passed_bytes.fetch_add(bytes, Ordering::Relaxed);
+                self.used_bytes.fetch_add(bytes, Ordering::Relaxed);
                 return;
             };
             self.counters.waits.add(1);
@@ -447,7 +447,7 @@ impl Usage {
             };
             let taken = locked(&self.handshakes).take(1, rate, now());
             let Err(wait) = taken else {
-                self.passed_handshakes.fetch_add(1, Ordering::Relaxed);
+                self.used_handshakes.fetch_add(1, Ordering::Relaxed);
                 return;
             };
             self.counters.waits.add(1);

@@ -81,8 +81,8 @@ async fn interrupt(call: &Call, command_id: &str) {
 }
 
 pub(super) async fn write_stdin(call: &Call, params: WriteStdin) -> ToolResult {
-    let number = call.number.clone();
-    let mut write = unified::WriteStdin::new(number, params.session_id, params.chars);
+    let id = call.id.clone();
+    let mut write = unified::WriteStdin::new(id, params.session_id, params.chars);
     write.yield_time = params.yield_time_ms.map(Duration::from_millis);
     write.max_output_tokens = params.max_output_tokens;
     cancellable(call, async {

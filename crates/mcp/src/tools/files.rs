@@ -398,7 +398,7 @@ pub(super) async fn list_dir(call: &Call, params: ListDir) -> ToolResult {
             ..ReadDirectory::default()
         };
         let mut pages = DirectoryPages::new(environment.files.clone(), &path, options);
-        // Names of later pages come later: what is not shown is not asked for.
+        // Pages arrive in the order of names, so pages beyond the limit are not requested.
         while entries.len() <= max
             && let Some(page) = pages.next().await?
         {

@@ -188,7 +188,7 @@ impl World {
         }
     }
 
-    fn act(&mut self, node: usize) {
+    fn step_node(&mut self, node: usize) {
         let clock = self.clock(node);
         let now = self.now;
         if !self.nodes[node].alive || self.nodes[node].paused > now {
@@ -300,7 +300,7 @@ impl World {
         }
     }
 
-    fn trouble(&mut self) {
+    fn inject_fault(&mut self) {
         let count = self.nodes.len() as u64;
         let node = self.random.below(count) as usize;
         let long = self.now + 100 + self.random.below(20_000);
@@ -334,10 +334,10 @@ impl World {
                 self.detach(environment, node);
             }
             if troubled && self.random.one_in(100) {
-                self.trouble();
+                self.inject_fault();
             }
             for node in 0..self.nodes.len() {
-                self.act(node);
+                self.step_node(node);
             }
         }
     }
@@ -352,7 +352,7 @@ impl World {
         while self.now < end {
             self.now += 10;
             for node in 0..self.nodes.len() {
-                self.act(node);
+                self.step_node(node);
             }
         }
         for environment in self.environments.clone() {

@@ -62,7 +62,7 @@ impl Shared {
                 () = self.rewatch.notified() => return,
             };
             match entry {
-                Some(Ok(entry)) => self.apply(entry),
+                Some(Ok(entry)) => self.apply_entry(entry),
                 Some(Err(error)) => {
                     tracing::debug!(%error, "the watch of the bucket ended");
                     return;
@@ -72,7 +72,7 @@ impl Shared {
         }
     }
 
-    fn apply(self: &Arc<Self>, entry: kv::Entry) {
+    fn apply_entry(self: &Arc<Self>, entry: kv::Entry) {
         let put = entry.operation == Operation::Put;
         let revision = entry.revision;
         let mut change = ClaimChange::Unchanged;
@@ -117,7 +117,7 @@ impl Shared {
         if change != ClaimChange::Unchanged
             && let Some((environment, home)) = moved
         {
-            self.moved(&environment, home.as_deref(), change);
+            self.executor_moved(&environment, home.as_deref(), change);
         }
         if let Some(revocation) = revoked {
             self.disconnect_revoked(revocation);
@@ -179,7 +179,7 @@ impl Shared {
     }
 
     /// Handles an environment whose executor moved to another node.
-    fn moved(&self, environment: &str, home: Option<&str>, change: ClaimChange) {
+    fn executor_moved(&self, environment: &str, home: Option<&str>, change: ClaimChange) {
         let ended = self.local.leave(environment);
         if change == ClaimChange::Fenced {
             tracing::warn!(
@@ -281,7 +281,7 @@ impl Shared {
             rules.claim(environment, revision, Some(claim), now())
         };
         if change != ClaimChange::Unchanged {
-            self.moved(environment, Some(&home), change);
+            self.executor_moved(environment, Some(&home), change);
         }
     }
 
