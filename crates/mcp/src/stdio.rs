@@ -33,7 +33,7 @@ pub struct StdioServer {
     pub cwd: PathUri,
     /// Environment variables to set.
     pub env: BTreeMap<String, String>,
-    /// Names of variables to inherit from the environment, in addition to [`USUAL_VARIABLES`].
+    /// Names of variables to inherit from the environment, in addition to a few harmless ones.
     pub inherit: Vec<String>,
     /// Sandbox policy of the server.
     pub sandbox: Option<Sandbox>,

@@ -866,7 +866,7 @@ struct HarnessUplink {
     socket: u64,
     who: Harness,
     mailbox: Arc<Mailbox>,
-    /// The stream of this socket; a socket carries one stream.
+    /// The stream of this socket; each socket has at most one stream.
     stream: Option<Arc<str>>,
     /// Number of handshake frames received.
     handshakes: u32,
