@@ -1,10 +1,10 @@
-//! How fast one stream is, on one core and without a network: `cargo run --release --example
+//! Throughput of one stream on one core, without a network: `cargo run --release --example
 //! throughput -p exec-server-relay`.
 #![expect(
     clippy::print_stdout,
     clippy::disallowed_methods,
     clippy::unwrap_used,
-    reason = "a measurement for people"
+    reason = "prints a measurement"
 )]
 
 use std::time::Instant;
@@ -14,7 +14,7 @@ use exec_server_relay::keys::Authorization;
 use exec_server_relay::noise::Identity;
 use exec_server_relay::{Endpoint, Event, ExecutorConfig, HarnessConfig, Limits, SendError};
 
-/// Not random at all; do not use it for keys that matter.
+/// Not random; never use it for real keys.
 fn entropy() -> impl FnMut(&mut [u8]) + Send {
     let mut state = 1_u64;
     move |out: &mut [u8]| {
@@ -77,8 +77,8 @@ fn open(acknowledge: bool) -> (Endpoint, Endpoint, [exec_server_relay::StreamKey
     while let Some(frame) = harness.poll_transmit(now) {
         executor.handle_frame(now, &frame.to_vec()).unwrap();
     }
-    let Some(Event::Asked { stream, .. }) = executor.poll_event() else {
-        panic!("nobody asked");
+    let Some(Event::AdmissionRequested { stream, .. }) = executor.poll_event() else {
+        panic!("no admission request");
     };
     executor.admit(now, stream);
     while let Some(frame) = executor.poll_transmit(now) {
@@ -104,7 +104,7 @@ fn run(acknowledge: bool, size: usize) {
                 Err(error) => panic!("{error}"),
             }
         }
-        // One copy into the socket's buffer, as a driver has it.
+        // One copy into the socket's buffer, as a real driver does.
         while let Some(frame) = executor.poll_transmit(now) {
             wire.clear();
             frame.write_to(&mut wire);

@@ -1,7 +1,7 @@
-//! One end of the relay: a harness with its stream, or an executor with all of its.
+//! One end of the relay: a harness with one stream, or an executor with all its streams.
 //!
-//! Owns the streams of one socket after another, who may open one, and in which order their frames
-//! leave. Owns no socket and no clock: the caller brings frames in and takes frames out.
+//! Manages streams across consecutive sockets, admission of new streams, and the order in which
+//! frames are sent. Has no socket and no clock: the caller passes frames in and takes frames out.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::noise::{Entropy, HandshakeError, Identity, Initiator, Responder, prol
 use crate::reason::Reason;
 use crate::stream::{Mode, Stream};
 
-/// Which end this is.
+/// Role of an endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// Opens one stream and uses it.
@@ -28,144 +28,144 @@ pub enum Role {
     Executor,
 }
 
-/// A stream of one endpoint; never used again for another.
+/// Identifies one stream of an endpoint; never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamKey(u64);
 
-/// What an executor is.
+/// Configuration of an executor.
 #[derive(Debug)]
 pub struct ExecutorConfig {
-    /// As registered.
+    /// The registered environment id.
     pub environment_id: String,
-    /// As the registry answered.
+    /// The registration id that the registry returned.
     pub registration_id: String,
-    /// As registered.
+    /// The identity whose public key is registered.
     pub identity: Identity,
-    /// How much of everything.
+    /// Limits of the endpoint.
     pub limits: Limits,
 }
 
-/// What a harness wants.
+/// Configuration of a harness.
 #[derive(Debug)]
 pub struct HarnessConfig {
-    /// Whom to reach.
+    /// The environment to connect to.
     pub environment_id: String,
-    /// As the registry answered.
+    /// The registration id that the registry returned.
     pub registration_id: String,
-    /// A new one that nobody can guess: a random UUID.
+    /// A new id that cannot be guessed: a random UUID.
     pub stream_id: String,
-    /// Who we are.
+    /// The harness's own identity.
     pub identity: Identity,
-    /// Whom we expect.
+    /// The public key that the executor must prove.
     pub executor: PublicKey,
-    /// What shows that we may.
+    /// The authorization that the registry issued for this connection.
     pub authorization: Authorization,
-    /// How much of everything.
+    /// Limits of the endpoint.
     pub limits: Limits,
 }
 
-/// Something that happened.
+/// A change that the application has to handle.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// Executor: a harness asks to be admitted. Answer with [`Endpoint::admit`] or
-    /// [`Endpoint::refuse`]; without either, [`Limits::admission`] refuses.
-    Asked {
-        /// The stream it wants.
+    /// Executor: a harness requests admission. Answer with [`Endpoint::admit`] or
+    /// [`Endpoint::refuse`]; after [`Limits::admission`] without an answer the endpoint refuses.
+    AdmissionRequested {
+        /// The requested stream.
         stream: StreamKey,
         /// Its id on the wire.
         stream_id: Arc<str>,
-        /// Who asks. Only the holder of this key can use the stream.
+        /// The harness's public key. Only the holder of its private key can use the stream.
         harness: PublicKey,
-        /// What it shows; from the same message as the key.
+        /// The harness's authorization; from the same message as the key.
         authorization: Authorization,
     },
-    /// Messages can flow.
+    /// The handshake is complete; messages can be sent and received.
     Opened {
         /// The stream.
         stream: StreamKey,
-        /// What the peer is good for.
+        /// Whether the peer acknowledges.
         mode: Mode,
     },
-    /// [`Endpoint::read_message`] has something. Comes once, until that has given `None`.
+    /// [`Endpoint::read_message`] has a message. Not repeated until that has returned `None`.
     Readable(StreamKey),
-    /// A message that was refused as [`SendError::Full`] would be taken now.
+    /// A message that was refused with [`SendError::Full`] would be accepted now.
     Writable(StreamKey),
-    /// The stream is over. Comes once for every stream that was asked for, opened or begun.
+    /// The stream has ended. Comes exactly once for every stream.
     Closed {
         /// The stream.
         stream: StreamKey,
-        /// Why.
+        /// Why it ended.
         reason: Reason,
-        /// Whether the peer, or the meeting point, ended it.
+        /// Whether the peer or the rendezvous server ended it.
         by_peer: bool,
-        /// What came before the end and was not read.
+        /// Messages that were received and not read.
         unread: Vec<Bytes>,
     },
 }
 
-/// Why a message was not taken.
+/// Why a message was not accepted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
-    /// Too much is queued; here it is back, [`Event::Writable`] says when to try again.
+    /// The queue is full. Returns the message; [`Event::Writable`] reports when to try again.
     #[error("too much is queued on the stream")]
     Full(Bytes),
-    /// The stream is over or about to be.
+    /// The stream has ended or is closing.
     #[error("the stream is closed")]
     Closed,
-    /// Empty, or longer than peers accept.
+    /// The message is empty, or longer than peers accept.
     #[error("message of {0} bytes is empty or exceeds the limit of {MAX_MESSAGE_BYTES}")]
     Length(usize),
 }
 
-/// What there is to know about a stream.
+/// Statistics of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stats {
-    /// What the peer is good for.
+    /// Whether the peer acknowledges.
     pub mode: Mode,
     /// Records that were sent more than once.
     pub retransmitted: u64,
-    /// The estimated round trip to the peer.
+    /// The estimated round-trip time to the peer.
     pub round_trip: Option<Duration>,
-    /// Bytes that came and were not read.
+    /// Bytes that were received and not read.
     pub inbound_bytes: usize,
-    /// Bytes that are to be sent, or were sent and not acknowledged.
+    /// Bytes that are queued, or were sent and not acknowledged.
     pub outbound_bytes: usize,
 }
 
 /// One end of the relay.
 ///
-/// After any call, poll: [`Endpoint::poll_event`] and [`Endpoint::poll_transmit`] until they give
-/// nothing, then sleep until [`Endpoint::next_deadline`] and call [`Endpoint::handle_timeout`].
+/// After any call, poll [`Endpoint::poll_event`] and [`Endpoint::poll_transmit`] until they return
+/// `None`, then sleep until [`Endpoint::next_deadline`] and call [`Endpoint::handle_timeout`].
 pub struct Endpoint {
     role: Role,
     limits: Arc<Limits>,
     streams: BTreeMap<StreamKey, Stream>,
     ids: BTreeMap<Arc<str>, StreamKey>,
     next_key: u64,
-    /// Whether there is a socket.
+    /// Whether a socket is connected.
     up: bool,
     resets: VecDeque<Transmit>,
-    /// Streams with a control frame to send, and streams with a record: two queues, each taken in
-    /// turns, the first before the second.
+    /// Streams with a control frame to send, and streams with a record to send. Each queue is
+    /// served in turns; `control` comes first.
     control: VecDeque<StreamKey>,
     data: VecDeque<StreamKey>,
     events: VecDeque<Event>,
     /// The sum over `streams`.
     inbound_bytes: usize,
-    /// An executor's memory of handshakes; `None` for a harness.
-    door: Option<Door>,
+    /// Admission state of an executor; `None` for a harness.
+    admission: Option<Admission>,
 }
 
-/// Who came, and how that went.
-struct Door {
+/// Admission state of an executor: recent handshakes and ended streams.
+struct Admission {
     environment_id: String,
     registration_id: String,
     identity: Identity,
     entropy: Box<dyn Entropy + Send>,
-    /// Failures, in thousandths, as of the given time.
+    /// Recent failures, in thousandths, and the time of that count.
     failures: (u64, Option<Instant>),
     seen: BTreeSet<[u8; 32]>,
     seen_order: VecDeque<[u8; 32]>,
@@ -183,12 +183,12 @@ impl fmt::Debug for Endpoint {
 }
 
 impl Endpoint {
-    /// An executor without streams and, so far, without a socket.
+    /// Creates an executor without streams and without a socket.
     pub fn executor(config: ExecutorConfig, entropy: Box<dyn Entropy + Send>) -> Self {
         Self::new(
             Role::Executor,
             config.limits,
-            Some(Door {
+            Some(Admission {
                 environment_id: config.environment_id,
                 registration_id: config.registration_id,
                 identity: config.identity,
@@ -201,11 +201,11 @@ impl Endpoint {
         )
     }
 
-    /// A harness with its one stream and, so far, without a socket.
+    /// Creates a harness with its one stream and without a socket.
     ///
     /// # Errors
     ///
-    /// When the executor's key is not one that anything can be sent to.
+    /// The executor's public key is not valid.
     pub fn harness(
         config: HarnessConfig,
         now: Instant,
@@ -226,12 +226,12 @@ impl Endpoint {
         let mut endpoint = Self::new(Role::Harness, config.limits, None);
         let limits = Arc::clone(&endpoint.limits);
         let id: Arc<str> = config.stream_id.into();
-        let stream = Stream::greeting(id, limits, now, initiator, message);
+        let stream = Stream::handshaking(id, limits, now, initiator, message);
         let key = endpoint.insert(stream);
         Ok((endpoint, key))
     }
 
-    fn new(role: Role, limits: Limits, door: Option<Door>) -> Self {
+    fn new(role: Role, limits: Limits, admission: Option<Admission>) -> Self {
         Self {
             role,
             limits: Arc::new(limits),
@@ -244,7 +244,7 @@ impl Endpoint {
             data: VecDeque::new(),
             events: VecDeque::new(),
             inbound_bytes: 0,
-            door,
+            admission,
         }
     }
 
@@ -256,21 +256,21 @@ impl Endpoint {
         key
     }
 
-    // What there is.
+    // State.
 
-    /// Streams, in whatever state.
+    /// Number of streams in any state.
     pub fn stream_count(&self) -> usize {
         self.streams.len()
     }
 
-    /// Bytes kept for all streams, both ways.
+    /// Bytes buffered for all streams, in both directions.
     pub fn buffered_bytes(&self) -> usize {
         let outbound = self.streams.values().map(Stream::outbound_bytes);
         let resets = self.resets.iter().map(Transmit::len);
         self.inbound_bytes + outbound.sum::<usize>() + resets.sum::<usize>()
     }
 
-    /// What there is to know about a stream.
+    /// Returns the statistics of a stream.
     pub fn stats(&self, stream: StreamKey) -> Option<Stats> {
         let stream = self.streams.get(&stream)?;
         Some(Stats {
@@ -282,16 +282,16 @@ impl Endpoint {
         })
     }
 
-    // What the application does.
+    // Calls of the application.
 
-    /// Executor: after another registration, for handshakes from now on.
+    /// Executor: sets the registration id for new handshakes, after another registration.
     pub fn set_registration_id(&mut self, registration_id: String) {
-        if let Some(door) = &mut self.door {
-            door.registration_id = registration_id;
+        if let Some(admission) = &mut self.admission {
+            admission.registration_id = registration_id;
         }
     }
 
-    /// Executor: lets a harness in.
+    /// Executor: admits a harness.
     pub fn admit(&mut self, now: Instant, stream: StreamKey) {
         let Some(pending) = self.streams.get_mut(&stream).filter(|s| s.is_pending()) else {
             return;
@@ -304,7 +304,7 @@ impl Endpoint {
         self.schedule(now, stream);
     }
 
-    /// Executor: turns a harness away.
+    /// Executor: refuses a harness.
     pub fn refuse(&mut self, now: Instant, stream: StreamKey, reason: Reason) {
         if self.streams.get(&stream).is_some_and(Stream::is_pending) {
             self.fail_handshake(now, stream, reason);
@@ -316,16 +316,17 @@ impl Endpoint {
         self.end(stream, reason, false);
     }
 
-    /// Bytes that [`Endpoint::send_message`] would take now; any one message fits while it is not 0.
+    /// Bytes that [`Endpoint::send_message`] would accept now; one message of any size fits while
+    /// this is not 0.
     pub fn capacity(&self, stream: StreamKey) -> usize {
         self.streams.get(&stream).map_or(0, Stream::capacity)
     }
 
-    /// Queues a message; it leaves when the stream is open and the peer has room.
+    /// Queues a message; it is sent when the stream is open and the peer has granted credit.
     ///
     /// # Errors
     ///
-    /// When there is no room for it, or no stream.
+    /// The queue is full, or the stream has ended.
     pub fn send_message(
         &mut self,
         now: Instant,
@@ -347,21 +348,22 @@ impl Endpoint {
         Ok(())
     }
 
-    /// The next message of a stream. What is not read holds the peer back, if it can be.
+    /// Returns the next message of a stream. In reliable mode, unread messages hold back the
+    /// sender.
     pub fn read_message(&mut self, now: Instant, stream: StreamKey) -> Option<Bytes> {
         let reader = self.streams.get_mut(&stream)?;
         let before = reader.inbound_bytes();
         let message = reader.read();
         self.inbound_bytes -= before - reader.inbound_bytes();
         if message.is_none() {
-            reader.told_readable = false;
+            reader.readable_reported = false;
         } else {
             self.schedule(now, stream);
         }
         message
     }
 
-    /// Ends a stream when all that is queued has been sent and, if the peer says so, received.
+    /// Ends a stream after all queued messages were sent and, in reliable mode, acknowledged.
     pub fn close(&mut self, now: Instant, stream: StreamKey) {
         let Some(closing) = self.streams.get_mut(&stream) else {
             return;
@@ -374,14 +376,14 @@ impl Endpoint {
         }
     }
 
-    /// Ends a stream now.
+    /// Ends a stream immediately.
     pub fn reset(&mut self, stream: StreamKey, reason: Reason) {
         self.end(stream, reason, false);
     }
 
-    // What the socket does.
+    // Calls of the socket's owner.
 
-    /// There is a socket, and nothing has been sent on it.
+    /// A new socket is connected; nothing has been sent on it.
     pub fn socket_up(&mut self, now: Instant) {
         self.up = true;
         for key in self.keys() {
@@ -392,9 +394,9 @@ impl Endpoint {
         }
     }
 
-    /// The socket is gone, and whatever was sent on it may be lost.
+    /// The socket was lost, possibly with frames that were sent on it.
     ///
-    /// Streams whose peer acknowledges wait for another socket, the others end.
+    /// Reliable streams wait for another socket; compatible streams end.
     pub fn socket_lost(&mut self) {
         self.up = false;
         for key in self.keys() {
@@ -414,11 +416,11 @@ impl Endpoint {
         self.streams.keys().copied().collect()
     }
 
-    /// Takes in one binary message of the socket.
+    /// Handles one binary message of the socket.
     ///
     /// # Errors
     ///
-    /// When it is no valid frame. An executor ignores those, a harness's stream ends by one.
+    /// The bytes are not a valid frame. An executor ignores it; a harness's stream ends.
     pub fn handle_frame(&mut self, now: Instant, bytes: &[u8]) -> Result<(), FrameError> {
         let frame = match frame::decode(bytes) {
             Ok(frame) => frame,
@@ -432,9 +434,9 @@ impl Endpoint {
             }
         };
         let Some(&key) = self.ids.get(frame.stream_id.as_ref()) else {
-            // A harness is not concerned with the streams of others.
+            // A harness ignores frames of other streams.
             if self.role == Role::Executor {
-                self.handle_stranger(now, &frame);
+                self.handle_unknown_stream(now, &frame);
             }
             return Ok(());
         };
@@ -449,16 +451,16 @@ impl Endpoint {
                 return Ok(());
             }
             (Body::Handshake { payload }, Role::Executor) => {
-                // Another handshake for the same id is somebody else's, and none of our business:
-                // a reset would end the stream of whoever was first.
-                if stream.greeting == digest(payload) {
+                // Another handshake for the same id is from another harness and is ignored: a reset
+                // would end the stream of the first one.
+                if stream.handshake_hash == digest(payload) {
                     stream.repeat_handshake();
                 }
                 Ok(())
             }
             (Body::Handshake { payload }, Role::Harness) => {
-                let signed = frame.acks.credit != 0;
-                match stream.finish_handshake(payload, signed) {
+                let offers_credit = frame.acks.credit != 0;
+                match stream.finish_handshake(payload, offers_credit) {
                     Ok(true) => {
                         let mode = stream.mode();
                         self.events.push_back(Event::Opened { stream: key, mode });
@@ -488,11 +490,11 @@ impl Endpoint {
         if reason.is_detachment() && stream.peer_detached() {
             return;
         }
-        // Only an executor of our kind says this, and only to a question that overtook, or outlived,
-        // the handshake.
-        let lost_greeting = self.role == Role::Harness && !stream.is_open();
-        if lost_greeting && reason == Reason::UnknownStream {
-            stream.note_sign();
+        // Only a reliable executor sends this, and only in response to a frame that arrived before
+        // the handshake or after the executor dropped it.
+        let lost_handshake = self.role == Role::Harness && !stream.is_open();
+        if lost_handshake && reason == Reason::UnknownStream {
+            stream.set_reliable();
             stream.repeat_handshake();
             if stream.wants_control() && !stream.in_control_queue {
                 stream.in_control_queue = true;
@@ -503,14 +505,18 @@ impl Endpoint {
         self.end(key, reason, true);
     }
 
-    /// A frame for a stream that an executor does not have.
-    fn handle_stranger(&mut self, now: Instant, frame: &Frame<'_>) {
+    /// Handles a frame for a stream that the executor does not have.
+    fn handle_unknown_stream(&mut self, now: Instant, frame: &Frame<'_>) {
         let refused = match &frame.body {
-            Body::Handshake { payload } => self.greet(now, frame, payload).err(),
-            // A harness that starts, one that leaves, and the echo of one that left.
+            Body::Handshake { payload } => self.handle_handshake(now, frame, payload).err(),
+            // No reset: a harness that starts, one that ends its stream, and a late
+            // acknowledgement.
             Body::Resume { next_seq: 0 } | Body::Reset { .. } | Body::Ack => None,
             Body::Data { .. } | Body::Resume { .. } | Body::Heartbeat => {
-                let tombstones = self.door.iter().flat_map(|door| &door.tombstones);
+                let tombstones = self
+                    .admission
+                    .iter()
+                    .flat_map(|admission| &admission.tombstones);
                 let mut known = tombstones.filter(|(id, _)| **id == *frame.stream_id);
                 Some(
                     known
@@ -524,14 +530,19 @@ impl Endpoint {
         }
     }
 
-    fn greet(&mut self, now: Instant, frame: &Frame<'_>, payload: &[u8]) -> Result<(), Reason> {
+    fn handle_handshake(
+        &mut self,
+        now: Instant,
+        frame: &Frame<'_>,
+        payload: &[u8],
+    ) -> Result<(), Reason> {
         let hash = digest(payload);
         let pending = self.streams.values().filter(|s| s.is_pending()).count();
-        let Some(door) = &mut self.door else {
+        let Some(admission) = &mut self.admission else {
             return Ok(());
         };
-        // In the order of what each costs us.
-        if door.seen.contains(&hash) {
+        // Cheap checks first: decryption is the last one.
+        if admission.seen.contains(&hash) {
             return Err(Reason::HandshakeReplayed);
         }
         if self.streams.len() - pending >= self.limits.streams {
@@ -540,31 +551,36 @@ impl Endpoint {
         if pending >= self.limits.pending {
             return Err(Reason::TooManyValidations);
         }
-        if door.failures(now, &self.limits) >= u64::from(self.limits.failures) * 1000 {
+        if admission.failures(now, &self.limits) >= u64::from(self.limits.failures) * 1000 {
             return Err(Reason::HandshakeCooldown);
         }
         let prologue = prologue(
-            &door.environment_id,
-            &door.registration_id,
+            &admission.environment_id,
+            &admission.registration_id,
             &frame.stream_id,
         );
-        let read = Responder::read(&door.identity, &prologue, payload, &mut *door.entropy);
-        let Ok((responder, greeting)) = read else {
+        let read = Responder::read(
+            &admission.identity,
+            &prologue,
+            payload,
+            &mut *admission.entropy,
+        );
+        let Ok((responder, request)) = read else {
             self.note_failure(now);
             return Err(Reason::HandshakeFailed);
         };
-        let text = String::from_utf8(greeting.payload).ok();
+        let text = String::from_utf8(request.payload).ok();
         let Some(authorization) = text.and_then(Authorization::new) else {
             self.note_failure(now);
             return Err(Reason::AuthorizationInvalid);
         };
-        door.remember(hash);
+        admission.remember(hash);
         let stream_id: Arc<str> = frame.stream_id.as_ref().into();
         let limits = Arc::clone(&self.limits);
         let mut stream = Stream::pending(Arc::clone(&stream_id), hash, limits, now, responder);
         if frame.acks.credit != 0 {
-            // The sign. Answered with a sign of ours at once, so that the harness knows while the
-            // registry thinks.
+            // The harness grants credit. Answer with our own credit now, so that the harness is
+            // reliable while the registry validates it.
             stream.handle(
                 now,
                 &Frame {
@@ -575,10 +591,10 @@ impl Endpoint {
             )?;
         }
         let key = self.insert(stream);
-        self.events.push_back(Event::Asked {
+        self.events.push_back(Event::AdmissionRequested {
             stream: key,
             stream_id,
-            harness: greeting.harness,
+            harness: request.harness,
             authorization,
         });
         self.schedule(now, key);
@@ -587,19 +603,19 @@ impl Endpoint {
 
     fn note_failure(&mut self, now: Instant) {
         let limits = Arc::clone(&self.limits);
-        if let Some(door) = &mut self.door {
-            door.failures.0 = door.failures(now, &limits) + 1000;
+        if let Some(admission) = &mut self.admission {
+            admission.failures.0 = admission.failures(now, &limits) + 1000;
         }
     }
 
-    // What time does.
+    // Time.
 
-    /// When [`Endpoint::handle_timeout`] has something to do.
+    /// When to call [`Endpoint::handle_timeout`].
     pub fn next_deadline(&self) -> Option<Instant> {
         self.streams.values().filter_map(Stream::deadline).min()
     }
 
-    /// Does what is due.
+    /// Handles all timeouts that are due.
     pub fn handle_timeout(&mut self, now: Instant) {
         for key in self.keys() {
             let Some(stream) = self.streams.get_mut(&key) else {
@@ -616,26 +632,26 @@ impl Endpoint {
         }
     }
 
-    // What comes of it.
+    // Output.
 
-    /// The next thing that happened.
+    /// Returns the next event.
     #[must_use]
     pub fn poll_event(&mut self) -> Option<Event> {
         self.events.pop_front()
     }
 
-    /// Whether [`Endpoint::poll_transmit`] may have something.
+    /// Whether [`Endpoint::poll_transmit`] may return a frame.
     #[must_use]
     pub fn wants_transmit(&self) -> bool {
         let empty = self.resets.is_empty() && self.control.is_empty() && self.data.is_empty();
         self.up && !empty
     }
 
-    /// The next frame to send; nothing while there is no socket.
+    /// Returns the next frame to send; `None` while there is no socket.
     ///
     /// Resets and control frames come before records, and streams take turns record by record, so
-    /// that a busy one delays another by a single record. To keep it that way, take frames as the
-    /// socket takes bytes, not ahead of it.
+    /// that a busy stream delays another by one record at most. For this to hold, take frames only
+    /// when the socket accepts bytes, not in advance.
     #[must_use]
     pub fn poll_transmit(&mut self, now: Instant) -> Option<Transmit> {
         if !self.up {
@@ -676,8 +692,8 @@ impl Endpoint {
         None
     }
 
-    /// Puts a stream into the queues it belongs to, tells what there is to tell, and ends it when it
-    /// is done; to be called whenever something about it has changed.
+    /// Queues a stream's pending frames and events, and ends it when it is drained. Call this after
+    /// every change of a stream.
     fn schedule(&mut self, now: Instant, key: StreamKey) {
         let Some(stream) = self.streams.get_mut(&key) else {
             return;
@@ -695,8 +711,8 @@ impl Endpoint {
             stream.in_data_queue = true;
             self.data.push_back(key);
         }
-        if stream.has_unread() && !stream.told_readable {
-            stream.told_readable = true;
+        if stream.has_unread() && !stream.readable_reported {
+            stream.readable_reported = true;
             self.events.push_back(Event::Readable(key));
         }
         if stream.wants_room && stream.capacity() >= self.limits.send_bytes / 2 {
@@ -705,7 +721,7 @@ impl Endpoint {
         }
     }
 
-    /// The end of a stream; the peer is told unless it told us.
+    /// Removes a stream; sends a reset unless the peer ended it.
     fn end(&mut self, key: StreamKey, reason: Reason, by_peer: bool) {
         let Some(mut stream) = self.streams.remove(&key) else {
             return;
@@ -715,11 +731,12 @@ impl Endpoint {
         if !by_peer {
             self.send_reset(&stream.id, &reason);
         }
-        if let Some(door) = &mut self.door {
-            if door.tombstones.len() == MAX_TOMBSTONES {
-                door.tombstones.pop_front();
+        if let Some(admission) = &mut self.admission {
+            if admission.tombstones.len() == MAX_TOMBSTONES {
+                admission.tombstones.pop_front();
             }
-            door.tombstones
+            admission
+                .tombstones
                 .push_back((Arc::clone(&stream.id), reason.clone()));
         }
         self.events.push_back(Event::Closed {
@@ -738,8 +755,8 @@ impl Endpoint {
     }
 }
 
-impl Door {
-    /// Failures that are not forgiven yet, in thousandths.
+impl Admission {
+    /// Returns the remaining failures, in thousandths; the count decreases with time.
     fn failures(&mut self, now: Instant, limits: &Limits) -> u64 {
         let (count, since) = self.failures;
         let passed = since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));

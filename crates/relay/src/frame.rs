@@ -1,7 +1,7 @@
 //! Relay frames: one websocket message each, `codex.exec_server.relay.v1.RelayMessageFrame`.
 //!
-//! Owns the schema, what makes a frame valid, and an encoding that leaves the payload where it is.
-//! Knows nothing of what the payload means: a meeting point needs no more than this module.
+//! Contains the schema, the validation of frames, and an encoder that does not copy the payload.
+//! The payload is interpreted elsewhere; a rendezvous server needs only this module.
 
 use std::borrow::Cow;
 
@@ -10,7 +10,7 @@ use prost::Message as _;
 
 use crate::limits::{MAX_FRAME_BYTES, MAX_STREAM_ID_BYTES};
 
-/// The schema. [`decode`] reads ordinary frames without it and without a copy.
+/// Protobuf schema. [`decode`] reads ordinary frames without it and without a copy.
 pub mod proto {
     /// One frame.
     #[derive(Clone, PartialEq, prost::Message)]
@@ -18,46 +18,46 @@ pub mod proto {
         /// Always 1.
         #[prost(uint32, tag = "1")]
         pub version: u32,
-        /// Which stream it belongs to; chosen by the harness.
+        /// The stream's id, chosen by the harness.
         #[prost(string, tag = "2")]
         pub stream_id: String,
-        /// The highest record up to which all have come.
+        /// The highest record up to which all have been received.
         #[prost(uint32, tag = "3")]
         pub ack: u32,
-        /// Bit `i`: record `ack + 1 + i` has come too.
+        /// Bit `i`: record `ack + 1 + i` has been received, too.
         #[prost(uint32, tag = "4")]
         pub ack_bits: u32,
-        /// What it is about.
+        /// The content.
         #[prost(oneof = "Body", tags = "5, 6, 7, 8, 9, 10")]
         pub body: Option<Body>,
-        /// W3C trace context; travels in clear.
+        /// W3C trace context; not encrypted.
         #[prost(string, optional, tag = "11")]
         pub traceparent: Option<String>,
-        /// W3C trace context; travels in clear.
+        /// W3C trace context; not encrypted.
         #[prost(string, optional, tag = "12")]
         pub tracestate: Option<String>,
-        /// An extension: payload bytes of records that the sender of this frame is ready to take,
-        /// counted from the first. Others skip it as an unknown field.
+        /// Extension: payload bytes, counted from the first record, that the sender of this frame
+        /// accepts in total. Other peers skip it as an unknown field.
         #[prost(uint64, tag = "13")]
         pub credit: u64,
     }
 
-    /// What a frame is about.
+    /// Content of a frame.
     #[derive(Clone, PartialEq, prost::Oneof)]
     pub enum Body {
         /// A record.
         #[prost(message, tag = "5")]
         Data(RelayData),
-        /// Nothing but the acknowledgement.
+        /// An acknowledgement only.
         #[prost(message, tag = "6")]
         AckFrame(RelayAck),
-        /// The stream starts or goes on, on this socket.
+        /// The stream starts or continues on this socket.
         #[prost(message, tag = "7")]
         Resume(RelayResume),
-        /// The stream is over.
+        /// The stream has ended.
         #[prost(message, tag = "8")]
         Reset(RelayReset),
-        /// The sender is there.
+        /// The sender is alive.
         #[prost(message, tag = "9")]
         Heartbeat(RelayHeartbeat),
         /// A handshake message.
@@ -68,7 +68,7 @@ pub mod proto {
     /// A record.
     #[derive(Clone, PartialEq, prost::Message)]
     pub struct RelayData {
-        /// Counts records of one direction from 0.
+        /// Sequence number of the record in its direction, from 0.
         #[prost(uint32, tag = "1")]
         pub seq: u32,
         /// Always 0.
@@ -77,32 +77,32 @@ pub mod proto {
         /// Always 1.
         #[prost(uint32, tag = "3")]
         pub segment_count: u32,
-        /// The sealed record.
+        /// The encrypted record.
         #[prost(bytes = "vec", tag = "4")]
         pub payload: Vec<u8>,
     }
 
-    /// Nothing but the acknowledgement.
+    /// An acknowledgement only.
     #[derive(Clone, Copy, PartialEq, prost::Message)]
     pub struct RelayAck {}
 
-    /// The stream starts or goes on.
+    /// The stream starts or continues.
     #[derive(Clone, Copy, PartialEq, prost::Message)]
     pub struct RelayResume {
-        /// The number that the sender's next new record will have.
+        /// The sequence number of the sender's next new record.
         #[prost(uint32, tag = "1")]
         pub next_seq: u32,
     }
 
-    /// The stream is over.
+    /// The stream has ended.
     #[derive(Clone, PartialEq, prost::Message)]
     pub struct RelayReset {
-        /// Why.
+        /// Why it ended.
         #[prost(string, tag = "1")]
         pub reason: String,
     }
 
-    /// The sender is there.
+    /// The sender is alive.
     #[derive(Clone, Copy, PartialEq, prost::Message)]
     pub struct RelayHeartbeat {}
 
@@ -115,7 +115,7 @@ pub mod proto {
     }
 }
 
-/// Why bytes are not a frame.
+/// Why bytes are not a valid frame.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
@@ -125,21 +125,21 @@ pub enum FrameError {
     /// Not protobuf of this schema.
     #[error("relay frame cannot be decoded")]
     Undecodable,
-    /// Another version.
+    /// An unsupported version.
     #[error("relay frame has version {0}, not 1")]
     Version(u32),
     /// A stream id that is blank or too long.
     #[error("relay frame has a stream id that is blank or longer than {MAX_STREAM_ID_BYTES} bytes")]
     StreamId,
-    /// Nothing in it.
+    /// The frame has no body.
     #[error("relay frame has no body")]
     NoBody,
-    /// Segments are not used.
+    /// A segmented record, which is not supported.
     #[error("relay data is segment {index} of {count}, not 0 of 1")]
     Segments {
-        /// As received.
+        /// Received index.
         index: u32,
-        /// As received.
+        /// Received count.
         count: u32,
     },
     /// A body without its content.
@@ -147,51 +147,52 @@ pub enum FrameError {
     Empty(&'static str),
 }
 
-/// A valid frame; borrows what it can from the bytes it came in.
+/// A valid frame; borrows from the received bytes where possible.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame<'a> {
-    /// Which stream it belongs to.
+    /// The stream's id.
     pub stream_id: Cow<'a, str>,
-    /// What the sender has received.
+    /// Acknowledgement of the other direction.
     pub acks: Acks,
-    /// What it is about.
+    /// The content.
     pub body: Body<'a>,
 }
 
-/// What a sender says about the other direction, on every frame.
+/// Acknowledgement and credit for the other direction, on every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Acks {
-    /// The highest record up to which all have come.
+    /// The highest record up to which all have been received.
     pub ack: u32,
-    /// Bit `i`: record `ack + 1 + i` has come too.
+    /// Bit `i`: record `ack + 1 + i` has been received, too.
     pub bits: u32,
-    /// Payload bytes that the sender is ready to take, counted from the first; 0 says nothing.
+    /// Payload bytes, counted from the first record, that the sender accepts in total; 0 if it
+    /// grants no credit.
     pub credit: u64,
 }
 
-/// What a frame is about.
+/// Content of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Body<'a> {
-    /// A sealed record.
+    /// An encrypted record.
     Data {
-        /// Its number.
+        /// Its sequence number.
         seq: u32,
         /// The ciphertext, never empty.
         payload: Cow<'a, [u8]>,
     },
-    /// Nothing but the acknowledgement.
+    /// An acknowledgement only.
     Ack,
-    /// The stream starts or goes on, on this socket.
+    /// The stream starts or continues on this socket.
     Resume {
-        /// The number that the sender's next new record will have.
+        /// The sequence number of the sender's next new record.
         next_seq: u32,
     },
-    /// The stream is over.
+    /// The stream has ended.
     Reset {
-        /// Why, never empty.
+        /// Why it ended, never empty.
         reason: Cow<'a, str>,
     },
-    /// The sender is there.
+    /// The sender is alive.
     Heartbeat,
     /// A handshake message.
     Handshake {
@@ -200,11 +201,11 @@ pub enum Body<'a> {
     },
 }
 
-/// Decodes and checks one frame.
+/// Decodes and validates one frame.
 ///
 /// # Errors
 ///
-/// When the bytes are no frame that a compatible peer would act on.
+/// The bytes are not a frame that a compatible peer would act on.
 pub fn decode(bytes: &[u8]) -> Result<Frame<'_>, FrameError> {
     if bytes.len() > MAX_FRAME_BYTES {
         return Err(FrameError::TooLong(bytes.len()));
@@ -213,10 +214,10 @@ pub fn decode(bytes: &[u8]) -> Result<Frame<'_>, FrameError> {
         Some(raw) => raw,
         None => Raw::general(bytes)?,
     };
-    raw.check()
+    raw.validate()
 }
 
-/// A frame as it was written, before it is known to make sense.
+/// A decoded frame before validation.
 #[derive(Default)]
 struct Raw<'a> {
     version: u32,
@@ -240,8 +241,8 @@ enum RawBody<'a> {
 }
 
 impl<'a> Raw<'a> {
-    /// Reads a frame in which each known field comes at most once and nothing else comes at all;
-    /// everything stranger is left to [`Raw::general`].
+    /// Reads a frame in which each known field occurs at most once and no unknown field occurs;
+    /// everything else is left to [`Raw::general`].
     fn read(bytes: &'a [u8]) -> Option<Self> {
         let mut raw = Self::default();
         let mut rest = Fields::new(bytes);
@@ -267,7 +268,7 @@ impl<'a> Raw<'a> {
         Some(raw)
     }
 
-    /// The same by the schema, with a copy.
+    /// Decodes with the protobuf library, with a copy.
     fn general(bytes: &[u8]) -> Result<Self, FrameError> {
         let frame = proto::RelayMessageFrame::decode(bytes).map_err(|_| FrameError::Undecodable)?;
         Ok(Self {
@@ -296,7 +297,7 @@ impl<'a> Raw<'a> {
         })
     }
 
-    fn check(self) -> Result<Frame<'a>, FrameError> {
+    fn validate(self) -> Result<Frame<'a>, FrameError> {
         if self.version != 1 {
             return Err(FrameError::Version(self.version));
         }
@@ -374,7 +375,7 @@ impl<'a> RawBody<'a> {
             9 => Self::Heartbeat,
             _ => return None,
         };
-        // More than was looked for is the general reader's business.
+        // Unexpected fields are left to the general decoder.
         rest.bytes.is_empty().then_some(body)
     }
 }
@@ -384,10 +385,11 @@ enum Value<'a> {
     Bytes(&'a [u8]),
 }
 
-/// The fields of one message, as long as they are of the two kinds that the schema uses.
+/// Iterator over the fields of one message, if they have the two wire types that the schema uses.
 struct Fields<'a> {
     bytes: &'a [u8],
-    /// Which numbers have come: a repeated field merges, which is not for this reader.
+    /// Field numbers seen so far: a repeated field has to be merged, which is left to the general
+    /// decoder.
     seen: u32,
 }
 
@@ -396,7 +398,7 @@ impl<'a> Fields<'a> {
         Self { bytes, seen: 0 }
     }
 
-    /// The next field; the outer `None` is anything unusual.
+    /// Returns the next field; the outer `None` means that the general decoder is needed.
     fn next(&mut self) -> Option<Option<(u32, Value<'a>)>> {
         if self.bytes.is_empty() {
             return Some(None);
@@ -421,7 +423,7 @@ impl<'a> Fields<'a> {
         Some(Some((number, value)))
     }
 
-    /// A number of up to nine bytes; longer ones are left to the general reader.
+    /// Reads a varint of up to nine bytes; longer ones are left to the general decoder.
     fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
         for (at, &byte) in self.bytes.iter().enumerate().take(9) {
@@ -435,10 +437,10 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A frame to send: its beginning, and the payload it ends with.
+/// A frame to send: its header, and its payload at the end.
 ///
-/// Two parts, because the payload is kept for retransmission while what surrounds it, the
-/// acknowledgement above all, is new each time.
+/// The parts are separate because the payload is kept for retransmission, while the header contains
+/// the acknowledgement and is new each time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transmit {
     head: Vec<u8>,
@@ -468,7 +470,7 @@ impl Transmit {
         Self { head, payload }
     }
 
-    /// A record.
+    /// Creates a frame with a record.
     pub fn data(stream_id: &str, acks: Acks, seq: u32, payload: Bytes) -> Self {
         let mut inner = Vec::with_capacity(16);
         if seq != 0 {
@@ -480,12 +482,12 @@ impl Transmit {
         Self::new(stream_id, acks, 5, &inner, payload)
     }
 
-    /// Nothing but the acknowledgement.
+    /// Creates a frame with an acknowledgement only.
     pub fn ack(stream_id: &str, acks: Acks) -> Self {
         Self::new(stream_id, acks, 6, &[], Bytes::new())
     }
 
-    /// The stream starts or goes on.
+    /// Creates a `resume` frame.
     pub fn resume(stream_id: &str, acks: Acks, next_seq: u32) -> Self {
         let mut inner = Vec::new();
         if next_seq != 0 {
@@ -495,7 +497,7 @@ impl Transmit {
         Self::new(stream_id, acks, 7, &inner, Bytes::new())
     }
 
-    /// The stream is over.
+    /// Creates a reset.
     pub fn reset(stream_id: &str, reason: &str) -> Self {
         let mut inner = vec![0x0a];
         put_varint(&mut inner, reason.len() as u64);
@@ -503,36 +505,36 @@ impl Transmit {
         Self::new(stream_id, Acks::default(), 8, &inner, Bytes::new())
     }
 
-    /// The sender is there.
+    /// Creates a heartbeat.
     pub fn heartbeat(stream_id: &str, acks: Acks) -> Self {
         Self::new(stream_id, acks, 9, &[], Bytes::new())
     }
 
-    /// A handshake message.
+    /// Creates a handshake frame.
     pub fn handshake(stream_id: &str, acks: Acks, payload: Bytes) -> Self {
         let mut inner = vec![0x0a];
         put_varint(&mut inner, payload.len() as u64);
         Self::new(stream_id, acks, 10, &inner, payload)
     }
 
-    /// Bytes of the whole frame.
+    /// Length of the whole frame in bytes.
     #[expect(clippy::len_without_is_empty, reason = "a frame is never empty")]
     pub fn len(&self) -> usize {
         self.head.len() + self.payload.len()
     }
 
-    /// The two parts, to be sent one after the other as one message.
+    /// Returns the two parts, to be sent one after the other as one message.
     pub fn parts(&self) -> [&[u8]; 2] {
         [&self.head, &self.payload]
     }
 
-    /// Appends the frame.
+    /// Appends the frame to `out`.
     pub fn write_to(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.head);
         out.extend_from_slice(&self.payload);
     }
 
-    /// The frame in one piece.
+    /// Returns the frame in one piece.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(self.len());
         self.write_to(&mut out);
@@ -548,14 +550,15 @@ fn put_varint(out: &mut Vec<u8>, mut value: u64) {
     out.push(value as u8);
 }
 
-/// The reader without copies and the schema must agree on everything the former accepts.
+/// Checks that the copy-free decoder and the protobuf library agree on everything that the former
+/// accepts.
 #[cfg(any(test, feature = "fuzzing"))]
-pub(crate) fn readers_agree(bytes: &[u8]) {
+pub(crate) fn check_decoders_agree(bytes: &[u8]) {
     let Some(quick) = Raw::read(bytes) else {
         return;
     };
-    let general = Raw::general(bytes).expect("the schema reads what the quick reader reads");
-    assert_eq!(quick.check(), general.check());
+    let general = Raw::general(bytes).expect("the general decoder reads what the fast one reads");
+    assert_eq!(quick.validate(), general.validate());
 }
 
 #[cfg(test)]
@@ -566,7 +569,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_are_golden() {
+    fn encoded_frames_match_golden_bytes() {
         let none = Acks::default();
         let some = Acks {
             ack: 7,
@@ -603,7 +606,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_frames_are_refused_for_their_reason() {
+    fn invalid_frame_is_rejected_with_its_reason() {
         let valid = proto::RelayMessageFrame {
             version: 1,
             stream_id: "s".into(),
@@ -682,7 +685,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_quick_reader_reads_what_the_schema_writes(
+        fn fast_decoder_agrees_with_protobuf_library(
             version in 0..3_u32, stream_id in ".{0,8}", ack: u32, ack_bits: u32, credit: u64,
             body in proptest::option::of(body()), traceparent in proptest::option::of(".{0,4}"),
             flip in proptest::option::of((any::<prop::sample::Index>(), 0..8_u32)),
@@ -691,15 +694,15 @@ mod tests {
                 version, stream_id, ack, ack_bits, credit, body, traceparent, tracestate: None,
             };
             let mut bytes = frame.encode_to_vec();
-            // Numbers of ten bytes go to the general reader.
+            // Varints of ten bytes are left to the general decoder.
             if credit < 1 << 62 {
                 prop_assert!(Raw::read(&bytes).is_some());
             }
-            readers_agree(&bytes);
+            check_decoders_agree(&bytes);
             if let Some((at, bit)) = flip && !bytes.is_empty() {
                 let at = at.index(bytes.len());
                 bytes[at] ^= 1 << bit;
-                readers_agree(&bytes);
+                check_decoders_agree(&bytes);
             }
         }
     }

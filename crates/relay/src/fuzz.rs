@@ -1,7 +1,7 @@
-//! The body of the fuzz target: two ends, and a script of what happens between them.
+//! Fuzz target body: two endpoints, and a script of events between them.
 //!
-//! Takes arbitrary bytes and panics when a promise is broken; `fuzz/` runs it under a fuzzer, and an
-//! ordinary test over the committed seeds.
+//! Takes arbitrary bytes and panics when a guarantee is violated. `fuzz/` runs it under a fuzzer; a
+//! test runs it on the committed seeds.
 
 use std::collections::VecDeque;
 use std::sync::OnceLock;
@@ -17,18 +17,18 @@ use crate::noise::{Identity, SEED_BYTES};
 
 const STREAM: &str = "s";
 
-/// What two ends may keep, whatever happens: queues, windows and what waits for a gap.
+/// The most bytes that two endpoints may buffer in queues, windows and behind gaps: 16 MiB.
 const BOUND: usize = 16 << 20;
 
-/// Plays a script: each step is a byte that says what happens, and bytes that say how.
+/// Runs a script: each step is a byte that selects an event, followed by its arguments.
 ///
 /// # Panics
 ///
-/// When an end panics, keeps more than it may, gives a message that was not sent or not in order, or
-/// when the two readers of frames disagree.
+/// An endpoint panics, exceeds its memory limit, delivers a message that was not sent or is out of
+/// order, or the two frame decoders disagree.
 pub fn relay(data: &[u8]) {
     let mut script = Script(data);
-    let mut play = Play::new(script.byte());
+    let mut play = Simulation::new(script.byte());
     while let Some(step) = script.next() {
         play.step(step, &mut script);
         play.settle();
@@ -59,14 +59,14 @@ impl<'a> Script<'a> {
 struct Side {
     endpoint: Endpoint,
     stream: Option<StreamKey>,
-    /// What the other side may still read of ours.
+    /// Messages of this side that the other side has not read.
     sent: VecDeque<Bytes>,
-    /// Frames on their way to the other side.
+    /// Frames in transit to the other side.
     wire: VecDeque<Vec<u8>>,
     up: bool,
 }
 
-struct Play {
+struct Simulation {
     now: Instant,
     /// The harness and the executor.
     sides: [Side; 2],
@@ -74,7 +74,7 @@ struct Play {
     messages: u8,
 }
 
-impl Play {
+impl Simulation {
     fn new(choice: u8) -> Self {
         #[expect(clippy::disallowed_methods, reason = "a fake clock starts somewhere")]
         let now = Instant::now();
@@ -83,7 +83,7 @@ impl Play {
             receive_bytes: 64 << 10,
             ..Limits::default()
         };
-        // Making keys is most of what a short script costs.
+        // Key generation dominates the cost of a short script.
         static IDENTITIES: OnceLock<[Identity; 2]> = OnceLock::new();
         let [identity, harness_identity] = IDENTITIES
             .get_or_init(|| [1, 2].map(|n| Identity::from_seed(&[n; SEED_BYTES])))
@@ -134,7 +134,7 @@ impl Play {
         for at in [0, 1] {
             play.socket(at);
         }
-        // Most scripts begin with an open stream; the others find out what happens without.
+        // Most scripts begin with an open stream; the others cover the handshake.
         if choice & 2 == 0 {
             play.settle();
             for _ in 0..4 {
@@ -167,7 +167,7 @@ impl Play {
         self.settle();
     }
 
-    /// Delivers the oldest frame of a side, perhaps with a bit changed.
+    /// Delivers the oldest frame of a side, optionally with one bit flipped.
     fn deliver(&mut self, from: usize, flip: Option<u16>) {
         let Some(mut frame) = self.sides[from].wire.pop_front() else {
             return;
@@ -180,7 +180,7 @@ impl Play {
     }
 
     fn receive(&mut self, at: usize, bytes: &[u8]) {
-        frame::readers_agree(bytes);
+        frame::check_decoders_agree(bytes);
         if self.sides[at].up {
             let valid = frame::decode(bytes).is_ok();
             let taken = self.sides[at].endpoint.handle_frame(self.now, bytes);
@@ -226,13 +226,13 @@ impl Play {
                 self.deliver(at, Some(flip));
             }
             9 => {
-                // Doubled.
+                // Duplicates a frame.
                 if let Some(frame) = self.sides[at].wire.front().cloned() {
                     self.sides[at].wire.push_back(frame);
                 }
             }
             10 => {
-                // Out of order.
+                // Reorders a frame.
                 if let Some(frame) = self.sides[at].wire.pop_front() {
                     self.sides[at].wire.push_back(frame);
                 }
@@ -265,14 +265,14 @@ impl Play {
         }
     }
 
-    /// Takes everything out of both ends that there is to take.
+    /// Drains the output of both endpoints.
     fn settle(&mut self) {
         for at in [0, 1] {
             let mut received = Vec::new();
             let side = &mut self.sides[at];
             while let Some(event) = side.endpoint.poll_event() {
                 match event {
-                    Event::Asked { stream, .. } => self.asked = Some(stream),
+                    Event::AdmissionRequested { stream, .. } => self.asked = Some(stream),
                     Event::Opened { stream, .. } => side.stream = Some(stream),
                     Event::Closed { stream, unread, .. } if side.stream == Some(stream) => {
                         received.extend(unread);
@@ -288,7 +288,7 @@ impl Play {
             }
             while let Some(transmit) = side.endpoint.poll_transmit(self.now) {
                 assert!(transmit.len() <= crate::limits::MAX_FRAME_BYTES);
-                // What nobody fetches is lost.
+                // The network drops frames beyond 256.
                 if side.wire.len() < 256 {
                     side.wire.push_back(transmit.to_vec());
                 }
@@ -310,13 +310,13 @@ mod tests {
     use super::relay;
 
     #[test]
-    fn ends_keep_their_promises() {
+    fn seeds_violate_no_guarantee() {
         replay("relay", relay);
     }
 
     #[test]
-    fn a_plain_script_gets_its_messages_across() {
-        // Both ways: send, deliver.
+    fn script_without_faults_delivers_its_messages() {
+        // Both directions: send, deliver.
         relay(&[0, 8, 9, 0, 9, 200, 3, 24, 7, 25, 7, 24, 7, 25, 7]);
     }
 }

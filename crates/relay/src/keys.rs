@@ -1,4 +1,4 @@
-//! Public keys and authorizations as the registry's JSON has them.
+//! Public keys and authorizations in the registry's JSON format.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,10 +11,10 @@ use zeroize::Zeroizing;
 
 use crate::limits::MAX_AUTHORIZATION_BYTES;
 
-/// The suite as JSON names it; the name that the handshake hashes says `25519` instead.
+/// Cipher suite in JSON; the name in the Noise handshake has `25519` instead.
 pub const SUITE: &str = "Noise_hybridIK_X25519+MLKEM768_AESGCM_SHA256";
 
-/// The security profile as JSON names it.
+/// Security profile in JSON.
 pub const SECURITY_PROFILE: &str = "noise_hybrid_ik_v1";
 
 /// Bytes of an X25519 public key.
@@ -23,7 +23,7 @@ pub const X25519_BYTES: usize = 32;
 /// Bytes of an ML-KEM-768 public key.
 pub const MLKEM768_BYTES: usize = 1184;
 
-/// The two public keys of one party.
+/// Public keys of one party.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey {
     /// X25519.
@@ -33,7 +33,7 @@ pub struct PublicKey {
 }
 
 impl PublicKey {
-    /// Puts two keys together; `None` if the second has not [`MLKEM768_BYTES`].
+    /// Combines two keys; `None` if the second is not [`MLKEM768_BYTES`] long.
     pub fn new(x25519: [u8; X25519_BYTES], mlkem768: &[u8]) -> Option<Self> {
         (mlkem768.len() == MLKEM768_BYTES).then(|| Self {
             x25519,
@@ -41,12 +41,12 @@ impl PublicKey {
         })
     }
 
-    /// ML-KEM-768.
+    /// The ML-KEM-768 key.
     pub fn mlkem768(&self) -> &[u8] {
         &self.mlkem768
     }
 
-    /// What people compare instead of the keys.
+    /// Returns the fingerprint, which people compare instead of the keys.
     pub fn fingerprint(&self) -> Fingerprint {
         let mut hash = Sha256::new();
         hash.update(self.x25519);
@@ -71,7 +71,7 @@ impl fmt::Debug for Fingerprint {
     }
 }
 
-/// Not a fingerprint.
+/// A text that is not a fingerprint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid fingerprint `{0}`; expected 64 hexadecimal digits")]
 pub struct FingerprintParseError(String);
@@ -144,23 +144,23 @@ impl<'de> Deserialize<'de> for PublicKey {
             .try_into()
             .ok()
             .and_then(|x25519| Self::new(x25519, &mlkem))
-            .ok_or_else(|| D::Error::custom("keys have other lengths"))
+            .ok_or_else(|| D::Error::custom("a key has the wrong length"))
     }
 }
 
-/// What a harness shows to be admitted: 1 to [`MAX_AUTHORIZATION_BYTES`] bytes of text that only the
-/// registry understands. Never printed.
+/// Authorization of a harness: 1 to [`MAX_AUTHORIZATION_BYTES`] bytes of text that only the
+/// registry interprets. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Authorization(Zeroizing<String>);
 
 impl Authorization {
-    /// Takes a text of allowed length.
+    /// Creates an authorization; `None` if the text is empty or too long.
     pub fn new(text: impl Into<String>) -> Option<Self> {
         let text = Zeroizing::new(text.into());
         (!text.trim().is_empty() && text.len() <= MAX_AUTHORIZATION_BYTES).then_some(Self(text))
     }
 
-    /// The text, to be shown to a registry and to nobody else.
+    /// Returns the text, which may be sent only to a registry.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -195,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_have_the_form_of_the_registry() {
+    fn public_keys_are_strict_registry_json() {
         let key = PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).unwrap();
         let value = serde_json::to_value(&key).unwrap();
         assert_eq!(value["suite"], SUITE);
@@ -222,7 +222,7 @@ mod tests {
         );
         assert!(refused("x25519_public_key", json!("AAAA")).contains("32 bytes"));
         assert!(refused("mlkem768_public_key", json!("AAAA")).contains("1184 bytes"));
-        // Without padding, and in the other alphabet.
+        // Base64 without padding or with the URL-safe alphabet.
         let text = value["x25519_public_key"].as_str().unwrap();
         assert!(refused("x25519_public_key", json!(text.trim_end_matches('='))).contains("base64"));
         assert!(refused("x25519_public_key", json!(format!("_{}", &text[1..]))).contains("base64"));
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_tell_keys_apart_and_are_read_as_they_are_written() {
+    fn fingerprints_differ_by_key_and_round_trip_as_text() {
         let key = |x, m| PublicKey::new([x; 32], &[m; MLKEM768_BYTES]).unwrap();
         let one = key(1, 2).fingerprint();
         assert_ne!(one, key(1, 3).fingerprint());
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn authorizations_are_bounded_and_never_printed() {
+    fn authorization_is_bounded_and_not_printed() {
         assert!(Authorization::new("").is_none());
         assert!(Authorization::new("  ").is_none());
         assert!(Authorization::new("x".repeat(4097)).is_none());

@@ -1,61 +1,62 @@
-//! Remote mode without IO: everything between a websocket to a meeting point and whole messages.
+//! Relay protocol of remote mode without IO: everything between a websocket to a rendezvous server
+//! and whole messages.
 //!
-//! Owns relay frames, the Noise channel, records, acknowledgement, retransmission, flow control and
-//! the going-on of a stream over another socket. Has no socket, no clock, no task and no randomness:
-//! they are arguments. Knows no JSON-RPC; a message is bytes.
+//! Implements relay frames, the Noise channel, records, acknowledgement, retransmission, flow
+//! control, and resuming a stream over another socket. Uses no socket, clock, task or random
+//! source: they are arguments. A message is bytes; JSON-RPC is handled in `service` and `client`.
 //!
 //! ```text
-//!  messages ─► Cutter ─► seal ─► Window ─► poll_transmit ═══ meeting point ═══► handle_frame
-//!              60 KiB            keeps the                                         │
-//!              records           ciphertext                     Reorder ◄──────────┘
-//!                                    ▲  acks on every frame       │
-//!                                    └────────────────────────────┤
-//!                                          messages ◄─ Joiner ◄─ open
+//!  messages ─► Splitter ─► seal ─► Window ─► poll_transmit ══ rendezvous ═══► handle_frame
+//!              60 KiB              keeps the                                       │
+//!              records             ciphertext                   Reorder ◄──────────┘
+//!                                      ▲  acks on every frame     │
+//!                                      └──────────────────────────┤
+//!                                        messages ◄─ Assembler ◄─ open
 //! ```
 //!
 //! # A stream
 //!
 //! ```text
-//!  harness    Greeting ──────── handshake ───────► Open ── close ──► draining ─► Closed
-//!                │ resume, handshake (asks again with heartbeats)          │
+//!  harness    Handshaking ───── handshake ───────► Open ── close ──► draining ─► Closed
+//!                │ resume, handshake (repeated with heartbeats)            │
 //!                ▼                                                         │ all sent and, if the
-//!  executor   Pending ── admit ── handshake ─────► Open                    │ peer says so, received
-//!                └─ refuse, timeout ─► Closed        └─ reset, timeout ─► Closed
+//!  executor   Pending ── admit ── handshake ─────► Open                    │ peer acknowledges,
+//!                └─ refuse, timeout ─► Closed        └─ reset, timeout ─► Closed    received
 //!
 //!  the socket, as an open stream sees it:
 //!
-//!     Up ── socket_lost ──► Down ── socket_up ──► Resuming ── anything heard ──► Up
+//!     Up ── socket_lost ──► Down ── socket_up ──► Resuming ── any frame received ──► Up
 //!      │                                             resume{next_seq} + acks, repeated
 //!      └── compatible: Closed(socket_lost)
 //! ```
 //!
 //! # Two modes
 //!
-//! *Compatible*: the peer never acknowledges. The wire is exactly that of such peers, nothing is
-//! kept once it was sent, nothing waits for an answer that will not come, and a lost socket ends
-//! the stream. Early records wait within 64 numbers and 1 MiB; beyond that the stream ends.
+//! *Compatible*: the peer never acknowledges. The wire is exactly that of such peers: sent records
+//! are not kept, nothing waits for an acknowledgement, and a lost socket ends the stream. Early
+//! records wait within 64 sequence numbers and 1 MiB; a record beyond that ends the stream.
 //!
-//! *Reliable*: the peer acknowledges. A frame that is lost, doubled, late or out of order, and a
-//! socket that breaks, cost nothing but time: records are kept as ciphertext until acknowledged and
-//! the very same bytes are sent again, on the same socket or the next. Both windows are bounded, and
-//! a reader that is slow holds back its sender, and no other stream.
+//! *Reliable*: the peer acknowledges. Lost, duplicated, late or reordered frames and broken sockets
+//! cost only time: records are kept as ciphertext until they are acknowledged, and the same bytes
+//! are sent again, on the same socket or the next. Both windows are bounded. A slow reader holds
+//! back its own sender and no other stream.
 //!
-//! Which it is, is settled by the handshake: a harness of this kind grants *credit* (field 13 of the
-//! frame, which others skip) from its first frame, and an executor of this kind answers with credit of
-//! its own. Without that sign from the peer a stream is compatible.
+//! The handshake selects the mode: a reliable harness grants *credit* (field 13 of the frame, which
+//! other peers skip) from its first frame, and a reliable executor answers with its own credit. If
+//! the peer grants no credit, the stream is compatible.
 //!
-//! # What a meeting point should do
+//! # What a rendezvous server should do
 //!
-//! When a socket ends, it resets the streams on the other side with
-//! [`Reason::HarnessDetached`] or [`Reason::ExecutorDetached`]: compatible peers take it as the end,
-//! reliable ones wait for the peer's next `resume` and go on. It lets a stream id be claimed again
-//! once the socket that claimed it is gone.
+//! When a socket ends, the server resets the streams on the other side with
+//! [`Reason::HarnessDetached`] or [`Reason::ExecutorDetached`]: compatible peers end the stream,
+//! reliable ones wait for the peer's next `resume` and continue. A stream id can be claimed again
+//! once the socket that claimed it has closed.
 //!
 //! # What can be forged
 //!
-//! Frames around the ciphertext are not authenticated: whoever forwards them can drop, delay, reset
-//! or falsely acknowledge, and so end a stream. Nobody can read, change, repeat, reorder or add a
-//! message; an attempt ends the stream with [`Reason::DecryptFailed`].
+//! Frames around the ciphertext are not authenticated: a rendezvous server can drop, delay, reset
+//! or falsely acknowledge them, and so end a stream. It cannot read, change, repeat, reorder or add
+//! a message; an attempt ends the stream with [`Reason::DecryptFailed`].
 
 #[cfg(feature = "noise")]
 mod endpoint;

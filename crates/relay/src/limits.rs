@@ -1,90 +1,92 @@
-//! Named bounds of the relay, with where each number comes from.
+//! Limits of the relay, each with its reason.
 
 use std::time::Duration;
 
-/// Bytes of one frame: what compatible peers accept as one websocket message.
+/// 256 KiB: the largest websocket message that compatible peers accept.
 pub const MAX_FRAME_BYTES: usize = 256 << 10;
 
-/// Bytes of a stream id. Real ones are UUIDs; the bound keeps what we remember of strangers small.
+/// The longest stream id. Real ones are UUIDs; the limit bounds the memory for ids of unknown
+/// peers.
 pub const MAX_STREAM_ID_BYTES: usize = 256;
 
 /// Bytes of a reset's reason that are kept.
 pub const MAX_REASON_BYTES: usize = 256;
 
-/// Bytes of an authorization that a harness may present.
+/// The longest authorization of a harness.
 pub const MAX_AUTHORIZATION_BYTES: usize = 4096;
 
-/// Bytes of a handshake message: the Noise limit.
+/// The longest handshake message: the Noise limit.
 pub const MAX_HANDSHAKE_BYTES: usize = 65_535;
 
-/// Plaintext bytes of one record; senders cut here, receivers refuse more.
+/// The largest plaintext of one record; senders split here, receivers reject more.
 pub const MAX_RECORD_BYTES: usize = 61_440;
 
-/// Bytes that sealing adds to a record.
+/// Bytes that encryption adds to a record: the AES-GCM tag.
 pub const TAG_BYTES: usize = 16;
 
-/// Bytes of one message.
+/// The longest message: 64 MiB.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// How far ahead of the expected record another may arrive, and how many a sender has under way.
+/// How far ahead of the expected record another may arrive, and the most records in flight.
 pub const WINDOW_RECORDS: u32 = 64;
 
-/// Bytes that wait for a missing record when the peer will not send it again.
+/// Bytes held behind a missing record in compatible mode, where the peer will not repeat it.
 pub const COMPATIBLE_HELD_BYTES: usize = 1 << 20;
 
-/// Bytes that wait for a missing record when the peer will send it again: a whole window.
+/// Bytes held behind a missing record in reliable mode: a whole window.
 pub const RELIABLE_HELD_BYTES: usize = WINDOW_RECORDS as usize * (MAX_RECORD_BYTES + TAG_BYTES);
 
-/// What a message costs besides its bytes, so that many empty ones are not free.
+/// Cost of a message in addition to its bytes, so that empty messages count, too.
 pub const MESSAGE_OVERHEAD_BYTES: usize = 64;
 
-/// Resets that wait for a socket; a peer that provokes more loses some, and asks again.
+/// Resets that wait for a socket; further ones are dropped, and the peer's next frame provokes
+/// another.
 pub const MAX_QUEUED_RESETS: usize = 256;
 
-/// Ended streams whose reason is remembered.
+/// Ended streams whose reason is kept.
 pub const MAX_TOMBSTONES: usize = 256;
 
-/// Handshakes that are remembered, so that a copy of one costs no cryptography.
+/// Handshakes whose hash is kept, so that a replayed one is refused without cryptography.
 pub const MAX_REMEMBERED_HANDSHAKES: usize = 1024;
 
-/// What an endpoint may be told; the defaults are those of compatible peers where they have any.
+/// Limits of an endpoint; the defaults are those of compatible peers where they have any.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Whether to acknowledge, and to show the peer that we do. Without it every stream is
-    /// compatible.
+    /// Whether to acknowledge and to grant credit. Without it every stream is compatible.
     pub acknowledge: bool,
-    /// Streams of one executor.
+    /// Open streams of one executor.
     pub streams: usize,
-    /// Handshakes of one executor that wait to be admitted.
+    /// Handshakes of one executor that wait for admission.
     pub pending: usize,
-    /// How long admission may take.
+    /// Time limit for admission.
     pub admission: Duration,
-    /// How long a harness waits for the executor's part of the handshake.
+    /// Time limit for the executor's answer to the handshake.
     pub handshake: Duration,
-    /// How long an executor waits for the first record of a harness, which alone shows that the
-    /// handshake was not a copy of somebody else's.
+    /// Time limit for the first record of a harness, which alone proves that the handshake was not
+    /// a replay.
     pub confirmation: Duration,
-    /// Failed handshakes before further ones are refused unseen; they come back at
-    /// [`Limits::failures_per_second`].
+    /// Failed handshakes after which further ones are refused before decryption; the count
+    /// decreases by [`Limits::failures_per_second`].
     pub failures: u32,
-    /// How fast failed handshakes are forgiven.
+    /// Failed handshakes that are forgotten per second.
     pub failures_per_second: u32,
-    /// Queued bytes above which a stream takes no further message.
+    /// Queued bytes above which a stream accepts no further message.
     pub send_bytes: usize,
-    /// Unread bytes above which a peer that keeps to flow control sends nothing more.
+    /// Unread bytes above which a reliable peer gets no more credit.
     pub receive_bytes: usize,
-    /// Unread bytes of one stream above which it ends; for peers that know no flow control.
+    /// Unread bytes of one stream above which it ends; for compatible peers, which have no flow
+    /// control.
     pub unread_bytes: usize,
-    /// Received bytes of all streams above which the one that adds to them ends.
+    /// Received bytes of all streams above which the stream that adds to them ends.
     pub total_received_bytes: usize,
-    /// How often an idle harness shows that it is there.
+    /// Interval of heartbeats of an idle harness.
     pub heartbeat: Duration,
-    /// How long a stream outlives the last sign of its peer.
+    /// How long a stream is kept after the last frame of its peer.
     pub linger: Duration,
-    /// How long a missing record may hold up those after it when nobody will send it again.
+    /// How long records wait for a missing one in compatible mode before the stream ends.
     pub gap: Duration,
-    /// How long an acknowledgement waits for something to travel with.
+    /// How long an acknowledgement waits for a frame to carry it.
     pub ack_delay: Duration,
 }
 

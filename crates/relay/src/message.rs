@@ -1,7 +1,8 @@
-//! Messages to records and back: a byte stream of u32 big-endian length and message, cut anywhere.
+//! Splitting of messages into records, and reassembly: a byte stream of u32 big-endian length and
+//! message.
 //!
-//! Owns the queue of what is to be sent and the buffer of what has come in part. Knows nothing of
-//! frames and numbers.
+//! Contains the send queue of messages and the buffer of the incomplete received message. Frames
+//! and sequence numbers are handled elsewhere.
 
 use std::collections::VecDeque;
 
@@ -13,22 +14,22 @@ use crate::reason::Reason;
 
 const PREFIX_BYTES: usize = 4;
 
-/// What a message costs while it is kept.
+/// Cost of a queued message: its bytes and a fixed overhead.
 pub(crate) fn cost(message: &Bytes) -> usize {
     message.len() + MESSAGE_OVERHEAD_BYTES
 }
 
-/// Messages that wait to be cut into records.
+/// Queue of messages that are to be split into records.
 #[derive(Debug, Default)]
-pub(crate) struct Cutter {
+pub(crate) struct Splitter {
     queue: VecDeque<Bytes>,
-    /// What of the first message and its prefix has been taken.
+    /// Bytes of the first message and its length prefix that were already taken.
     taken: usize,
-    /// The cost of the queue.
+    /// Cost of the queue.
     cost: usize,
 }
 
-impl Cutter {
+impl Splitter {
     /// Appends a message of allowed length.
     pub(crate) fn push(&mut self, message: Bytes) {
         self.cost += cost(&message);
@@ -39,12 +40,12 @@ impl Cutter {
         self.queue.is_empty()
     }
 
-    /// What the queue costs, the whole of its first message included.
+    /// Returns the cost of the queue, with the whole of its first message.
     pub(crate) fn cost(&self) -> usize {
         self.cost
     }
 
-    /// Bytes that are left to send, up to what fits in one record.
+    /// Unsent bytes, up to the size of one record.
     pub(crate) fn available(&self) -> usize {
         let mut sum = 0_usize;
         for message in &self.queue {
@@ -56,10 +57,11 @@ impl Cutter {
         sum - self.taken
     }
 
-    /// Takes the next record of at most `limit` bytes, with room for its tag.
+    /// Takes the next record of at most `limit` bytes, with capacity for its tag.
     ///
-    /// Several short messages share one: a record costs a frame, an acknowledgement and a seal.
-    pub(crate) fn cut(&mut self, limit: usize) -> Vec<u8> {
+    /// Several short messages share a record: each record costs a frame, an acknowledgement and an
+    /// encryption.
+    pub(crate) fn take_record(&mut self, limit: usize) -> Vec<u8> {
         let length = self.available().min(limit);
         let mut record = Vec::with_capacity(length + TAG_BYTES);
         while record.len() < length {
@@ -91,26 +93,26 @@ impl Cutter {
     }
 }
 
-/// Records that are joined to messages.
+/// Reassembles messages from records.
 #[derive(Debug, Default)]
-pub(crate) struct Joiner {
+pub(crate) struct Assembler {
     buffer: BytesMut,
 }
 
-impl Joiner {
-    /// Messages shorter than this leave in a buffer of their own, so that one that is kept does not
-    /// keep its neighbours' memory.
+impl Assembler {
+    /// 16 KiB: shorter messages are copied into a separate buffer, so that a kept message does
+    /// not keep the memory of the messages around it.
     const COPY_BYTES: usize = 16 << 10;
 
-    /// What an idle joiner may keep allocated.
+    /// Capacity that an idle buffer may keep: 256 KiB.
     const IDLE_BYTES: usize = 256 << 10;
 
-    /// Bytes of a message that is not whole yet.
+    /// Bytes of the incomplete message.
     pub(crate) fn partial(&self) -> usize {
         self.buffer.len()
     }
 
-    /// Opens a record and appends the messages that it completes.
+    /// Decrypts a record and appends the messages that it completes.
     pub(crate) fn record(
         &mut self,
         opener: &Opener,
@@ -121,7 +123,7 @@ impl Joiner {
         if ciphertext.len() > MAX_RECORD_BYTES + TAG_BYTES {
             return Err(Reason::RecordTooLong);
         }
-        // Straight into the message: the one copy between the socket and the reader.
+        // Decrypts directly in the message's buffer: the only copy between socket and reader.
         let start = self.buffer.len();
         self.buffer.extend_from_slice(ciphertext);
         let opened = opener.open(seq, &mut self.buffer[start..]);
@@ -150,7 +152,7 @@ impl Joiner {
             if self.buffer.capacity() > Self::IDLE_BYTES {
                 self.buffer = BytesMut::new();
             } else {
-                // Back to the start of the allocation, if nobody else uses it.
+                // Reuses the allocation if no message refers to it.
                 self.buffer.clear();
             }
         }
@@ -181,7 +183,7 @@ mod tests {
 
     fn join(records: Vec<Vec<u8>>) -> (Vec<Bytes>, Option<Reason>) {
         let (mut here, there) = channels();
-        let (mut joiner, mut messages) = (Joiner::default(), VecDeque::new());
+        let (mut joiner, mut messages) = (Assembler::default(), VecDeque::new());
         for mut record in records {
             let seq = here.sealer.seal(&mut record).unwrap();
             if let Err(reason) = joiner.record(&there.opener, seq, &record, &mut messages) {
@@ -194,7 +196,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn messages_survive_any_cut(
+        fn messages_are_reassembled_from_records_of_any_size(
             lengths in proptest::collection::vec(
                 prop_oneof![1..20_usize, 100..70_000_usize, Just(MAX_RECORD_BYTES)], 0..8),
             limits in proptest::collection::vec(
@@ -202,7 +204,7 @@ mod tests {
         ) {
             let sent: Vec<Bytes> = lengths.iter().enumerate()
                 .map(|(at, &length)| vec![at as u8; length].into()).collect();
-            let mut cutter = Cutter::default();
+            let mut cutter = Splitter::default();
             for message in &sent {
                 cutter.push(message.clone());
             }
@@ -210,9 +212,9 @@ mod tests {
             while !cutter.is_empty() {
                 let available = cutter.available();
                 prop_assert!(available > 0 && available <= MAX_RECORD_BYTES);
-                // A few silly cuts, then ordinary ones.
+                // A few records of random size, then full ones.
                 let limit = if records.len() < 100 { *left.next().unwrap() } else { MAX_RECORD_BYTES };
-                let record = cutter.cut(limit);
+                let record = cutter.take_record(limit);
                 prop_assert_eq!(record.len(), available.min(limit));
                 records.push(record);
             }
@@ -224,14 +226,17 @@ mod tests {
 
     #[test]
     fn short_messages_share_a_record() {
-        let mut cutter = Cutter::default();
+        let mut cutter = Splitter::default();
         cutter.push(Bytes::from_static(b"a"));
         cutter.push(Bytes::from_static(b"bc"));
-        assert_eq!(cutter.cut(MAX_RECORD_BYTES), b"\0\0\0\x01a\0\0\0\x02bc");
+        assert_eq!(
+            cutter.take_record(MAX_RECORD_BYTES),
+            b"\0\0\0\x01a\0\0\0\x02bc"
+        );
     }
 
     #[test]
-    fn lengths_are_checked_as_soon_as_they_are_there() {
+    fn invalid_message_length_is_rejected_before_the_message_arrives() {
         assert_eq!(join(vec![vec![0; 4]]).1, Some(Reason::MessageLength));
         assert_eq!(join(vec![vec![4, 0, 0, 0]]), (vec![], None));
         assert_eq!(

@@ -1,10 +1,10 @@
-//! The Noise channel: `Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256`.
+//! Noise channel: `Noise_hybridIK_25519+MLKEM768_AESGCM_SHA256`.
 //!
-//! Owns key pairs, the two messages of the handshake and the sealing of records. Knows no frames
-//! and no streams, and draws no randomness but what it is given.
+//! Contains key pairs, the two handshake messages and the encryption of records. Frames and streams
+//! are handled elsewhere. All randomness comes from an argument.
 //!
-//! The handshake is `clatter`'s. Records are sealed with `ring`, which is several times as fast as
-//! the portable implementation that comes with the handshake; the test vector covers both.
+//! The handshake is from `clatter`. Records are encrypted with `ring`, which is several times
+//! faster than the portable implementation in `clatter`; the test vector covers both.
 
 use std::cell::Cell;
 use std::fmt;
@@ -26,19 +26,19 @@ use crate::limits::{MAX_HANDSHAKE_BYTES, TAG_BYTES};
 
 type DhPair = KeyPair<<X25519 as Dh>::PubKey, <X25519 as Dh>::PrivateKey>;
 type KemPair = KeyPair<<MlKem768 as Kem>::PubKey, <MlKem768 as Kem>::SecretKey>;
-type Handshake = HybridHandshakeCore<X25519, MlKem768, MlKem768, AesGcm, Sha256, Drawn>;
+type Handshake = HybridHandshakeCore<X25519, MlKem768, MlKem768, AesGcm, Sha256, PredrawnRandom>;
 
-/// Bytes that make an identity: an X25519 secret and an ML-KEM seed.
+/// Bytes of an identity's seed: an X25519 secret and an ML-KEM seed.
 pub const SEED_BYTES: usize = 32 + 64;
 
-/// The first part of every prologue.
+/// First part of every prologue.
 const PROLOGUE: &str = "codex-exec-server-relay-noise/v1";
 
-/// Where randomness comes from: the system's, or a seeded one in a simulation.
+/// Source of randomness: the system's, or a seeded one in a simulation.
 ///
-/// Keys are made of what it gives; an implementation that cannot give must not return.
+/// Keys are generated from it; an implementation that cannot provide randomness must not return.
 pub trait Entropy {
-    /// Fills `out` with bytes that nobody else can know.
+    /// Fills `out` with unpredictable bytes.
     fn fill(&mut self, out: &mut [u8]);
 }
 
@@ -48,19 +48,19 @@ impl<F: FnMut(&mut [u8])> Entropy for F {
     }
 }
 
-/// The handshake failed: other keys, other ids, or not a handshake at all.
+/// Failed handshake: wrong keys, wrong ids, or not a handshake message.
 ///
-/// Says no more on purpose; who made it fail must not learn how far it came.
+/// Contains no detail on purpose: an attacker must not learn which step failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("noise handshake failed")]
 pub struct HandshakeError;
 
-/// A record was changed, or sealed with another key or number.
+/// Failed decryption: the record was changed, or encrypted with another key or sequence number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("record cannot be decrypted")]
 pub struct DecryptError;
 
-/// The long-term keys of one party.
+/// Long-term key pairs of one party.
 #[derive(Clone)]
 pub struct Identity {
     seed: Zeroizing<[u8; SEED_BYTES]>,
@@ -70,14 +70,14 @@ pub struct Identity {
 }
 
 impl Identity {
-    /// A new one.
+    /// Generates a new identity.
     pub fn generate(entropy: &mut dyn Entropy) -> Self {
         let mut seed = Zeroizing::new([0; SEED_BYTES]);
         entropy.fill(&mut *seed);
         Self::from_seed(&seed)
     }
 
-    /// The one that has this [`Identity::seed`].
+    /// Creates the identity with this [`Identity::seed`].
     pub fn from_seed(seed: &[u8; SEED_BYTES]) -> Self {
         let (dh, kem) = key_pairs(seed);
         let public = PublicKey::new(dh.public, kem.public.as_slice())
@@ -90,12 +90,12 @@ impl Identity {
         }
     }
 
-    /// All there is to keep; as secret as the keys.
+    /// Returns the seed, from which the identity can be restored; as secret as the private keys.
     pub fn seed(&self) -> &[u8; SEED_BYTES] {
         &self.seed
     }
 
-    /// What others may know.
+    /// Returns the public keys.
     pub fn public_key(&self) -> &PublicKey {
         &self.public
     }
@@ -109,12 +109,12 @@ impl fmt::Debug for Identity {
 
 fn key_pairs(seed: &[u8; SEED_BYTES]) -> (DhPair, KemPair) {
     let (dh, kem) = seed.split_at(32);
-    let dh = X25519::genkey_rng(&mut Drawn::new(dh)).expect("any 32 bytes are a secret");
-    let kem = MlKem768::genkey_rng(&mut Drawn::new(kem)).expect("any 64 bytes are a seed");
+    let dh = X25519::genkey_rng(&mut PredrawnRandom::new(dh)).expect("any 32 bytes are a secret");
+    let kem = MlKem768::genkey_rng(&mut PredrawnRandom::new(kem)).expect("any 64 bytes are a seed");
     (dh, kem)
 }
 
-/// What both ends must agree on before they can understand each other.
+/// Returns the Noise prologue: the ids that both ends must agree on.
 pub fn prologue(environment_id: &str, registration_id: &str, stream_id: &str) -> Vec<u8> {
     let mut out = Vec::new();
     for part in [PROLOGUE, environment_id, registration_id, stream_id] {
@@ -124,15 +124,15 @@ pub fn prologue(environment_id: &str, registration_id: &str, stream_id: &str) ->
     out
 }
 
-/// The harness, waiting for the executor's message.
+/// Harness side of a handshake, waiting for the executor's message.
 pub struct Initiator(Box<Handshake>);
 
 impl Initiator {
-    /// Makes the first message.
+    /// Creates the first message.
     ///
     /// # Errors
     ///
-    /// When `executor` is not a key that anything can be sent to.
+    /// `executor` is not a valid public key.
     pub fn start(
         identity: &Identity,
         executor: &PublicKey,
@@ -145,13 +145,14 @@ impl Initiator {
         Ok((Self(Box::new(state)), message))
     }
 
-    /// Reads the executor's message, which proves that it has the expected key.
+    /// Reads the executor's message, which proves that the executor has the expected key.
     ///
     /// # Errors
     ///
-    /// When it does not.
+    /// The message is not valid.
     pub fn finish(&mut self, message: &[u8]) -> Result<Channel, HandshakeError> {
-        // A copy: a forged message must not spoil the wait for the true one.
+        // Works on a copy, so that a forged message does not break the handshake with the real
+        // executor.
         let mut state = (*self.0).clone();
         if !read(&mut state, message)?.is_empty() {
             return Err(HandshakeError);
@@ -160,14 +161,14 @@ impl Initiator {
     }
 }
 
-/// The executor, knowing who asks and not yet whether to answer.
+/// Executor side of a handshake, after the first message and before the answer.
 pub struct Responder(Box<Handshake>);
 
-/// What the first message says.
-pub struct Greeting {
-    /// Who sent it; nobody else can use the channel.
+/// Content of the first handshake message.
+pub struct HandshakeRequest {
+    /// The harness's public key; only its owner can use the channel.
     pub harness: PublicKey,
-    /// The authorization, as it came.
+    /// The encrypted payload: the authorization.
     pub payload: Vec<u8>,
 }
 
@@ -176,26 +177,26 @@ impl Responder {
     ///
     /// # Errors
     ///
-    /// When it was not made for this identity and prologue.
+    /// The message was not created for this identity and prologue.
     pub fn read(
         identity: &Identity,
         prologue: &[u8],
         message: &[u8],
         entropy: &mut dyn Entropy,
-    ) -> Result<(Self, Greeting), HandshakeError> {
+    ) -> Result<(Self, HandshakeRequest), HandshakeError> {
         let mut state = handshake(identity, None, prologue, entropy)?;
         let payload = read(&mut state, message)?;
         let harness = state.get_remote_static().ok_or(HandshakeError)?;
         let harness =
             PublicKey::new(*harness.dh(), harness.kem().as_slice()).ok_or(HandshakeError)?;
-        Ok((Self(Box::new(state)), Greeting { harness, payload }))
+        Ok((Self(Box::new(state)), HandshakeRequest { harness, payload }))
     }
 
-    /// Makes the second message.
+    /// Creates the second message.
     ///
     /// # Errors
     ///
-    /// When the harness's keys are not keys that anything can be sent to.
+    /// The harness's public key is not valid.
     pub fn reply(mut self) -> Result<(Channel, Vec<u8>), HandshakeError> {
         let message = write(&mut self.0, &[])?;
         Ok((Channel::new(*self.0, false)?, message))
@@ -208,7 +209,7 @@ fn handshake(
     prologue: &[u8],
     entropy: &mut dyn Entropy,
 ) -> Result<Handshake, HandshakeError> {
-    let mut drawn = Zeroizing::new([0; SEED_BYTES + Drawn::CAPACITY]);
+    let mut drawn = Zeroizing::new([0; SEED_BYTES + PredrawnRandom::CAPACITY]);
     entropy.fill(&mut *drawn);
     let (ephemeral, encapsulation) = drawn.split_at(SEED_BYTES);
     let ephemeral = ephemeral.try_into().map_err(|_| HandshakeError)?;
@@ -234,7 +235,7 @@ fn handshake_with(
             .with_rs(peer.x25519)
             .with_rs_kem(<MlKem768 as Kem>::PubKey::from_slice(peer.mlkem768()));
     }
-    Drawn::hand_over(encapsulation, || Handshake::new(params)).map_err(|_| HandshakeError)
+    PredrawnRandom::hand_over(encapsulation, || Handshake::new(params)).map_err(|_| HandshakeError)
 }
 
 fn write(state: &mut Handshake, payload: &[u8]) -> Result<Vec<u8>, HandshakeError> {
@@ -261,14 +262,14 @@ fn read(state: &mut Handshake, message: &[u8]) -> Result<Vec<u8>, HandshakeError
     Ok(payload)
 }
 
-/// A finished handshake: one key for each direction.
+/// Result of a handshake: one key for each direction.
 #[derive(Debug)]
 pub struct Channel {
-    /// For what we send.
+    /// Encrypts sent records.
     pub sealer: Sealer,
-    /// For what we receive.
+    /// Decrypts received records.
     pub opener: Opener,
-    /// The same at both ends, and nowhere else.
+    /// Handshake hash: equal at both ends, and unique to this channel.
     pub hash: [u8; 32],
 }
 
@@ -311,27 +312,28 @@ fn nonce(seq: u32) -> aead::Nonce {
     aead::Nonce::assume_unique_for_key(nonce)
 }
 
-/// Seals records, each under a number of its own.
+/// Encrypts records, each with its own sequence number.
 #[derive(Debug)]
 pub struct Sealer {
     key: aead::LessSafeKey,
-    /// Beyond `u32` when the numbers are used up.
+    /// Exceeds `u32` after the last sequence number.
     next: u64,
 }
 
 impl Sealer {
-    /// The number of the next record, if there is one left.
+    /// Returns the sequence number of the next record, if one is left.
     pub fn next_seq(&self) -> Option<u32> {
         u32::try_from(self.next).ok()
     }
 
-    /// Encrypts `record` where it is and appends the tag; gives its number.
+    /// Encrypts `record` in place and appends the tag; returns its sequence number.
     ///
-    /// Each number seals one record only: what must be sent again is kept as ciphertext.
+    /// Each sequence number encrypts one record only: a repeated record is sent as the same
+    /// ciphertext.
     ///
     /// # Errors
     ///
-    /// When the numbers are used up.
+    /// No sequence number is left.
     pub fn seal(&mut self, record: &mut Vec<u8>) -> Result<u32, SequenceExhausted> {
         let seq = self.next_seq().ok_or(SequenceExhausted)?;
         self.next += 1;
@@ -342,21 +344,21 @@ impl Sealer {
     }
 }
 
-/// The numbers for records are used up.
+/// No sequence number is left for another record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("all 2^32 numbers for records are used up")]
 pub struct SequenceExhausted;
 
-/// Opens records.
+/// Decrypts records.
 #[derive(Debug)]
 pub struct Opener(aead::LessSafeKey);
 
 impl Opener {
-    /// Decrypts `record` where it is; gives the length of the plaintext, at the front of it.
+    /// Decrypts `record` in place; returns the length of the plaintext, which is at its start.
     ///
     /// # Errors
     ///
-    /// When the record is not exactly what the peer sealed under `seq`.
+    /// The record is not exactly what the peer encrypted with `seq`.
     pub fn open(&self, seq: u32, record: &mut [u8]) -> Result<usize, DecryptError> {
         if record.len() < TAG_BYTES {
             return Err(DecryptError);
@@ -368,23 +370,24 @@ impl Opener {
     }
 }
 
-/// Randomness drawn in advance.
+/// Random bytes drawn in advance for one handshake operation.
 ///
-/// The handshake makes its own source with `Default`, so one that was filled from an argument has
-/// to be handed over at the side: [`Drawn::hand_over`] leaves the bytes where `default` finds them.
+/// `clatter` creates its random source with `Default`. To pass bytes from an argument,
+/// [`PredrawnRandom::hand_over`] puts them into a thread-local variable, from which `default` takes
+/// them.
 #[derive(Clone)]
-struct Drawn {
+struct PredrawnRandom {
     bytes: Zeroizing<[u8; Self::CAPACITY]>,
-    /// What is left of `bytes`.
+    /// Unused part of `bytes`.
     left: std::ops::Range<usize>,
 }
 
 thread_local! {
-    static HANDED_OVER: Cell<Option<Drawn>> = const { Cell::new(None) };
+    static HANDED_OVER: Cell<Option<PredrawnRandom>> = const { Cell::new(None) };
 }
 
-impl Drawn {
-    /// Two encapsulations, or one ML-KEM key pair.
+impl PredrawnRandom {
+    /// 64 bytes: two encapsulations, or one ML-KEM key pair.
     const CAPACITY: usize = 64;
 
     fn new(bytes: &[u8]) -> Self {
@@ -404,14 +407,15 @@ impl Drawn {
     }
 }
 
-impl Default for Drawn {
+impl Default for PredrawnRandom {
     fn default() -> Self {
-        // Empty when nobody handed anything over: it can give nothing, rather than something weak.
+        // Without handed-over bytes the source is empty: it panics instead of returning weak
+        // randomness.
         HANDED_OVER.take().unwrap_or_else(|| Self::new(&[]))
     }
 }
 
-impl RngCore for Drawn {
+impl RngCore for PredrawnRandom {
     fn next_u32(&mut self) -> u32 {
         let mut bytes = [0; 4];
         self.fill_bytes(&mut bytes);
@@ -425,10 +429,10 @@ impl RngCore for Drawn {
     }
 
     fn fill_bytes(&mut self, out: &mut [u8]) {
-        // How much is drawn is fixed by the algorithms; no peer can ask for more.
+        // Cannot be triggered by a peer: the algorithms draw a fixed number of bytes.
         assert!(
             out.len() <= self.left.len(),
-            "more randomness is asked for than the algorithm needs"
+            "the algorithm draws more randomness than was provided"
         );
         let end = self.left.start + out.len();
         out.copy_from_slice(&self.bytes[self.left.start..end]);
@@ -441,7 +445,7 @@ impl RngCore for Drawn {
     }
 }
 
-impl CryptoRng for Drawn {}
+impl CryptoRng for PredrawnRandom {}
 
 #[cfg(test)]
 mod tests {
@@ -459,7 +463,7 @@ mod tests {
         seed
     }
 
-    /// A source that is different for each `start`, and the same every time.
+    /// Deterministic source, different for each `start`.
     pub(crate) fn entropy(start: u64) -> impl FnMut(&mut [u8]) {
         let mut state = start.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         move |out: &mut [u8]| {
@@ -473,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn prologue_is_golden() {
+    fn prologue_matches_golden_bytes() {
         assert_eq!(
             hex(prologue("env-1", "registration-1", "stream-1")),
             "0000000000000020636f6465782d657865632d7365727665722d72656c61792d6e6f6973652f7631\
@@ -484,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn the_test_vector_holds() {
+    fn handshake_and_records_match_the_test_vector() {
         let harness = Identity::from_seed(&seed(1, 2));
         let executor = Identity::from_seed(&seed(3, 4));
         assert_eq!(
@@ -565,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handshake_only_fits_its_keys_and_ids() {
+    fn handshake_fails_with_other_keys_or_ids() {
         let mut random = entropy(1);
         let [harness, executor, other] = [(); 3].map(|()| Identity::generate(&mut random));
         let (mut initiator, message) =
@@ -585,7 +589,7 @@ mod tests {
         assert_eq!(&greeting.harness, harness.public_key());
         assert_eq!(greeting.payload, b"a");
         let (there, reply) = responder.reply().unwrap();
-        // A forgery does not spoil the wait for the true one.
+        // A forged message does not break the handshake with the real executor.
         let mut forged = reply.clone();
         forged[3000] ^= 1;
         assert!(initiator.finish(&forged).is_err());
@@ -594,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bit_of_a_record_counts() {
+    fn changed_record_is_not_decrypted() {
         let mut random = entropy(2);
         let harness = Identity::generate(&mut random);
         let executor = Identity::generate(&mut random);
@@ -630,7 +634,7 @@ mod tests {
     }
 
     #[test]
-    fn an_identity_is_its_seed_and_keeps_it_to_itself() {
+    fn identity_is_restored_from_seed_and_not_printed() {
         let identity = Identity::generate(&mut entropy(3));
         let again = Identity::from_seed(identity.seed());
         assert_eq!(identity.public_key(), again.public_key());

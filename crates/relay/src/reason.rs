@@ -1,4 +1,4 @@
-//! Why a stream ends: the text of a reset, and what each means to whoever receives it.
+//! Reset reasons: why a stream ended.
 
 use std::fmt;
 
@@ -8,17 +8,17 @@ macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
         /// Why a stream ended.
         ///
-        /// Compatible peers know one reason for everything, and take any text.
+        /// Compatible peers send one reason for every failure, and accept any text.
         #[derive(Debug, Clone, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum Reason {
             $($(#[doc = $doc])+ $name,)+
-            /// What a peer said that is none of the above, shortened.
+            /// Another text that a peer sent, shortened.
             Other(Box<str>),
         }
 
         impl Reason {
-            /// The text on the wire.
+            /// Returns the text on the wire.
             pub fn as_str(&self) -> &str {
                 match self {
                     $(Self::$name => $text,)+
@@ -26,7 +26,7 @@ macro_rules! reasons {
                 }
             }
 
-            /// Reads the text of a reset.
+            /// Parses the text of a reset.
             pub fn parse(text: &str) -> Self {
                 match text {
                     $($text => Self::$name,)+
@@ -49,73 +49,73 @@ macro_rules! reasons {
 }
 
 reasons! {
-    /// The peer, or we, had nothing more to say.
+    /// The peer or this end closed the stream.
     Closed = "closed",
-    /// The one reason of compatible peers.
+    /// The only failure reason of compatible peers.
     ProtocolError = "noise_relay_protocol_error",
-    /// A frame for a stream that is not, or no longer, there.
+    /// A frame for a stream that does not exist or has ended.
     UnknownStream = "unknown_stream",
-    /// A frame that makes no sense where it came.
+    /// A frame that is not valid in the stream's state.
     UnexpectedFrame = "unexpected_frame",
     /// A frame that cannot be decoded.
     InvalidFrame = "invalid_frame",
-    /// A handshake that does not decrypt: other keys, other ids, or not a handshake.
+    /// A handshake that cannot be decrypted: wrong keys, wrong ids, or not a handshake.
     HandshakeFailed = "handshake_failed",
-    /// A handshake that was seen before.
+    /// A handshake that was received before.
     HandshakeReplayed = "handshake_replayed",
-    /// The other side of the handshake did not come.
+    /// The other side's handshake message did not arrive in time.
     HandshakeTimeout = "handshake_timeout",
-    /// A handshake for a stream that is in use.
+    /// A handshake for a stream id that is in use.
     DuplicateStream = "duplicate_stream",
-    /// Too many handshakes failed lately.
+    /// Too many recent handshakes failed.
     HandshakeCooldown = "handshake_cooldown",
-    /// The authorization is empty, too long or not text.
+    /// The authorization is empty, too long or not UTF-8.
     AuthorizationInvalid = "authorization_invalid",
-    /// The registry does not know the harness.
+    /// The registry refused the harness.
     AuthorizationRefused = "authorization_refused",
-    /// The harness was admitted once and is not any more.
+    /// The harness was admitted, and its authorization was revoked later.
     AuthorizationRevoked = "authorization_revoked",
-    /// The registry could not be asked.
+    /// The registry could not be reached.
     ValidationUnavailable = "validation_unavailable",
     /// The registry did not answer in time.
     ValidationTimeout = "validation_timeout",
-    /// The executor has as many streams as it may.
+    /// The executor has reached its limit of streams.
     TooManyStreams = "too_many_streams",
-    /// The executor has as many handshakes to validate as it may.
+    /// The executor has reached its limit of handshakes in validation.
     TooManyValidations = "too_many_validations",
-    /// A record was changed, or sealed with another key.
+    /// A record was changed, or encrypted with another key.
     DecryptFailed = "decrypt_failed",
     /// A record is longer than allowed.
     RecordTooLong = "record_too_long",
-    /// A record came too far ahead of one that is missing.
+    /// A record is too far ahead of a missing one.
     ReorderWindow = "reorder_window",
-    /// A missing record did not come.
+    /// A missing record did not arrive in time.
     GapTimeout = "gap_timeout",
     /// A message is empty or longer than allowed.
     MessageLength = "message_length",
-    /// More was sent than is being read.
+    /// The peer sent more than the reader consumed.
     ReceiveOverflow = "receive_overflow",
-    /// The numbers for records are used up.
+    /// No sequence number is left for another record.
     SequenceExhausted = "sequence_exhausted",
-    /// Nothing was heard of the peer for too long.
+    /// The peer sent no frame for too long.
     PeerTimeout = "peer_timeout",
-    /// The socket is gone, and the peer cannot go on with another.
+    /// The socket was lost, and the peer cannot resume on another.
     SocketLost = "socket_lost",
-    /// The meeting point says that the harness's socket is gone; it may come back.
+    /// The rendezvous server reports that the harness's socket was lost; the harness may return.
     HarnessDetached = "harness_detached",
-    /// The meeting point says that the executor's socket is gone; it may come back.
+    /// The rendezvous server reports that the executor's socket was lost; the executor may return.
     ExecutorDetached = "executor_detached",
     /// The peer's process is ending.
     ShuttingDown = "shutting_down",
 }
 
 impl Reason {
-    /// Whether only a socket is gone, so that a peer that can go on with another may be waited for.
+    /// Whether only a socket was lost, so that a reliable peer may return.
     pub fn is_detachment(&self) -> bool {
         matches!(self, Self::HarnessDetached | Self::ExecutorDetached)
     }
 
-    /// Whether another attempt with a new stream may fare better without anyone's help.
+    /// Whether a new stream may succeed without any intervention.
     pub fn is_retryable(&self) -> bool {
         !matches!(
             self,
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reason_survives_the_wire_and_none_is_like_another() {
+    fn every_reason_round_trips_and_is_unique() {
         let mut texts = std::collections::BTreeSet::new();
         for reason in Reason::all() {
             assert_eq!(Reason::parse(reason.as_str()), reason);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_strange_reason_is_kept_but_shortened() {
+    fn unknown_reason_is_kept_and_shortened() {
         assert_eq!(Reason::parse("whatever").as_str(), "whatever");
         assert_eq!(Reason::parse(&"ä".repeat(1000)).as_str(), "ä".repeat(128));
     }

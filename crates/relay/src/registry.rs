@@ -1,6 +1,7 @@
-//! The bodies of the registry's three calls, which both its clients and its servers need.
+//! Request and response bodies of the registry calls: register, connect, validate.
 //!
-//! Knows no HTTP. Fields that are not known are ignored, except inside a public key.
+//! HTTP is handled in `transport` and `rendezvous`. Unknown fields are ignored, except inside a
+//! public key.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,96 +10,96 @@ use crate::keys::{Authorization, PublicKey};
 /// `POST …/register`, from the executor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegisterRequest {
-    /// [`crate::keys::SECURITY_PROFILE`].
+    /// Security profile; must be [`crate::keys::SECURITY_PROFILE`].
     pub security_profile: String,
-    /// Whom harnesses will talk to.
+    /// Public key that harnesses must expect.
     pub executor_public_key: PublicKey,
-    /// How people call the machine; an extension.
+    /// Display name of the machine; an extension.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
 }
 
-/// The answer to a registration.
+/// Response to a registration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegisterResponse {
-    /// As requested.
+    /// As in the request.
     pub environment_id: String,
-    /// Where to dial.
+    /// Websocket URL to dial.
     pub url: String,
-    /// Where else, if the first does not answer; an extension.
+    /// Alternative websocket URLs, if the first does not respond; an extension.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub urls: Vec<String>,
-    /// Other places that answer the registry's calls, as in `https://two.meet.example`; an extension.
+    /// Alternative base URLs of the registry, as in `https://two.meet.example`; an extension.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub registries: Vec<String>,
-    /// [`crate::keys::SECURITY_PROFILE`].
+    /// Security profile; must be [`crate::keys::SECURITY_PROFILE`].
     pub security_profile: String,
-    /// Goes into the handshake.
+    /// Registration id, which is part of the handshake prologue.
     pub executor_registration_id: String,
 }
 
 /// `POST …/connect`, from the harness.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectRequest {
-    /// Who wants to connect.
+    /// Public key of the harness that wants to connect.
     pub harness_public_key: PublicKey,
 }
 
-/// The answer to a harness: good for one connection.
+/// Response to a harness: valid for one connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConnectResponse {
-    /// As requested.
+    /// As in the request.
     pub environment_id: String,
-    /// Where to dial.
+    /// Websocket URL to dial.
     pub url: String,
-    /// Where else, if the first does not answer; an extension.
+    /// Alternative websocket URLs, if the first does not respond; an extension.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub urls: Vec<String>,
-    /// Other places that answer the registry's calls, as in `https://two.meet.example`; an extension.
+    /// Alternative base URLs of the registry, as in `https://two.meet.example`; an extension.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub registries: Vec<String>,
-    /// [`crate::keys::SECURITY_PROFILE`].
+    /// Security profile; must be [`crate::keys::SECURITY_PROFILE`].
     pub security_profile: String,
-    /// Of the executor that is attached now.
+    /// Registration id of the executor that is connected now.
     pub executor_registration_id: String,
-    /// Whom to expect.
+    /// Public key that the executor must prove.
     pub executor_public_key: PublicKey,
-    /// To be shown to the executor, encrypted.
+    /// Authorization for the executor, which the harness sends encrypted.
     pub harness_key_authorization: Authorization,
 }
 
 /// `POST …/validate`, from the executor, for each handshake.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValidateRequest {
-    /// Its own.
+    /// The executor's own registration id.
     pub executor_registration_id: String,
-    /// From the handshake.
+    /// Public key from the handshake.
     pub harness_public_key: PublicKey,
-    /// From the same handshake.
+    /// Authorization from the same handshake.
     pub harness_key_authorization: Authorization,
 }
 
-/// The registry's word on a handshake.
+/// The registry's decision about a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValidateResponse {
     /// Only `true` admits the stream.
     pub valid: bool,
 }
 
-/// An error as clients understand it.
+/// Error response.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorResponse {
-    /// The one field.
+    /// The error.
     pub error: ErrorBody,
 }
 
-/// What went wrong.
+/// Description of an error.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct ErrorBody {
-    /// For programs.
+    /// Machine-readable code.
     #[serde(default)]
     pub code: Option<String>,
-    /// For people.
+    /// Message for users.
     #[serde(default)]
     pub message: Option<String>,
 }
@@ -109,14 +110,14 @@ mod tests {
     use crate::keys::{MLKEM768_BYTES, SECURITY_PROFILE};
 
     #[test]
-    fn a_registration_without_a_name_is_what_compatible_executors_send() {
+    fn registration_without_name_equals_that_of_compatible_executors() {
         let request = RegisterRequest {
             security_profile: SECURITY_PROFILE.to_owned(),
             executor_public_key: PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).unwrap(),
             name: None,
         };
         let json = serde_json::to_string(&request).unwrap();
-        assert_eq!(json.len(), 1792, "the size that was observed");
+        assert_eq!(json.len(), 1792, "the size that compatible executors send");
         assert_eq!(
             serde_json::from_str::<RegisterRequest>(&json).unwrap(),
             request
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_may_say_more_than_is_known() {
+    fn unknown_response_fields_are_ignored() {
         let answer: ValidateResponse = serde_json::from_str(r#"{"valid":true,"x":1}"#).unwrap();
         assert!(answer.valid);
         let error: ErrorResponse = serde_json::from_str(r#"{"error":{"code":null}}"#).unwrap();

@@ -1,34 +1,34 @@
-//! Records in their order: what has come, what waits for a missing one, and how to say so.
+//! Receive window of one stream: restores the order of records, and computes acknowledgements.
 
 use std::collections::BTreeMap;
 
 use crate::frame::Acks;
 use crate::limits::WINDOW_RECORDS;
 
-/// What to do with a record that has just come.
+/// What to do with a received record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Arrival {
-    /// It is the next one: use it and call [`Reorder::advance`].
+    /// The expected one: use it and call [`Reorder::advance`].
     Next,
-    /// It is early; it can wait here.
+    /// Early; it can be held.
     Early,
-    /// It has come before. The first copy counts.
+    /// A duplicate. The first copy counts.
     Duplicate,
-    /// It is so early that it may not wait.
+    /// Too early to be held.
     Beyond,
 }
 
-/// The receiving side of one stream's numbers.
+/// Receive window of one stream.
 #[derive(Debug, Default)]
 pub(crate) struct Reorder {
-    /// The number of the next record; beyond `u32` when there is none.
+    /// Sequence number of the next record; exceeds `u32` after the last one.
     next: u64,
     held: BTreeMap<u32, Vec<u8>>,
     held_bytes: usize,
 }
 
 impl Reorder {
-    /// Classifies a record of `length` bytes if at most `held_limit` bytes may wait.
+    /// Classifies a record of `length` bytes; at most `held_limit` bytes may be held.
     pub(crate) fn arrival(&self, seq: u32, length: usize, held_limit: usize) -> Arrival {
         match u64::from(seq).checked_sub(self.next) {
             None => Arrival::Duplicate,
@@ -43,7 +43,7 @@ impl Reorder {
         }
     }
 
-    /// Keeps an early record.
+    /// Stores an early record until the missing ones have arrived.
     pub(crate) fn hold(&mut self, seq: u32, payload: &[u8]) {
         self.held_bytes += payload.len();
         if let Some(replaced) = self.held.insert(seq, payload.to_vec()) {
@@ -51,7 +51,7 @@ impl Reorder {
         }
     }
 
-    /// The next record was used; gives the one after it if that has come.
+    /// Advances past the record that was used; returns the next one if it is held.
     pub(crate) fn advance(&mut self) -> Option<(u32, Vec<u8>)> {
         self.next += 1;
         let seq = u32::try_from(self.next).ok()?;
@@ -70,12 +70,13 @@ impl Reorder {
         !self.held.is_empty()
     }
 
-    /// Bytes that wait.
+    /// Bytes that are held.
     pub(crate) fn held_bytes(&self) -> usize {
         self.held_bytes
     }
 
-    /// What to tell the sender. All zero before the first record, when nothing can be said.
+    /// Returns the acknowledgement for the sender. All zero before the first record, because the
+    /// format cannot express that.
     pub(crate) fn acks(&self) -> Acks {
         let Some(ack) = self.next.checked_sub(1) else {
             return Acks::default();
@@ -102,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_come_in_order_whatever_the_network_does() {
+    fn reordered_and_duplicated_records_are_delivered_in_order() {
         let mut reorder = Reorder::default();
         assert_eq!(reorder.arrival(0, 1, 10), Arrival::Next);
         assert_eq!(reorder.arrival(2, 1, 10), Arrival::Early);
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_window_is_bounded_in_distance_and_bytes() {
+    fn held_records_are_bounded_by_distance_and_bytes() {
         let mut reorder = Reorder::default();
         assert_eq!(reorder.arrival(64, 1, 100), Arrival::Early);
         assert_eq!(reorder.arrival(65, 1, 100), Arrival::Beyond);
@@ -139,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_number_does_not_wrap() {
+    fn sequence_number_does_not_wrap_after_the_last() {
         let mut reorder = Reorder {
             next: u64::from(u32::MAX),
             ..Default::default()

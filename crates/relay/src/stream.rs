@@ -1,7 +1,7 @@
-//! One stream: handshake, then messages both ways, over whatever sockets there are.
+//! One stream: handshake, then messages in both directions, over consecutive sockets.
 //!
-//! Owns everything that belongs to one stream id. Knows nothing of other streams and decides no
-//! admission; [`crate::endpoint`] does both.
+//! Contains all state of one stream id. Admission and fairness between streams are handled in
+//! [`crate::endpoint`].
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,68 +14,68 @@ use crate::frame::{Acks, Body, Frame, Transmit};
 use crate::limits::{
     COMPATIBLE_HELD_BYTES, Limits, MAX_RECORD_BYTES, RELIABLE_HELD_BYTES, TAG_BYTES,
 };
-use crate::message::{self, Cutter, Joiner};
+use crate::message::{self, Assembler, Splitter};
 use crate::noise::{Channel, Initiator, Opener, Responder, Sealer};
 use crate::reason::Reason;
 use crate::reorder::{Arrival, Reorder};
 use crate::window::Window;
 
-/// Records that may go unacknowledged while an acknowledgement waits for company.
+/// Received records after which an acknowledgement is sent without waiting for a frame to carry it.
 const ACK_RECORDS: u32 = 8;
 
-/// Payload bytes that may go unacknowledged likewise.
+/// Received payload bytes after which an acknowledgement is sent likewise.
 const ACK_BYTES: usize = 256 << 10;
 
-/// New records are not cut shorter than this for want of credit, unless less is to be sent.
+/// 4 KiB: a record is not cut shorter than this for lack of credit, unless less is queued.
 const MIN_CREDIT_RECORD: u64 = 4 << 10;
 
-/// How long the first word on a new socket, or a question in the handshake, waits for an answer
-/// before it is repeated; doubles once or twice.
+/// Time after which an unanswered `resume` or handshake is repeated; doubles up to the maximum.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
 const MAX_RETRY: Duration = Duration::from_secs(2);
 
-/// Where the stream is between its first frame and its last.
+/// Phase of a stream's life.
 enum Phase {
-    /// A harness that has not heard of the executor.
-    Greeting {
+    /// Harness: the executor has not answered the handshake.
+    Handshaking {
         initiator: Initiator,
         message: Bytes,
         deadline: Instant,
     },
-    /// An executor that has not decided.
+    /// Executor: the application has not decided about admission.
     Pending {
         responder: Option<Box<Responder>>,
         deadline: Instant,
     },
-    /// Messages flow.
+    /// Messages can flow.
     Open {
         sealer: Box<Sealer>,
         opener: Box<Opener>,
-        /// An executor's part of the handshake, until a record shows that it has arrived, and
-        /// until when that must be.
+        /// Executor: its handshake message, kept until the first record confirms that the harness
+        /// has it, and the deadline for that.
         unconfirmed: Option<(Bytes, Instant)>,
     },
 }
 
-/// How far the peer can be trusted to repeat itself.
+/// Whether the peer acknowledges and repeats records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
-    /// The peer never acknowledges: what is lost is lost, and a lost socket ends the stream.
+    /// The peer never acknowledges: a lost frame is not repeated, and a lost socket ends the
+    /// stream.
     Compatible,
-    /// The peer acknowledges: everything arrives, once, in order, over as many sockets as it takes.
+    /// The peer acknowledges: every record arrives once and in order, over any number of sockets.
     Reliable,
 }
 
-/// The socket as this stream sees it.
+/// State of the socket, as this stream sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Path {
     Down,
-    /// The peer was told that we are here and has not answered.
+    /// `resume` was sent and the peer has not answered.
     Resuming,
     Up,
 }
 
-/// Something to ask again until it is answered.
+/// Timer for repeating a frame until it is answered.
 #[derive(Debug, Clone, Copy)]
 struct Retry {
     at: Instant,
@@ -90,7 +90,7 @@ impl Retry {
         }
     }
 
-    /// Whether it is time to ask again; sets the next time if so.
+    /// Whether to repeat now; sets the next time if so.
     fn is_due(&mut self, now: Instant) -> bool {
         let due = now >= self.at;
         if due {
@@ -101,7 +101,7 @@ impl Retry {
     }
 }
 
-/// Control frames that wait for their turn.
+/// Control frames that are to be sent.
 #[derive(Debug, Default)]
 struct Control {
     resume: bool,
@@ -112,52 +112,53 @@ struct Control {
 
 pub(crate) struct Stream {
     pub(crate) id: Arc<str>,
-    /// What tells a repeated first handshake message from another one.
-    pub(crate) greeting: [u8; 32],
+    /// Hash of the first handshake message, to recognize its repetition.
+    pub(crate) handshake_hash: [u8; 32],
     role: Role,
     limits: Arc<Limits>,
     phase: Phase,
     mode: Mode,
     path: Path,
-    /// The meeting point says that the peer's socket is gone.
-    away: bool,
+    /// Whether the rendezvous server has reported that the peer's socket was lost.
+    peer_away: bool,
     control: Control,
-    cutter: Cutter,
+    splitter: Splitter,
     window: Window,
     reorder: Reorder,
-    joiner: Joiner,
+    assembler: Assembler,
     inbox: VecDeque<Bytes>,
-    /// What `inbox` costs.
+    /// Cost of `inbox`.
     unread: usize,
-    /// Payload bytes of all records sent, and what the peer is ready to take.
+    /// Payload bytes of all records sent, and the limit that the peer has granted.
     sent: u64,
     credit: u64,
-    /// Payload bytes of all records received in order, and the most the peer was ever promised.
+    /// Payload bytes of all records received in order, and the highest limit that was granted to
+    /// the peer.
     received: u64,
     granted: u64,
-    /// `granted` as the peer was last told.
-    told: u64,
-    /// Records and bytes that were not acknowledged yet, and when they must be.
+    /// The value of `granted` in the last frame that was sent.
+    granted_sent: u64,
+    /// Records and bytes since the last acknowledgement, and when it must be sent.
     unacked: (u32, usize),
     ack_at: Option<Instant>,
     last_sent: Instant,
     last_heard: Instant,
     retry: Option<Retry>,
-    /// Nothing can be sent for want of credit; a lost grant must not stop us for ever.
-    starving: Option<Retry>,
+    /// Set while data waits for credit; asks again, because the frame with the grant may be lost.
+    credit_retry: Option<Retry>,
     gap_since: Option<Instant>,
-    /// Until when what is queued may still be sent.
+    /// Deadline for sending the queue after `close`.
     closing: Option<Instant>,
-    /// A message was refused for want of room.
+    /// Whether a message was refused because the queue was full.
     pub(crate) wants_room: bool,
-    /// The reader was told that there is something, and has not found it all.
-    pub(crate) told_readable: bool,
+    /// Set after `Readable` was reported, until the inbox is empty.
+    pub(crate) readable_reported: bool,
     pub(crate) in_control_queue: bool,
     pub(crate) in_data_queue: bool,
 }
 
 impl Stream {
-    pub(crate) fn greeting(
+    pub(crate) fn handshaking(
         id: Arc<str>,
         limits: Arc<Limits>,
         now: Instant,
@@ -165,7 +166,7 @@ impl Stream {
         message: Vec<u8>,
     ) -> Self {
         let deadline = now + limits.handshake;
-        let phase = Phase::Greeting {
+        let phase = Phase::Handshaking {
             initiator,
             message: message.into(),
             deadline,
@@ -175,7 +176,7 @@ impl Stream {
 
     pub(crate) fn pending(
         id: Arc<str>,
-        greeting: [u8; 32],
+        handshake_hash: [u8; 32],
         limits: Arc<Limits>,
         now: Instant,
         responder: Responder,
@@ -185,14 +186,14 @@ impl Stream {
             responder: Some(Box::new(responder)),
             deadline,
         };
-        let mut stream = Self::new(id, greeting, Role::Executor, limits, now, phase);
+        let mut stream = Self::new(id, handshake_hash, Role::Executor, limits, now, phase);
         stream.path = Path::Up;
         stream
     }
 
     fn new(
         id: Arc<str>,
-        greeting: [u8; 32],
+        handshake_hash: [u8; 32],
         role: Role,
         limits: Arc<Limits>,
         now: Instant,
@@ -201,35 +202,35 @@ impl Stream {
         let granted = limits.receive_bytes as u64;
         Self {
             id,
-            greeting,
+            handshake_hash,
             role,
             limits,
             phase,
             mode: Mode::Compatible,
             path: Path::Down,
-            away: false,
+            peer_away: false,
             control: Control::default(),
-            cutter: Cutter::default(),
+            splitter: Splitter::default(),
             window: Window::new(),
             reorder: Reorder::default(),
-            joiner: Joiner::default(),
+            assembler: Assembler::default(),
             inbox: VecDeque::new(),
             unread: 0,
             sent: 0,
             credit: 0,
             received: 0,
             granted,
-            told: 0,
+            granted_sent: 0,
             unacked: (0, 0),
             ack_at: None,
             last_sent: now,
             last_heard: now,
             retry: None,
-            starving: None,
+            credit_retry: None,
             gap_since: None,
             closing: None,
             wants_room: false,
-            told_readable: false,
+            readable_reported: false,
             in_control_queue: false,
             in_data_queue: false,
         }
@@ -263,39 +264,41 @@ impl Stream {
         self.window.round_trip()
     }
 
-    /// Bytes that came and were not read, in whatever state.
+    /// Bytes that were received and not read, in any phase.
     pub(crate) fn inbound_bytes(&self) -> usize {
-        self.unread + self.joiner.partial() + self.reorder.held_bytes()
+        self.unread + self.assembler.partial() + self.reorder.held_bytes()
     }
 
-    /// Bytes that are to be sent or were sent and not acknowledged.
+    /// Bytes that are queued, or were sent and not acknowledged.
     pub(crate) fn outbound_bytes(&self) -> usize {
-        self.cutter.cost() + self.window.bytes()
+        self.splitter.cost() + self.window.bytes()
     }
 
-    // What the application does.
+    // Calls of the application.
 
-    /// How many bytes it may queue now.
+    /// Bytes that may be queued now.
     pub(crate) fn capacity(&self) -> usize {
-        self.limits.send_bytes.saturating_sub(self.cutter.cost())
+        self.limits.send_bytes.saturating_sub(self.splitter.cost())
     }
 
     pub(crate) fn push(&mut self, message: Bytes) {
-        self.cutter.push(message);
+        self.splitter.push(message);
     }
 
     pub(crate) fn read(&mut self) -> Option<Bytes> {
         let message = self.inbox.pop_front()?;
         self.unread -= message::cost(&message);
         self.grant();
-        // Worth a frame of its own only when the peer may be waiting for it.
-        if self.is_reliable() && self.granted - self.told >= self.limits.receive_bytes as u64 / 4 {
+        // A frame for the grant alone is worthwhile only if the peer may be waiting for it.
+        if self.is_reliable()
+            && self.granted - self.granted_sent >= self.limits.receive_bytes as u64 / 4
+        {
             self.control.ack = true;
         }
         Some(message)
     }
 
-    /// Takes what was not read, at the end.
+    /// Returns the unread messages when the stream ends.
     pub(crate) fn take_inbox(&mut self) -> Vec<Bytes> {
         self.unread = 0;
         std::mem::take(&mut self.inbox).into()
@@ -309,12 +312,12 @@ impl Stream {
         self.closing.get_or_insert(now + self.limits.linger);
     }
 
-    /// Whether everything is said that was to be said before closing.
+    /// Whether everything that was queued before closing has been sent and acknowledged.
     pub(crate) fn is_drained(&self) -> bool {
-        self.closing.is_some() && self.cutter.is_empty() && self.window.is_empty()
+        self.closing.is_some() && self.splitter.is_empty() && self.window.is_empty()
     }
 
-    /// Executor: the harness is welcome.
+    /// Executor: admits the harness and answers its handshake.
     pub(crate) fn admit(&mut self, now: Instant) -> Result<(), Reason> {
         let Phase::Pending { responder, .. } = &mut self.phase else {
             return Ok(());
@@ -331,9 +334,9 @@ impl Stream {
         Ok(())
     }
 
-    // What the socket does.
+    // The socket.
 
-    /// The socket is gone; whether the stream can go on.
+    /// Handles the loss of the socket; returns whether the stream can continue.
     pub(crate) fn socket_lost(&mut self) -> bool {
         self.path = Path::Down;
         self.control = Control::default();
@@ -341,11 +344,11 @@ impl Stream {
         self.is_reliable()
     }
 
-    /// There is a socket.
+    /// Handles a new socket.
     pub(crate) fn socket_up(&mut self, now: Instant) {
         self.control.resume = self.role == Role::Harness || self.is_open();
         match &self.phase {
-            Phase::Greeting { .. } => {
+            Phase::Handshaking { .. } => {
                 self.path = Path::Up;
                 self.control.handshake = true;
                 self.retry = Some(Retry::new(now));
@@ -362,39 +365,40 @@ impl Stream {
         }
     }
 
-    /// The peer's socket is gone, says the meeting point; whether the stream can go on.
+    /// Handles the loss of the peer's socket, as the rendezvous server reports it; returns whether
+    /// the stream can continue.
     pub(crate) fn peer_detached(&mut self) -> bool {
-        self.away = true;
+        self.peer_away = true;
         self.is_reliable()
     }
 
-    // What the peer does.
+    // Frames of the peer.
 
-    /// The peer has shown that it acknowledges. Counts before the stream is open: a record that was
-    /// sent and not kept could not be sent again.
-    pub(crate) fn note_sign(&mut self) {
+    /// Sets reliable mode after the peer granted credit. Must happen before the stream opens: a
+    /// record that was sent in compatible mode is not kept and cannot be repeated.
+    pub(crate) fn set_reliable(&mut self) {
         if !self.is_open() && self.limits.acknowledge {
             self.mode = Mode::Reliable;
         }
     }
 
-    /// The handshake must be sent again.
+    /// Queues the handshake message again.
     pub(crate) fn repeat_handshake(&mut self) {
         match &self.phase {
-            Phase::Greeting { .. } => self.control.handshake = true,
+            Phase::Handshaking { .. } => self.control.handshake = true,
             Phase::Pending { .. } => self.control.heartbeat |= self.is_reliable(),
             Phase::Open { unconfirmed, .. } => self.control.handshake |= unconfirmed.is_some(),
         }
     }
 
-    /// Harness: the executor's part of the handshake; whether the stream is open by it.
+    /// Harness: handles the executor's handshake message; returns whether it opened the stream.
     pub(crate) fn finish_handshake(
         &mut self,
         message: &[u8],
-        signed: bool,
+        offers_credit: bool,
     ) -> Result<bool, Reason> {
         match &mut self.phase {
-            Phase::Greeting { initiator, .. } => {
+            Phase::Handshaking { initiator, .. } => {
                 let Channel { sealer, opener, .. } = initiator
                     .finish(message)
                     .map_err(|_| Reason::HandshakeFailed)?;
@@ -403,7 +407,7 @@ impl Stream {
                     opener: Box::new(opener),
                     unconfirmed: None,
                 };
-                self.mode = if signed && self.limits.acknowledge {
+                self.mode = if offers_credit && self.limits.acknowledge {
                     Mode::Reliable
                 } else {
                     Mode::Compatible
@@ -412,23 +416,23 @@ impl Stream {
                 self.control.handshake = false;
                 Ok(true)
             }
-            // It comes twice when it was asked for twice.
+            // A handshake that was requested twice is answered twice.
             _ if self.mode == Mode::Reliable => Ok(false),
             _ => Err(Reason::UnexpectedFrame),
         }
     }
 
-    /// Any frame but a handshake or a reset.
+    /// Handles any frame except a handshake or a reset.
     pub(crate) fn handle(&mut self, now: Instant, frame: &Frame<'_>) -> Result<(), Reason> {
         self.last_heard = now;
-        // Nobody grants credit who does not also acknowledge.
-        let is_sign = frame.acks.credit != 0 && self.limits.acknowledge;
-        if is_sign {
-            self.note_sign();
+        // A peer that grants credit also acknowledges.
+        let offers_credit = frame.acks.credit != 0 && self.limits.acknowledge;
+        if offers_credit {
+            self.set_reliable();
             self.credit = self.credit.max(frame.acks.credit);
         }
         if !self.is_open() {
-            return self.handle_early(is_sign, &frame.body);
+            return self.handle_early(offers_credit, &frame.body);
         }
         if self.is_reliable() {
             self.handle_acks(now, frame);
@@ -447,12 +451,12 @@ impl Stream {
         }
     }
 
-    fn handle_early(&mut self, is_sign: bool, body: &Body<'_>) -> Result<(), Reason> {
+    fn handle_early(&mut self, offers_credit: bool, body: &Body<'_>) -> Result<(), Reason> {
         match body {
-            // Overtook the handshake; it will come again.
-            Body::Data { .. } if is_sign && self.role == Role::Harness => Ok(()),
+            // The record arrived before the handshake; the executor will send it again.
+            Body::Data { .. } if offers_credit && self.role == Role::Harness => Ok(()),
             Body::Data { .. } => Err(Reason::UnexpectedFrame),
-            Body::Heartbeat if is_sign && self.role == Role::Executor => {
+            Body::Heartbeat if offers_credit && self.role == Role::Executor => {
                 self.control.heartbeat = true;
                 Ok(())
             }
@@ -462,9 +466,9 @@ impl Stream {
 
     fn handle_acks(&mut self, now: Instant, frame: &Frame<'_>) {
         let acks = frame.acks;
-        // Zeros on another frame may mean record 0, or nothing at all.
-        let says_something = acks.ack != 0 || acks.bits != 0 || matches!(frame.body, Body::Ack);
-        if says_something {
+        // On frames other than `Ack`, all zeros may mean record 0 or no acknowledgement.
+        let has_acks = acks.ack != 0 || acks.bits != 0 || matches!(frame.body, Body::Ack);
+        if has_acks {
             self.window.acknowledge(now, acks);
         }
         let is_resume = matches!(frame.body, Body::Resume { .. });
@@ -472,13 +476,14 @@ impl Stream {
             self.path = Path::Up;
             self.retry = None;
             self.window.lose_all();
-        } else if self.away || is_resume {
+        } else if self.peer_away || is_resume {
             self.window.lose_all();
         }
-        self.away = false;
+        self.peer_away = false;
     }
 
-    /// Shows the peer that we are here; `always` even if that says nothing else.
+    /// Queues an answer that shows the stream is alive; with `always` even if it carries no
+    /// acknowledgement.
     fn answer(&mut self, always: bool) {
         if let Phase::Open {
             unconfirmed: Some(_),
@@ -511,7 +516,7 @@ impl Stream {
                 self.control.ack = reliable && self.reorder.has_begun();
                 self.gap_since.get_or_insert(now);
             }
-            // An acknowledgement was lost, or the record is sent again too soon.
+            // An acknowledgement was lost, or the record was repeated too early.
             Arrival::Duplicate | Arrival::Beyond if reliable => {
                 self.control.ack = self.reorder.has_begun();
             }
@@ -553,7 +558,8 @@ impl Stream {
             return Err(Reason::UnexpectedFrame);
         };
         let before = self.inbox.len();
-        self.joiner.record(opener, seq, payload, &mut self.inbox)?;
+        self.assembler
+            .record(opener, seq, payload, &mut self.inbox)?;
         self.unread += self.inbox.range(before..).map(message::cost).sum::<usize>();
         self.received += payload.len() as u64;
         self.unacked.0 += 1;
@@ -561,21 +567,23 @@ impl Stream {
         Ok(())
     }
 
-    /// What the peer may send: what was read, and a buffer more. A message that is not whole counts
-    /// as read, or one longer than the buffer would never come.
+    /// Updates the limit for the peer: bytes that were read, plus the receive buffer. An incomplete
+    /// message counts as read; otherwise a message longer than the buffer could never arrive.
     fn grant(&mut self) {
         let limit =
             (self.received + self.limits.receive_bytes as u64).saturating_sub(self.unread as u64);
         self.granted = self.granted.max(limit);
     }
 
-    // What time does.
+    // Time.
 
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let reliable = self.is_reliable();
         let up = self.path == Path::Up;
         let phase = match &self.phase {
-            Phase::Greeting { deadline, .. } | Phase::Pending { deadline, .. } => Some(*deadline),
+            Phase::Handshaking { deadline, .. } | Phase::Pending { deadline, .. } => {
+                Some(*deadline)
+            }
             Phase::Open { unconfirmed, .. } => unconfirmed.as_ref().map(|(_, at)| *at),
         };
         let open = reliable && self.is_open();
@@ -585,7 +593,7 @@ impl Stream {
             self.retry.map(|retry| retry.at),
             (open && up).then(|| self.window.deadline()).flatten(),
             (open && up)
-                .then(|| self.starving.map(|retry| retry.at))
+                .then(|| self.credit_retry.map(|retry| retry.at))
                 .flatten(),
             (open && up).then_some(self.ack_at).flatten(),
             (open && up && self.role == Role::Harness && !self.control.heartbeat)
@@ -605,7 +613,7 @@ impl Stream {
 
     pub(crate) fn handle_timeout(&mut self, now: Instant) -> Result<(), Reason> {
         match &self.phase {
-            Phase::Greeting { deadline, .. } if now >= *deadline => {
+            Phase::Handshaking { deadline, .. } if now >= *deadline => {
                 return Err(Reason::HandshakeTimeout);
             }
             Phase::Pending { deadline, .. } if now >= *deadline => {
@@ -625,12 +633,13 @@ impl Stream {
         }
         if self.retry.as_mut().is_some_and(|retry| retry.is_due(now)) {
             match self.phase {
-                // A compatible executor would reset a stream that says hello twice.
-                Phase::Greeting { .. } if self.mode == Mode::Reliable => {
+                // A compatible executor would reset a stream that repeats its handshake.
+                Phase::Handshaking { .. } if self.mode == Mode::Reliable => {
                     self.control.handshake = true;
                 }
-                // Compatible executors ignore it; ours say what they are missing.
-                Phase::Greeting { .. } => self.control.heartbeat = true,
+                // Compatible executors ignore a heartbeat; reliable ones answer that the stream is
+                // unknown.
+                Phase::Handshaking { .. } => self.control.heartbeat = true,
                 _ => self.control.resume = true,
             }
         }
@@ -649,7 +658,7 @@ impl Stream {
             self.control.ack = true;
         }
         if self
-            .starving
+            .credit_retry
             .as_mut()
             .is_some_and(|retry| retry.is_due(now))
         {
@@ -661,7 +670,7 @@ impl Stream {
         Ok(())
     }
 
-    // What is to be sent.
+    // Output.
 
     pub(crate) fn wants_control(&self) -> bool {
         let Control {
@@ -670,12 +679,12 @@ impl Stream {
             heartbeat,
             ack,
         } = self.control;
-        // A record takes the acknowledgement along.
+        // If a record is to be sent, it carries the acknowledgement.
         let ack = ack && !self.wants_data();
         self.path != Path::Down && (resume || handshake || heartbeat || ack)
     }
 
-    /// The next frame that is not a record.
+    /// Returns the next frame that is not a record.
     pub(crate) fn poll_control(&mut self, now: Instant) -> Option<Transmit> {
         if self.path == Path::Down {
             return None;
@@ -691,14 +700,14 @@ impl Stream {
         } else if self.control.handshake {
             self.control.handshake = false;
             let message = match &self.phase {
-                Phase::Greeting { message, .. } => Some(message.clone()),
+                Phase::Handshaking { message, .. } => Some(message.clone()),
                 Phase::Open { unconfirmed, .. } => {
                     unconfirmed.as_ref().map(|(message, _)| message.clone())
                 }
                 Phase::Pending { .. } => None,
             };
             let Some(message) = message else {
-                // Confirmed meanwhile.
+                // The handshake was confirmed in the meantime.
                 return self.poll_control(now);
             };
             let acks = self.acks();
@@ -718,14 +727,14 @@ impl Stream {
         Some(transmit)
     }
 
-    /// What every frame says about the other direction. A harness says it from its first frame,
-    /// which is the sign; an executor only to a harness that gave the sign.
+    /// Returns the acknowledgement fields of the next frame. A harness grants credit from its first
+    /// frame; an executor only to a harness that granted credit.
     fn acks(&mut self) -> Acks {
-        let signs = self.limits.acknowledge && matches!(self.phase, Phase::Greeting { .. });
-        if !signs && !self.is_reliable() {
+        let granting = self.limits.acknowledge && matches!(self.phase, Phase::Handshaking { .. });
+        if !granting && !self.is_reliable() {
             return Acks::default();
         }
-        self.told = self.granted;
+        self.granted_sent = self.granted;
         self.unacked = (0, 0);
         self.ack_at = None;
         Acks {
@@ -734,9 +743,9 @@ impl Stream {
         }
     }
 
-    /// Bytes of the next new record that may be sent now; 0 if none may.
+    /// Bytes of the next new record that may be sent now; 0 if none.
     fn next_record(&self) -> usize {
-        let available = self.cutter.available();
+        let available = self.splitter.available();
         if !self.is_reliable() {
             return available;
         }
@@ -754,24 +763,24 @@ impl Stream {
     pub(crate) fn wants_data(&self) -> bool {
         self.is_open()
             && self.path == Path::Up
-            && (self.window.has_lost() || (!self.away && self.next_record() > 0))
+            && (self.window.has_lost() || (!self.peer_away && self.next_record() > 0))
     }
 
-    /// Notes whether only the peer's leave is missing.
+    /// Records whether only the lack of credit prevents sending.
     pub(crate) fn check_credit(&mut self, now: Instant) {
-        let starving = self.is_reliable()
+        let credit_retry = self.is_reliable()
             && self.path == Path::Up
-            && !self.cutter.is_empty()
+            && !self.splitter.is_empty()
             && self.window.is_empty()
             && self.next_record() == 0;
-        if !starving {
-            self.starving = None;
-        } else if self.starving.is_none() {
-            self.starving = Some(Retry::new(now));
+        if !credit_retry {
+            self.credit_retry = None;
+        } else if self.credit_retry.is_none() {
+            self.credit_retry = Some(Retry::new(now));
         }
     }
 
-    /// The next record: one that was lost, or a new one.
+    /// Returns the next record: a lost one or a new one.
     pub(crate) fn poll_data(&mut self, now: Instant) -> Result<Option<Transmit>, Reason> {
         if !self.wants_data() {
             return Ok(None);
@@ -786,7 +795,7 @@ impl Stream {
         let Phase::Open { sealer, .. } = &mut self.phase else {
             return Ok(None);
         };
-        let mut record = self.cutter.cut(length);
+        let mut record = self.splitter.take_record(length);
         let seq = sealer
             .seal(&mut record)
             .map_err(|_| Reason::SequenceExhausted)?;

@@ -1,8 +1,8 @@
-//! Records that the peer has not acknowledged: kept as ciphertext, sent again when lost.
+//! Send window of one stream: unacknowledged records, kept as ciphertext and sent again when lost.
 //!
-//! Owns what is under way, when it counts as lost, and the estimate of the round trip. A record
-//! counts as lost when three that were sent after it have arrived, or when nothing has been heard
-//! for too long; the peer's word after a change of sockets makes all of them lost at once.
+//! Contains loss detection and the round-trip estimate. A record counts as lost when three records
+//! that were sent later have arrived, or when the retransmission timer expires; after a change of
+//! sockets all unacknowledged records count as lost.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -12,28 +12,29 @@ use bytes::Bytes;
 use crate::frame::Acks;
 use crate::limits::WINDOW_RECORDS;
 
-/// Records under way however near the peer is: fewer would keep both sides waiting for each other.
-const NEAR_RECORDS: usize = 8;
+/// Records in flight on a path without latency; with fewer, both ends would wait for each other.
+const MIN_WINDOW_RECORDS: usize = 8;
 
-/// What the ends alone take of a round trip; they are busy with those records for as long.
-const NEAR: Duration = Duration::from_micros(300);
+/// Part of the round trip that the endpoints spend on [`MIN_WINDOW_RECORDS`] themselves, not the
+/// path.
+const ENDPOINT_TIME: Duration = Duration::from_micros(300);
 
-/// One more may be under way for each of these that the shortest round trip has beyond [`NEAR`]: three
-/// gigabytes a second fill the way there, and more would only wait on it, ahead of what other streams
-/// have to say.
+/// The window grows by one record for each of these intervals that the shortest round trip exceeds
+/// [`ENDPOINT_TIME`]. At 60 KiB per record this is 3 GB/s; more would only queue on the path and
+/// delay other streams.
 ///
-/// The shortest, because what waits on the way makes every other longer: measured by those, the more
-/// there is the more there might be.
+/// Only the shortest round trip is used: queueing makes later samples longer, and a window based on
+/// those would grow with the queue that it causes.
 const RECORD_TIME: Duration = Duration::from_micros(20);
 
-/// The shortest round trip counts a thirty-second more each time this has passed: the way may have
-/// become longer.
-const FORGET: Duration = Duration::from_secs(1);
+/// After each of these intervals the shortest round trip is increased by a thirty-second, so that a
+/// path that became longer is measured again.
+const MIN_ROUND_TRIP_DECAY: Duration = Duration::from_secs(1);
 
-/// Later arrivals that make a record lost; fewer may be mere reordering.
+/// Later arrivals that make a record count as lost; fewer may be reordering.
 const REORDER_THRESHOLD: u64 = 3;
 
-/// Records that are sent again when nothing was heard for too long: probes, not a flood.
+/// Records that are repeated when the timer expires: enough to get an acknowledgement.
 const PROBES: usize = 2;
 
 const INITIAL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -43,7 +44,7 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 struct Sent {
     payload: Bytes,
-    /// Counts transmissions of this stream; a retransmission gets a new number.
+    /// Number of this transmission in the stream; a retransmission gets a new one.
     order: u64,
     at: Instant,
     again: bool,
@@ -57,27 +58,27 @@ enum State {
     Arrived,
 }
 
-/// The sending side of one stream's numbers, if the peer acknowledges.
+/// Send window of one stream in reliable mode.
 #[derive(Debug)]
 pub(crate) struct Window {
-    /// The number of the first of `sent`.
+    /// Sequence number of the first entry of `sent`.
     base: u64,
     sent: VecDeque<Sent>,
     bytes: usize,
-    /// How many of `sent` are [`State::Lost`].
+    /// Number of entries of `sent` in [`State::Lost`].
     lost: usize,
     next_order: u64,
     /// The latest transmission that is known to have arrived.
     arrived_order: Option<u64>,
-    /// Since when we wait for a sign of progress.
+    /// Start of the wait for the next acknowledgement.
     waiting_since: Option<Instant>,
-    /// How often in a row the wait was in vain.
+    /// Consecutive timeouts without an acknowledgement.
     backoff: u32,
     round_trip: Option<RoundTrip>,
-    /// The shortest round trip on this way, and since when it counts so much.
-    least: Option<(Duration, Instant)>,
-    /// Records that may be under way: at first few, and as many more as arrive.
-    most: usize,
+    /// The shortest round trip on this path, and the time of its last increase.
+    min_round_trip: Option<(Duration, Instant)>,
+    /// Limit of records in flight; starts low and grows with every arrival.
+    limit: usize,
     retransmitted: u64,
 }
 
@@ -99,15 +100,15 @@ impl Window {
             waiting_since: None,
             backoff: 0,
             round_trip: None,
-            least: None,
-            most: NEAR_RECORDS,
+            min_round_trip: None,
+            limit: MIN_WINDOW_RECORDS,
             retransmitted: 0,
         }
     }
 
     /// Whether another new record may be sent.
     pub(crate) fn has_room(&self) -> bool {
-        self.sent.len() < self.most
+        self.sent.len() < self.limit
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -123,17 +124,17 @@ impl Window {
         self.bytes
     }
 
-    /// Transmissions that were not the first of their record.
+    /// Number of retransmissions.
     pub(crate) fn retransmitted(&self) -> u64 {
         self.retransmitted
     }
 
-    /// The estimated round trip.
+    /// Returns the estimated round trip.
     pub(crate) fn round_trip(&self) -> Option<Duration> {
         self.round_trip.map(|estimate| estimate.smooth)
     }
 
-    /// Notes a new record, whose number must follow the last one's.
+    /// Adds a new record; its sequence number must follow the last one.
     pub(crate) fn push(&mut self, now: Instant, payload: Bytes) {
         self.bytes += payload.len();
         self.waiting_since.get_or_insert(now);
@@ -147,7 +148,7 @@ impl Window {
         });
     }
 
-    /// The first lost record, to be sent now.
+    /// Returns the first lost record, which must be sent now.
     pub(crate) fn take_lost(&mut self, now: Instant) -> Option<(u32, Bytes)> {
         if self.lost == 0 {
             return None;
@@ -171,9 +172,9 @@ impl Window {
         self.next_order
     }
 
-    /// Takes in what the peer says has arrived; whether that is anything new.
+    /// Handles an acknowledgement; returns whether it acknowledged anything new.
     ///
-    /// A number that was never sent is a lie and changes nothing.
+    /// Acknowledgements of records that were never sent are ignored.
     pub(crate) fn acknowledge(&mut self, now: Instant, acks: Acks) -> bool {
         let end = self.base + self.sent.len() as u64;
         let ack = u64::from(acks.ack);
@@ -181,7 +182,7 @@ impl Window {
             return false;
         }
         let mut progress = 0;
-        // The newest of what is new, which tells the round trip.
+        // The newest acknowledged transmission, which gives the round-trip sample.
         let mut newest: Option<(u64, Instant, bool)> = None;
         let mut arrived = |sent: &mut Sent, lost: &mut usize| {
             if sent.state == State::Arrived {
@@ -217,7 +218,7 @@ impl Window {
             if !again {
                 self.measure(now, now.saturating_duration_since(at));
             }
-            self.most = self.fitting().min(self.most + progress);
+            self.limit = self.path_capacity().min(self.limit + progress);
             self.backoff = 0;
             self.waiting_since = (!self.sent.is_empty()).then_some(now);
             self.find_lost();
@@ -225,14 +226,14 @@ impl Window {
         progress > 0
     }
 
-    /// Records that fit on the way, as far as is known.
-    fn fitting(&self) -> usize {
-        let Some((least, _)) = self.least else {
-            return NEAR_RECORDS;
+    /// Returns the estimated number of records that the path holds.
+    fn path_capacity(&self) -> usize {
+        let Some((min_round_trip, _)) = self.min_round_trip else {
+            return MIN_WINDOW_RECORDS;
         };
-        let more = least.saturating_sub(NEAR).as_nanos() / RECORD_TIME.as_nanos();
+        let more = min_round_trip.saturating_sub(ENDPOINT_TIME).as_nanos() / RECORD_TIME.as_nanos();
         let more = usize::try_from(more).unwrap_or(usize::MAX);
-        NEAR_RECORDS
+        MIN_WINDOW_RECORDS
             .saturating_add(more)
             .min(WINDOW_RECORDS as usize)
     }
@@ -249,7 +250,7 @@ impl Window {
         }
     }
 
-    /// Nothing that was sent and not acknowledged will arrive: the socket is another.
+    /// Marks all unacknowledged records as lost, because the socket was replaced.
     pub(crate) fn lose_all(&mut self) {
         for sent in &mut self.sent {
             if sent.state == State::UnderWay {
@@ -259,16 +260,16 @@ impl Window {
         }
         self.backoff = 0;
         self.waiting_since = None;
-        self.least = None;
-        self.most = NEAR_RECORDS;
+        self.min_round_trip = None;
+        self.limit = MIN_WINDOW_RECORDS;
     }
 
     fn measure(&mut self, now: Instant, sample: Duration) {
-        self.least = Some(match self.least {
-            Some((least, since)) if sample > least => {
-                match now.saturating_duration_since(since) < FORGET {
-                    true => (least, since),
-                    false => ((least + least / 32).min(sample), now),
+        self.min_round_trip = Some(match self.min_round_trip {
+            Some((min_round_trip, since)) if sample > min_round_trip => {
+                match now.saturating_duration_since(since) < MIN_ROUND_TRIP_DECAY {
+                    true => (min_round_trip, since),
+                    false => ((min_round_trip + min_round_trip / 32).min(sample), now),
                 }
             }
             _ => (sample, now),
@@ -285,7 +286,7 @@ impl Window {
         });
     }
 
-    /// How long to wait for a sign of the peer.
+    /// Returns the retransmission timeout.
     pub(crate) fn timeout(&self) -> Duration {
         let base = match self.round_trip {
             None => INITIAL_TIMEOUT,
@@ -295,12 +296,12 @@ impl Window {
             .min(MAX_TIMEOUT)
     }
 
-    /// When [`Window::handle_timeout`] has something to do.
+    /// When to call [`Window::handle_timeout`].
     pub(crate) fn deadline(&self) -> Option<Instant> {
         Some(self.waiting_since? + self.timeout())
     }
 
-    /// Nothing was heard for too long: the first records are sent again.
+    /// The retransmission timer expired: marks the first records as lost.
     pub(crate) fn handle_timeout(&mut self, now: Instant) {
         if self.deadline().is_none_or(|deadline| now < deadline) {
             return;
@@ -343,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn acknowledged_records_are_forgotten_and_bits_are_remembered() {
+    fn acknowledged_records_are_dropped_and_ack_bits_are_kept() {
         let (mut window, now) = window(5);
         assert_eq!(window.bytes(), 5);
         assert!(window.acknowledge(now, acks(1, 0b10)));
@@ -356,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_never_sent_cannot_be_acknowledged() {
+    fn acknowledgement_of_unsent_records_is_ignored() {
         let (mut window, now) = window(2);
         assert!(!window.acknowledge(now, acks(2, 0)));
         assert!(!window.acknowledge(now, acks(u32::MAX, u32::MAX)));
@@ -368,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn three_later_arrivals_make_a_record_lost_and_the_same_bytes_go_again() {
+    fn record_is_lost_after_three_later_arrivals_and_same_bytes_are_sent_again() {
         let (mut window, now) = window(5);
         window.acknowledge(now, acks(0, 0b110));
         assert!(!window.has_lost(), "two may be reordering");
@@ -381,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_probed_with_growing_patience() {
+    fn retransmission_timeout_doubles_without_acknowledgement() {
         let (mut window, mut now) = window(5);
         let mut waits = Vec::new();
         for _ in 0..5 {
@@ -401,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn another_socket_loses_everything_that_was_not_acknowledged() {
+    fn socket_change_marks_all_unacknowledged_records_as_lost() {
         let (mut window, now) = window(4);
         window.acknowledge(now, acks(0, 0b10));
         window.lose_all();
@@ -412,11 +413,11 @@ mod tests {
         );
     }
 
-    /// Records under way to a peer at this distance that takes one each `pace`, after so many, and the
-    /// round trip that comes of it; all in microseconds.
-    fn under_way(distance: u64, pace: u64, records: u32) -> (usize, u64) {
+    /// Simulates `records` records to a peer at `distance` that needs `pace` for each; returns the
+    /// final window and the round trip. All times in microseconds.
+    fn steady_window(distance: u64, pace: u64, records: u32) -> (usize, u64) {
         let (mut window, mut now) = (Window::new(), Instant::now());
-        // When the one who takes them is done with each.
+        // When the peer has processed each record.
         let mut done = VecDeque::new();
         let mut busy = now;
         for record in 0..records {
@@ -430,43 +431,43 @@ mod tests {
             window.acknowledge(now, acks(record, 0));
         }
         let trip = window.round_trip().unwrap();
-        (window.most, trip.as_micros().try_into().unwrap())
+        (window.limit, trip.as_micros().try_into().unwrap())
     }
 
     #[test]
-    fn what_is_under_way_fills_the_way_and_little_more() {
-        // On one machine, between two of them, and far away.
-        assert_eq!(under_way(100, 120, 5000).0, NEAR_RECORDS);
-        let (between, trip) = under_way(550, 200, 5000);
+    fn window_converges_to_path_capacity() {
+        // On one machine, in one network, and far away.
+        assert_eq!(steady_window(100, 120, 5000).0, MIN_WINDOW_RECORDS);
+        let (between, trip) = steady_window(550, 200, 5000);
         assert!((20..36).contains(&between), "{between}");
         assert!(trip < 8000, "{trip}");
-        assert_eq!(under_way(40_000, 200, 5000).0, WINDOW_RECORDS as usize);
-        // As much again with each round trip.
-        let grown = [1, 8, 20, 60].map(|records| under_way(40_000, 200, records).0);
+        assert_eq!(steady_window(40_000, 200, 5000).0, WINDOW_RECORDS as usize);
+        // The window doubles with each round trip at the start.
+        let grown = [1, 8, 20, 60].map(|records| steady_window(40_000, 200, records).0);
         assert_eq!(grown, [9, 16, 28, 64]);
     }
 
     #[test]
-    fn a_way_that_becomes_longer_is_noticed_and_another_one_is_measured_anew() {
+    fn window_adapts_to_a_longer_path_and_restarts_after_socket_change() {
         let (mut window, mut now) = (Window::new(), Instant::now());
         window.measure(now, Duration::from_micros(300));
         for seconds in 0..120 {
             match seconds {
-                10 => assert!(window.fitting() < 16, "{}", window.fitting()),
-                30 => assert!(window.fitting() > 16, "{}", window.fitting()),
+                10 => assert!(window.path_capacity() < 16, "{}", window.path_capacity()),
+                30 => assert!(window.path_capacity() > 16, "{}", window.path_capacity()),
                 _ => {}
             }
-            now += FORGET;
+            now += MIN_ROUND_TRIP_DECAY;
             window.measure(now, Duration::from_millis(40));
             window.measure(now, Duration::from_millis(40));
         }
-        assert_eq!(window.fitting(), WINDOW_RECORDS as usize);
+        assert_eq!(window.path_capacity(), WINDOW_RECORDS as usize);
         window.lose_all();
-        assert_eq!(window.fitting(), NEAR_RECORDS);
+        assert_eq!(window.path_capacity(), MIN_WINDOW_RECORDS);
     }
 
     #[test]
-    fn the_round_trip_is_measured_on_first_transmissions_only() {
+    fn round_trip_is_measured_on_first_transmissions_only() {
         let (mut window, now) = window(2);
         window.acknowledge(now + Duration::from_millis(80), acks(0, 0));
         assert_eq!(window.round_trip(), Some(Duration::from_millis(80)));

@@ -359,7 +359,7 @@ impl Shared {
                     }
                 }
                 event => {
-                    if let Event::Asked {
+                    if let Event::AdmissionRequested {
                         stream,
                         stream_id,
                         harness,
@@ -729,7 +729,7 @@ fn handle<A, AF>(
     AF: Future<Output = Result<(), Reason>> + Send + 'static,
 {
     match event {
-        Event::Asked {
+        Event::AdmissionRequested {
             stream,
             stream_id,
             harness,

@@ -1,5 +1,5 @@
-//! A network that loses, doubles, delays and reorders frames and cuts sockets, with a clock that
-//! only it moves. The same seed is the same story.
+//! Simulated network that loses, duplicates, delays and reorders frames and cuts sockets, with a
+//! simulated clock. Equal seeds give equal runs.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::collections::{BTreeMap, VecDeque};
@@ -17,7 +17,7 @@ pub(crate) const ENVIRONMENT: &str = "env-1";
 pub(crate) const REGISTRATION: &str = "registration-1";
 pub(crate) const STREAM: &str = "0b2f3c6e-0000-4000-8000-000000000001";
 
-/// Xorshift: enough for stories, and the same on every machine.
+/// Xorshift generator: equal seeds give equal numbers on every machine.
 #[derive(Clone)]
 pub(crate) struct Random(u64);
 
@@ -90,35 +90,35 @@ pub(crate) fn harness_with(
         stream_id: stream_id.into(),
         identity: Identity::generate(&mut random),
         executor: executor.public_key().clone(),
-        authorization: Authorization::new("let me in").unwrap(),
+        authorization: Authorization::new("test-authorization").unwrap(),
         limits,
     };
     Endpoint::harness(config, now, &mut random).unwrap()
 }
 
-/// How bad the network is.
+/// Faults of the simulated network.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Weather {
+pub(crate) struct NetworkFaults {
     pub(crate) loss: u64,
     pub(crate) duplication: u64,
-    /// Frames that are held up, and for how long at most.
-    pub(crate) late: u64,
-    pub(crate) lateness: Duration,
+    /// Percentage of frames that are delayed, and the longest delay.
+    pub(crate) delayed_percent: u64,
+    pub(crate) max_extra_delay: Duration,
     pub(crate) delay: Duration,
-    /// Whether the meeting point tells the other side when a socket ends.
-    pub(crate) notices: bool,
+    /// Whether the rendezvous server reports a lost socket to the other side.
+    pub(crate) reports_detachment: bool,
 }
 
-pub(crate) const FAIR: Weather = Weather {
+pub(crate) const NO_FAULTS: NetworkFaults = NetworkFaults {
     loss: 0,
     duplication: 0,
-    late: 0,
-    lateness: Duration::ZERO,
+    delayed_percent: 0,
+    max_extra_delay: Duration::ZERO,
     delay: Duration::from_millis(2),
-    notices: true,
+    reports_detachment: true,
 };
 
-/// One end and what its application does.
+/// One endpoint with a simulated application.
 pub(crate) struct End {
     pub(crate) endpoint: Endpoint,
     pub(crate) stream: Option<StreamKey>,
@@ -126,14 +126,14 @@ pub(crate) struct End {
     pub(crate) to_send: VecDeque<Bytes>,
     pub(crate) received: Vec<Bytes>,
     pub(crate) closed: Option<(Reason, bool)>,
-    /// Counts sockets; frames of an old one are lost.
+    /// Number of the current socket; frames sent on an earlier one are dropped.
     socket: u64,
     pub(crate) up: bool,
     up_at: Option<Instant>,
     full: bool,
-    /// The most that was ever buffered.
+    /// The most bytes that were ever buffered.
     pub(crate) peak: usize,
-    /// Reads at most so many messages each time something happens.
+    /// The most messages that are read after each event.
     pub(crate) reads: usize,
     pub(crate) transmitted: u64,
 }
@@ -158,52 +158,52 @@ impl End {
     }
 }
 
-/// Gets the number of a frame, which end sent it, and the frame.
+/// Called with the number of a frame, the end that sent it, and the frame.
 pub(crate) type Tamper = Box<dyn FnMut(u64, usize, &mut Vec<u8>)>;
 
-struct Flight {
+struct InFlight {
     to: usize,
     frame: Vec<u8>,
-    /// The sockets it travels over.
+    /// The sockets at the time of sending.
     sockets: [u64; 2],
 }
 
 pub(crate) const HARNESS: usize = 0;
 pub(crate) const EXECUTOR: usize = 1;
 
-pub(crate) struct World {
+pub(crate) struct Simulation {
     pub(crate) now: Instant,
     pub(crate) start: Instant,
     pub(crate) random: Random,
-    pub(crate) weather: Weather,
+    pub(crate) faults: NetworkFaults,
     pub(crate) ends: [End; 2],
-    flights: BTreeMap<(Instant, u64), Flight>,
-    next_flight: u64,
+    in_flight_frames: BTreeMap<(Instant, u64), InFlight>,
+    next_in_flight: u64,
     pub(crate) delivered: u64,
-    /// Cuts the socket of an end when so many frames were delivered.
+    /// Cuts the socket of an end after this number of delivered frames.
     pub(crate) cut_at: Option<(u64, usize)>,
-    /// Changes frames on their way.
+    /// Changes frames in transit.
     pub(crate) tamper: Option<Tamper>,
-    /// How long an executor takes to decide.
+    /// How long an executor takes to decide about admission.
     pub(crate) admission: Duration,
     admit_at: Option<(Instant, StreamKey)>,
     pub(crate) outage: Duration,
 }
 
-impl World {
-    pub(crate) fn new(seed: u64, weather: Weather, limits: [Limits; 2]) -> Self {
+impl Simulation {
+    pub(crate) fn new(seed: u64, faults: NetworkFaults, limits: [Limits; 2]) -> Self {
         let now = epoch();
         let [harness_limits, executor_limits] = limits;
         let (executor, identity) = executor_with(executor_limits, seed * 10 + 1);
         let (harness, stream) = harness_with(harness_limits, &identity, STREAM, now, seed * 10 + 5);
-        let mut world = Self {
+        let mut simulation = Self {
             now,
             start: now,
             random: Random::new(seed),
-            weather,
+            faults,
             ends: [End::new(harness, Some(stream)), End::new(executor, None)],
-            flights: BTreeMap::new(),
-            next_flight: 0,
+            in_flight_frames: BTreeMap::new(),
+            next_in_flight: 0,
             delivered: 0,
             cut_at: None,
             tamper: None,
@@ -211,11 +211,11 @@ impl World {
             admit_at: None,
             outage: Duration::from_millis(300),
         };
-        for end in &mut world.ends {
+        for end in &mut simulation.ends {
             end.up = true;
             end.endpoint.socket_up(now);
         }
-        world
+        simulation
     }
 
     pub(crate) fn cut(&mut self, at: usize) {
@@ -227,7 +227,7 @@ impl World {
         self.ends[at].endpoint.socket_lost();
         let outage = self.outage + Duration::from_millis(self.random.below(200));
         self.ends[at].up_at = Some(self.now + outage);
-        if self.weather.notices {
+        if self.faults.reports_detachment {
             let reason = if at == HARNESS {
                 Reason::HarnessDetached
             } else {
@@ -239,10 +239,10 @@ impl World {
     }
 
     fn launch(&mut self, to: usize, frame: Vec<u8>, delay: Duration) {
-        self.next_flight += 1;
-        self.flights.insert(
-            (self.now + delay, self.next_flight),
-            Flight {
+        self.next_in_flight += 1;
+        self.in_flight_frames.insert(
+            (self.now + delay, self.next_in_flight),
+            InFlight {
                 to,
                 frame,
                 sockets: [self.ends[0].socket, self.ends[1].socket],
@@ -285,17 +285,17 @@ impl World {
                 self.ends[at].transmitted += 1;
                 let mut frame = transmit.to_vec();
                 if let Some(tamper) = &mut self.tamper {
-                    tamper(self.next_flight, at, &mut frame);
+                    tamper(self.next_in_flight, at, &mut frame);
                 }
-                let weather = self.weather;
-                let copies = 1 + u64::from(self.random.percent(weather.duplication));
+                let faults = self.faults;
+                let copies = 1 + u64::from(self.random.percent(faults.duplication));
                 for _ in 0..copies {
-                    if self.random.percent(weather.loss) || !self.ends[1 - at].up {
+                    if self.random.percent(faults.loss) || !self.ends[1 - at].up {
                         continue;
                     }
-                    let mut delay = weather.delay;
-                    if self.random.percent(weather.late) {
-                        let most = weather.lateness.as_micros() as u64 + 1;
+                    let mut delay = faults.delay;
+                    if self.random.percent(faults.delayed_percent) {
+                        let most = faults.max_extra_delay.as_micros() as u64 + 1;
                         delay += Duration::from_micros(self.random.below(most));
                     }
                     self.launch(1 - at, frame.clone(), delay);
@@ -312,12 +312,12 @@ impl World {
     fn note(&mut self, at: usize, event: Event) {
         let end = &mut self.ends[at];
         match event {
-            Event::Asked {
+            Event::AdmissionRequested {
                 stream,
                 authorization,
                 ..
             } => {
-                assert_eq!(authorization.reveal(), "let me in");
+                assert_eq!(authorization.reveal(), "test-authorization");
                 self.admit_at = Some((self.now + self.admission, stream));
             }
             Event::Opened { stream, mode } => {
@@ -340,20 +340,23 @@ impl World {
         }
     }
 
-    /// Lets one thing happen; `false` if nothing ever will.
+    /// Simulates the next event; returns `false` if no event is left.
     pub(crate) fn step(&mut self) -> bool {
         self.pump(HARNESS);
         self.pump(EXECUTOR);
-        let happened = self.happen();
+        let ran = self.run_next_event();
         self.pump(HARNESS);
         self.pump(EXECUTOR);
-        happened
+        ran
     }
 
-    fn happen(&mut self) -> bool {
-        let flight = self.flights.first_key_value().map(|(&(at, _), _)| at);
+    fn run_next_event(&mut self) -> bool {
+        let in_flight = self
+            .in_flight_frames
+            .first_key_value()
+            .map(|(&(at, _), _)| at);
         let next = [
-            flight,
+            in_flight,
             self.admit_at.map(|(at, _)| at),
             self.ends[0].up_at,
             self.ends[1].up_at,
@@ -377,17 +380,17 @@ impl World {
             if end.endpoint.next_deadline().is_some_and(|at| at <= now) {
                 end.endpoint.handle_timeout(now);
                 let next = end.endpoint.next_deadline();
-                assert!(next.is_none_or(|at| at > now), "a timer that does not stop");
+                assert!(next.is_none_or(|at| at > now), "the timer was not reset");
             }
         }
-        if let Some(first) = self.flights.first_entry()
+        if let Some(first) = self.in_flight_frames.first_entry()
             && first.key().0 <= self.now
         {
-            let flight = first.remove();
+            let in_flight = first.remove();
             let sockets = [self.ends[0].socket, self.ends[1].socket];
-            if flight.sockets == sockets && self.ends[flight.to].up {
-                let end = &mut self.ends[flight.to];
-                let _ = end.endpoint.handle_frame(self.now, &flight.frame);
+            if in_flight.sockets == sockets && self.ends[in_flight.to].up {
+                let end = &mut self.ends[in_flight.to];
+                let _ = end.endpoint.handle_frame(self.now, &in_flight.frame);
                 self.delivered += 1;
                 if let Some((_, at)) = self.cut_at.take_if(|(count, _)| *count == self.delivered) {
                     self.cut(at);
@@ -397,9 +400,9 @@ impl World {
         true
     }
 
-    /// Lets things happen until `done`, for at most `patience` of its own time.
-    pub(crate) fn run(&mut self, patience: Duration, done: impl Fn(&Self) -> bool) -> bool {
-        let end = self.now + patience;
+    /// Simulates until `done`, for at most `limit` of simulated time.
+    pub(crate) fn run(&mut self, limit: Duration, done: impl Fn(&Self) -> bool) -> bool {
+        let end = self.now + limit;
         while self.now < end {
             if done(self) {
                 return true;
@@ -420,7 +423,7 @@ impl World {
     }
 }
 
-/// Messages that say which they are; sizes from a few bytes to several records.
+/// Returns numbered messages, from a few bytes to several records long.
 pub(crate) fn messages(random: &mut Random, count: usize, max: u64) -> VecDeque<Bytes> {
     (0..count)
         .map(|n| {
