@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use exec_server_protocol::PathUri;
 use exec_server_protocol::capability::{
-    Declared, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES, MAX_FILE_BYTES,
-    MAX_ROOT_BYTES, MCP_CONFIG, Plugin, SKILL, SKILL_METADATA, Skill, TextFile, declared,
+    DeclaredLocation, DiscoveredRoot, MANIFESTS, MAX_DEPTH, MAX_DIRECTORIES, MAX_ENTRIES,
+    MAX_FILE_BYTES, MAX_ROOT_BYTES, MCP_CONFIG, Plugin, SKILL, SKILL_METADATA, Skill, TextFile,
+    declared,
 };
 use exec_server_protocol::fs::{
     FsRequest, GetMetadata, GetMetadataParams, ReadFileParams, WalkKind, WalkOptions, WalkParams,
@@ -178,12 +179,12 @@ impl Search<'_> {
         if let Some(manifest) = self.manifest(&root)? {
             let (mcp, apps) = declared(&manifest.contents);
             let mcp_config = match self.place(&manifest, "mcpServers", mcp) {
-                Some(Declared::File(path)) => self.read(&root.join(path))?,
-                Some(Declared::Inline) => None,
+                Some(DeclaredLocation::File(path)) => self.read(&root.join(path))?,
+                Some(DeclaredLocation::Inline) => None,
                 _ => self.read(&root.join(MCP_CONFIG))?,
             };
             let apps_config = match self.place(&manifest, "apps", apps) {
-                Some(Declared::File(path)) => self.read(&root.join(path))?,
+                Some(DeclaredLocation::File(path)) => self.read(&root.join(path))?,
                 _ => None,
             };
             self.found.namespace_manifests.push(manifest.clone());
@@ -204,9 +205,14 @@ impl Search<'_> {
     }
 
     /// Where something is said to be, if it can be there.
-    fn place(&mut self, manifest: &TextFile, key: &str, declared: Declared) -> Option<Declared> {
+    fn place(
+        &mut self,
+        manifest: &TextFile,
+        key: &str,
+        declared: DeclaredLocation,
+    ) -> Option<DeclaredLocation> {
         match declared {
-            Declared::Refused(reason) => {
+            DeclaredLocation::Invalid(reason) => {
                 self.warn(format!("ignoring {key} in {}: {reason}", manifest.path));
                 None
             }

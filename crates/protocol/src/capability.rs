@@ -1,6 +1,7 @@
-//! `capabilityRoots/*`: what plugins and skills a directory holds.
+//! `capabilityRoots/*`: discovery of plugins and skills in directories.
 //!
-//! Owns the types, the limits and the rules about names and manifests. Looks at no file.
+//! Contains the types, the limits, and the rules about names and manifests. Files are read in
+//! `executor`.
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
@@ -12,48 +13,48 @@ use crate::sandbox::Sandbox;
 use crate::table::EVERYWHERE;
 
 method_types! {
-    /// `capabilityRoots/discoverV1`: the texts of plugins and skills below some directories.
+    /// `capabilityRoots/discoverV1`: contents of the plugins and skills below some directories.
     DiscoverV1;
 }
 
-/// The capability of servers that obey the policies of roots.
+/// Capability of servers that apply the sandbox policy of each root.
 pub const SANDBOX_CAPABILITY: &str = "capabilityDiscoverySandbox";
 
-/// Roots in one request.
+/// The most roots in one request.
 pub const MAX_ROOTS: usize = 128;
-/// Roots that are looked at at the same time.
+/// Roots that are searched concurrently.
 pub const PARALLEL_ROOTS: usize = 8;
-/// Directories between a root and what is found.
+/// The most directories between a root and a file that is found.
 pub const MAX_DEPTH: usize = 6;
-/// Directories to enter below one root.
+/// The most directories that are searched below one root.
 pub const MAX_DIRECTORIES: usize = 2000;
-/// Entries to look at below one root.
+/// The most entries that are examined below one root.
 pub const MAX_ENTRIES: usize = 20_000;
-/// Bytes in one file.
+/// The most bytes of one file.
 pub const MAX_FILE_BYTES: usize = 1 << 20;
-/// Bytes in all files of one root.
+/// The most bytes of all files of one root.
 pub const MAX_ROOT_BYTES: usize = 16 << 20;
-/// Bytes in all files of one answer, those that are told twice counted twice, so that it stays one
-/// message: escapes make it longer.
+/// The most bytes of all files of one response; a file that is listed twice counts twice. Leaves
+/// room for JSON escapes within the limit of a message.
 pub const MAX_ANSWER_BYTES: usize = 50 << 20;
 
-/// Where a plugin's manifest is, below its directory; the first that is there counts.
+/// Possible locations of a plugin's manifest, below its directory; the first that exists is used.
 pub const MANIFESTS: [&str; 3] = [
     ".codex-plugin/plugin.json",
     ".claude-plugin/plugin.json",
     ".cursor-plugin/plugin.json",
 ];
-/// The file that a skill is.
+/// File that defines a skill.
 pub const SKILL: &str = "SKILL.md";
-/// What may be beside it.
+/// Optional metadata file in a skill's directory.
 pub const SKILL_METADATA: &str = "agents/openai.yaml";
-/// Where a plugin's MCP servers are unless it says otherwise.
+/// Default file of a plugin's MCP servers.
 pub const MCP_CONFIG: &str = ".mcp.json";
 
 /// Parameters of [`DiscoverV1`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DiscoverParams {
-    /// Where to look, at most [`MAX_ROOTS`].
+    /// Directories to search, at most [`MAX_ROOTS`].
     #[serde(deserialize_with = "roots")]
     pub roots: Vec<RootParams>,
 }
@@ -72,14 +73,14 @@ fn roots<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<RootParams>, 
     Ok(roots.into_iter().map(|root| root.0).collect())
 }
 
-/// One directory to look at.
+/// One directory to search.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RootParams {
-    /// What the client calls it.
+    /// The client's id of the root.
     pub id: String,
     /// The directory.
     pub path: PathUri,
-    /// The policy to look under.
+    /// Sandbox policy of the search.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -87,37 +88,37 @@ pub struct RootParams {
 /// Result of [`DiscoverV1`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiscoverResult {
-    /// As many as were asked for, in the same order.
+    /// One result for each requested root, in the same order.
     pub roots: Vec<DiscoveredRoot>,
 }
 
-/// What was found below one directory.
+/// Result for one root.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DiscoveredRoot {
-    /// As asked for.
+    /// As in the request.
     pub id: String,
-    /// As asked for.
+    /// As in the request.
     pub path: PathUri,
-    /// The plugin that the directory is.
+    /// The plugin, if the directory is one.
     #[serde(default)]
     pub plugin: Option<Plugin>,
-    /// All skills, by path.
+    /// Skills, ordered by path.
     #[serde(default)]
     pub skills: Vec<Skill>,
-    /// The manifest of the plugin that the directory is or is in, then those below it.
+    /// The manifest of the plugin that is or contains the directory, then those below it.
     #[serde(default)]
     pub namespace_manifests: Vec<TextFile>,
-    /// What was left out and why.
+    /// Messages about omitted files.
     #[serde(default)]
     pub warnings: Vec<String>,
-    /// Why nothing was found at all.
+    /// Error message if the search failed.
     #[serde(default)]
     pub error: Option<String>,
 }
 
 impl DiscoveredRoot {
-    /// Nothing was found yet.
+    /// Creates an empty result.
     pub fn empty(id: String, path: PathUri) -> Self {
         Self {
             id,
@@ -131,55 +132,56 @@ impl DiscoveredRoot {
     }
 }
 
-/// The files that make a plugin.
+/// Files of a plugin.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Plugin {
-    /// Its manifest.
+    /// The manifest.
     pub manifest: TextFile,
-    /// Its MCP servers, if they are in a file of their own.
+    /// The file with its MCP servers, if it is not the manifest.
     #[serde(default)]
     pub mcp_config: Option<TextFile>,
-    /// Its apps, likewise.
+    /// The file with its apps, likewise.
     #[serde(default)]
     pub apps_config: Option<TextFile>,
 }
 
-/// The files that make a skill.
+/// Files of a skill.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Skill {
-    /// The skill itself.
+    /// The instructions.
     pub instructions: TextFile,
-    /// What is said about it.
+    /// The metadata.
     #[serde(default)]
     pub metadata: Option<TextFile>,
 }
 
-/// A file and the text in it.
+/// A text file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TextFile {
-    /// Where it is.
+    /// The path.
     pub path: PathUri,
-    /// What is in it.
+    /// The contents.
     pub contents: String,
 }
 
-/// Where a manifest says that a part of the plugin is.
+/// Location of a part of a plugin, as its manifest declares it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Declared {
-    /// Nothing is said about it.
-    Nowhere,
+pub enum DeclaredLocation {
+    /// Not declared.
+    Absent,
     /// In the manifest itself.
     Inline,
     /// In this file, relative to the plugin's directory.
     File(String),
-    /// Somewhere that cannot be.
-    Refused(&'static str),
+    /// An invalid location, with the reason.
+    Invalid(&'static str),
 }
 
-/// Where a manifest says that MCP servers and apps are; one that is no JSON says nothing.
-pub fn declared(manifest: &str) -> (Declared, Declared) {
-    /// Everything else is skipped.
+/// Returns the declared locations of MCP servers and apps; a manifest that is not JSON declares
+/// none.
+pub fn declared(manifest: &str) -> (DeclaredLocation, DeclaredLocation) {
+    /// Other fields are ignored.
     #[derive(Default, Deserialize)]
     struct Manifest {
         #[serde(default, rename = "mcpServers")]
@@ -188,26 +190,29 @@ pub fn declared(manifest: &str) -> (Declared, Declared) {
         apps: Value,
     }
     let manifest: Manifest = serde_json::from_str(manifest).unwrap_or_default();
-    (place(manifest.mcp_servers), place(manifest.apps))
+    (
+        parse_location(manifest.mcp_servers),
+        parse_location(manifest.apps),
+    )
 }
 
-fn place(said: Value) -> Declared {
-    let path = match said {
-        Value::Object(_) => return Declared::Inline,
+fn parse_location(value: Value) -> DeclaredLocation {
+    let path = match value {
+        Value::Object(_) => return DeclaredLocation::Inline,
         Value::String(path) => path,
-        _ => return Declared::Nowhere,
+        _ => return DeclaredLocation::Absent,
     };
     let Some(inside) = path.strip_prefix("./") else {
-        return Declared::Refused("path must start with `./`");
+        return DeclaredLocation::Invalid("path must start with `./`");
     };
     let mut parts = inside.split(['/', '\\']);
     if parts.any(|part| part == "..") {
-        return Declared::Refused("path must not contain `..`");
+        return DeclaredLocation::Invalid("path must not contain `..`");
     }
     if inside.starts_with('/') || inside.contains('\0') || inside.trim_matches('/').is_empty() {
-        return Declared::Refused("path must stay below the plugin's directory");
+        return DeclaredLocation::Invalid("path must stay below the plugin's directory");
     }
-    Declared::File(inside.to_owned())
+    DeclaredLocation::File(inside.to_owned())
 }
 
 #[cfg(test)]
@@ -215,15 +220,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn manifests_say_where_things_are() {
-        let file = |path: &str| Declared::File(path.to_owned());
+    fn declared_returns_locations_of_a_manifest() {
+        let file = |path: &str| DeclaredLocation::File(path.to_owned());
         for (mcp, says) in [
             (r#""./m.json""#, file("m.json")),
             (r#""./a/b.json""#, file("a/b.json")),
-            (r#"{"x":1}"#, Declared::Inline),
-            ("null", Declared::Nowhere),
-            ("5", Declared::Nowhere),
-            (r#"["./x"]"#, Declared::Nowhere),
+            (r#"{"x":1}"#, DeclaredLocation::Inline),
+            ("null", DeclaredLocation::Absent),
+            ("5", DeclaredLocation::Absent),
+            (r#"["./x"]"#, DeclaredLocation::Absent),
         ] {
             let manifest = format!(r#"{{"name":"p","mcpServers":{mcp},"apps":{mcp}}}"#);
             assert_eq!(declared(&manifest), (says.clone(), says), "{mcp}");
@@ -242,17 +247,20 @@ mod tests {
         ] {
             let manifest = serde_json::json!({ "mcpServers": bad }).to_string();
             let (mcp, apps) = declared(&manifest);
-            assert!(matches!(mcp, Declared::Refused(_)), "{bad}");
-            assert_eq!(apps, Declared::Nowhere);
+            assert!(matches!(mcp, DeclaredLocation::Invalid(_)), "{bad}");
+            assert_eq!(apps, DeclaredLocation::Absent);
         }
         for malformed in ["", "{", "[]", "5", r#"{"mcpServers":1,"mcpServers":2}"#] {
-            assert_eq!(declared(malformed), (Declared::Nowhere, Declared::Nowhere));
+            assert_eq!(
+                declared(malformed),
+                (DeclaredLocation::Absent, DeclaredLocation::Absent)
+            );
         }
-        assert_eq!(declared(&"[".repeat(100_000)).0, Declared::Nowhere);
+        assert_eq!(declared(&"[".repeat(100_000)).0, DeclaredLocation::Absent);
     }
 
     #[test]
-    fn what_is_absent_is_null() {
+    fn absent_members_are_null_in_results() {
         let path = PathUri::parse("file:///p").unwrap();
         let text = serde_json::to_string(&DiscoveredRoot::empty("x".to_owned(), path)).unwrap();
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Bytes on a text wire: standard base64 with mandatory padding.
+//! Byte strings on the wire: standard base64 with mandatory padding.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::limits::MAX_JSON_VALUES;
 use crate::params::Guarded;
 use crate::{params, scan};
 
-/// Bytes that travel as padded standard base64.
+/// Bytes that are encoded as padded standard base64.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct ByteChunk(pub Bytes);
 
@@ -25,7 +25,7 @@ impl ByteChunk {
         decode(text).ok().map(Self::from)
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn as_slice(&self) -> &[u8] {
         &self.0
     }
@@ -55,9 +55,9 @@ impl From<&[u8]> for ByteChunk {
     }
 }
 
-/// How many bytes are encoded or decoded at a time. Room is made zeroed, so it is made in parts that
-/// are still in the nearest cache when they are filled. A multiple of three: only the last part of a
-/// text is padded.
+/// Bytes that are encoded or decoded per step. The output buffer is zeroed before use; small steps
+/// keep that part in the first-level cache until it is filled. A multiple of three, so that only
+/// the last step has padding.
 const PART_BYTES: usize = 6 * 1024;
 
 /// Appends the base64 text of `bytes` to `out`.
@@ -67,7 +67,7 @@ pub fn encode_into(bytes: &[u8], out: &mut Vec<u8>) {
         let start = out.len();
         out.resize(start + encoded_len(part.len()), 0);
         let written = STANDARD.encode_slice(part, &mut out[start..]);
-        debug_assert!(written.is_ok(), "there is room for all of the text");
+        debug_assert!(written.is_ok(), "the buffer holds all of the text");
     }
 }
 
@@ -79,7 +79,7 @@ fn decode(text: &[u8]) -> Result<Vec<u8>, base64_turbo::Error> {
         bytes.resize(start + STANDARD.decoded_len_estimate(part.len()), 0);
         let written = STANDARD.decode_slice(part, &mut bytes[start..])?;
         if parts.peek().is_some() && written != PART_BYTES {
-            // Padding is for the end.
+            // Padding is allowed only at the end.
             return Err(base64_turbo::Error::InvalidCharacter);
         }
         bytes.truncate(start + written);
@@ -87,15 +87,15 @@ fn decode(text: &[u8]) -> Result<Vec<u8>, base64_turbo::Error> {
     Ok(bytes)
 }
 
-/// Length of the base64 text of `len` bytes.
+/// Returns the length of the base64 text of `len` bytes.
 pub const fn encoded_len(len: usize) -> usize {
     len.div_ceil(3) * 4
 }
 
-/// Decodes params of which the member `name` may be long base64.
+/// Decodes params whose member `name` may be long base64.
 ///
-/// The JSON library looks at every byte of a string; here the long one is cut out first, and what
-/// the library gets has an empty one in its place.
+/// The JSON library examines every byte of a string. Here the long string is cut out first, and the
+/// library parses the rest with an empty string in its place.
 pub(crate) fn decode_around<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
@@ -108,60 +108,62 @@ pub(crate) fn decode_around<P: DeserializeOwned>(
         *chunk(&mut params) = ByteChunk::decode_bytes(text)?;
         Some(params)
     };
-    match cut(at_the_ends(raw, name)).or_else(|| cut(among_members(raw, name))) {
+    match cut(find_at_ends(raw, name)).or_else(|| cut(find_by_scan(raw, name))) {
         Some(params) => Ok(params),
-        // Something is unusual or wrong; the library knows which, and can say what.
+        // The input is unusual or invalid; the JSON library decides and reports the error.
         None => params::from_slice(raw, guarded),
     }
 }
 
-/// The same with the data at the beginning of `room`, which grows if need be, and the member empty;
-/// how much there is. Nothing if [`decode_around`] has to tell what the params are.
-pub(crate) fn decode_apart<P: DeserializeOwned>(
+/// Like [`decode_around`], but decodes the data into the start of `buffer`, which grows if
+/// necessary, and leaves the member empty. Returns the length of the data, or `None` if only
+/// [`decode_around`] can decode the params.
+pub(crate) fn decode_into<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
     guarded: Guarded,
-    room: &mut Vec<u8>,
+    buffer: &mut Vec<u8>,
 ) -> Option<(P, usize)> {
-    let text = at_the_ends(raw, name)?;
+    let text = find_at_ends(raw, name)?;
     let params = without(raw, text, guarded)?;
     let most = STANDARD.decoded_len_estimate(text.len());
-    if room.len() < most {
-        room.resize(most, 0);
+    if buffer.len() < most {
+        buffer.resize(most, 0);
     }
-    let len = STANDARD.decode_slice(text, &mut room[..]).ok()?;
+    let len = STANDARD.decode_slice(text, &mut buffer[..]).ok()?;
     Some((params, len))
 }
 
-/// Decodes params with the member `name`, which may be long base64, empty: what they most likely are.
-/// Whether they are, only [`decode_around`] tells.
+/// Decodes params with an empty member `name`, which may be long base64. The result is provisional:
+/// only [`decode_around`] validates the data.
 pub(crate) fn decode_without<P: DeserializeOwned>(
     raw: &[u8],
     name: &str,
     guarded: Guarded,
 ) -> Option<P> {
-    without(raw, at_the_ends(raw, name)?, guarded)
+    without(raw, find_at_ends(raw, name)?, guarded)
 }
 
-/// Decodes params from which this part of their text is cut out.
+/// Decodes params after removing `text`, a part of `raw`.
 fn without<P: DeserializeOwned>(raw: &[u8], text: &[u8], guarded: Guarded) -> Option<P> {
     let start = text.as_ptr().addr() - raw.as_ptr().addr();
     let rest = [&raw[..start], &raw[start + text.len()..]].concat();
     params::from_slice(&rest, guarded).ok()
 }
 
-/// What the member `name` of a JSON object may be, if it is long: it is if it decodes.
+/// Returns the candidate for the long string member `name` of a JSON object; it is that string if
+/// it decodes as base64.
 ///
-/// The whole text was looked at before, and a long string is expensive to pass again. So only both ends
-/// are searched: the key in what comes first, the closing quote in what comes last. Base64 has no
-/// quote in it, so text that decodes up to a quote is the whole string.
-fn at_the_ends<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
+/// The whole text was validated before, and scanning a long string again is expensive. Therefore
+/// only both ends are searched: the start for the key, the end for the closing quote. Base64
+/// contains no quote, so text that decodes up to a quote is the whole string.
+fn find_at_ends<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
     const NEAR_END: usize = 512;
     let head = &raw[..raw.len().min(NEAR_END)];
     let quoted = [b"\"", name.as_bytes(), b"\""].concat();
     let key = memchr::memmem::find(head, &quoted)?;
-    // Up to the key there is nothing but members with plain values, so it is a key of this object
-    // (a value is not followed by a colon).
+    // Before the key are only members with plain values, so it is a key of this object and not a
+    // value (a value is not followed by a colon).
     if head[..key].first() != Some(&b'{')
         || memchr::memchr3(b'{', b'[', b'\\', &head[1..key]).is_some()
     {
@@ -176,11 +178,11 @@ fn at_the_ends<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
     raw.get(start..end)
 }
 
-/// The text of the string member `name`, found by passing everything.
-fn among_members<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
+/// Returns the text of the string member `name`, found by a full scan.
+fn find_by_scan<'a>(raw: &'a [u8], name: &str) -> Option<&'a [u8]> {
     let members = scan::members(std::str::from_utf8(raw).ok()?, MAX_JSON_VALUES).ok()?;
     let (_, value) = members.into_iter().find(|(key, _)| *key == name)?;
-    // Without escapes: base64 has no use for them, and a backslash fails to decode.
+    // Base64 needs no escapes, and a backslash fails to decode.
     value.as_bytes().strip_prefix(b"\"")?.strip_suffix(b"\"")
 }
 
@@ -216,7 +218,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trips(bytes: Vec<u8>) {
+        fn chunk_round_trips_as_base64(bytes: Vec<u8>) {
             let json = serde_json::to_string(&ByteChunk::from(bytes.clone())).unwrap();
             let back: ByteChunk = serde_json::from_str(&json).unwrap();
             prop_assert_eq!(back.as_slice(), &bytes[..]);
@@ -228,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn padding_is_for_the_end_wherever_it_is() {
+    fn padding_is_accepted_only_at_the_end() {
         let text = |len: usize| STANDARD.encode(vec![b'x'; len]);
         for len in [
             1,
@@ -260,23 +262,23 @@ mod tests {
         note: String,
     }
 
-    /// What the long way makes of it, whatever the shape.
+    /// Checks that the fast decoders agree with the JSON library.
     #[track_caller]
-    fn decodes_alike(raw: &str) {
+    fn check_decoders_agree(raw: &str) {
         let bytes = raw.as_bytes();
         let around = decode_around(bytes, "chunk", &[], |params: &mut Params| &mut params.chunk);
         let library: Result<Params, _> = serde_json::from_str(raw);
         // What an earlier one has left there is not in the way.
-        let mut room = b"left".to_vec();
-        if let Some((mut apart, len)) = decode_apart::<Params>(bytes, "chunk", &[], &mut room) {
-            apart.chunk = room[..len].into();
+        let mut buffer = b"left".to_vec();
+        if let Some((mut apart, len)) = decode_into::<Params>(bytes, "chunk", &[], &mut buffer) {
+            apart.chunk = buffer[..len].into();
             assert_eq!(Some(&apart), library.as_ref().ok(), "{raw:.200}");
         }
         assert_eq!(around.ok(), library.ok(), "{raw:.200}");
     }
 
     #[test]
-    fn members_around_a_long_one_change_nothing() {
+    fn long_member_is_decoded_wherever_it_is() {
         for chunk in [String::new(), "QUJD".to_owned(), "QUJD".repeat(1000)] {
             for raw in [
                 format!(r#"{{"chunk":"{chunk}"}}"#),
@@ -293,13 +295,13 @@ mod tests {
                 format!(r#"{{"chunk":["{chunk}"]}}"#),
                 format!(r#"{{"note":"{chunk}"}}"#),
             ] {
-                decodes_alike(&raw);
+                check_decoders_agree(&raw);
             }
         }
     }
 
     #[test]
-    fn refuses_what_is_not_padded_standard_base64() {
+    fn invalid_base64_is_rejected() {
         for bad in ["\"YQ\"", "\"-_-_\"", "\"***\"", "\"YR==\"", "5", "null"] {
             assert!(serde_json::from_str::<ByteChunk>(bad).is_err(), "{bad}");
         }

@@ -1,4 +1,4 @@
-//! `command/exec*`: the first generation of the process methods.
+//! `command/exec*`: first generation of the process methods.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use crate::chunk::ByteChunk;
 use crate::method::{method_types, notifications};
 
 method_types! {
-    /// `command/exec`: start a process that is notified in the first generation's way.
+    /// `command/exec`: start a process whose output is pushed as first-generation notifications.
     Exec;
     /// `command/exec/write`: send bytes to a terminal process.
     Write;
@@ -17,9 +17,9 @@ method_types! {
 }
 
 notifications! {
-    /// `command/exec/outputDelta`: the process wrote something.
+    /// `command/exec/outputDelta`: output of the process.
     OutputDelta = "command/exec/outputDelta" (OutputDeltaParams);
-    /// `command/exec/exited`: the process ended; sent after the last delta.
+    /// `command/exec/exited`: the process exited; sent after the last delta.
     Exited = "command/exec/exited" (ExitedParams);
 }
 
@@ -37,10 +37,10 @@ pub struct ExecParams {
     pub env: BTreeMap<String, String>,
     /// Whether the child gets a terminal.
     pub tty: bool,
-    /// How much output to retain, at most the server's own limit.
+    /// Bytes of output to retain; at most the server's own limit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output_bytes_cap: Option<u64>,
-    /// What the child sees as its own name.
+    /// Replaces `argv[0]` as the program sees it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arg0: Option<String>,
 }
@@ -49,15 +49,15 @@ pub struct ExecParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExecResult {
-    /// The id that was asked for.
+    /// The id from the request.
     pub process_id: String,
     /// Always true.
     pub running: bool,
-    /// Always absent at this point.
+    /// Always absent: the process has just started.
     pub exit_code: Option<i32>,
-    /// Always absent: output comes as deltas.
+    /// Always absent: output is sent as deltas.
     pub stdout: Option<ByteChunk>,
-    /// Always absent: output comes as deltas.
+    /// Always absent: output is sent as deltas.
     pub stderr: Option<ByteChunk>,
 }
 
@@ -65,16 +65,16 @@ pub struct ExecResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WriteParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// What to write.
+    /// The bytes.
     pub chunk: ByteChunk,
 }
 
 /// Result of [`Write`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WriteResult {
-    /// Always true; a refusal is an error.
+    /// Always true; a refused write is an error.
     pub accepted: bool,
 }
 
@@ -82,14 +82,14 @@ pub struct WriteResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TerminateParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
 }
 
 /// Result of [`Terminate`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TerminateResult {
-    /// Whether it was still running.
+    /// Whether the process was still running.
     pub running: bool,
 }
 
@@ -97,11 +97,11 @@ pub struct TerminateResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OutputDeltaParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// `stdout` (a terminal too) or `stderr`.
+    /// `stdout` (also for a terminal) or `stderr`.
     pub stream: String,
-    /// What it wrote.
+    /// The bytes.
     pub chunk: ByteChunk,
 }
 
@@ -109,7 +109,7 @@ pub struct OutputDeltaParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExitedParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
     /// Exit status, or 128 + N for a death by signal N.
     pub exit_code: i32,

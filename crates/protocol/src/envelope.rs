@@ -1,7 +1,7 @@
 //! The message envelope: requests, notifications, responses and errors.
 //!
 //! Decoding is bounded: a message with a duplicate key, too many values or too much nesting is
-//! refused before anything is built from it. Params and results stay raw text here.
+//! rejected before any value is built. Params and results stay raw text here.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::limits::MAX_JSON_VALUES;
 use crate::scan::{self, ScanError};
 
-/// The id of a request: text or a signed 64-bit number, echoed as it came.
+/// Id of a request: text or a signed 64-bit number, echoed unchanged.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 #[serde(untagged)]
 pub enum RequestId {
@@ -23,7 +23,7 @@ pub enum RequestId {
 }
 
 impl RequestId {
-    /// The id of an answer to something that had none.
+    /// Id in the response to a message that had none.
     pub const NONE: Self = Self::Number(-1);
 }
 
@@ -69,11 +69,11 @@ impl<'de> Deserialize<'de> for RequestId {
 /// The `error` member of an error message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ErrorObject {
-    /// The wire code.
+    /// Error code, see [`codes`](crate::codes).
     pub code: i64,
-    /// What went wrong, for people.
+    /// Message for users.
     pub message: String,
-    /// Anything machine-readable that goes with it.
+    /// Machine-readable details.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data: Option<serde_json::Value>,
 }
@@ -94,34 +94,34 @@ pub struct Trace {
 pub enum Incoming<'a> {
     /// `id` and `method`.
     Request {
-        /// To be echoed in the answer.
+        /// Echoed in the response.
         id: RequestId,
-        /// The method's name.
+        /// Name of the method.
         method: Cow<'a, str>,
-        /// The raw `params`, if there were any.
+        /// Raw `params`, if present.
         params: Option<&'a str>,
-        /// Where this request belongs in a distributed trace.
+        /// Trace context, if present.
         trace: Option<Trace>,
     },
     /// `method` without `id`.
     Notification {
-        /// The method's name.
+        /// Name of the method.
         method: Cow<'a, str>,
-        /// The raw `params`, if there were any.
+        /// Raw `params`, if present.
         params: Option<&'a str>,
     },
     /// `id` and `result`.
     Response {
-        /// Which request this answers.
+        /// Id of the request.
         id: RequestId,
-        /// The raw result.
+        /// Raw result.
         result: &'a str,
     },
     /// `id` and `error`.
     Error {
-        /// Which request this answers.
+        /// Id of the request.
         id: RequestId,
-        /// What went wrong.
+        /// The error.
         error: ErrorObject,
     },
 }
@@ -130,34 +130,34 @@ pub enum Incoming<'a> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
-    /// It is not a bounded JSON object.
+    /// The text is not a JSON object within the limits.
     #[error(transparent)]
     Text(#[from] ScanError),
-    /// A member is not what it should be.
+    /// A member has the wrong type.
     #[error("invalid `{name}`: {source}")]
     Member {
-        /// Which one.
+        /// Name of the member.
         name: &'static str,
-        /// What the JSON library said.
+        /// Error of the JSON library.
         source: serde_json::Error,
     },
-    /// A member that makes it a message is missing.
+    /// A required member is missing.
     #[error("missing field `{0}`")]
     Missing(&'static str),
 }
 
-/// Decodes and classifies one message.
+/// Decodes and decode_classifies_the_four_kinds_of_message one message.
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than
-/// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), holds more than [`MAX_JSON_VALUES`] values, or
-/// is none of the four kinds.
+/// The text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`](crate::limits::MAX_JSON_DEPTH), contains more than [`MAX_JSON_VALUES`]
+/// values, or is none of the four kinds of message.
 pub fn decode(text: &str) -> Result<Incoming<'_>, DecodeError> {
     decode_within(text, MAX_JSON_VALUES)
 }
 
-/// [`decode`] with a limit of its own, so that a test reaches it with little text.
+/// [`decode`] with another limit, so that a test reaches it with little text.
 pub(crate) fn decode_within(text: &str, max_values: usize) -> Result<Incoming<'_>, DecodeError> {
     let mut fields = Fields::default();
     for (key, raw) in scan::members(text, max_values)? {
@@ -210,7 +210,7 @@ fn member<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T,
     serde_json::from_str(raw).map_err(|source| DecodeError::Member { name, source })
 }
 
-/// Builds a member that must be an object.
+/// Parses a member that must be an object.
 fn object<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T, DecodeError> {
     // A derived struct also accepts an array.
     if !raw.starts_with('{') {
@@ -220,7 +220,7 @@ fn object<'a, T: Deserialize<'a>>(name: &'static str, raw: &'a str) -> Result<T,
     member(name, raw)
 }
 
-/// A string that borrows from the message unless it holds escapes.
+/// Returns a string that borrows from the message unless it contains escapes.
 fn string<'a>(name: &'static str, raw: &'a str) -> Result<Cow<'a, str>, DecodeError> {
     match raw
         .strip_prefix('"')
@@ -235,7 +235,7 @@ fn string<'a>(name: &'static str, raw: &'a str) -> Result<Cow<'a, str>, DecodeEr
 ///
 /// # Errors
 ///
-/// Only if `params` cannot be represented in JSON.
+/// `params` cannot be represented in JSON.
 pub fn encode_request(
     out: &mut Vec<u8>,
     id: &RequestId,
@@ -255,7 +255,7 @@ pub fn encode_request(
 ///
 /// # Errors
 ///
-/// Only if `params` cannot be represented in JSON.
+/// `params` cannot be represented in JSON.
 pub fn encode_notification(
     out: &mut Vec<u8>,
     method: &str,
@@ -273,7 +273,7 @@ pub fn encode_notification(
 ///
 /// # Errors
 ///
-/// Only if `result` cannot be represented in JSON.
+/// `result` cannot be represented in JSON.
 pub fn encode_response(
     out: &mut Vec<u8>,
     id: &RequestId,
@@ -291,7 +291,7 @@ pub fn encode_response(
 ///
 /// # Errors
 ///
-/// Only if the error's data cannot be represented in JSON.
+/// The error's data cannot be represented in JSON.
 pub fn encode_error(
     out: &mut Vec<u8>,
     id: &RequestId,
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn classifies() {
+    fn decode_classifies_the_four_kinds_of_message() {
         assert!(matches!(
             decode(r#"{"id":1,"method":"a"}"#),
             Ok(Incoming::Request { .. })
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_not_one_of_the_four() {
+    fn decode_rejects_messages_of_no_kind() {
         for text in [
             "",
             "hello",
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_duplicate_keys_at_any_depth() {
+    fn decode_rejects_duplicate_keys_at_any_depth() {
         assert!(malformed(r#"{"id":1,"id":2,"method":"a"}"#).contains("duplicate field `id`"));
         assert!(
             malformed(r#"{"id":1,"method":"a","params":{"b":[{"c":1,"c":2}]}}"#)
@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_depth_and_count() {
+    fn decode_limits_depth_and_value_count() {
         let deep = |n: usize| {
             format!(
                 r#"{{"id":1,"method":"a","params":{}{}}}"#,
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_member_is_bounded_like_any_other() {
+    fn error_member_is_limited_like_any_other() {
         let error =
             |data: &str| format!(r#"{{"id":1,"error":{{"code":1,"message":"m","data":{data}}}}}"#);
         assert!(decode(&error(r#"{"a":1,"b":2}"#)).is_ok());
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn every_value_counts() {
+    fn every_value_counts_toward_the_limit() {
         for (text, values) in [
             (r#"{"method":"a"}"#, 2),
             (r#"{"id":1,"method":"a","params":[0,{"b":null}]}"#, 7),
@@ -424,7 +424,7 @@ mod tests {
     }
 
     #[test]
-    fn nesting_counts_from_the_message_itself() {
+    fn nesting_includes_the_message_itself() {
         for member in ["params", "result", "unknown", "trace", "error"] {
             let nested = |levels: usize| {
                 let (open, close) = ("[".repeat(levels - 2), "]".repeat(levels - 2));
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn no_key_makes_the_parser_read_a_string_as_json() {
+    fn reserved_serde_json_keys_are_rejected() {
         let data = r#"{"$serde_json::private::RawValue":"[0,0,0,0,0,0,0,0]"}"#;
         malformed(&format!(r#"{{"id":1,"method":"a","params":{data}}}"#));
         malformed(&format!(
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_spreads_its_values_over_all_members() {
+    fn value_limit_applies_to_all_members_together() {
         let zeros = vec!["0"; 150_000].join(",");
         malformed(&format!(
             r#"{{"method":"a","params":[{zeros}],"x":[{zeros}]}}"#

@@ -1,4 +1,4 @@
-//! `environment/*`: what the machine behind the server is like.
+//! `environment/*`: description and configuration of the server's machine.
 
 use std::collections::BTreeMap;
 
@@ -8,9 +8,9 @@ use crate::method::method_types;
 use crate::path::PathUri;
 
 method_types! {
-    /// `environment/info`: the machine, its shell and what the server can do.
+    /// `environment/info`: the machine, its shell and the server's features.
     Info;
-    /// `environment/status`: whether the environment can be used.
+    /// `environment/status`: readiness of the environment.
     Status;
     /// `environmentConfig/read`: parts of the files that configure clients on this machine.
     ConfigRead;
@@ -20,11 +20,11 @@ method_types! {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConfigReadParams {
-    /// Where the client works; it need not exist.
+    /// The client's working directory; it need not exist.
     pub cwd: PathUri,
-    /// Which keys of the configuration are wanted, each as the keys that lead to it.
+    /// Requested keys of the configuration, each as a path of keys.
     pub config_paths: Vec<Vec<String>>,
-    /// Which keys of the requirements.
+    /// Requested keys of the requirements, likewise.
     pub requirements_paths: Vec<Vec<String>>,
 }
 
@@ -34,53 +34,53 @@ pub struct ConfigReadParams {
 pub struct ConfigReadResult {
     /// The home directory of the server's user.
     pub user_home_dir: Option<PathUri>,
-    /// Where that user's configuration is.
+    /// Directory of that user's Codex configuration.
     pub codex_home_dir: PathUri,
-    /// What the machine calls itself.
+    /// Hostname of the machine.
     pub hostname: Option<String>,
-    /// What was wanted of the configuration.
+    /// Requested keys of the configuration.
     pub config: ConfigStack,
-    /// What was wanted of the requirements.
+    /// Requested keys of the requirements.
     pub requirements: ConfigStack,
 }
 
-/// What several files say of the same keys.
+/// Values of the same keys in several files.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConfigStack {
-    /// Files that have something to say, those that win last.
+    /// Files that contain a requested key, in increasing precedence.
     pub layers: Vec<ConfigLayer>,
-    /// How many of them come before what a client is configured with from elsewhere.
+    /// Number of layers that have lower precedence than the client's cloud configuration.
     pub cloud_insertion_index: usize,
 }
 
-/// What one file says.
+/// Requested keys of one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConfigLayer {
-    /// Which kind of file, and where it is; for people.
+    /// Kind and location of the file, for users.
     pub source: String,
-    /// What relative paths in it are relative to.
+    /// Directory to which relative paths in the file refer.
     pub base_dir: PathUri,
-    /// What was wanted of it, as TOML.
+    /// The requested keys, as TOML.
     pub toml: String,
 }
 
 /// Result of [`Status`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnvironmentStatus {
-    /// How the environment is.
+    /// Readiness of the environment.
     pub status: Readiness,
     /// The server is shutting down: it starts nothing more and ends what runs. Absent otherwise.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub draining: bool,
 }
 
-/// The states that `environment/status` knows.
+/// Values of `environment/status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Readiness {
-    /// It can be used.
+    /// Ready for use.
     Ready,
 }
 
@@ -93,7 +93,7 @@ pub struct EnvironmentInfo {
     /// Version of the server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub executor_version: Option<String>,
-    /// An opaque name for this machine, the same across restarts.
+    /// Opaque id of this machine that does not change across restarts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub provider_id: Option<String>,
     /// The server's own working directory.
@@ -105,16 +105,16 @@ pub struct EnvironmentInfo {
     /// The operating system, in Rust's spelling.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub platform_os: Option<String>,
-    /// Directories that the server puts before every `PATH`; ours adds none.
+    /// Directories that the server prepends to every `PATH`; this server prepends none.
     #[serde(default)]
     pub prepend_path_dirs: Vec<PathUri>,
-    /// `TMPDIR`, when it is set.
+    /// `TMPDIR`, if it is set.
     #[serde(default)]
     pub temporary_directories: Vec<PathUri>,
-    /// Where temporary files go.
+    /// Directory for temporary files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub temp_dir: Option<PathUri>,
-    /// Compatible features, by name; missing means no.
+    /// Compatible features by name; an absent feature is not supported.
     #[serde(default)]
     pub capabilities: BTreeMap<String, bool>,
     /// Extension methods and `method#field`s that this server implements.
@@ -122,7 +122,7 @@ pub struct EnvironmentInfo {
     pub extensions: Vec<String>,
 }
 
-/// A shell and where it lives.
+/// A shell and its path.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shell {
     /// `bash`, `zsh`, `sh`, `powershell` or `cmd`.

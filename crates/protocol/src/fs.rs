@@ -1,4 +1,4 @@
-//! `fs/*`: files of the machine behind the server.
+//! `fs/*`: file operations on the server's machine.
 
 mod request;
 
@@ -13,54 +13,54 @@ use crate::table::{AT_PATHS, EVERYWHERE};
 pub use request::{FsMethod, FsRequest, FsResponse, FsVisitor};
 
 method_types! {
-    /// `fs/readFile`: a whole regular file in one answer.
+    /// `fs/readFile`: read a whole regular file.
     ReadFile;
     /// `fs/writeFile`: create or replace a file in one request.
     WriteFile;
-    /// `fs/getMetadata`: what kind of thing is there.
+    /// `fs/getMetadata`: type, size and times of a path.
     GetMetadata;
-    /// `fs/open`: a handle for reading in blocks.
+    /// `fs/open`: open a file for reading or writing in blocks.
     Open;
-    /// `fs/readBlock`: bytes at an offset of an open handle.
+    /// `fs/readBlock`: read bytes at an offset of an open handle.
     ReadBlock;
-    /// `fs/writeBlock`: bytes to an offset of an open handle.
+    /// `fs/writeBlock`: write bytes at an offset of an open handle.
     WriteBlock;
-    /// `fs/close`: forget a handle.
+    /// `fs/close`: close a handle.
     Close;
-    /// `fs/createDirectory`: with its parents, unless told otherwise.
+    /// `fs/createDirectory`: create a directory, with its parents by default.
     CreateDirectory;
-    /// `fs/canonicalize`: the path without links.
+    /// `fs/canonicalize`: resolve the symbolic links of a path.
     Canonicalize;
-    /// `fs/readDirectory`: the names in a directory.
+    /// `fs/readDirectory`: list a directory.
     ReadDirectory;
-    /// `fs/walk`: a tree, breadth first and within bounds.
+    /// `fs/walk`: list a tree, breadth first and within limits.
     Walk;
-    /// `fs/remove`: a file, a link or a tree.
+    /// `fs/remove`: remove a file, a link or a tree.
     Remove;
-    /// `fs/copy`: a file, a link or a tree, from one path of the machine to another.
+    /// `fs/copy`: copy a file, a link or a tree within the machine.
     Copy;
-    /// `fs/watchMissing`: tell once when something that is not there appears.
+    /// `fs/watchMissing`: notify once when a missing path appears.
     WatchMissing;
     /// Extension `fs/rename`: move within the machine.
     Rename;
-    /// Extension `fs/setMetadata`: mode and time of last change.
+    /// Extension `fs/setMetadata`: set mode and modification time.
     SetMetadata;
-    /// Extension `fs/createSymlink`: a link to whatever the text says.
+    /// Extension `fs/createSymlink`: create a symbolic link with any target.
     CreateSymlink;
     /// Extension `fs/hash`: SHA-256 of a file or of its beginning.
     Hash;
-    /// Extension `fs/watch`: tell of changes until the connection ends.
+    /// Extension `fs/watch`: notify about changes until the connection ends.
     Watch;
     /// Extension `fs/unwatch`: end a watch.
     Unwatch;
-    /// Extension `fs/search`: lines that match.
+    /// Extension `fs/search`: search files for lines that match.
     Search;
 }
 
 notifications! {
-    /// `fs/missingChanged`: what [`WatchMissing`] waited for.
+    /// `fs/missingChanged`: result of a [`WatchMissing`].
     MissingChanged = "fs/missingChanged" (MissingChangedParams);
-    /// Extension `fs/changed`: what happened under a watch.
+    /// Extension `fs/changed`: changes under a watch.
     Changed = "fs/changed" (ChangedParams);
 }
 
@@ -68,7 +68,7 @@ fn yes() -> bool {
     true
 }
 
-/// Compatible clients may spell out that they leave an option to its default.
+/// Compatible clients may write `null` for an option's default.
 fn null_is_yes<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(true))
 }
@@ -85,13 +85,13 @@ where
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReadFileParams {
-    /// Which file.
+    /// Path of the file.
     pub path: PathUri,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// The policy to run under.
-    #[serde(default, deserialize_with = "sandbox::remembered")]
+    /// Sandbox policy of the request.
+    #[serde(default, deserialize_with = "sandbox::deserialize_cached")]
     pub sandbox: Option<Sandbox>,
 }
 
@@ -107,30 +107,30 @@ pub struct ReadFileResult {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WriteFileParams {
-    /// Which file.
+    /// Path of the file.
     pub path: PathUri,
-    /// Its new content.
+    /// The new content.
     pub data_base64: ByteChunk,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// Extension `fs/writeFile#mode`: permission bits to have afterwards, whatever they were.
+    /// Extension `fs/writeFile#mode`: permission bits to set, also on an existing file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u32>,
-    /// Extension `fs/writeFile#modifiedAtMs`: the time of last change to have afterwards.
+    /// Extension `fs/writeFile#modifiedAtMs`: modification time to set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified_at_ms: Option<i64>,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
 
 impl WriteFileParams {
-    /// Decodes the params; as the JSON library would, but fast where there is much data.
+    /// Decodes the params like the JSON library, but faster for long data.
     ///
     /// # Errors
     ///
-    /// When they are not what they should be.
+    /// The params are not valid.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
         chunk::decode_around(raw, "dataBase64", AT_PATHS, |params: &mut Self| {
@@ -143,12 +143,12 @@ impl WriteFileParams {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GetMetadataParams {
-    /// Which path.
+    /// The path.
     pub path: PathUri,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -157,31 +157,32 @@ pub struct GetMetadataParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Metadata {
-    /// It is a directory.
+    /// Whether the path is a directory.
     pub is_directory: bool,
-    /// It is a regular file.
+    /// Whether the path is a regular file.
     pub is_file: bool,
-    /// The last component is a symbolic link.
+    /// Whether the last component is a symbolic link.
     pub is_symlink: bool,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// When it was born, in milliseconds since 1970; 0 if unknown.
+    /// Creation time in milliseconds since 1970; 0 if unknown.
     pub created_at_ms: i64,
-    /// When its content last changed, in milliseconds since 1970.
+    /// Modification time in milliseconds since 1970.
     pub modified_at_ms: i64,
-    /// Extension: permission bits, set-id and sticky bits included.
+    /// Extension: permission bits, including set-id and sticky bits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u32>,
-    /// Extension: the owner.
+    /// Extension: user id of the owner.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
-    /// Extension: the owning group.
+    /// Extension: id of the owning group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gid: Option<u32>,
-    /// Extension: the number of the file in its filesystem.
+    /// Extension: inode number.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inode: Option<u64>,
-    /// Extension: what the link at the end of the path says, with U+FFFD for bytes that are no text.
+    /// Extension: target of the link at the end of the path, with U+FFFD for bytes that are not
+    /// UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub symlink_target: Option<String>,
 }
@@ -192,15 +193,15 @@ pub struct Metadata {
 pub struct OpenParams {
     /// Chosen by the client, unique in its connection.
     pub handle_id: String,
-    /// Which file.
+    /// Path of the file.
     pub path: PathUri,
-    /// What for.
+    /// Purpose of the handle.
     #[serde(default, deserialize_with = "null_is_default")]
     pub mode: OpenMode,
-    /// Extension `fs/open#identity`: tell the file's identity.
+    /// Extension `fs/open#identity`: return the file's identity.
     #[serde(default, skip_serializing_if = "is_false")]
     pub identity: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -209,18 +210,20 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// What a file is opened for.
+/// Purpose of a handle.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum OpenMode {
-    /// To be read.
+    /// Reading.
     #[default]
     Read,
-    /// To be written in place; created or emptied at once.
+    /// Writing in place; the file is created or truncated when it is opened.
     Replace,
-    /// Extension `fs/open#update`: to be written in place; created if missing, its content kept.
+    /// Extension `fs/open#update`: writing in place; creates a missing file and keeps existing
+    /// content.
     Update,
-    /// Extension `fs/open#atomic`: to be written aside and put in place by `fs/close` with `commit`.
+    /// Extension `fs/open#atomic`: writing to a temporary file that `fs/close` with `commit`
+    /// renames to the target.
     Atomic,
 }
 
@@ -238,10 +241,10 @@ impl OpenMode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OpenResult {
-    /// The id that was asked for.
+    /// The id from the request.
     pub handle_id: String,
-    /// The same for every opening of the same file, and of no other; absent if nobody asked, if it
-    /// cannot be told, and for files that are written aside.
+    /// Identifies the file: equal for every handle of the same file and for no other file. Absent
+    /// if not requested, if it cannot be determined, and for `atomic` handles.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub identity: Option<String>,
 }
@@ -250,20 +253,20 @@ pub struct OpenResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReadBlockParams {
-    /// Which handle.
+    /// Id of the handle.
     pub handle_id: String,
-    /// Where to start.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// How many bytes, 1 to 1 MiB.
+    /// Number of bytes, 1 to 1 MiB.
     pub len: usize,
 }
 
 /// Result of [`ReadBlock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadBlockResult {
-    /// What was there.
+    /// The bytes.
     pub chunk: ByteChunk,
-    /// Fewer bytes than asked for: the file ends here.
+    /// Whether the file ends here: fewer bytes than requested.
     pub eof: bool,
 }
 
@@ -271,20 +274,20 @@ pub struct ReadBlockResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WriteBlockParams {
-    /// Which handle.
+    /// Id of the handle.
     pub handle_id: String,
-    /// Where to start; a gap before it reads as zeros.
+    /// Offset of the first byte; a gap before it reads as zeros.
     pub offset: u64,
-    /// What to write, 1 byte to 1 MiB.
+    /// The bytes, 1 byte to 1 MiB.
     pub chunk: ByteChunk,
 }
 
 impl WriteBlockParams {
-    /// Decodes the params; as the JSON library would, but fast where there is much data.
+    /// Decodes the params like the JSON library, but faster for long data.
     ///
     /// # Errors
     ///
-    /// When they are not what they should be.
+    /// The params are not valid.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
         chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
@@ -292,23 +295,23 @@ impl WriteBlockParams {
         })
     }
 
-    /// What the params most likely are, without looking at the data, which is empty here; only
-    /// [`WriteBlockParams::decode`] knows.
-    pub fn likely(raw: &str) -> Option<Self> {
+    /// Decodes the params with an empty chunk and without validating the data; only
+    /// [`WriteBlockParams::decode`] validates it.
+    pub fn decode_without_data(raw: &str) -> Option<Self> {
         chunk::decode_without(raw.as_bytes(), "chunk", EVERYWHERE)
     }
 
-    /// As [`WriteBlockParams::decode`], for whoever has much to decode and keeps `room`: the data is
-    /// left there if that can be done, and is so many bytes; the chunk is then empty.
+    /// Like [`WriteBlockParams::decode`], but decodes the data into the reusable `buffer` if
+    /// possible and returns its length; the chunk is then empty.
     ///
     /// # Errors
     ///
-    /// When they are not what they should be.
-    pub fn decode_apart(
+    /// The params are not valid.
+    pub fn decode_into(
         raw: &[u8],
-        room: &mut Vec<u8>,
+        buffer: &mut Vec<u8>,
     ) -> Result<(Self, Option<usize>), serde_json::Error> {
-        if let Some((params, len)) = chunk::decode_apart(raw, "chunk", EVERYWHERE, room) {
+        if let Some((params, len)) = chunk::decode_into(raw, "chunk", EVERYWHERE, buffer) {
             return Ok((params, Some(len)));
         }
         let params = chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
@@ -322,10 +325,10 @@ impl WriteBlockParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CloseParams {
-    /// Which handle.
+    /// Id of the handle.
     pub handle_id: String,
-    /// Extension `fs/close#commit`: puts what was written to an `atomic` handle in place of its
-    /// target. Without it, and when the connection ends, the target stays as it was.
+    /// Extension `fs/close#commit`: replaces the target of an `atomic` handle with what was
+    /// written. Without it, and when the connection ends, the target is unchanged.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub commit: bool,
 }
@@ -334,15 +337,15 @@ pub struct CloseParams {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CreateDirectoryParams {
-    /// Which path.
+    /// The path.
     pub path: PathUri,
-    /// Make missing parents too, and take an existing directory as success.
+    /// Create missing parents, too, and succeed if the directory exists.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -351,9 +354,9 @@ pub struct CreateDirectoryParams {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CanonicalizeParams {
-    /// Which path; something must be there.
+    /// The path, which must exist.
     pub path: PathUri,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -361,7 +364,7 @@ pub struct CanonicalizeParams {
 /// Result of [`Canonicalize`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CanonicalizeResult {
-    /// The same place without links.
+    /// The path without symbolic links.
     pub path: PathUri,
 }
 
@@ -371,7 +374,7 @@ pub struct CanonicalizeResult {
 pub struct ReadDirectoryParams {
     /// Which directory.
     pub path: PathUri,
-    /// Extension `fs/readDirectory#links`: say of each link what it says, and list dangling ones.
+    /// Extension `fs/readDirectory#links`: return the target of each link, and list dangling links.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub links: bool,
     /// Extension `fs/readDirectory#limit`: the most entries of one page, 1 to 50,000.
@@ -380,7 +383,7 @@ pub struct ReadDirectoryParams {
     /// Extension `fs/readDirectory#after`: the `next` of the page before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -388,7 +391,7 @@ pub struct ReadDirectoryParams {
 /// Result of [`ReadDirectory`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadDirectoryResult {
-    /// What is in it, in no order.
+    /// Entries of the directory, unordered.
     pub entries: Vec<DirectoryEntry>,
     /// Extension `fs/readDirectory#next`: there may be more entries, to be asked for `after` this;
     /// opaque.
@@ -396,21 +399,21 @@ pub struct ReadDirectoryResult {
     pub next: Option<String>,
 }
 
-/// One name in a directory.
+/// Entry of a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DirectoryEntry {
-    /// The name, with U+FFFD for bytes that are no text.
+    /// The name, with U+FFFD for bytes that are not UTF-8.
     pub file_name: String,
-    /// It is a directory, or a link to one.
+    /// Whether it is a directory, or a link to one.
     pub is_directory: bool,
-    /// It is a regular file, or a link to one.
+    /// Whether it is a regular file, or a link to one.
     pub is_file: bool,
-    /// Extension `fs/readDirectory#path`: the exact path, where the name is no text.
+    /// Extension `fs/readDirectory#path`: the exact path, if the name is not UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<PathUri>,
-    /// Extension `fs/readDirectory#links`: what it says, if it is a link and that was asked for, with
-    /// U+FFFD for bytes that are no text.
+    /// Extension `fs/readDirectory#links`: target of a link, if requested, with U+FFFD for bytes
+    /// that are not UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub symlink_target: Option<String>,
 }
@@ -419,9 +422,9 @@ pub struct DirectoryEntry {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WalkParams {
-    /// Where to start; not listed itself.
+    /// The root of the tree; not listed itself.
     pub path: PathUri,
-    /// How far to go.
+    /// Limits of the walk.
     pub options: WalkOptions,
     /// Extension `fs/walk#limit`: the most entries of one page, 1 to 50,000.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -429,24 +432,24 @@ pub struct WalkParams {
     /// Extension `fs/walk#after`: the `next` of the page before.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after: Option<String>,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
 
-/// Bounds of a [`Walk`].
+/// Limits of a [`Walk`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WalkOptions {
-    /// Directories between the root and what is listed; 0 lists the root's children only.
+    /// Levels of directories below the root that are listed; 0 lists the root's children only.
     pub max_depth: usize,
-    /// Directories to enter, the root included.
+    /// Directories to read, including the root.
     pub max_directories: usize,
-    /// Entries to look at, those that are skipped included.
+    /// Entries to examine, including those that are skipped.
     pub max_entries: usize,
-    /// Enter links to directories, each target once.
+    /// Follow links to directories, each target once.
     pub follow_directory_symlinks: bool,
-    /// List directories whose name begins with a dot, but do not enter them.
+    /// List hidden directories, but do not read them.
     #[serde(default, deserialize_with = "null_is_default")]
     pub prune_hidden_directories: bool,
 }
@@ -454,28 +457,28 @@ pub struct WalkOptions {
 /// Result of [`Walk`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WalkResult {
-    /// What was found, directory by directory, names in order; of a page, a directory is followed by
+    /// Entries by directory, each in order of names; of a page, a directory is followed by
     /// what is below it.
     pub entries: Vec<WalkEntry>,
-    /// What could not be looked at.
+    /// Paths that could not be examined.
     pub errors: Vec<WalkError>,
-    /// A bound was reached: there is more.
+    /// Whether a limit was reached and entries are missing.
     pub truncated: bool,
     /// Extension `fs/walk#next`: there may be more entries, to be asked for `after` this; opaque.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }
 
-/// Something that a [`Walk`] found.
+/// An entry that a [`Walk`] found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WalkEntry {
-    /// Where.
+    /// The path.
     pub path: PathUri,
-    /// What.
+    /// The type.
     pub kind: WalkKind,
 }
 
-/// What a [`WalkEntry`] is.
+/// Type of a [`WalkEntry`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WalkKind {
@@ -485,12 +488,12 @@ pub enum WalkKind {
     File,
 }
 
-/// Something that a [`Walk`] could not look at.
+/// A path that a [`Walk`] could not examine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WalkError {
-    /// Where.
+    /// The path.
     pub path: PathUri,
-    /// What the system said.
+    /// Error message of the system.
     pub message: String,
 }
 
@@ -498,18 +501,18 @@ pub struct WalkError {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RemoveParams {
-    /// What; a link at the end is removed itself.
+    /// The path; a link at its end is removed itself.
     pub path: PathUri,
-    /// With everything below it.
+    /// Remove everything below it, too.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
-    /// Take a missing path as success.
+    /// Succeed if the path does not exist.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub force: bool,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -518,13 +521,13 @@ pub struct RemoveParams {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CopyParams {
-    /// What.
+    /// Path to copy.
     pub source_path: PathUri,
-    /// Where to.
+    /// Path of the copy.
     pub destination_path: PathUri,
-    /// Directories with everything below them.
+    /// Copy directories with everything below them.
     pub recursive: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -533,11 +536,11 @@ pub struct CopyParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WatchMissingParams {
-    /// Larger than that of every earlier watch of the connection.
+    /// Chosen by the client; larger than that of every earlier watch of the connection.
     pub watch_id: u64,
-    /// What is not there yet.
+    /// Missing paths to wait for.
     pub missing: Vec<PathUri>,
-    /// What is there and must not change.
+    /// An existing path; the watch also ends if it changes.
     #[serde(default)]
     pub present: Option<PathUri>,
 }
@@ -545,7 +548,7 @@ pub struct WatchMissingParams {
 /// Result of [`WatchMissing`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WatchMissingResult {
-    /// Whether there will be a [`MissingChanged`].
+    /// Whether a [`MissingChanged`] will follow.
     pub watching: bool,
 }
 
@@ -553,21 +556,21 @@ pub struct WatchMissingResult {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MissingChangedParams {
-    /// Which watch; it is over.
+    /// Id of the watch, which has ended.
     pub watch_id: u64,
 }
 
 /// Params of [`Rename`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RenameParams {
-    /// What; a link at the end is moved itself.
+    /// Path to move; a link at its end is moved itself.
     pub from: PathUri,
-    /// Its new path.
+    /// The new path.
     pub to: PathUri,
-    /// Replace what is there.
+    /// Replace an existing file.
     #[serde(default, deserialize_with = "null_is_default")]
     pub overwrite: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -576,18 +579,18 @@ pub struct RenameParams {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SetMetadataParams {
-    /// Which path.
+    /// The path.
     pub path: PathUri,
     /// Permission bits, at most 0o7777.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u32>,
-    /// Time of last change, in milliseconds since 1970.
+    /// Modification time in milliseconds since 1970.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub modified_at_ms: Option<i64>,
-    /// Whether any component may be a symbolic link.
+    /// Whether components of the path may be symbolic links.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub follow_symlinks: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -595,11 +598,11 @@ pub struct SetMetadataParams {
 /// Params of [`CreateSymlink`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CreateSymlinkParams {
-    /// Where the link goes; nothing may be there.
+    /// Path of the link; must not exist.
     pub path: PathUri,
-    /// What it says: a native path, absolute or relative to the link.
+    /// Target: a native path, absolute or relative to the link's directory.
     pub target: String,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -607,12 +610,12 @@ pub struct CreateSymlinkParams {
 /// Params of [`enum@Hash`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HashParams {
-    /// Which file.
+    /// Path of the file.
     pub path: PathUri,
-    /// How many bytes from its beginning; the whole file if absent.
+    /// Number of bytes from the beginning; the whole file if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub length: Option<u64>,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -620,9 +623,9 @@ pub struct HashParams {
 /// Result of [`enum@Hash`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashResult {
-    /// SHA-256 of the bytes, in lower-case hex.
+    /// SHA-256 of the bytes, in lower-case hexadecimal.
     pub sha256: String,
-    /// How many bytes these were; fewer than asked for if the file is shorter.
+    /// Number of bytes; fewer than requested if the file is shorter.
     pub length: u64,
 }
 
@@ -632,18 +635,18 @@ pub struct HashResult {
 pub struct WatchParams {
     /// Chosen by the client, unique in its connection.
     pub watch_id: String,
-    /// What to watch.
+    /// Path to watch.
     pub path: PathUri,
-    /// With everything below it.
+    /// Watch everything below it, too.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub recursive: bool,
-    /// What not to tell of.
+    /// Changes to ignore.
     #[serde(default)]
     pub ignore: WatchIgnore,
-    /// How long to gather changes before telling of them.
+    /// How long to collect changes before reporting them.
     #[serde(default = "default_debounce_ms")]
     pub debounce_ms: u64,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -652,10 +655,10 @@ fn default_debounce_ms() -> u64 {
     50
 }
 
-/// What a [`Watch`] does not look at; such directories are never registered with the kernel.
+/// Paths that a [`Watch`] ignores; ignored directories are not registered with the kernel.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WatchIgnore {
-    /// What `.gitignore` files name, and `.git` itself.
+    /// Paths that `.gitignore` files name, and `.git` itself.
     #[serde(default)]
     pub gitignore: bool,
     /// Globs relative to the watched path.
@@ -666,7 +669,7 @@ pub struct WatchIgnore {
 /// Result of [`Watch`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WatchResult {
-    /// The watched path without links; changes are told below it.
+    /// The watched path without symbolic links; changes are reported below it.
     pub path: PathUri,
 }
 
@@ -674,7 +677,7 @@ pub struct WatchResult {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct UnwatchParams {
-    /// Which watch.
+    /// Id of the watch.
     pub watch_id: String,
 }
 
@@ -682,39 +685,39 @@ pub struct UnwatchParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ChangedParams {
-    /// Which watch.
+    /// Id of the watch.
     pub watch_id: String,
-    /// From 1, without holes.
+    /// Number of the notification, from 1 without gaps.
     pub seq: u64,
-    /// What happened, in order.
+    /// The changes, in order.
     pub changes: Vec<Change>,
-    /// Changes were lost: look at everything again.
+    /// Whether changes were lost; the client has to rescan everything.
     pub overflow: bool,
 }
 
-/// One thing that happened under a [`Watch`].
+/// One change under a [`Watch`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Change {
-    /// Where.
+    /// The path.
     pub path: PathUri,
-    /// What.
+    /// The kind of change.
     pub kind: ChangeKind,
-    /// Where a renamed thing was before.
+    /// Former path of a renamed entry.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<PathUri>,
 }
 
-/// What happened to a path.
+/// Kind of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum ChangeKind {
-    /// It is new.
+    /// The path was created.
     Created,
     /// Its content or metadata changed.
     Modified,
-    /// It is gone.
+    /// The path was removed.
     Removed,
-    /// It came from another path under the watch.
+    /// The entry was renamed from another path under the watch.
     Renamed,
 }
 
@@ -724,27 +727,28 @@ pub enum ChangeKind {
 pub struct SearchParams {
     /// A directory or a file.
     pub path: PathUri,
-    /// What a line must contain.
+    /// Text or regular expression that a line must contain.
     pub pattern: String,
-    /// Take the pattern as a regular expression.
+    /// Interpret the pattern as a regular expression.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub regex: bool,
-    /// Tell upper from lower case.
+    /// Distinguish upper and lower case.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub case_sensitive: bool,
-    /// Which files, as in a `.gitignore` turned round: `*.rs` to have them, `!target` not to.
+    /// Globs of files to search, with the opposite meaning of `.gitignore`: `*.rs` includes,
+    /// `!target` excludes.
     #[serde(default)]
     pub globs: Vec<String>,
-    /// Leave out hidden files and what `.gitignore` files name.
+    /// Skip hidden files and files that `.gitignore` files name.
     #[serde(default = "yes", deserialize_with = "null_is_yes")]
     pub gitignore: bool,
-    /// Stop after this many matching lines.
+    /// Number of matching lines after which the search ends.
     #[serde(default = "default_max_matches")]
     pub max_matches: usize,
-    /// Lines to show around each match.
+    /// Lines to return before and after each match.
     #[serde(default)]
     pub context_lines: usize,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
 }
@@ -757,31 +761,31 @@ fn default_max_matches() -> usize {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SearchResult {
-    /// Matching lines, file by file.
+    /// Matching lines, by file.
     pub matches: Vec<SearchMatch>,
-    /// How many files were looked into.
+    /// Number of files that were searched.
     pub files_searched: u64,
-    /// A bound was reached: there may be more.
+    /// Whether a limit was reached; there may be more matches.
     pub truncated: bool,
 }
 
-/// A line that matches.
+/// A matching line.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SearchMatch {
-    /// In which file.
+    /// Path of the file.
     pub path: PathUri,
-    /// Its number, from 1.
+    /// Line number, from 1.
     pub line: u64,
-    /// The byte in the line where the first match begins, from 1.
+    /// Offset of the first match in the line in bytes, from 1.
     pub column: u64,
-    /// The line without its end, with U+FFFD for bytes that are no text.
+    /// The line without its line break, with U+FFFD for bytes that are not UTF-8.
     pub text: String,
-    /// The text is only the beginning of a long line; the match may lie beyond it.
+    /// Whether the text is only the beginning of a long line; the match may be in the rest.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub cut: bool,
-    /// Lines before it.
+    /// Lines before the match.
     pub before: Vec<String>,
-    /// Lines after it.
+    /// Lines after the match.
     pub after: Vec<String>,
 }
 
@@ -792,7 +796,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn null_leaves_an_option_to_its_default() {
+    fn null_option_has_its_default() {
         let params = json!({"path": "file:///x", "recursive": null, "followSymlinks": null});
         let params: CreateDirectoryParams = serde_json::from_value(params).unwrap();
         assert!(params.recursive && params.follow_symlinks);

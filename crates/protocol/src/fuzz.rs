@@ -1,7 +1,7 @@
-//! The bodies of the fuzz targets: what must hold for any text a peer sends.
+//! Fuzz target bodies: properties of decoding that hold for any input.
 //!
-//! Each takes arbitrary bytes and panics when a promise of the decoder is broken. `fuzz/` runs them
-//! under a fuzzer; [`replay`] runs them over the committed seeds in an ordinary test.
+//! Each body takes arbitrary bytes and panics when a property is violated. `fuzz/` runs them under
+//! a fuzzer; [`replay`] runs them over the committed seeds in an ordinary test.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -16,28 +16,28 @@ use serde_json::value::RawValue;
 use crate::envelope::{self, Incoming};
 use crate::path::PathUri;
 
-/// Decodes one message and compares it with a plain tree of the same text.
+/// Decodes one message and compares it with a generic JSON tree of the same text.
 ///
 /// # Panics
 ///
-/// When an accepted message breaks a limit, says something other than its text, or does not survive
-/// being encoded and decoded again.
+/// An accepted message exceeds a limit, differs from its text, or changes when it is encoded and
+/// decoded again.
 pub fn envelope(data: &[u8]) {
-    // So low that inputs of a few bytes reach it.
+    // Low, so that inputs of a few bytes reach it.
     const FEW_VALUES: usize = 8;
 
     let Ok(text) = str::from_utf8(data) else {
         return;
     };
     let decoded = envelope::decode(text);
-    let frugal = envelope::decode_within(text, FEW_VALUES).is_ok();
+    let few = envelope::decode_within(text, FEW_VALUES).is_ok();
     let Ok(message) = decoded else {
-        assert!(!frugal, "a lower limit must not accept more");
+        assert!(!few, "a lower limit must not accept more");
         return;
     };
-    let tree: Tree = serde_json::from_str(text).expect("an accepted message is bounded JSON");
+    let tree: Tree = serde_json::from_str(text).expect("an accepted message is JSON within limits");
     assert!(tree.keys_are_unique(), "a key is repeated");
-    assert_eq!(frugal, tree.count() <= FEW_VALUES, "values are miscounted");
+    assert_eq!(few, tree.count() <= FEW_VALUES, "values are miscounted");
 
     let mut again = Vec::new();
     match &message {
@@ -52,9 +52,9 @@ pub fn envelope(data: &[u8]) {
         }
         Incoming::Error { id, error } => envelope::encode_error(&mut again, id, error),
     }
-    .expect("what was decoded can be encoded");
+    .expect("a decoded message can be encoded");
     let again = String::from_utf8(again).expect("messages are text");
-    let again = envelope::decode(&again).expect("what was encoded can be decoded");
+    let again = envelope::decode(&again).expect("an encoded message can be decoded");
 
     match (message, again) {
         (
@@ -74,7 +74,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(trace, None, "no trace is encoded");
             assert_eq!(Tree::of(&id), *tree.member("id"));
             assert_eq!(Tree::of(&method), *tree.member("method"));
-            says(params, &tree, "params");
+            check_member(params, &tree, "params");
         }
         (
             Incoming::Notification { method, params },
@@ -86,7 +86,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(method, method_again);
             assert_eq!(raw(params), raw(params_again));
             assert_eq!(Tree::of(&method), *tree.member("method"));
-            says(params, &tree, "params");
+            check_member(params, &tree, "params");
         }
         (
             Incoming::Response { id, result },
@@ -98,7 +98,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(id, id_again);
             assert_eq!(result, result_again);
             assert_eq!(Tree::of(&id), *tree.member("id"));
-            says(Some(result), &tree, "result");
+            check_member(Some(result), &tree, "result");
         }
         (
             Incoming::Error { id, error },
@@ -115,7 +115,7 @@ pub fn envelope(data: &[u8]) {
             assert_eq!(Tree::of(&error.message), *wire.member("message"));
             match (error.data, error_again.data) {
                 (Some(data), Some(again)) => {
-                    assert!(alike(&data, &again), "{data} became {again}");
+                    assert!(nearly_equal(&data, &again), "{data} became {again}");
                     assert_eq!(Tree::of(&data).count(), wire.member("data").count());
                 }
                 (data, again) => assert_eq!(data, again),
@@ -125,7 +125,7 @@ pub fn envelope(data: &[u8]) {
     }
 }
 
-/// The text of a value, to be encoded as it is.
+/// Wraps the text of a value, so that it is encoded unchanged.
 fn verbatim(text: &str) -> &RawValue {
     serde_json::from_str(text).expect("a member of an accepted message is JSON")
 }
@@ -135,8 +135,8 @@ fn raw(member: Option<&str>) -> &str {
     member.unwrap_or("null")
 }
 
-/// The raw member holds what the whole text holds there, also for whoever builds values from it.
-fn says(member: Option<&str>, tree: &Tree, name: &str) {
+/// Checks that a raw member equals the same member of the whole text, also when it is parsed.
+fn check_member(member: Option<&str>, tree: &Tree, name: &str) {
     let Some(member) = member else { return };
     let seen: Tree = serde_json::from_str(member).expect("raw members are JSON");
     assert_eq!(seen, *tree.member(name));
@@ -144,8 +144,9 @@ fn says(member: Option<&str>, tree: &Tree, name: &str) {
     assert_eq!(Tree::of(&built).count(), seen.count(), "{name} expands");
 }
 
-/// Equal but for the last bits of floating-point numbers, which the JSON parser does not keep.
-fn alike(one: &Value, other: &Value) -> bool {
+/// Equality, except for the last bits of floating-point numbers, which the JSON parser does not
+/// preserve.
+fn nearly_equal(one: &Value, other: &Value) -> bool {
     match (one, other) {
         (Value::Number(one), Value::Number(other)) if one.is_f64() => {
             let (one, other) = (one.as_f64(), other.as_f64());
@@ -153,19 +154,19 @@ fn alike(one: &Value, other: &Value) -> bool {
                 .is_some_and(|(one, other)| (one - other).abs() <= one.abs() * 1e-12)
         }
         (Value::Array(one), Value::Array(other)) => {
-            one.len() == other.len() && one.iter().zip(other).all(|(a, b)| alike(a, b))
+            one.len() == other.len() && one.iter().zip(other).all(|(a, b)| nearly_equal(a, b))
         }
         (Value::Object(one), Value::Object(other)) => {
             one.len() == other.len()
                 && one
                     .iter()
-                    .all(|(key, a)| other.get(key).is_some_and(|b| alike(a, b)))
+                    .all(|(key, a)| other.get(key).is_some_and(|b| nearly_equal(a, b)))
         }
         _ => one == other,
     }
 }
 
-/// JSON as written: repeated keys are kept, and no key means anything.
+/// JSON as written: repeated keys are kept, and no key has a special meaning.
 #[derive(Debug, PartialEq)]
 enum Tree {
     Scalar(Value),
@@ -176,7 +177,7 @@ enum Tree {
 impl Tree {
     fn of(value: &impl Serialize) -> Self {
         let text = serde_json::to_string(value).expect("values can be encoded");
-        serde_json::from_str(&text).expect("what was encoded can be decoded")
+        serde_json::from_str(&text).expect("an encoded value can be decoded")
     }
 
     fn count(&self) -> usize {
@@ -205,7 +206,9 @@ impl Tree {
             panic!("{self:?} has no `{name}`");
         };
         let found = members.iter().find(|(key, _)| key == name);
-        &found.unwrap_or_else(|| panic!("no `{name}` was sent")).1
+        &found
+            .unwrap_or_else(|| panic!("the message has no `{name}`"))
+            .1
     }
 }
 
@@ -254,18 +257,18 @@ impl<'de> Deserialize<'de> for Tree {
     }
 }
 
-/// Reads the bytes as a URI and as a native path, and leads each there and back.
+/// Parses the bytes as a URI and as a native path, and converts each to the other and back.
 ///
 /// # Panics
 ///
-/// When canonical text is not what it claims to be, or a path changes on the way.
+/// Canonical text is not check_canonical, or a path changes in conversion.
 pub fn path_uri(data: &[u8]) {
     if let Ok(text) = str::from_utf8(data)
         && let Ok(uri) = PathUri::parse(text)
     {
-        canonical(&uri);
+        check_canonical(&uri);
         if let Ok(native) = uri.to_native() {
-            there_and_back(&native);
+            check_native_path(&native);
         }
     }
     let mut native = data.to_vec();
@@ -276,12 +279,12 @@ pub fn path_uri(data: &[u8]) {
     if data.contains(&0) {
         assert!(PathUri::from_native(&native).is_err(), "NUL in {native:?}");
     } else {
-        there_and_back(&native);
+        check_native_path(&native);
     }
 }
 
-/// One text per URI: it parses to itself, alone and as JSON.
-fn canonical(uri: &PathUri) {
+/// Checks that the text of a URI parses to the same URI, alone and as JSON.
+fn check_canonical(uri: &PathUri) {
     let text = uri.as_str();
     assert_eq!(PathUri::parse(text).as_ref(), Ok(uri));
     let json = serde_json::to_string(uri).expect("URIs can be encoded");
@@ -298,23 +301,25 @@ fn canonical(uri: &PathUri) {
     }
 }
 
-/// Leads a native path to its URI and back, twice: the first time settles its form.
-fn there_and_back(native: &Path) {
+/// Converts a native path to its URI and back, twice: the first conversion normalizes it.
+fn check_native_path(native: &Path) {
     assert!(native.is_absolute(), "{native:?}");
     assert!(!native.as_os_str().as_bytes().contains(&0), "{native:?}");
     let uri = PathUri::from_native(native).expect("an absolute path has a URI");
-    canonical(&uri);
-    let back = uri.to_native().expect("our own URIs can be used");
+    check_canonical(&uri);
+    let back = uri
+        .to_native()
+        .expect("the URI of a native path can be converted back");
     assert!(back.components().eq(native.components()), "{uri}");
     assert_eq!(PathUri::from_native(&back).as_ref(), Ok(&uri));
 }
 
-/// Runs a body over the committed seeds of its target and some hundred mutations of them, the same
-/// ones each time.
+/// Runs a body over the committed seeds of its target and some hundred mutations of them, which are
+/// the same in each run.
 ///
 /// # Panics
 ///
-/// When the body does, or when there are no seeds.
+/// The body panics, or there are no seeds.
 pub fn replay(target: &str, body: fn(&[u8])) {
     const MUTATIONS: usize = 500;
 
@@ -346,7 +351,7 @@ pub fn replay(target: &str, body: fn(&[u8])) {
     }
 }
 
-/// Xorshift: enough to vary inputs, and the same on every machine.
+/// Xorshift generator: equal seeds give equal numbers on every machine.
 struct Random(u64);
 
 impl Random {
@@ -361,7 +366,7 @@ impl Random {
         let at = self.below(input.len() + 1);
         let end = at + self.below(input.len() - at + 1).min(8);
         match self.below(4) {
-            // Flip a bit, drop a few bytes, repeat them, or put in a few from elsewhere.
+            // Flip a bit, remove a few bytes, repeat them, or insert a few from another seed.
             0 if at < input.len() => input[at] ^= 1 << self.below(8),
             1 => drop(input.drain(at..end)),
             2 => input.extend_from_within(at..end),
@@ -379,12 +384,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn envelopes_keep_their_promises() {
+    fn envelope_properties_hold_for_all_seeds() {
         replay("envelope", envelope);
     }
 
     #[test]
-    fn path_uris_keep_their_promises() {
+    fn path_uri_properties_hold_for_all_seeds() {
         replay("path_uri", path_uri);
     }
 }

@@ -1,4 +1,4 @@
-//! `http/*`: requests that the executor makes on behalf of a client.
+//! `http/*`: HTTP requests that the executor makes for a client.
 
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -6,14 +6,14 @@ use crate::chunk::ByteChunk;
 use crate::method::{method_types, notifications};
 
 method_types! {
-    /// `http/request`: one exchange, with the network and the environment of the executor.
+    /// `http/request`: one request from the executor's network.
     Request;
-    /// `http/cancel`: ends a request and its body; an extension.
+    /// `http/cancel`: cancel a request and its body; an extension.
     Cancel;
 }
 
 notifications! {
-    /// `http/request/bodyDelta`: the next piece of a body that is streamed.
+    /// `http/request/bodyDelta`: the next piece of a streamed body.
     BodyDelta = "http/request/bodyDelta" (BodyDeltaParams);
 }
 
@@ -21,11 +21,11 @@ notifications! {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RequestParams {
-    /// The method, in the case in which it is sent.
+    /// The HTTP method; case is preserved.
     pub method: String,
-    /// Where to: `http` or `https`.
+    /// URL with the scheme `http` or `https`.
     pub url: String,
-    /// Chosen by the client; pieces of a streamed body bear it.
+    /// Chosen by the client; repeated in each [`BodyDelta`].
     pub request_id: String,
     /// Headers, in order; names may repeat.
     #[serde(default, deserialize_with = "null_is_default")]
@@ -33,42 +33,42 @@ pub struct RequestParams {
     /// The body.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub body_base64: Option<ByteChunk>,
-    /// How long all of it may take, the body included; no limit if absent.
+    /// Time limit for the exchange with its body; none if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// What to do when told to look elsewhere.
+    /// What to do with a redirect.
     #[serde(default, deserialize_with = "null_is_default")]
     pub redirect_policy: RedirectPolicy,
-    /// Answer when the headers are there, and send the body in pieces.
+    /// Respond when the headers have arrived, and send the body as [`BodyDelta`] notifications.
     #[serde(default, deserialize_with = "null_is_default")]
     pub stream_response: bool,
-    /// Ask for a compressed body and unpack it; an extension.
+    /// Request a compressed body and decompress it; an extension.
     #[serde(default, skip_serializing_if = "is_false")]
     pub decompress: bool,
 }
 
-/// A header to be sent.
+/// Header of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RequestHeader {
-    /// Its name.
+    /// The name.
     pub name: String,
-    /// Its value, or what comes before that of the variable.
+    /// The value, or its beginning if `value_env_var` is set.
     #[serde(default, deserialize_with = "null_is_default")]
     pub value: String,
-    /// A variable of the executor's environment whose value is appended.
+    /// Variable of the executor's environment whose value is appended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub value_env_var: Option<String>,
 }
 
-/// What to do when the answer says to look elsewhere.
+/// What to do with a redirect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum RedirectPolicy {
-    /// Go there, within reason.
+    /// Follow it, within a limit.
     #[default]
     Follow,
-    /// Take that as the answer.
+    /// Return it as the response.
     Stop,
 }
 
@@ -78,19 +78,19 @@ pub enum RedirectPolicy {
 pub struct RequestResult {
     /// The status code.
     pub status: u16,
-    /// Headers with lower-case names; names may repeat, and values that are not text are left out.
+    /// Headers with lower-case names; names may repeat, and values that are not text are omitted.
     pub headers: Vec<ResponseHeader>,
     /// The body; empty if it is streamed.
     #[serde(default)]
     pub body_base64: ByteChunk,
 }
 
-/// A header that came.
+/// Header of a response.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResponseHeader {
-    /// Its name, in lower case.
+    /// The name, in lower case.
     pub name: String,
-    /// Its value.
+    /// The value.
     pub value: String,
 }
 
@@ -98,15 +98,15 @@ pub struct ResponseHeader {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct BodyDeltaParams {
-    /// Whose body it is.
+    /// Id of the request.
     pub request_id: String,
-    /// Counts the pieces of one body from 1.
+    /// Number of the piece, from 1.
     pub seq: u64,
-    /// The bytes; none in the last.
+    /// The bytes; empty in the last piece.
     pub delta_base64: ByteChunk,
-    /// Whether this is the last.
+    /// Whether this is the last piece.
     pub done: bool,
-    /// Why the body ended early, if it did.
+    /// Why the body ended early.
     #[serde(default)]
     pub error: Option<String>,
 }
@@ -115,14 +115,14 @@ pub struct BodyDeltaParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CancelParams {
-    /// The request, as its sender called it.
+    /// Id of the request.
     pub request_id: String,
 }
 
 /// Result of [`Cancel`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CancelResult {
-    /// Whether there was anything to end.
+    /// Whether the request was still active.
     pub cancelled: bool,
 }
 
@@ -130,7 +130,7 @@ fn is_false(flag: &bool) -> bool {
     !flag
 }
 
-/// For optional members, which may be `null` as well as absent.
+/// Deserializes an optional member that may be `null`.
 fn null_is_default<'de, D, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_optional_may_be_null_or_absent() {
+    fn optional_members_may_be_null_or_absent() {
         let least = r#"{"method":"GET","url":"http://x/","requestId":"1"}"#;
         let nulls = r#"{"method":"GET","url":"http://x/","requestId":"1","headers":null,
             "bodyBase64":null,"timeoutMs":null,"redirectPolicy":null,"streamResponse":null}"#;

@@ -1,7 +1,7 @@
-//! What crosses the exec-server wire.
+//! Wire protocol of exec-server.
 //!
-//! Owns the message envelope, the table of methods with their parameter and result types, `file:`
-//! URIs and base64 byte chunks. Knows no socket, no clock, no file and no environment variable.
+//! Contains the message envelope, the table of methods with their parameter and result types,
+//! `file:` URIs and base64 byte strings. Uses no socket, clock, file or environment variable.
 
 pub mod capability;
 pub mod chunk;

@@ -1,43 +1,44 @@
-//! Named bounds of the wire, shared by both sides.
+//! Limits of the wire that both sides share.
 
 /// JSON values (objects, arrays and scalars) allowed in one message.
 ///
-/// A megabyte of `[0,0,0,…]` decodes into a tree many times its size; counting values bounds the
-/// work of decoding where counting bytes cannot.
+/// One megabyte of `[0,0,0,…]` decodes into a tree of many times its size; a limit on values bounds
+/// the memory where a limit on bytes does not.
 pub const MAX_JSON_VALUES: usize = 262_144;
 
-/// Objects and arrays around the innermost value of one message, the message itself included.
+/// Levels of nested objects and arrays in one message, including the message itself.
 ///
-/// What compatible peers accept; far below what recursion over values could exhaust.
+/// Equals the limit of compatible peers; far below the depth that overflows the stack.
 pub const MAX_JSON_DEPTH: usize = 127;
 
-/// Bytes in one message, after reassembly of websocket fragments, in either direction.
+/// Bytes of one message, after reassembly of websocket fragments, in either direction: 64 MiB.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 20;
 
-/// Payload bytes of one websocket frame that a server accepts.
+/// Payload bytes of one websocket frame that a server accepts: 16 MiB.
 ///
-/// A client accepts a whole message in one frame, because compatible servers send them so.
+/// A client accepts a whole message in one frame, because compatible servers do not fragment.
 pub const MAX_FRAME_BYTES: usize = 16 << 20;
 
-/// Payload bytes of one websocket frame that this side sends; longer messages are continued.
+/// Payload bytes of one websocket frame that this side sends: 4 MiB; longer messages are
+/// fragmented.
 ///
-/// Compatible peers refuse frames above 16 MiB; a quarter of that keeps other traffic flowing
-/// between the parts.
+/// Compatible peers reject frames above 16 MiB; a quarter of that lets control frames pass between
+/// the fragments.
 pub const SEND_FRAME_BYTES: usize = 4 << 20;
 
 /// Bytes of output in one chunk; compatible clients fail a process whose chunk is larger.
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
 
-/// Bytes moved by one `fs/readBlock` or `fs/writeBlock`.
+/// Bytes of one `fs/readBlock` or `fs/writeBlock`.
 pub const MAX_BLOCK_BYTES: usize = 1 << 20;
 
-/// Bytes in a client-chosen file handle id.
+/// Bytes of a file handle id, which the client chooses.
 pub const MAX_HANDLE_ID_BYTES: usize = 32;
 
-/// File handles one connection may hold.
+/// Open file handles of one connection.
 pub const MAX_FILE_HANDLES: usize = 128;
 
-/// Largest file that `fs/readFile` considers at all.
+/// The largest file that `fs/readFile` reads.
 pub const MAX_READ_FILE_BYTES: u64 = 512 << 20;
 
 /// Entries on one page of an `fs/readDirectory` or `fs/walk`, as many as compatible servers list at all:
@@ -47,50 +48,50 @@ pub const MAX_PAGE_ENTRIES: usize = 50_000;
 /// Bytes in an `after` of these: the base64 of a path, which has at most 4096.
 pub const MAX_CURSOR_BYTES: usize = 8 << 10;
 
-/// Globs that one `fs/search` or `fs/watch` may name; each is compiled and matched with every path.
+/// Globs in one `fs/search` or `fs/watch`; each is compiled and matched against every path.
 pub const MAX_GLOBS: usize = 256;
 
-/// Bytes in one of them.
+/// Bytes of one glob.
 pub const MAX_GLOB_BYTES: usize = 4096;
 
-/// Bytes in the pattern of an `fs/search`.
+/// Bytes of the pattern of an `fs/search`.
 pub const MAX_SEARCH_PATTERN_BYTES: usize = 64 << 10;
 
-/// Lines that an `fs/search` shows on either side of a match.
+/// Context lines on each side of a match of `fs/search`.
 pub const MAX_SEARCH_CONTEXT_LINES: usize = 100;
 
-/// Bytes of one line that an `fs/search` shows; of a longer one it shows the beginning.
+/// Bytes of one line in the result of `fs/search`; longer lines are truncated.
 pub const MAX_SEARCH_TEXT_BYTES: usize = 4096;
 
-/// Bytes of paths and lines in the answer to one `fs/search`; what would be more is left out.
+/// Bytes of paths and lines in the result of one `fs/search`; further matches are omitted.
 pub const MAX_SEARCH_REPLY_BYTES: usize = 4 << 20;
 
-/// Bytes in a client-chosen watch id.
+/// Bytes of a watch id, which the client chooses.
 pub const MAX_WATCH_ID_BYTES: usize = 256;
 
-/// Watches that one connection may hold.
+/// Watches of one connection.
 pub const MAX_WATCHES: usize = 32;
 
-/// The longest time that an `fs/watch` may gather changes.
+/// The longest time that an `fs/watch` collects changes.
 pub const MAX_WATCH_DEBOUNCE_MS: u64 = 60_000;
 
 /// Changes in one `fs/changed`.
 pub const MAX_CHANGES: usize = 1000;
 
-/// Paths that one `fs/watchMissing` may wait for.
+/// Paths in one `fs/watchMissing`.
 pub const MAX_MISSING_PATHS: usize = 64;
 
-/// Keys that one `environmentConfig/read` may ask for.
+/// Keys in one `environmentConfig/read`.
 pub const MAX_CONFIG_PATHS: usize = 1024;
 
-/// Bytes in one file that `environmentConfig/read` looks at.
+/// Bytes of one file that `environmentConfig/read` parses.
 pub const MAX_CONFIG_BYTES: usize = 1 << 20;
 
 /// Bytes in one `http/request/bodyDelta`; compatible clients fail a stream whose piece is larger.
 pub const MAX_DELTA_BYTES: usize = 1 << 20;
 
-/// Requests over HTTP that one connection may have under way, streamed bodies included.
+/// Concurrent HTTP requests of one connection, including streamed bodies.
 pub const MAX_HTTP_REQUESTS: usize = 256;
 
-/// Evicted events whose sizes a server remembers one by one; of older ones it knows the sum alone.
+/// Evicted output events whose sizes the server keeps individually; of older ones it keeps the sum.
 pub const EVICTED_SIZES: u64 = 65_536;

@@ -1,11 +1,11 @@
-//! Method names bound to their types.
+//! Methods and notifications: wire names with their parameter and result types.
 
 use std::fmt;
 
 use serde::de::{self, DeserializeOwned, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-/// A request: its wire name, what it takes and what it answers.
+/// A request method.
 ///
 /// Scopes and other properties of the methods that servers handle are in [`table`](crate::table).
 pub trait Method {
@@ -17,7 +17,7 @@ pub trait Method {
     type Result: Serialize + DeserializeOwned + Send;
 }
 
-/// A notification: its wire name and what it carries.
+/// A notification method.
 pub trait Notification {
     /// The name on the wire, `noun/event`.
     const NAME: &'static str;
@@ -25,7 +25,7 @@ pub trait Notification {
     type Params: Serialize + DeserializeOwned + Send;
 }
 
-/// Parameters of a method that takes none: absent, `null` or `{}` and nothing else.
+/// Parameters of a method without parameters: absent, `null` or `{}`, and nothing else.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct NoParams;
 
@@ -59,7 +59,7 @@ impl<'de> Deserialize<'de> for NoParams {
     }
 }
 
-/// A result that says nothing: `{}`.
+/// Empty result: `{}`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Empty {}
 

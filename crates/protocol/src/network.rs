@@ -1,4 +1,5 @@
-//! `network/*`: a network that the client manages, with a proxy beside each process.
+//! `network/*`: managed networks, with a proxy for each process and a client that decides about
+//! hosts.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +10,7 @@ use crate::method::{Method, method_types, notifications};
 use crate::params;
 
 method_types! {
-    /// `network/policyRequest`: the server asks its client whether a host may be reached.
+    /// `network/policyRequest`: the server requests the client's decision about a host.
     PolicyRequest;
 }
 
@@ -20,39 +21,39 @@ impl Method for PolicyRequest {
 }
 
 notifications! {
-    /// `network/policyDecision`: what became of an attempt to reach somebody.
+    /// `network/policyDecision`: final decision about a connection attempt.
     PolicyDecision = "network/policyDecision" (PolicyDecisionParams);
 }
 
-/// How a process's network is confined, beside its proxy.
+/// Restrictions of a process's network in addition to its proxy.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ManagedNetwork {
-    /// Ports of this machine that proxies listen at.
+    /// Ports of this machine on which proxies listen.
     pub loopback_ports: Vec<u16>,
-    /// The process may listen.
+    /// Whether the process may listen.
     pub allow_local_binding: bool,
-    /// The process may use any unix socket that it can see.
+    /// Whether the process may use every unix socket that it can see.
     pub dangerously_allow_all_unix_sockets: bool,
 }
 
-/// A proxy to start beside a process.
+/// A proxy to start for a process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NetworkProxy {
-    /// What it does.
+    /// Settings of the proxy.
     #[serde(deserialize_with = "proxy_settings")]
     pub proxy: ProxySettings,
-    /// Passed through to whoever keeps records.
+    /// Passed through unchanged, for audit logs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub audit_metadata: Option<BTreeMap<String, Value>>,
-    /// Which environment of the client this is.
+    /// The client's id of the environment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub environment_id: Option<String>,
-    /// Which execution of the client this is.
+    /// The client's id of the execution.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub execution_id: Option<String>,
-    /// Ask the client about hosts that no rule is about, and wait for this long.
+    /// Request the client's decision about hosts that no rule matches, with this timeout.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_decision_timeout_ms: Option<u64>,
 }
@@ -69,23 +70,23 @@ fn proxy_settings<'de, D: Deserializer<'de>>(deserializer: D) -> Result<ProxySet
     params::object(deserializer, guarded)
 }
 
-/// What a proxy does.
+/// Settings of a proxy.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProxySettings {
     /// Must be true.
     pub enabled: bool,
-    /// Offer SOCKS5 beside HTTP.
+    /// Offer SOCKS5 in addition to HTTP.
     pub enable_socks5: bool,
-    /// Carry datagrams too.
+    /// Forward UDP datagrams over SOCKS5, too.
     pub enable_socks5_udp: bool,
-    /// Go through the proxy that the server itself is told to use.
+    /// Use the server's own upstream proxy.
     pub allow_upstream_proxy: bool,
-    /// Reach any unix socket on behalf of the process.
+    /// Allow connections to every unix socket.
     pub dangerously_allow_all_unix_sockets: bool,
-    /// Reach this machine and private addresses.
+    /// Allow connections to this machine and to private addresses.
     pub allow_local_binding: bool,
-    /// What may be done where.
+    /// Restriction of methods and protocols.
     pub mode: ProxyMode,
     /// Rules about hosts: `NAME`, `*.NAME` (below it), `**.NAME` (it and below), addresses, `*`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -93,51 +94,51 @@ pub struct ProxySettings {
     /// Rules about unix sockets.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unix_sockets: Option<BTreeMap<String, DomainRule>>,
-    /// Hosts that the client is asked about even though a rule allows them.
+    /// Hosts for which the client's decision is requested even though a rule allows them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub review_domains: Option<Vec<String>>,
-    /// Keep credentials from the process and put them into its requests.
+    /// Keep credentials from the process and insert them into its requests.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub credential_masking: Option<bool>,
-    /// Where those credentials come from.
+    /// Sources of those credentials.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub credential_providers: Option<Value>,
 }
 
-/// What may be done where.
+/// Restriction of methods and protocols.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProxyMode {
-    /// Everything, with allowed hosts.
+    /// No restriction.
     #[default]
     Full,
-    /// Looking only: `GET`, `HEAD` and `OPTIONS`, in the clear.
+    /// Reading only: `GET`, `HEAD` and `OPTIONS` over unencrypted HTTP.
     Limited,
 }
 
-/// What a rule says.
+/// Effect of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DomainRule {
-    /// Yes.
+    /// The host is allowed.
     Allow,
-    /// No.
+    /// The host is denied.
     Deny,
-    /// Nothing.
+    /// The rule has no effect.
     None,
 }
 
-/// How somebody was to be reached.
+/// Protocol of a connection attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyProtocol {
-    /// A request in the clear.
+    /// Unencrypted HTTP.
     Http,
-    /// `CONNECT`.
+    /// `CONNECT` tunnel.
     HttpsConnect,
-    /// A stream over SOCKS5.
+    /// SOCKS5 stream.
     Socks5Tcp,
-    /// A datagram over SOCKS5.
+    /// SOCKS5 datagram.
     Socks5Udp,
 }
 
@@ -145,50 +146,50 @@ pub enum PolicyProtocol {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PolicyRequestParams {
-    /// Whose attempt it is.
+    /// Id of the process that attempts the connection.
     pub process_id: String,
-    /// What it attempts.
+    /// The host that it wants to reach.
     pub request: PolicyTarget,
 }
 
-/// Whom a process wants to reach.
+/// Target of a connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PolicyTarget {
-    /// How.
+    /// The protocol.
     pub protocol: PolicyProtocol,
-    /// A name or an address.
+    /// Host name or address.
     pub host: String,
-    /// The port.
+    /// Port.
     pub port: u16,
 }
 
 /// Result of [`PolicyRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PolicyRequestResult {
-    /// The client's word.
+    /// The client's decision.
     pub decision: PolicyAnswer,
 }
 
-/// A client's word on an attempt.
+/// Decision of a client about a connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub enum PolicyAnswer {
-    /// Go on.
+    /// Allow the attempt.
     Allow,
-    /// No.
+    /// Deny the attempt.
     Deny {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// Not now: somebody has to be asked first.
+    /// Deny for now: a user has to approve first.
     Ask {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
 impl PolicyAnswer {
-    /// What is said when nobody can say anything.
+    /// The answer if the client does not decide.
     pub fn not_allowed() -> Self {
         Self::Deny {
             reason: "not_allowed".to_owned(),
@@ -196,39 +197,39 @@ impl PolicyAnswer {
     }
 }
 
-/// What a decision is about.
+/// Subject of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyScope {
     /// The host.
     Domain,
-    /// Something else.
+    /// Something else, such as the method.
     NonDomain,
 }
 
-/// What was decided.
+/// Outcome of a decision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PolicyOutcome {
-    /// Go on.
+    /// Allowed.
     Allow,
-    /// No.
+    /// Denied.
     Deny,
-    /// Not now.
+    /// Denied until a user approves.
     Ask,
 }
 
-/// Who decided.
+/// The part that decided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicySource {
     /// The rules that the proxy was started with.
     BaselinePolicy,
-    /// Its mode.
+    /// The proxy's mode.
     ModeGuard,
-    /// The state that it is in.
+    /// The proxy's state.
     ProxyState,
-    /// The client, when asked.
+    /// The client.
     Decider,
 }
 
@@ -236,31 +237,31 @@ pub enum PolicySource {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PolicyDecisionParams {
-    /// Whose attempt it was.
+    /// Id of the process that attempted the connection.
     pub process_id: String,
-    /// When, in UTC and with milliseconds.
+    /// Time in UTC, with milliseconds.
     pub timestamp: String,
-    /// What the decision is about.
+    /// Subject of the decision.
     pub scope: PolicyScope,
-    /// What was decided.
+    /// Outcome of the decision.
     pub decision: PolicyOutcome,
-    /// By whom.
+    /// The part that decided.
     pub source: PolicySource,
-    /// Why.
+    /// Machine-readable reason.
     pub reason: String,
-    /// How somebody was to be reached.
+    /// Protocol of the attempt.
     pub protocol: PolicyProtocol,
-    /// Who.
+    /// Host name or address.
     pub host: String,
-    /// At which port.
+    /// Port.
     pub port: u16,
-    /// With which method.
+    /// HTTP method.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub method: Option<String>,
-    /// From where.
+    /// Address of the process's connection to the proxy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client: Option<String>,
-    /// Whether the client's word went beyond the rules.
+    /// Whether the client allowed a host that the rules do not allow.
     pub policy_override: bool,
 }
 
@@ -271,7 +272,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launch_objects_are_read_as_clients_write_them() {
+    fn launch_objects_of_clients_are_parsed() {
         let proxy: NetworkProxy = serde_json::from_value(json!({
             "proxy": {
                 "enabled": true, "enableSocks5": true, "enableSocks5Udp": false,
@@ -294,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_and_decisions_have_the_names_of_the_wire() {
+    fn answers_and_decisions_use_wire_names() {
         let answer = PolicyRequestResult {
             decision: PolicyAnswer::not_allowed(),
         };

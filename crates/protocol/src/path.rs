@@ -1,7 +1,8 @@
 //! Paths on the wire: `file:` URIs.
 //!
-//! Parsing follows the WHATWG rules, so `.` and `..` fold before any file is touched. A URI may name
-//! a path of another platform: it decodes, and fails when it is used.
+//! Parsing follows the WHATWG URL rules, so `.` and `..` are resolved before a file is accessed. A
+//! URI may name a path of another platform: parsing succeeds, and conversion to a native path
+//! fails.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -17,28 +18,28 @@ use url::Url;
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub struct PathUri(String);
 
-/// Why a text is not a path URI.
+/// Why a text is not a valid path URI.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PathUriError {
-    /// Not a URI at all.
+    /// The text is not a URI.
     #[error("invalid URI: {0}")]
     Invalid(url::ParseError),
-    /// Not a `file:` URI.
+    /// The scheme is not `file`.
     #[error("unsupported path URI scheme `{0}`")]
     Scheme(String),
-    /// It has a query.
+    /// The URI has a query.
     #[error("query parameters are not allowed in path URIs")]
     Query,
-    /// It has a fragment.
+    /// The URI has a fragment.
     #[error("fragments are not allowed in path URIs")]
     Fragment,
-    /// It names a path that this platform cannot have.
+    /// The path is not valid on this platform.
     #[error("'{0}' is invalid on '{os}'", os = std::env::consts::OS)]
     Foreign(String),
 }
 
-/// Marks the form for paths that have no ordinary URI.
+/// Prefix of the encoding for paths that no ordinary URI can represent.
 const OPAQUE_PREFIX: &str = "/%00/bad/path/";
 
 impl PathUri {
@@ -46,7 +47,7 @@ impl PathUri {
     ///
     /// # Errors
     ///
-    /// When the text is not a `file:` URI, has a query or a fragment, or holds an encoded NUL.
+    /// The text is not a `file:` URI, has a query or a fragment, or contains an encoded NUL.
     pub fn parse(text: &str) -> Result<Self, PathUriError> {
         if is_canonical(text) {
             return Ok(Self(text.to_owned()));
@@ -79,19 +80,20 @@ impl PathUri {
             return Err(PathUriError::Foreign(text.to_owned()));
         }
         if has_drive(&path) {
-            // The URL parser drops a host before a drive, except across an empty segment; and drive
-            // letters compare without case. One spelling keeps equality simple.
+            // The URL parser drops a host before a drive letter, except across an empty segment,
+            // and drive letters are case-insensitive. Normalizing both here keeps comparison a
+            // comparison of text.
             host = "";
             path[..2].make_ascii_uppercase();
         }
         Ok(Self(format!("file://{host}{path}")))
     }
 
-    /// The URI of a native absolute path.
+    /// Creates the URI of a native absolute path.
     ///
     /// # Errors
     ///
-    /// When the path is relative, or holds NUL and so cannot name a file.
+    /// The path is relative, or contains NUL and so cannot name a file.
     pub fn from_native(path: &Path) -> Result<Self, PathUriError> {
         let bytes = path.as_os_str().as_bytes();
         if !path.is_absolute() || bytes.contains(&0) {
@@ -109,7 +111,7 @@ impl PathUri {
         if text.len() == "file://".len() {
             text.push('/');
         }
-        // Only an ordinary URI that leads back to the same path may stand for it.
+        // An ordinary URI is used only if it converts back to the same path.
         match Self::parse(&text) {
             Ok(uri) if uri.to_native().is_ok_and(|native| same_path(&native, path)) => Ok(uri),
             _ => Ok(Self(format!(
@@ -119,11 +121,11 @@ impl PathUri {
         }
     }
 
-    /// The native path.
+    /// Converts to a native path.
     ///
     /// # Errors
     ///
-    /// When the URI names a host, a drive, a path with NUL, or an opaque path that has an ordinary
+    /// The URI contains a host, a drive letter or NUL, or is an opaque path that has an ordinary
     /// URI.
     pub fn to_native(&self) -> Result<PathBuf, PathUriError> {
         let foreign = || PathUriError::Foreign(self.0.clone());
@@ -148,10 +150,10 @@ impl PathUri {
         Ok(PathBuf::from(OsString::from_vec(bytes)))
     }
 
-    /// The URI of a name in this directory.
+    /// Returns the URI of an entry of this directory.
     ///
-    /// The same as [`PathUri::from_native`] of the joined path, but without parsing it: for
-    /// thousands of names. The name must be one that a directory can hold.
+    /// Equals [`PathUri::from_native`] of the joined path, but without parsing, for directories of
+    /// many entries. `name` must be a valid file name.
     #[must_use]
     pub fn child(&self, name: &OsStr) -> Self {
         let mut text = String::with_capacity(self.0.len() + 1 + name.len());
@@ -164,9 +166,9 @@ impl PathUri {
         let bytes = name.as_bytes();
         let path = &self.0["file://".len()..];
         let odd = match path.as_bytes() {
-            // Here a name can be taken for a drive.
+            // Directly below the root, a name can look like a drive letter.
             [b'/'] => matches!(bytes, [_, b':' | b'|', ..]),
-            // As can its own; and what is opaque stays so.
+            // This directory is itself a possible drive letter, or opaque.
             [b'/', b'%', ..] | [b'/', _, b'%', ..] => true,
             _ => !path.starts_with('/'),
         };
@@ -184,7 +186,7 @@ impl PathUri {
         push_segment(text, bytes);
     }
 
-    /// The canonical text.
+    /// Returns the canonical text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -197,10 +199,11 @@ impl Default for PathUri {
     }
 }
 
-/// Follows the URL parser, except that `c|` is no drive here but a name like any other.
+/// Parses like the URL parser, except that `c|` is an ordinary name and not a drive letter.
 fn parse_url(text: &str) -> Result<Url, url::ParseError> {
     const IGNORED: [char; 3] = ['\t', '\n', '\r'];
-    // The parser ignores these anywhere, but after a drive takes them for a separator.
+    // The parser ignores these characters anywhere, but after a drive letter treats them as a
+    // separator.
     if text.contains(IGNORED) {
         return parse_url(&text.replace(IGNORED, ""));
     }
@@ -208,8 +211,8 @@ fn parse_url(text: &str) -> Result<Url, url::ParseError> {
     let drive = matches!(url.path().as_bytes(),
         [b'/', letter, b':' | b'|', rest @ ..]
             if letter.is_ascii_alphabetic() && matches!(rest, [] | [b'/', ..]));
-    // The parser drops the host before a drive and keeps `..` from leaving it, so what it made of
-    // the pipe cannot be mended afterwards.
+    // Parse again with an escaped pipe. The first result cannot be corrected: the parser has
+    // dropped the host before the drive letter and has not let `..` leave the drive.
     if url.scheme() == "file" && drive && text.contains('|') {
         return Url::parse(&text.replace('|', "%7C"));
     }
@@ -240,11 +243,11 @@ fn has_drive(path: &str) -> bool {
 }
 
 fn same_path(one: &Path, other: &Path) -> bool {
-    // Component-wise, so repeated and trailing separators do not matter, but `..` does.
+    // Compares components: repeated and trailing separators do not matter, but `..` does.
     one.components().eq(other.components())
 }
 
-/// What the URL parser itself leaves alone in a file path, so that text stays canonical.
+/// Bytes that the URL parser leaves unescaped in a file path, so that text built here is canonical.
 const PLAIN: [bool; 256] = {
     let mut plain = [false; 256];
     let mut byte = b'!';
@@ -278,7 +281,7 @@ fn push_segment(text: &mut String, mut segment: &[u8]) {
     }
 }
 
-/// Decodes `%XX`; anything else after a percent sign is literal text.
+/// Decodes `%XX`; other text after a percent sign is literal.
 fn decode_percent(text: &str) -> Vec<u8> {
     let digit = |byte: Option<&u8>| byte.and_then(|&b| (b as char).to_digit(16));
     let bytes = text.as_bytes();
@@ -288,7 +291,7 @@ fn decode_percent(text: &str) -> Vec<u8> {
         if bytes[at] == b'%'
             && let (Some(high), Some(low)) = (digit(bytes.get(at + 1)), digit(bytes.get(at + 2)))
         {
-            // Two hexadecimal digits make at most 255.
+            // Two hexadecimal digits are at most 255.
             out.push((high * 16 + low) as u8);
             at += 3;
         } else {
@@ -344,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn follows_the_table() {
+    fn parse_and_to_native_match_the_table() {
         for (uri, path) in [
             ("file:/a", "/a"),
             ("file:///a", "/a"),
@@ -403,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_canonical_text() {
+    fn from_native_writes_canonical_text() {
         for (path, uri) in [
             ("/", "file:///"),
             ("/a b", "file:///a%20b"),
@@ -420,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn children_of_odd_directories() {
+    fn child_of_root_drive_and_opaque_directory_equals_joined_path() {
         for (parent, name) in [
             ("/", "C:"),
             ("/", "c|"),
@@ -437,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_never_a_drive() {
+    fn pipe_is_not_a_drive_separator() {
         for (uri, path) in [
             ("file:///c|/a|b", "/c|/a|b"),
             ("file:////c|/x", "/c|/x"),
@@ -456,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_has_no_host_and_one_spelling() {
+    fn drive_letter_drops_host_and_is_upper_case() {
         for uri in [
             "file:///c:/x",
             "file:////C:/x",
@@ -483,14 +486,14 @@ mod tests {
     }
 
     #[test]
-    fn an_opaque_form_without_a_path_is_refused() {
+    fn opaque_uri_without_path_is_rejected() {
         for uri in ["file:///%00/bad/path/", "file:///%00/bad/path"] {
             assert!(PathUri::parse(uri).is_err(), "{uri}");
         }
     }
 
     #[test]
-    fn no_native_path_holds_nul() {
+    fn path_with_nul_is_rejected() {
         let path = "/a\0b";
         assert!(PathUri::from_native(Path::new(path)).is_err());
         let opaque = format!("file:///%00/bad/path/{}", URL_SAFE_NO_PAD.encode(path));
@@ -548,7 +551,7 @@ mod tests {
         }
 
         #[test]
-        fn children_are_what_joined_paths_are(
+        fn child_equals_uri_of_joined_path(
             segments in prop::collection::vec("[a-cC:|%. é\\\\\"]{1,3}", 0..4),
             name in prop::collection::vec(1u8..=255, 1..6),
         ) {

@@ -17,32 +17,32 @@ method_types! {
     Start;
     /// `process/read`: retained output after a sequence number.
     Read;
-    /// `process/write`: bytes for the child's input, once per `writeId`.
+    /// `process/write`: write to the child's input, once per `writeId`.
     Write;
-    /// `process/closeStdin`: end of the child's input.
+    /// `process/closeStdin`: close the child's input.
     CloseStdin;
-    /// `process/resize`: a new size for the child's terminal.
+    /// `process/resize`: resize the child's terminal.
     Resize;
-    /// `process/signal`: a signal for the child.
+    /// `process/signal`: send a signal to the child.
     Signal;
-    /// `process/terminate`: end the child and everything it started.
+    /// `process/terminate`: kill the child and all its descendants.
     Terminate;
-    /// `process/wait`: answer when the child has exited or its log is closed.
+    /// `process/wait`: respond when the child has exited or its log is closed.
     Wait;
-    /// `process/waitFor`: answer when the first of several things has happened.
+    /// `process/waitFor`: respond when the first of several conditions is met.
     WaitFor;
-    /// `process/snapshot`: head and tail of each stream.
+    /// `process/snapshot`: beginning and end of each stream.
     Snapshot;
-    /// `process/list`: the processes of this session, or of all.
+    /// `process/list`: list the processes of this session, or of all.
     List;
 }
 
 notifications! {
-    /// `process/output`: the child wrote something.
+    /// `process/output`: the child wrote output.
     Output = "process/output" (OutputParams);
-    /// `process/exited`: the child ended; output may still follow.
+    /// `process/exited`: the child exited; output may still follow.
     Exited = "process/exited" (ExitedParams);
-    /// `process/closed`: nothing more will come.
+    /// `process/closed`: the log is closed; no output follows.
     Closed = "process/closed" (ClosedParams);
 }
 
@@ -56,54 +56,54 @@ pub struct StartParams {
     pub argv: Vec<String>,
     /// Working directory.
     pub cwd: PathUri,
-    /// The child's whole environment, or what is laid over `env_policy`.
+    /// The child's whole environment, or changes to the one that `env_policy` derives.
     pub env: BTreeMap<String, String>,
     /// Whether the child gets a terminal.
     pub tty: bool,
-    /// What the child sees as its own name; what is executed stays `argv[0]`.
+    /// Replaces `argv[0]` as the program sees it; the program that is executed is still `argv[0]`.
     #[serde(default)]
     pub arg0: Option<String>,
-    /// Keep the child's input open for `process/write`; a terminal always is.
+    /// Keep the child's input open for `process/write`; a terminal's input is always open.
     #[serde(default)]
     pub pipe_stdin: bool,
     /// How to derive the environment from the server's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub env_policy: Option<EnvPolicy>,
-    /// The policy to run under.
+    /// Sandbox policy of the request.
     #[serde(default)]
     pub sandbox: Option<Sandbox>,
-    /// Allow no network but a managed proxy.
+    /// Allow network access only through a managed proxy.
     #[serde(default, skip_serializing_if = "is_false")]
     pub enforce_managed_network: bool,
     /// Details of the managed network.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub managed_network: Option<ManagedNetwork>,
-    /// A proxy to start beside the child.
+    /// A proxy to start for the child.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_proxy: Option<NetworkProxy>,
-    /// A captured shell state to start from.
+    /// Shell snapshot to start from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shell_snapshot: Option<ShellSnapshot>,
-    /// Where the call comes from; shown to the child.
+    /// Origin of the call, which the child finds in its environment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metadata: Option<StartMetadata>,
-    /// Size of the terminal at birth.
+    /// Initial size of the terminal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size: Option<TerminalSize>,
-    /// Wall-clock limit: TERM to the tree, KILL after `grace_ms`.
+    /// Wall-clock limit: SIGTERM to all descendants, SIGKILL after `grace_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// From TERM to KILL when `timeout_ms` strikes.
+    /// Time from SIGTERM to SIGKILL after `timeout_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub grace_ms: Option<u64>,
-    /// What the child and its descendants may use.
+    /// Resource limits of the child and its descendants.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<Limits>,
-    /// Whether output is pushed or only read.
+    /// Whether output is pushed, or only read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delivery: Option<Delivery>,
-    /// Names the request: one with the same name as the process was started with is answered as that
-    /// was, and starts nothing.
+    /// Idempotency key: a repeated request with the same key gets the response of the first one and
+    /// starts nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start_id: Option<String>,
 }
@@ -112,7 +112,7 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Whose captured state a shell shall begin with.
+/// Selects the shell snapshot that a shell starts from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShellSnapshot {
@@ -126,20 +126,20 @@ pub struct ShellSnapshot {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EnvPolicy {
-    /// What to begin with.
+    /// Variables to start with.
     pub inherit: Inherit,
     /// Keep names like `*KEY*`, `*SECRET*` and `*TOKEN*`.
     pub ignore_default_excludes: bool,
-    /// Patterns of names to drop.
+    /// Patterns of names to remove.
     pub exclude: Vec<String>,
-    /// Variables to set after dropping.
+    /// Variables to set after the removal.
     pub set: BTreeMap<String, String>,
     /// If not empty: patterns of the only names to keep.
     pub include_only: Vec<String>,
 }
 
 impl EnvPolicy {
-    /// Everything that `inherit` begins with, secrets included.
+    /// Creates a policy that keeps all inherited variables, including secrets.
     pub fn unfiltered(inherit: Inherit) -> Self {
         Self {
             inherit,
@@ -151,19 +151,19 @@ impl EnvPolicy {
     }
 }
 
-/// What an environment begins with.
+/// Variables that an environment starts with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Inherit {
     /// The server's whole environment.
     All,
-    /// A fixed list of harmless names.
+    /// A fixed list of variables without secrets.
     Core,
     /// Nothing.
     None,
 }
 
-/// Where a `process/start` comes from.
+/// Origin of a `process/start`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StartMetadata {
@@ -184,24 +184,24 @@ pub struct TerminalSize {
     pub cols: u32,
 }
 
-/// What a process and its descendants may use. A limit that is not known cannot be enforced, and is
+/// Resource limits of a process and its descendants. A limit that is not known cannot be enforced, and is
 /// refused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Limits {
-    /// Memory.
+    /// Bytes of memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
-    /// Processes and threads at one time.
+    /// Concurrent processes and threads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processes: Option<u64>,
-    /// CPU time of each process.
+    /// Seconds of CPU time of each process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu_seconds: Option<u64>,
-    /// Descriptors of each process.
+    /// Open descriptors of each process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub open_files: Option<u64>,
-    /// Size of each file written.
+    /// Bytes of each written file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file_bytes: Option<u64>,
 }
@@ -213,7 +213,8 @@ pub enum Delivery {
     /// As `process/output` notifications.
     #[default]
     Push,
-    /// By `process/read` only; its `afterSeq` acknowledges, and unread output slows the child.
+    /// By `process/read` only. `afterSeq` acknowledges output; the child is blocked while too much
+    /// is unread.
     Pull,
 }
 
@@ -221,21 +222,21 @@ pub enum Delivery {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct StartResult {
-    /// The id that was asked for.
+    /// The id from the request.
     pub process_id: String,
-    /// What kind of sandbox holds it; absent from old servers.
+    /// Kind of the sandbox; absent from old servers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox_type: Option<SandboxType>,
-    /// How much of the sandbox's policy is enforced, if there is one.
+    /// How much of the sandbox policy is enforced, if there is a policy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub enforcement: Option<Enforcement>,
 }
 
-/// The kinds of sandbox that the wire knows.
+/// Kinds of sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum SandboxType {
-    /// None.
+    /// No sandbox.
     None,
     /// macOS Seatbelt.
     MacosSeatbelt,
@@ -247,7 +248,7 @@ pub enum SandboxType {
     WindowsMxc,
 }
 
-/// Where output came from.
+/// Origin of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Stream {
@@ -260,7 +261,7 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// The name on the wire.
+    /// Returns the name on the wire.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Stdout => "stdout",
@@ -274,18 +275,18 @@ impl Stream {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReadParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// Return what comes after this number; 0 if absent.
+    /// Return output after this sequence number; 0 if absent.
     #[serde(default)]
     pub after_seq: Option<u64>,
-    /// Stop before exceeding this many bytes, but return one chunk at least.
+    /// The most bytes to return, but at least one chunk.
     #[serde(default)]
     pub max_bytes: Option<usize>,
-    /// How long to wait if there is nothing yet.
+    /// How long to wait if there is no output yet.
     #[serde(default)]
     pub wait_ms: Option<u64>,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
@@ -296,27 +297,27 @@ pub struct ReadParams {
 pub struct ReadResult {
     /// Retained output, in order.
     pub chunks: Vec<ReadChunk>,
-    /// Where to go on reading.
+    /// Sequence number after the last chunk; the next read passes `nextSeq - 1` as `afterSeq`.
     pub next_seq: u64,
-    /// The child has ended.
+    /// Whether the child has exited.
     pub exited: bool,
-    /// How it ended.
+    /// Exit status, or 128 + N after signal N.
     pub exit_code: Option<i32>,
-    /// Nothing more will come.
+    /// Whether the log is closed: no output follows.
     pub closed: bool,
-    /// Always absent from a server; a client's own trouble.
+    /// Always absent from a server; set by a client for its own errors.
     #[serde(default)]
     pub failure: Option<String>,
-    /// The sandbox refused something.
+    /// Whether the sandbox denied an operation.
     #[serde(default)]
     pub sandbox_denied: bool,
     /// Output after `afterSeq` that is no longer retained.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evicted: Option<Evicted>,
-    /// The signal that ended the child.
+    /// Name of the signal that killed the child.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exit_signal: Option<String>,
-    /// The child was ended because its time was up.
+    /// Whether the child was killed because of `timeoutMs`.
     #[serde(default)]
     pub timed_out: bool,
 }
@@ -324,21 +325,21 @@ pub struct ReadResult {
 /// A piece of retained output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadChunk {
-    /// Its number.
+    /// Sequence number.
     pub seq: u64,
-    /// Where it came from.
+    /// The stream.
     pub stream: Stream,
-    /// What was written.
+    /// The bytes.
     pub chunk: ByteChunk,
 }
 
-/// Output that is gone.
+/// Output that is no longer retained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Evicted {
-    /// Output numbered up to here is gone.
+    /// The highest sequence number of it.
     pub through_seq: u64,
-    /// How many of its bytes came after `afterSeq`; or all of its bytes, if that is more than
+    /// Bytes of it after `afterSeq`; or all its bytes, if `afterSeq` is more than
     /// [`EVICTED_SIZES`](crate::limits::EVICTED_SIZES) events before `through_seq`.
     pub bytes: u64,
 }
@@ -347,20 +348,20 @@ pub struct Evicted {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WriteParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// What to write.
+    /// The bytes.
     pub chunk: ByteChunk,
-    /// Repeats of an accepted id are not written again.
+    /// Idempotency key: a repeated write with an accepted key is not written again.
     pub write_id: String,
 }
 
 impl WriteParams {
-    /// Decodes params, the long chunk without going through the JSON library byte by byte.
+    /// Decodes the params like the JSON library, but faster for a long chunk.
     ///
     /// # Errors
     ///
-    /// As the JSON library would have it.
+    /// The params are not valid.
     pub fn decode(raw: &str) -> Result<Self, serde_json::Error> {
         let raw = raw.as_bytes();
         chunk::decode_around(raw, "chunk", EVERYWHERE, |params: &mut Self| {
@@ -372,21 +373,21 @@ impl WriteParams {
 /// Result of [`Write`] and [`CloseStdin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WriteResult {
-    /// What became of it.
+    /// Result of the write.
     pub status: WriteStatus,
 }
 
-/// What became of a write.
+/// Result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WriteStatus {
-    /// It is on its way to the child.
+    /// The bytes are queued for the child.
     Accepted,
-    /// There is no such process.
+    /// The process does not exist.
     UnknownProcess,
-    /// The child's input is not open.
+    /// The child's input is closed.
     StdinClosed,
-    /// The child is still being started.
+    /// The child is still starting.
     Starting,
 }
 
@@ -394,7 +395,7 @@ pub enum WriteStatus {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct CloseStdinParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
 }
 
@@ -402,7 +403,7 @@ pub struct CloseStdinParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ResizeParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
     /// Lines, 1 to 65535.
     pub rows: u32,
@@ -414,19 +415,19 @@ pub struct ResizeParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SignalParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
     /// Which signal.
     pub signal: SignalName,
-    /// Who gets it.
+    /// Processes that receive the signal.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scope: Option<SignalScope>,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
 
-/// Signals by meaning.
+/// Signal names of the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum SignalName {
@@ -450,16 +451,16 @@ pub enum SignalName {
     Continue,
 }
 
-/// Who gets a signal.
+/// Processes that receive a signal.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum SignalScope {
     /// The child's process group.
     #[default]
     Group,
-    /// The child alone.
+    /// The child only.
     Leader,
-    /// The child and every descendant, whatever group or session it moved to.
+    /// The child and every descendant, whatever process group or session it moved to.
     Tree,
 }
 
@@ -467,15 +468,15 @@ pub enum SignalScope {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TerminateParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// At once, or after a chance to clean up.
+    /// Immediately, or after time to clean up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<TerminateMode>,
-    /// Answer only when the tree is gone.
+    /// Respond only when all descendants have ended.
     #[serde(default, skip_serializing_if = "is_false")]
     pub wait: bool,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
@@ -488,12 +489,12 @@ pub struct TerminateParams {
     rename_all_fields = "camelCase"
 )]
 pub enum TerminateMode {
-    /// TERM now, KILL when the time is up.
+    /// SIGTERM now, SIGKILL after a timeout.
     Graceful {
-        /// From TERM to KILL.
+        /// Time from SIGTERM to SIGKILL.
         timeout_ms: u64,
     },
-    /// KILL now.
+    /// SIGKILL now.
     #[default]
     Force,
 }
@@ -501,17 +502,17 @@ pub enum TerminateMode {
 /// Result of [`Terminate`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TerminateResult {
-    /// Whether it was still running.
+    /// Whether the process was still running.
     pub running: bool,
-    /// With `wait`: nothing of the tree is left.
+    /// With `wait`: whether all descendants have ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gone: Option<bool>,
-    /// With `wait`: what is left.
+    /// With `wait`: the processes that are left.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub survivors: Option<Vec<Survivor>>,
 }
 
-/// A process that outlived a terminate.
+/// A process that still runs after a terminate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Survivor {
     /// Its pid on the executor's machine.
@@ -524,27 +525,27 @@ pub struct Survivor {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WaitParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// What to wait for.
+    /// The state to wait for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub until: Option<WaitUntil>,
-    /// How long; as long as the connection lives if absent.
+    /// Time limit of the wait; none if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
 
-/// What `process/wait` waits for.
+/// State that `process/wait` waits for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WaitUntil {
-    /// The child has ended.
+    /// The child has exited.
     #[default]
     Exited,
-    /// Nothing more will come.
+    /// The log is closed.
     Closed,
 }
 
@@ -552,19 +553,19 @@ pub enum WaitUntil {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WaitResult {
-    /// The child has ended.
+    /// Whether the child has exited.
     pub exited: bool,
-    /// How it ended.
+    /// Exit status, or 128 + N after signal N.
     pub exit_code: Option<i32>,
-    /// The signal that ended it.
+    /// Name of the signal that killed it.
     pub signal: Option<String>,
-    /// Nothing more will come.
+    /// Whether the log is closed: no output follows.
     pub closed: bool,
-    /// The child was ended because its time was up.
+    /// Whether the child was killed because of `timeoutMs`.
     pub timed_out: bool,
-    /// The sandbox refused something.
+    /// Whether the sandbox denied an operation.
     pub sandbox_denied: bool,
-    /// The wait itself ran out of time.
+    /// Whether the wait reached its own time limit.
     pub wait_timed_out: bool,
 }
 
@@ -572,49 +573,49 @@ pub struct WaitResult {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WaitForParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// What to wait for; the first of them that happens.
+    /// Conditions; the wait ends when the first of them is met.
     pub any: Vec<Condition>,
-    /// Search output after this number; all that is retained if absent.
+    /// Search output after this sequence number; all retained output if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub after_seq: Option<u64>,
-    /// How long; as long as the connection lives if absent.
+    /// Time limit of the wait; none if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
 
-/// Something that one can wait for.
+/// Condition of a [`WaitFor`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "ConditionFields", into = "ConditionFields")]
 pub enum Condition {
-    /// `{"exit": true}`: the child has ended.
+    /// `{"exit": true}`: the child has exited.
     Exit,
-    /// `{"regex": R, "stream"?: S}`: the output has a match. Each stream is searched for itself.
+    /// `{"regex": R, "stream"?: S}`: the output matches. Each stream is searched separately.
     Regex {
         /// A regular expression over bytes.
         regex: String,
-        /// Where to look; everywhere if absent.
+        /// Stream to search; all if absent.
         stream: Option<Stream>,
     },
-    /// `{"quietMs": N}`: nothing was written for so long.
+    /// `{"quietMs": N}`: no output was written for this time.
     Quiet {
-        /// How long.
+        /// Milliseconds without output.
         quiet_ms: u64,
     },
-    /// `{"port": N}`: the child or a descendant listens on this TCP port; 0 for any.
+    /// `{"port": N}`: the child or a descendant listens on this TCP port; 0 for any port.
     Port {
-        /// Which port.
+        /// The port.
         port: u16,
     },
     /// `{"ttyRead": true}`: the child or a descendant waits for input from its terminal.
     TtyRead,
 }
 
-/// A condition as it is written.
+/// Wire format of a condition.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct ConditionFields {
@@ -709,40 +710,40 @@ impl From<Condition> for ConditionFields {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WaitForResult {
-    /// Which of `any` happened, counted from 0; absent if none did.
+    /// Index in `any` of the condition that was met; absent if none was.
     pub fired: Option<usize>,
-    /// The wait itself ran out of time.
+    /// Whether the wait reached its own time limit.
     pub wait_timed_out: bool,
-    /// The last number that was looked at; `afterSeq` for whoever reads on.
+    /// The last sequence number that was examined; `afterSeq` for a read that continues here.
     pub cursor: u64,
-    /// What the regular expression found.
+    /// Match of the regular expression.
     #[serde(default, rename = "match", skip_serializing_if = "Option::is_none")]
     pub found: Option<Match>,
-    /// The port that is listened on.
+    /// The port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
-    /// Who listens on it, or waits for input.
+    /// The process that listens on the port, or waits for input.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<i32>,
-    /// The child has ended.
+    /// Whether the child has exited.
     pub exited: bool,
-    /// How it ended.
+    /// Exit status, or 128 + N after signal N.
     pub exit_code: Option<i32>,
-    /// Nothing more will come, so nothing more can happen.
+    /// Whether the log is closed, so that no other condition can be met.
     pub closed: bool,
-    /// Output after `afterSeq` that was gone before it could be searched.
+    /// Output after `afterSeq` that was evicted before it could be searched.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evicted: Option<Evicted>,
 }
 
-/// What a regular expression found.
+/// Match of a regular expression.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Match {
-    /// The number of the output that it ends in.
+    /// Sequence number of the output in which the match ends.
     pub seq: u64,
-    /// Where that came from.
+    /// The stream.
     pub stream: Stream,
-    /// Its text, or the beginning of it; what is no UTF-8 is replaced.
+    /// The matching text or its beginning, with U+FFFD for bytes that are not UTF-8.
     pub text: String,
 }
 
@@ -750,12 +751,12 @@ pub struct Match {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// Bound for each stream, half head, half tail.
+    /// The most bytes of each stream, half from its beginning, half from its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bytes: Option<u64>,
-    /// A session other than this connection's.
+    /// Id of the session; that of this connection if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
@@ -764,21 +765,21 @@ pub struct SnapshotParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SnapshotResult {
-    /// Head and tail of standard output.
+    /// Beginning and end of standard output.
     pub stdout: ByteChunk,
-    /// Head and tail of standard error.
+    /// Beginning and end of standard error.
     pub stderr: ByteChunk,
-    /// Head and tail of the terminal.
+    /// Beginning and end of the terminal's output.
     pub terminal: ByteChunk,
-    /// Something fell out of one of them.
+    /// Whether output was omitted.
     pub truncated: bool,
-    /// How much fell out between head and tail.
+    /// Bytes omitted between beginning and end.
     pub omitted_bytes: PerStream,
-    /// Where the head ends.
+    /// Bytes of the beginning.
     pub head_bytes: PerStream,
-    /// The child has not ended.
+    /// Whether the child is still running.
     pub running: bool,
-    /// How it ended.
+    /// Exit status, or 128 + N after signal N.
     pub exit_code: Option<i32>,
 }
 
@@ -796,7 +797,7 @@ pub struct PerStream {
 /// Params of [`List`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListParams {
-    /// List the processes of every session of this server.
+    /// List the processes of all sessions of this server.
     #[serde(default, skip_serializing_if = "is_false")]
     pub all: bool,
 }
@@ -804,7 +805,7 @@ pub struct ListParams {
 /// Result of [`List`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ListResult {
-    /// The processes, in the order they were started.
+    /// The processes, in the order of their start.
     pub processes: Vec<ListedProcess>,
 }
 
@@ -822,22 +823,22 @@ pub struct ListedProcess {
     pub tty: bool,
     /// Its pid on the executor's machine.
     pub pid: i32,
-    /// When it was started, in milliseconds since 1970.
+    /// Start time in milliseconds since 1970.
     pub started_at_ms: u64,
-    /// It has not ended.
+    /// Whether it is still running.
     pub running: bool,
-    /// How it ended.
+    /// Exit status, or 128 + N after signal N.
     pub exit_code: Option<i32>,
     /// The next sequence number.
     pub next_seq: u64,
-    /// Bytes of output that can still be read.
+    /// Bytes of output that are retained.
     pub retained_bytes: u64,
-    /// Bytes of output that can no longer be read.
+    /// Bytes of output that were evicted.
     pub evicted_bytes: u64,
     /// Bytes that descendants wrote after the log was closed.
     #[serde(default)]
     pub discarded_bytes: u64,
-    /// The session it belongs to, when all are listed.
+    /// Its session, if all sessions are listed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub session_id: Option<String>,
 }
@@ -846,13 +847,13 @@ pub struct ListedProcess {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OutputParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// The chunk's number.
+    /// Sequence number of the chunk.
     pub seq: u64,
-    /// Where it came from.
+    /// The stream.
     pub stream: Stream,
-    /// What was written.
+    /// The bytes.
     pub chunk: ByteChunk,
 }
 
@@ -860,30 +861,30 @@ pub struct OutputParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ExitedParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// The event's number.
+    /// Sequence number of the event.
     pub seq: u64,
     /// Exit status, or 128 + N for a death by signal N.
     pub exit_code: i32,
-    /// The sandbox refused something; absent from old servers.
+    /// Whether the sandbox denied an operation; absent from old servers.
     #[serde(default)]
     pub sandbox_denied: Option<bool>,
-    /// What the sandbox refused, where known.
+    /// Denied operations, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub denials: Option<Vec<Denial>>,
-    /// The signal that ended it.
+    /// Name of the signal that killed it.
     #[serde(default)]
     pub signal: Option<String>,
-    /// It was ended because its time was up.
+    /// Whether it was killed because of `timeoutMs`.
     #[serde(default)]
     pub timed_out: bool,
-    /// What it used.
+    /// Resources that it used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
 }
 
-/// What a process used, its awaited descendants included.
+/// Resources used by a process and its awaited descendants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Usage {
@@ -899,11 +900,11 @@ pub struct Usage {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClosedParams {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// The event's number.
+    /// Sequence number of the event.
     pub seq: u64,
-    /// A descendant still holds the output open; what it writes from now on is discarded.
+    /// Whether a descendant still has the output open; its further output is discarded.
     #[serde(default)]
     pub inherited_output: bool,
     /// Bytes discarded so far.
@@ -916,7 +917,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn conditions_are_one_thing_each() {
+    fn condition_with_none_or_several_fields_is_rejected() {
         let decode = serde_json::from_str::<Condition>;
         for (text, condition) in [
             (r#"{"exit":true}"#, Condition::Exit),
@@ -958,7 +959,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_decode_as_the_library_would() {
+    fn write_params_decode_like_the_json_library() {
         for raw in [
             r#"{"processId":"p","chunk":"aGk=","writeId":"1"}"#,
             r#"{"writeId":"1","extra":[{"a":1}],"chunk":"","processId":"\u0070\n"}"#,

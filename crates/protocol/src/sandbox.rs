@@ -1,6 +1,6 @@
-//! The sandbox object: the policy that a process or a file request must run under.
+//! Sandbox object: the policy of a process or a file request.
 //!
-//! Keys below `permissions` are in snake case, unlike everything else on the wire.
+//! Keys below `permissions` are in snake case, unlike the rest of the wire.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -13,69 +13,69 @@ use serde_json::value::RawValue;
 
 use crate::path::PathUri;
 
-/// A policy and what it takes to resolve it.
+/// A policy, and what is needed to resolve it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Sandbox {
-    /// What is allowed.
+    /// Allowed operations.
     pub permissions: Permissions,
-    /// Has no meaning here; clients always send it.
+    /// Ignored; clients always send it.
     pub windows_sandbox_level: WindowsSandboxLevel,
-    /// Where relative things are; a process's own directory if absent.
+    /// Directory for relative paths; the process's own if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<PathUri>,
-    /// What `project_roots` stands for. Without any it grants nothing.
+    /// Meaning of `project_roots`. Without any, that entry grants nothing.
     #[serde(default)]
     pub workspace_roots: Vec<PathUri>,
     /// Ignored: Landlock is used wherever it helps.
     #[serde(default, skip_serializing_if = "is_false")]
     pub use_legacy_landlock: bool,
-    /// Has no meaning here.
+    /// Ignored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windows_sandbox_proxy_settings_mode: Option<WindowsProxySettingsMode>,
-    /// Has no meaning here.
+    /// Ignored.
     #[serde(default, skip_serializing_if = "is_false")]
     pub windows_sandbox_private_desktop: bool,
-    /// The client's idea of the user's home.
+    /// The user's home directory, as the client knows it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_home_dir: Option<PathUri>,
-    /// The client's idea of temporary directories; `tmpdir` comes from the command's environment.
+    /// Temporary directories, as the client knows them; `tmpdir` is from the command's environment.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub temporary_directories: Option<Vec<PathUri>>,
-    /// What the caller would do otherwise; enforcement does not depend on it.
+    /// What the caller would do without this policy; does not affect enforcement.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sandbox_override: Option<SandboxOverride>,
-    /// Takes the place of `cwd` and `workspace_roots`.
+    /// Replaces `cwd` and `workspace_roots`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_context: Option<PolicyContext>,
-    /// Run even if only a part can be enforced, and say which part is missing.
+    /// Run even if the policy can be enforced only partly, and report the missing part.
     #[serde(default, skip_serializing_if = "is_false")]
     pub allow_partial_enforcement: bool,
 }
 
-/// The text of a policy as clients send them has a fraction of this.
+/// 8 KiB: policies of clients are much shorter.
 const SHORT_BYTES: usize = 8 * 1024;
 
-/// Deserializes a policy that is likely to be the same as a moment ago: clients send theirs with every
-/// request, and to make it of its text costs more than to read a file.
-pub(crate) fn remembered<'de, D: Deserializer<'de>>(
+/// Deserializes a policy with a small cache: clients send the same policy with every request, and
+/// parsing it takes longer than reading a file.
+pub(crate) fn deserialize_cached<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Option<Sandbox>, D::Error> {
-    /// How many are kept.
-    const MAX_KEPT: usize = 4;
+    /// Policies in the cache of each thread.
+    const MAX_CACHED: usize = 4;
     thread_local! {
-        /// The last one first.
-        static KEPT: RefCell<VecDeque<(Box<str>, Sandbox)>> = const { RefCell::new(VecDeque::new()) };
+        /// Most recently used first.
+        static CACHE: RefCell<VecDeque<(Box<str>, Sandbox)>> = const { RefCell::new(VecDeque::new()) };
     }
     let Some(raw) = Option::<Box<RawValue>>::deserialize(deserializer)? else {
         return Ok(None);
     };
-    KEPT.with_borrow_mut(|kept| {
+    CACHE.with_borrow_mut(|kept| {
         if let Some((_, known)) = kept.iter().find(|(text, _)| **text == *raw.get()) {
             return Ok(Some(known.clone()));
         }
         let sandbox: Sandbox = serde_json::from_str(raw.get()).map_err(|error| {
-            // Where it went wrong is said by whoever reads the whole.
+            // The caller appends the position in the whole message.
             let reason = error.to_string();
             let reason = reason
                 .rsplit_once(" at line ")
@@ -83,7 +83,7 @@ pub(crate) fn remembered<'de, D: Deserializer<'de>>(
             de::Error::custom(reason)
         })?;
         if raw.get().len() <= SHORT_BYTES {
-            kept.truncate(MAX_KEPT - 1);
+            kept.truncate(MAX_CACHED - 1);
             kept.push_front((raw.get().into(), sandbox.clone()));
         }
         Ok(Some(sandbox))
@@ -94,7 +94,7 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Takes as much as it was made for.
+/// Writer that fails beyond a number of bytes.
 struct Bounded(usize);
 
 impl io::Write for Bounded {
@@ -112,12 +112,12 @@ impl io::Write for Bounded {
 }
 
 impl Sandbox {
-    /// Whether it is of a size that may be kept and resolved where others wait.
+    /// Whether the policy is short enough to be cached, and resolved on a connection's thread.
     pub fn is_short(&self) -> bool {
         serde_json::to_writer(Bounded(SHORT_BYTES), self).is_ok()
     }
 
-    /// A policy without roots.
+    /// Creates a policy without workspace roots.
     pub fn new(permissions: Permissions) -> Self {
         Self {
             permissions,
@@ -135,7 +135,7 @@ impl Sandbox {
         }
     }
 
-    /// The directories that `project_roots` stands for.
+    /// Returns the directories that `project_roots` stands for.
     pub fn project_roots(&self) -> &[PathUri] {
         let context = self.policy_context.as_ref();
         context
@@ -148,23 +148,23 @@ impl Sandbox {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WindowsSandboxLevel {
-    /// Not used.
+    /// No sandbox.
     Disabled,
     /// A restricted token.
     RestrictedToken,
-    /// With an administrator's help.
+    /// Elevated by an administrator.
     Elevated,
     /// A container.
     Mxc,
 }
 
-/// What the Windows sandbox does with proxy settings.
+/// Handling of proxy settings by the Windows sandbox.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum WindowsProxySettingsMode {
-    /// Make them fit.
+    /// Adjust them.
     Reconcile,
-    /// Leave them.
+    /// Keep them.
     Preserve,
 }
 
@@ -174,40 +174,40 @@ pub enum WindowsProxySettingsMode {
 pub enum SandboxOverride {
     /// Nothing else.
     NoOverride,
-    /// Run with more, but not with everything.
+    /// Run with more permissions, but not with all.
     EscalatedSandboxWithRestrictions,
-    /// Run without, the first time.
+    /// Run the first attempt without a sandbox.
     BypassSandboxFirstAttempt,
 }
 
-/// Where a policy is resolved.
+/// Directories against which a policy is resolved.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PolicyContext {
-    /// Instead of the sandbox's `cwd`.
+    /// Replaces the sandbox's `cwd`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cwd: Option<PathUri>,
-    /// Instead of the sandbox's `workspaceRoots`.
+    /// Replaces the sandbox's `workspaceRoots`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_roots: Option<Vec<PathUri>>,
 }
 
-/// What is allowed.
+/// Permissions of a policy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Permissions {
-    /// This is enforced.
+    /// The server enforces these permissions.
     Managed {
-        /// Which files.
+        /// File permissions.
         file_system: FileSystem,
-        /// Whether the network.
+        /// Network permission.
         network: Network,
     },
     /// Everything is allowed.
     Disabled,
-    /// Someone else looks after files.
+    /// Another component enforces file permissions.
     External {
-        /// Whether the network.
+        /// Network permission.
         network: Network,
     },
 }
@@ -216,23 +216,23 @@ pub enum Permissions {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Network {
-    /// No.
+    /// No network.
     Restricted,
-    /// Yes.
+    /// Full network.
     Enabled,
 }
 
-/// Which files may be used.
+/// File permissions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum FileSystem {
-    /// All.
+    /// All files.
     Unrestricted,
-    /// What the entries say; for a path the longest entry that holds it counts.
+    /// The entries; for each path the longest entry that contains it applies.
     Restricted {
         /// Grants and denials.
         entries: Vec<Entry>,
-        /// How deep patterns are looked for.
+        /// Depth to which glob patterns are expanded.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         glob_scan_max_depth: Option<NonZeroUsize>,
     },
@@ -241,16 +241,16 @@ pub enum FileSystem {
 /// One grant or denial.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Of what.
+    /// The paths.
     pub path: EntryPath,
-    /// What may be done with it and everything below.
+    /// Access to them and everything below.
     pub access: Access,
-    /// What to do if it is not there.
+    /// What to do if the path does not exist.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub missing_path_behavior: Option<MissingPathBehavior>,
 }
 
-/// What may be done with a path.
+/// Access to a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Access {
@@ -258,52 +258,52 @@ pub enum Access {
     Read,
     /// Read and write.
     Write,
-    /// Nothing.
+    /// No access.
     #[serde(alias = "none")]
     Deny,
 }
 
-/// What to do with an entry whose path is not there.
+/// What to do with an entry whose path does not exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MissingPathBehavior {
-    /// Ignore it.
+    /// Ignore the entry.
     Skip,
 }
 
-/// What an entry is about.
+/// Paths of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum EntryPath {
     /// A file or directory.
     Path {
-        /// Which.
+        /// The path.
         path: PathUri,
     },
-    /// Files by pattern; for denials only.
+    /// Files that match a pattern; for denials only.
     GlobPattern {
         /// Absolute, or `codex-project-roots://` and relative to each project root.
         pattern: String,
     },
-    /// Something with a name.
+    /// Paths with a special name.
     Special {
-        /// Which.
+        /// The name.
         value: Special,
     },
 }
 
-/// Paths by meaning.
+/// Special names of paths.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Special {
     /// `/`.
     Root,
-    /// What programs need to run at all, for reading.
+    /// System files that programs need to run, read only.
     Minimal,
-    /// Each workspace root, or something in it.
+    /// Each workspace root, or a path below it.
     #[serde(alias = "current_working_directory")]
     ProjectRoots {
-        /// Relative to the root.
+        /// Path relative to the root.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         subpath: Option<String>,
     },
@@ -311,25 +311,25 @@ pub enum Special {
     Tmpdir,
     /// `/tmp`.
     SlashTmp,
-    /// Something that a newer client knows; ignored.
+    /// A name of a newer client; ignored.
     Unknown {
-        /// As the client has it.
+        /// As sent by the client.
         path: String,
-        /// As the client has it.
+        /// As sent by the client.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         subpath: Option<String>,
     },
 }
 
-/// How much of a policy is enforced.
+/// Report of how much of a policy is enforced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Enforcement {
-    /// In a word.
+    /// Summary.
     pub level: EnforcementLevel,
-    /// By what.
+    /// Mechanisms that enforce it.
     pub mechanisms: Vec<String>,
-    /// What is not enforced.
+    /// Restrictions that are not enforced.
     pub missing: Vec<String>,
 }
 
@@ -337,40 +337,40 @@ pub struct Enforcement {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum EnforcementLevel {
-    /// All of it.
+    /// All restrictions.
     Full,
-    /// A part of it, as the request allowed.
+    /// Some restrictions, as the request allowed.
     Partial,
-    /// Nothing was to be enforced.
+    /// The policy has no restrictions.
     None,
 }
 
-/// Something that a sandbox refused.
+/// An operation that a sandbox denied.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Denial {
-    /// What kind of thing.
+    /// Kind of operation.
     pub kind: DenialKind,
-    /// Which file, where known.
+    /// Path of the file, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
-    /// Which address, where known.
+    /// Network address, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// Which system call, where known.
+    /// System call, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub syscall: Option<String>,
 }
 
-/// What kind of thing was refused.
+/// Kind of a denied operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum DenialKind {
-    /// A file.
+    /// File access.
     FileSystem,
-    /// The network.
+    /// Network access.
     Network,
-    /// A system call.
+    /// System call.
     Syscall,
 }
 
@@ -382,7 +382,7 @@ mod tests {
     use crate::fs::ReadFileParams;
 
     #[test]
-    fn a_policy_that_comes_again_is_the_same() {
+    fn cached_policy_equals_the_first() {
         let params = |sandbox: &str| -> Result<ReadFileParams, serde_json::Error> {
             serde_json::from_str(&format!(r#"{{"path":"file:///x","sandbox":{sandbox}}}"#))
         };
@@ -414,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn a_workspace_as_clients_send_it() {
+    fn workspace_policy_of_clients_is_parsed() {
         let special = |value: serde_json::Value, access: &str| json!({"path": {"type": "special", "value": value}, "access": access});
         let sandbox: Sandbox = from_value(json!({
             "permissions": {
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_policy_is_refused() {
+    fn invalid_policy_is_rejected() {
         let managed = |fs: serde_json::Value| json!({"type": "managed", "network": "enabled", "file_system": fs});
         for permissions in [
             json!({"type": "bogus"}),
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_takes_the_place_of_roots() {
+    fn policy_context_replaces_workspace_roots() {
         let root = |path: &str| PathUri::parse(path).unwrap();
         let mut sandbox = Sandbox::new(Permissions::Disabled);
         sandbox.workspace_roots = vec![root("file:///a")];

@@ -1,15 +1,15 @@
-//! One pass over the text of a message: is it JSON, is it within bounds, where are its members?
+//! JSON scanner: validates a message and its limits in one pass, and finds its members.
 //!
-//! Builds nothing. Every message of either side comes through here, so long strings are skipped at
-//! the speed of memory; whoever wants a member's value decodes its text afterwards. What this
-//! accepts, the JSON library accepts too.
+//! Builds no values. Every message of either side is scanned, so long strings are skipped at memory
+//! speed; members are decoded later from their text. Every text that this accepts is also accepted
+//! by the JSON library.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
 
 use crate::limits::MAX_JSON_DEPTH;
 
-/// Why a text is not a bounded JSON object.
+/// Why a text is not a JSON object within the limits.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at byte {at}")]
 pub struct ScanError {
@@ -39,12 +39,12 @@ enum Reason {
     Reserved(String),
 }
 
-/// The members of a JSON object: each key with the text of its value.
+/// Returns the members of a JSON object: each key with the text of its value.
 ///
 /// # Errors
 ///
-/// When the text is not one JSON object, repeats a key in any object, nests deeper than
-/// [`MAX_JSON_DEPTH`] or holds more than `max_values` values.
+/// The text is not one JSON object, repeats a key in any object, nests deeper than
+/// [`MAX_JSON_DEPTH`] or contains more than `max_values` values.
 pub fn members(text: &str, max_values: usize) -> Result<Vec<(Cow<'_, str>, &str)>, ScanError> {
     let mut scanner = Scanner {
         text,
@@ -67,7 +67,7 @@ pub fn members(text: &str, max_values: usize) -> Result<Vec<(Cow<'_, str>, &str)
     Ok(members)
 }
 
-/// How much of a string is looked at at once.
+/// Part of a string that is examined at a time: 16 KiB.
 const WINDOW_BYTES: usize = 16 * 1024;
 
 struct Scanner<'a> {
@@ -104,7 +104,7 @@ impl<'a> Scanner<'a> {
         Ok(())
     }
 
-    /// Passes one value that `depth` objects and arrays are around.
+    /// Skips one value that is nested in `depth` objects and arrays.
     fn value(&mut self, depth: usize) -> Result<(), ScanError> {
         self.count()?;
         match self.peek() {
@@ -168,7 +168,7 @@ impl<'a> Scanner<'a> {
         }
     }
 
-    /// Passes a comma (false) or the end (true).
+    /// Skips a comma (returns false) or the end (returns true).
     fn ends_with(&mut self, end: u8, expected: &'static str) -> Result<bool, ScanError> {
         self.skip_space();
         match self.peek() {
@@ -204,18 +204,18 @@ impl<'a> Scanner<'a> {
         Ok(())
     }
 
-    /// Passes a string and returns what it says.
+    /// Skips a string and returns its decoded text.
     fn string(&mut self) -> Result<Cow<'a, str>, ScanError> {
         let start = self.at;
         self.at += 1;
         let mut escaped = false;
         loop {
             let rest = &self.bytes[self.at..];
-            // Both looks at a part find it in the cache; a long string would come from memory twice.
+            // A part is read twice; it has to fit in the first-level cache for the second time.
             let part = &rest[..rest.len().min(WINDOW_BYTES)];
             let stop = memchr::memchr2(b'"', b'\\', part);
             let plain = &part[..stop.unwrap_or(part.len())];
-            // Written so that the compiler compares many bytes at once.
+            // Written so that the compiler vectorizes it.
             if plain.iter().fold(u8::MAX, |low, &byte| low.min(byte)) < b' ' {
                 return Err(self.fail(Reason::String));
             }
@@ -230,7 +230,8 @@ impl<'a> Scanner<'a> {
                 Some(_) => {}
             }
             escaped = true;
-            // Whatever is escaped, a quote or a backslash included; the library checks it below.
+            // Skips the escaped character, which may be a quote or a backslash; the library
+            // validates it below.
             self.at += 2;
             if self.at > self.bytes.len() {
                 self.at = self.bytes.len();
@@ -240,7 +241,7 @@ impl<'a> Scanner<'a> {
         if !escaped {
             return Ok(Cow::Borrowed(&self.text[start + 1..self.at - 1]));
         }
-        // Escapes are rare in long strings, and the library knows them all.
+        // Escapes are rare in long strings; the library decodes them.
         match serde_json::from_slice(&self.bytes[start..self.at]) {
             Ok(text) => Ok(Cow::Owned(text)),
             Err(_) => Err(self.fail(Reason::String)),
@@ -267,7 +268,7 @@ impl<'a> Scanner<'a> {
             }
             self.digits()?;
         }
-        /// Shorter numbers without an exponent are finite.
+        /// A shorter number without an exponent is finite.
         const SURELY_FINITE: usize = 300;
         let text = &self.text[start..self.at];
         if text.contains(['e', 'E']) || text.len() > SURELY_FINITE {
@@ -279,7 +280,7 @@ impl<'a> Scanner<'a> {
         Ok(())
     }
 
-    /// Passes one digit at least.
+    /// Skips one or more digits.
     fn digits(&mut self) -> Result<(), ScanError> {
         let start = self.at;
         while let Some(b'0'..=b'9') = self.peek() {
@@ -292,7 +293,7 @@ impl<'a> Scanner<'a> {
     }
 }
 
-/// The keys of one object seen so far; a list while short, a set beyond.
+/// Keys of one object so far; a list for few keys, a set for more.
 #[derive(Default)]
 struct Keys<'a> {
     few: Vec<Cow<'a, str>>,
@@ -300,11 +301,11 @@ struct Keys<'a> {
 }
 
 impl<'a> Keys<'a> {
-    /// Below this many keys comparing them all is cheaper than hashing.
+    /// With fewer keys, comparing all is faster than hashing.
     const FEW: usize = 24;
 
-    /// An object under such a key may be to the JSON library a value of its own making: it parses
-    /// the string inside, which nobody counted.
+    /// The JSON library treats objects with such a key specially: it parses the string inside,
+    /// whose values were not counted. Such keys are therefore rejected.
     const PRIVATE: &'static str = "$serde_json::private::";
 
     fn insert(&mut self, key: Cow<'a, str>) -> Result<(), Reason> {
@@ -329,7 +330,7 @@ mod tests {
 
     use super::*;
 
-    /// Text that is nearly JSON, so that both verdicts come up often.
+    /// Generates text that is nearly JSON, so that both results are frequent.
     fn nearly_json() -> impl Strategy<Value = String> {
         let token = prop_oneof![
             Just("{"),
@@ -358,7 +359,7 @@ mod tests {
             Just("\""),
         ];
         prop::collection::vec(token, 0..14).prop_map(|tokens| {
-            // Half of them inside an object, where they have a chance.
+            // Half of them inside an object, which makes valid text more likely.
             let inner = tokens.concat();
             if inner.len().is_multiple_of(2) {
                 format!("{{\"k\":{inner}}}")
@@ -370,7 +371,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_the_library(text in nearly_json()) {
+        fn scanner_accepts_what_the_json_library_accepts(text in nearly_json()) {
             let library = serde_json::from_str::<serde_json::Value>(&text);
             match members(&text, 1000) {
                 Ok(found) => {
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn long_strings_of_all_sorts() {
+    fn long_strings_are_skipped_with_and_without_escapes() {
         let long = "é".repeat(10_000);
         for value in [long.clone(), format!("{long}\\\""), format!("\\\\{long}")] {
             let text = format!("{{\"a\": \"{value}\" , \"b\":[]}}");

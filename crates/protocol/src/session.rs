@@ -1,4 +1,4 @@
-//! `initialize`, `initialized` and `session/*`: the life of a session.
+//! `initialize`, `initialized` and `session/*`: lifecycle of a session.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,12 +8,12 @@ use crate::method::{Empty, method_types, notifications};
 method_types! {
     /// `initialize`: open a session or resume one.
     Initialize;
-    /// `session/end`: end the session now, processes and all; the connection stays.
+    /// `session/end`: end the session and its processes now; the connection stays open.
     End;
 }
 
 notifications! {
-    /// `initialized`: the client has seen the answer to `initialize`.
+    /// `initialized`: the client has received the response to `initialize`.
     Initialized = "initialized" (Empty);
 }
 
@@ -21,16 +21,16 @@ notifications! {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct InitializeParams {
-    /// What the client calls itself.
+    /// Name of the client program.
     pub client_name: String,
-    /// The session to take up again; a new one if absent.
+    /// Id of the session to resume; a new session if absent.
     #[serde(default)]
     pub resume_session_id: Option<String>,
-    /// What the server gave to whoever drove the session last: with it, a session that is still
-    /// attached to a connection is taken over from it.
+    /// The key that the server issued to the session's previous client. With it, a session that is
+    /// still attached to another connection is taken over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resume_key: Option<String>,
-    /// How long the session should outlive its connection.
+    /// Requested lifetime of the session without a connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detach_grace_ms: Option<u64>,
 }
@@ -39,16 +39,16 @@ pub struct InitializeParams {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct InitializeResponse {
-    /// The session this connection now drives.
+    /// Id of the session that this connection is attached to.
     pub session_id: String,
-    /// What `environment/info` would say.
+    /// The result of `environment/info`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub environment_info: Option<EnvironmentInfo>,
-    /// How long the server grants the session without a connection.
+    /// Granted lifetime of the session without a connection.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detach_grace_ms: Option<u64>,
-    /// Lets this client take the session over from its own lost connection; stays the same until
-    /// somebody else takes the session up.
+    /// Key with which this client can take the session over from its own lost connection. It
+    /// changes when another client resumes the session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resume_key: Option<String>,
 }

@@ -1,8 +1,8 @@
-//! Bytes and arguments as text that both sides write: hexadecimal digits and words of a shell.
+//! Text formats that both sides write: hexadecimal digits and quoted shell words.
 
 use std::fmt::Write as _;
 
-/// Bytes in lower-case hexadecimal digits, as `sha256` fields hold them.
+/// Formats bytes as lower-case hexadecimal digits, as in `sha256` fields.
 pub fn hex(bytes: impl AsRef<[u8]>) -> String {
     let bytes = bytes.as_ref();
     let mut text = String::with_capacity(2 * bytes.len());
@@ -12,7 +12,7 @@ pub fn hex(bytes: impl AsRef<[u8]>) -> String {
     text
 }
 
-/// A text as one word of a POSIX shell, always in single quotes.
+/// Quotes a text as one word for a POSIX shell, always with single quotes.
 pub fn shell_quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', r"'\''"))
 }
@@ -22,7 +22,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bytes_have_two_digits_each_and_quotes_end_the_quoted_part() {
+    fn hex_pads_digits_and_shell_quoted_escapes_single_quotes() {
         assert_eq!(hex([0, 0x0a, 0xff]), "000aff");
         assert_eq!(shell_quoted("it's $HOME"), r"'it'\''s $HOME'");
     }

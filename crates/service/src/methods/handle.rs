@@ -66,7 +66,7 @@ pub(crate) fn long_block(params: Raw<'_>) -> Option<(WriteBlockParams, Bytes)> {
     if !(LONG_BYTES..encoded_len(MAX_BLOCK_BYTES) + ENVELOPE_BYTES).contains(&shared.len()) {
         return None;
     }
-    let likely = WriteBlockParams::likely(text)?;
+    let likely = WriteBlockParams::decode_without_data(text)?;
     Some((likely, shared.slice_ref(text.as_bytes())))
 }
 
@@ -97,7 +97,7 @@ pub(crate) fn with_block(
         static ROOM: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
     }
     ROOM.with_borrow_mut(|room| {
-        let decoded = WriteBlockParams::decode_apart(raw, room);
+        let decoded = WriteBlockParams::decode_into(raw, room);
         let (params, apart) = decoded.map_err(|error| {
             ApiError::invalid_params(format!(
                 "invalid params for `{}`: {error}",
