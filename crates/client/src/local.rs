@@ -16,7 +16,7 @@ use exec_server_executor::process::{End, Scope, Written};
 use exec_server_executor::snapshot::{Snapshots, Wanted};
 use exec_server_executor::{Executor, Process, StartError, report, request, signal as signals};
 use exec_server_http::{HttpClient, HttpConfig};
-use exec_server_network::{Authority, Decision, Managed, Proxy};
+use exec_server_network::{Decision, PolicyDecider, ProcessNetwork, Proxy};
 use exec_server_protocol::PathUri;
 use exec_server_protocol::network::{PolicyAnswer, PolicyDecisionParams, PolicyTarget};
 use exec_server_protocol::process::{
@@ -126,7 +126,7 @@ impl LocalBackend {
         // Frees the id again if this future is dropped or fails.
         let reservation = Reservation(&self.table, Some(params.process_id.clone()));
         let mut spec = request::spec(&params, &self.executor.config().environment)?;
-        let managed = Managed::prepare(&params, &mut spec, &self.http)?;
+        let managed = ProcessNetwork::prepare(&params, &mut spec, &self.http)?;
         if let Some(wanted) = Wanted::of(&params, &spec)? {
             spec = self.snapshots.restore(&self.executor, spec, &wanted).await;
         }
@@ -181,8 +181,8 @@ struct Deciding {
     decider: Option<(Arc<dyn NetworkPolicyDecider>, Duration)>,
 }
 
-impl Authority for Deciding {
-    fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
+impl PolicyDecider for Deciding {
+    fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let decider = self.decider.clone();
         Box::pin(async move {
             let Some((decider, patience)) = decider else {
@@ -193,7 +193,7 @@ impl Authority for Deciding {
         })
     }
 
-    fn tell(&self, decision: Decision) {
+    fn report(&self, decision: Decision) {
         let Some((decider, _)) = &self.decider else {
             return;
         };

@@ -1,7 +1,7 @@
-//! One exchange: the request, redirects, the answer and its body.
+//! HTTP client: requests, redirects, deadlines and body limits.
 //!
-//! Owns what a redirect changes, how long everything may take and how much a body may bring. An
-//! exchange ends when its future or its body is dropped.
+//! Defines what a redirect changes, and enforces deadlines and body limits. Dropping an exchange's
+//! future or its body cancels the exchange.
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
@@ -29,38 +29,38 @@ use tokio_util::io::StreamReader;
 use url::Url;
 
 use crate::connect::{Connector, ProxyChoice};
-use crate::request::{Prepared, check_scheme, take_credentials};
+use crate::request::{PreparedRequest, check_scheme, take_credentials};
 use crate::rules::{Denied, Rules};
 
-/// Places that one request may be sent on to.
+/// Redirects of one request that are followed.
 const MAX_REDIRECTS: usize = 10;
 
-/// How long an idle connection is kept for the next request to the same host, and how many.
+/// Idle time after which a kept connection is closed, and idle connections per host.
 const IDLE: Duration = Duration::from_secs(30);
 const MAX_IDLE_PER_HOST: usize = 16;
 
-/// Bytes of a body that are unpacked at once.
+/// Decompression buffer of a body: 64 KiB.
 const UNPACK_BYTES: usize = 64 * 1024;
 
-/// What requests may do.
+/// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct HttpConfig {
-    /// Whom they may reach.
+    /// Hosts and addresses that requests may reach.
     pub rules: Rules,
-    /// Through whom they go.
+    /// How a proxy is chosen.
     pub proxy: ProxyChoice,
-    /// The environment that proxies and values of headers are looked up in.
+    /// Variables from which proxies and header values are read.
     pub environment: BTreeMap<String, String>,
-    /// The largest body of an answer that is not streamed.
+    /// The largest body of a response that is not streamed.
     pub max_response_bytes: usize,
-    /// The largest body of one that is.
+    /// The largest body of a streamed response; `None` is no limit.
     pub max_stream_bytes: Option<u64>,
 }
 
 impl Default for HttpConfig {
     fn default() -> Self {
         Self {
-            rules: Rules::usual(),
+            rules: Rules::default_deny(),
             proxy: ProxyChoice::default(),
             environment: BTreeMap::new(),
             max_response_bytes: 32 << 20,
@@ -69,34 +69,34 @@ impl Default for HttpConfig {
     }
 }
 
-/// Why a request has no answer, or its body no end.
+/// Failure of a request or of its response body.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum HttpError {
-    /// It cannot be sent.
+    /// The request is not valid.
     #[error("{0}")]
     Invalid(String),
-    /// The rules forbid it.
+    /// The rules deny the host.
     #[error("http/request refused: {0}")]
     Denied(#[from] Denied),
-    /// It failed on its way, or the answer is none.
+    /// Sending failed, or the response is not valid.
     #[error("http/request failed: {0}")]
     Failed(String),
-    /// The body broke off.
+    /// The body ended too early.
     #[error("failed to read http/request response body: {0}")]
     Body(String),
-    /// The body is larger than allowed.
+    /// The body is larger than the limit.
     #[error("failed to read http/request response body: it exceeds the limit of {0} bytes")]
     TooLarge(u64),
-    /// It took too long.
+    /// The deadline passed.
     #[error("http/request failed: not finished within its timeout of {0:?}")]
     TimedOut(Duration),
-    /// Somebody ended it.
+    /// The caller cancelled the request.
     #[error("http/request was cancelled")]
     Cancelled,
 }
 
-/// Makes requests; cheap to clone.
+/// HTTP client; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct HttpClient {
     inner: Arc<Inner>,
@@ -109,18 +109,18 @@ struct Inner {
     pool: Client<Connector, Full<Bytes>>,
 }
 
-/// An answer whose body is still to come.
+/// A response whose body is still to be read.
 #[derive(Debug)]
 pub struct Response {
     /// The status code.
     pub status: u16,
-    /// Headers in order, with lower-case names; values that are not text are left out.
+    /// Headers in order, with lower-case names; values that are not text are omitted.
     pub headers: Vec<ResponseHeader>,
     /// The body.
     pub body: Body,
 }
 
-/// The moment when everything must be done, and how far off it was.
+/// Deadline of an exchange, with its original timeout for the error message.
 #[derive(Debug, Clone, Copy)]
 struct Deadline(Option<(Instant, Duration)>);
 
@@ -144,7 +144,7 @@ impl Deadline {
 }
 
 impl HttpClient {
-    /// A client with these settings; opens nothing yet.
+    /// Creates a client; opens no connection yet.
     pub fn new(config: HttpConfig) -> Self {
         let rules = Arc::new(config.rules.clone());
         let connector = Connector::new(rules, &config.proxy, &config.environment);
@@ -162,33 +162,37 @@ impl HttpClient {
         }
     }
 
-    /// The settings.
+    /// Returns the settings.
     pub fn config(&self) -> &HttpConfig {
         &self.inner.config
     }
 
-    /// How hosts are reached.
+    /// Returns the connector, which resolves hosts and chooses proxies.
     pub fn connector(&self) -> &Connector {
         &self.inner.connector
     }
 
-    /// Sends a request and waits for the headers of its answer; any status is one.
+    /// Sends a request and waits for the response headers; every status is a success.
     ///
     /// # Errors
     ///
-    /// When there is no answer in time, or somebody on the way may not be reached.
-    pub async fn send(&self, request: Prepared) -> Result<Response, HttpError> {
+    /// No response arrives in time, or the rules deny a host on the way.
+    pub async fn send(&self, request: PreparedRequest) -> Result<Response, HttpError> {
         let deadline = Deadline::after(request.timeout);
         deadline.within(self.exchange(request, deadline)).await
     }
 
-    async fn exchange(&self, request: Prepared, deadline: Deadline) -> Result<Response, HttpError> {
+    async fn exchange(
+        &self,
+        request: PreparedRequest,
+        deadline: Deadline,
+    ) -> Result<Response, HttpError> {
         let decompress = request.decompress;
         let mut hop = Hop::first(request);
         let mut redirects = 0;
         loop {
-            let response = self.one(&hop).await?;
-            let Some(next) = hop.elsewhere(response.status(), response.headers()) else {
+            let response = self.send_once(&hop).await?;
+            let Some(next) = hop.redirect_target(response.status(), response.headers()) else {
                 return Ok(answer(response, decompress, deadline));
             };
             redirects += 1;
@@ -196,12 +200,12 @@ impl HttpClient {
                 let message = format!("more than {MAX_REDIRECTS} redirects, the last to {next}");
                 return Err(HttpError::Failed(message));
             }
-            hop.go(response.status(), next)?;
+            hop.redirect(response.status(), next)?;
         }
     }
 
-    /// One request and its answer.
-    async fn one(&self, hop: &Hop) -> Result<http::Response<Incoming>, HttpError> {
+    /// Sends one request without following redirects.
+    async fn send_once(&self, hop: &Hop) -> Result<http::Response<Incoming>, HttpError> {
         let Inner {
             config,
             connector,
@@ -229,7 +233,7 @@ impl HttpClient {
     }
 }
 
-/// What is to be sent next.
+/// One request of an exchange; each redirect changes it.
 struct Hop {
     method: Method,
     url: Url,
@@ -240,8 +244,8 @@ struct Hop {
 }
 
 impl Hop {
-    fn first(request: Prepared) -> Self {
-        let Prepared {
+    fn first(request: PreparedRequest) -> Self {
+        let PreparedRequest {
             method,
             url,
             mut headers,
@@ -269,20 +273,20 @@ impl Hop {
         }
     }
 
-    /// Where the answer says to go, if it does and that is to be followed.
-    fn elsewhere(&self, status: StatusCode, headers: &HeaderMap) -> Option<Url> {
+    /// Returns the target of a redirect that is to be followed.
+    fn redirect_target(&self, status: StatusCode, headers: &HeaderMap) -> Option<Url> {
         let redirects = matches!(status.as_u16(), 301 | 302 | 303 | 307 | 308);
         if !self.follow || !redirects {
             return None;
         }
         let location = headers.get(LOCATION)?;
-        // What makes no sense is not followed: the answer is what there is.
+        // The response with an invalid location is returned as it is.
         let location = std::str::from_utf8(location.as_bytes()).ok()?;
         self.url.join(location).ok()
     }
 
-    /// Makes it a request to another place.
-    fn go(&mut self, status: StatusCode, mut next: Url) -> Result<(), HttpError> {
+    /// Changes the request for the next host of a redirect.
+    fn redirect(&mut self, status: StatusCode, mut next: Url) -> Result<(), HttpError> {
         check_scheme(&next)
             .map_err(|error| HttpError::Failed(format!("redirected to {next}: {error}")))?;
         next.set_fragment(None);
@@ -344,7 +348,7 @@ fn answer(response: http::Response<Incoming>, decompress: bool, deadline: Deadli
     }
 }
 
-/// Unpacks a body if it is packed in a way that we know; then the headers tell of what comes out.
+/// Decompresses a body of a known encoding, and removes the headers that describe the encoded body.
 fn unpack(headers: &mut HeaderMap, body: Incoming) -> Source {
     let encoding = headers.get(CONTENT_ENCODING).and_then(|value| {
         let value = value.to_str().ok()?;
@@ -367,7 +371,7 @@ fn unpack(headers: &mut HeaderMap, body: Incoming) -> Source {
     Source::Unpacked(unpacked)
 }
 
-/// A body that is being received.
+/// Response body.
 #[derive(Debug)]
 pub struct Body {
     source: Source,
@@ -391,11 +395,11 @@ impl fmt::Debug for Source {
 }
 
 impl Body {
-    /// Bounds what may come.
+    /// Sets the largest size of the body.
     ///
     /// # Errors
     ///
-    /// When it is known to be more.
+    /// The announced length is larger.
     pub fn limit(&mut self, bytes: u64) -> Result<(), HttpError> {
         self.limit = Some(bytes);
         match self.known_bytes() {
@@ -404,7 +408,7 @@ impl Body {
         }
     }
 
-    /// How much will come, if that is known.
+    /// Returns the announced length of the rest.
     pub fn known_bytes(&self) -> Option<u64> {
         match &self.source {
             Source::Plain(body) => body.size_hint().exact(),
@@ -412,11 +416,11 @@ impl Body {
         }
     }
 
-    /// The next piece, never empty; nothing at the end. Cancel safe.
+    /// Returns the next piece, which is never empty, or `None` at the end. Cancel safe.
     ///
     /// # Errors
     ///
-    /// When it breaks off, takes too long or exceeds its limit.
+    /// The body ends too early, exceeds its limit or misses the deadline.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>, HttpError> {
         let source = &mut self.source;
         let chunk = self.deadline.within(next(source)).await?;
@@ -434,7 +438,7 @@ async fn next(source: &mut Source) -> Result<Option<Bytes>, HttpError> {
         Source::Plain(body) => {
             while let Some(frame) = body.frame().await {
                 let frame = frame.map_err(|error| HttpError::Body(chain(&error)))?;
-                // Trailers are not told of.
+                // Trailers are dropped.
                 if let Ok(data) = frame.into_data()
                     && !data.is_empty()
                 {
@@ -463,7 +467,7 @@ fn failed(error: &hyper_util::client::legacy::Error) -> HttpError {
     HttpError::Failed(chain(error))
 }
 
-/// An error and what caused it, in one line.
+/// Formats an error with its causes in one line.
 fn chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,6 +1,6 @@
-//! How a host is reached: resolved and checked, directly or through a proxy, with TLS or without.
+//! HTTP connector: name resolution, address rules, proxies and TLS.
 //!
-//! Owns the connector that the pool of connections calls. Knows nothing of requests.
+//! Called by the connection pool of hyper. Requests and responses are handled in [`crate::client`].
 
 use std::collections::BTreeMap;
 use std::error::Error as StdError;
@@ -31,23 +31,23 @@ use url::Host;
 
 use crate::rules::{self, Rules};
 
-/// How long it may take to reach one host, whatever the request allows.
+/// Time limit for connecting to one host, even if the request has a longer timeout.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Through whom requests go.
+/// How a proxy is chosen.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ProxyChoice {
-    /// As `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` of the environment say.
+    /// By the variables `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY`.
     #[default]
     Environment,
-    /// Straight to their hosts.
+    /// No proxy.
     Direct,
-    /// Through this one: `http`, `https`, `socks5` (names are resolved and checked here) or
+    /// This URL of a proxy: `http`, `https`, `socks5` (names are resolved and checked here) or
     /// `socks5h`.
-    Through(String),
+    Url(String),
 }
 
-/// An error of whatever kind.
+/// Any error of a connection attempt.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
 
 /// Opens connections; cheap to clone.
@@ -59,11 +59,12 @@ pub struct Connector {
 struct Inner {
     rules: Arc<Rules>,
     proxies: Matcher,
-    /// Resolves and checks.
-    direct: HttpConnector<Checked>,
-    /// To proxies, which whoever runs the server has chosen.
+    /// Resolves and checks names of hosts.
+    direct: HttpConnector<CheckedResolver>,
+    /// Connects to proxies, which the operator chose and the rules do not restrict.
     to_proxy: HttpConnector<GaiResolver>,
-    /// Reading the system's certificates takes its time, and most never need them.
+    /// Initialized on first use: reading the system's certificates is slow, and most servers never
+    /// need them.
     tls: OnceCell<TlsConnector>,
 }
 
@@ -81,7 +82,7 @@ impl Connector {
         proxy: &ProxyChoice,
         environment: &BTreeMap<String, String>,
     ) -> Self {
-        let mut direct = HttpConnector::new_with_resolver(Checked {
+        let mut direct = HttpConnector::new_with_resolver(CheckedResolver {
             rules: Arc::clone(&rules),
             inner: GaiResolver::new(),
         });
@@ -103,8 +104,8 @@ impl Connector {
         }
     }
 
-    /// The proxy on the way to a host, if there is one; never to this machine itself, which a proxy
-    /// on another would take for its own.
+    /// Returns the proxy for a host, if there is one. Never for loopback addresses, which a remote
+    /// proxy would resolve to itself.
     fn proxy(&self, uri: &Uri) -> Option<Intercept> {
         let host = host_of(uri).ok()?;
         if rules::is_loopback(&borrowed(&host)) {
@@ -113,7 +114,7 @@ impl Connector {
         self.inner.proxies.intercept(uri)
     }
 
-    /// What a request must say to the proxy that it is sent to, if it is.
+    /// Returns the `proxy-authorization` header for a request that is sent to a proxy.
     pub(crate) fn proxy_authorization(&self, uri: &Uri) -> Option<HeaderValue> {
         if uri.scheme_str() != Some("http") {
             return None;
@@ -121,32 +122,34 @@ impl Connector {
         self.proxy(uri)?.basic_auth().cloned()
     }
 
-    /// Whom anybody may reach through it.
+    /// Returns the rules about hosts.
     pub fn rules(&self) -> &Arc<Rules> {
         &self.inner.rules
     }
 
-    /// Whether a proxy is on the way to the host of a URI.
+    /// Whether the host of a URI is reached through a proxy.
     pub fn has_proxy(&self, uri: &Uri) -> bool {
         self.proxy(uri).is_some()
     }
 
-    /// A way to the host of a URI through the proxy that is to be used for it, for bytes that are
-    /// somebody else's: nothing is encrypted here. The proxy resolves the name, unless it is one of
-    /// the kind `socks5`.
+    /// Opens a byte stream to the host of a URI through its proxy. Adds no TLS to the host: the
+    /// caller's bytes are sent as they are. The proxy resolves the name, unless it is a `socks5`
+    /// proxy.
     ///
     /// # Errors
     ///
-    /// When there is no proxy for it, the rules forbid it, or it cannot be reached in time.
-    pub async fn by_proxy(&self, uri: &Uri) -> Result<ByProxy, BoxError> {
-        let proxy = self.proxy(uri).ok_or("there is no proxy for it")?;
+    /// The host has no proxy, the rules deny it, or it is not reached in time.
+    pub async fn connect_by_proxy(&self, uri: &Uri) -> Result<ProxyStream, BoxError> {
+        let proxy = self
+            .proxy(uri)
+            .ok_or("no proxy is configured for this host")?;
         let host = host_of(uri)?;
         let secure = uri.scheme_str() == Some("https");
         let reached = self.through(&proxy, uri, &host, secure);
         let (io, absolute) = tokio::time::timeout(CONNECT_TIMEOUT, reached)
             .await
-            .map_err(|_| format!("no way through the proxy within {CONNECT_TIMEOUT:?}"))??;
-        Ok(ByProxy {
+            .map_err(|_| format!("the proxy did not connect within {CONNECT_TIMEOUT:?}"))??;
+        Ok(ProxyStream {
             io,
             absolute,
             authorization: proxy.basic_auth().filter(|_| absolute).cloned(),
@@ -184,8 +187,8 @@ impl Connector {
         Ok(direct.call(uri).await?.into_inner())
     }
 
-    /// By way of a proxy. Whoever resolves the name decides what can be checked: here that is the
-    /// proxy, except for `socks5`.
+    /// Connects through a proxy. The party that resolves the name determines what the rules can
+    /// check: the name if the proxy resolves it, the addresses with `socks5`.
     async fn through(
         &self,
         proxy: &Intercept,
@@ -194,7 +197,7 @@ impl Connector {
         secure: bool,
     ) -> Result<(Box<dyn Duplex>, bool), BoxError> {
         let proxy_uri = proxy.uri().clone();
-        let to_proxy = ToProxy(self.clone());
+        let to_proxy = ProxyConnector(self.clone());
         let scheme = proxy_uri.scheme_str().unwrap_or_default().to_owned();
         if scheme != "socks5" {
             self.inner.rules.check_unresolved(&borrowed(host))?;
@@ -251,7 +254,9 @@ impl Connector {
         let handshake = tls.connect(name, io);
         let stream = tokio::time::timeout(CONNECT_TIMEOUT, handshake)
             .await
-            .map_err(|_| format!("no TLS handshake within {CONNECT_TIMEOUT:?}"))??;
+            .map_err(|_| {
+                format!("the TLS handshake did not complete within {CONNECT_TIMEOUT:?}")
+            })??;
         Ok(boxed(stream))
     }
 }
@@ -265,8 +270,9 @@ fn matcher(choice: &ProxyChoice, environment: &BTreeMap<String, String>) -> Matc
     let no = variable("no_proxy");
     match choice {
         ProxyChoice::Direct => Matcher::builder().build(),
-        ProxyChoice::Through(url) => Matcher::builder().all(url.clone()).no(no).build(),
-        // In a CGI program `HTTP_PROXY` is a header of the request that it serves.
+        ProxyChoice::Url(url) => Matcher::builder().all(url.clone()).no(no).build(),
+        // In a CGI program `HTTP_PROXY` holds the request header `Proxy`, which the client
+        // controls.
         ProxyChoice::Environment if environment.contains_key("REQUEST_METHOD") => {
             Matcher::builder().build()
         }
@@ -301,7 +307,7 @@ fn borrowed(host: &Host) -> Host<&str> {
     }
 }
 
-/// TLS as this machine trusts it.
+/// Creates a TLS connector with the certificate authorities of this machine.
 async fn tls() -> Result<TlsConnector, BoxError> {
     let found = tokio::task::spawn_blocking(rustls_native_certs::load_native_certs).await?;
     let mut roots = RootCertStore::empty();
@@ -311,7 +317,7 @@ async fn tls() -> Result<TlsConnector, BoxError> {
             .errors
             .first()
             .map_or_else(|| "none are installed".to_owned(), ToString::to_string);
-        return Err(format!("no certificate authorities to trust: {reason}").into());
+        return Err(format!("no trusted certificate authorities: {reason}").into());
     }
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let mut config = ClientConfig::builder_with_provider(provider)
@@ -336,11 +342,11 @@ impl Service<Uri> for Connector {
     }
 }
 
-/// Opens connections to proxies, which may themselves be behind TLS.
+/// Connector to proxies, optionally over TLS.
 #[derive(Debug, Clone)]
-struct ToProxy(Connector);
+struct ProxyConnector(Connector);
 
-impl Service<Uri> for ToProxy {
+impl Service<Uri> for ProxyConnector {
     type Response = TokioIo<Box<dyn Duplex>>;
     type Error = BoxError;
     type Future = BoxFuture<'static, Result<Self::Response, BoxError>>;
@@ -364,14 +370,14 @@ impl Service<Uri> for ToProxy {
     }
 }
 
-/// Resolves names to the addresses that the rules allow.
+/// Resolver that returns only addresses that the rules allow.
 #[derive(Debug, Clone)]
-struct Checked {
+struct CheckedResolver {
     rules: Arc<Rules>,
     inner: GaiResolver,
 }
 
-impl Service<Name> for Checked {
+impl Service<Name> for CheckedResolver {
     type Response = std::vec::IntoIter<SocketAddr>;
     type Error = BoxError;
     type Future = BoxFuture<'static, Result<Self::Response, BoxError>>;
@@ -390,25 +396,25 @@ impl Service<Name> for Checked {
     }
 }
 
-/// A way through a proxy.
-pub struct ByProxy {
-    /// The way.
+/// A byte stream through a proxy.
+pub struct ProxyStream {
+    /// The stream.
     pub io: Box<dyn Duplex>,
-    /// It ends at the proxy, which takes requests with whole URLs.
+    /// Whether the stream ends at an HTTP proxy, which takes requests with absolute URLs.
     pub absolute: bool,
-    /// What those requests must say to it.
+    /// The `proxy-authorization` header for those requests.
     pub authorization: Option<HeaderValue>,
 }
 
-impl fmt::Debug for ByProxy {
+impl fmt::Debug for ProxyStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ByProxy")
+        f.debug_struct("ProxyStream")
             .field("absolute", &self.absolute)
             .finish_non_exhaustive()
     }
 }
 
-/// A way in both directions.
+/// Byte stream in both directions.
 pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}

@@ -1,8 +1,8 @@
-//! HTTP requests on behalf of somebody else.
+//! HTTP client for `http/request`.
 //!
-//! Owns who may be asked ([`Rules`]), how they are reached (names, proxies, TLS), how redirects are
-//! followed and what a body may cost. Knows nothing of connections and sessions: what a request
-//! means is in [`request`], and whoever drops an exchange ends it.
+//! Defines which hosts may be reached ([`Rules`]) and how (names, proxies, TLS), how redirects are
+//! followed, and how large a body may be. The parameters of the wire are parsed in [`request`].
+//! Sessions and connections to clients are handled in `service`; dropping an exchange cancels it.
 
 mod client;
 mod connect;
@@ -10,6 +10,6 @@ pub mod request;
 pub mod rules;
 
 pub use client::{Body, HttpClient, HttpConfig, HttpError, Response};
-pub use connect::{BoxError, ByProxy, Connector, Duplex, ProxyChoice, Stream};
-pub use request::Prepared;
+pub use connect::{BoxError, Connector, Duplex, ProxyChoice, ProxyStream, Stream};
+pub use request::PreparedRequest;
 pub use rules::{DEFAULT_DENY, Denied, Rule, RuleError, Rules};

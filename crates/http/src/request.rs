@@ -1,7 +1,7 @@
-//! From a request of the wire to one that can be sent.
+//! Validation of `http/request` parameters.
 //!
-//! Owns the checks that do not depend on who asks, and which variables of the environment may go
-//! into a header.
+//! Contains the checks that do not depend on the caller, and the list of variables whose values may
+//! not be sent in a header.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -15,8 +15,8 @@ use url::Url;
 
 use crate::client::HttpError;
 
-/// Variables whose values never leave in a header: credentials of the executor, of the peer that
-/// runs inside it, and of its cloud.
+/// Variables whose values are never sent in a header: credentials of the executor, of the agent
+/// inside it, and of its cloud.
 const NEVER: &[&str] = &[
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
@@ -37,13 +37,13 @@ const NEVER: &[&str] = &[
     "OPENAI_WORKLOAD_IDENTITY_CONTEXT",
 ];
 
-/// A request that can be sent.
+/// A valid request.
 #[derive(Debug, Clone)]
-pub struct Prepared {
+pub struct PreparedRequest {
     pub(crate) method: Method,
     pub(crate) url: Url,
     pub(crate) headers: HeaderMap,
-    /// Headers that only the first host gets: they hold what this machine alone knows.
+    /// Headers with values of variables of this machine; a redirect to another host drops them.
     pub(crate) secret: Vec<HeaderName>,
     pub(crate) body: Bytes,
     pub(crate) timeout: Option<Duration>,
@@ -51,22 +51,22 @@ pub struct Prepared {
     pub(crate) decompress: bool,
 }
 
-impl Prepared {
-    /// How long all of it may take.
+impl PreparedRequest {
+    /// Time limit for the whole exchange.
     pub fn timeout(&self) -> Option<Duration> {
         self.timeout
     }
 }
 
-/// Checks a request; `environment` is where variables for headers are looked up.
+/// Validates a request; `environment` provides the values of header variables.
 ///
 /// # Errors
 ///
-/// [`HttpError::Invalid`] names what cannot be: a method, a URL, a header or a variable.
+/// [`HttpError::Invalid`] names the method, URL, header or variable that is not valid.
 pub fn prepare(
     params: RequestParams,
     environment: &BTreeMap<String, String>,
-) -> Result<Prepared, HttpError> {
+) -> Result<PreparedRequest, HttpError> {
     let method = method(&params.method)?;
     let mut url = url(&params.url)?;
     let mut headers = HeaderMap::new();
@@ -76,15 +76,15 @@ pub fn prepare(
         if header.value_env_var.is_some() {
             secret.push(name.clone());
         }
-        // The length of the body is known, and not a matter of opinion: a wrong one would be taken
-        // for the beginning of another request.
+        // These headers are derived from the body. A wrong length would let the host read the rest
+        // of the body as another request (request smuggling).
         if name != CONTENT_LENGTH && name != TRANSFER_ENCODING {
             let room = headers.try_append(name, value);
             room.map_err(|_| invalid("http/request has too many headers"))?;
         }
     }
     take_credentials(&mut url, &mut headers)?;
-    Ok(Prepared {
+    Ok(PreparedRequest {
         method,
         url,
         headers,
@@ -108,7 +108,7 @@ fn method(text: &str) -> Result<Method, HttpError> {
     }
 }
 
-/// Where to go; also asked of every place that a redirect leads to.
+/// Checks the scheme of a URL; also applied to every redirect.
 pub(crate) fn check_scheme(url: &Url) -> Result<(), HttpError> {
     match url.scheme() {
         "http" | "https" => Ok(()),
@@ -127,7 +127,8 @@ fn url(text: &str) -> Result<Url, HttpError> {
     Ok(url)
 }
 
-/// Credentials in a URL are meant as a header, and are nobody's business afterwards.
+/// Moves credentials of a URL into the `authorization` header, so that the URL can be logged and
+/// redirected without them.
 pub(crate) fn take_credentials(url: &mut Url, headers: &mut HeaderMap) -> Result<(), HttpError> {
     if url.username().is_empty() && url.password().is_none() {
         return Ok(());
@@ -136,11 +137,11 @@ pub(crate) fn take_credentials(url: &mut Url, headers: &mut HeaderMap) -> Result
     pair.push(b':');
     pair.extend(percent_decode_str(url.password().unwrap_or_default()));
     let text = format!("Basic {}", base64_turbo::STANDARD.encode(&pair));
-    // These succeed for URLs that have a host, as all of ours do.
+    // These fail only for URLs without a host, which were rejected before.
     let _ = (url.set_username(""), url.set_password(None));
     if !headers.contains_key(AUTHORIZATION) {
         let value = HeaderValue::try_from(text);
-        let mut value = value.map_err(|_| invalid("http/request url has odd credentials"))?;
+        let mut value = value.map_err(|_| invalid("http/request url has invalid credentials"))?;
         value.set_sensitive(true);
         headers.insert(AUTHORIZATION, value);
     }
@@ -211,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_sent_is_named() {
+    fn invalid_request_is_rejected_with_the_reason() {
         let get = |url| refusal(params("GET", url, &[]));
         assert!(get("nonsense").starts_with("http/request url is invalid: "));
         assert!(get("http://").starts_with("http/request url is invalid: "));
@@ -238,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn values_of_variables_are_appended_and_stay_with_the_first_host() {
+    fn variable_is_appended_to_header_and_dropped_on_redirect_to_other_host() {
         let environment = [("T".to_owned(), "oken".to_owned())].into();
         let headers = [
             ("X-B", "1", None),
@@ -267,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn credentials_of_a_url_become_a_header() {
+    fn url_credentials_become_authorization_header() {
         let prepared = prepare(
             params("GET", "http://a%40b:c%3@x/#f", &[]),
             &BTreeMap::new(),

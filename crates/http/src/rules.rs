@@ -1,8 +1,7 @@
-//! Whom requests may reach.
+//! Allow and deny rules for hosts and addresses.
 //!
-//! Owns the rules about names and addresses, on values alone: it resolves nothing. Names are
-//! looked at before they are resolved, addresses after, so that a name which answers differently
-//! the second time gains nothing.
+//! Pure: resolves no names. Names are checked before they are resolved and addresses afterwards, so
+//! that a name that resolves differently the second time (DNS rebinding) cannot bypass the rules.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -11,8 +10,8 @@ use std::str::FromStr;
 use ipnet::IpNet;
 use url::Host;
 
-/// What is out of reach unless somebody says otherwise: addresses of the link, where clouds keep
-/// the credentials of a machine, and the places elsewhere that serve the same purpose.
+/// Addresses that are denied by default: link-local addresses, where clouds serve a machine's
+/// credentials, and other addresses for the same service.
 pub const DEFAULT_DENY: &[&str] = &[
     "169.254.0.0/16",
     "fe80::/10",
@@ -24,77 +23,77 @@ pub const DEFAULT_DENY: &[&str] = &[
     "metadata.google.internal",
 ];
 
-/// Whom requests may reach.
+/// Rules about hosts that requests may reach.
 #[derive(Debug, Clone, Default)]
 pub struct Rules {
-    /// If there are any, one must hold.
+    /// If not empty, a rule must match.
     allow: Vec<Rule>,
-    /// None may hold.
+    /// No rule may match.
     deny: Vec<Rule>,
 }
 
-/// One rule: about names, or about addresses.
+/// One rule about names or addresses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
-    /// `*`: about everybody.
-    Anyone,
-    /// About this name.
+    /// `*`: every host.
+    Any,
+    /// Exactly this name.
     Name(String),
-    /// Everything below a name, the name itself or not.
-    Below {
+    /// Every name below this one.
+    Subdomains {
         /// The name.
         name: String,
-        /// Whether it is meant too.
-        itself: bool,
+        /// Whether the name itself matches too.
+        include_self: bool,
     },
-    /// About these addresses.
+    /// Addresses in this range.
     Range(IpNet),
 }
 
-/// A rule that cannot be one.
+/// A text that is not a valid rule.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{0}` is no rule: expected a host name, `*.NAME` (below it), `**.NAME` (it and below), an \
+    "`{0}` is not a valid rule: expected a host name, `*.NAME` (below it), `**.NAME` (it and below), an \
      address, a range like 10.0.0.0/8, or `*`"
 )]
 pub struct RuleError(String);
 
-/// Somebody who may not be reached.
+/// A host that the rules deny.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Denied {
     /// The name is denied.
     #[error("host `{host}` is denied by the rule `{rule}` of this server")]
     Name {
-        /// Who was to be reached.
+        /// The requested host.
         host: String,
-        /// The rule.
+        /// The rule that denies it.
         rule: String,
     },
     /// Every address of the name is denied.
     #[error("address {address} of host `{host}` is denied by the rule `{rule}` of this server")]
     Address {
-        /// Who was to be reached.
+        /// The requested host.
         host: String,
         /// The first of its addresses.
         address: IpAddr,
-        /// The rule.
+        /// The rule that denies it.
         rule: String,
     },
-    /// There is a list of whom to reach, and this is not on it.
+    /// There is a list of allowed hosts, and it does not contain this one.
     #[error("host `{host}` is not among those that this server allows")]
     NotAllowed {
-        /// Who was to be reached.
+        /// The requested host.
         host: String,
     },
 }
 
 impl Rules {
-    /// Rules from texts; an empty `allow` allows everybody who is not denied.
+    /// Parses rules; with an empty `allow`, every host that is not denied is allowed.
     ///
     /// # Errors
     ///
-    /// Names the text that is no rule.
+    /// A text is not a valid rule; the error names it.
     pub fn new<S: AsRef<str>>(allow: &[S], deny: &[S]) -> Result<Self, RuleError> {
         let parse = |texts: &[S]| -> Result<Vec<Rule>, RuleError> {
             texts.iter().map(|text| text.as_ref().parse()).collect()
@@ -105,18 +104,18 @@ impl Rules {
         })
     }
 
-    /// The rules that hold unless somebody says otherwise.
-    pub fn usual() -> Self {
-        // All of them are rules: a test says so.
+    /// The default rules: [`DEFAULT_DENY`] and nothing else.
+    pub fn default_deny() -> Self {
+        // Cannot fail: a test parses these rules.
         Self::new(&[], DEFAULT_DENY).unwrap_or_default()
     }
 
-    /// What can be said before anything is resolved: names that are denied, and all about literal
+    /// Checks a host before its name is resolved: denied names, and everything about literal
     /// addresses.
     ///
     /// # Errors
     ///
-    /// Says which rule forbids it.
+    /// A rule denies the host; the error names the rule.
     pub fn check_host(&self, host: &Host<&str>) -> Result<(), Denied> {
         match literal(host) {
             Some(address) => self.check_address(&host.to_string(), address, false),
@@ -127,12 +126,12 @@ impl Rules {
         }
     }
 
-    /// As [`Rules::check_host`], for a name that somebody else will resolve: then it is the name
-    /// that must be allowed.
+    /// Like [`Rules::check_host`], for a name that a proxy will resolve: its addresses cannot be
+    /// checked here, so the name itself must be allowed.
     ///
     /// # Errors
     ///
-    /// Says which rule forbids it.
+    /// A rule denies the host; the error names the rule.
     pub fn check_unresolved(&self, host: &Host<&str>) -> Result<(), Denied> {
         self.check_host(host)?;
         if literal(host).is_none() && !self.allow.is_empty() && !self.allows_name(&host.to_string())
@@ -143,11 +142,11 @@ impl Rules {
         Ok(())
     }
 
-    /// Those of a name's addresses that may be reached.
+    /// Returns the addresses of a name that may be reached.
     ///
     /// # Errors
     ///
-    /// When there is none left; says why the first is not.
+    /// No address is left; the error says why the first is denied.
     pub fn filter(
         &self,
         name: &str,
@@ -183,9 +182,9 @@ impl Rules {
         self.allow.iter().any(|rule| rule.names(host))
     }
 
-    /// `named`: the name through which it was found is allowed.
+    /// `named`: whether an allow rule matches the name that resolved to the address.
     fn check_address(&self, host: &str, address: IpAddr, named: bool) -> Result<(), Denied> {
-        for form in forms(address) {
+        for form in equivalent_addresses(address) {
             if let Some(rule) = self.deny.iter().find(|rule| rule.covers(form)) {
                 return Err(Denied::Address {
                     host: host.to_owned(),
@@ -214,10 +213,10 @@ fn literal(host: &Host<&str>) -> Option<IpAddr> {
     }
 }
 
-/// An address and the IPv4 addresses that it may stand for: a gateway or the kernel takes a packet
-/// for the one to the other.
-pub fn forms(address: IpAddr) -> Vec<IpAddr> {
-    let mut forms = vec![address];
+/// Returns an address and the IPv4 addresses that it embeds: a gateway or the kernel delivers
+/// packets for the one to the other.
+pub fn equivalent_addresses(address: IpAddr) -> Vec<IpAddr> {
+    let mut equivalent_addresses = vec![address];
     if let IpAddr::V6(address) = address {
         let parts = address.segments();
         let v4 = |high: u16, low: u16| {
@@ -227,40 +226,40 @@ pub fn forms(address: IpAddr) -> Vec<IpAddr> {
         let mapped_or_compatible = parts[..5] == [0; 5] && matches!(parts[5], 0 | 0xffff);
         let translated = parts[..2] == [0x64, 0xff9b];
         if mapped_or_compatible || translated {
-            forms.push(v4(parts[6], parts[7]));
+            equivalent_addresses.push(v4(parts[6], parts[7]));
         }
         if parts[0] == 0x2002 {
-            forms.push(v4(parts[1], parts[2]));
+            equivalent_addresses.push(v4(parts[1], parts[2]));
         }
     }
-    forms
+    equivalent_addresses
 }
 
 impl Rule {
-    /// Whether it is about this name.
+    /// Whether the rule matches this name.
     pub fn names(&self, host: &str) -> bool {
         let host = host.strip_suffix('.').unwrap_or(host);
         match self {
-            Self::Anyone => true,
+            Self::Any => true,
             Self::Name(name) => host.eq_ignore_ascii_case(name),
-            Self::Below { name, itself } => {
+            Self::Subdomains { name, include_self } => {
                 let below =
                     host.len() > name.len() && host.is_char_boundary(host.len() - name.len()) && {
                         let (head, tail) = host.split_at(host.len() - name.len());
                         head.ends_with('.') && tail.eq_ignore_ascii_case(name)
                     };
-                below || (*itself && host.eq_ignore_ascii_case(name))
+                below || (*include_self && host.eq_ignore_ascii_case(name))
             }
             Self::Range(_) => false,
         }
     }
 
-    /// Whether it is about this address.
+    /// Whether the rule matches this address.
     pub fn covers(&self, address: IpAddr) -> bool {
         match self {
-            Self::Anyone => true,
+            Self::Any => true,
             Self::Range(range) => range.contains(&address),
-            Self::Name(_) | Self::Below { .. } => false,
+            Self::Name(_) | Self::Subdomains { .. } => false,
         }
     }
 }
@@ -271,7 +270,7 @@ impl FromStr for Rule {
     fn from_str(text: &str) -> Result<Self, RuleError> {
         let wrong = || RuleError(text.to_owned());
         if text == "*" {
-            return Ok(Self::Anyone);
+            return Ok(Self::Any);
         }
         let bare = text
             .strip_prefix('[')
@@ -289,12 +288,15 @@ impl FromStr for Rule {
         };
         if let Some(rest) = text.strip_prefix("**.") {
             let name = name(rest)?;
-            return Ok(Self::Below { name, itself: true });
+            return Ok(Self::Subdomains {
+                name,
+                include_self: true,
+            });
         }
         if let Some(rest) = text.strip_prefix("*.") {
-            return Ok(Self::Below {
+            return Ok(Self::Subdomains {
                 name: name(rest)?,
-                itself: false,
+                include_self: false,
             });
         }
         name(text).map(Self::Name)
@@ -304,10 +306,13 @@ impl FromStr for Rule {
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Anyone => f.write_str("*"),
+            Self::Any => f.write_str("*"),
             Self::Name(name) => f.write_str(name),
-            Self::Below { name, itself: true } => write!(f, "**.{name}"),
-            Self::Below { name, .. } => write!(f, "*.{name}"),
+            Self::Subdomains {
+                name,
+                include_self: true,
+            } => write!(f, "**.{name}"),
+            Self::Subdomains { name, .. } => write!(f, "*.{name}"),
             Self::Range(range) if range.prefix_len() == range.max_prefix_len() => {
                 range.addr().fmt(f)
             }
@@ -316,7 +321,7 @@ impl fmt::Display for Rule {
     }
 }
 
-/// Whether a host is this machine itself, by its name or literally.
+/// Whether a host is a loopback name or address.
 pub(crate) fn is_loopback(host: &Host<&str>) -> bool {
     match host {
         Host::Domain(name) => {
@@ -351,8 +356,8 @@ mod tests {
     }
 
     #[test]
-    fn the_usual_rules_keep_metadata_out_in_every_spelling() {
-        let rules = Rules::usual();
+    fn default_rules_deny_metadata_addresses_in_every_spelling() {
+        let rules = Rules::default_deny();
         assert_eq!(rules.deny.len(), DEFAULT_DENY.len());
         for denied in [
             "169.254.169.254",
@@ -383,8 +388,8 @@ mod tests {
     }
 
     #[test]
-    fn addresses_count_whatever_the_name() {
-        let rules = Rules::usual();
+    fn address_rule_applies_to_every_name() {
+        let rules = Rules::default_deny();
         let mixed = addresses(&["169.254.1.1", "192.0.2.1"]);
         assert_eq!(
             rules.filter("x.test", mixed).unwrap(),
@@ -400,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_of_whom_to_reach_excludes_all_others() {
+    fn allow_list_denies_all_other_hosts() {
         let rules = Rules::new(
             &["*.ok.test", "**.both.test", "10.0.0.0/8"],
             &["bad.ok.test"],
@@ -425,7 +430,7 @@ mod tests {
         ] {
             assert!(rules.filter(bad, somewhere()).is_err(), "{bad}");
         }
-        // By their address, whatever they are called; but only if we resolve it.
+        // Matched by address, whatever the name; but only if the name is resolved here.
         assert!(rules.filter("other.test", addresses(&["10.1.2.3"])).is_ok());
         assert!(rules.check_unresolved(&Host::Domain("other.test")).is_err());
         assert!(rules.check_unresolved(&Host::Domain("a.ok.test")).is_ok());
@@ -434,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rule_is_named() {
+    fn invalid_rule_is_rejected_by_name() {
         for bad in ["", "*x", "a/b", "10.0.0.0/33", "a b", "*.*.x", "http://x"] {
             let error = Rules::new(&[bad], &[]).unwrap_err();
             assert!(error.to_string().contains(&format!("`{bad}`")), "{error}");

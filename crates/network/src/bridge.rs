@@ -1,4 +1,5 @@
-//! From listeners in a namespace to ports of this machine: the proxy there is somebody else's.
+//! Port forwarding from a network namespace to an existing proxy of this machine, which this
+//! project does not run.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -8,7 +9,7 @@ use tokio::net::TcpStream;
 use crate::dial;
 use crate::proxy::{Proxy, carry};
 
-/// Carries whatever comes to each listener to its port.
+/// Forwards the connections of each listener to its port on the loopback interface.
 pub(crate) fn serve(listeners: impl Iterator<Item = (TcpListener, u16)>) -> io::Result<Proxy> {
     let proxy = Proxy::empty();
     for (listener, port) in listeners {

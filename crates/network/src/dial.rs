@@ -1,4 +1,4 @@
-//! Names to addresses, and addresses to connections.
+//! Name resolution, and connections to resolved addresses.
 
 use std::fmt;
 use std::io;
@@ -6,33 +6,32 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use exec_server_http::ByProxy;
+use exec_server_http::ProxyStream;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 
 use crate::BoxFuture;
 use crate::policy::Target;
 
-/// How long a name may take to be resolved.
+/// Time limit for resolving one name.
 const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long it may take to reach one address.
+/// Time limit for connecting to one address.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Addresses of one name that are tried.
+/// Addresses of one name that are tried before the connection fails.
 const MAX_TRIED: usize = 4;
 
-/// Finds the addresses of names.
+/// A resolver of host names.
 pub trait Resolve: fmt::Debug + Send + Sync + 'static {
-    /// All addresses of a name, with this port.
+    /// Returns all addresses of `name`, each with `port`.
     fn resolve(&self, name: String, port: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>>;
 }
 
-/// Names that one process has looked up at the same time: each takes a thread for as long as the
-/// machine's resolver likes.
+/// Concurrent lookups of one process. Each occupies a thread until the system's resolver returns.
 const MAX_LOOKUPS: usize = 8;
 
-/// As this machine does it.
+/// Resolver that calls `getaddrinfo` of this machine.
 #[derive(Debug, Clone)]
 pub struct SystemResolver {
     slots: Arc<Semaphore>,
@@ -51,8 +50,8 @@ impl Resolve for SystemResolver {
         let slots = Arc::clone(&self.slots);
         Box::pin(async move {
             let slot = slots.acquire_owned().await.map_err(io::Error::other)?;
-            // In a task that ends with the lookup: nobody can end that before its time, and until
-            // then it counts.
+            // A lookup cannot be cancelled. The task therefore holds its permit until the lookup
+            // has returned, even if the caller no longer waits.
             let found = tokio::spawn(async move {
                 let found = tokio::net::lookup_host((name.as_str(), port)).await;
                 drop(slot);
@@ -63,14 +62,14 @@ impl Resolve for SystemResolver {
     }
 }
 
-/// A connection to somebody.
+/// An established outgoing connection.
 #[derive(Debug)]
-pub(crate) enum Reached {
+pub(crate) enum Outbound {
     Directly(TcpStream),
-    ByProxy(ByProxy),
+    ByProxy(ProxyStream),
 }
 
-/// The addresses of a target; at least one.
+/// Returns the addresses of a target; at least one.
 pub(crate) async fn resolve(
     resolver: &dyn Resolve,
     target: &Target,
@@ -79,7 +78,7 @@ pub(crate) async fn resolve(
     if let Some(address) = target.address() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
-    // Nobody else is to say what this machine's own name means.
+    // A resolver must not redirect `localhost` to another machine.
     if target.is_local_name() {
         return Ok(vec![
             (Ipv4Addr::LOCALHOST, port).into(),
@@ -95,13 +94,13 @@ pub(crate) async fn resolve(
     Ok(found)
 }
 
-/// Connects to the first of these that takes the call.
+/// Connects to the first address that accepts.
 pub(crate) async fn connect(addresses: &[SocketAddr]) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "it has no address");
     for address in addresses.iter().take(MAX_TRIED) {
         match tokio::time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await {
             Ok(Ok(stream)) => {
-                // Only a hint: what is small should not wait.
+                // Only an optimization: small writes are sent without delay.
                 let _ = stream.set_nodelay(true);
                 return Ok(stream);
             }

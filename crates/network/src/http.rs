@@ -1,4 +1,4 @@
-//! The HTTP side: requests in the clear, and `CONNECT`.
+//! HTTP proxy of a process: plain `http` requests and `CONNECT` tunnels.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ use tokio::net::TcpStream;
 use tokio::sync::Mutex;
 use tokio_util::task::TaskTracker;
 
-use crate::dial::Reached;
-use crate::gate::{Attempt, Blocked, Way};
+use crate::access::{Attempt, Blocked, Route};
+use crate::dial::Outbound;
 use crate::policy::Target;
 use crate::proxy::{Shared, carry};
 
-/// Bytes of a head, at most.
+/// The largest request head: 64 KiB.
 const MAX_HEAD_BYTES: usize = 64 * 1024;
 
-/// Headers that are about one connection and not about the request.
+/// Hop-by-hop headers, which are not forwarded.
 const CONNECTION_HEADERS: &[&str] = &[
     "connection",
     "expect",
@@ -43,41 +43,42 @@ const CONNECTION_HEADERS: &[&str] = &[
 
 type Body = Either<Full<Bytes>, Incoming>;
 
-/// A connection to a host, or to the proxy on the way to it, that may serve the next request too.
+/// A connection to a host or to an upstream proxy, kept for the next request.
 struct Upstream {
     target: Target,
     sender: SendRequest<Incoming>,
-    /// It ends at a proxy, to which requests have to say this.
+    /// Set if the connection ends at an upstream proxy; the value is its `proxy-authorization`
+    /// header.
     proxy: Option<Option<HeaderValue>>,
 }
 
-/// One connection of the process.
-struct Conversation {
+/// One connection of the process to the proxy.
+struct HttpConnection {
     shared: Arc<Shared>,
     client: SocketAddr,
-    /// Requests of a connection come one after the other: nobody waits for it.
+    /// Never contended: requests of one connection are served one after the other.
     upstream: Mutex<Option<Upstream>>,
-    /// What it has turned into, if it did.
+    /// The tunnel, once `CONNECT` has succeeded.
     tunnels: TaskTracker,
 }
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: SocketAddr) {
-    let patience = shared.config.patience;
+    let request_timeout = shared.config.request_timeout;
     let tunnels = TaskTracker::new();
-    let conversation = Arc::new(Conversation {
+    let http_connection = Arc::new(HttpConnection {
         shared,
         client,
         upstream: Mutex::new(None),
         tunnels: tunnels.clone(),
     });
     let service = service_fn(move |request| {
-        let conversation = Arc::clone(&conversation);
-        async move { Ok::<_, std::convert::Infallible>(conversation.answer(request).await) }
+        let http_connection = Arc::clone(&http_connection);
+        async move { Ok::<_, std::convert::Infallible>(http_connection.answer(request).await) }
     });
     let served = server::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(patience)
+        .header_read_timeout(request_timeout)
         .max_buf_size(MAX_HEAD_BYTES)
         .preserve_header_case(true)
         .half_close(true)
@@ -86,12 +87,12 @@ pub(crate) async fn serve(shared: Arc<Shared>, stream: TcpStream, client: Socket
     if let Err(error) = served.await {
         tracing::debug!(%client, %error, "a connection to a process's proxy ended");
     }
-    // A tunnel is the same connection, and counts for as long as it lasts.
+    // A tunnel occupies the connection's slot until it ends.
     tunnels.close();
     tunnels.wait().await;
 }
 
-impl Conversation {
+impl HttpConnection {
     async fn answer(&self, request: Request<Incoming>) -> Response<Body> {
         if request.method() == Method::CONNECT {
             return self.connect(request).await;
@@ -103,14 +104,14 @@ impl Conversation {
         self.forward(request, target).await
     }
 
-    /// A way to a host, for whatever the process wants to say there.
+    /// Handles `CONNECT`: opens a tunnel to the host.
     async fn connect(&self, request: Request<Incoming>) -> Response<Body> {
         let authority = request.uri().authority();
         let Some((host, port)) = authority.and_then(|a| Some((a.host(), a.port_u16()?))) else {
             return plain(StatusCode::BAD_REQUEST, "CONNECT needs HOST:PORT");
         };
         let Ok(target) = Target::new(host, port) else {
-            return plain(StatusCode::BAD_REQUEST, "the host is no host");
+            return plain(StatusCode::BAD_REQUEST, "the host is not valid");
         };
         let attempt = Attempt {
             protocol: PolicyProtocol::HttpsConnect,
@@ -118,9 +119,9 @@ impl Conversation {
             method: Some("CONNECT"),
             client: self.client,
         };
-        let outside = match self.shared.gate.pass(attempt, true).await {
+        let outside = match self.shared.access.check(attempt, true).await {
             Err(blocked) => return refuse(&blocked, &target, PolicyProtocol::HttpsConnect),
-            Ok(way) => match self.reach(way, &target).await {
+            Ok(route) => match self.reach(route, &target).await {
                 Ok(outside) => outside,
                 Err(response) => return *response,
             },
@@ -132,9 +133,9 @@ impl Conversation {
                         let early = std::io::Cursor::new(parts.read_buf);
                         let (reader, writer) = parts.io.into_inner().into_split();
                         let reader = tokio::io::AsyncReadExt::chain(early, reader);
-                        carry_on(tokio::io::join(reader, writer), outside).await;
+                        tunnel(tokio::io::join(reader, writer), outside).await;
                     }
-                    Err(upgraded) => carry_on(TokioIo::new(upgraded), outside).await,
+                    Err(upgraded) => tunnel(TokioIo::new(upgraded), outside).await,
                 },
                 Err(error) => tracing::debug!(%error, "the client closed the connection before its tunnel was open"),
             }
@@ -143,7 +144,7 @@ impl Conversation {
         Response::new(Either::Left(Full::default()))
     }
 
-    /// A request in the clear, passed on as it is but for what concerns this connection.
+    /// Forwards a plain request; only headers of this connection are changed.
     async fn forward(&self, request: Request<Incoming>, target: Target) -> Response<Body> {
         let mut kept = self.upstream.lock().await;
         let reusable = kept
@@ -156,13 +157,13 @@ impl Conversation {
             method: Some(method.as_str()),
             client: self.client,
         };
-        let way = match self.shared.gate.pass(attempt, reusable.is_none()).await {
-            Ok(way) => way,
+        let route = match self.shared.access.check(attempt, reusable.is_none()).await {
+            Ok(route) => route,
             Err(blocked) => return refuse(&blocked, &target, PolicyProtocol::Http),
         };
         let (mut upstream, retried) = match reusable {
             Some(upstream) => (upstream, false),
-            None => match self.open(way, &target).await {
+            None => match self.open(route, &target).await {
                 Ok(upstream) => (upstream, true),
                 Err(response) => return *response,
             },
@@ -174,13 +175,14 @@ impl Conversation {
         let sent = match upstream.sender.try_send_request(request).await {
             Ok(response) => Ok(response),
             Err(mut error) => match error.take_message() {
-                // A connection that the host has closed meanwhile: nothing of it was sent.
+                // The host closed the kept connection before anything of the request was sent, so
+                // that a retry is safe.
                 Some(request) if !retried => {
-                    let way = match self.shared.gate.pass(attempt, true).await {
-                        Ok(way) => way,
+                    let route = match self.shared.access.check(attempt, true).await {
+                        Ok(route) => route,
                         Err(blocked) => return refuse(&blocked, &target, PolicyProtocol::Http),
                     };
-                    upstream = match self.open(way, &target).await {
+                    upstream = match self.open(route, &target).await {
                         Ok(upstream) => upstream,
                         Err(response) => return *response,
                     };
@@ -193,23 +195,23 @@ impl Conversation {
             Ok(mut response) => {
                 *kept = Some(upstream);
                 clean(response.headers_mut());
-                // Only that of this connection is ours to choose.
+                // The version of the host's connection does not apply to the process's connection.
                 *response.version_mut() = Version::HTTP_11;
                 response.map(Either::Right)
             }
             Err(error) => {
-                let why = format!("`{target}` does not answer properly: {error}");
+                let why = format!("`{target}` does not send a valid response: {error}");
                 plain(StatusCode::BAD_GATEWAY, &why)
             }
         }
     }
 
-    async fn open(&self, way: Way, target: &Target) -> Result<Upstream, Box<Response<Body>>> {
-        let (sender, proxy) = match self.reach(way, target).await? {
-            Reached::Directly(stream) => (self.speak(stream, target).await?, None),
-            Reached::ByProxy(way) => {
-                let proxy = way.absolute.then_some(way.authorization);
-                (self.speak(way.io, target).await?, proxy)
+    async fn open(&self, route: Route, target: &Target) -> Result<Upstream, Box<Response<Body>>> {
+        let (sender, proxy) = match self.reach(route, target).await? {
+            Outbound::Directly(stream) => (self.handshake(stream, target).await?, None),
+            Outbound::ByProxy(upstream) => {
+                let proxy = upstream.absolute.then_some(upstream.authorization);
+                (self.handshake(upstream.io, target).await?, proxy)
             }
         };
         Ok(Upstream {
@@ -219,8 +221,8 @@ impl Conversation {
         })
     }
 
-    /// Begins to speak HTTP.
-    async fn speak(
+    /// Performs the HTTP client handshake.
+    async fn handshake(
         &self,
         io: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
         target: &Target,
@@ -229,19 +231,19 @@ impl Conversation {
             .preserve_header_case(true)
             .handshake(TokioIo::new(io));
         let (sender, connection) = handshake.await.map_err(|error| {
-            let why = format!("cannot speak with `{target}`: {error}");
+            let why = format!("the HTTP handshake with `{target}` failed: {error}");
             Box::new(plain(StatusCode::BAD_GATEWAY, &why))
         })?;
         self.shared.spawn(async move {
-            // Whoever waits for an answer hears of it.
+            // The pending request receives the error, too.
             let _ = connection.await;
         });
         Ok(sender)
     }
 
-    /// Connects to somebody who may be reached.
-    async fn reach(&self, way: Way, target: &Target) -> Result<Reached, Box<Response<Body>>> {
-        self.shared.gate.reach(way).await.map_err(|error| {
+    /// Connects to an allowed host.
+    async fn reach(&self, route: Route, target: &Target) -> Result<Outbound, Box<Response<Body>>> {
+        self.shared.access.reach(route).await.map_err(|error| {
             let status = match error.kind() {
                 std::io::ErrorKind::TimedOut => StatusCode::GATEWAY_TIMEOUT,
                 _ => StatusCode::BAD_GATEWAY,
@@ -252,65 +254,65 @@ impl Conversation {
     }
 }
 
-/// Carries bytes between the process and whomever it reached.
-async fn carry_on(inside: impl AsyncRead + AsyncWrite + Unpin, outside: Reached) {
+/// Copies bytes between the process and the host.
+async fn tunnel(inside: impl AsyncRead + AsyncWrite + Unpin, outside: Outbound) {
     match outside {
-        Reached::Directly(stream) => carry(inside, stream).await,
-        Reached::ByProxy(way) => carry(inside, way.io).await,
+        Outbound::Directly(stream) => carry(inside, stream).await,
+        Outbound::ByProxy(upstream) => carry(inside, upstream.io).await,
     }
 }
 
-/// Whom a request in the clear is for.
+/// Returns the target of a plain request.
 fn target_of<B>(request: &Request<B>) -> Result<Target, &'static str> {
     let uri = request.uri();
     let named = request.headers().get(header::HOST);
     let named = match named.map(|value| value.to_str().ok()?.parse::<Authority>().ok()) {
-        Some(None) => return Err("the Host header is no host"),
+        Some(None) => return Err("the Host header is not valid"),
         named => named.flatten(),
     };
     let port = |authority: &Authority| authority.port_u16().unwrap_or(80);
     let target = |authority: &Authority| {
-        Target::new(authority.host(), port(authority)).map_err(|_| "the host is no host")
+        Target::new(authority.host(), port(authority)).map_err(|_| "the host is not valid")
     };
     match (uri.scheme_str(), uri.authority(), named) {
         (Some(scheme), ..) if !scheme.eq_ignore_ascii_case("http") => {
-            Err("only http URLs can be asked for in the clear; use CONNECT")
+            Err("only http URLs can be requested without CONNECT")
         }
         (_, Some(authority), None) => target(authority),
         (_, Some(authority), Some(named)) => {
             let asked = target(authority)?;
-            // What the rules look at must be what the host sees.
+            // The rules must check the same name that the host will see.
             if target(&named)? == asked {
                 Ok(asked)
             } else {
-                Err("the Host header is not the host of the URL")
+                Err("the Host header differs from the host of the URL")
             }
         }
         (_, None, Some(named)) => target(&named),
-        (_, None, None) => Err("the request does not say which host it is for"),
+        (_, None, None) => Err("the request does not name a host"),
     }
 }
 
-/// A request as the host is to see it.
+/// Rewrites a request for the host.
 fn outgoing(
     request: Request<Incoming>,
     upstream: &Upstream,
 ) -> Result<Request<Incoming>, &'static str> {
-    let odd = |_| "the host is no host";
+    let odd = |_| "the host is not valid";
     let (mut parts, body) = request.into_parts();
     let path = parts.uri.path_and_query().cloned();
     let path = path.unwrap_or_else(|| PathAndQuery::from_static("/"));
     let host = match (parts.uri.authority(), parts.headers.get(header::HOST)) {
         (Some(authority), _) => {
-            // Who asks with a name and a password for the host has said so in a header of its own.
+            // Drops `user:password@`: the process has its own header for credentials.
             let host = authority.as_str();
             let host = host.rsplit_once('@').map_or(host, |(_, host)| host);
             HeaderValue::from_str(host).map_err(odd)?
         }
         (None, Some(host)) => host.clone(),
-        (None, None) => return Err("the request does not say which host it is for"),
+        (None, None) => return Err("the request does not name a host"),
     };
-    // The one that was looked at, and no other.
+    // Replaces the process's header, so that the host sees the name that was checked.
     parts.headers.insert(header::HOST, host);
     clean(&mut parts.headers);
     parts.uri = match &upstream.proxy {
@@ -322,14 +324,14 @@ fn outgoing(
             }
             let builder = Uri::builder().scheme("http").path_and_query(path);
             let uri = builder.authority(upstream.target.to_string()).build();
-            uri.map_err(|_| "the URL is none")?
+            uri.map_err(|_| "the URL is not valid")?
         }
     };
     parts.version = Version::HTTP_11;
     Ok(Request::from_parts(parts, body))
 }
 
-/// Removes headers that are about one connection only.
+/// Removes hop-by-hop headers.
 fn clean(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(header::CONNECTION)
@@ -339,7 +341,7 @@ fn clean(headers: &mut HeaderMap) {
         .filter_map(|name| name.trim().parse().ok())
         .collect();
     for name in named {
-        // How long a body is stays true.
+        // The length of the body does not change, even if `Connection` names its header.
         if name != header::CONTENT_LENGTH && name != header::TRANSFER_ENCODING {
             headers.remove(name);
         }
@@ -361,7 +363,7 @@ fn plain(status: StatusCode, why: &str) -> Response<Body> {
     respond(status, "text/plain", format!("{why}\n"))
 }
 
-/// Says why somebody is not reached.
+/// Returns the response for a refused attempt.
 fn refuse(blocked: &Blocked, target: &Target, protocol: PolicyProtocol) -> Response<Body> {
     let mut response = if protocol == PolicyProtocol::HttpsConnect {
         plain(StatusCode::FORBIDDEN, blocked.message())
@@ -397,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_for_one_host() {
+    fn request_with_conflicting_or_missing_host_is_rejected() {
         assert_eq!(target("http://a.test/x", None).unwrap(), "a.test:80");
         assert_eq!(
             target("http://a.test:8/x", Some("A.test:8")).unwrap(),
@@ -416,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn what_concerns_a_connection_stays_with_it() {
+    fn hop_by_hop_headers_are_not_forwarded() {
         let mut headers = HeaderMap::new();
         for (name, value) in [
             ("connection", "close, X-Mine, content-length"),

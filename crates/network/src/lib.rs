@@ -1,18 +1,18 @@
-//! The network of a process that somebody manages: rules about whom it may reach, and the proxy that
-//! holds it to them.
+//! Managed networks: rules about the hosts that a process may reach, and the proxy that enforces
+//! them.
 //!
 //! ```text
-//! process ──► listeners in its own network namespace ──► proxy ──► gate ──► host
+//! process ──► listeners in its own network namespace ──► proxy ──► access check ──► host
 //!                                                                   │ rules (policy), resolved
-//!                                                                   │ addresses, somebody's word
+//!                                                                   │ addresses, client's decision
 //! ```
-//! Owns what a launch object means ([`Plan`]), the decisions ([`policy`], [`gate`]) and the carrying
-//! of bytes. Knows nothing of sessions and connections: it is given listeners and somebody to ask,
-//! and whoever drops the [`Proxy`] ends everything that goes through it.
+//! Contains the meaning of a launch object ([`Plan`]), the decisions ([`policy`], [`access`]) and
+//! the proxy itself. Sessions and connections to clients are handled in `service`, which provides
+//! listeners and a [`PolicyDecider`]. Dropping the [`Proxy`] ends every connection through it.
 
+pub mod access;
 mod bridge;
 mod dial;
-pub mod gate;
 mod http;
 mod managed;
 mod plan;
@@ -22,10 +22,10 @@ mod socks;
 mod udp;
 mod variables;
 
+pub use access::{Decision, PolicyDecider};
 pub use dial::{Resolve, SystemResolver};
-pub use gate::{Authority, Decision};
-pub use managed::Managed;
-pub use plan::{Binding, Plan, PlanError, Wanted};
+pub use managed::ProcessNetwork;
+pub use plan::{BoundListeners, ListenerPorts, Plan, PlanError};
 pub use proxy::{Proxy, ProxyConfig, Sockets};
 
 pub use futures_util::future::BoxFuture;

@@ -1,4 +1,4 @@
-//! A plan, put between a request and the process that comes of it.
+//! Managed network of one process: prepares its spec and starts its proxy.
 
 use std::io;
 use std::sync::Arc;
@@ -7,25 +7,25 @@ use exec_server_executor::{PrivateNetwork, Process, Spec, StartError};
 use exec_server_http::HttpClient;
 use exec_server_protocol::process::StartParams;
 
-use crate::gate::Authority;
-use crate::plan::{Binding, Plan};
+use crate::access::PolicyDecider;
+use crate::plan::{BoundListeners, Plan};
 use crate::proxy::Proxy;
 
-/// The network of a process that is about to be started.
+/// Managed network of a process that is about to start.
 #[derive(Debug)]
-pub struct Managed {
+pub struct ProcessNetwork {
     plan: Plan,
-    /// Listeners on this machine, if the process has no network of its own.
-    here: Option<Binding>,
+    /// Listeners on this machine, if the process has no own network namespace.
+    here: Option<BoundListeners>,
 }
 
-impl Managed {
-    /// Prepares what a request asks for, and changes the spec accordingly; `None` if it says nothing
-    /// about the network. `http` knows whom anybody may reach, and by which proxy.
+impl ProcessNetwork {
+    /// Changes the spec as the request demands; `None` if the request has no network settings.
+    /// `http` provides the server's rules and upstream proxies.
     ///
     /// # Errors
     ///
-    /// When it makes no sense: nothing is to be started then.
+    /// The settings are not valid; the process must not be started.
     pub fn prepare(
         params: &StartParams,
         spec: &mut Spec,
@@ -37,10 +37,10 @@ impl Managed {
             return Ok(None);
         };
         let here = if plan.is_enforced() {
-            let wanted = plan.wanted();
+            let ports = plan.listener_ports();
             spec.network = Some(PrivateNetwork {
-                tcp: wanted.tcp,
-                udp: wanted.udp,
+                tcp: ports.tcp,
+                udp: ports.udp,
                 unix_sockets: plan.allows_unix_sockets(),
             });
             None
@@ -51,33 +51,34 @@ impl Managed {
             })?;
             Some(bound)
         };
-        plan.tell(&mut spec.env, here.as_ref());
+        plan.set_variables(&mut spec.env, here.as_ref());
         Ok(Some(Self { plan, here }))
     }
 
-    /// How long somebody who is asked may take; `None` if nobody is.
-    pub fn patience(&self) -> Option<std::time::Duration> {
-        self.plan.patience()
+    /// Time limit for one decision of the client; `None` if the client is not called.
+    pub fn decision_timeout(&self) -> Option<std::time::Duration> {
+        self.plan.decision_timeout()
     }
 
-    /// Begins to serve a process that was started. Needs a tokio runtime; ends when the result is
-    /// dropped.
+    /// Starts the proxy of a process that was started. Needs a tokio runtime. Dropping the result
+    /// ends the proxy.
     ///
     /// # Errors
     ///
-    /// When its listeners cannot be had: it must not run on then.
-    pub fn serve(self, process: &Process, authority: Arc<dyn Authority>) -> io::Result<Proxy> {
+    /// The listeners are missing or cannot be registered; the process must be ended then.
+    pub fn serve(self, process: &Process, decider: Arc<dyn PolicyDecider>) -> io::Result<Proxy> {
         let binding = match self.here {
             Some(here) => here,
             None => {
                 let taken = process.take_listeners();
-                let taken = taken.ok_or_else(|| io::Error::other("there are no listeners"))?;
-                Binding {
+                let taken =
+                    taken.ok_or_else(|| io::Error::other("the process has no listeners"))?;
+                BoundListeners {
                     tcp: taken.tcp,
                     udp: taken.udp,
                 }
             }
         };
-        self.plan.serve(binding, authority)
+        self.plan.serve(binding, decider)
     }
 }

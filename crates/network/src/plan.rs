@@ -1,8 +1,8 @@
-//! What a request to start a process says about its network, as a plan.
+//! Network plan of one process, parsed from `networkProxy` and `enforceManagedNetwork`.
 //!
-//! Owns the checks of launch objects and the choice between a proxy of our own, a bridge to one that
-//! is there already, and none. Whoever starts the process provides the listeners that the plan wants,
-//! in a namespace of their own or on this machine.
+//! Validates launch objects and chooses between a proxy of this server, a bridge to an existing
+//! proxy, and no network. The caller provides the listeners, in a network namespace or on this
+//! machine.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,101 +14,101 @@ use exec_server_http::{Connector, HttpClient};
 use exec_server_protocol::network::NetworkProxy;
 use exec_server_protocol::process::StartParams;
 
+use crate::access::{AccessCheck, PolicyDecider};
 use crate::bridge;
 use crate::dial::SystemResolver;
-use crate::gate::{Authority, Gate};
 use crate::policy::Policy;
 use crate::proxy::{Proxy, ProxyConfig, Sockets};
 use crate::variables;
 
-/// Where the proxy listens in a namespace of its own, where every port is free.
+/// Port of the proxy in a network namespace, where every port is free.
 const HTTP_PORT: u16 = 43128;
 const SOCKS_PORT: u16 = 41080;
 
-/// How much longer than the client is given it is waited for: its answer has to come here.
+/// Added to the client's decision timeout, so that its answer has time to arrive.
 const ANSWER_GRACE: Duration = Duration::from_secs(5);
 
-/// The longest that anybody waits for an answer.
+/// The longest decision timeout: one day.
 const MAX_ANSWER_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// The longest name of a process that clients are asked about, in bytes.
+/// The longest process id that is sent to a client for decisions, in bytes.
 const MAX_PROCESS_ID_BYTES: usize = 256;
 
-/// Proxies of this machine that a bridge leads to.
+/// The most existing proxies that a bridge forwards to.
 const MAX_BRIDGES: usize = 16;
 
-/// A launch object that makes no sense, or asks for what is not there.
+/// A launch object that is not valid or cannot be satisfied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// The proxy's settings make no sense.
+    /// The proxy's settings are not valid.
     #[error("invalid network proxy config: {0}")]
     Config(String),
-    /// There is no time to answer.
+    /// The decision timeout is zero.
     #[error("network policy decision callback timeout must be nonzero")]
-    NoTime,
-    /// The client could not be told whose attempt it is.
+    ZeroTimeout,
+    /// The process id is empty or too long for requests to the client.
     #[error(
         "network policy decisions need a process id of 1 to {MAX_PROCESS_ID_BYTES} bytes, not {0}"
     )]
     ProcessId(usize),
-    /// There is no proxy to lead to.
+    /// The environment names no proxy on this machine.
     #[error("managed proxy mode requires proxy environment variables")]
     NoProxy,
-    /// There are too many.
+    /// The environment names too many proxies.
     #[error("{0} proxies exceed the limit of {MAX_BRIDGES}")]
-    TooMany(usize),
+    TooManyProxies(usize),
 }
 
-/// Listeners that a plan wants, by their ports on the loopback interface.
+/// Ports on the loopback interface at which a plan needs listeners.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Wanted {
-    /// For streams.
+pub struct ListenerPorts {
+    /// Stream listeners.
     pub tcp: Vec<u16>,
-    /// For datagrams.
+    /// Datagram sockets.
     pub udp: Vec<u16>,
 }
 
-/// Listeners that a plan has got, in the order in which it wanted them.
+/// Bound listeners for a plan, in the order of its [`ListenerPorts`].
 #[derive(Debug, Default)]
-pub struct Binding {
-    /// For streams.
+pub struct BoundListeners {
+    /// Stream listeners.
     pub tcp: Vec<TcpListener>,
-    /// For datagrams.
+    /// Datagram sockets.
     pub udp: Vec<UdpSocket>,
 }
 
-/// What a process's network will be.
+/// Network plan of one process.
 #[derive(Debug)]
 pub struct Plan {
-    kind: Kind,
-    /// The process is to have no other way out.
+    kind: PlanKind,
+    /// Whether the process must have no other network access.
     enforced: bool,
-    /// It may use any unix socket that it can see.
+    /// Whether the process may use every unix socket that it can see.
     unix_sockets: bool,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum PlanKind {
     Proxy {
         policy: Policy,
         socks: bool,
         udp: bool,
         allow_local: bool,
-        patience: Option<Duration>,
+        decision_timeout: Option<Duration>,
         upstream: Option<Connector>,
     },
-    /// To these ports of this machine.
+    /// Forward to these ports of this machine.
     Bridge(Vec<u16>),
 }
 
 impl Plan {
-    /// What a request asks for; `None` if it says nothing about the network. `env` is the child's
-    /// environment; `http` knows whom whoever runs the server lets anybody reach, and by which proxy.
+    /// Parses the network settings of a request; `None` if it has none. `env` is the child's
+    /// environment; `http` provides the server's rules and upstream proxies.
     ///
     /// # Errors
     ///
-    /// When it makes no sense, or asks for what is not there: nothing is to be started then.
+    /// The settings are not valid or cannot be satisfied; the process must not be started.
     pub fn of(
         params: &StartParams,
         env: &BTreeMap<String, String>,
@@ -122,8 +122,8 @@ impl Plan {
                 let ports = variables::local_ports(env);
                 match ports.len() {
                     0 => return Err(PlanError::NoProxy),
-                    1..=MAX_BRIDGES => Kind::Bridge(ports),
-                    many => return Err(PlanError::TooMany(many)),
+                    1..=MAX_BRIDGES => PlanKind::Bridge(ports),
+                    many => return Err(PlanError::TooManyProxies(many)),
                 }
             }
             None => return Ok(None),
@@ -135,28 +135,30 @@ impl Plan {
         }))
     }
 
-    /// Whether the process is to have no other way out.
+    /// Whether the process must have no other network access.
     pub fn is_enforced(&self) -> bool {
         self.enforced
     }
 
-    /// Whether the process may use any unix socket that it can see.
+    /// Whether the process may use every unix socket that it can see.
     pub fn allows_unix_sockets(&self) -> bool {
         self.unix_sockets
     }
 
-    /// How long somebody who is asked may take; `None` if nobody is.
-    pub fn patience(&self) -> Option<Duration> {
+    /// Time limit for one decision of the client; `None` if the client is not called.
+    pub fn decision_timeout(&self) -> Option<Duration> {
         match &self.kind {
-            Kind::Proxy { patience, .. } => *patience,
-            Kind::Bridge(_) => None,
+            PlanKind::Proxy {
+                decision_timeout, ..
+            } => *decision_timeout,
+            PlanKind::Bridge(_) => None,
         }
     }
 
-    /// The listeners that it wants in a network namespace of the process's own.
-    pub fn wanted(&self) -> Wanted {
+    /// Returns the ports that the plan needs in a network namespace of the process.
+    pub fn listener_ports(&self) -> ListenerPorts {
         match &self.kind {
-            Kind::Proxy { socks, udp, .. } => Wanted {
+            PlanKind::Proxy { socks, udp, .. } => ListenerPorts {
                 tcp: if *socks {
                     vec![HTTP_PORT, SOCKS_PORT]
                 } else {
@@ -168,36 +170,36 @@ impl Plan {
                     Vec::new()
                 },
             },
-            Kind::Bridge(ports) => Wanted {
+            PlanKind::Bridge(ports) => ListenerPorts {
                 tcp: ports.clone(),
                 udp: Vec::new(),
             },
         }
     }
 
-    /// The listeners on this machine's own loopback interface, at ports that are free.
+    /// Binds listeners to free ports of this machine's loopback interface.
     ///
     /// # Errors
     ///
-    /// When the machine is out of something.
-    pub fn bind_here(&self) -> io::Result<Binding> {
-        let wanted = self.wanted();
+    /// Binding fails, for example for lack of descriptors.
+    pub fn bind_here(&self) -> io::Result<BoundListeners> {
+        let listener_ports = self.listener_ports();
         let here = (Ipv4Addr::LOCALHOST, 0);
-        let tcp = wanted.tcp.iter().map(|_| TcpListener::bind(here));
-        let udp = wanted.udp.iter().map(|_| UdpSocket::bind(here));
-        Ok(Binding {
+        let tcp = listener_ports.tcp.iter().map(|_| TcpListener::bind(here));
+        let udp = listener_ports.udp.iter().map(|_| UdpSocket::bind(here));
+        Ok(BoundListeners {
             tcp: tcp.collect::<io::Result<_>>()?,
             udp: udp.collect::<io::Result<_>>()?,
         })
     }
 
-    /// Tells the process where its proxy is: at the wanted ports, or where `here` listens.
-    pub fn tell(&self, env: &mut BTreeMap<String, String>, here: Option<&Binding>) {
-        let Kind::Proxy { allow_local, .. } = &self.kind else {
+    /// Sets the process's proxy variables to the planned ports, or to those of `here`.
+    pub fn set_variables(&self, env: &mut BTreeMap<String, String>, here: Option<&BoundListeners>) {
+        let PlanKind::Proxy { allow_local, .. } = &self.kind else {
             return;
         };
         let ports = match here {
-            None => self.wanted().tcp,
+            None => self.listener_ports().tcp,
             Some(binding) => {
                 let ports = binding.tcp.iter().map(|listener| listener.local_addr());
                 ports
@@ -210,49 +212,58 @@ impl Plan {
         }
     }
 
-    /// Begins to serve at these listeners. Needs a tokio runtime; ends when the result is dropped.
+    /// Starts the proxy on these listeners. Needs a tokio runtime. Dropping the result ends the
+    /// proxy.
     ///
     /// # Errors
     ///
-    /// When they are not the wanted ones, or cannot be watched.
-    pub fn serve(self, binding: Binding, authority: Arc<dyn Authority>) -> io::Result<Proxy> {
-        let wanted = self.wanted();
-        if binding.tcp.len() != wanted.tcp.len() || binding.udp.len() != wanted.udp.len() {
-            return Err(io::Error::other(
-                "the listeners are not those that were wanted",
-            ));
+    /// The listeners do not match the plan, or cannot be registered with the runtime.
+    pub fn serve(
+        self,
+        binding: BoundListeners,
+        decider: Arc<dyn PolicyDecider>,
+    ) -> io::Result<Proxy> {
+        let listener_ports = self.listener_ports();
+        if binding.tcp.len() != listener_ports.tcp.len()
+            || binding.udp.len() != listener_ports.udp.len()
+        {
+            return Err(io::Error::other("the listeners do not match the plan"));
         }
         match self.kind {
-            Kind::Bridge(ports) => bridge::serve(binding.tcp.into_iter().zip(ports)),
-            Kind::Proxy {
+            PlanKind::Bridge(ports) => bridge::serve(binding.tcp.into_iter().zip(ports)),
+            PlanKind::Proxy {
                 policy,
-                patience,
+                decision_timeout,
                 upstream,
                 ..
             } => {
                 let mut tcp = binding.tcp.into_iter();
                 let http = tcp
                     .next()
-                    .ok_or_else(|| io::Error::other("there is no listener"))?;
+                    .ok_or_else(|| io::Error::other("the HTTP listener is missing"))?;
                 let sockets = Sockets {
                     http,
                     socks: tcp.next(),
                     udp: binding.udp.into_iter().next(),
                 };
-                let gate = Gate {
+                let access = AccessCheck {
                     policy,
-                    asks: patience.is_some(),
-                    authority,
+                    asks_client: decision_timeout.is_some(),
+                    decider,
                     resolver: Arc::new(SystemResolver::default()),
                     upstream,
                 };
-                Proxy::start(ProxyConfig::default(), gate, sockets)
+                Proxy::start(ProxyConfig::default(), access, sockets)
             }
         }
     }
 }
 
-fn proxy_of(launch: &NetworkProxy, process_id: &str, http: &HttpClient) -> Result<Kind, PlanError> {
+fn proxy_of(
+    launch: &NetworkProxy,
+    process_id: &str,
+    http: &HttpClient,
+) -> Result<PlanKind, PlanError> {
     let settings = &launch.proxy;
     let config = |text: &str| PlanError::Config(text.to_owned());
     if !settings.enabled {
@@ -266,9 +277,9 @@ fn proxy_of(launch: &NetworkProxy, process_id: &str, http: &HttpClient) -> Resul
     if settings.dangerously_allow_all_unix_sockets {
         return Err(config("this proxy does not reach unix sockets"));
     }
-    let patience = match launch.policy_decision_timeout_ms {
+    let decision_timeout = match launch.policy_decision_timeout_ms {
         None => None,
-        Some(0) => return Err(PlanError::NoTime),
+        Some(0) => return Err(PlanError::ZeroTimeout),
         Some(_) if !(1..=MAX_PROCESS_ID_BYTES).contains(&process_id.len()) => {
             return Err(PlanError::ProcessId(process_id.len()));
         }
@@ -280,12 +291,12 @@ fn proxy_of(launch: &NetworkProxy, process_id: &str, http: &HttpClient) -> Resul
     let connector = http.connector();
     let policy = Policy::new(settings, Arc::clone(connector.rules()))
         .map_err(|error| PlanError::Config(error.to_string()))?;
-    Ok(Kind::Proxy {
+    Ok(PlanKind::Proxy {
         policy,
         socks: settings.enable_socks5,
         udp: settings.enable_socks5_udp,
         allow_local: settings.allow_local_binding,
-        patience,
+        decision_timeout,
         upstream: settings.allow_upstream_proxy.then(|| connector.clone()),
     })
 }
@@ -324,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_settings_are_rejected_with_a_reason() {
         let refusal = |set: fn(&mut StartParams, &mut NetworkProxy)| {
             plan(&params(set)).unwrap_err().to_string()
         };
@@ -345,12 +356,12 @@ mod tests {
     }
 
     #[test]
-    fn listeners_are_as_many_as_protocols() {
+    fn listener_ports_match_enabled_protocols() {
         let both = plan(&params(|_, _| {})).unwrap().unwrap();
         assert!(!both.is_enforced() && !both.allows_unix_sockets());
-        assert_eq!(both.patience(), Some(Duration::from_secs(6)));
-        assert_eq!(both.wanted().tcp, [HTTP_PORT, SOCKS_PORT]);
-        assert!(both.wanted().udp.is_empty());
+        assert_eq!(both.decision_timeout(), Some(Duration::from_secs(6)));
+        assert_eq!(both.listener_ports().tcp, [HTTP_PORT, SOCKS_PORT]);
+        assert!(both.listener_ports().udp.is_empty());
         let all = params(|params, proxy| {
             params.enforce_managed_network = true;
             params.managed_network = Some(ManagedNetwork {
@@ -362,22 +373,22 @@ mod tests {
         });
         let all = plan(&all).unwrap().unwrap();
         assert!(all.is_enforced() && all.allows_unix_sockets());
-        assert_eq!(all.wanted().udp, [SOCKS_PORT]);
-        assert_eq!(all.patience(), Some(MAX_ANSWER_TIME + ANSWER_GRACE));
+        assert_eq!(all.listener_ports().udp, [SOCKS_PORT]);
+        assert_eq!(all.decision_timeout(), Some(MAX_ANSWER_TIME + ANSWER_GRACE));
         let one = params(|_, proxy| proxy.proxy.enable_socks5 = false);
         let one = plan(&one).unwrap().unwrap();
-        assert_eq!(one.wanted().tcp, [HTTP_PORT]);
+        assert_eq!(one.listener_ports().tcp, [HTTP_PORT]);
         let bound = one.bind_here().unwrap();
         let mut env = BTreeMap::new();
-        one.tell(&mut env, Some(&bound));
+        one.set_variables(&mut env, Some(&bound));
         let port = bound.tcp[0].local_addr().unwrap().port();
         assert_eq!(env["all_proxy"], format!("http://127.0.0.1:{port}"));
-        one.tell(&mut env, None);
+        one.set_variables(&mut env, None);
         assert_eq!(env["all_proxy"], format!("http://127.0.0.1:{HTTP_PORT}"));
     }
 
     #[test]
-    fn without_a_proxy_of_its_own_a_process_is_led_to_one_that_is_there() {
+    fn enforced_network_without_settings_bridges_to_proxies_in_environment() {
         let mut params = StartParams {
             enforce_managed_network: true,
             ..StartParams::default()
@@ -392,7 +403,7 @@ mod tests {
         assert_eq!(plan(&params).unwrap_err(), PlanError::NoProxy);
         set(&mut params, "http://127.0.0.1:3128");
         let bridge = plan(&params).unwrap().unwrap();
-        assert_eq!(bridge.wanted().tcp, [3128]);
+        assert_eq!(bridge.listener_ports().tcp, [3128]);
         params.enforce_managed_network = false;
         assert!(plan(&params).unwrap().is_none());
     }

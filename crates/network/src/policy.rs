@@ -1,19 +1,20 @@
-//! Whom a process may reach: rules on values alone.
+//! Network policy rules of one process (pure).
 //!
-//! Owns the order in which rules count. Resolves nothing and asks nobody: names are looked at before
-//! they are resolved, addresses after, and what neither decides is a miss.
+//! Defines the precedence of the rules. Does no name resolution and does not call the client:
+//! [`crate::access`] checks names before they are resolved and addresses afterwards. A host that
+//! neither allow nor deny rules match is a miss.
 
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, LazyLock};
 
-use exec_server_http::rules::{Rule, Rules, forms};
+use exec_server_http::rules::{Rule, Rules, equivalent_addresses};
 use exec_server_protocol::network::{DomainRule, ProxyMode, ProxySettings};
 use ipnet::IpNet;
 use url::Host;
 
-/// Addresses that are nobody's on the internet: this machine, its link, private networks, ranges for
-/// documentation and measurements, groups.
+/// Addresses that are not public: loopback, link-local, private networks, ranges for documentation
+/// and benchmarks, multicast.
 const PRIVATE: &[&str] = &[
     "0.0.0.0/8",
     "10.0.0.0/8",
@@ -44,7 +45,7 @@ const PRIVATE: &[&str] = &[
 ];
 
 static PRIVATE_RANGES: LazyLock<Vec<IpNet>> =
-    // All of them are ranges: a test says so.
+    // Cannot fail: a test parses every range.
     LazyLock::new(|| {
         PRIVATE
             .iter()
@@ -52,58 +53,58 @@ static PRIVATE_RANGES: LazyLock<Vec<IpNet>> =
             .collect()
     });
 
-/// Whether an address, or one that it may stand for, is nobody's on the internet.
+/// Whether an address, or the IPv4 address that it embeds, is not public.
 pub fn is_private(address: IpAddr) -> bool {
-    forms(address)
+    equivalent_addresses(address)
         .into_iter()
         .any(|form| PRIVATE_RANGES.iter().any(|range| range.contains(&form)))
 }
 
-/// The longest name of a host.
+/// The longest host name: 253 bytes, as in DNS.
 const MAX_HOST_BYTES: usize = 253;
 
-/// Somebody to be reached.
+/// Host and port of a connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Target {
     host: Host<String>,
-    /// At which port.
+    /// TCP or UDP port.
     pub port: u16,
 }
 
-/// A text that names no host.
+/// A text that is neither a host name nor an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the host is neither a name nor an address")]
-pub struct NoHost;
+pub struct InvalidHost;
 
 impl Target {
-    /// Reads a host as browsers do: numbers in any base and of any length are addresses, and so are
-    /// IPv4 addresses that are written as IPv6.
+    /// Parses a host as browsers do: numbers in any base and of any length are IPv4 addresses, and
+    /// so are IPv4-mapped IPv6 addresses.
     ///
     /// # Errors
     ///
-    /// When it is neither a name nor an address.
-    pub fn new(host: &str, port: u16) -> Result<Self, NoHost> {
+    /// The text is neither a name nor an address.
+    pub fn new(host: &str, port: u16) -> Result<Self, InvalidHost> {
         let odd = |c: char| c.is_control() || c.is_whitespace() || c == '%';
         if host.contains(odd) {
-            return Err(NoHost);
+            return Err(InvalidHost);
         }
         let bare = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
         if let Ok(address) = bare.unwrap_or(host).parse::<IpAddr>() {
             return Ok(Self::at(SocketAddr::new(address, port)));
         }
         let name = host.strip_suffix('.').unwrap_or(host);
-        match Host::parse(name).map_err(|_| NoHost)? {
+        match Host::parse(name).map_err(|_| InvalidHost)? {
             Host::Ipv4(address) => Ok(Self::at(SocketAddr::new(address.into(), port))),
             Host::Ipv6(address) => Ok(Self::at(SocketAddr::new(address.into(), port))),
             Host::Domain(name) if !name.is_empty() && name.len() <= MAX_HOST_BYTES => Ok(Self {
                 host: Host::Domain(name),
                 port,
             }),
-            Host::Domain(_) => Err(NoHost),
+            Host::Domain(_) => Err(InvalidHost),
         }
     }
 
-    /// An address.
+    /// Creates a target from an address.
     pub fn at(address: SocketAddr) -> Self {
         let host = match address.ip().to_canonical() {
             IpAddr::V4(address) => Host::Ipv4(address),
@@ -115,7 +116,7 @@ impl Target {
         }
     }
 
-    /// The address, if it is one.
+    /// Returns the address, if the host is one.
     pub fn address(&self) -> Option<IpAddr> {
         match &self.host {
             Host::Domain(_) => None,
@@ -124,7 +125,7 @@ impl Target {
         }
     }
 
-    /// The name, if it has one.
+    /// Returns the name, if the host is one.
     pub fn name(&self) -> Option<&str> {
         match &self.host {
             Host::Domain(name) => Some(name),
@@ -132,7 +133,7 @@ impl Target {
         }
     }
 
-    /// The name or the address, without brackets.
+    /// Returns the name or the address, without brackets.
     pub fn host(&self) -> String {
         match &self.host {
             Host::Domain(name) => name.clone(),
@@ -141,14 +142,14 @@ impl Target {
         }
     }
 
-    /// Whether it is this machine by its name, which nobody needs to be asked about.
+    /// Whether the name is `localhost` or ends in it; such a name needs no resolver.
     pub fn is_local_name(&self) -> bool {
         self.name().is_some_and(|name| {
             name.eq_ignore_ascii_case("localhost") || name.to_lowercase().ends_with(".localhost")
         })
     }
 
-    /// As the rules of `http` take it.
+    /// Converts to the type that the rules of `http` take.
     fn borrowed(&self) -> Host<&str> {
         match &self.host {
             Host::Domain(name) => Host::Domain(name),
@@ -159,29 +160,29 @@ impl Target {
 }
 
 impl fmt::Display for Target {
-    /// `HOST:PORT`, with brackets where they are needed.
+    /// Writes `HOST:PORT`, with brackets around an IPv6 address.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.host, self.port)
     }
 }
 
-/// Why somebody is not reached.
+/// Why an attempt is denied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// No rule allows it.
+    /// No rule allows the host.
     NotAllowed,
-    /// A rule denies it.
+    /// A rule denies the host.
     Denied,
-    /// It is this machine, or a private network.
+    /// The address is local or private.
     NotAllowedLocal,
     /// The mode does not allow the method.
     MethodNotAllowed,
-    /// The mode needs to look into what is encrypted.
+    /// The mode has to inspect traffic that is encrypted.
     MitmRequired,
 }
 
 impl Reason {
-    /// As the wire has it.
+    /// Returns the name on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::NotAllowed => "not_allowed",
@@ -193,41 +194,41 @@ impl Reason {
     }
 }
 
-/// What the rules say.
+/// Result of checking a target against the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Yes.
+    /// A rule allows the host.
     Allow,
-    /// No, whoever is asked.
+    /// A rule denies the host; the client cannot override it.
     Deny(Reason),
-    /// No, but somebody may say otherwise.
+    /// No rule matches; the client may allow the host.
     Miss,
 }
 
-/// A policy that cannot be one.
+/// A rule whose pattern is not valid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("unsupported domain pattern syntax: {0}")]
 pub struct PatternError(String);
 
-/// Whom a process may reach.
+/// Rules about the hosts that one process may reach.
 #[derive(Debug, Clone)]
 pub struct Policy {
     allow: Vec<Rule>,
     deny: Vec<Rule>,
-    /// Misses, whatever else is said.
+    /// Hosts that always count as a miss, even if a rule allows them.
     review: Vec<Rule>,
     allow_local: bool,
     mode: ProxyMode,
-    /// What whoever runs the server says, beyond which nobody's word goes.
+    /// Rules of the server's operator, which the client cannot override.
     server: Arc<Rules>,
 }
 
 impl Policy {
-    /// The policy of a proxy; `server` are the rules of whoever runs it.
+    /// Creates the policy of a proxy; `server` are the rules of the server's operator.
     ///
     /// # Errors
     ///
-    /// Names the pattern that is none.
+    /// A pattern is not valid; the error names it.
     pub fn new(settings: &ProxySettings, server: Arc<Rules>) -> Result<Self, PatternError> {
         let rule = |text: &str| -> Result<Rule, PatternError> {
             let wrong = || PatternError(text.to_owned());
@@ -259,7 +260,7 @@ impl Policy {
         })
     }
 
-    /// What can be said before anything is resolved.
+    /// Checks a target before its name is resolved.
     pub fn check(&self, target: &Target) -> Verdict {
         if matches(&self.deny, target) || self.server.check_host(&target.borrowed()).is_err() {
             return Verdict::Deny(Reason::Denied);
@@ -275,24 +276,25 @@ impl Policy {
         }
     }
 
-    /// Which of these addresses of an allowed target may be reached: all or none.
+    /// Checks the resolved addresses of an allowed target, and returns all of them or an error.
     ///
-    /// A name that leads to a private address even once is not to be trusted with the others.
+    /// If one address of a name is private, all are denied, so that a name cannot mix public and
+    /// private addresses.
     ///
     /// # Errors
     ///
-    /// Says why not.
+    /// An address is denied.
     pub fn check_addresses(
         &self,
         target: &Target,
         addresses: Vec<SocketAddr>,
     ) -> Result<Vec<SocketAddr>, Reason> {
         let Some(name) = target.name() else {
-            // The literal has been looked at, and nothing else was to be found.
+            // An address literal was checked by `check`, and resolving returns the literal itself.
             return Ok(addresses);
         };
         for address in &addresses {
-            let denied = |rule: &Rule| !matches!(rule, Rule::Anyone) && covers(rule, address.ip());
+            let denied = |rule: &Rule| !matches!(rule, Rule::Any) && covers(rule, address.ip());
             if self.deny.iter().any(denied) {
                 return Err(Reason::Denied);
             }
@@ -306,11 +308,11 @@ impl Policy {
             .map_err(|_| Reason::Denied)
     }
 
-    /// Whether the mode allows a request in the clear.
+    /// Checks the method of a plain request against the mode.
     ///
     /// # Errors
     ///
-    /// Says why not.
+    /// The mode does not allow the method.
     pub fn check_method(&self, method: &str) -> Result<(), Reason> {
         match (self.mode, method) {
             (ProxyMode::Full, _) | (ProxyMode::Limited, "GET" | "HEAD" | "OPTIONS") => Ok(()),
@@ -318,24 +320,26 @@ impl Policy {
         }
     }
 
-    /// Whether the mode allows what cannot be looked into.
+    /// Whether the mode allows traffic that the proxy cannot inspect.
     pub fn allows_tunnels(&self) -> bool {
         self.mode == ProxyMode::Full
     }
 
-    /// Whether a rule allows this very name or address, rather than a pattern.
+    /// Whether a rule allows exactly this name or address, not by a pattern.
     fn names_exactly(&self, target: &Target) -> bool {
         self.allow.iter().any(|rule| match rule {
             Rule::Name(name) => target.name().is_some_and(|n| n.eq_ignore_ascii_case(name)),
             Rule::Range(_) => target.address().is_some_and(|ip| rule.covers(ip)),
-            Rule::Anyone | Rule::Below { .. } => false,
+            Rule::Any | Rule::Subdomains { .. } => false,
         })
     }
 }
 
-/// Whether a rule is about an address, or about one that it may stand for.
+/// Whether a rule matches an address, or the IPv4 address that it embeds.
 fn covers(rule: &Rule, address: IpAddr) -> bool {
-    forms(address).into_iter().any(|form| rule.covers(form))
+    equivalent_addresses(address)
+        .into_iter()
+        .any(|form| rule.covers(form))
 }
 
 fn matches(rules: &[Rule], target: &Target) -> bool {
@@ -367,7 +371,7 @@ mod tests {
             ..ProxySettings::default()
         };
         set(&mut settings);
-        Policy::new(&settings, Arc::new(Rules::usual())).unwrap()
+        Policy::new(&settings, Arc::new(Rules::default_deny())).unwrap()
     }
 
     fn target(host: &str) -> Target {
@@ -383,7 +387,7 @@ mod tests {
     const DENIED: Verdict = Verdict::Deny(Reason::Denied);
 
     #[test]
-    fn every_private_range_is_one() {
+    fn private_ranges_cover_their_first_and_last_address() {
         assert_eq!(PRIVATE_RANGES.len(), PRIVATE.len());
         for private in [
             "127.0.0.1",
@@ -423,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_are_read_as_browsers_do() {
+    fn target_parses_hosts_like_browsers() {
         for (text, host) in [
             ("Example.COM.", "example.com"),
             ("127.0.0.1", "127.0.0.1"),
@@ -450,13 +454,13 @@ mod tests {
             "1.2.3.256",
             &long,
         ] {
-            assert_eq!(Target::new(odd, 1), Err(NoHost), "{odd:?}");
+            assert_eq!(Target::new(odd, 1), Err(InvalidHost), "{odd:?}");
         }
         assert_eq!(target("[::1]").to_string(), "[::1]:80");
     }
 
     #[test]
-    fn what_is_not_allowed_is_a_miss_and_what_is_denied_is_not() {
+    fn unmatched_host_is_a_miss_and_denied_host_is_denied() {
         let policy = policy(
             &["ok.test", "*.below.test", "**.both.test", "8.8.8.8"],
             &["bad.below.test", "9.9.9.9"],
@@ -494,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn private_addresses_need_to_be_named() {
+    fn private_address_is_allowed_only_by_exact_rule() {
         let policy = policy(&["*", "10.0.0.7", "localhost"], &[]);
         for local in [
             "127.0.0.1",
@@ -517,13 +521,13 @@ mod tests {
         ] {
             assert_eq!(policy.check(&target(named)), Verdict::Allow, "{named}");
         }
-        // The server's own rules hold whatever the client says.
+        // The server's rules hold even if the client's rules name the host.
         let named = self::policy(&["169.254.169.254"], &[]);
         assert_eq!(named.check(&target("169.254.169.254")), DENIED);
     }
 
     #[test]
-    fn names_that_lead_to_private_addresses_lead_nowhere() {
+    fn name_that_resolves_to_private_address_is_denied() {
         let policy = policy(&["**.ok.test", "localhost"], &["9.9.9.9"]);
         let ok = target("ok.test");
         let public = addresses(&["1.1.1.1", "2606:4700::1111"]);
@@ -546,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn local_addresses_can_be_allowed_as_a_whole() {
+    fn allow_local_binding_allows_private_addresses_but_not_server_denials() {
         let policy = with(&["**.ok.test", "10.0.0.1"], &["127.0.0.2"], |settings| {
             settings.allow_local_binding = true;
         });
@@ -556,13 +560,13 @@ mod tests {
         let inside = addresses(&["10.0.0.9"]);
         let ok = target("ok.test");
         assert_eq!(policy.check_addresses(&ok, inside.clone()), Ok(inside));
-        // But not what the server denies.
+        // Addresses that the server denies stay denied.
         let link = policy.check_addresses(&ok, addresses(&["169.254.169.254"]));
         assert_eq!(link, Err(Reason::Denied));
     }
 
     #[test]
-    fn modes_limit_methods_and_reviews_make_misses() {
+    fn limited_mode_limits_methods_and_review_list_makes_misses() {
         let policy = with(&["*"], &[], |settings| {
             settings.mode = ProxyMode::Limited;
             settings.review_domains = Some(vec!["*.look.test".to_owned()]);
@@ -576,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn odd_patterns_are_refused_by_name() {
+    fn invalid_pattern_is_rejected_by_name() {
         for odd in ["*bad", "a.*.b", "10.0.0.0/8", "", "a b", "http://x"] {
             let settings = ProxySettings {
                 domains: Some([(odd.to_owned(), DomainRule::Allow)].into()),

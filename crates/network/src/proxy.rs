@@ -1,4 +1,4 @@
-//! The proxy beside one process: its listeners, and everything that goes through them.
+//! Proxy of one process: its listeners, and the connections through them.
 //!
 //! ```text
 //! Proxy ── dropped ──► cancelled: listeners, connections and flows end, wherever they are
@@ -14,45 +14,45 @@ use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::gate::Gate;
+use crate::access::AccessCheck;
 use crate::{http, socks, udp};
 
-/// Bytes that are carried at once in each direction of each connection.
+/// Size of the copy buffer for each direction of a connection: 16 KiB.
 const CARRY_BYTES: usize = 16 * 1024;
 
-/// How long to wait when the machine is out of descriptors.
+/// Pause after `accept` failed for lack of descriptors.
 const OUT_OF_DESCRIPTORS: Duration = Duration::from_millis(50);
 
-/// Bounds of a proxy.
+/// Limits of a proxy.
 #[derive(Debug, Clone, Copy)]
 pub struct ProxyConfig {
-    /// Connections to each listener that are served at once; others wait to be accepted.
+    /// Connections of each listener that are served concurrently; others wait in the backlog.
     pub max_connections: usize,
-    /// How long a peer may take to say what it wants.
-    pub patience: Duration,
+    /// Time limit for a client to send its request.
+    pub request_timeout: Duration,
 }
 
 impl Default for ProxyConfig {
     fn default() -> Self {
         Self {
             max_connections: 1024,
-            patience: Duration::from_secs(60),
+            request_timeout: Duration::from_secs(60),
         }
     }
 }
 
-/// Where a proxy listens.
+/// Listening sockets of a proxy.
 #[derive(Debug)]
 pub struct Sockets {
-    /// For HTTP.
+    /// HTTP listener.
     pub http: TcpListener,
-    /// For SOCKS5.
+    /// SOCKS5 listener.
     pub socks: Option<TcpListener>,
-    /// For its datagrams.
+    /// Socket for SOCKS5 datagrams.
     pub udp: Option<UdpSocket>,
 }
 
-/// Ends everything that goes through a proxy when it is dropped.
+/// Handle of a running proxy. Dropping it ends every connection through the proxy.
 #[derive(Debug)]
 pub struct Proxy {
     closed: CancellationToken,
@@ -60,16 +60,16 @@ pub struct Proxy {
     _end: DropGuard,
 }
 
-/// What all connections of a proxy share.
+/// State that all connections of a proxy share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) gate: Gate,
+    pub(crate) access: AccessCheck,
     pub(crate) config: ProxyConfig,
     pub(crate) closed: CancellationToken,
 }
 
 impl Shared {
-    /// Runs something that ends with the proxy at the latest.
+    /// Spawns a task that is cancelled when the proxy ends.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         spawn(self.closed.clone(), work);
     }
@@ -94,11 +94,15 @@ impl Proxy {
         }
     }
 
-    pub(crate) fn start(config: ProxyConfig, gate: Gate, sockets: Sockets) -> io::Result<Self> {
+    pub(crate) fn start(
+        config: ProxyConfig,
+        access: AccessCheck,
+        sockets: Sockets,
+    ) -> io::Result<Self> {
         let mut proxy = Self::empty();
         proxy.max_connections = config.max_connections;
         let shared = Arc::new(Shared {
-            gate,
+            access,
             config,
             closed: proxy.closed.clone(),
         });
@@ -118,7 +122,7 @@ impl Proxy {
         Ok(proxy)
     }
 
-    /// Serves each connection to a listener until the proxy ends.
+    /// Accepts and serves connections until the proxy ends.
     pub(crate) fn listen<F>(
         &self,
         listener: TcpListener,
@@ -147,8 +151,8 @@ impl Proxy {
                         });
                     }
                     Err(error) => {
-                        // A connection that is gone already concerns nobody; a lack of
-                        // descriptors passes.
+                        // The peer may have closed before the accept, which needs no action. A lack
+                        // of descriptors is temporary.
                         tracing::debug!(%error, "cannot accept a connection to a process's proxy");
                         tokio::time::sleep(OUT_OF_DESCRIPTORS).await;
                     }
@@ -159,12 +163,12 @@ impl Proxy {
     }
 }
 
-/// Carries bytes in both directions until both have ended.
+/// Copies bytes in both directions until both have ended.
 pub(crate) async fn carry(
     mut inside: impl AsyncRead + AsyncWrite + Unpin,
     mut outside: impl AsyncRead + AsyncWrite + Unpin,
 ) {
-    // How it ended is for the two to see.
+    // Both peers see the end of their connection; the result is not needed.
     let _ = tokio::io::copy_bidirectional_with_sizes(
         &mut inside,
         &mut outside,

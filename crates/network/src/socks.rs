@@ -1,9 +1,8 @@
-//! The SOCKS5 side (RFC 1928): streams, and datagrams beside them.
+//! SOCKS5 proxy of a process (RFC 1928): streams and UDP associations.
 //!
-//! The protocol is read and written here rather than by a crate: those that serve it resolve names
-//! and open connections themselves, which is just what has to be decided elsewhere, and what is left
-//! of it is a few bytes. Only the method without authentication is offered: whoever can reach the
-//! listener is the process.
+//! The protocol is implemented here because available crates resolve names and open connections
+//! themselves, while here the access check has to do both. The remaining part is small. Only "no
+//! authentication" is offered: only the process can reach the listener.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -13,8 +12,8 @@ use exec_server_protocol::network::PolicyProtocol;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-use crate::dial::Reached;
-use crate::gate::Attempt;
+use crate::access::Attempt;
+use crate::dial::Outbound;
 use crate::policy::Target;
 use crate::proxy::{Shared, carry};
 use crate::udp::Relay;
@@ -30,7 +29,7 @@ const IPV4: u8 = 1;
 const NAME: u8 = 3;
 const IPV6: u8 = 4;
 
-/// What a request came to.
+/// Reply code of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Reply {
@@ -45,24 +44,24 @@ enum Reply {
     AddressUnknown = 8,
 }
 
-/// What was said that is not the protocol.
+/// A failed handshake.
 #[derive(Debug, thiserror::Error)]
-enum Trouble {
+enum SocksError {
     #[error("{0}")]
     Io(#[from] io::Error),
-    #[error("this is not SOCKS5")]
+    #[error("the client does not use SOCKS5")]
     Version,
-    #[error("no method of authentication is known to both sides")]
+    #[error("the client offers no authentication method that this proxy supports")]
     Method,
-    /// To be told.
-    #[error("the request cannot be understood")]
+    /// The reply code to send.
+    #[error("the request is malformed or not supported")]
     Request(Reply),
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Request {
     Connect(Target),
-    /// From where datagrams will come does not matter: all of them are the process's.
+    /// The address in the request is ignored: every datagram on the socket is from the process.
     Associate,
 }
 
@@ -73,13 +72,13 @@ pub(crate) async fn serve(
     mut stream: TcpStream,
     client: SocketAddr,
 ) {
-    let asked = tokio::time::timeout(shared.config.patience, listen(&mut stream)).await;
+    let asked = tokio::time::timeout(shared.config.request_timeout, handshake(&mut stream)).await;
     let request = match asked {
         Ok(Ok(request)) => request,
         Ok(Err(error)) => {
             tracing::debug!(%client, %error, "a connection to a process's SOCKS proxy failed");
-            if let Trouble::Request(reply) = error {
-                let _ = stream.write_all(&answer(reply, nowhere())).await;
+            if let SocksError::Request(reply) = error {
+                let _ = stream.write_all(&encode_reply(reply, unspecified())).await;
             }
             return;
         }
@@ -89,7 +88,7 @@ pub(crate) async fn serve(
         (Request::Connect(target), _) => connect(&shared, stream, client, &target).await,
         (Request::Associate, Some(relay)) => relay.associate(stream).await,
         (Request::Associate, None) => {
-            let reply = answer(Reply::CommandUnknown, nowhere());
+            let reply = encode_reply(Reply::CommandUnknown, unspecified());
             let _ = stream.write_all(&reply).await;
         }
     }
@@ -102,29 +101,29 @@ async fn connect(shared: &Shared, mut stream: TcpStream, client: SocketAddr, tar
         method: None,
         client,
     };
-    let reached = match shared.gate.pass(attempt, true).await {
+    let reached = match shared.access.check(attempt, true).await {
         Err(_) => Err(Reply::NotAllowed),
-        Ok(way) => {
-            let reached = shared.gate.reach(way).await;
+        Ok(route) => {
+            let reached = shared.access.reach(route).await;
             reached.map_err(|error| reply_to(&error))
         }
     };
     match reached {
         Err(reply) => {
-            let _ = stream.write_all(&answer(reply, nowhere())).await;
+            let _ = stream.write_all(&encode_reply(reply, unspecified())).await;
         }
         Ok(outside) => {
             let from = match &outside {
-                Reached::Directly(stream) => stream.local_addr().ok(),
-                Reached::ByProxy(_) => None,
+                Outbound::Directly(stream) => stream.local_addr().ok(),
+                Outbound::ByProxy(_) => None,
             };
-            let reply = answer(Reply::Succeeded, from.unwrap_or_else(nowhere));
+            let reply = encode_reply(Reply::Succeeded, from.unwrap_or_else(unspecified));
             if stream.write_all(&reply).await.is_err() {
                 return;
             }
             match outside {
-                Reached::Directly(outside) => carry(stream, outside).await,
-                Reached::ByProxy(way) => carry(stream, way.io).await,
+                Outbound::Directly(outside) => carry(stream, outside).await,
+                Outbound::ByProxy(upstream) => carry(stream, upstream.io).await,
             }
         }
     }
@@ -140,33 +139,33 @@ fn reply_to(error: &io::Error) -> Reply {
     }
 }
 
-/// Hears greeting and request, and answers the former.
-async fn listen(
+/// Performs the handshake and returns the request.
+async fn handshake(
     stream: &mut (impl AsyncRead + tokio::io::AsyncWrite + Unpin),
-) -> Result<Request, Trouble> {
+) -> Result<Request, SocksError> {
     let [version, count] = read(stream).await?;
     if version != VERSION {
-        return Err(Trouble::Version);
+        return Err(SocksError::Version);
     }
     let mut methods = vec![0; usize::from(count)];
     stream.read_exact(&mut methods).await?;
     if !methods.contains(&NO_AUTHENTICATION) {
         stream.write_all(&[VERSION, NO_METHOD]).await?;
-        return Err(Trouble::Method);
+        return Err(SocksError::Method);
     }
     stream.write_all(&[VERSION, NO_AUTHENTICATION]).await?;
     let [version, command, _, kind] = read(stream).await?;
     if version != VERSION {
-        return Err(Trouble::Version);
+        return Err(SocksError::Version);
     }
     let (host, port) = address(stream, kind).await?;
     match command {
         CONNECT => match host.target(port) {
             Some(target) => Ok(Request::Connect(target)),
-            None => Err(Trouble::Request(Reply::HostUnreachable)),
+            None => Err(SocksError::Request(Reply::HostUnreachable)),
         },
         UDP_ASSOCIATE => Ok(Request::Associate),
-        _ => Err(Trouble::Request(Reply::CommandUnknown)),
+        _ => Err(SocksError::Request(Reply::CommandUnknown)),
     }
 }
 
@@ -176,13 +175,13 @@ async fn read<const N: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Resu
     Ok(bytes)
 }
 
-/// A host as it was told.
-enum Told {
+/// A host as the client encoded it.
+enum RequestedHost {
     Address(IpAddr),
     Name(Vec<u8>),
 }
 
-impl Told {
+impl RequestedHost {
     fn target(self, port: u16) -> Option<Target> {
         match self {
             Self::Address(address) => Some(Target::at(SocketAddr::new(address, port))),
@@ -191,38 +190,41 @@ impl Told {
     }
 }
 
-async fn address(stream: &mut (impl AsyncRead + Unpin), kind: u8) -> Result<(Told, u16), Trouble> {
+async fn address(
+    stream: &mut (impl AsyncRead + Unpin),
+    kind: u8,
+) -> Result<(RequestedHost, u16), SocksError> {
     let host = match kind {
-        IPV4 => Told::Address(Ipv4Addr::from(read::<4>(stream).await?).into()),
-        IPV6 => Told::Address(Ipv6Addr::from(read::<16>(stream).await?).into()),
+        IPV4 => RequestedHost::Address(Ipv4Addr::from(read::<4>(stream).await?).into()),
+        IPV6 => RequestedHost::Address(Ipv6Addr::from(read::<16>(stream).await?).into()),
         NAME => {
             let [length] = read(stream).await?;
             let mut name = vec![0; usize::from(length)];
             stream.read_exact(&mut name).await?;
-            Told::Name(name)
+            RequestedHost::Name(name)
         }
-        _ => return Err(Trouble::Request(Reply::AddressUnknown)),
+        _ => return Err(SocksError::Request(Reply::AddressUnknown)),
     };
     Ok((host, u16::from_be_bytes(read(stream).await?)))
 }
 
-fn nowhere() -> SocketAddr {
+fn unspecified() -> SocketAddr {
     SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0))
 }
 
-/// The answer to a request.
-fn answer(reply: Reply, at: SocketAddr) -> Vec<u8> {
+/// Encodes the reply to a request.
+fn encode_reply(reply: Reply, at: SocketAddr) -> Vec<u8> {
     let mut bytes = vec![VERSION, reply as u8, 0];
-    put(&mut bytes, at);
+    push_address(&mut bytes, at);
     bytes
 }
 
-/// The answer to an association that was made.
-pub(crate) fn associated(at: SocketAddr) -> Vec<u8> {
-    answer(Reply::Succeeded, at)
+/// Encodes the reply to a successful UDP association.
+pub(crate) fn encode_association(at: SocketAddr) -> Vec<u8> {
+    encode_reply(Reply::Succeeded, at)
 }
 
-fn put(bytes: &mut Vec<u8>, at: SocketAddr) {
+fn push_address(bytes: &mut Vec<u8>, at: SocketAddr) {
     match at.ip() {
         IpAddr::V4(address) => {
             bytes.push(IPV4);
@@ -236,7 +238,8 @@ fn put(bytes: &mut Vec<u8>, at: SocketAddr) {
     bytes.extend(at.port().to_be_bytes());
 }
 
-/// Whom a datagram is for, and where what it says begins; `None` for what is none, or a part of one.
+/// Decodes the header of a datagram: its target, and the offset of its payload. `None` if it is
+/// malformed or a fragment.
 pub(crate) fn unwrap(datagram: &[u8]) -> Option<(Target, usize)> {
     let [0, 0, 0, kind, rest @ ..] = datagram else {
         return None;
@@ -244,15 +247,18 @@ pub(crate) fn unwrap(datagram: &[u8]) -> Option<(Target, usize)> {
     let (host, length) = match *kind {
         IPV4 => {
             let bytes: [u8; 4] = rest.get(..4)?.try_into().ok()?;
-            (Told::Address(Ipv4Addr::from(bytes).into()), 4)
+            (RequestedHost::Address(Ipv4Addr::from(bytes).into()), 4)
         }
         IPV6 => {
             let bytes: [u8; 16] = rest.get(..16)?.try_into().ok()?;
-            (Told::Address(Ipv6Addr::from(bytes).into()), 16)
+            (RequestedHost::Address(Ipv6Addr::from(bytes).into()), 16)
         }
         NAME => {
             let length = usize::from(*rest.first()?);
-            (Told::Name(rest.get(1..=length)?.to_vec()), 1 + length)
+            (
+                RequestedHost::Name(rest.get(1..=length)?.to_vec()),
+                1 + length,
+            )
         }
         _ => return None,
     };
@@ -261,11 +267,11 @@ pub(crate) fn unwrap(datagram: &[u8]) -> Option<(Target, usize)> {
     Some((target, 4 + length + 2))
 }
 
-/// A datagram that came from somebody.
+/// Encodes a datagram that was received from `from`.
 pub(crate) fn wrap(from: SocketAddr, data: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(22 + data.len());
     bytes.extend([0, 0, 0]);
-    put(&mut bytes, from);
+    push_address(&mut bytes, from);
     bytes.extend(data);
     bytes
 }
@@ -274,12 +280,12 @@ pub(crate) fn wrap(from: SocketAddr, data: &[u8]) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// Everything at once, and what was said in return.
-    async fn hear(bytes: &[u8]) -> (Result<Request, Trouble>, Vec<u8>) {
+    /// Sends `bytes`, and returns the parsed request and the response.
+    async fn handshake_with(bytes: &[u8]) -> (Result<Request, SocksError>, Vec<u8>) {
         let (mut ours, mut theirs) = tokio::io::duplex(1024);
         theirs.write_all(bytes).await.unwrap();
         theirs.shutdown().await.unwrap();
-        let request = listen(&mut ours).await;
+        let request = handshake(&mut ours).await;
         drop(ours);
         let mut said = Vec::new();
         theirs.read_to_end(&mut said).await.unwrap();
@@ -294,14 +300,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_are_understood_in_every_form() {
+    async fn connect_and_associate_parse_names_and_addresses() {
         for (kind, host, expected) in [
             (IPV4, &[1, 2, 3, 4][..], "1.2.3.4:80"),
             (NAME, b"\x06a.TEST", "a.test:80"),
             (NAME, b"\x0a2130706433", "127.0.0.1:80"),
             (NAME, b"\x093.0.0.0x1", "3.0.0.1:80"),
         ] {
-            let (request, said) = hear(&connect_to(kind, host, 80)).await;
+            let (request, said) = handshake_with(&connect_to(kind, host, 80)).await;
             let Ok(Request::Connect(target)) = request else {
                 panic!("{request:?}")
             };
@@ -310,15 +316,15 @@ mod tests {
         }
         let mut mapped = [0; 16];
         mapped[10..].copy_from_slice(&[0xff, 0xff, 127, 0, 0, 1]);
-        let (request, _) = hear(&connect_to(IPV6, &mapped, 1)).await;
+        let (request, _) = handshake_with(&connect_to(IPV6, &mapped, 1)).await;
         let expected = Target::new("127.0.0.1", 1).unwrap();
         assert_eq!(request.unwrap(), Request::Connect(expected));
-        let (request, _) = hear(&[5, 2, 2, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0]).await;
+        let (request, _) = handshake_with(&[5, 2, 2, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0]).await;
         assert_eq!(request.unwrap(), Request::Associate);
     }
 
     #[tokio::test]
-    async fn garbage_is_refused_and_never_waited_for() {
+    async fn malformed_request_is_rejected_without_waiting() {
         for (bytes, said) in [
             (&b"GET / HTTP/1.1\r\n\r\n"[..], &[][..]),
             (&[], &[]),
@@ -330,7 +336,7 @@ mod tests {
             (&[5, 1, 0, 4, 1, 0, 1], &[5, 0]),
             (&[5, 1, 0, 5, 1, 0, 3, 255, b'a'], &[5, 0]),
         ] {
-            let (request, answered) = hear(bytes).await;
+            let (request, answered) = handshake_with(bytes).await;
             assert!(request.is_err(), "{bytes:?}");
             assert_eq!(answered, said, "{bytes:?}");
         }
@@ -343,16 +349,16 @@ mod tests {
         ] {
             let mut bytes = connect_to(kind, host, 80);
             bytes[4] = command;
-            let (request, _) = hear(&bytes).await;
-            let Err(Trouble::Request(told)) = request else {
+            let (request, _) = handshake_with(&bytes).await;
+            let Err(SocksError::Request(reply_code)) = request else {
                 panic!("{request:?}")
             };
-            assert_eq!(told, reply);
+            assert_eq!(reply_code, reply);
         }
     }
 
     #[test]
-    fn datagrams_are_unwrapped_whole_or_not_at_all() {
+    fn truncated_or_fragmented_datagram_is_not_decoded() {
         let from: SocketAddr = "1.2.3.4:53".parse().unwrap();
         let wrapped = wrap(from, b"data");
         let (target, at) = unwrap(&wrapped).unwrap();
@@ -374,9 +380,9 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_as_long_as_their_addresses() {
-        let four = answer(Reply::Refused, "1.2.3.4:258".parse().unwrap());
+    fn reply_length_matches_address_family() {
+        let four = encode_reply(Reply::Refused, "1.2.3.4:258".parse().unwrap());
         assert_eq!(four, [5, 5, 0, 1, 1, 2, 3, 4, 1, 2]);
-        assert_eq!(associated("[::1]:1".parse().unwrap()).len(), 22);
+        assert_eq!(encode_association("[::1]:1".parse().unwrap()).len(), 22);
     }
 }

@@ -1,12 +1,12 @@
-//! Datagrams over SOCKS5.
+//! UDP relay for SOCKS5 associations.
 //!
-//! One socket takes the datagrams of all associations of a process: whoever can send to it is the
-//! process, and who gets an answer is known by where the question came from. A flow is one sender and
-//! one host; it has been decided about once, and has a socket of its own that hears of nobody else.
-//!
+//! One socket receives the datagrams of all associations of a process: only the process can send to
+//! it, and the sender's address shows where responses belong. A flow is one sender and one target.
+//! The access check runs once per flow, and each flow has its own connected socket, which receives
+//! only from that target.
 //! ```text
-//! datagram ──► flow ── decided ──► carries ── silence, or the last association ends ──► gone
-//!                └──── refused ──► swallows ──────────────────────────────────────────► gone
+//! datagram ──► flow ── allowed ──► forwards ── silence, or the last association ends ──► removed
+//!                └──── denied ───► discards ──────────────────────────────────────────► removed
 //! ```
 
 use std::collections::HashMap;
@@ -23,38 +23,38 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UdpSocket};
 use tokio::sync::mpsc;
 
-use crate::gate::{Attempt, Way};
+use crate::access::{Attempt, Route};
 use crate::policy::Target;
 use crate::proxy::Shared;
 use crate::socks;
 
-/// The largest datagram there is.
+/// The largest datagram.
 const MAX_DATAGRAM: usize = 65_535;
 
-/// Flows of a process at one time; datagrams that would begin another are dropped.
+/// Concurrent flows of a process; datagrams of further flows are dropped.
 const MAX_FLOWS: usize = 256;
 
-/// Datagrams that wait for one flow; further ones are dropped, as networks do.
+/// Queued datagrams of one flow; further ones are dropped, as networks do.
 const MAX_WAITING: usize = 32;
 
-/// How long a flow may be silent.
-const SILENCE: Duration = Duration::from_secs(60);
+/// A flow without traffic for this time is removed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 type FlowKey = (SocketAddr, Target);
 
-/// Takes datagrams to their hosts and back.
+/// Forwards datagrams between the process and its targets.
 #[derive(Debug)]
 pub(crate) struct Relay {
     socket: UdpSocket,
-    /// Those who hold it open.
+    /// Number of open associations.
     associations: AtomicUsize,
-    /// Never held across an await.
+    /// Never locked across an await.
     flows: Mutex<HashMap<FlowKey, mpsc::Sender<Bytes>>>,
     shared: Arc<Shared>,
 }
 
 impl Relay {
-    /// Begins to listen, until the proxy ends.
+    /// Starts to receive datagrams until the proxy ends.
     pub(crate) fn start(shared: &Arc<Shared>, socket: StdUdpSocket) -> io::Result<Arc<Self>> {
         socket.set_nonblocking(true)?;
         let relay = Arc::new(Self {
@@ -67,14 +67,18 @@ impl Relay {
         Ok(relay)
     }
 
-    /// Holds the relay open for as long as the other side does.
+    /// Keeps an association open until the client closes its stream.
     pub(crate) async fn associate(&self, mut stream: TcpStream) {
         let Ok(at) = self.socket.local_addr() else {
             return;
         };
         self.associations.fetch_add(1, Ordering::Relaxed);
         let _guard = Association(self);
-        if stream.write_all(&socks::associated(at)).await.is_ok() {
+        if stream
+            .write_all(&socks::encode_association(at))
+            .await
+            .is_ok()
+        {
             let mut ignored = [0; 64];
             while matches!(stream.read(&mut ignored).await, Ok(1..)) {}
         }
@@ -84,7 +88,7 @@ impl Relay {
         let mut buffer = vec![0; MAX_DATAGRAM];
         loop {
             let Ok((length, client)) = self.socket.recv_from(&mut buffer).await else {
-                // An error of one datagram, like that its sender is gone.
+                // An error concerns one datagram, for example that the sender's port was closed.
                 tokio::task::yield_now().await;
                 continue;
             };
@@ -101,7 +105,7 @@ impl Relay {
     fn deliver(self: &Arc<Self>, key: FlowKey, data: Bytes) {
         let mut flows = self.flows.lock();
         if let Some(flow) = flows.get(&key) {
-            // What does not fit is lost, as on any network.
+            // A datagram that does not fit in the queue is dropped, as on any network.
             let _ = flow.try_send(data);
             return;
         }
@@ -114,7 +118,7 @@ impl Relay {
         drop(flows);
         let relay = Arc::clone(self);
         self.shared.spawn(async move {
-            let _gone = Gone(&relay, &key);
+            let _gone = RemoveFlow(&relay, &key);
             relay.flow(&key, receiver).await;
         });
     }
@@ -126,14 +130,14 @@ impl Relay {
             method: None,
             client: *client,
         };
-        let Ok(Way::Addresses(addresses)) = self.shared.gate.pass(attempt, true).await else {
-            return swallow(data).await;
+        let Ok(Route::Addresses(addresses)) = self.shared.access.check(attempt, true).await else {
+            return discard(data).await;
         };
         let outside = match open(&addresses).await {
             Ok(outside) => outside,
             Err(error) => {
                 tracing::debug!(%target, %error, "cannot send datagrams");
-                return swallow(data).await;
+                return discard(data).await;
             }
         };
         let from = outside.peer_addr().unwrap_or(addresses[0]);
@@ -142,7 +146,7 @@ impl Relay {
             let moved = async {
                 tokio::select! {
                     data = data.recv() => match data {
-                        // What a host says of itself by an error concerns one datagram.
+                        // An ICMP error from the host concerns one datagram.
                         Some(data) => {
                             let _ = outside.send(&data).await;
                             true
@@ -158,7 +162,7 @@ impl Relay {
                     }
                 }
             };
-            match tokio::time::timeout(SILENCE, moved).await {
+            match tokio::time::timeout(IDLE_TIMEOUT, moved).await {
                 Ok(true) => {}
                 Ok(false) | Err(_) => return,
             }
@@ -166,7 +170,7 @@ impl Relay {
     }
 }
 
-/// A socket that speaks with the first of these, and hears of nobody else.
+/// Opens a socket that is connected to the first address that works, and receives only from it.
 async fn open(addresses: &[SocketAddr]) -> io::Result<UdpSocket> {
     let first = addresses.first().ok_or(io::ErrorKind::NotFound)?;
     let any = match first {
@@ -178,31 +182,32 @@ async fn open(addresses: &[SocketAddr]) -> io::Result<UdpSocket> {
     Ok(socket)
 }
 
-/// Takes what is sent to somebody who is not reached, so that nobody is asked again at once.
-async fn swallow(mut data: mpsc::Receiver<Bytes>) {
-    let until = tokio::time::Instant::now() + SILENCE;
+/// Discards the datagrams of a denied flow. The flow stays in the table, so that the check does not
+/// run for each datagram.
+async fn discard(mut data: mpsc::Receiver<Bytes>) {
+    let until = tokio::time::Instant::now() + IDLE_TIMEOUT;
     while let Ok(Some(_)) = tokio::time::timeout_at(until, data.recv()).await {}
 }
 
-/// One who holds the relay open.
+/// Counts one association while it exists.
 struct Association<'a>(&'a Relay);
 
 impl Drop for Association<'_> {
     fn drop(&mut self) {
         if self.0.associations.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // Nobody is left: flows end when they have nobody to hear from.
+            // The last association has ended: dropping the senders ends all flows.
             self.0.flows.lock().clear();
         }
     }
 }
 
-/// Takes a flow out of the table when it ends.
-struct Gone<'a>(&'a Relay, &'a FlowKey);
+/// Removes a flow from the table when it ends.
+struct RemoveFlow<'a>(&'a Relay, &'a FlowKey);
 
-impl Drop for Gone<'_> {
+impl Drop for RemoveFlow<'_> {
     fn drop(&mut self) {
         let mut flows = self.0.flows.lock();
-        // It may be another by now, after the last association had ended.
+        // After the last association has ended, a new flow may have the same key; it must stay.
         if flows.get(self.1).is_some_and(mpsc::Sender::is_closed) {
             flows.remove(self.1);
         }

@@ -1,8 +1,8 @@
-//! How a process is told of its proxy: the variables that programs look at.
+//! Proxy variables in a process's environment.
 
 use std::collections::BTreeMap;
 
-/// Names that hold the URL of the HTTP proxy.
+/// Variables for the URL of the HTTP proxy.
 const HTTP: &[&str] = &[
     "HTTP_PROXY",
     "HTTPS_PROXY",
@@ -27,10 +27,10 @@ const HTTP: &[&str] = &[
     "wss_proxy",
 ];
 
-/// Names that hold the URL of whatever carries most: SOCKS5 if there is one.
+/// Variables for the URL of the proxy for all protocols: SOCKS5 if enabled.
 const ALL: &[&str] = &["ALL_PROXY", "all_proxy", "FTP_PROXY", "ftp_proxy"];
 
-/// Names that hold who is reached without a proxy.
+/// Variables for hosts that are reached without a proxy.
 const NONE: &[&str] = &[
     "NO_PROXY",
     "no_proxy",
@@ -39,13 +39,13 @@ const NONE: &[&str] = &[
     "BUNDLE_NO_PROXY",
 ];
 
-/// Who is reached without a proxy when local addresses are open.
+/// Hosts that are reached without a proxy if local addresses are allowed.
 const LOCAL: &str = "localhost,127.0.0.1,::1,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16";
 
-/// Names of variables by which programs find proxies.
+/// Variables in which programs look for a proxy.
 const CHOICES: &[&str] = &["http_proxy", "https_proxy", "all_proxy"];
 
-/// Tells of a proxy at these ports of the loopback interface.
+/// Sets the variables for a proxy at these ports of the loopback interface.
 pub(crate) fn set(
     env: &mut BTreeMap<String, String>,
     http: u16,
@@ -76,7 +76,7 @@ pub(crate) fn set(
     insert("ELECTRON_GET_USE_PROXY", "true");
 }
 
-/// The ports of this machine at which an environment has proxies, in order and once each.
+/// Returns the ports of local proxies that an environment names, in order and without duplicates.
 pub(crate) fn local_ports(env: &BTreeMap<String, String>) -> Vec<u16> {
     let mut ports: Vec<u16> = env
         .iter()
@@ -88,9 +88,9 @@ pub(crate) fn local_ports(env: &BTreeMap<String, String>) -> Vec<u16> {
     ports
 }
 
-/// The port of a proxy on the loopback interface, from its URL.
+/// Returns the port of a proxy URL on the loopback interface.
 fn local_port(text: &str) -> Option<u16> {
-    // Programs take a proxy without a scheme for one of HTTP.
+    // Programs treat a proxy without a scheme as an HTTP proxy.
     let text = match text.contains("://") {
         true => text.to_owned(),
         false => format!("http://{text}"),
@@ -102,7 +102,7 @@ fn local_port(text: &str) -> Option<u16> {
         "socks5" | "socks5h" | "socks4" | "socks4a" | "socks" => 1080,
         _ => return None,
     };
-    // Schemes that the URL standard does not know leave the host as it is written.
+    // For schemes that the URL standard does not define, the host is not normalized.
     let host = url.host_str()?;
     let here = host.eq_ignore_ascii_case("localhost")
         || host
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_are_told_in_every_way_they_know() {
+    fn every_proxy_variable_is_set() {
         let mut env = BTreeMap::from([("NO_PROXY".to_owned(), "*".to_owned())]);
         set(&mut env, 1, Some(2), false);
         assert_eq!(env["https_proxy"], "http://127.0.0.1:1");
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn proxies_of_this_machine_are_found_by_their_urls() {
+    fn local_ports_finds_loopback_proxies_in_urls() {
         for (text, port) in [
             ("http://127.0.0.1:3128", Some(3128)),
             ("http://user:pass@localhost:8080/", Some(8080)),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use exec_server_network::{Authority, BoxFuture, Decision};
+use exec_server_network::{BoxFuture, Decision, PolicyDecider};
 use exec_server_protocol::network::{
     PolicyAnswer, PolicyDecision, PolicyDecisionParams, PolicyRequestParams, PolicyTarget,
 };
@@ -25,8 +25,8 @@ pub(crate) struct Driving {
     pub(crate) patience: Duration,
 }
 
-impl Authority for Driving {
-    fn ask(&self, request: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
+impl PolicyDecider for Driving {
+    fn decide(&self, request: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         let driver = self.session.driver();
         let params = PolicyRequestParams {
             process_id: self.process_id.clone(),
@@ -46,7 +46,7 @@ impl Authority for Driving {
         })
     }
 
-    fn tell(&self, decision: Decision) {
+    fn report(&self, decision: Decision) {
         let metrics = self.server.metrics();
         metrics.network_decided(decision.outcome);
         if let Some(audit) = self.server.audit() {

@@ -418,7 +418,7 @@ impl Settings {
             proxy: match self.text("http.proxy") {
                 None | Some("none") => ProxyChoice::Direct,
                 Some("environment") => ProxyChoice::Environment,
-                Some(url) => ProxyChoice::Through(url.to_owned()),
+                Some(url) => ProxyChoice::Url(url.to_owned()),
             },
             max_response_bytes: self
                 .size("http.max_response_bytes")

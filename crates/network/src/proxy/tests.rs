@@ -1,4 +1,4 @@
-//! A whole proxy on the loopback interface, with names and a client of the test's own.
+//! Tests of a whole proxy on the loopback interface, with a scripted resolver and client.
 
 use std::net::Ipv4Addr;
 use std::sync::Mutex;
@@ -10,15 +10,15 @@ use tokio::sync::Notify;
 
 use super::*;
 use crate::BoxFuture;
-use crate::gate::tests::{Names, Script, settings};
-use crate::gate::{Authority, Decision};
+use crate::access::tests::{ScriptedDecider, ScriptedResolver, settings};
+use crate::access::{Decision, PolicyDecider};
 use crate::policy::Policy;
 
-struct Place {
+struct TestProxy {
     proxy: Option<Proxy>,
     http: SocketAddr,
     socks: SocketAddr,
-    script: Arc<Script>,
+    script: Arc<ScriptedDecider>,
 }
 
 fn local(mut settings: ProxySettings) -> ProxySettings {
@@ -26,10 +26,14 @@ fn local(mut settings: ProxySettings) -> ProxySettings {
     settings
 }
 
-fn start(settings: &ProxySettings, names: &[&[&str]]) -> Place {
-    let script = Arc::new(Script::default());
-    let (proxy, http, socks) = with(settings, names, Arc::clone(&script) as Arc<dyn Authority>);
-    Place {
+fn start(settings: &ProxySettings, names: &[&[&str]]) -> TestProxy {
+    let script = Arc::new(ScriptedDecider::default());
+    let (proxy, http, socks) = with(
+        settings,
+        names,
+        Arc::clone(&script) as Arc<dyn PolicyDecider>,
+    );
+    TestProxy {
         proxy: Some(proxy),
         http,
         socks,
@@ -40,26 +44,26 @@ fn start(settings: &ProxySettings, names: &[&[&str]]) -> Place {
 fn with(
     settings: &ProxySettings,
     names: &[&[&str]],
-    authority: Arc<dyn Authority>,
+    decider: Arc<dyn PolicyDecider>,
 ) -> (Proxy, SocketAddr, SocketAddr) {
-    behind(settings, names, authority, None)
+    behind(settings, names, decider, None)
 }
 
-/// Behind a proxy on the way.
+/// Starts a proxy whose outgoing connections use an upstream proxy.
 fn behind(
     settings: &ProxySettings,
     names: &[&[&str]],
-    authority: Arc<dyn Authority>,
+    decider: Arc<dyn PolicyDecider>,
     upstream: Option<Connector>,
 ) -> (Proxy, SocketAddr, SocketAddr) {
     let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let (http, socks) = (bind(), bind());
     let at = (http.local_addr().unwrap(), socks.local_addr().unwrap());
-    let gate = Gate {
-        policy: Policy::new(settings, Arc::new(Rules::usual())).unwrap(),
-        asks: true,
-        authority,
-        resolver: Names::new(names),
+    let access = AccessCheck {
+        policy: Policy::new(settings, Arc::new(Rules::default_deny())).unwrap(),
+        asks_client: true,
+        decider,
+        resolver: ScriptedResolver::new(names),
         upstream,
     };
     let sockets = Sockets {
@@ -68,14 +72,14 @@ fn behind(
         udp: Some(UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap()),
     };
     let config = ProxyConfig {
-        patience: Duration::from_secs(5),
+        request_timeout: Duration::from_secs(5),
         ..ProxyConfig::default()
     };
-    let proxy = Proxy::start(config, gate, sockets).unwrap();
+    let proxy = Proxy::start(config, access, sockets).unwrap();
     (proxy, at.0, at.1)
 }
 
-/// A server that answers every request of HTTP with its count of connections.
+/// Starts an HTTP server that responds with its number of connections.
 async fn web() -> u16 {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .await
@@ -106,7 +110,7 @@ async fn web() -> u16 {
     port
 }
 
-/// A server that sends back what it gets.
+/// Starts a server that echoes its input.
 async fn echo() -> u16 {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .await
@@ -123,8 +127,8 @@ async fn echo() -> u16 {
     port
 }
 
-/// Says something and hears everything until the other side ends, or `enough` has come.
-async fn say(at: SocketAddr, text: &str, enough: &str) -> String {
+/// Sends `text`, and reads until the peer ends the stream or `enough` was received.
+async fn exchange(at: SocketAddr, text: &str, enough: &str) -> String {
     let mut stream = TcpStream::connect(at).await.unwrap();
     stream.write_all(text.as_bytes()).await.unwrap();
     let mut heard = Vec::new();
@@ -138,10 +142,10 @@ async fn say(at: SocketAddr, text: &str, enough: &str) -> String {
 
 async fn connect(at: SocketAddr, host: &str) -> String {
     let text = format!("CONNECT {host} HTTP/1.1\r\nHost: {host}\r\n\r\n");
-    say(at, &text, "\r\n\r\n").await
+    exchange(at, &text, "\r\n\r\n").await
 }
 
-/// The reply to a request for a name over SOCKS5, and the stream.
+/// Sends a SOCKS5 request for a name; returns the reply code and the stream.
 async fn socks(at: SocketAddr, name: &str, port: u16) -> (u8, TcpStream) {
     let mut stream = TcpStream::connect(at).await.unwrap();
     let length = u8::try_from(name.len()).unwrap();
@@ -155,19 +159,19 @@ async fn socks(at: SocketAddr, name: &str, port: u16) -> (u8, TcpStream) {
 }
 
 #[tokio::test]
-async fn allowed_hosts_are_reached_in_every_way_and_others_in_none() {
+async fn allowed_host_is_reached_over_http_connect_and_socks_and_others_are_denied() {
     let port = web().await;
     let address = format!("127.0.0.1:{port}");
-    let place = start(&local(settings(&["ok.test"], &["no.test"])), &[&[&address]]);
+    let proxy = start(&local(settings(&["ok.test"], &["no.test"])), &[&[&address]]);
     let get = |host: &str| {
         format!(
             "GET http://{host}:{port}/p?q HTTP/1.1\r\nHost: {host}:{port}\r\n\
              Proxy-Connection: keep-alive\r\nProxy-Authorization: Basic eA==\r\n\r\n"
         )
     };
-    let good = say(place.http, &get("ok.test"), "true").await;
+    let good = exchange(proxy.http, &get("ok.test"), "true").await;
     assert!(good.ends_with("1 get /p?q http/1.1 true"), "{good}");
-    let bad = say(place.http, &get("no.test"), "}").await;
+    let bad = exchange(proxy.http, &get("no.test"), "}").await;
     assert!(bad.starts_with("HTTP/1.1 403"), "{bad}");
     assert!(bad.contains("x-proxy-error: blocked-by-denylist"), "{bad}");
     let (_, body) = bad.split_once("\r\n\r\n").unwrap();
@@ -179,41 +183,41 @@ async fn allowed_hosts_are_reached_in_every_way_and_others_in_none() {
     );
     assert_eq!(body["source"], "baseline_policy");
 
-    let tunnel = connect(place.http, &format!("ok.test:{port}")).await;
+    let tunnel = connect(proxy.http, &format!("ok.test:{port}")).await;
     assert!(tunnel.starts_with("HTTP/1.1 200"), "{tunnel}");
-    let refused = connect(place.http, &format!("no.test:{port}")).await;
+    let refused = connect(proxy.http, &format!("no.test:{port}")).await;
     assert!(refused.starts_with("HTTP/1.1 403"), "{refused}");
     assert!(refused.contains("content-type: text/plain"), "{refused}");
 
-    let (reply, mut stream) = socks(place.socks, "ok.test", port).await;
+    let (reply, mut stream) = socks(proxy.socks, "ok.test", port).await;
     assert_eq!(reply, 0);
     stream.write_all(b"GET /s HTTP/1.1\r\n\r\n").await.unwrap();
     let mut heard = Vec::new();
     while !String::from_utf8_lossy(&heard).contains("get /s") {
         assert_ne!(stream.read_buf(&mut heard).await.unwrap(), 0);
     }
-    assert_eq!(socks(place.socks, "no.test", port).await.0, 2);
-    // Nobody is asked about what a rule decides; a miss is.
-    assert!(place.script.asked.lock().unwrap().is_empty());
-    assert_eq!(socks(place.socks, "miss.test", port).await.0, 2);
-    assert_eq!(place.script.asked.lock().unwrap()[0].host, "miss.test");
-    let told = place.script.told.lock().unwrap();
-    let allowed = told
+    assert_eq!(socks(proxy.socks, "no.test", port).await.0, 2);
+    // Rules decide without the decider; only unmatched hosts reach it.
+    assert!(proxy.script.asked.lock().unwrap().is_empty());
+    assert_eq!(socks(proxy.socks, "miss.test", port).await.0, 2);
+    assert_eq!(proxy.script.asked.lock().unwrap()[0].host, "miss.test");
+    let reported = proxy.script.reported.lock().unwrap();
+    let allowed = reported
         .iter()
-        .filter(|told| told.outcome == PolicyOutcome::Allow);
-    assert_eq!((allowed.count(), told.len()), (3, 7));
+        .filter(|reported| reported.outcome == PolicyOutcome::Allow);
+    assert_eq!((allowed.count(), reported.len()), (3, 7));
 }
 
 #[tokio::test]
-async fn a_connection_is_kept_and_what_is_said_of_hosts_still_checked() {
+async fn kept_connection_checks_the_host_of_every_request() {
     let port = web().await;
     let address = format!("127.0.0.1:{port}");
-    let place = start(
+    let proxy = start(
         &local(settings(&["ok.test", "too.test"], &[])),
         &[&[&address]],
     );
-    let mut stream = TcpStream::connect(place.http).await.unwrap();
-    let mut ask = async |host: &str, enough: &str| {
+    let mut stream = TcpStream::connect(proxy.http).await.unwrap();
+    let mut request = async |host: &str, enough: &str| {
         let text = format!("GET http://{host}:{port}/ HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n");
         stream.write_all(text.as_bytes()).await.unwrap();
         let mut heard = Vec::new();
@@ -222,18 +226,18 @@ async fn a_connection_is_kept_and_what_is_said_of_hosts_still_checked() {
         }
         String::from_utf8_lossy(&heard).into_owned()
     };
-    assert!(ask("ok.test", "true").await.contains("\r\n\r\n1 get"));
-    assert!(ask("ok.test", "true").await.contains("\r\n\r\n1 get"));
-    assert!(ask("no.test", "}").await.starts_with("HTTP/1.1 403"));
-    assert!(ask("too.test", "true").await.contains("\r\n\r\n2 get"));
-    assert_eq!(place.script.told.lock().unwrap().len(), 4);
+    assert!(request("ok.test", "true").await.contains("\r\n\r\n1 get"));
+    assert!(request("ok.test", "true").await.contains("\r\n\r\n1 get"));
+    assert!(request("no.test", "}").await.starts_with("HTTP/1.1 403"));
+    assert!(request("too.test", "true").await.contains("\r\n\r\n2 get"));
+    assert_eq!(proxy.script.reported.lock().unwrap().len(), 4);
 }
 
 #[tokio::test]
-async fn private_addresses_are_out_of_reach_in_every_spelling() {
+async fn private_address_is_denied_in_every_spelling() {
     let port = echo().await;
     let private = format!("127.0.0.1:{port}");
-    let place = start(&settings(&["*", "127.0.0.1"], &[]), &[&[&private]]);
+    let proxy = start(&settings(&["*", "127.0.0.1"], &[]), &[&[&private]]);
     for host in [
         "127.0.0.2",
         "[::ffff:127.0.0.2]",
@@ -246,32 +250,32 @@ async fn private_addresses_are_out_of_reach_in_every_spelling() {
         "169.254.169.254",
         "0.0.0.0",
     ] {
-        let answer = connect(place.http, &format!("{host}:{port}")).await;
+        let answer = connect(proxy.http, &format!("{host}:{port}")).await;
         assert!(answer.starts_with("HTTP/1.1 403"), "{host}: {answer}");
         let bare = host.trim_matches(['[', ']']);
-        assert_eq!(socks(place.socks, bare, port).await.0, 2, "{host}");
+        assert_eq!(socks(proxy.socks, bare, port).await.0, 2, "{host}");
     }
-    // What is named may be reached, however it is written.
+    // A host that a rule names is allowed in every spelling.
     for host in ["127.0.0.1", "[::ffff:127.0.0.1]", "2130706433"] {
-        let answer = connect(place.http, &format!("{host}:{port}")).await;
+        let answer = connect(proxy.http, &format!("{host}:{port}")).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{host}: {answer}");
     }
-    // Nor by way of a name, whatever is allowed.
+    // A name that resolves to a private address is denied, even if a rule allows the name.
     assert!(
-        connect(place.http, "ok.test:1")
+        connect(proxy.http, "ok.test:1")
             .await
             .starts_with("HTTP/1.1 403")
     );
-    assert_eq!(socks(place.socks, "ok.test", 1).await.0, 2);
+    assert_eq!(socks(proxy.socks, "ok.test", 1).await.0, 2);
 }
 
 #[tokio::test]
-async fn garbage_ends_one_connection_and_nothing_else() {
+async fn malformed_request_ends_only_its_connection() {
     let port = echo().await;
-    let place = start(&settings(&["127.0.0.1"], &[]), &[]);
+    let proxy = start(&settings(&["127.0.0.1"], &[]), &[]);
     let long = format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(200_000));
     for text in ["\0\u{1}\u{2}\r\n\r\n", "GET / HTTP/9\r\n\r\n", &long] {
-        let mut stream = TcpStream::connect(place.http).await.unwrap();
+        let mut stream = TcpStream::connect(proxy.http).await.unwrap();
         let _ = stream.write_all(text.as_bytes()).await;
         let mut heard = Vec::new();
         let _ = stream.read_to_end(&mut heard).await;
@@ -286,7 +290,7 @@ async fn garbage_ends_one_connection_and_nothing_else() {
         "GET / HTTP/1.1\r\n\r\n",
         "GET https://a/ HTTP/1.1\r\n\r\n",
     ] {
-        let heard = say(place.http, text, "\r\n\r\n").await;
+        let heard = exchange(proxy.http, text, "\r\n\r\n").await;
         assert!(heard.starts_with("HTTP/1.1 400"), "{heard}");
     }
     for bytes in [
@@ -294,21 +298,21 @@ async fn garbage_ends_one_connection_and_nothing_else() {
         &[5, 1, 9],
         &[5, 1, 0, 5, 9, 0, 1, 0, 0, 0, 0, 0, 0],
     ] {
-        let mut stream = TcpStream::connect(place.socks).await.unwrap();
+        let mut stream = TcpStream::connect(proxy.socks).await.unwrap();
         stream.write_all(bytes).await.unwrap();
         let mut heard = Vec::new();
         let _ = stream.read_to_end(&mut heard).await;
         assert!(heard.len() <= 12, "{heard:?}");
     }
-    assert_eq!(socks(place.socks, "127.0.0.1", port).await.0, 0);
+    assert_eq!(socks(proxy.socks, "127.0.0.1", port).await.0, 0);
 }
 
 #[tokio::test]
-async fn a_thousand_connections_go_through_one_proxy() {
+async fn proxy_serves_a_thousand_concurrent_connections() {
     const COUNT: usize = 1000;
     let port = echo().await;
-    let place = start(&settings(&["127.0.0.1"], &[]), &[]);
-    let at = place.socks;
+    let proxy = start(&settings(&["127.0.0.1"], &[]), &[]);
+    let at = proxy.socks;
     let mut tasks = tokio::task::JoinSet::new();
     let all = Arc::new(tokio::sync::Barrier::new(COUNT));
     for n in 0..COUNT {
@@ -316,7 +320,7 @@ async fn a_thousand_connections_go_through_one_proxy() {
         tasks.spawn(async move {
             let (reply, mut stream) = socks(at, "127.0.0.1", port).await;
             assert_eq!(reply, 0);
-            // Every one of them is open now.
+            // All connections are open now.
             all.wait().await;
             stream.write_all(&n.to_be_bytes()).await.unwrap();
             let mut back = [0; 8];
@@ -333,16 +337,16 @@ async fn a_thousand_connections_go_through_one_proxy() {
 }
 
 #[tokio::test]
-async fn tunnels_count_as_the_connections_they_are() {
+async fn open_tunnel_counts_toward_connection_limit() {
     let port = echo().await;
     let bind = || TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let http = bind();
     let at = http.local_addr().unwrap();
-    let gate = Gate {
+    let access = AccessCheck {
         policy: Policy::new(&settings(&["127.0.0.1"], &[]), Arc::default()).unwrap(),
-        asks: false,
-        authority: Arc::new(Script::default()),
-        resolver: Names::new(&[]),
+        asks_client: false,
+        decider: Arc::new(ScriptedDecider::default()),
+        resolver: ScriptedResolver::new(&[]),
         upstream: None,
     };
     let config = ProxyConfig {
@@ -354,7 +358,7 @@ async fn tunnels_count_as_the_connections_they_are() {
         socks: None,
         udp: None,
     };
-    let _proxy = Proxy::start(config, gate, sockets).unwrap();
+    let _proxy = Proxy::start(config, access, sockets).unwrap();
     let text = format!("CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n");
     let open = async || {
         let mut stream = TcpStream::connect(at).await.unwrap();
@@ -377,16 +381,16 @@ async fn tunnels_count_as_the_connections_they_are() {
     opened(&mut three).await;
 }
 
-/// Never answers.
+/// Decider whose answer never arrives.
 #[derive(Debug, Default)]
-struct Silent {
+struct NeverAnswers {
     asked: Notify,
     dropped: Arc<Notify>,
-    told: Mutex<Vec<Decision>>,
+    reported: Mutex<Vec<Decision>>,
 }
 
-impl Authority for Silent {
-    fn ask(&self, _: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
+impl PolicyDecider for NeverAnswers {
+    fn decide(&self, _: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
         struct Dropped(Arc<Notify>);
         impl Drop for Dropped {
             fn drop(&mut self) {
@@ -401,27 +405,27 @@ impl Authority for Silent {
         })
     }
 
-    fn tell(&self, decision: Decision) {
-        self.told.lock().unwrap().push(decision);
+    fn report(&self, decision: Decision) {
+        self.reported.lock().unwrap().push(decision);
     }
 }
 
 #[tokio::test]
-async fn its_end_is_the_end_of_everything_in_flight() {
-    // Takes calls and says nothing.
+async fn dropping_the_proxy_ends_connections_and_pending_decisions() {
+    // Accepts connections and never responds.
     let hanging = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let port = hanging.local_addr().unwrap().port();
-    let silent = Arc::new(Silent::default());
-    let authority = Arc::clone(&silent) as Arc<dyn Authority>;
-    let (proxy, http, socks_at) = with(&settings(&["127.0.0.1"], &[]), &[], authority);
+    let silent = Arc::new(NeverAnswers::default());
+    let decider = Arc::clone(&silent) as Arc<dyn PolicyDecider>;
+    let (proxy, http, socks_at) = with(&settings(&["127.0.0.1"], &[]), &[], decider);
     let get = format!("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n");
-    let waiting = tokio::spawn(async move { say(http, &get, "never").await });
+    let waiting = tokio::spawn(async move { exchange(http, &get, "never").await });
     let (reply, mut stream) = socks(socks_at, "127.0.0.1", port).await;
     assert_eq!(reply, 0);
     let asking = tokio::spawn(async move { connect(http, "miss.test:443").await });
     silent.asked.notified().await;
-    // The request in the clear is told of once it has been decided about.
-    while silent.told.lock().unwrap().len() < 2 {
+    // The decision about the plain request is reported as well.
+    while silent.reported.lock().unwrap().len() < 2 {
         tokio::task::yield_now().await;
     }
     drop(proxy);
@@ -429,14 +433,14 @@ async fn its_end_is_the_end_of_everything_in_flight() {
     assert_eq!(waiting.await.unwrap(), "");
     assert_eq!(asking.await.unwrap(), "");
     assert_eq!(stream.read(&mut [0; 1]).await.unwrap_or(0), 0);
-    // Listeners are closed by tasks that have ended, or are about to.
+    // The tasks that own the listeners have ended or are about to end.
     while TcpStream::connect(http).await.is_ok() {
         tokio::task::yield_now().await;
     }
 }
 
 #[tokio::test]
-async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
+async fn datagrams_are_forwarded_until_the_association_closes() {
     let host = tokio::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))
         .await
         .unwrap();
@@ -447,8 +451,8 @@ async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
             let _ = host.send_to(&buffer[..length], from).await;
         }
     });
-    let mut place = start(&settings(&["127.0.0.1"], &["no.test"]), &[]);
-    let mut control = TcpStream::connect(place.socks).await.unwrap();
+    let mut proxy = start(&settings(&["127.0.0.1"], &["no.test"]), &[]);
+    let mut control = TcpStream::connect(proxy.socks).await.unwrap();
     control
         .write_all(&[5, 1, 0, 5, 3, 0, 1, 0, 0, 0, 0, 0, 0])
         .await
@@ -474,12 +478,12 @@ async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
         let (length, from) = inside.recv_from(&mut back).await.unwrap();
         assert_eq!((from, &back[..length]), (relay, &datagram[..]));
     }
-    // One decision for each host, not for each datagram.
-    let outcomes = |script: &Script| {
-        let told = script.told.lock().unwrap();
-        let mut outcomes: Vec<_> = told
+    // One decision per target, not per datagram.
+    let outcomes = |script: &ScriptedDecider| {
+        let reported = script.reported.lock().unwrap();
+        let mut outcomes: Vec<_> = reported
             .iter()
-            .map(|told| (told.target.host.clone(), told.outcome))
+            .map(|reported| (reported.target.host.clone(), reported.outcome))
             .collect();
         outcomes.sort_by(|a, b| a.0.cmp(&b.0));
         outcomes
@@ -488,38 +492,38 @@ async fn datagrams_are_carried_for_as_long_as_somebody_asks_for_it() {
         ("127.0.0.1".to_owned(), PolicyOutcome::Allow),
         ("no.test".to_owned(), PolicyOutcome::Deny),
     ];
-    assert_eq!(outcomes(&place.script), expected);
-    drop(place.proxy.take());
+    assert_eq!(outcomes(&proxy.script), expected);
+    drop(proxy.proxy.take());
     assert_eq!(control.read(&mut [0; 1]).await.unwrap_or(0), 0);
 }
 
 #[tokio::test]
-async fn hosts_are_reached_through_the_proxy_on_the_way() {
-    // A proxy that says what it was asked for, whoever it is for.
+async fn hosts_are_reached_through_the_upstream_proxy() {
+    // An upstream proxy that responds with the request line, for any host.
     let port = web().await;
     let http = HttpClient::new(HttpConfig {
-        proxy: ProxyChoice::Through(format!("http://me:it@127.0.0.1:{port}")),
+        proxy: ProxyChoice::Url(format!("http://me:it@127.0.0.1:{port}")),
         ..HttpConfig::default()
     });
-    let script = Arc::new(Script::default());
-    let authority = Arc::clone(&script) as Arc<dyn Authority>;
+    let script = Arc::new(ScriptedDecider::default());
+    let decider = Arc::clone(&script) as Arc<dyn PolicyDecider>;
     let here = echo().await;
     let mut settings = settings(&["out.test", "127.0.0.1"], &["no.test"]);
     settings.allow_upstream_proxy = true;
     let connector = Some(http.connector().clone());
-    // No name can be resolved here.
-    let (_proxy, at, socks_at) = behind(&settings, &[], authority, connector);
+    // No name can be resolved locally.
+    let (_proxy, at, socks_at) = behind(&settings, &[], decider, connector);
     let get = |host: &str| format!("GET http://{host}/x HTTP/1.1\r\nHost: {host}\r\n\r\n");
-    let answer = say(at, &get("out.test"), "false").await;
+    let answer = exchange(at, &get("out.test"), "false").await;
     assert!(
         answer.ends_with("get http://out.test:80/x http/1.1 false"),
         "{answer}"
     );
-    // Its answer to CONNECT is a success, too.
+    // It responds to CONNECT with success, too.
     let answer = connect(at, "out.test:443").await;
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert_eq!(socks(socks_at, "out.test", 443).await.0, 0);
-    // The rules hold as ever, and what is near is reached without it.
+    // The rules still apply, and local addresses are reached directly.
     assert!(connect(at, "no.test:443").await.starts_with("HTTP/1.1 403"));
     let (reply, mut stream) = socks(socks_at, "127.0.0.1", here).await;
     assert_eq!(reply, 0);

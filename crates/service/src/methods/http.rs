@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use exec_server_http::{Body, HttpClient, HttpError, Prepared, Response, request as checks};
+use exec_server_http::{Body, HttpClient, HttpError, PreparedRequest, Response, request as checks};
 use exec_server_protocol::http::{
     BodyDelta, BodyDeltaParams, CancelParams, CancelResult, RequestParams, RequestResult,
 };
@@ -186,7 +186,7 @@ async fn unless_cancelled<T>(
 async fn whole(
     connection: &Arc<Connection>,
     client: &HttpClient,
-    prepared: Prepared,
+    prepared: PreparedRequest,
     place: &Place,
     mut responder: Responder,
 ) {
@@ -282,7 +282,7 @@ impl Requests {
 async fn stream(
     connection: &Arc<Connection>,
     client: &HttpClient,
-    prepared: Prepared,
+    prepared: PreparedRequest,
     request_id: String,
     place: Place,
     responder: Responder,

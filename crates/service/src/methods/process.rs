@@ -40,7 +40,7 @@ pub(crate) fn start(call: Call<'_>, params: StartParams) {
         Err(error) => return call.responder.send_error(error.into()),
     };
     let http = call.connection.server.http();
-    let network = match network::Managed::prepare(&params, &mut spec, http) {
+    let network = match network::ProcessNetwork::prepare(&params, &mut spec, http) {
         Ok(network) => network,
         Err(error) => {
             call.connection.server.metrics().sandbox_refusals.add(1);
@@ -97,7 +97,7 @@ pub(crate) struct Description {
     /// What its shell may begin with.
     pub(crate) snapshot: Option<Wanted>,
     /// The network that is managed for it.
-    pub(crate) network: Option<network::Managed>,
+    pub(crate) network: Option<network::ProcessNetwork>,
 }
 
 /// Starts a process and answers; goes on even if the connection ends meanwhile. A repeat of the
@@ -187,7 +187,7 @@ pub(crate) fn launch<R: serde::Serialize + Send + 'static>(
             // After the answer to the request, before which nothing is told of the process.
             let proxy = network.and_then(|network| {
                 let authority = Arc::new(Driving {
-                    patience: network.patience().unwrap_or_default(),
+                    patience: network.decision_timeout().unwrap_or_default(),
                     server: server.clone(),
                     session: Arc::clone(&session),
                     identity,

@@ -1,7 +1,7 @@
-//! One attempt to reach somebody, from the rules to the addresses that may be dialled.
+//! Policy decision for one connection attempt: rules, the client's answer, resolved addresses.
 //!
-//! Owns the order of questions, and that every final decision is told once. Whoever is connected to
-//! in the end is one of the addresses that were checked: nothing is resolved twice.
+//! Defines the order of the checks, and reports every final decision exactly once. A connection is
+//! made only to addresses that were checked: a name is not resolved again after the check.
 
 use std::fmt;
 use std::io;
@@ -15,43 +15,44 @@ use exec_server_protocol::network::{
 use http::Uri;
 
 use crate::BoxFuture;
-use crate::dial::{self, Reached, Resolve};
+use crate::dial::{self, Outbound, Resolve};
 use crate::policy::{Policy, Reason, Target, Verdict, is_private};
 
-/// The longest reason that is believed, in bytes.
+/// The longest reason that is accepted from the client: 1 KiB.
 const MAX_REASON_BYTES: usize = 1024;
 
-/// Whoever decides what the rules do not, and hears of every decision.
-pub trait Authority: fmt::Debug + Send + Sync + 'static {
-    /// Asks about a host that no rule is about. Must answer in the end, if only because time is up.
-    fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer>;
+/// Decides attempts that no rule matches, and receives every decision.
+pub trait PolicyDecider: fmt::Debug + Send + Sync + 'static {
+    /// Decides about a host that no rule matches. The future must complete; implementations
+    /// therefore have a timeout.
+    fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer>;
 
-    /// Tells of a decision; must not wait.
-    fn tell(&self, decision: Decision);
+    /// Receives a final decision. Must not block.
+    fn report(&self, decision: Decision);
 }
 
-/// A final decision.
+/// Final decision about one connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// What it is about.
+    /// `Domain` if rules about hosts decided, `NonDomain` if the mode did.
     pub scope: PolicyScope,
-    /// What was decided.
+    /// Allowed or denied.
     pub outcome: PolicyOutcome,
-    /// By whom.
+    /// The rule set or the client that decided.
     pub source: PolicySource,
-    /// Why.
+    /// Machine-readable reason.
     pub reason: String,
-    /// Whom the process wanted to reach.
+    /// Host and port that the process wanted to reach.
     pub target: PolicyTarget,
-    /// With which method.
+    /// Method of an HTTP request.
     pub method: Option<String>,
-    /// From where.
+    /// The process's end of its connection to the proxy.
     pub client: SocketAddr,
-    /// Whether somebody's word went beyond the rules.
+    /// Whether the client allowed a host that no rule allows.
     pub policy_override: bool,
 }
 
-/// Somebody is not reached.
+/// A refused connection attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocked {
     pub(crate) outcome: PolicyOutcome,
@@ -68,7 +69,7 @@ impl Blocked {
         }
     }
 
-    /// What the header of an answer says.
+    /// Value of the response header `x-proxy-error`.
     pub(crate) fn header(&self) -> &'static str {
         match &*self.reason {
             "not_allowed" | "not_allowed_local" => "blocked-by-allowlist",
@@ -79,7 +80,7 @@ impl Blocked {
         }
     }
 
-    /// What people are told.
+    /// Explanation for users.
     pub(crate) fn message(&self) -> &'static str {
         match &*self.reason {
             "not_allowed" => "no rule of this process's network allows the host",
@@ -95,7 +96,7 @@ impl Blocked {
     }
 }
 
-/// An attempt to reach somebody.
+/// A connection attempt of the process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Attempt<'a> {
     pub(crate) protocol: PolicyProtocol,
@@ -104,49 +105,54 @@ pub(crate) struct Attempt<'a> {
     pub(crate) client: SocketAddr,
 }
 
-/// What became of an attempt that is allowed.
+/// How an allowed attempt is carried out.
 #[derive(Debug)]
-pub(crate) enum Way {
-    /// To one of these; there is one at least.
+pub(crate) enum Route {
+    /// Connect to one of these addresses; the list is not empty.
     Addresses(Vec<SocketAddr>),
-    /// Through the proxy that this machine is to use.
+    /// Connect through the upstream proxy of this machine.
     Proxy(Uri),
-    /// The name leads nowhere.
+    /// The name cannot be resolved.
     Unresolved(io::Error),
-    /// Nobody wanted to know.
-    NotAsked,
+    /// The caller did not request addresses.
+    NotResolved,
 }
 
-/// Decides about the attempts of one process.
+/// Access check for the connection attempts of one process.
 #[derive(Debug)]
-pub(crate) struct Gate {
+pub(crate) struct AccessCheck {
     pub(crate) policy: Policy,
-    /// Misses are asked about.
-    pub(crate) asks: bool,
-    pub(crate) authority: Arc<dyn Authority>,
+    /// Whether the decider is called for hosts that no rule matches.
+    pub(crate) asks_client: bool,
+    pub(crate) decider: Arc<dyn PolicyDecider>,
     pub(crate) resolver: Arc<dyn Resolve>,
-    /// Knows of proxies on the way, if they may be used.
+    /// Connector for the upstream proxy, if the process may use one.
     pub(crate) upstream: Option<Connector>,
 }
 
-impl Gate {
-    /// Decides about an attempt and tells of the decision; the addresses to dial, if they are wanted.
-    pub(crate) async fn pass(&self, attempt: Attempt<'_>, dials: bool) -> Result<Way, Blocked> {
-        let decided = self.decide(attempt, dials).await;
+impl AccessCheck {
+    /// Decides about an attempt and reports the decision. Resolves and checks addresses if
+    /// `resolve` is set.
+    pub(crate) async fn check(
+        &self,
+        attempt: Attempt<'_>,
+        resolve: bool,
+    ) -> Result<Route, Blocked> {
+        let decided = self.decide(attempt, resolve).await;
         let decision = |outcome, source, scope, reason: &str, policy_override| Decision {
             scope,
             outcome,
             source,
             reason: reason.to_owned(),
             target: wire(attempt),
-            // Clients take no longer ones.
+            // Limits the size of the report: no registered method is longer than 32 characters.
             method: attempt
                 .method
                 .map(|method| method.chars().take(32).collect()),
             client: attempt.client,
             policy_override,
         };
-        let told = match &decided {
+        let reported = match &decided {
             Ok((source, _)) => {
                 let beyond = *source == PolicySource::Decider;
                 let scope = PolicyScope::Domain;
@@ -166,15 +172,15 @@ impl Gate {
                 )
             }
         };
-        self.authority.tell(told);
-        decided.map(|(_, way)| way)
+        self.decider.report(reported);
+        decided.map(|(_, route)| route)
     }
 
     async fn decide(
         &self,
         attempt: Attempt<'_>,
-        dials: bool,
-    ) -> Result<(PolicySource, Way), Blocked> {
+        resolve: bool,
+    ) -> Result<(PolicySource, Route), Blocked> {
         let guard = |reason| Blocked::rule(PolicySource::ModeGuard, reason);
         let baseline = |reason| Blocked::rule(PolicySource::BaselinePolicy, reason);
         let socks = matches!(
@@ -187,10 +193,10 @@ impl Gate {
         let source = match self.policy.check(attempt.target) {
             Verdict::Allow => PolicySource::BaselinePolicy,
             Verdict::Deny(reason) => return Err(baseline(reason)),
-            Verdict::Miss if !self.asks => return Err(baseline(Reason::NotAllowed)),
+            Verdict::Miss if !self.asks_client => return Err(baseline(Reason::NotAllowed)),
             Verdict::Miss => {
-                let answer = self.authority.ask(wire(attempt)).await;
-                believe(answer)?;
+                let answer = self.decider.decide(wire(attempt)).await;
+                decision_of(answer)?;
                 PolicySource::Decider
             }
         };
@@ -204,27 +210,28 @@ impl Gate {
             }
             _ => {}
         }
-        if !dials {
-            return Ok((source, Way::NotAsked));
+        if !resolve {
+            return Ok((source, Route::NotResolved));
         }
         let proxy = self.proxy(attempt);
-        let way = match dial::resolve(&*self.resolver, attempt.target).await {
-            // Whoever needs a proxy may know no names: then the proxy does.
-            Err(error) => proxy.map_or(Way::Unresolved(error), Way::Proxy),
+        let route = match dial::resolve(&*self.resolver, attempt.target).await {
+            // Behind a mandatory proxy the local resolver often knows only internal names; the
+            // proxy then resolves the name.
+            Err(error) => proxy.map_or(Route::Unresolved(error), Route::Proxy),
             Ok(found) => {
                 let checked = self.policy.check_addresses(attempt.target, found);
                 let addresses = checked.map_err(baseline)?;
                 let here = addresses.iter().any(|address| is_private(address.ip()));
                 match proxy {
-                    Some(uri) if !here => Way::Proxy(uri),
-                    _ => Way::Addresses(addresses),
+                    Some(uri) if !here => Route::Proxy(uri),
+                    _ => Route::Addresses(addresses),
                 }
             }
         };
-        Ok((source, way))
+        Ok((source, route))
     }
 
-    /// How a proxy on the way is asked for somebody, if there is one and it may be used.
+    /// Returns the URI for the upstream proxy, if there is one for this attempt.
     fn proxy(&self, attempt: Attempt<'_>) -> Option<Uri> {
         let connector = self.upstream.as_ref()?;
         let scheme = match attempt.protocol {
@@ -241,21 +248,21 @@ impl Gate {
         connector.has_proxy(&uri).then_some(uri)
     }
 
-    /// Connects to somebody who may be reached.
-    pub(crate) async fn reach(&self, way: Way) -> io::Result<Reached> {
-        match (way, &self.upstream) {
-            (Way::Addresses(addresses), _) => {
-                dial::connect(&addresses).await.map(Reached::Directly)
+    /// Connects to an allowed host.
+    pub(crate) async fn reach(&self, route: Route) -> io::Result<Outbound> {
+        match (route, &self.upstream) {
+            (Route::Addresses(addresses), _) => {
+                dial::connect(&addresses).await.map(Outbound::Directly)
             }
-            (Way::Proxy(uri), Some(connector)) => {
-                let reached = connector.by_proxy(&uri).await;
-                reached.map(Reached::ByProxy).map_err(io::Error::other)
+            (Route::Proxy(uri), Some(connector)) => {
+                let reached = connector.connect_by_proxy(&uri).await;
+                reached.map(Outbound::ByProxy).map_err(io::Error::other)
             }
-            (Way::Unresolved(error), _) => {
+            (Route::Unresolved(error), _) => {
                 let why = format!("its name cannot be resolved: {error}");
                 Err(io::Error::new(io::ErrorKind::NotFound, why))
             }
-            (Way::Proxy(_) | Way::NotAsked, _) => Err(io::ErrorKind::NotFound.into()),
+            (Route::Proxy(_) | Route::NotResolved, _) => Err(io::ErrorKind::NotFound.into()),
         }
     }
 }
@@ -268,8 +275,9 @@ fn wire(attempt: Attempt<'_>) -> PolicyTarget {
     }
 }
 
-/// Takes somebody's word, if it can be one.
-fn believe(answer: PolicyAnswer) -> Result<(), Blocked> {
+/// Converts the client's answer; a reason that is empty, too long or has control characters is
+/// replaced.
+fn decision_of(answer: PolicyAnswer) -> Result<(), Blocked> {
     let (outcome, reason) = match answer {
         PolicyAnswer::Allow => return Ok(()),
         PolicyAnswer::Deny { reason } => (PolicyOutcome::Deny, reason),
@@ -297,31 +305,31 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Answers from a list, and remembers what it was asked and told.
+    /// Decider that returns scripted answers and records its calls.
     #[derive(Debug, Default)]
-    pub(crate) struct Script {
+    pub(crate) struct ScriptedDecider {
         pub(crate) answers: Mutex<VecDeque<PolicyAnswer>>,
         pub(crate) asked: Mutex<Vec<PolicyTarget>>,
-        pub(crate) told: Mutex<Vec<Decision>>,
+        pub(crate) reported: Mutex<Vec<Decision>>,
     }
 
-    impl Authority for Script {
-        fn ask(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
+    impl PolicyDecider for ScriptedDecider {
+        fn decide(&self, target: PolicyTarget) -> BoxFuture<'static, PolicyAnswer> {
             self.asked.lock().unwrap().push(target);
             let answer = self.answers.lock().unwrap().pop_front();
             Box::pin(async { answer.unwrap_or_else(PolicyAnswer::not_allowed) })
         }
 
-        fn tell(&self, decision: Decision) {
-            self.told.lock().unwrap().push(decision);
+        fn report(&self, decision: Decision) {
+            self.reported.lock().unwrap().push(decision);
         }
     }
 
-    /// Answers with the next of its lists each time; the last one stays.
+    /// Resolver that returns the next scripted list for each call, and repeats the last one.
     #[derive(Debug)]
-    pub(crate) struct Names(pub(crate) Mutex<VecDeque<Vec<SocketAddr>>>);
+    pub(crate) struct ScriptedResolver(pub(crate) Mutex<VecDeque<Vec<SocketAddr>>>);
 
-    impl Names {
+    impl ScriptedResolver {
         pub(crate) fn new(answers: &[&[&str]]) -> Arc<Self> {
             let address = |text: &&str| text.parse().unwrap();
             let lists = answers
@@ -331,7 +339,7 @@ pub(crate) mod tests {
         }
     }
 
-    impl Resolve for Names {
+    impl Resolve for ScriptedResolver {
         fn resolve(&self, _: String, _: u16) -> BoxFuture<'static, io::Result<Vec<SocketAddr>>> {
             let mut lists = self.0.lock().unwrap();
             let answer = if lists.len() > 1 {
@@ -355,19 +363,27 @@ pub(crate) mod tests {
         }
     }
 
-    fn gate(settings: &ProxySettings, names: Arc<Names>, asks: bool) -> (Gate, Arc<Script>) {
-        let script = Arc::new(Script::default());
-        let gate = Gate {
-            policy: Policy::new(settings, Arc::new(Rules::usual())).unwrap(),
-            asks,
-            authority: Arc::clone(&script) as Arc<dyn Authority>,
+    fn access_check(
+        settings: &ProxySettings,
+        names: Arc<ScriptedResolver>,
+        asks_client: bool,
+    ) -> (AccessCheck, Arc<ScriptedDecider>) {
+        let script = Arc::new(ScriptedDecider::default());
+        let access = AccessCheck {
+            policy: Policy::new(settings, Arc::new(Rules::default_deny())).unwrap(),
+            asks_client,
+            decider: Arc::clone(&script) as Arc<dyn PolicyDecider>,
             resolver: names,
             upstream: None,
         };
-        (gate, script)
+        (access, script)
     }
 
-    async fn pass(gate: &Gate, protocol: PolicyProtocol, host: &str) -> Result<Way, Blocked> {
+    async fn check(
+        access: &AccessCheck,
+        protocol: PolicyProtocol,
+        host: &str,
+    ) -> Result<Route, Blocked> {
         let target = Target::new(host, 443).unwrap();
         let method = match protocol {
             PolicyProtocol::Http => Some("POST"),
@@ -380,33 +396,33 @@ pub(crate) mod tests {
             method,
             client: "127.0.0.1:1".parse().unwrap(),
         };
-        gate.pass(attempt, true).await
+        access.check(attempt, true).await
     }
 
     #[tokio::test]
-    async fn a_name_that_turns_private_gets_nowhere() {
-        let names = Names::new(&[&["1.1.1.1:443"], &["127.0.0.1:443"]]);
-        let (gate, script) = gate(&settings(&["ok.test"], &[]), names, false);
-        let first = pass(&gate, PolicyProtocol::HttpsConnect, "ok.test").await;
-        let Ok(Way::Addresses(found)) = first else {
+    async fn name_that_resolves_to_private_address_later_is_denied() {
+        let names = ScriptedResolver::new(&[&["1.1.1.1:443"], &["127.0.0.1:443"]]);
+        let (access, script) = access_check(&settings(&["ok.test"], &[]), names, false);
+        let first = check(&access, PolicyProtocol::HttpsConnect, "ok.test").await;
+        let Ok(Route::Addresses(found)) = first else {
             panic!("{first:?}")
         };
-        // What was checked is what is dialled: the name is not asked for again.
+        // The connection uses the checked address; the name is not resolved again.
         assert_eq!(found, ["1.1.1.1:443".parse().unwrap()]);
-        let second = pass(&gate, PolicyProtocol::HttpsConnect, "ok.test").await;
+        let second = check(&access, PolicyProtocol::HttpsConnect, "ok.test").await;
         let blocked = second.unwrap_err();
         assert_eq!(blocked.reason, "not_allowed_local");
         assert_eq!(blocked.header(), "blocked-by-allowlist");
-        let told = script.told.lock().unwrap();
-        let outcomes: Vec<_> = told.iter().map(|told| told.outcome).collect();
+        let reported = script.reported.lock().unwrap();
+        let outcomes: Vec<_> = reported.iter().map(|reported| reported.outcome).collect();
         assert_eq!(outcomes, [PolicyOutcome::Allow, PolicyOutcome::Deny]);
     }
 
     #[tokio::test]
-    async fn only_misses_are_asked_about_and_every_word_is_told() {
-        let names = Names::new(&[&["1.1.1.1:443"]]);
+    async fn decider_is_called_only_for_unmatched_hosts_and_receives_every_decision() {
+        let names = ScriptedResolver::new(&[&["1.1.1.1:443"]]);
         let settings = settings(&["ok.test"], &["no.test"]);
-        let (gate, script) = gate(&settings, names, true);
+        let (access, script) = access_check(&settings, names, true);
         let long = "x".repeat(MAX_REASON_BYTES + 1);
         let reason = |reason: &str| reason.to_owned();
         *script.answers.lock().unwrap() = [
@@ -425,64 +441,77 @@ pub(crate) mod tests {
         .into();
         let tcp = PolicyProtocol::Socks5Tcp;
         for host in ["ok.test", "no.test", "127.0.0.1", "10.0.0.1", "0x7f.1"] {
-            let _ = pass(&gate, tcp, host).await;
+            let _ = check(&access, tcp, host).await;
         }
         assert!(script.asked.lock().unwrap().is_empty());
-        assert!(pass(&gate, tcp, "miss.test").await.is_ok());
+        assert!(check(&access, tcp, "miss.test").await.is_ok());
         for (outcome, reason) in [
             (PolicyOutcome::Deny, "never"),
             (PolicyOutcome::Ask, "later"),
             (PolicyOutcome::Deny, "not_allowed"),
             (PolicyOutcome::Deny, "not_allowed"),
         ] {
-            let blocked = pass(&gate, tcp, "miss.test").await.unwrap_err();
+            let blocked = check(&access, tcp, "miss.test").await.unwrap_err();
             assert_eq!((blocked.outcome, &*blocked.reason), (outcome, reason));
             assert_eq!(blocked.source, PolicySource::Decider);
         }
         let asked = script.asked.lock().unwrap();
         assert_eq!(asked.len(), 5);
         assert_eq!(asked[0].host, "miss.test");
-        let told = script.told.lock().unwrap();
-        assert_eq!(told.len(), 10);
-        assert!(told[5].policy_override && told[5].source == PolicySource::Decider);
-        assert!(told.iter().filter(|told| told.policy_override).count() == 1);
+        let reported = script.reported.lock().unwrap();
+        assert_eq!(reported.len(), 10);
+        assert!(reported[5].policy_override && reported[5].source == PolicySource::Decider);
+        assert!(
+            reported
+                .iter()
+                .filter(|reported| reported.policy_override)
+                .count()
+                == 1
+        );
     }
 
     #[tokio::test]
-    async fn somebodys_word_does_not_reach_private_addresses() {
-        let names = Names::new(&[&["10.0.0.1:443"]]);
-        let (gate, script) = gate(&settings(&[], &[]), names, true);
+    async fn decider_cannot_allow_private_addresses() {
+        let names = ScriptedResolver::new(&[&["10.0.0.1:443"]]);
+        let (access, script) = access_check(&settings(&[], &[]), names, true);
         *script.answers.lock().unwrap() = [PolicyAnswer::Allow].into();
-        let blocked = pass(&gate, PolicyProtocol::Http, "miss.test").await;
+        let blocked = check(&access, PolicyProtocol::Http, "miss.test").await;
         assert_eq!(blocked.unwrap_err().reason, "not_allowed_local");
         assert_eq!(script.asked.lock().unwrap().len(), 1);
     }
 
     #[tokio::test]
-    async fn a_limited_mode_is_about_more_than_hosts() {
-        let names = Names::new(&[&["1.1.1.1:443"]]);
+    async fn limited_mode_denies_methods_tunnels_and_socks() {
+        let names = ScriptedResolver::new(&[&["1.1.1.1:443"]]);
         let mut settings = settings(&["ok.test"], &[]);
         settings.mode = ProxyMode::Limited;
-        let (gate, script) = gate(&settings, names, true);
+        let (access, script) = access_check(&settings, names, true);
         for (protocol, reason) in [
             (PolicyProtocol::Http, "method_not_allowed"),
             (PolicyProtocol::HttpsConnect, "mitm_required"),
             (PolicyProtocol::Socks5Tcp, "method_not_allowed"),
             (PolicyProtocol::Socks5Udp, "method_not_allowed"),
         ] {
-            let blocked = pass(&gate, protocol, "ok.test").await.unwrap_err();
+            let blocked = check(&access, protocol, "ok.test").await.unwrap_err();
             assert_eq!(blocked.reason, reason);
-            let told = script.told.lock().unwrap().pop().unwrap();
-            assert_eq!(told.scope, PolicyScope::NonDomain);
-            assert_eq!(told.source, PolicySource::ModeGuard);
+            let reported = script.reported.lock().unwrap().pop().unwrap();
+            assert_eq!(reported.scope, PolicyScope::NonDomain);
+            assert_eq!(reported.source, PolicySource::ModeGuard);
         }
     }
 
     #[tokio::test]
-    async fn a_name_that_leads_nowhere_is_no_matter_of_policy() {
-        let (gate, script) = gate(&settings(&["ok.test"], &[]), Names::new(&[]), false);
-        let way = pass(&gate, PolicyProtocol::Http, "ok.test").await;
-        assert!(matches!(way, Ok(Way::Unresolved(_))), "{way:?}");
-        assert_eq!(script.told.lock().unwrap()[0].outcome, PolicyOutcome::Allow);
+    async fn unresolvable_name_is_reported_as_allowed() {
+        let (access, script) = access_check(
+            &settings(&["ok.test"], &[]),
+            ScriptedResolver::new(&[]),
+            false,
+        );
+        let route = check(&access, PolicyProtocol::Http, "ok.test").await;
+        assert!(matches!(route, Ok(Route::Unresolved(_))), "{route:?}");
+        assert_eq!(
+            script.reported.lock().unwrap()[0].outcome,
+            PolicyOutcome::Allow
+        );
     }
 }
