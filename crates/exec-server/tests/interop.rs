@@ -41,17 +41,17 @@ async fn ours_at(variable: &str, home: &std::path::Path) -> Server {
 }
 
 #[tokio::test]
-async fn tools_of_the_servers_configuration_are_offered() {
+async fn tools_in_configuration_of_the_server_are_offered() {
     let home = tempfile::tempdir().unwrap();
     let server = ours_at("CODEX_HOME", home.path()).await;
-    interop::tools_of_the_servers_configuration_are_offered(server.url(), home.path()).await;
+    interop::tools_in_configuration_of_the_server_are_offered(server.url(), home.path()).await;
 }
 
 #[tokio::test]
-async fn start_up_files_run_once() {
+async fn shell_start_up_files_run_once_per_conversation() {
     let home = tempfile::tempdir().unwrap();
     let server = ours_at("HOME", home.path()).await;
-    interop::start_up_files_run_once(server.url(), home.path()).await;
+    interop::shell_start_up_files_run_once_per_conversation(server.url(), home.path()).await;
 }
 
 /// Every decision about the network of a command is told to the real CLI, and nothing is asked of it.
@@ -60,7 +60,7 @@ async fn the_real_client_is_told_of_decisions() {
     let (_, server) = ours().await;
     let proxy = proxy::Proxy::start(server.url()).await;
     proxy.listen();
-    interop::a_managed_network_has_one_way_out(&proxy.url()).await;
+    interop::managed_network_allows_only_hosts_of_the_cli(&proxy.url()).await;
     let told: Vec<_> = proxy
         .sent("network/policyDecision")
         .into_iter()
@@ -91,7 +91,8 @@ async fn the_real_client_is_asked_about_a_host() {
         let server = Server::start(command).await;
         let proxy = proxy::Proxy::start(server.url()).await;
         proxy.listen();
-        let said = interop::a_review_decides_about_a_host(&proxy.url(), outcome).await;
+        let said =
+            interop::model_review_decides_about_an_unlisted_host(&proxy.url(), outcome).await;
         let questions = proxy.sent("network/policyRequest");
         assert_eq!(questions.len(), 1, "{questions:?}");
         let asked = &questions[0]["params"]["request"];

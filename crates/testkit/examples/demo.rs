@@ -1,8 +1,8 @@
-//! Shows the real Codex CLI at work on a server: no login, no key, no network.
+//! Demo: the real Codex CLI on a server, without login, key or network.
 //!
-//! `make demo`, or with any server that takes `--listen`:
-//! `CODEX_BIN=$(scripts/codex) cargo run -p exec-server-testkit --example demo -- SERVER [ARGS]`
-#![expect(clippy::print_stdout, reason = "printing is what a demo does")]
+//! Run `make demo`, or, with any server that takes `--listen`: `CODEX_BIN=$(scripts/codex) cargo
+//! run -p exec-server-testkit --example demo -- SERVER [ARGS]`
+#![expect(clippy::print_stdout, reason = "a demo prints its output")]
 
 use std::env;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use exec_server_testkit::server::Server;
 use tokio::process::Command;
 
 const COMMAND: &str = r#"echo "pid $$, child of $PPID: $(tr '\0' ' ' <"/proc/$PPID/cmdline")""#;
-const QUESTION: &str = r#"read -rp "who is there? " name; echo "hello, $name""#;
+const QUESTION: &str = r#"read -rp "your name? " name; echo "hello, $name""#;
 
 #[tokio::main]
 async fn main() {
@@ -52,7 +52,7 @@ async fn main() {
     for (id, call) in calls {
         println!("\nmodel asks  {call}");
         for line in model.output(id).unwrap_or_default().lines() {
-            println!("it is told  {line}");
+            println!("model gets  {line}");
         }
     }
 }

@@ -1,7 +1,8 @@
-//! The real Codex CLI as a peer.
+//! Real Codex CLI as a peer.
 //!
-//! Owns finding the binary, a fresh home for it and its two roles here: `codex exec`, the client,
-//! and `codex exec-server`, the reference server. Needs no login, no key and no network.
+//! Finds the binary, creates a new home directory for it, and runs it in two roles: `codex exec`,
+//! the client, and `codex exec-server`, the reference server. Needs no login, no key and no
+//! network.
 
 use std::env;
 use std::fs;
@@ -17,11 +18,11 @@ use tokio::time::timeout;
 use crate::fake_model::FakeModel;
 use crate::server::Server;
 
-/// The binary that `CODEX_BIN` names.
+/// Path of the binary, from `CODEX_BIN`.
 ///
 /// # Panics
 ///
-/// If the variable is unset or names no file. A test that needs the CLI must not pass without it.
+/// The variable is unset or names no file. A test that needs the CLI must not pass without it.
 #[must_use]
 pub fn binary() -> PathBuf {
     let Some(path) = env::var_os("CODEX_BIN").filter(|path| !path.is_empty()) else {
@@ -39,21 +40,21 @@ pub fn binary() -> PathBuf {
     path
 }
 
-/// The version of that binary, for what not all versions can do.
+/// Version of that binary, for features that not all versions have.
 ///
 /// # Panics
 ///
-/// If it does not say.
+/// The version cannot be read.
 #[must_use]
 pub fn version() -> [u32; 3] {
     let binary = binary();
-    let said = std::process::Command::new(&binary)
+    let output = std::process::Command::new(&binary)
         .arg("--version")
         .output()
         .unwrap_or_else(|error| panic!("cannot run `{}`: {error}", binary.display()));
-    let said = String::from_utf8_lossy(&said.stdout);
-    let number = said.split_whitespace().next_back().unwrap_or_default();
-    // A release to come counts as the release.
+    let output = String::from_utf8_lossy(&output.stdout);
+    let number = output.split_whitespace().next_back().unwrap_or_default();
+    // A pre-release counts as its release.
     let number = number.split(['-', '+']).next().unwrap_or_default();
     let parts: Vec<u32> = number
         .split('.')
@@ -61,25 +62,26 @@ pub fn version() -> [u32; 3] {
         .collect();
     parts
         .try_into()
-        .unwrap_or_else(|_| panic!("`{}` is of no known version: {said}", binary.display()))
+        .unwrap_or_else(|_| panic!("`{}` has an unknown version: {output}", binary.display()))
 }
 
-/// A fresh `CODEX_HOME` with an empty project beside it, both removed on drop.
+/// A new `CODEX_HOME` and an empty project directory, both removed on drop.
 #[derive(Debug)]
 pub struct Home {
     root: TempDir,
 }
 
 impl Home {
-    /// Makes the directories.
+    /// Creates the directories.
     ///
     /// # Panics
     ///
-    /// If no suitable place exists: the CLI does not work fully with a home in the temporary
-    /// directory, so this is the directory of the test binary or, failing that, the user's cache.
+    /// No suitable parent directory exists. The CLI does not work fully with a home in the
+    /// temporary directory, so the parent is the directory of the test binary or else the user's
+    /// cache directory.
     #[must_use]
     pub fn new() -> Self {
-        let parent = places()
+        let parent = parent_directories()
             .into_iter()
             .find(|place| !is_temporary(place))
             .expect("a target directory or a home directory outside the temporary directory");
@@ -98,13 +100,13 @@ impl Home {
         home
     }
 
-    /// What `CODEX_HOME` is set to.
+    /// Value of `CODEX_HOME`.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.root.path().join("home")
     }
 
-    /// An empty directory to work in.
+    /// Empty directory to work in.
     #[must_use]
     pub fn work(&self) -> PathBuf {
         self.root.path().join("work")
@@ -114,21 +116,21 @@ impl Home {
     ///
     /// # Panics
     ///
-    /// If it cannot be written.
+    /// It cannot be written.
     pub fn configure(&self, text: &str) {
         let path = self.path().join("config.toml");
         fs::write(&path, text)
             .unwrap_or_else(|error| panic!("cannot write `{}`: {error}", path.display()));
     }
 
-    /// Lays down what the machine requires of the CLI, as an administrator does.
+    /// Writes the CLI's requirements file, which is normally an administrator's.
     ///
-    /// Only `/etc/codex` can say it. So the CLI runs with a view of `/etc` of its own, in which this
-    /// lies above what is there; that takes a kernel which lets users mount.
+    /// The CLI reads it only from `/etc/codex`. It therefore runs in a mount namespace in which
+    /// this directory is an overlay of `/etc`; the kernel must allow users to mount.
     ///
     /// # Panics
     ///
-    /// If it cannot be written.
+    /// It cannot be written.
     pub fn require(&self, text: &str) {
         let directory = self.etc().join("codex");
         fs::create_dir_all(&directory)
@@ -138,12 +140,12 @@ impl Home {
             .unwrap_or_else(|error| panic!("cannot write `{}`: {error}", path.display()));
     }
 
-    /// What is laid over `/etc`, if anything.
+    /// Overlay of `/etc`, if it exists.
     fn etc(&self) -> PathBuf {
         self.root.path().join("etc")
     }
 
-    /// The binary, with its own view of `/etc` if there is something to see.
+    /// Command of the binary, with an overlay of `/etc` if there is one.
     fn program(&self) -> Command {
         let etc = self.etc();
         if !etc.exists() {
@@ -158,7 +160,8 @@ impl Home {
         command
     }
 
-    /// The CLI with this home and nothing else of our environment but `PATH`.
+    /// Command of the CLI with this home, and no other variable of the test's environment than
+    /// `PATH`.
     fn command(&self) -> Command {
         let mut command = self.program();
         command
@@ -191,18 +194,18 @@ pub async fn exec_server_with(home: &Home, flags: &[&str]) -> Server {
     Server::start(command).await
 }
 
-/// Where environments are registered, as the CLI is told.
+/// A registered environment, as the CLI is configured with it.
 #[derive(Debug, Clone)]
 pub struct Registry {
-    /// Its address, `http://` on this machine.
+    /// URL of the registry: `http://` on this machine.
     pub url: String,
-    /// Which environment is meant.
+    /// Id of the environment.
     pub environment: String,
-    /// The bearer token for it.
+    /// Bearer token for the environment.
     pub token: String,
 }
 
-/// The CLI's executor; dropping it ends the process.
+/// The CLI as executor; dropping it ends the process.
 #[derive(Debug)]
 pub struct Executor {
     child: tokio::process::Child,
@@ -210,7 +213,7 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Whether the process is still there.
+    /// Whether the process is running.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
@@ -226,7 +229,7 @@ impl Drop for Executor {
 ///
 /// # Panics
 ///
-/// If it cannot be started.
+/// It cannot be started.
 #[must_use]
 pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &str)]) -> Executor {
     let mut command = home.command();
@@ -246,7 +249,7 @@ pub fn remote_executor(home: &Home, registry: &Registry, variables: &[(&str, &st
     Executor { child, pid }
 }
 
-/// The command line of `codex app-server`, which speaks on its standard input and output, with an
+/// Command of `codex app-server`, which communicates over standard input and output, with an
 /// environment of a registry.
 #[must_use]
 pub fn app_server(home: &Home, registry: &Registry) -> Command {
@@ -263,7 +266,7 @@ pub fn app_server(home: &Home, registry: &Registry) -> Command {
     command
 }
 
-/// As [`exec`], on an environment of a registry.
+/// Like [`exec`], in an environment of a registry.
 ///
 /// # Panics
 ///
@@ -286,19 +289,19 @@ pub async fn exec_registered(
     run(home, model, &variables, limit).await
 }
 
-/// What `codex exec --json` left behind.
+/// Result of `codex exec --json`.
 #[derive(Debug)]
 pub struct Run {
-    /// How it ended.
+    /// Exit status.
     pub status: ExitStatus,
-    /// Its stdout, one JSON event per line.
+    /// Its stdout: one JSON event per line.
     pub events: Vec<Value>,
     /// Its stderr.
     pub stderr: String,
 }
 
 impl Run {
-    /// The completed command items, in order: what a user of the CLI is shown.
+    /// Returns the completed command items in order, as the CLI displays them.
     pub fn commands(&self) -> impl Iterator<Item = &Value> {
         self.events
             .iter()
@@ -308,16 +311,16 @@ impl Run {
     }
 }
 
-/// Runs `codex exec` with `model` on the exec-server at `server_url` until it ends by itself.
+/// Runs `codex exec` with `model` on the exec-server at `server_url` until it exits.
 ///
 /// # Panics
 ///
-/// If it takes longer than `limit`, prints something other than JSON, or fails.
+/// It takes longer than `limit`, prints anything but JSON, or fails.
 pub async fn exec(home: &Home, model: &FakeModel, server_url: &str, limit: Duration) -> Run {
     exec_in(home, model, server_url, "danger-full-access", limit).await
 }
 
-/// As [`exec`], under a `sandbox_mode` of the CLI.
+/// Like [`exec`], with a `sandbox_mode` of the CLI.
 ///
 /// # Panics
 ///
@@ -332,7 +335,7 @@ pub async fn exec_in(
     exec_with(home, model, server_url, sandbox_mode, "", limit).await
 }
 
-/// As [`exec_in`], with more tables in `config.toml`.
+/// Like [`exec_in`], with additional tables in `config.toml`.
 ///
 /// # Panics
 ///
@@ -349,7 +352,7 @@ pub async fn exec_with(
     run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
 }
 
-/// As [`exec_with`], with somebody to ask: a model reviews what needs permission.
+/// Like [`exec_with`], with a reviewer: a model reviews requests for permission.
 ///
 /// # Panics
 ///
@@ -369,7 +372,7 @@ pub async fn exec_reviewed(
     run(home, model, &[("CODEX_EXEC_SERVER_URL", server_url)], limit).await
 }
 
-/// As [`exec`], on this machine, with more in `config.toml`.
+/// Like [`exec`], on this machine, with additional configuration in `config.toml`.
 ///
 /// # Panics
 ///
@@ -416,7 +419,7 @@ async fn run(home: &Home, model: &FakeModel, variables: &[(&str, &str)], limit: 
     }
 }
 
-/// Enough for the CLI to run with `model` and without asking anyone.
+/// Returns the minimal configuration for `model`, without approval requests.
 fn config(model: &FakeModel, sandbox_mode: &str) -> String {
     format!(
         r#"model = "scripted"
@@ -440,8 +443,8 @@ supports_websockets = false
     )
 }
 
-/// Where homes may be made, the best first.
-fn places() -> Vec<PathBuf> {
+/// Possible parent directories of homes, best first.
+fn parent_directories() -> Vec<PathBuf> {
     let executable = env::current_exe().ok();
     let target = executable
         .as_deref()

@@ -1,8 +1,8 @@
-//! A model that follows a script.
+//! Scripted model: a loopback HTTP server for the Responses API.
 //!
-//! Owns a loopback HTTP server that plays the Responses API: each POST gets the next turn, and its
-//! `input` is kept for the test to read. Knows nothing of who asks or of what the tools do, except
-//! how a tool answer names the session that a later `write_stdin` needs.
+//! Each POST gets the next turn of a script, and its `input` is kept for the test to read. The
+//! server interprets neither the client nor the tools, except for the session id in a tool's
+//! output, which a later `write_stdin` needs.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
@@ -17,16 +17,16 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// What the model does when asked.
+/// One response of the model.
 #[derive(Debug)]
 pub enum Turn {
-    /// Let the question lie until this is sent (or its sender dropped), then play the next turn.
+    /// Delay the response until this is sent (or its sender is dropped), then play the next turn.
     ///
-    /// So a test can make the model wait for something that a command does.
+    /// With it, a test can make the model wait for an effect of a command.
     Wait(oneshot::Receiver<()>),
-    /// Call tools, all at once, and wait to be asked again with their answers.
+    /// Call tools concurrently, and wait for a request with their outputs.
     Calls(Vec<Call>),
-    /// Say this; the run ends.
+    /// Respond with a message, which ends the run.
     Message(String),
 }
 
@@ -36,14 +36,14 @@ pub struct Call {
     id: String,
     name: &'static str,
     arguments: Value,
-    /// The earlier call whose session id goes into `arguments`.
+    /// Id of the earlier call whose session id is added to `arguments`.
     session_of: Option<String>,
-    /// The MCP server whose tool it is.
+    /// Name of the MCP server that has the tool.
     server: Option<String>,
 }
 
 impl Call {
-    /// Calls a tool of the MCP server that the client's configuration calls `server`.
+    /// Calls a tool of an MCP server, named as in the client's configuration.
     #[must_use]
     pub fn mcp(id: &str, server: &str, tool: &'static str, arguments: Value) -> Self {
         Self {
@@ -55,7 +55,7 @@ impl Call {
         }
     }
 
-    /// Runs `cmd` and hands back what there is after at most `yield_ms`.
+    /// Runs `cmd` and returns its output after at most `yield_ms`.
     #[must_use]
     pub fn exec_command(id: &str, cmd: &str, yield_ms: u64) -> Self {
         let arguments = json!({ "cmd": cmd, "yield_time_ms": yield_ms });
@@ -68,9 +68,9 @@ impl Call {
         }
     }
 
-    /// Writes `chars` to the session that the call `session_of` left running.
+    /// Writes `chars` to the running session of the call `session_of`.
     ///
-    /// Its number is chosen by the client, so it is filled in when the turn is played.
+    /// The client chooses the session id, so it is inserted when the turn is played.
     #[must_use]
     pub fn write_stdin(id: &str, session_of: &str, chars: &str, yield_ms: u64) -> Self {
         let arguments = json!({ "chars": chars, "yield_time_ms": yield_ms });
@@ -91,7 +91,7 @@ impl Call {
         self
     }
 
-    /// The `function_call` item, complete with the session id if one is needed.
+    /// Creates the `function_call` item, with the session id if one is needed.
     fn item(&self, input: &[Value]) -> Result<Value, String> {
         let mut arguments = self.arguments.clone();
         if let Some(earlier) = &self.session_of {
@@ -118,11 +118,11 @@ impl Call {
     }
 }
 
-/// The server; dropping it stops it.
+/// The server; dropping it ends it.
 #[derive(Debug)]
 pub struct FakeModel {
     address: SocketAddr,
-    /// Locked for moments only, never across an await.
+    /// Never locked across an await.
     state: Arc<Mutex<State>>,
     accepting: JoinHandle<()>,
 }
@@ -133,7 +133,7 @@ struct State {
     script: VecDeque<Turn>,
     /// `input` of each POST so far, oldest first.
     inputs: Vec<Vec<Value>>,
-    /// What went wrong on our side; shown to the test by [`FakeModel::finish`].
+    /// Errors of the script or the server, reported by [`FakeModel::finish`].
     failures: Vec<String>,
 }
 
@@ -142,7 +142,7 @@ impl FakeModel {
     ///
     /// # Panics
     ///
-    /// If no port can be had.
+    /// No port is available.
     pub async fn start(script: impl IntoIterator<Item = Turn>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0")
             .await
@@ -165,30 +165,30 @@ impl FakeModel {
         }
     }
 
-    /// What a client takes as `base_url`.
+    /// `base_url` for the client's configuration.
     #[must_use]
     pub fn base_url(&self) -> String {
         format!("http://{}/v1", self.address)
     }
 
-    /// Everything that was asked, as the `input` of each POST.
+    /// Returns the `input` of each POST.
     #[must_use]
     pub fn inputs(&self) -> Vec<Vec<Value>> {
         self.state.lock().inputs.clone()
     }
 
-    /// What the call `id` answered, or `None` while no answer came.
+    /// Returns the output of the call `id`, or `None` before it has arrived.
     #[must_use]
     pub fn output(&self, id: &str) -> Option<String> {
         let state = self.state.lock();
         state.inputs.last().and_then(|input| output_of(input, id))
     }
 
-    /// Checks that the script was played to its end without trouble.
+    /// Checks that the whole script was played without errors.
     ///
     /// # Panics
     ///
-    /// If it was not; the text holds what came instead.
+    /// It was not; the message contains the last input.
     pub fn finish(&self) {
         let state = self.state.lock();
         assert!(
@@ -208,7 +208,7 @@ impl Drop for FakeModel {
 }
 
 impl State {
-    /// Takes the next turn if it is a wait.
+    /// Removes and returns the next turn if it is a wait.
     fn next_wait(&mut self) -> Option<oneshot::Receiver<()>> {
         match self.script.pop_front()? {
             Turn::Wait(wait) => Some(wait),
@@ -262,7 +262,7 @@ impl State {
     }
 }
 
-/// Takes the number out of `Process running with session ID 4711`.
+/// Parses the id in `Process running with session ID 4711`.
 #[must_use]
 pub fn session_id(answer: &str) -> Option<u64> {
     let (_, rest) = answer.split_once("Process running with session ID ")?;
@@ -272,7 +272,7 @@ pub fn session_id(answer: &str) -> Option<u64> {
         .ok()
 }
 
-/// The answer to the call `id` within one `input`.
+/// Returns the output of the call `id` in one `input`.
 fn output_of(input: &[Value], id: &str) -> Option<String> {
     let item = input
         .iter()
@@ -294,7 +294,7 @@ async fn accept(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-/// Answers one request and closes.
+/// Serves one request and closes the connection.
 async fn serve(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
     let Some(request) = read_request(&mut stream).await? else {
         return Ok(());
@@ -321,7 +321,7 @@ async fn serve(mut stream: TcpStream, state: &Mutex<State>) -> io::Result<()> {
             }
         }
     } else {
-        // The CLI asks for a list of models and the like, and lives without.
+        // The CLI also requests a list of models; it works without.
         (
             "404 Not Found",
             "text/plain",
@@ -343,7 +343,7 @@ struct Request {
     body: Vec<u8>,
 }
 
-/// Reads one request with a `Content-Length`, or nothing when the peer only looked in.
+/// Reads one request with a `Content-Length`; `None` if the peer closed without a request.
 async fn read_request(stream: &mut TcpStream) -> io::Result<Option<Request>> {
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let mut bytes = Vec::with_capacity(64 << 10);
@@ -394,14 +394,14 @@ async fn read_request(stream: &mut TcpStream) -> io::Result<Option<Request>> {
     }
 }
 
-/// Far above what a short run sends, far below what would hurt the machine.
+/// 16 MiB: far more than a short run sends, and little enough for any machine.
 const REQUEST_LIMIT: usize = 16 << 20;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// Sends one POST by hand and returns the whole response.
+    /// Sends one POST and returns the whole response.
     async fn post(model: &FakeModel, input: Value) -> String {
         let body = json!({ "input": input }).to_string();
         let mut stream = TcpStream::connect(model.address).await.unwrap();
@@ -409,7 +409,7 @@ mod tests {
             "POST /v1/responses HTTP/1.1\r\nContent-Length: {}\r\n\r\n",
             body.len()
         );
-        // In two pieces, so that the head arrives without its body.
+        // In two parts, so that the head arrives without its body.
         stream.write_all(head.as_bytes()).await.unwrap();
         stream.write_all(body.as_bytes()).await.unwrap();
         let mut response = String::new();
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn plays_the_script_and_fills_in_the_session() {
+    async fn script_is_played_with_session_id_of_earlier_call() {
         let model = FakeModel::start([
             Turn::Calls(vec![Call::exec_command("a", "cat", 250).with("tty", true)]),
             Turn::Calls(vec![Call::write_stdin("b", "a", "x\n", 250)]),
@@ -449,7 +449,7 @@ mod tests {
 
     #[tokio::test]
     #[should_panic(expected = "asked once more than the script has turns")]
-    async fn reports_a_question_beyond_the_script() {
+    async fn finish_reports_a_request_beyond_the_script() {
         let model = FakeModel::start([]).await;
         let response = post(&model, json!([])).await;
         assert!(response.starts_with("HTTP/1.1 400"), "{response}");
@@ -458,7 +458,7 @@ mod tests {
 
     #[tokio::test]
     #[should_panic(expected = "left no session running")]
-    async fn reports_a_write_to_a_session_that_ended() {
+    async fn finish_reports_a_write_to_an_ended_session() {
         let script = [Turn::Calls(vec![Call::write_stdin("b", "a", "x", 250)])];
         let model = FakeModel::start(script).await;
         post(&model, json!([answer("a", "Process exited with code 0")])).await;

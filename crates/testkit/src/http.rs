@@ -1,16 +1,16 @@
-//! One HTTP request at a time, over a connection of its own.
+//! HTTP/1.1 client for single requests, each on a new connection.
 
 use exec_server_transport::http::{Kind, read_head};
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
-/// Sends a request to an `http://` URL, with a bearer token; gives the status and the body, as JSON
-/// or else as a text.
+/// Sends a request with a bearer token to an `http://` URL; returns the status, and the body as
+/// JSON or else as text.
 ///
 /// # Panics
 ///
-/// If nobody answers there.
+/// There is no response.
 pub async fn request(method: &str, url: &str, token: Option<&str>, body: &str) -> (u16, Value) {
     let rest = url.strip_prefix("http://").expect("an http:// URL");
     let (host, path) = match rest.find('/') {
@@ -19,7 +19,7 @@ pub async fn request(method: &str, url: &str, token: Option<&str>, body: &str) -
     };
     let mut stream = TcpStream::connect(host)
         .await
-        .unwrap_or_else(|error| panic!("nobody is at {url}: {error}"));
+        .unwrap_or_else(|error| panic!("cannot connect to {url}: {error}"));
     let token = token.map_or(String::new(), |token| {
         format!("Authorization: Bearer {token}\r\n")
     });
@@ -36,7 +36,7 @@ pub async fn request(method: &str, url: &str, token: Option<&str>, body: &str) -
         .await
         .unwrap_or_else(|error| panic!("{url} did not answer: {error}"));
     let mut text = head.rest;
-    // One that hangs up on what it has not read may have answered nevertheless.
+    // A server that closes without reading the whole request may have responded nevertheless.
     let _ = stream.read_to_end(&mut text).await;
     let value = serde_json::from_slice(&text)
         .unwrap_or_else(|_| Value::String(String::from_utf8_lossy(&text).into_owned()));

@@ -1,8 +1,8 @@
-//! What the real Codex CLI must see of a server.
+//! Behaviours of a server that the real Codex CLI depends on.
 //!
 //! Each public function is one behaviour: a scripted model makes `codex exec` use the server, and
-//! what reaches the model is checked. The server under test is a parameter, so that the same
-//! bodies run against ours and, to prove the bodies, against the reference.
+//! the function checks what the model receives. The server is a parameter: the same functions run
+//! against this project's server and, to validate them, against the reference.
 
 use std::path::Path;
 use std::time::Duration;
@@ -24,7 +24,11 @@ pub async fn command_reports_streams_and_exit_code(url: &str) {
     let command = "echo to-stdout; echo to-stderr >&2; exit 3";
     let session = Session::run(
         url,
-        [Turn::Calls(vec![Call::exec_command("run", command, LONG)])],
+        [Turn::Calls(vec![Call::exec_command(
+            "run",
+            command,
+            UNTIL_EXIT_MS,
+        )])],
     );
     let session = session.await;
 
@@ -42,8 +46,8 @@ pub async fn command_reports_streams_and_exit_code(url: &str) {
     assert_eq!(shown["status"], "failed", "{shown:#}");
 }
 
-/// The command is a descendant of the server, and has the server's environment and the CLI's
-/// additions to it.
+/// The command is a descendant of the server; its environment is the server's with additions of the
+/// CLI.
 ///
 /// Start the server with [`MARKER`] in its environment.
 pub async fn command_runs_on_the_server(server: &Server) {
@@ -57,7 +61,9 @@ pub async fn command_runs_on_the_server(server: &Server) {
         done"#
     );
     let script = [Turn::Calls(vec![Call::exec_command(
-        "where", &command, LONG,
+        "where",
+        &command,
+        UNTIL_EXIT_MS,
     )])];
     let session = Session::run(server.url(), script).await;
 
@@ -67,11 +73,11 @@ pub async fn command_runs_on_the_server(server: &Server) {
     expect(&answer, &[&place, &format!("ancestor={};\n", server.pid())]);
 }
 
-/// The CLI brings the token that the server asks for.
+/// The CLI sends the token that the server requires.
 ///
 /// # Panics
 ///
-/// If the command does not run.
+/// The command does not run.
 pub async fn command_runs_with_a_token(url: &str, token: &str) {
     let home = Home::new();
     let environments = format!(
@@ -80,22 +86,22 @@ pub async fn command_runs_with_a_token(url: &str, token: &str) {
     );
     std::fs::write(home.path().join("environments.toml"), environments)
         .expect("the CLI's environments to be written");
-    let call = Call::exec_command("run", "echo let-in; exit 4", LONG);
+    let call = Call::exec_command("run", "echo let-in; exit 4", UNTIL_EXIT_MS);
     let session = Session::run_in(home, url, "danger-full-access", [Turn::Calls(vec![call])]).await;
     let answer = session.answer("run");
     expect(&answer, &["Process exited with code 4\n", "let-in\n"]);
 }
 
-/// A command runs on the executor of an environment, whoever its ends are.
+/// A command runs on the executor of a registered environment.
 ///
 /// # Panics
 ///
-/// If its output or exit code do not reach the model.
+/// Its output or exit code does not reach the model.
 pub async fn command_runs_through_a_registry(registry: &codex::Registry) {
     let home = Home::new();
     let (name, value) = MARKER;
     let command = format!("echo \"marker=${name}\"; seq 1 100000; exit 6");
-    let call = Call::exec_command("run", &command, LONG).with("max_output_tokens", 2000);
+    let call = Call::exec_command("run", &command, UNTIL_EXIT_MS).with("max_output_tokens", 2000);
     let end = Turn::Message("done".to_owned());
     let model = FakeModel::start([Turn::Calls(vec![call]), end]).await;
     let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
@@ -110,14 +116,13 @@ pub async fn command_runs_through_a_registry(registry: &codex::Registry) {
     );
 }
 
-/// What happens to the sockets in between, while a command runs for ten seconds, is not seen in its
-/// output.
+/// A command that runs for ten seconds loses no output when sockets on the way are cut.
 ///
-/// `cut` is called when the command has started.
+/// `cut` is awaited when the command has started.
 ///
 /// # Panics
 ///
-/// If something is missing.
+/// Output is missing.
 pub async fn command_survives_a_cut(
     registry: &codex::Registry,
     cut: impl Future<Output = ()> + Send + 'static,
@@ -128,23 +133,25 @@ pub async fn command_survives_a_cut(
         "{}; for i in 1 2 3 4 5 6 7 8 9 10; do echo line-$i; sleep 1; done; exit 8",
         tether.command()
     );
-    let tied = tether.tied();
+    let connected = tether.connected();
     let (started, begun) = oneshot::channel();
     let cutting = tokio::spawn(async move {
-        let _ = tied.await;
+        let _ = connected.await;
         cut.await;
         let _ = started.send(());
     });
     let script = [
-        Turn::Calls(vec![Call::exec_command("run", &command, SHORT)]),
+        Turn::Calls(vec![Call::exec_command("run", &command, YIELD_MS)]),
         Turn::Wait(begun),
-        Turn::Calls(vec![Call::write_stdin("wait", "run", "", LONG)]),
+        Turn::Calls(vec![Call::write_stdin("wait", "run", "", UNTIL_EXIT_MS)]),
         Turn::Message("done".to_owned()),
     ];
     let model = FakeModel::start(script).await;
     let run = codex::exec_registered(&home, &model, registry, RUN_LIMIT).await;
     model.finish();
-    cutting.await.expect("the cut was made");
+    cutting
+        .await
+        .expect("the task that cuts the sockets succeeds");
     let said = |id: &str| {
         model
             .output(id)
@@ -156,14 +163,18 @@ pub async fn command_survives_a_cut(
         assert_eq!(answers.matches(&line).count(), 1, "{line} in\n{answers}");
     }
     expect(&said("wait"), &["Process exited with code 8\n"]);
-    tether.loosened().await;
+    tether.released().await;
 }
 
-/// Under the CLI's sandbox a command writes to the project, and not beside it.
-pub async fn a_workspace_is_all_that_is_writable(url: &str) {
+/// In the CLI's sandbox a command can write to the project and to nothing else.
+pub async fn sandboxed_command_writes_only_to_the_workspace(url: &str) {
     let command = "echo inside > made; cat made; echo outside > ../beside; mkdir .codex/x; \
                    echo \"codes=$? $(ls -d ../beside 2>/dev/null)\"";
-    let script = [Turn::Calls(vec![Call::exec_command("run", command, LONG)])];
+    let script = [Turn::Calls(vec![Call::exec_command(
+        "run",
+        command,
+        UNTIL_EXIT_MS,
+    )])];
     let session = Session::run_in(Home::new(), url, "workspace-write", script).await;
 
     let answer = session.answer("run");
@@ -175,9 +186,9 @@ pub async fn a_workspace_is_all_that_is_writable(url: &str) {
     assert!(!session.home.work().join("../beside").exists(), "{answer}");
 }
 
-/// A command in a network that the CLI manages reaches whom the CLI allows, through a proxy that the
-/// server gives it, is told of the others there, and has no other way out.
-pub async fn a_managed_network_has_one_way_out(url: &str) {
+/// In a managed network a command reaches the hosts that the CLI allows through the server's proxy,
+/// gets an error response for others, and has no other network access.
+pub async fn managed_network_allows_only_hosts_of_the_cli(url: &str) {
     let site = Site::saying(site::answer("200 OK", "", "reached\n")).await;
     let command = format!(
         r#"ask() {{ echo "[$1]"; shift; curl -sS -i -m 20 "$@" 2>&1; echo "[ended with $?]"; }}
@@ -190,7 +201,11 @@ pub async fn a_managed_network_has_one_way_out(url: &str) {
         ask direct --noproxy '*' '{site}/direct'"#,
         site = site.url("")
     );
-    let script = [Turn::Calls(vec![Call::exec_command("run", &command, LONG)])];
+    let script = [Turn::Calls(vec![Call::exec_command(
+        "run",
+        &command,
+        UNTIL_EXIT_MS,
+    )])];
     let tables = format!("{NETWORK}\n[features.network_proxy]\nenabled = true\n{DOMAINS}");
     let session = Session::follow(Home::new(), url, "workspace-write", &tables, script).await;
 
@@ -221,28 +236,28 @@ pub async fn a_managed_network_has_one_way_out(url: &str) {
     assert_eq!(asked, ["/allowed", "/tunnel", "/socks"]);
 }
 
-/// The CLI is asked about a host that its machine's requirements do not name, has it reviewed by the
-/// model, and its word counts: whether `outcome` is `allow` or `deny`.
+/// The CLI is requested to decide about a host that its requirements do not name, has the model
+/// review it, and its decision (`outcome` is `allow` or `deny`) is applied.
 ///
-/// Returns what the model was told of the command that asked for [`ASKED`].
+/// Returns the output of the command that requested [`UNLISTED_URL`].
 ///
 /// # Panics
 ///
-/// If nobody asked.
-pub async fn a_review_decides_about_a_host(url: &str, outcome: &str) -> String {
+/// The model was not requested to review.
+pub async fn model_review_decides_about_an_unlisted_host(url: &str, outcome: &str) -> String {
     let home = Home::new();
     let domains = DOMAINS.replace("features.network_proxy", "experimental_network");
     home.require(&format!(
         "[experimental_network]\nenabled = true\n{domains}"
     ));
-    let command = format!("curl -sS -i -m 20 {ASKED}");
+    let command = format!("curl -sS -i -m 20 {UNLISTED_URL}");
     let review = json!({
         "risk_level": "low", "user_authorization": "high", "outcome": outcome,
-        "rationale": "as the script has it",
+        "rationale": "scripted",
     });
-    // The CLI uses the same model for both conversations; the second is the review's.
+    // The CLI uses the same model for both conversations; the second is the review.
     let script = [
-        Turn::Calls(vec![Call::exec_command("run", &command, LONG)]),
+        Turn::Calls(vec![Call::exec_command("run", &command, UNTIL_EXIT_MS)]),
         Turn::Message(review.to_string()),
         Turn::Message("done".to_owned()),
     ];
@@ -253,21 +268,21 @@ pub async fn a_review_decides_about_a_host(url: &str, outcome: &str) -> String {
     answer.unwrap_or_else(|| panic!("no answer in {:#?}\n{}", model.inputs(), run.stderr))
 }
 
-/// A host that no rule of the tests names. Nobody goes there: it has the form of a public address
-/// because the CLI looks names up before it allows them.
-pub const ASKED: &str = "http://93.184.216.34/asked";
+/// Host that no rule of the tests names. No request is sent to it: it is a public address because
+/// the CLI resolves names before it allows them.
+pub const UNLISTED_URL: &str = "http://93.184.216.34/asked";
 
-/// The sandbox of the CLI leaves the network to its proxy.
+/// Leaves network restrictions to the proxy instead of the CLI's sandbox.
 const NETWORK: &str = "\n[sandbox_workspace_write]\nnetwork_access = true\n";
 
-/// Whom the CLI's proxy knows of.
+/// Hosts in the configuration of the CLI's proxy.
 const DOMAINS: &str = "\n[features.network_proxy.domains]\n\"127.0.0.1\" = \"allow\"\n\
                        \"denied.example\" = \"deny\"\n";
 
-/// Several commands of one turn run side by side, and each answer belongs to its call.
-pub async fn parallel_commands_keep_apart(url: &str) {
+/// Several commands of one turn run concurrently, and each output belongs to its call.
+pub async fn parallel_commands_return_their_own_output(url: &str) {
     let ids = ["a", "b", "c", "d"];
-    let call = |id| Call::exec_command(id, &format!("echo this-is-{id}"), LONG);
+    let call = |id| Call::exec_command(id, &format!("echo this-is-{id}"), UNTIL_EXIT_MS);
     let session = Session::run(url, [Turn::Calls(ids.map(call).to_vec())]).await;
     for id in ids {
         let answer = session.answer(id);
@@ -279,8 +294,8 @@ pub async fn parallel_commands_keep_apart(url: &str) {
     }
 }
 
-/// A terminal session takes two lines over two turns and ends with its own exit code.
-pub async fn terminal_session_takes_input(url: &str) {
+/// A terminal session takes two lines over two turns and exits with its own exit code.
+pub async fn terminal_session_receives_input(url: &str) {
     let command = r#"test -t 0 && test -t 1 && echo "terminal $(stty size)"
         while read -r line; do
             if [ "$line" = quit ]; then echo goodbye; exit 5; fi
@@ -290,20 +305,27 @@ pub async fn terminal_session_takes_input(url: &str) {
         url,
         [
             Turn::Calls(vec![
-                Call::exec_command("start", command, SHORT).with("tty", true),
+                Call::exec_command("start", command, YIELD_MS).with("tty", true),
             ]),
-            Turn::Calls(vec![Call::write_stdin("first", "start", "hello\n", SHORT)]),
-            Turn::Calls(vec![Call::write_stdin("second", "start", "quit\n", LONG)]),
+            Turn::Calls(vec![Call::write_stdin(
+                "first", "start", "hello\n", YIELD_MS,
+            )]),
+            Turn::Calls(vec![Call::write_stdin(
+                "second",
+                "start",
+                "quit\n",
+                UNTIL_EXIT_MS,
+            )]),
         ],
     )
     .await;
 
-    // Which answer holds which output depends on how busy the machine is; the order does not.
+    // Which output contains which text depends on timing; the order of texts does not.
     let answers = ["start", "first", "second"]
         .map(|id| session.answer(id))
         .concat();
     let mut rest = answers.as_str();
-    // A terminal echoes what is typed and ends lines with CR LF.
+    // A terminal echoes input and ends lines with CR LF.
     for expected in [
         "terminal 24 80\r\n",
         "hello\r\n",
@@ -318,10 +340,11 @@ pub async fn terminal_session_takes_input(url: &str) {
     expect(&session.answer("second"), &["Process exited with code 5\n"]);
 }
 
-/// Two megabytes of output arrive whole: the CLI keeps head and tail and counts what it leaves
-/// out, so one lost or doubled byte shows in its numbers.
+/// Two megabytes of output arrive completely: the CLI keeps beginning and end and counts what it
+/// omits, so a lost or duplicated byte changes its numbers.
 pub async fn large_output_is_complete(url: &str) {
-    let call = Call::exec_command("count", "seq 1 300000", LONG).with("max_output_tokens", 2000);
+    let call =
+        Call::exec_command("count", "seq 1 300000", UNTIL_EXIT_MS).with("max_output_tokens", 2000);
     let session = Session::run(url, [Turn::Calls(vec![call])]).await;
 
     let written = (1..=300_000)
@@ -350,7 +373,7 @@ pub async fn large_output_is_complete(url: &str) {
         .as_str()
         .expect("its output is text");
     let (head, tail) = (&written[..KEPT], &written[written.len() - KEPT..]);
-    // Not `assert_eq`: nobody wants to read two megabytes in a panic.
+    // Not `assert_eq`, which would print two megabytes.
     assert!(
         shown == format!("{head}\n... {left_out} bytes omitted ...\n{tail}"),
         "what the CLI shows differs from what was written, in {} bytes",
@@ -358,7 +381,7 @@ pub async fn large_output_is_complete(url: &str) {
     );
 }
 
-/// ^C to a command without a terminal interrupts it.
+/// Ctrl-C to a command without a terminal interrupts it.
 pub async fn interrupt_reaches_a_pipe_process(url: &str) {
     let mut tether = Tether::new().await;
     let command = format!(
@@ -368,26 +391,31 @@ pub async fn interrupt_reaches_a_pipe_process(url: &str) {
     let session = Session::run(
         url,
         [
-            Turn::Calls(vec![Call::exec_command("start", &command, SHORT)]),
-            Turn::Wait(tether.tied()),
-            Turn::Calls(vec![Call::write_stdin("interrupt", "start", "\u{3}", LONG)]),
+            Turn::Calls(vec![Call::exec_command("start", &command, YIELD_MS)]),
+            Turn::Wait(tether.connected()),
+            Turn::Calls(vec![Call::write_stdin(
+                "interrupt",
+                "start",
+                "\u{3}",
+                UNTIL_EXIT_MS,
+            )]),
         ],
     )
     .await;
     let answer = session.answer("interrupt");
     expect(&answer, &["Process exited with code 7\n", "interrupted\n"]);
-    tether.loosened().await;
+    tether.released().await;
 }
 
-/// A command that still runs when the CLI ends is gone soon after, with its children.
+/// A command that still runs when the CLI exits ends soon after, with its children.
 pub async fn running_process_ends_with_the_run(url: &str) {
     let mut tether = Tether::new().await;
     let command = format!("{}; sleep 600 & wait", tether.command());
     let session = Session::run(
         url,
         [
-            Turn::Calls(vec![Call::exec_command("start", &command, SHORT)]),
-            Turn::Wait(tether.tied()),
+            Turn::Calls(vec![Call::exec_command("start", &command, YIELD_MS)]),
+            Turn::Wait(tether.connected()),
         ],
     )
     .await;
@@ -395,10 +423,10 @@ pub async fn running_process_ends_with_the_run(url: &str) {
         &session.answer("start"),
         &["Process running with session ID "],
     );
-    tether.loosened().await;
+    tether.released().await;
 }
 
-/// A site that offers one tool over HTTP, `greet`, as an MCP server.
+/// HTTP server that is an MCP server with one tool, `greet`.
 async fn tool_site() -> Site {
     Site::start(|asked, mut stream| async move {
         let message: Value = serde_json::from_slice(&asked.body).unwrap_or_default();
@@ -414,7 +442,7 @@ async fn tool_site() -> Site {
             }]}),
             Some("tools/call") => json!({"content": [{"type": "text", "text": "greetings"}]}),
             Some(_) => return say(&mut stream, &site::answer("202 Accepted", "", "")).await,
-            // It has nothing to say by itself.
+            // It sends no events.
             None => {
                 let refused = site::answer("405 Method Not Allowed", "", "");
                 return say(&mut stream, &refused).await;
@@ -431,8 +459,8 @@ async fn tool_site() -> Site {
     .await
 }
 
-/// A tool server that the CLI is configured with is reached from the server's machine, with a token
-/// that only that machine knows.
+/// A tool server in the CLI's configuration is reached from the server's machine, with a token from
+/// that machine's environment.
 ///
 /// Start the server with [`MARKER`] in its environment.
 pub async fn tools_over_http_are_reached_from_the_server(url: &str) {
@@ -457,10 +485,10 @@ pub async fn tools_over_http_are_reached_from_the_server(url: &str) {
     }
 }
 
-/// A tool server that only the configuration on the server's machine names is offered.
+/// A tool server in the configuration file of the server's machine is offered to the model.
 ///
 /// Start the server with `CODEX_HOME` set to `home`.
-pub async fn tools_of_the_servers_configuration_are_offered(url: &str, home: &Path) {
+pub async fn tools_in_configuration_of_the_server_are_offered(url: &str, home: &Path) {
     let site = tool_site().await;
     let config = format!("[mcp_servers.web]\nurl = \"{}\"\n", site.url("/mcp"));
     std::fs::write(home.join("config.toml"), config).expect("a home that can be written");
@@ -474,16 +502,16 @@ pub async fn tools_of_the_servers_configuration_are_offered(url: &str, home: &Pa
     expect(&session.answer("call"), &["greetings"]);
 }
 
-/// Commands of one conversation share what start-up files of their shell do, which run once.
+/// Commands of one conversation share the result of the shell's start-up files, which run once.
 ///
 /// Start the server with `HOME` set to `home`.
-pub async fn start_up_files_run_once(url: &str, home: &Path) {
+pub async fn shell_start_up_files_run_once_per_conversation(url: &str, home: &Path) {
     let profile = "echo ran >> \"$HOME/count\"\nf() { echo \"this is f\"; }\n";
     for name in [".bash_profile", ".zprofile", ".profile"] {
         std::fs::write(home.join(name), profile).expect("a home that can be written");
     }
     let ids = ["a", "b", "c"];
-    let turn = |id| Turn::Calls(vec![Call::exec_command(id, "f", LONG)]);
+    let turn = |id| Turn::Calls(vec![Call::exec_command(id, "f", UNTIL_EXIT_MS)]);
     let tables = "\n[features]\nshell_snapshot_v2 = true\n";
     let session = Session::run_with(Home::new(), url, tables, ids.map(turn)).await;
     for id in ids {
@@ -493,42 +521,42 @@ pub async fn start_up_files_run_once(url: &str, home: &Path) {
     assert_eq!(count, "ran\n");
 }
 
-/// Writes one `#[tokio::test]` per behaviour of this module, against the servers that `$start`
+/// Generates one `#[tokio::test]` per behaviour of this module, for the servers that `$start`
 /// starts.
 ///
-/// `$start` is an async function without arguments that returns a pair: whatever must outlive the
-/// server, and the [`Server`], started with [`MARKER`]. Naming the behaviours here and nowhere
-/// else means that no subject can forget one.
+/// `$start` is an async function without arguments that returns a pair: a guard that must outlive
+/// the server, and the [`Server`], started with [`MARKER`]. The behaviours are listed only here, so
+/// that every server is tested with all of them.
 #[macro_export]
 macro_rules! interop_tests {
     ($start:path) => {
         $crate::interop_tests! { $start =>
             command_reports_streams_and_exit_code(server => server.url());
             command_runs_on_the_server(server => &server);
-            parallel_commands_keep_apart(server => server.url());
-            terminal_session_takes_input(server => server.url());
+            parallel_commands_return_their_own_output(server => server.url());
+            terminal_session_receives_input(server => server.url());
             large_output_is_complete(server => server.url());
             interrupt_reaches_a_pipe_process(server => server.url());
             running_process_ends_with_the_run(server => server.url());
-            a_workspace_is_all_that_is_writable(server => server.url());
-            a_managed_network_has_one_way_out(server => server.url());
+            sandboxed_command_writes_only_to_the_workspace(server => server.url());
+            managed_network_allows_only_hosts_of_the_cli(server => server.url());
             tools_over_http_are_reached_from_the_server(server => server.url());
         }
     };
     ($start:path => $($name:ident($server:ident => $subject:expr);)*) => {$(
         #[tokio::test]
         async fn $name() {
-            // Dropped in reverse order: the server goes first.
+            // Locals are dropped in reverse order: the server first.
             let (_guard, $server) = $start().await;
             $crate::interop::$name($subject).await;
         }
     )*};
 }
 
-/// A variable that the server under test must have in its environment.
+/// Variable that must be in the environment of the server under test.
 pub const MARKER: (&str, &str) = ("EXEC_SERVER_INTEROP_MARKER", "set-for-the-server-only");
 
-/// One finished run of the CLI.
+/// A finished run of the CLI.
 struct Session {
     model: FakeModel,
     run: Run,
@@ -536,12 +564,12 @@ struct Session {
 }
 
 impl Session {
-    /// Lets the CLI follow `script` and a closing message on the server at `url`.
+    /// Runs the CLI with `script` and a closing message on the server at `url`.
     async fn run(url: &str, script: impl IntoIterator<Item = Turn>) -> Self {
         Self::run_in(Home::new(), url, "danger-full-access", script).await
     }
 
-    /// As [`Session::run`], with a home that is set up already and under a `sandbox_mode` of the CLI.
+    /// Like [`Session::run`], with an existing home and a `sandbox_mode` of the CLI.
     async fn run_in(
         home: Home,
         url: &str,
@@ -551,7 +579,7 @@ impl Session {
         Self::follow(home, url, mode, "", script).await
     }
 
-    /// As [`Session::run`], with more tables of configuration.
+    /// Like [`Session::run`], with additional configuration.
     async fn run_with(
         home: Home,
         url: &str,
@@ -575,7 +603,7 @@ impl Session {
         Self { model, run, home }
     }
 
-    /// What the model was told of the call `id`.
+    /// Returns the output of the call `id`, as the model received it.
     fn answer(&self, id: &str) -> String {
         self.model.output(id).unwrap_or_else(|| {
             panic!(
@@ -587,13 +615,13 @@ impl Session {
     }
 }
 
-/// A connection held by a process and all that it starts.
+/// Connection that a process and all its descendants hold open.
 ///
-/// It opens when the process comes to [`Tether::command`] and ends with the last holder, wherever
-/// that is: no process ids, no polling.
+/// Opened by [`Tether::command`] in the process, and closed when the last holder exits. Needs no
+/// process ids and no polling.
 struct Tether {
     port: u16,
-    tied: Option<oneshot::Receiver<()>>,
+    connected: Option<oneshot::Receiver<()>>,
     held: JoinHandle<()>,
 }
 
@@ -606,39 +634,39 @@ impl Tether {
             .local_addr()
             .expect("the address of a bound listener")
             .port();
-        let (sender, tied) = oneshot::channel();
+        let (sender, connected) = oneshot::channel();
         let held = tokio::spawn(async move {
             let (mut stream, _) = listener.accept().await.expect("a connection");
             let _ = sender.send(());
-            // An end by reset is as good as one by FIN.
+            // A reset counts as the end, like FIN.
             let _ = stream.read_to_end(&mut Vec::new()).await;
         });
         Self {
             port,
-            tied: Some(tied),
+            connected: Some(connected),
             held,
         }
     }
 
-    /// The shell command (of bash) that ties the process.
+    /// Returns the bash command that opens the connection.
     fn command(&self) -> String {
         format!("exec 9<>/dev/tcp/127.0.0.1/{}", self.port)
     }
 
-    /// Is sent when the process is tied.
-    fn tied(&mut self) -> oneshot::Receiver<()> {
-        self.tied.take().expect("asked for once")
+    /// Returns a channel that reports the opened connection.
+    fn connected(&mut self) -> oneshot::Receiver<()> {
+        self.connected.take().expect("asked for once")
     }
 
-    /// Waits for the end of all holders.
-    async fn loosened(self) {
+    /// Waits until all holders have exited.
+    async fn released(self) {
         let ended = timeout(END_LIMIT, self.held).await;
         let ended = ended.unwrap_or_else(|_| panic!("still running {END_LIMIT:?} after its end"));
         ended.expect("the task that watches the tether");
     }
 }
 
-/// Checks that `answer` holds all `parts`.
+/// Checks that `answer` contains all `parts`.
 fn expect(answer: &str, parts: &[&str]) {
     for part in parts {
         assert!(
@@ -648,19 +676,19 @@ fn expect(answer: &str, parts: &[&str]) {
     }
 }
 
-/// Yield window, in milliseconds, for a command that goes on: the CLI always waits it out.
-const SHORT: u64 = 500;
+/// Yield window in milliseconds for a command that continues: the CLI always waits for all of it.
+const YIELD_MS: u64 = 500;
 
-/// Yield window for a command that ends by itself: the CLI waits for the end, and 30 s is the
-/// longest it accepts.
-const LONG: u64 = 30_000;
+/// Yield window in milliseconds for a command that exits: the CLI waits for its exit, for at most
+/// 30 s.
+const UNTIL_EXIT_MS: u64 = 30_000;
 
-/// Bytes that the CLI keeps of each end of a long output.
+/// Bytes that the CLI keeps at each end of a long output.
 const KEPT: usize = 512 << 10;
 
-/// For one run of the CLI, which takes seconds; a stuck one must not stop the suite.
+/// Time limit of one run of the CLI, which takes seconds.
 const RUN_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long a terminated process may live. Well under the 30 s after which a server drops a
-/// session that nobody resumes: the end must come from the client's request.
+/// Time within which a terminated process must exit. Less than the 30 s after which a server ends a
+/// session without a connection, so that only the client's request can be the cause.
 const END_LIMIT: Duration = Duration::from_secs(10);

@@ -1,10 +1,11 @@
-//! Peers for tests, as processes and sockets.
+//! Test peers: servers as child processes, raw wire clients, proxies and scripted models.
 //!
-//! Owns how a test starts a server, talks to it in raw wire terms and looks at its processes; and
-//! the real Codex CLI with the model that CLI talks to. Builds on the links of `transport`, but
-//! knows no protocol type: what a server says is checked as the JSON it is.
+//! Contains what a test needs to start a server, to exchange raw JSON with it, and to inspect its
+//! processes; and the real Codex CLI with a scripted model for it. Uses the links of `transport`,
+//! but no type of `protocol`: tests check the JSON itself.
 //!
-//! These are test tools: they panic with a text that says what was seen, and return no errors.
+//! These are test tools: they panic with a message that contains what was observed, and return no
+//! errors.
 
 pub mod codex;
 pub mod fake_model;

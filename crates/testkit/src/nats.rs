@@ -1,4 +1,4 @@
-//! A real nats-server on loopback.
+//! Real nats-server on loopback.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -15,17 +15,17 @@ use tokio::time::timeout;
 
 use crate::proc::PATIENCE;
 
-/// A nats-server with JetStream and a directory of its own; ends when dropped.
+/// A nats-server with JetStream and its own directory. Dropping it ends the server.
 #[derive(Debug)]
 pub struct Nats {
     directory: TempDir,
     address: SocketAddr,
     child: Option<Child>,
-    /// Lines of its configuration.
+    /// Configuration text.
     config: String,
-    /// Its files are on a disk of their own.
+    /// Whether its storage is a separate filesystem.
     mounted: bool,
-    /// Its garbage is collected less often.
+    /// Whether to start it with less frequent garbage collection.
     tuned: bool,
 }
 
@@ -35,7 +35,7 @@ impl Drop for Nats {
             if let Some(child) = &mut self.child {
                 let _ = child.start_kill();
             }
-            // Whatever it has open still.
+            // Lazy: the server may still have open files.
             let mut unmount = std::process::Command::new("umount");
             let _ = unmount.arg("-l").arg(self.store()).status();
         }
@@ -43,16 +43,16 @@ impl Drop for Nats {
 }
 
 impl Nats {
-    /// Starts one.
+    /// Starts a server.
     ///
     /// # Panics
     ///
-    /// If there is no nats-server, or it does not start.
+    /// No nats-server is installed, or it does not start.
     pub async fn start() -> Self {
         Self::with("").await
     }
 
-    /// Starts one as docs/fleet.md advises to run it.
+    /// Starts a server with the settings that docs/fleet.md recommends.
     ///
     /// # Panics
     ///
@@ -64,7 +64,7 @@ impl Nats {
         nats
     }
 
-    /// Starts one whose JetStream is configured with these lines besides.
+    /// Starts a server with these lines in its JetStream configuration.
     ///
     /// # Panics
     ///
@@ -75,8 +75,8 @@ impl Nats {
         nats
     }
 
-    /// Starts one that is configured with these lines besides, which `lines` makes knowing its
-    /// directory.
+    /// Starts a server with additional configuration; `lines` gets the server's directory and
+    /// returns the text.
     ///
     /// # Panics
     ///
@@ -89,13 +89,13 @@ impl Nats {
         nats
     }
 
-    /// Starts one whose files are on a disk of their own, of so many bytes. Only for root.
+    /// Starts a server whose storage is a separate filesystem of this size. Requires root.
     ///
     /// # Panics
     ///
-    /// As [`Nats::start`], or if the disk cannot be made.
+    /// As [`Nats::start`], or if the filesystem cannot be created.
     pub async fn on_disk(bytes: usize) -> Self {
-        // By default it would leave a quarter of the disk alone.
+        // By default the server leaves a quarter of the disk unused.
         let mut nats = Self::prepared("max_file_store: 1GB").await;
         let store = nats.store();
         std::fs::create_dir(&store).expect("a directory");
@@ -110,9 +110,9 @@ impl Nats {
         nats
     }
 
-    /// One that does not run yet.
+    /// Creates a server without starting it.
     async fn prepared(jetstream: &str) -> Self {
-        // The port is free again when it is needed, and stays the same when it comes back.
+        // The port is released here and bound by the server; it stays the same after a restart.
         let listener = TcpListener::bind("127.0.0.1:0").await;
         let listener = listener.expect("a free port");
         let address = listener.local_addr().expect("a port");
@@ -133,47 +133,47 @@ impl Nats {
         nats
     }
 
-    /// Where its files are.
+    /// Directory of its storage.
     fn store(&self) -> PathBuf {
         self.directory.path().join("store")
     }
 
-    /// Leaves no room on its disk.
+    /// Fills its filesystem.
     ///
     /// # Panics
     ///
-    /// If there is room nevertheless.
+    /// The filesystem still has space.
     pub fn fill_disk(&self) {
         use std::io::Write as _;
-        assert!(self.mounted, "not the disk of others");
+        assert!(self.mounted, "never fill the disk of the machine");
         let filler = std::fs::File::create(self.store().join("filler"));
         let mut filler = filler.expect("a file");
-        // Byte by byte in the end: not even a short record is to fit.
+        // Down to single bytes, so that not even a short record fits.
         for size in [64 << 10, 512, 1] {
             while filler.write_all(&vec![0; size]).is_ok() {}
         }
     }
 
-    /// Makes room on its disk again.
+    /// Frees the space that [`Nats::fill_disk`] used.
     ///
     /// # Panics
     ///
-    /// If it was not filled.
+    /// The filesystem was not filled.
     pub fn free_disk(&self) {
         std::fs::remove_file(self.store().join("filler")).expect("a file");
     }
 
-    /// Where it listens, without the scheme.
+    /// Address of the server.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Starts it again, with what it has kept.
+    /// Starts the server again with its stored data.
     ///
     /// # Panics
     ///
-    /// If it does not start.
+    /// It does not start.
     pub async fn open(&mut self) {
         let config = self.directory.path().join("nats.conf");
         std::fs::write(&config, &self.config).expect("a configuration");
@@ -204,39 +204,43 @@ impl Nats {
         timeout(PATIENCE, up).await.expect("nats-server to listen");
     }
 
-    /// Ends it without a word, and waits for its end.
+    /// Kills the server and waits for its end.
     ///
     /// # Panics
     ///
-    /// If it does not run.
+    /// It is not running.
     pub async fn die(&mut self) {
-        let mut child = self.child.take().expect("it runs");
-        child.start_kill().expect("it runs");
+        let mut child = self.child.take().expect("the server is running");
+        child.start_kill().expect("the server is running");
         let _ = child.wait().await;
     }
 
-    /// Where it listens.
+    /// URL of the server.
     #[must_use]
     pub fn url(&self) -> String {
         format!("nats://{}", self.address)
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the server.
     ///
     /// # Panics
     ///
-    /// If it does not run.
+    /// It is not running.
     pub fn signal(&self, signal: Signal) {
-        let pid = self.child.as_ref().and_then(Child::id).expect("it runs");
+        let pid = self
+            .child
+            .as_ref()
+            .and_then(Child::id)
+            .expect("the server is running");
         let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        kill_process(pid.expect("a process"), signal).expect("it runs");
+        kill_process(pid.expect("a process"), signal).expect("the server is running");
     }
 
-    /// Asks something over the raw protocol; the answer, as JSON.
+    /// Sends a request over the raw NATS protocol; returns the response as JSON.
     ///
     /// # Panics
     ///
-    /// If there is no answer.
+    /// There is no response.
     pub async fn ask(&self, subject: &str, body: &str) -> Value {
         let exchange = async {
             let mut stream = BufReader::new(TcpStream::connect(self.address).await?);
@@ -246,7 +250,7 @@ impl Nats {
             );
             stream.write_all(request.as_bytes()).await?;
             let mut line = String::new();
-            // The line before the body says how long it is; one line is enough for these.
+            // The line before the body contains its length; these bodies are single lines.
             while !line.starts_with("MSG answer") {
                 line.clear();
                 stream.read_line(&mut line).await?;
@@ -262,25 +266,26 @@ impl Nats {
         serde_json::from_str(&answer).unwrap_or_else(|_| panic!("no JSON: {answer}"))
     }
 
-    /// Tells whoever listens to a subject something.
+    /// Publishes a message to the subscribers of a subject.
     ///
     /// # Panics
     ///
-    /// If it cannot be told.
+    /// The message cannot be published.
     pub async fn tell(&self, subject: &str, body: &str) {
         self.publish(subject, "", body).await;
     }
 
-    /// Whether anybody listens to a subject. Whoever does is told nothing at all.
+    /// Whether a subject has a subscriber. Subscribers receive an empty message.
     ///
     /// # Panics
     ///
-    /// If it cannot be asked.
+    /// The server does not respond.
     pub async fn is_heard(&self, subject: &str) -> bool {
         self.publish(subject, "answer ", "").await
     }
 
-    /// Says something in such a way that the server tells if nobody hears it; whether somebody did.
+    /// Publishes a message so that the server reports if it has no subscriber; returns whether it
+    /// has one.
     async fn publish(&self, subject: &str, answer: &str, body: &str) -> bool {
         let exchange = async {
             let mut stream = BufReader::new(TcpStream::connect(self.address).await?);
@@ -291,7 +296,7 @@ impl Nats {
             );
             stream.write_all(request.as_bytes()).await?;
             let (mut line, mut heard) = (String::new(), true);
-            // What comes before the pong is all there is.
+            // All responses arrive before the pong.
             while !line.starts_with("PONG") {
                 line.clear();
                 if stream.read_line(&mut line).await? == 0 {
@@ -301,7 +306,9 @@ impl Nats {
             }
             std::io::Result::Ok(heard)
         };
-        let told = timeout(PATIENCE, exchange).await.expect("to be told");
-        told.expect("a server that listens")
+        let response = timeout(PATIENCE, exchange)
+            .await
+            .expect("a response in time");
+        response.expect("a running server")
     }
 }

@@ -1,4 +1,4 @@
-//! What `/proc` tells of processes that are not ours to wait for.
+//! /proc inspection of processes that are not children of the test.
 
 use std::fmt::Display;
 use std::fs;
@@ -7,12 +7,13 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// How long anything that must happen may take on a machine that is busy with other things.
+/// Time limit of every wait in tests: generous, because the machine may be busy.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A text that occurs nowhere else on this machine.
+/// Returns a text that is unique on this machine.
 ///
-/// Put it in the environment of a process to find it and all its descendants with [`bearers`].
+/// Set it as a variable in a process's environment to find the process and all its descendants with
+/// [`bearers`].
 #[must_use]
 pub fn marker() -> String {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -20,12 +21,12 @@ pub fn marker() -> String {
     format!("exec-server-test-{}-{number};", std::process::id())
 }
 
-/// The living processes whose environment holds `marker`, with their command lines.
+/// Returns the running processes whose environment contains `marker`, with their command lines.
 #[must_use]
 pub fn bearers(marker: &str) -> Vec<(i32, String)> {
     pids()
         .filter(|&pid| {
-            // Empty for a zombie, which is dead enough.
+            // Empty for a zombie, which counts as ended.
             let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
             environment
                 .windows(marker.len())
@@ -38,13 +39,13 @@ pub fn bearers(marker: &str) -> Vec<(i32, String)> {
         .collect()
 }
 
-/// Waits until no living process bears `marker`.
+/// Waits until no running process has `marker` in its environment.
 ///
 /// # Panics
 ///
-/// If one still does after [`PATIENCE`].
+/// One still does after [`PATIENCE`].
 pub async fn all_gone(marker: &str) {
-    eventually("processes that should be gone", || {
+    eventually("processes that should have ended", || {
         let left = bearers(marker);
         if left.is_empty() {
             Ok(())
@@ -55,13 +56,13 @@ pub async fn all_gone(marker: &str) {
     .await;
 }
 
-/// Waits until `look` finds what it wants; its error says what it saw instead.
+/// Polls `look` until it succeeds; its error describes what it observed instead.
 ///
-/// For conditions that nobody announces, such as the death of somebody else's child.
+/// For conditions without a notification, such as the end of another process's child.
 ///
 /// # Panics
 ///
-/// After [`PATIENCE`], with what was seen last.
+/// After [`PATIENCE`], with the last error.
 pub async fn eventually<T, E: Display>(what: &str, mut look: impl FnMut() -> Result<T, E>) -> T {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -73,7 +74,7 @@ pub async fn eventually<T, E: Display>(what: &str, mut look: impl FnMut() -> Res
     }
 }
 
-/// The living children of a process.
+/// Returns the running children of a process.
 #[must_use]
 pub fn children(parent: u32) -> Vec<i32> {
     let mut children = Vec::new();
@@ -88,7 +89,7 @@ pub fn children(parent: u32) -> Vec<i32> {
     children
 }
 
-/// The ended children of a process that it has not reaped.
+/// Returns the children of a process that have ended and were not reaped.
 #[must_use]
 pub fn zombies(parent: u32) -> Vec<i32> {
     pids()
@@ -98,11 +99,11 @@ pub fn zombies(parent: u32) -> Vec<i32> {
         .collect()
 }
 
-/// Open descriptors of a process.
+/// Number of open descriptors of a process.
 ///
 /// # Panics
 ///
-/// If the process is gone.
+/// The process has ended.
 #[must_use]
 pub fn descriptors(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd"))
@@ -110,11 +111,11 @@ pub fn descriptors(pid: u32) -> usize {
         .count()
 }
 
-/// The largest resident size that a process has had since [`forget_peak`], in bytes.
+/// Largest resident size of a process since [`forget_peak`], in bytes.
 ///
 /// # Panics
 ///
-/// If the process is gone.
+/// The process has ended.
 #[must_use]
 pub fn peak_memory(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("the process's status");
@@ -123,11 +124,11 @@ pub fn peak_memory(pid: u32) -> u64 {
     kilobytes.expect("VmHWM in the process's status") * 1024
 }
 
-/// Makes [`peak_memory`] begin anew.
+/// Resets [`peak_memory`].
 ///
 /// # Panics
 ///
-/// If the process is gone.
+/// The process has ended.
 pub fn forget_peak(pid: u32) {
     fs::write(format!("/proc/{pid}/clear_refs"), "5").expect("the process's peak to be reset");
 }
@@ -136,13 +137,13 @@ pub fn forget_peak(pid: u32) {
 ///
 /// # Panics
 ///
-/// If the process is gone.
+/// The process has ended.
 pub fn signal(pid: u32, signal: Signal) {
     let pid = i32::try_from(pid)
         .ok()
         .and_then(Pid::from_raw)
         .expect("a pid");
-    kill_process(pid, signal).expect("the process to be there");
+    kill_process(pid, signal).expect("the process exists");
 }
 
 fn pids() -> impl Iterator<Item = i32> {
@@ -152,10 +153,10 @@ fn pids() -> impl Iterator<Item = i32> {
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// The third and fourth field of `/proc/PID/stat`.
+/// Returns the third and fourth field of `/proc/PID/stat`.
 fn state_and_parent(pid: i32) -> Option<(String, i64)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before may hold spaces and parentheses.
+    // The preceding field, the name, may contain spaces and parentheses.
     let mut fields = stat.rsplit_once(") ")?.1.split(' ');
     Some((fields.next()?.to_owned(), fields.next()?.parse().ok()?))
 }

@@ -1,7 +1,7 @@
-//! Links that break on purpose.
+//! Proxies that break connections on purpose.
 //!
-//! [`Proxy`] stands between a client and a server and knows nothing but bytes; [`Cutter`] stands
-//! between two links and knows messages.
+//! [`Proxy`] forwards bytes between a client and a server; [`Cutter`] forwards messages between two
+//! links.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
-/// A proxy for bytes, which ends with it.
+/// Proxy for bytes; dropping it ends its connections.
 #[derive(Debug)]
 pub struct Proxy {
     address: SocketAddr,
@@ -26,19 +26,19 @@ pub struct Proxy {
 #[derive(Debug)]
 struct Shared {
     target: Mutex<String>,
-    /// Counts the cuts; connections end when it changes.
+    /// Number of cuts; connections end when it changes.
     cuts: watch::Sender<u64>,
-    /// Connections with a number below this carry nothing.
+    /// Connections with a lower number forward nothing.
     stalled: watch::Sender<u64>,
-    /// Microseconds that every piece is late.
+    /// Delay of every read, in microseconds.
     delay: AtomicU64,
-    /// Bytes that still pass on the way to clients before the connection ends.
+    /// Bytes to clients that may still pass before their connection ends.
     left: AtomicI64,
     refuses: watch::Sender<bool>,
     accepted: AtomicU64,
-    /// Bytes that went to clients.
+    /// Bytes forwarded to clients.
     carried: AtomicU64,
-    /// All that went to clients, if somebody wants to know.
+    /// Copy of all bytes to clients, if recording is on.
     heard: Mutex<Option<Vec<u8>>>,
 }
 
@@ -47,7 +47,7 @@ impl Proxy {
     ///
     /// # Panics
     ///
-    /// If there is no port.
+    /// No port is available.
     pub async fn start(url: &str) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = listener.local_addr().expect("the address of a listener");
@@ -70,75 +70,74 @@ impl Proxy {
         }
     }
 
-    /// Where clients reach it.
+    /// URL of the proxy.
     #[must_use]
     pub fn url(&self) -> String {
         format!("ws://{}", self.address)
     }
 
-    /// Sends later connections elsewhere.
+    /// Forwards later connections to another server.
     pub fn lead_to(&self, url: &str) {
         *self.shared.target.lock() = host(url);
     }
 
-    /// Ends every connection, in the middle of whatever it carries.
+    /// Ends every connection immediately, possibly within a message.
     pub fn cut(&self) {
         self.shared.cuts.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Whether new connections end at once.
+    /// Whether new connections are closed immediately.
     pub fn refuse(&self, refuses: bool) {
         self.shared.refuses.send_replace(refuses);
     }
 
-    /// Lets nothing through any more on the connections that there are: they stay open and silent.
+    /// Stops forwarding on existing connections, which stay open.
     pub fn stall(&self) {
         let accepted = self.shared.accepted.load(Ordering::SeqCst);
         self.shared.stalled.send_replace(accepted);
     }
 
-    /// As [`Proxy::stall`], for later connections too.
+    /// Like [`Proxy::stall`], for later connections, too.
     pub fn stall_all(&self) {
         self.shared.stalled.send_replace(u64::MAX);
     }
 
-    /// Lets everything through again that was stalled.
+    /// Resumes forwarding on all stalled connections.
     pub fn release(&self) {
         self.shared.stalled.send_replace(0);
     }
 
-    /// Makes everything late.
+    /// Delays all data.
     pub fn delay(&self, delay: Duration) {
         let micros = u64::try_from(delay.as_micros()).expect("a short delay");
         self.shared.delay.store(micros, Ordering::SeqCst);
     }
 
-    /// Ends all connections once so many bytes more have gone to clients, which may be anywhere in a
-    /// message.
+    /// Ends all connections after this many further bytes to clients, possibly within a message.
     pub fn cut_after(&self, bytes: i64) {
         self.shared.left.store(bytes, Ordering::SeqCst);
     }
 
-    /// Bytes that have gone to clients so far.
+    /// Bytes forwarded to clients so far.
     #[must_use]
     pub fn carried(&self) -> u64 {
         self.shared.carried.load(Ordering::SeqCst)
     }
 
-    /// Keeps what goes to clients from now on.
+    /// Starts to record data to clients.
     pub fn listen(&self) {
         *self.shared.heard.lock() = Some(Vec::new());
     }
 
-    /// The messages of a method that clients were sent since [`Proxy::listen`].
+    /// Returns the messages of a method that clients received since [`Proxy::listen`].
     ///
-    /// Looks for them in the bytes, so it finds whole short messages that are not encrypted.
+    /// Searches the recorded bytes; finds only short unencrypted messages in one frame.
     #[must_use]
     pub fn sent(&self, method: &str) -> Vec<serde_json::Value> {
         let heard = self.shared.heard.lock();
         let heard = String::from_utf8_lossy(heard.as_deref().unwrap_or_default());
         let name = format!("\"method\":\"{method}\"");
-        // Nothing is nested before the name of a method.
+        // No object is nested before the name of the method.
         heard
             .match_indices(&name)
             .filter_map(|(at, _)| heard[..at].rfind('{'))
@@ -151,7 +150,7 @@ impl Proxy {
             .collect()
     }
 
-    /// Connections so far.
+    /// Number of accepted connections.
     #[must_use]
     pub fn accepted(&self) -> u64 {
         self.shared.accepted.load(Ordering::SeqCst)
@@ -247,20 +246,20 @@ async fn pump(
     }
 }
 
-/// Joins two links and cuts them off after so many messages, counted over both directions.
+/// Connects two links and cuts them after a number of messages in both directions together.
 #[derive(Debug, Default)]
 pub struct Cutter {
-    /// Messages that each of the next connections passes.
+    /// Limits of messages for the next connections.
     limits: Mutex<Vec<u64>>,
-    /// Messages that all connections have passed.
+    /// Messages that all connections have forwarded.
     passed: AtomicU64,
-    /// What the present connection may still pass.
+    /// Messages that the current connection may still forward.
     left: AtomicI64,
     changed: Notify,
 }
 
 impl Cutter {
-    /// One that passes everything.
+    /// Creates one without a limit.
     #[must_use]
     pub fn new() -> Arc<Self> {
         let cutter = Self::default();
@@ -268,33 +267,33 @@ impl Cutter {
         Arc::new(cutter)
     }
 
-    /// Lets the present connection pass `now` more messages and those after it as many as `later`
-    /// says; then everything passes again.
+    /// Cuts the current connection after `now` more messages and the following ones after the
+    /// numbers in `later`; further connections have no limit.
     ///
     /// # Panics
     ///
-    /// If a limit is beyond all reason.
+    /// A limit is larger than `i64::MAX`.
     pub fn arm(&self, now: u64, later: &[u64]) {
         let mut later = later.to_vec();
         later.reverse();
         *self.limits.lock() = later;
-        let now = i64::try_from(now).expect("a reasonable number");
+        let now = i64::try_from(now).expect("a limit within i64");
         self.left.store(now, Ordering::SeqCst);
         self.changed.notify_waiters();
     }
 
-    /// Lets everything pass again.
+    /// Removes the limit.
     pub fn disarm(&self) {
         self.arm(i64::MAX.unsigned_abs(), &[]);
     }
 
-    /// Messages that passed so far.
+    /// Messages forwarded so far.
     #[must_use]
     pub fn passed(&self) -> u64 {
         self.passed.load(Ordering::SeqCst)
     }
 
-    /// The client's end of a link to `server` that this cuts.
+    /// Returns the client's end of a link to `server` that this cuts.
     #[must_use]
     pub fn join(self: &Arc<Self>, server: Link) -> Link {
         let limit = self.limits.lock().pop();
@@ -302,7 +301,7 @@ impl Cutter {
         self.left.store(limit.unwrap_or(i64::MAX), Ordering::SeqCst);
         let (here, there) = Link::pair();
         let cutter = Arc::clone(self);
-        // Ends with either link, or when the limit is reached.
+        // Ends with either link, or at the limit.
         tokio::spawn(async move {
             let Link {
                 incoming: mut from_client,
@@ -321,7 +320,7 @@ impl Cutter {
         here
     }
 
-    /// Waits until nothing more may pass.
+    /// Waits until the limit is reached.
     async fn spent(&self) {
         loop {
             let changed = self.changed.notified();
@@ -341,8 +340,8 @@ impl Cutter {
                     }
                     to.push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
                 }
-                // A websocket's own; the other side is a pipe. Pings go unanswered: the tests are
-                // shorter than any patience.
+                // A websocket control frame; the other side is a pipe. Pings are not answered,
+                // because tests end before any pong timeout.
                 Ok(Some(_)) => continue,
                 Ok(None) | Err(_) => return,
             }

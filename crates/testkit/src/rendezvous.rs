@@ -1,4 +1,4 @@
-//! A meeting point under test, as a child process.
+//! Rendezvous server under test, as a child process.
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use crate::http;
 use crate::proc::PATIENCE;
 
-/// A running meeting point; dropping it ends the process.
+/// A running rendezvous server; dropping it ends the process.
 #[derive(Debug)]
 pub struct Rendezvous {
     child: Child,
@@ -22,20 +22,20 @@ pub struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// Starts `command` as a meeting point on a free port, with its state in `state`.
+    /// Starts `command` as a rendezvous server on a free port, with its state in `state`.
     ///
     /// # Panics
     ///
-    /// If it does not start.
+    /// It does not start.
     pub async fn start(command: Command, state: &Path) -> Self {
         Self::with(command, state, &["--listen", "127.0.0.1:0"]).await
     }
 
-    /// Starts `command` as a meeting point with these options.
+    /// Starts `command` as a rendezvous server with these options.
     ///
     /// # Panics
     ///
-    /// If it does not start.
+    /// It does not start.
     pub async fn with(mut command: Command, state: &Path, options: &[&str]) -> Self {
         command
             .arg("rendezvous")
@@ -66,17 +66,17 @@ impl Rendezvous {
         }
     }
 
-    /// Where it listens: `http://127.0.0.1:PORT`.
+    /// URL of its listener: `http://127.0.0.1:PORT`.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
     }
 
-    /// The port that it listens on.
+    /// Port of its listener.
     ///
     /// # Panics
     ///
-    /// If its URL has none.
+    /// Its URL has no port.
     #[must_use]
     pub fn port(&self) -> u16 {
         let port = self.url.rsplit(':').next();
@@ -84,17 +84,17 @@ impl Rendezvous {
             .unwrap_or_else(|| panic!("no port in {}", self.url))
     }
 
-    /// The file with the generated token of a role.
+    /// Path of the generated token of a role.
     #[must_use]
     pub fn token_file(&self, role: &str) -> PathBuf {
         self.state.join(format!("{role}.token"))
     }
 
-    /// The generated token of a role.
+    /// Returns the generated token of a role.
     ///
     /// # Panics
     ///
-    /// If there is none.
+    /// The role has no token.
     #[must_use]
     pub fn token(&self, role: &str) -> String {
         let text = std::fs::read_to_string(self.token_file(role)).expect("a generated token");
@@ -107,11 +107,11 @@ impl Rendezvous {
         http::request(method, &format!("{}{path}", self.url), Some(&token), body).await
     }
 
-    /// Waits until an environment is attached, or is not any more.
+    /// Waits until an environment is online or offline.
     ///
     /// # Panics
     ///
-    /// If that does not happen.
+    /// That does not happen.
     pub async fn wait_online(&self, environment: &str, online: bool) {
         let wait = async {
             loop {
@@ -130,27 +130,27 @@ impl Rendezvous {
         assert!(waited.is_ok(), "`{environment}` is not online={online}");
     }
 
-    /// Sends it a signal.
+    /// Sends a signal to the process.
     ///
     /// # Panics
     ///
-    /// If it is gone.
+    /// It has ended.
     pub fn signal(&self, signal: Signal) {
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
-        let pid = pid.and_then(Pid::from_raw).expect("it still runs");
-        kill_process(pid, signal).expect("it still runs");
+        let pid = pid.and_then(Pid::from_raw).expect("the process is running");
+        kill_process(pid, signal).expect("the process is running");
     }
 
-    /// Waits for it to end; gives what it wrote to standard error.
+    /// Waits for it to exit; returns its stderr, too.
     ///
     /// # Panics
     ///
-    /// If it still runs after [`PATIENCE`].
+    /// It still runs after [`PATIENCE`].
     pub async fn ended(mut self) -> (ExitStatus, String) {
         let mut text = String::new();
         if let Some(mut stderr) = self.child.stderr.take() {
             let read = timeout(PATIENCE, stderr.read_to_string(&mut text)).await;
-            assert!(read.is_ok(), "the meeting point did not end");
+            assert!(read.is_ok(), "the rendezvous server did not exit");
         }
         let status = self.child.wait().await;
         (status.expect("a child can be waited for"), text)

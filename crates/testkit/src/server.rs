@@ -1,7 +1,7 @@
-//! A server under test, as a child process.
+//! Server under test, as a child process.
 //!
-//! Owns the process, its announced URL and what it wrote to stderr. Knows only two things of the
-//! program: it takes `--listen URL`, and it prints the URL where it can be reached on stdout.
+//! Manages the process, its URL and its stderr. Requires two properties of the program: it takes
+//! `--listen URL`, and it prints the URL of its listener on stdout.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _};
@@ -21,7 +21,7 @@ pub struct Server {
     child: Child,
     pid: u32,
     url: String,
-    /// Receives the server's stderr; an file, so a chatty server never blocks on it.
+    /// The server's stderr: a file, so that the server never blocks on writing it.
     stderr: File,
 }
 
@@ -30,19 +30,19 @@ impl Server {
     ///
     /// # Panics
     ///
-    /// If the program cannot be started or prints no URL within [`STARTUP_LIMIT`].
+    /// The program cannot be started, or prints no URL within [`STARTUP_LIMIT`].
     pub async fn start(command: Command) -> Self {
         Self::listening(command, "ws://127.0.0.1:0").await
     }
 
-    /// Appends `--listen` and a `ws://` or `unix://` URL to `command`, starts it and waits for the
-    /// URL that it announces.
+    /// Appends `--listen` and a `ws://` or `unix://` URL to `command`, starts it and waits for its
+    /// URL.
     ///
-    /// The caller decides environment and working directory; stdio is taken over.
+    /// The caller sets environment and working directory; stdio is replaced.
     ///
     /// # Panics
     ///
-    /// If the program cannot be started or prints no URL within [`STARTUP_LIMIT`].
+    /// The program cannot be started, or prints no URL within [`STARTUP_LIMIT`].
     pub async fn listening(mut command: Command, listen: &str) -> Self {
         let stderr = tempfile::Builder::new()
             .append(true)
@@ -82,12 +82,12 @@ impl Server {
                 server.stderr()
             ),
         }
-        // Later lines are of no interest, but a full pipe would stop the server.
+        // Later lines are discarded, but must be read: a full pipe would block the server.
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         server
     }
 
-    /// Where it listens, as it said.
+    /// URL of its listener.
     #[must_use]
     pub fn url(&self) -> &str {
         &self.url
@@ -99,11 +99,11 @@ impl Server {
         self.pid
     }
 
-    /// Waits until the server has written this to stderr.
+    /// Waits until the server has written this text to stderr.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It does not.
     pub async fn said(&self, text: &str) {
         proc::eventually(text, || {
             let stderr = self.stderr();
@@ -112,19 +112,20 @@ impl Server {
         .await;
     }
 
-    /// What the server wrote to stderr so far.
+    /// Returns the stderr so far.
     #[must_use]
     pub fn stderr(&self) -> String {
         let mut bytes = Vec::new();
         let mut file = &self.stderr;
-        // The server shares our offset, but appends: moving it cannot make it overwrite anything.
+        // The server shares the file offset, but appends: seeking here cannot make it overwrite
+        // anything.
         file.rewind()
             .and_then(|()| file.read_to_end(&mut bytes))
             .expect("the server's stderr");
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Whether the process is still there.
+    /// Whether the process is running.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
@@ -133,7 +134,7 @@ impl Server {
     ///
     /// # Panics
     ///
-    /// If it still runs after [`PATIENCE`].
+    /// It still runs after [`PATIENCE`].
     pub async fn ended(&mut self) -> ExitStatus {
         match timeout(PATIENCE, self.child.wait()).await {
             Ok(status) => status.expect("a child can be waited for"),
@@ -148,26 +149,26 @@ impl Drop for Server {
     }
 }
 
-/// Ends a server and waits until it is gone.
+/// Ends a server and waits for its exit.
 ///
-/// Asks first: a server that gets SIGTERM can end its own children, one that gets SIGKILL cannot.
+/// Sends SIGTERM first, so that the server can end its own children; after SIGKILL it cannot.
 pub(crate) fn end(child: &mut Child, pid: u32) {
     let mut is_running = || matches!(child.try_wait(), Ok(None));
     if !is_running() {
         return;
     }
     if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
-        // A failure means that it is gone, which is what we want.
+        // Fails only if the process has ended already.
         let _ = kill_process(pid, Signal::TERM);
     }
     let deadline = Instant::now() + SHUTDOWN_LIMIT;
     while is_running() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
     }
-    // `kill_on_drop` does the rest.
+    // `kill_on_drop` sends SIGKILL.
 }
 
-/// Reads lines until one holds a `ws://`, `wss://` or `unix://` URL.
+/// Reads lines until one contains a `ws://`, `wss://` or `unix://` URL.
 async fn announced_url(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<String> {
     while let Ok(Some(line)) = lines.next_line().await {
         let schemes = ["ws://", "wss://", "unix://"];
@@ -179,8 +180,8 @@ async fn announced_url(lines: &mut Lines<BufReader<ChildStdout>>) -> Option<Stri
     None
 }
 
-/// Generous, because a cold start of a large binary on a busy machine takes seconds.
+/// 30 s, because a cold start of a large binary on a busy machine takes seconds.
 pub const STARTUP_LIMIT: Duration = Duration::from_secs(30);
 
-/// After this long a server that was asked to end is killed.
+/// Time from SIGTERM to SIGKILL.
 const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);

@@ -1,7 +1,6 @@
-//! A web site on loopback that answers as a test wants it to, however wrong that is.
+//! Scripted HTTP server on loopback; a test can make it send invalid responses, too.
 //!
-//! Owns the reading of requests and the record of them. What is answered is bytes that the test
-//! writes to the socket by itself.
+//! Reads and records requests. The test writes the bytes of each response to the socket.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -12,33 +11,33 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 
-/// One request, as it came.
+/// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Asked {
-    /// The first line.
+    /// The request line.
     pub line: String,
-    /// Headers in order, as they were written.
+    /// Headers in order, as received.
     pub headers: Vec<(String, String)>,
-    /// The body, as long as `content-length` says.
+    /// The body, according to `content-length`.
     pub body: Vec<u8>,
 }
 
 impl Asked {
-    /// The value of a header.
+    /// Returns the value of a header.
     #[must_use]
     pub fn header(&self, name: &str) -> Option<&str> {
         let same = |(key, _): &&(String, String)| key.eq_ignore_ascii_case(name);
         self.headers.iter().find(same).map(|(_, value)| &**value)
     }
 
-    /// What comes after the method in the first line.
+    /// Returns the target of the request line.
     #[must_use]
     pub fn path(&self) -> &str {
         self.line.split(' ').nth(1).unwrap_or_default()
     }
 }
 
-/// A site that is there until it is dropped.
+/// A running server; dropping it ends it.
 pub struct Site {
     address: SocketAddr,
     asked: Arc<Mutex<Vec<Asked>>>,
@@ -58,11 +57,12 @@ impl Drop for Site {
 }
 
 impl Site {
-    /// Opens a site; `answer` gets the first request of each connection and the connection.
+    /// Starts a server; `answer` is called with the first request of each connection and the
+    /// connection.
     ///
     /// # Panics
     ///
-    /// If no port is to be had.
+    /// No port is available.
     pub async fn start<F, A>(answer: F) -> Self
     where
         F: Fn(Asked, TcpStream) -> A + Send + Sync + 'static,
@@ -74,7 +74,7 @@ impl Site {
             .expect("a bound socket has an address");
         let asked: Arc<Mutex<Vec<Asked>>> = Arc::default();
         let (record, answer) = (Arc::clone(&asked), Arc::new(answer));
-        // Ends with the site.
+        // Ends when the site is dropped.
         let task = tokio::spawn(async move {
             while let Ok((mut stream, _)) = listener.accept().await {
                 let (record, answer) = (Arc::clone(&record), Arc::clone(&answer));
@@ -94,7 +94,7 @@ impl Site {
         }
     }
 
-    /// A site that answers every request with the same bytes and closes.
+    /// Starts a server that sends the same bytes as response to every request and closes.
     ///
     /// # Panics
     ///
@@ -108,19 +108,19 @@ impl Site {
         .await
     }
 
-    /// Where it is.
+    /// Address of the server.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// The URL of a path, which begins with a slash.
+    /// URL of a path, which begins with a slash.
     #[must_use]
     pub fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
     }
 
-    /// What was asked so far.
+    /// Returns the requests so far.
     #[must_use]
     pub fn asked(&self) -> Vec<Asked> {
         self.asked.lock().clone()
@@ -132,12 +132,12 @@ fn note(record: &Mutex<Vec<Asked>>, request: &Asked) {
     seen.push(request.clone());
 }
 
-/// Writes to a peer that may be gone already.
+/// Writes to a peer that may have closed.
 pub async fn say(stream: &mut TcpStream, bytes: &[u8]) {
     let _ = stream.write_all(bytes).await;
 }
 
-/// A whole answer with these headers (lines with their ends) and this body.
+/// Returns a whole response with these headers (lines with their ends) and this body.
 #[must_use]
 pub fn answer(status: &str, headers: &str, body: impl AsRef<[u8]>) -> Vec<u8> {
     let body = body.as_ref();

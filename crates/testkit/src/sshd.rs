@@ -1,4 +1,4 @@
-//! A real sshd on loopback, for the user who runs the tests.
+//! Real sshd on loopback, for the user who runs the tests.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,7 +13,8 @@ use tempfile::TempDir;
 
 use crate::proc::PATIENCE;
 
-/// An sshd with keys and a home of its own. Ends with all its connections when dropped.
+/// An sshd with its own keys and home directory. Dropping it ends the daemon and all its
+/// connections.
 #[derive(Debug)]
 pub struct Sshd {
     directory: TempDir,
@@ -21,25 +22,25 @@ pub struct Sshd {
     port: u16,
 }
 
-/// Where distributions put it; it insists on being called by its whole path.
+/// Locations in distributions; sshd requires to be started by its absolute path.
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
 
-/// Where sshd is, if it is installed.
+/// Path of sshd, if it is installed.
 #[must_use]
 pub fn program() -> Option<&'static Path> {
     PROGRAMS.iter().map(Path::new).find(|path| path.exists())
 }
 
 impl Sshd {
-    /// Starts one; `lines` are added to its configuration, and win over what is usual.
+    /// Starts an sshd; `lines` are added to its configuration, and override the defaults.
     ///
     /// # Panics
     ///
-    /// If there is no sshd, or it does not start.
+    /// No sshd is installed, or it does not start.
     #[must_use]
     pub fn start(lines: &[&str]) -> Self {
         let program = program().expect("no sshd: install openssh-server, as scripts/setup does");
-        // Short: sockets are kept below it.
+        // A short path: unix sockets are created below it.
         let directory = tempfile::Builder::new()
             .prefix("ssh")
             .tempdir_in("/tmp")
@@ -50,7 +51,7 @@ impl Sshd {
         }
         private(&path.join("run"));
         if rustix::process::geteuid().is_root() {
-            // What the package's service makes at every boot, and sshd insists on.
+            // Required by sshd; the distribution's service creates it at boot.
             fs::create_dir_all("/run/sshd").expect("/run/sshd");
         }
         for name in ["host", "id"] {
@@ -62,7 +63,8 @@ impl Sshd {
             assert!(made.success(), "ssh-keygen: {made}");
         }
         fs::copy(path.join("id.pub"), path.join("authorized")).expect("a key");
-        // Taken and given back: sshd cannot say which port it was given.
+        // sshd cannot report its port, so a free port is chosen first. Another process may bind it
+        // first: retry.
         for _ in 0..5 {
             let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
             let port = listener.local_addr().expect("a port").port();
@@ -79,7 +81,7 @@ impl Sshd {
                 .stderr(Stdio::null())
                 .spawn()
                 .expect("sshd to start");
-            if answers(&mut child, port) {
+            if sends_banner(&mut child, port) {
                 let host = fs::read_to_string(path.join("host.pub")).expect("a key");
                 fs::write(path.join("known"), format!("[127.0.0.1]:{port} {host}"))
                     .expect("known hosts");
@@ -94,13 +96,14 @@ impl Sshd {
         panic!("sshd does not listen: {log}");
     }
 
-    /// Where it listens.
+    /// URL of the daemon.
     #[must_use]
     pub fn url(&self) -> String {
         format!("ssh://127.0.0.1:{}", self.port)
     }
 
-    /// Options for ssh, as after `-o`, that let it in and leave the user's own files alone.
+    /// Options for ssh (after `-o`) that authenticate with the test's key and ignore the user's own
+    /// files.
     #[must_use]
     pub fn options(&self) -> Vec<String> {
         let file = |name: &str| self.path().join(name).display().to_string();
@@ -114,37 +117,37 @@ impl Sshd {
         ]
     }
 
-    /// Its directory: `home` is that of those who come, `bin` comes first in their `PATH`, and `run`
-    /// is for sockets of those who go.
+    /// Directory of the daemon: `home` is the home directory of sessions, `bin` is first in their
+    /// `PATH`, and `run` is for sockets of ssh clients.
     #[must_use]
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The home of those who come.
+    /// Home directory of sessions.
     #[must_use]
     pub fn home(&self) -> PathBuf {
         self.path().join("home")
     }
 
-    /// Puts a script first in the `PATH` of those who come.
+    /// Creates a script that is first in the `PATH` of sessions.
     ///
     /// # Panics
     ///
-    /// If it cannot be written.
+    /// The script cannot be written.
     pub fn script(&self, name: &str, text: &str) {
         let path = self.path().join("bin").join(name);
         fs::write(&path, text).expect("a script");
         fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a script");
     }
 
-    /// What it logged.
+    /// Log of the daemon.
     #[must_use]
     pub fn log(&self) -> String {
         fs::read_to_string(self.path().join("log")).unwrap_or_default()
     }
 
-    /// The processes of ssh that keep connections to it.
+    /// Process ids of ssh masters that are connected to this daemon.
     #[must_use]
     pub fn masters(&self) -> Vec<i32> {
         let own = self.path().join("run").display().to_string();
@@ -154,7 +157,7 @@ impl Sshd {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let line = String::from_utf8_lossy(&line).replace('\0', " ");
             line.contains("ssh") && line.contains("ControlMaster=yes") && line.contains(&own)
-                // One that has retitled itself names its socket.
+                // A master that has changed its title contains its socket's path.
                 || line.starts_with("ssh: ") && line.contains(&own)
         })
         .collect()
@@ -180,7 +183,7 @@ fn private(path: &Path) {
 fn config(path: &Path, port: u16, lines: &[&str]) -> String {
     let at = path.display();
     let mut text = String::new();
-    // The first value counts.
+    // The first value of an option applies.
     for line in lines {
         let _ = writeln!(text, "{line}");
     }
@@ -204,8 +207,8 @@ SetEnv HOME={at}/home PATH={at}/bin:/usr/local/bin:/usr/bin:/bin
     text
 }
 
-/// Whether it greets before it ends.
-fn answers(child: &mut Child, port: u16) -> bool {
+/// Whether sshd sends its banner before it exits.
+fn sends_banner(child: &mut Child, port: u16) -> bool {
     let deadline = Instant::now() + PATIENCE;
     while Instant::now() < deadline {
         if let Ok(mut stream) = TcpStream::connect(("127.0.0.1", port)) {

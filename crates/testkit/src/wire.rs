@@ -1,8 +1,8 @@
-//! A client in raw wire terms: JSON in, JSON out, nothing typed and nothing hidden.
+//! Raw wire client: sends and receives untyped JSON.
 //!
-//! Owns ids, the record of what came, and the patience of a test. It reads only when it is asked to
-//! wait for something, so a test decides when a peer is slow, and it checks what every notification
-//! must keep: contiguous numbers per process, and nothing after the last.
+//! Manages request ids, a record of received messages, and time limits. Reads only while the test
+//! waits for something, so that a test can act as a slow peer. Checks the invariants of
+//! notifications: contiguous sequence numbers per process, and nothing after the last one.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fmt;
@@ -18,38 +18,38 @@ use tokio::time::timeout;
 use crate::proc::{self, PATIENCE};
 use crate::server::{self, Server};
 
-/// The ways to reach a server.
+/// Transport to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
     /// A websocket over TCP.
     Websocket,
     /// A websocket over a unix socket.
     Unix,
-    /// The standard input and output of a child.
+    /// Standard input and output of a child process.
     Stdio,
 }
 
-/// A server under test, reached in one of these ways.
+/// A server under test, reached over one transport.
 #[derive(Debug)]
 pub struct Subject {
     kind: Kind,
-    /// Holds the unix socket; goes after the server.
+    /// Contains the unix socket; dropped after the server.
     _directory: TempDir,
 }
 
 #[derive(Debug)]
 enum Kind {
     Listening(Box<Server>),
-    /// The link goes to the first who connects.
+    /// The link is given to the first connection.
     Stdio(Box<Child>, u32, Option<Box<Link>>),
 }
 
 impl Subject {
-    /// Starts `command` with the `--listen` that the transport needs.
+    /// Starts `command` with the `--listen` URL for the transport.
     ///
     /// # Panics
     ///
-    /// If it does not come up.
+    /// The server does not start.
     pub async fn start(on: Transport, mut command: Command) -> Self {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let kind = match on {
@@ -71,11 +71,11 @@ impl Subject {
         }
     }
 
-    /// Opens a connection and says nothing on it.
+    /// Opens a connection without sending anything.
     ///
     /// # Panics
     ///
-    /// If that fails; over stdio, the second time.
+    /// Connecting fails; over stdio, a second connection is requested.
     pub async fn connect(&mut self) -> Client {
         let link = match &mut self.kind {
             Kind::Listening(server) => connect(server.url(), &ConnectOptions::default())
@@ -86,7 +86,7 @@ impl Subject {
         Client::new(link)
     }
 
-    /// Opens a connection with a session of its own.
+    /// Opens a connection and initializes a new session.
     ///
     /// # Panics
     ///
@@ -97,11 +97,11 @@ impl Subject {
         client
     }
 
-    /// Where it listens.
+    /// URL of the server.
     ///
     /// # Panics
     ///
-    /// If it speaks over stdio.
+    /// The server uses stdio.
     #[must_use]
     pub fn url(&self) -> &str {
         match &self.kind {
@@ -110,7 +110,7 @@ impl Subject {
         }
     }
 
-    /// The process that was started: a guardian in front of the server.
+    /// Process id of the started process: a guardian, whose child is the server.
     #[must_use]
     pub fn guardian_pid(&self) -> u32 {
         match &self.kind {
@@ -119,7 +119,7 @@ impl Subject {
         }
     }
 
-    /// The process that serves: the guardian's only child.
+    /// Process id of the server: the guardian's only child.
     pub async fn server_pid(&self) -> u32 {
         let guardian = self.guardian_pid();
         proc::eventually("the server behind its guardian", || {
@@ -131,11 +131,11 @@ impl Subject {
         .await
     }
 
-    /// Waits for the process that was started to end.
+    /// Waits for the started process to exit.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It does not exit.
     pub async fn ended(&mut self) -> ExitStatus {
         match &mut self.kind {
             Kind::Listening(server) => server.ended().await,
@@ -155,12 +155,12 @@ impl Drop for Subject {
     }
 }
 
-/// An error answer.
+/// Error response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The wire code.
+    /// Error code.
     pub code: i64,
-    /// The text for people.
+    /// Message for users.
     pub message: String,
 }
 
@@ -170,30 +170,30 @@ impl fmt::Display for Failure {
     }
 }
 
-/// One thing that came.
+/// A received message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Seen {
-    /// The answer to this request.
+    /// The response to this request.
     Answer(i64),
-    /// A notification, and the process it is about.
+    /// A notification, and the id of its process.
     Notification(String, String),
 }
 
-/// Takes the output of one process instead of the record.
+/// Receives the output of one process instead of the record.
 pub type Sink = Box<dyn FnMut(&[u8]) + Send>;
 
-/// What the notifications told of one process.
+/// Content of the notifications about one process.
 #[derive(Default)]
 pub struct Observed {
     /// Output by stream name.
     pub output: BTreeMap<String, Vec<u8>>,
-    /// The number of the last event; 0 if none had one.
+    /// Sequence number of the last event; 0 if none had one.
     pub last_seq: u64,
     /// Params of `process/exited` or `command/exec/exited`.
     pub exited: Option<Value>,
     /// Params of `process/closed`.
     pub closed: Option<Value>,
-    /// Its output is read, not told, so that numbers are missing here.
+    /// Output is read by requests, so that sequence numbers of notifications have gaps.
     pulled: bool,
     sink: Option<Sink>,
 }
@@ -218,23 +218,23 @@ impl fmt::Debug for Observed {
 }
 
 impl Observed {
-    /// What came on one stream.
+    /// Returns the output of one stream.
     #[must_use]
     pub fn bytes(&self, stream: &str) -> &[u8] {
         self.output.get(stream).map_or(&[], Vec::as_slice)
     }
 
-    /// What came on one stream, as text.
+    /// Returns the output of one stream as text.
     #[must_use]
     pub fn text(&self, stream: &str) -> String {
         String::from_utf8_lossy(self.bytes(stream)).into_owned()
     }
 
-    /// The exit code.
+    /// Returns the exit code.
     ///
     /// # Panics
     ///
-    /// If the process has not been reported as exited.
+    /// The process has not been reported as exited.
     #[must_use]
     pub fn exit_code(&self) -> i64 {
         let exited = self.exited.as_ref().expect("the process to have exited");
@@ -247,7 +247,7 @@ impl Observed {
             "{method} after process/closed: {params}"
         );
         if let Some(seq) = params["seq"].as_u64() {
-            // A client that resumed may begin anywhere, but must not miss anything from there.
+            // After a resume, numbers may begin anywhere, but must be contiguous from there.
             let last = self.last_seq;
             let in_order = if last == 0 || self.pulled {
                 seq > last
@@ -281,21 +281,21 @@ impl Observed {
     }
 }
 
-/// One connection and all that came over it.
+/// One connection with a record of its messages.
 pub struct Client {
     incoming: Incoming,
     outgoing: Outgoing,
     next_id: i64,
     answers: HashMap<i64, Result<Value, Failure>>,
-    /// Errors for what had no id, as the server words them.
+    /// Error responses to messages without an id.
     refusals: VecDeque<Failure>,
-    /// Everything that came, in order.
+    /// All received messages, in order.
     pub order: Vec<Seen>,
-    /// What the notifications told, by process id.
+    /// Content of process notifications, by process id.
     pub processes: HashMap<String, Observed>,
-    /// Notifications of other things than processes, until they are asked for.
+    /// Other notifications that the test has not fetched.
     notices: VecDeque<(String, Value)>,
-    /// Requests of the server, until they are asked for.
+    /// Requests of the server that the test has not fetched.
     questions: VecDeque<(i64, String, Value)>,
     /// The result of `initialize`.
     pub session: Value,
@@ -312,7 +312,7 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// Takes over a link.
+    /// Creates a client for a link.
     #[must_use]
     pub fn new(link: Link) -> Self {
         Self {
@@ -329,18 +329,18 @@ impl Client {
         }
     }
 
-    /// The whole handshake; the result of `initialize`.
+    /// Performs the handshake; returns the result of `initialize`.
     ///
     /// # Panics
     ///
-    /// If the server refuses it.
+    /// The server refuses the handshake.
     pub async fn initialize(&mut self, params: Value) -> Value {
         self.session = self.ok("initialize", params).await;
         self.send_text(r#"{"method":"initialized"}"#).await;
         self.session.clone()
     }
 
-    /// The id of the session.
+    /// Id of the session.
     ///
     /// # Panics
     ///
@@ -353,7 +353,7 @@ impl Client {
             .to_owned()
     }
 
-    /// Encodes a request without sending it; its id.
+    /// Encodes a request without sending it; returns its id.
     pub fn queue(&mut self, method: &str, params: Value) -> i64 {
         let id = self.next_id;
         self.next_id += 1;
@@ -368,11 +368,11 @@ impl Client {
             .push_message(text.len(), |out| out.extend_from_slice(text.as_bytes()));
     }
 
-    /// Sends what was queued, reading nothing meanwhile.
+    /// Sends queued messages without reading.
     ///
     /// # Panics
     ///
-    /// If the server does not take it.
+    /// The server does not accept them.
     pub async fn flush(&mut self) {
         match timeout(PATIENCE, self.outgoing.flush()).await {
             Ok(sent) => sent.expect("the server to take what was sent"),
@@ -380,11 +380,11 @@ impl Client {
         }
     }
 
-    /// Sends what was queued and takes what comes meanwhile.
+    /// Sends queued messages and records received ones meanwhile.
     ///
     /// # Panics
     ///
-    /// If the server neither reads nor writes, or ends the connection.
+    /// The server neither reads nor writes, or closes the connection.
     pub async fn flush_and_take(&mut self) {
         loop {
             let event = tokio::select! {
@@ -408,11 +408,11 @@ impl Client {
         }
     }
 
-    /// The next message as its text, which is not recorded.
+    /// Receives the next message as text, without recording it.
     ///
     /// # Panics
     ///
-    /// If none comes.
+    /// No message arrives.
     pub async fn text(&mut self) -> String {
         loop {
             match timeout(PATIENCE, self.incoming.recv()).await {
@@ -427,7 +427,7 @@ impl Client {
         }
     }
 
-    /// Sends a request and does not wait for its answer; its id.
+    /// Sends a request without waiting for its response; returns its id.
     pub async fn send(&mut self, method: &str, params: Value) -> i64 {
         let id = self.queue(method, params);
         self.flush().await;
@@ -440,7 +440,7 @@ impl Client {
         self.flush().await;
     }
 
-    /// Ends our direction, as a peer that will say no more.
+    /// Closes the sending direction, like a peer that will send nothing more.
     pub async fn finish(&mut self) {
         timeout(PATIENCE, self.outgoing.shutdown())
             .await
@@ -448,15 +448,15 @@ impl Client {
             .expect("the connection to be there");
     }
 
-    /// Waits for the answer to a request that was sent.
+    /// Waits for the response to a request that was sent.
     ///
     /// # Errors
     ///
-    /// If the server answered with one.
+    /// The response is an error.
     ///
     /// # Panics
     ///
-    /// If no answer comes.
+    /// No response arrives.
     pub async fn answer(&mut self, id: i64) -> Result<Value, Failure> {
         loop {
             if let Some(answer) = self.answers.remove(&id) {
@@ -469,41 +469,41 @@ impl Client {
         }
     }
 
-    /// Whether the answer to a request has come already; reads nothing.
+    /// Whether the response to a request was received already; does not read.
     #[must_use]
     pub fn has_answer(&self, id: i64) -> bool {
         self.answers.contains_key(&id)
     }
 
-    /// Sends a request and waits for its answer.
+    /// Sends a request and waits for its response.
     ///
     /// # Errors
     ///
-    /// If the server answered with one.
+    /// The response is an error.
     ///
     /// # Panics
     ///
-    /// If no answer comes.
+    /// No response arrives.
     pub async fn call(&mut self, method: &str, params: Value) -> Result<Value, Failure> {
         let id = self.send(method, params).await;
         self.answer(id).await
     }
 
-    /// A call that must succeed; its result.
+    /// Sends a request that must succeed; returns its result.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It fails.
     pub async fn ok(&mut self, method: &str, params: Value) -> Value {
         let answer = self.call(method, params).await;
         answer.unwrap_or_else(|failure| panic!("{method} failed: {failure}"))
     }
 
-    /// A call that must fail; its error.
+    /// Sends a request that must fail; returns its error.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It succeeds.
     pub async fn refused(&mut self, method: &str, params: Value) -> Failure {
         match self.call(method, params).await {
             Ok(result) => panic!("{method} should fail but answered {result}"),
@@ -511,11 +511,11 @@ impl Client {
         }
     }
 
-    /// The next error for something that had no id.
+    /// Waits for the next error response to a message without an id.
     ///
     /// # Panics
     ///
-    /// If none comes.
+    /// None arrives.
     pub async fn refusal(&mut self) -> Failure {
         loop {
             if let Some(refusal) = self.refusals.pop_front() {
@@ -532,7 +532,7 @@ impl Client {
     ///
     /// # Panics
     ///
-    /// If it cannot be started.
+    /// It cannot be started.
     pub async fn start(&mut self, start: Start) -> Value {
         if start.0["delivery"] == "pull" {
             self.pulls(&start.id());
@@ -540,18 +540,19 @@ impl Client {
         self.ok("process/start", start.0).await
     }
 
-    /// Starts a process and waits until nothing more comes of it.
+    /// Starts a process and waits for `process/closed`.
     ///
     /// # Panics
     ///
-    /// If it cannot be started or does not end.
+    /// It cannot be started or does not end.
     pub async fn run(&mut self, start: Start) -> &Observed {
         let id = start.id();
         self.start(start).await;
         self.closed(&id).await
     }
 
-    /// Expects no output to be told of a process, so that numbers are missing.
+    /// Declares that the output of a process is read by requests, so that its notifications have
+    /// gaps.
     pub fn pulls(&mut self, process_id: &str) {
         self.processes
             .entry(process_id.to_owned())
@@ -559,7 +560,7 @@ impl Client {
             .pulled = true;
     }
 
-    /// Has the output of a process go to `sink` instead of the record.
+    /// Passes the output of a process to `sink` instead of the record.
     pub fn watch(&mut self, process_id: &str, sink: Sink) {
         self.processes
             .entry(process_id.to_owned())
@@ -567,11 +568,11 @@ impl Client {
             .sink = Some(sink);
     }
 
-    /// What was told of a process so far.
+    /// Returns the record of a process.
     ///
     /// # Panics
     ///
-    /// If nothing was.
+    /// No notification about it was received.
     #[must_use]
     pub fn observed(&self, process_id: &str) -> &Observed {
         self.processes
@@ -579,11 +580,11 @@ impl Client {
             .unwrap_or_else(|| panic!("nothing came of `{process_id}`; so far {self:?}"))
     }
 
-    /// Waits for `process/exited`, or that of the first generation.
+    /// Waits for `process/exited` or `command/exec/exited`.
     ///
     /// # Panics
     ///
-    /// If it does not come.
+    /// It does not arrive.
     pub async fn exited(&mut self, process_id: &str) -> &Observed {
         self.until(process_id, "it has exited", |seen| seen.exited.is_some())
             .await
@@ -593,17 +594,17 @@ impl Client {
     ///
     /// # Panics
     ///
-    /// If it does not come.
+    /// It does not arrive.
     pub async fn closed(&mut self, process_id: &str) -> &Observed {
         self.until(process_id, "it is closed", |seen| seen.closed.is_some())
             .await
     }
 
-    /// Waits until a process has written `text` on a stream.
+    /// Waits until a process has written `text` to a stream.
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It does not.
     pub async fn wrote(&mut self, process_id: &str, stream: &str, text: &str) -> &Observed {
         self.until(process_id, &format!("it wrote {text:?}"), |seen| {
             seen.text(stream).contains(text)
@@ -611,11 +612,11 @@ impl Client {
         .await
     }
 
-    /// Waits until what is known of a process satisfies a condition.
+    /// Waits until the record of a process satisfies a condition.
     ///
     /// # Panics
     ///
-    /// If nothing more comes before it does, or the connection ends.
+    /// No further message arrives, or the connection ends.
     pub async fn until(
         &mut self,
         process_id: &str,
@@ -632,11 +633,11 @@ impl Client {
         self.observed(process_id)
     }
 
-    /// Waits for the next notification of this method, which is not about a process; its params.
+    /// Waits for the next notification of a method that is not about a process; returns its params.
     ///
     /// # Panics
     ///
-    /// If none comes, or the connection ends.
+    /// None arrives, or the connection ends.
     pub async fn notice(&mut self, method: &str) -> Value {
         loop {
             let found = self.notices.iter().position(|(name, _)| name == method);
@@ -648,11 +649,11 @@ impl Client {
         }
     }
 
-    /// Waits for the next request of the server: its id and its params.
+    /// Waits for the next request of the server; returns its id and params.
     ///
     /// # Panics
     ///
-    /// If none comes, it is another one, or the connection ends.
+    /// None arrives, it is another one, or the connection ends.
     pub async fn question(&mut self, method: &str) -> (i64, Value) {
         loop {
             if let Some((id, name, params)) = self.questions.pop_front() {
@@ -664,22 +665,22 @@ impl Client {
         }
     }
 
-    /// Requests of the server that have come and were not asked for.
+    /// Number of received server requests that were not fetched.
     pub fn questions(&mut self) -> usize {
         self.questions.len()
     }
 
-    /// Answers a request of the server.
+    /// Responds to a request of the server.
     ///
     /// # Panics
     ///
-    /// If it cannot be sent.
+    /// It cannot be sent.
     pub async fn reply(&mut self, id: i64, result: Value) {
         let message = serde_json::json!({"id": id, "result": result});
         self.send_text(&message.to_string()).await;
     }
 
-    /// Notifications that have come and were not asked for.
+    /// Returns received notifications that were not fetched.
     pub fn notices(&mut self) -> Vec<(String, Value)> {
         self.notices.drain(..).collect()
     }
@@ -688,16 +689,16 @@ impl Client {
     ///
     /// # Panics
     ///
-    /// If it does not.
+    /// It does not end.
     pub async fn end(&mut self) {
         while self.step().await {}
     }
 
-    /// Takes one message; false when the connection has ended, however it did.
+    /// Reads and records one message; false if the connection has ended in any way.
     ///
     /// # Panics
     ///
-    /// If none comes, or one that makes no sense.
+    /// No message arrives, or an invalid one.
     pub async fn step(&mut self) -> bool {
         let Ok(event) = timeout(PATIENCE, self.incoming.recv()).await else {
             panic!("nothing came for {PATIENCE:?}; so far {self:?}");
@@ -709,7 +710,7 @@ impl Client {
             Ok(Some(Event::Ping(payload))) => {
                 let payload = payload.to_vec();
                 self.outgoing.push_pong(&payload);
-                // Whether the server still hears it shows in what comes next.
+                // A failure to send shows in the next read.
                 let _ = timeout(PATIENCE, self.outgoing.flush()).await;
                 return true;
             }
@@ -818,7 +819,7 @@ impl Start {
         self
     }
 
-    /// Makes it and its descendants findable with [`proc::bearers`].
+    /// Adds a marker to its environment, so that [`proc::bearers`] finds it and its descendants.
     #[must_use]
     pub fn marked(self, marker: &str) -> Self {
         self.env("EXEC_SERVER_TEST_MARKER", marker)
@@ -832,28 +833,28 @@ impl Start {
     }
 }
 
-/// Base64 on the wire, from bytes.
+/// Encodes bytes as base64 for the wire.
 #[must_use]
 pub fn chunk(bytes: impl AsRef<[u8]>) -> Value {
     STANDARD.encode(bytes).into()
 }
 
-/// Bytes from base64 on the wire.
+/// Decodes base64 from the wire.
 ///
 /// # Panics
 ///
-/// If it is not padded standard base64.
+/// The text is not padded standard base64.
 #[must_use]
 pub fn bytes(chunk: &Value) -> Vec<u8> {
     let text = chunk.as_str().expect("base64 is a string");
     STANDARD.decode(text).expect("padded standard base64")
 }
 
-/// The sorted field names of an object.
+/// Returns the sorted field names of an object.
 ///
 /// # Panics
 ///
-/// If it is none.
+/// The value is not an object.
 #[must_use]
 pub fn fields(object: &Value) -> Vec<&str> {
     let object: &Map<String, Value> = object.as_object().expect("an object");

@@ -1,6 +1,6 @@
-//! Proves the interop bodies: the real CLI on the real `codex exec-server`.
+//! Validation of the interop behaviours: the real CLI on the real `codex exec-server`.
 //!
-//! Needs the feature `interop` and `CODEX_BIN`; `make interop` gives both.
+//! Needs the feature `interop` and `CODEX_BIN`; `make interop` sets both.
 
 use exec_server_testkit::codex::{self, Home};
 use exec_server_testkit::interop;
@@ -8,7 +8,7 @@ use exec_server_testkit::server::Server;
 
 exec_server_testkit::interop_tests!(reference);
 
-/// The home of a reference server, and the server.
+/// Starts a reference server with a home directory.
 async fn reference() -> (Home, Server) {
     let home = Home::new();
     let server = codex::exec_server(&home, &[interop::MARKER]).await;

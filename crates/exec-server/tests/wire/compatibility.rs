@@ -177,7 +177,7 @@ const METHODS: &[Item] = &[
         &[
             "wire/config::layers_are_selected_in_order",
             "wire/config::broken_files_are_named_with_line_and_column",
-            "interop::tools_of_the_servers_configuration_are_offered",
+            "interop::tools_in_configuration_of_the_server_are_offered",
         ],
     ),
     (
@@ -198,7 +198,7 @@ const METHODS: &[Item] = &[
         Served,
         &[
             "wire/input::a_repeated_write_is_written_once",
-            "interop::terminal_session_takes_input",
+            "interop::terminal_session_receives_input",
         ],
     ),
     (
@@ -442,7 +442,7 @@ const PARTS: &[Part] = &[
                 Served,
                 &[
                     "sandbox/policies::a_workspace_is_written_to",
-                    "interop::a_workspace_is_all_that_is_writable",
+                    "interop::sandboxed_command_writes_only_to_the_workspace",
                 ],
             ),
             (
@@ -465,7 +465,7 @@ const PARTS: &[Part] = &[
                 &[
                     "sandbox/managed::children_are_told_of_their_proxy",
                     "sandbox/managed::what_makes_no_sense_is_refused",
-                    "interop::a_managed_network_has_one_way_out",
+                    "interop::managed_network_allows_only_hosts_of_the_cli",
                 ],
             ),
             (
@@ -474,7 +474,7 @@ const PARTS: &[Part] = &[
                 &[
                     "wire/snapshot::commands_cannot_tell",
                     "wire/snapshot::what_goes_wrong_means_an_ordinary_run",
-                    "interop::start_up_files_run_once",
+                    "interop::shell_start_up_files_run_once_per_conversation",
                 ],
             ),
             (
