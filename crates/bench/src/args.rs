@@ -1,19 +1,19 @@
-//! What was typed.
+//! Command-line definitions (clap).
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Parser;
 
-use crate::scenario::Name;
+use crate::scenario::ScenarioName;
 
-/// Measures an exec-server against the physical floor of this machine.
+/// Measure an exec-server against the physical floor of this machine
 ///
-/// The table goes to standard output, progress to standard error. Ratios are against the floor
-/// measured in the same run: how many times the machine's own cost, or which part of its rate. A
-/// target in parentheses is hoped for, not asked for; `pass+` says that it was reached.
+/// The table goes to standard output, progress to standard error. Ratios are against the floor of
+/// the same run: how many times the machine's own cost, or what part of its rate. A target in
+/// parentheses is an aim and not a requirement; `pass+` means that it was reached.
 ///
-/// Exit codes: 0 done, 1 a target was missed and --check was given, 2 the bench itself failed.
+/// Exit codes: 0 done, 1 a target was missed and --check was given, 2 the benchmark itself failed.
 #[derive(Debug, Parser)]
 #[command(version)]
 pub(crate) struct Args {
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// [default: a copy of `exec-server` beside this program]
     #[arg(long, value_name = "CMD")]
     pub(crate) server: Option<String>,
-    /// Command of another server that speaks the same wire, measured side by side
+    /// Command of another server with the same wire protocol, measured side by side
     #[arg(long, value_name = "CMD")]
     pub(crate) peer: Option<String>,
     /// Fewer rounds and smaller sizes
@@ -30,14 +30,14 @@ pub(crate) struct Args {
     pub(crate) quick: bool,
     /// Run these scenarios only
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
-    pub(crate) only: Vec<Name>,
-    /// Of these, only rows whose name contains TEXT, and those measured with them
+    pub(crate) only: Vec<ScenarioName>,
+    /// Run only rows whose name contains TEXT, and those measured with them
     #[arg(long, value_name = "TEXT")]
     pub(crate) rows: Option<String>,
-    /// Write the figures to a file as well
+    /// Write the figures to a file, too
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Run mixed work for so long (such as 60m or 90s) instead, and fail if a figure grows
+    /// Run mixed work for this time (such as 60m or 90s) instead, and fail if a figure grows
     #[arg(long, value_name = "TIME", value_parser = duration)]
     pub(crate) soak: Option<Duration>,
     /// Exit with 1 if a target is missed
@@ -49,16 +49,16 @@ pub(crate) struct Args {
     /// As a child: read this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) check_pattern: Option<u64>,
-    /// As a child: answer websocket handshakes and push this many bytes of the pattern
+    /// As a child: answer websocket handshakes and send this many bytes of the pattern
     #[arg(long, hide = true, value_name = "BYTES")]
     pub(crate) answer_websockets: Option<u64>,
-    /// As a child: ask the site this many times, through the proxy of the environment
+    /// As a child: send the site this many requests, through the proxy of the environment
     #[arg(long, hide = true, value_name = "COUNT", requires = "site")]
     pub(crate) proxied_requests: Option<usize>,
-    /// As a child: have the site send this many bytes on each of many connections
+    /// As a child: receive this many bytes from the site on each of many connections
     #[arg(long, hide = true, value_name = "BYTES", requires = "site")]
     pub(crate) proxied_streams: Option<u64>,
-    /// As a child: where the site is
+    /// As a child: address of the site
     #[arg(long, hide = true, value_name = "ADDRESS")]
     pub(crate) site: Option<String>,
     /// As a child: answer every websocket message with a short one

@@ -1,4 +1,4 @@
-//! What this program does when it is started as a child of a scenario or of a floor.
+//! Child modes of this program: what it does as a child of a scenario or of a floor.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -28,7 +28,7 @@ pub(crate) fn emit(total: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Reads `total` bytes of the pattern from standard input and fails if one of them is wrong.
+/// Reads `total` bytes of the pattern from standard input; fails if one differs.
 pub(crate) fn check(total: u64) -> anyhow::Result<()> {
     let pattern = Pattern::new();
     let stdin = rustix::stdio::stdin();
@@ -49,9 +49,9 @@ pub(crate) fn check(total: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Prints an address and answers every websocket handshake there, one after the other.
+/// Prints an address and answers websocket handshakes there, one after the other.
 ///
-/// After each it pushes `push` bytes of the pattern, in messages like those of a process.
+/// After each handshake it sends `push` bytes of the pattern, in messages like those of a process.
 pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
     let pattern = Pattern::new();
     serve(|stream| {
@@ -63,7 +63,7 @@ pub(crate) fn answer_websockets(push: u64) -> anyhow::Result<()> {
     })
 }
 
-/// Prints an address and answers every message that comes there with one as long as metadata.
+/// Prints an address and answers every message with one as long as a metadata response.
 pub(crate) fn echo_websockets() -> anyhow::Result<()> {
     const ANSWER: &str = r#"{"id":1,"result":{"isDirectory":false,"isFile":true,"isSymlink":false,"size":4096,"createdAtMs":1700000000000,"modifiedAtMs":1700000000000}}"#;
     serve(|stream| {
@@ -91,20 +91,19 @@ pub(crate) fn echo_websockets() -> anyhow::Result<()> {
     })
 }
 
-/// The proxy that this program was given, as `HOST:PORT`.
+/// Address of the proxy in this process's environment, as `HOST:PORT`.
 pub(crate) fn proxy() -> Option<String> {
     let url = std::env::var("HTTP_PROXY").ok()?;
     Some(url.strip_prefix("http://")?.to_owned())
 }
 
 /// Prints a figure.
-pub(crate) fn tell(figure: anyhow::Result<f64>) -> anyhow::Result<()> {
+pub(crate) fn print_figure(figure: anyhow::Result<f64>) -> anyhow::Result<()> {
     let figure = figure?;
     Ok(writeln!(std::io::stdout(), "{figure}")?)
 }
 
-/// Seconds of one small request on a connection that is open, directly or through a proxy: the
-/// median.
+/// Median seconds of one small request on an open connection, directly or through a proxy.
 pub(crate) fn requests(site: &str, proxy: Option<&str>, count: usize) -> anyhow::Result<f64> {
     let mut stream = TcpStream::connect(proxy.unwrap_or(site))?;
     stream.set_nodelay(true)?;
@@ -120,8 +119,8 @@ pub(crate) fn requests(site: &str, proxy: Option<&str>, count: usize) -> anyhow:
         let start = Instant::now();
         stream.write_all(request.as_bytes())?;
         let mut received = 0;
-        // A head and a kibibyte.
-        while received < 1024 || !ends_whole(&buffer[..received]) {
+        // The head and the body of 1 KiB.
+        while received < 1024 || !is_complete(&buffer[..received]) {
             let read = stream.read(&mut buffer[received..])?;
             ensure!(read > 0, "the connection was closed");
             received += read;
@@ -131,13 +130,13 @@ pub(crate) fn requests(site: &str, proxy: Option<&str>, count: usize) -> anyhow:
     Ok(median(&samples))
 }
 
-/// Whether an answer with a small body is all there.
-fn ends_whole(answer: &[u8]) -> bool {
+/// Whether a response with a small body is complete.
+fn is_complete(answer: &[u8]) -> bool {
     let text = answer.windows(4).position(|four| four == b"\r\n\r\n");
     text.is_some_and(|head| answer.len() >= head + 4 + 1024)
 }
 
-/// Bytes per second of many connections at the same time, directly or through a proxy.
+/// Bytes per second of many concurrent connections, directly or through a proxy.
 pub(crate) fn streams(
     site: &str,
     proxy: Option<&str>,
@@ -160,7 +159,7 @@ pub(crate) fn streams(
         write!(stream, "GET /large HTTP/1.1\r\nhost: {site}\r\n\r\n")?;
         let mut buffer = vec![0; 64 * 1024];
         let mut received = 0;
-        // The head is as good as the body here.
+        // The rest of the first head counts as body, which changes nothing at this size.
         while received < total {
             let read = stream.read(&mut buffer)?;
             ensure!(read > 0, "the connection was closed");
@@ -177,22 +176,26 @@ pub(crate) fn streams(
         }
         Ok(sum)
     })?;
-    #[allow(clippy::cast_precision_loss, reason = "a figure for people")]
+    #[allow(
+        clippy::cast_precision_loss,
+        reason = "the exact value does not matter"
+    )]
     Ok(received as f64 / start.elapsed().as_secs_f64())
 }
 
-/// Prints an address and calls `talk` after each websocket handshake there, one after the other.
-fn serve(mut talk: impl FnMut(&mut TcpStream) -> anyhow::Result<()>) -> anyhow::Result<()> {
+/// Prints an address and calls `exchange` after each websocket handshake there, one after the
+/// other.
+fn serve(mut exchange: impl FnMut(&mut TcpStream) -> anyhow::Result<()>) -> anyhow::Result<()> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     writeln!(std::io::stdout(), "{}", listener.local_addr()?)?;
     loop {
         let mut stream = listener.accept()?.0;
-        // A client that leaves early only ends its own connection.
-        let _ = answer(&mut stream).and_then(|()| talk(&mut stream));
+        // A client that disconnects early affects only its own connection.
+        let _ = accept_handshake(&mut stream).and_then(|()| exchange(&mut stream));
     }
 }
 
-fn answer(stream: &mut TcpStream) -> anyhow::Result<()> {
+fn accept_handshake(stream: &mut TcpStream) -> anyhow::Result<()> {
     tcp::prepare(&*stream, stream.peer_addr())?;
     let mut buffer = [0; 2 * 1024];
     let mut filled = 0;

@@ -1,7 +1,8 @@
-//! A client of one connection that costs as little as possible.
+//! Minimal wire client for one connection.
 //!
-//! One thread, blocking calls and reused buffers: a wake-up is one `read`, without a reactor between
-//! the socket and the clock. Speaks the compatible wire only, so every server runs the same thing.
+//! One thread, blocking calls and reused buffers: a wake-up is one `read`, without a reactor
+//! between socket and clock. Uses the compatible wire only, so that every server gets the same
+//! requests.
 
 use std::io::{self, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -28,38 +29,37 @@ use serde::Serialize;
 use crate::pattern::Pattern;
 use crate::wire::{self, Message};
 
-/// A connection and what is buffered of it.
+/// A connection and its buffers.
 pub(crate) struct Client {
     stream: Socket,
     decoder: Decoder,
-    /// Received bytes lie in `unread`; the rest is room.
+    /// Received bytes are in `unread`; the rest is free space.
     buffer: Vec<u8>,
     unread: Range<usize>,
-    /// The most to read at once.
+    /// The most bytes per read.
     read_bytes: usize,
-    /// The last read found more than there was room for.
+    /// Whether the last read filled the free space.
     filled: bool,
-    /// The frames being sent.
+    /// Frames to be sent.
     out: Vec<u8>,
     next_id: i64,
     next_process: u64,
     atomic: bool,
 }
 
-/// A request that was prepared.
+/// An encoded request.
 pub(crate) struct Encoded {
     id: i64,
     frames: Vec<u8>,
 }
 
-/// What carries a connection.
+/// Transport of a connection.
 enum Socket {
     Plain(TcpStream),
     Tls(Box<StreamOwned<ClientConnection, ReadAhead>>),
 }
 
-/// Reads much at once: rustls asks for a few KiB at a time, which would make this client the slower
-/// side.
+/// Buffered reader: rustls reads a few KiB at a time, which would make this client the bottleneck.
 struct ReadAhead(BufReader<TcpStream>);
 
 impl Read for ReadAhead {
@@ -103,28 +103,28 @@ impl Write for Socket {
     }
 }
 
-/// What a child is started as.
+/// Standard streams of a child.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stdio {
-    /// Input from nowhere, output to pipes.
+    /// No input; pipes for output.
     Pipe,
-    /// Pipes for both.
+    /// Pipes for input and output.
     PipeWithInput,
     /// A terminal.
     Tty,
 }
 
 impl Client {
-    /// Read at once; beyond the second-level cache more is slower.
+    /// 256 KiB: beyond the second-level cache larger reads are slower.
     const READ_BYTES: usize = 256 * 1024;
-    /// No scenario is silent for as long as this.
-    const SILENCE: Duration = Duration::from_secs(30);
-    /// Any key does: the point of it is to keep caches from answering.
+    /// Read timeout: longer than any scenario waits for a message.
+    const READ_TIMEOUT: Duration = Duration::from_secs(30);
+    /// Any key is valid: it only prevents cached responses.
     const KEY: &str = "ZXhlYy1zZXJ2ZXItYmVuY2g=";
-    /// Any mask does too, and drawing one is not what is measured.
+    /// Any mask is valid, and generating one is not measured.
     const MASK: [u8; 4] = [0x5a, 0xc3, 0x96, 0x0f];
 
-    /// Connects and opens the websocket, nothing more.
+    /// Connects and performs the websocket upgrade only.
     pub(crate) fn connect(address: SocketAddr) -> anyhow::Result<Self> {
         Self::upgrade(TcpStream::connect(address)?, "")
     }
@@ -148,8 +148,8 @@ impl Client {
         Self::upgrade_over(Socket::Tls(stream), "")
     }
 
-    /// Connects with a receive buffer of this size instead of one that grows with the traffic, and
-    /// reads no more than that at once.
+    /// Connects with a fixed receive buffer instead of one that grows with the traffic. Reads are
+    /// limited to the same size.
     pub(crate) fn connect_with_buffer(address: SocketAddr, bytes: usize) -> anyhow::Result<Self> {
         let family = match address {
             SocketAddr::V4(_) => AddressFamily::INET,
@@ -166,11 +166,11 @@ impl Client {
 
     fn prepare(stream: TcpStream) -> io::Result<TcpStream> {
         tcp::prepare(&stream, stream.peer_addr())?;
-        stream.set_read_timeout(Some(Self::SILENCE))?;
+        stream.set_read_timeout(Some(Self::READ_TIMEOUT))?;
         Ok(stream)
     }
 
-    /// `headers` are whole lines.
+    /// `headers` are complete lines.
     fn upgrade(stream: TcpStream, headers: &str) -> anyhow::Result<Self> {
         Self::upgrade_over(Socket::Plain(Self::prepare(stream)?), headers)
     }
@@ -219,7 +219,8 @@ impl Client {
         })
     }
 
-    /// `initialize` and its answer; [`Client::initialized`] makes the session usable.
+    /// Sends `initialize` and waits for its response; [`Client::initialized`] completes the
+    /// handshake.
     pub(crate) fn initialize(&mut self) -> anyhow::Result<()> {
         let params = InitializeParams {
             client_name: "bench".to_owned(),
@@ -239,29 +240,29 @@ impl Client {
         }
     }
 
-    /// Whether the server can put a file in place that was written in blocks.
+    /// Whether the server supports atomic replacement of a file that is written in blocks.
     pub(crate) fn has_atomic_writes(&self) -> bool {
         self.atomic
     }
 
-    /// `initialized`, which has no answer.
+    /// Sends `initialized`, which has no response.
     pub(crate) fn initialized(&mut self) -> anyhow::Result<()> {
         self.send(|out| envelope::encode_notification(out, Initialized::NAME, &Empty {}))
     }
 
-    /// A connection that is ready for calls.
+    /// Opens a connection and completes the handshake.
     pub(crate) fn open(address: SocketAddr) -> anyhow::Result<Self> {
         Self::connect(address)?.ready()
     }
 
-    /// Does the handshake of the protocol.
+    /// Performs the handshake of the protocol.
     pub(crate) fn ready(mut self) -> anyhow::Result<Self> {
         self.initialize()?;
         self.initialized()?;
         Ok(self)
     }
 
-    /// Sends `process/start` and returns the request and the process.
+    /// Sends `process/start`; returns the ids of the request and the process.
     pub(crate) fn start(&mut self, argv: &[&str], stdio: Stdio) -> anyhow::Result<(i64, u64)> {
         self.start_in(None, argv, stdio)
     }
@@ -276,7 +277,7 @@ impl Client {
         self.start_with(sandbox, argv, stdio, |_| {})
     }
 
-    /// As [`Client::start_in`], with whatever `set` sets.
+    /// As [`Client::start_in`]; `set` can change the params.
     pub(crate) fn start_with(
         &mut self,
         sandbox: Option<&Sandbox>,
@@ -300,7 +301,7 @@ impl Client {
         Ok((self.request::<Start>(&params)?, process))
     }
 
-    /// Prepares `process/write` with `len` bytes of the pattern from `offset`.
+    /// Encodes `process/write` with `len` bytes of the pattern from `offset`.
     pub(crate) fn write_pattern(
         &mut self,
         process: u64,
@@ -310,7 +311,7 @@ impl Client {
     ) -> anyhow::Result<Encoded> {
         let id = self.take_id();
         self.queue_long(encoded_len(len), |out| {
-            // By hand: the text of the chunk is there already and is only copied.
+            // Written by hand: the text of the chunk exists already and is only copied.
             write!(
                 out,
                 "{{\"id\":{id},\"method\":\"process/write\",\"params\":{{\"processId\":\"{}\",\"writeId\":\"{id}\",\"chunk\":\"",
@@ -334,7 +335,7 @@ impl Client {
         self.request::<Write>(&params).map(drop)
     }
 
-    /// Sends a request whose params are text already.
+    /// Sends a request with encoded params.
     pub(crate) fn ask(&mut self, method: &str, params: &str) -> anyhow::Result<i64> {
         let id = self.take_id();
         self.send(|out| {
@@ -346,7 +347,7 @@ impl Client {
         Ok(id)
     }
 
-    /// Sends the same request several times, in one go.
+    /// Sends the same request several times with one write.
     pub(crate) fn ask_batch(
         &mut self,
         method: &str,
@@ -365,12 +366,12 @@ impl Client {
         self.flush()
     }
 
-    /// Whether something was received that nobody has looked at.
+    /// Whether a received message is still in the buffer.
     pub(crate) fn has_buffered(&self) -> bool {
         !self.unread.is_empty()
     }
 
-    /// Prepares `fs/writeFile` with `len` bytes of the pattern, to be sent by [`Client::flush`].
+    /// Encodes `fs/writeFile` with `len` bytes of the pattern, to be sent by [`Client::flush`].
     pub(crate) fn queue_file(
         &mut self,
         path: &str,
@@ -390,7 +391,7 @@ impl Client {
         Ok(id)
     }
 
-    /// Prepares `fs/writeBlock` with `len` bytes of the pattern from `offset`.
+    /// Encodes `fs/writeBlock` with `len` bytes of the pattern from `offset`.
     pub(crate) fn write_block(
         &mut self,
         handle: &str,
@@ -411,14 +412,13 @@ impl Client {
         Ok(self.encoded(id))
     }
 
-    /// What was prepared last, to be sent later: what a client needs to encode much of it is not
-    /// what is measured.
+    /// Takes the last encoded request, to be sent later: the cost of encoding is not measured.
     fn encoded(&mut self, id: i64) -> Encoded {
         let frames = std::mem::take(&mut self.out);
         Encoded { id, frames }
     }
 
-    /// Sends what was prepared.
+    /// Sends an encoded request.
     pub(crate) fn send_encoded(&mut self, message: &Encoded) -> anyhow::Result<i64> {
         self.stream
             .write_all(&message.frames)
@@ -435,7 +435,7 @@ impl Client {
         self.request::<Terminate>(&params).map(drop)
     }
 
-    /// Waits for the answer to one request and skips everything before it.
+    /// Waits for the response to one request and skips everything before it.
     pub(crate) fn answer(&mut self, request: i64) -> anyhow::Result<()> {
         loop {
             if matches!(self.receive()?, Message::Response { id, .. } if id == request) {
@@ -444,7 +444,7 @@ impl Client {
         }
     }
 
-    /// Waits for so many answers, whatever their order, and skips everything between them.
+    /// Waits for `count` responses in any order and skips everything between them.
     pub(crate) fn answers(&mut self, mut count: usize) -> anyhow::Result<()> {
         while count > 0 {
             count -= usize::from(matches!(self.receive()?, Message::Response { .. }));
@@ -452,7 +452,7 @@ impl Client {
         Ok(())
     }
 
-    /// Waits until a process is closed and skips everything before that.
+    /// Waits for `process/closed` and skips everything before it.
     pub(crate) fn closed(&mut self, process: u64) -> anyhow::Result<()> {
         loop {
             if matches!(self.receive()?, Message::Closed { process: p, .. } if p == process) {
@@ -461,7 +461,7 @@ impl Client {
         }
     }
 
-    /// The next message.
+    /// Receives the next message.
     pub(crate) fn receive(&mut self) -> anyhow::Result<Message<'_>> {
         loop {
             let Range { start, end } = self.unread.clone();
@@ -498,8 +498,8 @@ impl Client {
             self.buffer.copy_within(start..end, 0);
             self.unread = 0..end - start;
         }
-        // Grows with what comes: the pages of a large buffer would cost a short connection more than
-        // all else.
+        // Grows with the traffic: touching the pages of a large buffer would dominate the cost of a
+        // short connection.
         let full = self.buffer.len() - self.unread.end < missing;
         if full || self.filled {
             let needed = (self.unread.end + missing).max(self.read_bytes);
@@ -539,17 +539,18 @@ impl Client {
         self.flush()
     }
 
-    /// Prepares a message, to be sent by [`Client::flush`].
+    /// Encodes a message, to be sent by [`Client::flush`].
     fn queue<E>(&mut self, write: impl FnOnce(&mut Vec<u8>) -> Result<(), E>) -> anyhow::Result<()>
     where
         anyhow::Error: From<E>,
     {
-        /// Which header to leave room for: that of a short payload.
+        /// Expected length, which determines the reserved frame header: that of a short payload.
         const HINT: usize = 200;
         self.queue_long(HINT, write)
     }
 
-    /// As [`Client::queue`], of about this length: a wrong guess moves the payload once more.
+    /// As [`Client::queue`], with an expected length: if it is wrong, the payload is moved once
+    /// more.
     fn queue_long<E>(
         &mut self,
         hint: usize,
@@ -565,7 +566,7 @@ impl Client {
         Ok(written?)
     }
 
-    /// Sends what was prepared.
+    /// Sends all encoded messages.
     pub(crate) fn flush(&mut self) -> anyhow::Result<()> {
         self.stream
             .write_all(&self.out)

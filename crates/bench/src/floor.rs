@@ -1,4 +1,4 @@
-//! What the machine itself needs, without any server: the floors of the table.
+//! Floors: cost of the same operations on this machine without a server.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -17,16 +17,16 @@ use crate::client::Client;
 use crate::placement::Placement;
 use crate::stats::median;
 
-/// The child of every spawn scenario.
+/// Child process of the spawn scenarios.
 pub(crate) const TRUE: &str = "/bin/true";
 
-/// The child of every echo scenario: a raw terminal whose program sends each byte back.
+/// Child process of the echo scenarios: a program in a raw terminal that sends each byte back.
 ///
-/// Raw, because that is how shells, editors and agents type: the echo comes from the program and
-/// not from the kernel, so its wake-up belongs to the floor as it does to the server's figure.
+/// Raw, because shells, editors and agents use raw terminals: the echo comes from the program and
+/// not from the kernel, so its wake-up is part of the floor as it is part of the server's figure.
 pub(crate) const ECHO: [&str; 3] = ["/bin/sh", "-c", "stty raw -echo; printf R; exec cat"];
 
-/// Seconds for one `posix_spawn` and `wait`, one after the other: the median of `count`.
+/// Median seconds of `count` sequential calls of `posix_spawn` and `wait`.
 pub(crate) fn spawn(count: usize) -> anyhow::Result<f64> {
     let mut samples = Vec::with_capacity(count);
     for _ in 0..count {
@@ -55,7 +55,7 @@ pub(crate) fn spawn_rate(count: usize) -> anyhow::Result<f64> {
     Ok((count / THREADS * THREADS) as f64 / start.elapsed().as_secs_f64())
 }
 
-/// No pipe and no file is set up, so this is as little as a spawn can be.
+/// Sets up no pipe and no file: the cheapest possible spawn.
 fn spawn_once() -> anyhow::Result<()> {
     let status = Command::new(TRUE).env_clear().status()?;
     ensure!(status.success(), "{TRUE} failed");
@@ -99,7 +99,7 @@ impl TerminalEcho {
         Ok(echo)
     }
 
-    /// Seconds from a byte written until it is back, for each of so many.
+    /// Seconds from writing a byte to reading its echo, for `count` bytes.
     pub(crate) fn samples(&mut self, count: usize) -> std::io::Result<Vec<f64>> {
         let mut byte = [0];
         samples(count, || {
@@ -116,20 +116,20 @@ impl Drop for TerminalEcho {
     }
 }
 
-/// A connection over loopback TCP to a thread that sends back what comes.
+/// A loopback TCP connection to a thread that echoes.
 #[derive(Debug)]
 pub(crate) struct TcpEcho {
     stream: TcpStream,
 }
 
 impl TcpEcho {
-    /// About as long as a message of a keystroke.
+    /// About the size of a message with one keystroke.
     const BYTES: usize = 128;
 
     pub(crate) fn start() -> anyhow::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let address = listener.local_addr()?;
-        // It ends with the connection.
+        // Ends with the connection.
         std::thread::spawn(move || -> std::io::Result<()> {
             let (mut stream, _) = listener.accept()?;
             tcp::prepare(&stream, stream.peer_addr())?;
@@ -146,7 +146,7 @@ impl TcpEcho {
         Ok(echo)
     }
 
-    /// Seconds of each of so many round trips.
+    /// Seconds of `count` round trips.
     pub(crate) fn samples(&mut self, count: usize) -> std::io::Result<Vec<f64>> {
         let mut message = [0; Self::BYTES];
         samples(count, || {
@@ -156,10 +156,10 @@ impl TcpEcho {
     }
 }
 
-/// Runs that do not count.
+/// Initial runs that are not counted.
 const WARM_UP: usize = 20;
 
-/// Times `round`.
+/// Measures `count` runs of `round`.
 fn samples(
     count: usize,
     mut round: impl FnMut() -> std::io::Result<()>,
@@ -173,11 +173,11 @@ fn samples(
     Ok(samples)
 }
 
-/// Bytes per second from the emitter through a pipe into this process, read and thrown away.
+/// Bytes per second from the emitter through a pipe to this process, which discards them.
 ///
-/// The better of two: placed by the scheduler, and both ends on one core. Where waking another core
-/// is slow, as in a small virtual machine, the two are a factor of three apart, and chance would
-/// otherwise decide which of them every ratio is against.
+/// The better of two placements: chosen by the scheduler, and both ends on one core. Where waking
+/// another core is slow, as in a small virtual machine, the two differ by a factor of three, and
+/// chance would otherwise decide which of them is the base of every ratio.
 pub(crate) fn pipe(bench: &Path, total: u64) -> anyhow::Result<f64> {
     let placed = pipe_once(bench, total)?;
     let _placement = Placement::one_core()?;
@@ -208,15 +208,15 @@ fn pipe_once(bench: &Path, total: u64) -> anyhow::Result<f64> {
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A process that does nothing but answer websocket handshakes, and then perhaps push frames.
-pub(crate) struct Responder {
+/// A process that answers websocket handshakes and optionally pushes frames.
+pub(crate) struct WebsocketResponder {
     child: Child,
-    /// Where it listens.
+    /// Address of its listener.
     pub(crate) address: SocketAddr,
 }
 
-impl Responder {
-    /// Starts it; after each handshake it pushes so many bytes of the pattern.
+impl WebsocketResponder {
+    /// Starts it; after each handshake it sends `push` bytes of the pattern.
     pub(crate) fn start(bench: &Path, push: Option<u64>) -> anyhow::Result<Self> {
         let push = push.unwrap_or(0).to_string();
         Self::spawn(bench, &["--answer-websockets", &push])
@@ -249,7 +249,7 @@ impl Responder {
         })
     }
 
-    /// Seconds for a connection and its upgrade: the median.
+    /// Median seconds of a connection and its websocket upgrade.
     pub(crate) fn handshake(&self, count: usize) -> anyhow::Result<f64> {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
@@ -263,9 +263,9 @@ impl Responder {
     }
 }
 
-/// Seconds for one message and its answer, both short JSON, over a websocket: the median.
+/// Median seconds of a message and its response over a websocket, both short JSON.
 pub(crate) fn round_trip(bench: &Path, count: usize) -> anyhow::Result<f64> {
-    let responder = Responder::start_echo(bench)?;
+    let responder = WebsocketResponder::start_echo(bench)?;
     let mut client = Client::connect(responder.address)?;
     let mut round = || -> anyhow::Result<f64> {
         let start = Instant::now();
@@ -280,14 +280,14 @@ pub(crate) fn round_trip(bench: &Path, count: usize) -> anyhow::Result<f64> {
     Ok(median(&samples))
 }
 
-impl Drop for Responder {
+impl Drop for WebsocketResponder {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Lets the other side see a closed connection before the next one is measured.
+/// Gives the peer time to see the closed connection before the next measurement.
 pub(crate) fn pause() {
     std::thread::sleep(Duration::from_micros(200));
 }

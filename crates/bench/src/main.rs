@@ -1,7 +1,7 @@
-//! The bench: starts a server, measures it from outside, and prints how far it is from the floor.
+//! Benchmark: starts a server, measures it from outside, and compares it with the machine's floor.
 //!
-//! Owns the scenarios, the floors and the table. Knows nothing of a server but its command line, its
-//! wire and its pid.
+//! Contains the scenarios, the floors and the table. Uses only the server's command line, its wire
+//! protocol and its process id.
 
 mod args;
 mod child;
@@ -40,14 +40,14 @@ fn main() -> ExitCode {
     } else if let Some(push) = args.answer_websockets {
         done(child::answer_websockets(push))
     } else if let (Some(count), Some(site)) = (args.proxied_requests, &args.site) {
-        done(child::tell(child::requests(
+        done(child::print_figure(child::requests(
             site,
             child::proxy().as_deref(),
             count,
         )))
     } else if let (Some(total), Some(site)) = (args.proxied_streams, &args.site) {
         let count = scenario::network::stream_count();
-        done(child::tell(child::streams(
+        done(child::print_figure(child::streams(
             site,
             child::proxy().as_deref(),
             count,
@@ -69,7 +69,7 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let own = std::env::current_exe().context("cannot find this program")?;
     let server = match &args.server {
         Some(text) => CommandLine::parse(text)?,
-        None => CommandLine::program(&installed(&own.with_file_name("exec-server"))?),
+        None => CommandLine::program(&copy_as_installed(&own.with_file_name("exec-server"))?),
     };
     let mut sides = vec![Side {
         name: "server",
@@ -123,11 +123,11 @@ fn run(args: &Args) -> anyhow::Result<ExitCode> {
     })
 }
 
-/// A program as it is when it was installed some time ago: in memory as it was read from the disk. What
-/// a linker has written is there in single pages, with which each start has to deal; what was copied
-/// is in pieces as large as the writes were, of which each that is touched counts as resident.
-fn installed(program: &Path) -> anyhow::Result<PathBuf> {
-    // Beside it, where everybody can run it who can run that.
+/// Copies a program, so that its pages are in the page cache as after an installation. A linker
+/// writes single pages, which cost each start time; a copy is cached in pieces as large as its
+/// writes, and each touched piece counts as resident.
+fn copy_as_installed(program: &Path) -> anyhow::Result<PathBuf> {
+    // In the same directory, with the same access for other users.
     let directory = program.with_file_name("installed");
     let (copy, new) = (directory.join("exec-server"), directory.join("new"));
     let forget = |path: &Path| -> std::io::Result<()> {
@@ -143,15 +143,15 @@ fn installed(program: &Path) -> anyhow::Result<PathBuf> {
     Ok(copy)
 }
 
-/// Hundreds of processes and connections need descriptors, here and in the server that inherits
-/// the limit; without the right to raise it the scenarios say what failed.
+/// Raises the limit of open files, which the server inherits; scenarios with hundreds of processes
+/// and connections need it. Without the right to do so, those scenarios report what failed.
 fn raise_descriptor_limit() {
-    /// What the kernel allows by default, to those who may raise their limit at all.
-    const MOST: u64 = 1 << 20;
+    /// The kernel's default for the highest limit that a privileged process can set.
+    const MAX_DESCRIPTORS: u64 = 1 << 20;
     let Rlimit { maximum, .. } = rustix::process::getrlimit(Resource::Nofile);
     let most = Rlimit {
-        current: Some(MOST),
-        maximum: Some(MOST),
+        current: Some(MAX_DESCRIPTORS),
+        maximum: Some(MAX_DESCRIPTORS),
     };
     if rustix::process::setrlimit(Resource::Nofile, most).is_ok() {
         return;
@@ -165,7 +165,7 @@ fn raise_descriptor_limit() {
     );
 }
 
-/// Other work on the machine slows floor and server alike, but not evenly.
+/// Other load on the machine slows floor and server, but not equally.
 fn warn_of_load() {
     let cores = std::thread::available_parallelism().map_or(1, usize::from) as f64;
     let load = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();

@@ -1,28 +1,28 @@
-//! The bytes that streams are made of, and the check that none was lost, doubled or changed.
+//! Test pattern of streams, and the check that no byte was lost, duplicated or changed.
 //!
-//! The pattern repeats, and its period is odd, so a lost or doubled chunk of any power of two shows
-//! at once. It is a multiple of three too: base64 of the stream from any position is then a window
-//! of one of three repeating texts, and a chunk is compared as it came, without decoding. Padded
-//! base64 is one-to-one, so equal text means equal bytes.
+//! The pattern repeats with an odd period, so that the loss or duplication of a chunk of any power
+//! of two is detected. The period is also a multiple of three: base64 of the stream from any
+//! position is then a part of one of three repeating texts, and a chunk is compared without
+//! decoding. Padded base64 is one-to-one, so equal text means equal bytes.
 
 use base64_turbo::STANDARD;
 use exec_server_protocol::chunk;
 
-/// After this many bytes the pattern repeats.
+/// Period of the pattern in bytes.
 const PERIOD: usize = 3 * 21_841;
-/// What is written at once; also the size of a pipe.
+/// Bytes of one write: the default pipe capacity on Linux.
 pub(crate) const WRITE_BYTES: usize = 64 * 1024;
 
-/// The pattern in the forms that writing and checking need.
+/// The pattern as bytes and as base64.
 pub(crate) struct Pattern {
-    /// A period and one write more, so that every write is one slice.
+    /// One period and one more write, so that every write is one slice.
     bytes: Vec<u8>,
     /// Base64 of one period that starts at byte 0, 1 and 2.
     texts: [Vec<u8>; 3],
 }
 
 impl Pattern {
-    /// The same pattern every time.
+    /// Creates the pattern, which is always the same.
     pub(crate) fn new() -> Self {
         let mut state = 0x9E37_79B9_7F4A_7C15_u64;
         let mut period: Vec<u8> = std::iter::repeat_with(|| {
@@ -49,7 +49,7 @@ impl Pattern {
         Self { bytes, texts }
     }
 
-    /// What comes at `offset` of the stream, at most [`WRITE_BYTES`].
+    /// Returns the bytes at `offset` of the stream, at most [`WRITE_BYTES`].
     pub(crate) fn window(&self, offset: u64, len: u64) -> &[u8] {
         let start = within_period(offset);
         &self.bytes[start..start + len.min(WRITE_BYTES as u64) as usize]
@@ -69,7 +69,7 @@ impl Pattern {
         true
     }
 
-    /// Checks the base64 of a chunk that starts at `offset`: its length in bytes if it is right.
+    /// Checks the base64 of a chunk at `offset`; returns its length in bytes if it is correct.
     pub(crate) fn check_text(&self, offset: u64, text: &[u8]) -> Option<u64> {
         let padding = text.iter().rev().take_while(|&&byte| byte == b'=').count();
         if !text.len().is_multiple_of(4) || padding > 2 {
@@ -103,7 +103,8 @@ impl Pattern {
         chunk::encode_into(rest, out);
     }
 
-    /// Goes over `len` characters of base64 from `offset` until `visit` says no.
+    /// Calls `visit` with parts of `len` characters of base64 from `offset`, until it returns
+    /// false.
     fn each_text(&self, offset: u64, len: usize, mut visit: impl FnMut(&[u8]) -> bool) -> bool {
         let start = within_period(offset);
         let text = &self.texts[start % 3];
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_is_made_and_checked_at_any_offset_and_length() {
+    fn base64_is_written_and_checked_at_any_offset_and_length() {
         let pattern = Pattern::new();
         for offset in [0, 1, 2, 3, 65_522, 65_523, 65_536, 10_000_001] {
             for len in [0, 1, 2, 3, 4, 8_192, 65_535, 65_536, 65_537, 200_000] {
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn damage_shows() {
+    fn changed_chunk_is_detected() {
         let pattern = Pattern::new();
         let text = |offset, len| {
             let mut text = Vec::new();

@@ -1,15 +1,15 @@
-//! On which cores this program and what it starts may run.
+//! CPU affinity of this program and of the processes that it starts.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-/// Everything on one core until it is dropped; threads and processes started meanwhile stay there.
+/// Restricts everything to one core until it is dropped; new threads and processes inherit this.
 #[derive(Debug)]
 pub(crate) struct Placement {
     before: CpuSet,
 }
 
 impl Placement {
-    /// Moves this thread to the core it is on.
+    /// Restricts this thread to the core that it runs on.
     pub(crate) fn one_core() -> rustix::io::Result<Self> {
         let before = sched_getaffinity(None)?;
         let mut here = CpuSet::new();
@@ -21,7 +21,7 @@ impl Placement {
 
 impl Drop for Placement {
     fn drop(&mut self) {
-        // It was allowed before.
+        // Cannot fail: this affinity was allowed before.
         let _ = sched_setaffinity(None, &self.before);
     }
 }

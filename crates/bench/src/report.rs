@@ -1,11 +1,11 @@
-//! What was found, as a table and as JSON.
+//! Report of the figures, as a table and as JSON.
 
 use std::fmt::Write as _;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// How a figure is counted; figures are held in seconds, bytes, or either's inverse.
+/// Unit of a figure; figures are in seconds, bytes, or their inverse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) enum Unit {
@@ -15,7 +15,7 @@ pub(crate) enum Unit {
     Bytes,
     /// Throughput, shown in MiB/s.
     BytesPerSecond,
-    /// How often a second.
+    /// Frequency.
     PerSecond,
     /// A number without a unit; less is better.
     Number,
@@ -42,22 +42,22 @@ impl Unit {
     }
 }
 
-/// One measured figure and what it is to be compared with.
+/// One measured figure and its base.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Figure {
-    /// What was measured.
+    /// The measured value.
     pub(crate) value: f64,
-    /// The floor in the same run, or the same figure of the same server in calmer times.
+    /// The floor in the same run, or the same figure of the same server without load.
     pub(crate) base: Option<f64>,
 }
 
 impl Figure {
-    /// A figure that is judged by itself.
+    /// Creates a figure without a base.
     pub(crate) fn plain(value: f64) -> Self {
         Self { value, base: None }
     }
 
-    /// A figure that is judged by another.
+    /// Creates a figure that is judged by its ratio to a base.
     pub(crate) fn against(value: f64, base: f64) -> Self {
         Self {
             value,
@@ -65,7 +65,7 @@ impl Figure {
         }
     }
 
-    /// The one of two that is better by the ratio to its own base, or without a base by itself.
+    /// Returns the better of two, by the ratio to its own base, or by value without a base.
     pub(crate) fn better(self, other: Self, unit: Unit) -> Self {
         let score = |figure: Self| figure.ratio().unwrap_or(figure.value);
         if (score(other) < score(self)) == unit.more_is_better() {
@@ -80,68 +80,68 @@ impl Figure {
     }
 }
 
-/// What a figure should be; whether as a ceiling or as a floor follows from its unit.
+/// Goal of a figure; its unit decides whether it is an upper or a lower limit.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(rename_all = "camelCase", tag = "of")]
 pub(crate) enum Goal {
-    /// Times its base.
+    /// Ratio to its base.
     Base {
-        /// Must be reached.
+        /// Required limit.
         limit: f64,
-        /// Should be reached.
+        /// Desired limit.
         aim: f64,
     },
-    /// Times its base, without a limit.
-    Hope {
-        /// Should be reached.
+    /// Ratio to its base, not required.
+    DesiredBase {
+        /// Desired limit.
         aim: f64,
     },
-    /// Times as good as the peer; undecided without one.
+    /// Ratio to the peer; undecided without a peer.
     Peer {
-        /// Must be reached.
+        /// Required limit.
         limit: f64,
     },
-    /// By itself or against the peer, whichever is reached.
+    /// A value or a ratio to the peer; one of them is required.
     Either {
-        /// By itself.
+        /// The value.
         value: f64,
-        /// Times as good as the peer.
+        /// The ratio to the peer.
         peer: f64,
     },
-    /// By itself.
+    /// A value.
     Value {
-        /// Must be reached.
+        /// Required limit.
         limit: f64,
-        /// Should be reached.
+        /// Desired limit.
         aim: f64,
     },
 }
 
-/// How far a goal was reached.
+/// Result of comparing a figure with a goal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) enum Verdict {
-    /// The limit is missed, or there is no figure.
+    /// The required goal is missed, or there is no figure.
     Miss,
-    /// Within the limit.
+    /// The required goal is reached.
     Pass,
-    /// As good as hoped for.
+    /// The desired goal is reached.
     Aim,
 }
 
-/// What one side showed, or why it could not.
+/// Figure of one side, or its failure.
 pub(crate) type Outcome = Result<Figure, String>;
 
-/// One line of the table.
+/// One row of the table.
 #[derive(Debug, Clone)]
 pub(crate) struct Row {
-    /// What was measured.
+    /// Name of the measurement.
     pub(crate) name: String,
     /// How it is counted.
     pub(crate) unit: Unit,
-    /// What the base is; empty without one.
+    /// Name of the base; empty without one.
     pub(crate) base: &'static str,
-    /// What the server's figure should be.
+    /// Goals of the server's figure.
     pub(crate) goals: Vec<Goal>,
     /// The server under test.
     pub(crate) server: Outcome,
@@ -150,7 +150,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The worst verdict over all goals that can be judged; nothing without goals.
+    /// Returns the worst verdict over all goals that can be judged; `None` without goals.
     pub(crate) fn verdict(&self) -> Option<Verdict> {
         self.goals.iter().filter_map(|goal| self.judge(goal)).min()
     }
@@ -161,7 +161,7 @@ impl Row {
         };
         let (seen, limit, aim, more) = match *goal {
             Goal::Base { limit, aim } => (figure.ratio()?, limit, aim, self.unit.more_is_better()),
-            Goal::Hope { aim } => {
+            Goal::DesiredBase { aim } => {
                 let hopeless = if self.unit.more_is_better() {
                     0.0
                 } else {
@@ -187,7 +187,7 @@ impl Row {
         })
     }
 
-    /// How many times as good as the peer the server is.
+    /// Ratio of server to peer; above 1 the server is better.
     fn better_than_peer(&self) -> Option<f64> {
         let (Ok(server), Some(Ok(peer))) = (&self.server, &self.peer) else {
             return None;
@@ -214,7 +214,7 @@ impl Row {
             let _ = match *goal {
                 Goal::Base { limit, aim } if limit == aim => write!(text, "{sign} {limit}x"),
                 Goal::Base { limit, aim } => write!(text, "{sign} {limit}x ({aim}x)"),
-                Goal::Hope { aim } => write!(text, "({aim}x)"),
+                Goal::DesiredBase { aim } => write!(text, "({aim}x)"),
                 Goal::Peer { limit } => write!(text, ">= {limit}x peer"),
                 Goal::Either { value, peer } => {
                     write!(text, "{sign} {} or >= {peer}x peer", self.unit.show(value))
@@ -283,7 +283,7 @@ impl Row {
     }
 }
 
-/// The rows for programs: figures in seconds, bytes or per second, with ratios and verdicts.
+/// Returns the rows as JSON: figures in seconds, bytes or per second, with ratios and verdicts.
 pub(crate) fn json(rows: &[Row]) -> Value {
     let outcome = |outcome: &Outcome| match outcome {
         Ok(figure) => {
@@ -306,7 +306,7 @@ pub(crate) fn json(rows: &[Row]) -> Value {
     rows.iter().map(row).collect()
 }
 
-/// The table, with notes below it.
+/// Returns the table, with notes below it.
 pub(crate) fn table(rows: &[Row], with_peer: bool) -> String {
     const TITLES: [&str; 9] = [
         "scenario", "ratio", "target", "", "server", "floor", "peer", "ratio", "better",
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn verdicts_follow_the_unit() {
+    fn verdict_depends_on_the_direction_of_the_unit() {
         let goal = Goal::Base {
             limit: 1.7,
             aim: 1.3,
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_goal_decides_and_an_absent_peer_does_not() {
+    fn verdict_is_the_worst_goal_without_absent_peers() {
         let goals = vec![
             Goal::Peer { limit: 2.0 },
             Goal::Base {
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_a_miss_only_where_something_was_asked() {
+    fn failed_row_misses_only_if_it_has_goals() {
         let mut failed = row(Unit::Seconds, vec![], Figure::plain(1.0), None);
         failed.server = Err("gone".to_owned());
         assert_eq!(failed.verdict(), None);

@@ -1,13 +1,13 @@
-//! The scenarios, and the order in which floor, server and peer take turns in them.
+//! Scenarios, and the rounds in which floor, server and peer are measured in turns.
 //!
-//! A scenario starts fresh servers, then goes round floor, server, peer several times, so that a
-//! slow moment of the machine hits all of them alike; each figure is the median over the rounds.
-//! Many short rounds are steadier than few long ones.
+//! A scenario starts new servers and then measures floor, server and peer several times in turns,
+//! so that a slow moment of the machine affects all of them; each figure is the median over the
+//! rounds. Many short rounds vary less than few long ones.
 //!
-//! Scenarios that are all about waking somebody up go round twice: placed by the scheduler, and with
+//! Scenarios whose cost is mostly wake-ups run in two placements: chosen by the scheduler, and
 //! everything on one core. Whether two processes share a core changes such figures by a factor of
-//! three in a small virtual machine, and chance decides it; so a figure is only ever compared with
-//! one of the same placement, and a row shows each side in the placement that suits it better.
+//! three in a small virtual machine, and chance decides it. Figures are compared only with figures
+//! of the same placement, and a row has the better placement of each side.
 
 mod agents;
 mod echo;
@@ -15,14 +15,14 @@ mod files;
 mod fleet;
 mod handshake;
 mod http;
-mod meeting;
 mod memory;
 pub(crate) mod network;
-pub(crate) mod operate;
 mod recovery;
 pub(crate) mod relay;
+mod rendezvous;
 pub(crate) mod sandbox;
 mod scale;
+pub(crate) mod server_options;
 mod snapshot;
 mod spawn;
 mod ssh;
@@ -41,34 +41,35 @@ use crate::report::{Figure, Goal, Outcome, Row, Unit};
 use crate::server::{CommandLine, Server};
 use crate::stats::median;
 
-/// What can be asked for by name.
+/// Scenario, as named on the command line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Name {
-    /// From the command to the first answer
+pub(crate) enum ScenarioName {
+    /// From the start of the command to the first response
     Startup,
     /// Connection and `initialize`
     Handshake,
-    /// Start to closed, one by one and sixteen at a time
+    /// Start to closed, sequentially and sixteen at a time
     Spawn,
-    /// Start to closed under a policy, one by one
+    /// Start to closed under a policy, sequentially
     Sandbox,
-    /// Keystrokes through a terminal, calm and beside a flood
+    /// Keystrokes through a terminal, alone and during a flood of output
     Echo,
     /// Output of one process and of eight
     Stream,
     /// A reader that sleeps while a child writes
-    Sleeper,
+    #[value(name = "sleeper")]
+    SleepingReader,
     /// Input of one process
     Stdin,
     /// Metadata, reads, writes, directories and trees
     Files,
-    /// Matching lines of a tree
+    /// Search of a tree
     Search,
-    /// Changes of a tree: how soon they are told, and what waiting for them takes
+    /// Changes of a tree: delay of the notification, and memory of a watch
     Watch,
     /// Many small files to the server
     Upload,
-    /// Requests that a server makes: small ones, and a body that is streamed
+    /// Requests that a server makes: small ones, and a streamed body
     Http,
     /// Through the proxy of a managed network instead of directly, and starts with one
     Network,
@@ -80,44 +81,46 @@ pub(crate) enum Name {
     Processes,
     /// Memory of idle connections
     Connections,
-    /// Spawns of a server with much memory
+    /// Spawns of a server with much resident memory
     Large,
-    /// What tokens add to a handshake
+    /// Cost of tokens in a handshake
     Tokens,
     /// Handshakes and output over TLS
     Tls,
     /// Thousands of idle connections with a token
-    Crowd,
+    #[value(name = "crowd")]
+    IdleConnections,
     /// Scrapes of `/metrics`
     Metrics,
-    /// Spawns that are written down
+    /// Spawns with an audit log
     Audit,
-    /// Commands for models, directly and by MCP
+    /// Commands for models, directly and over MCP
     Agents,
     /// Commands on a machine behind ssh
     Ssh,
-    /// Lost connections, and what the client library costs
+    /// Lost connections, and the cost of the client library
     Recovery,
-    /// Through a meeting point instead of directly
+    /// Through a rendezvous server instead of directly
     Relay,
-    /// A meeting point with thousands at it, and its death
-    RendezvousCrowd,
-    /// Three meeting points that are one, between two of them and on one
+    /// A rendezvous server with thousands of connections, and its restart
+    #[value(name = "rendezvous-crowd")]
+    RendezvousLoad,
+    /// Three clustered rendezvous nodes, between two of them and on one
     Fleet,
-    /// How time, CPU and memory grow with up to 10,000 of each kind of object
+    /// Growth of time, CPU and memory with up to 10,000 of each kind of object
     Scale,
 }
 
 /// One of the servers that are compared.
 #[derive(Debug, Clone)]
 pub(crate) struct Side {
-    /// What it is called in the progress.
+    /// ScenarioName in the progress output.
     pub(crate) name: &'static str,
-    /// How it is started.
+    /// Command that starts it.
     pub(crate) command: CommandLine,
 }
 
-/// What all scenarios share.
+/// Settings that all scenarios share.
 #[derive(Debug)]
 pub(crate) struct Bench {
     /// This program, which is also the child of some scenarios.
@@ -126,62 +129,62 @@ pub(crate) struct Bench {
     pub(crate) sides: Vec<Side>,
     /// Fewer rounds and smaller sizes.
     pub(crate) quick: bool,
-    /// Part of the names of the rows that are wanted.
+    /// Part of the names of the rows to measure.
     pub(crate) rows: Option<String>,
 }
 
-/// What a row is about, before there are figures.
-struct Line {
+/// Description of a row without figures.
+struct RowSpec {
     name: String,
     unit: Unit,
     base: &'static str,
     goals: Vec<Goal>,
 }
 
-/// What one side showed in one round, a figure for each row of the scenario.
+/// Figures of one side in one round, one for each row of the scenario.
 type Figures = Vec<Figure>;
 
 impl Bench {
     /// Runs the named scenarios, or all of them.
-    pub(crate) fn run(&self, only: &[Name]) -> Vec<Row> {
+    pub(crate) fn run(&self, only: &[ScenarioName]) -> Vec<Row> {
         let mut rows = Vec::new();
-        for &name in Name::value_variants() {
+        for &name in ScenarioName::value_variants() {
             if !only.is_empty() && !only.contains(&name) {
                 continue;
             }
             let start = Instant::now();
             rows.extend(match name {
-                Name::Startup => handshake::startup(self),
-                Name::Handshake => handshake::run(self),
-                Name::Spawn => spawn::run(self),
-                Name::Sandbox => sandbox::run(self),
-                Name::Echo => echo::run(self),
-                Name::Stream => stream::run(self),
-                Name::Sleeper => stream::sleeper(self),
-                Name::Stdin => stdin::run(self),
-                Name::Files => files::run(self),
-                Name::Search => trees::search(self),
-                Name::Watch => trees::watch(self),
-                Name::Upload => trees::upload(self),
-                Name::Http => http::run(self),
-                Name::Network => network::run(self),
-                Name::Snapshot => snapshot::run(self),
-                Name::Idle => memory::idle(self),
-                Name::Processes => memory::processes(self),
-                Name::Connections => memory::connections(self),
-                Name::Large => spawn::large(self),
-                Name::Tokens => operate::tokens(self),
-                Name::Tls => operate::tls(self),
-                Name::Crowd => operate::crowd(self),
-                Name::Metrics => operate::metrics(self),
-                Name::Audit => operate::audit(self),
-                Name::Agents => agents::run(self),
-                Name::Ssh => ssh::run(self),
-                Name::Recovery => recovery::run(self),
-                Name::Relay => relay::run(self),
-                Name::RendezvousCrowd => meeting::run(self),
-                Name::Fleet => fleet::run(self),
-                Name::Scale => scale::run(self),
+                ScenarioName::Startup => handshake::startup(self),
+                ScenarioName::Handshake => handshake::run(self),
+                ScenarioName::Spawn => spawn::run(self),
+                ScenarioName::Sandbox => sandbox::run(self),
+                ScenarioName::Echo => echo::run(self),
+                ScenarioName::Stream => stream::run(self),
+                ScenarioName::SleepingReader => stream::sleeping_reader(self),
+                ScenarioName::Stdin => stdin::run(self),
+                ScenarioName::Files => files::run(self),
+                ScenarioName::Search => trees::search(self),
+                ScenarioName::Watch => trees::watch(self),
+                ScenarioName::Upload => trees::upload(self),
+                ScenarioName::Http => http::run(self),
+                ScenarioName::Network => network::run(self),
+                ScenarioName::Snapshot => snapshot::run(self),
+                ScenarioName::Idle => memory::idle(self),
+                ScenarioName::Processes => memory::processes(self),
+                ScenarioName::Connections => memory::connections(self),
+                ScenarioName::Large => spawn::large(self),
+                ScenarioName::Tokens => server_options::tokens(self),
+                ScenarioName::Tls => server_options::tls(self),
+                ScenarioName::IdleConnections => server_options::idle_connections(self),
+                ScenarioName::Metrics => server_options::metrics(self),
+                ScenarioName::Audit => server_options::audit(self),
+                ScenarioName::Agents => agents::run(self),
+                ScenarioName::Ssh => ssh::run(self),
+                ScenarioName::Recovery => recovery::run(self),
+                ScenarioName::Relay => relay::run(self),
+                ScenarioName::RendezvousLoad => rendezvous::run(self),
+                ScenarioName::Fleet => fleet::run(self),
+                ScenarioName::Scale => scale::run(self),
             });
             transient("");
             eprintln!("{name:?}: {:.1} s", start.elapsed().as_secs_f64());
@@ -189,7 +192,7 @@ impl Bench {
         rows
     }
 
-    /// The same with the server under test alone, for what no peer can do.
+    /// Returns the same settings without the peer, for features that no peer has.
     fn without_peer(&self) -> Self {
         Self {
             own: self.own.clone(),
@@ -199,31 +202,32 @@ impl Bench {
         }
     }
 
-    /// Whether any of these rows is wanted; those that are measured together come together.
-    fn wants(&self, lines: &[Line]) -> bool {
+    /// Whether any of these rows is selected; rows that are measured together are selected
+    /// together.
+    fn wants(&self, lines: &[RowSpec]) -> bool {
         let Some(part) = &self.rows else { return true };
         lines.iter().any(|line| line.name.contains(part))
     }
 
-    /// One number for a full run and one for a quick one.
+    /// Chooses a number for a full or a quick run.
     fn pick<T>(&self, full: T, quick: T) -> T {
         if self.quick { quick } else { full }
     }
 
-    /// Goes round `floor` and then `measure` with a server of each side.
+    /// Runs rounds of `floor` and then `measure` with a server of each side.
     ///
-    /// `measure` gets a server that lives for the whole scenario and what `floor` found.
+    /// `measure` gets a server that runs for the whole scenario, and the result of `floor`.
     fn rounds<F>(
         &self,
         count: usize,
-        lines: Vec<Line>,
+        lines: Vec<RowSpec>,
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
         if !self.wants(&lines) {
             return Vec::new();
         }
-        let outcomes = self.go_round(count, &lines, &mut floor, &mut measure);
+        let outcomes = self.run_rounds(count, &lines, &mut floor, &mut measure);
         rows(lines, outcomes)
     }
 
@@ -231,17 +235,17 @@ impl Bench {
     fn placed_rounds<F>(
         &self,
         count: usize,
-        lines: Vec<Line>,
+        lines: Vec<RowSpec>,
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
         if !self.wants(&lines) {
             return Vec::new();
         }
-        let free = self.go_round(count, &lines, &mut floor, &mut measure);
+        let free = self.run_rounds(count, &lines, &mut floor, &mut measure);
         let pinned = match Placement::one_core() {
-            Ok(_placement) => self.go_round(count, &lines, &mut floor, &mut measure),
-            // A host that does not let its programs choose a core has one placement only.
+            Ok(_placement) => self.run_rounds(count, &lines, &mut floor, &mut measure),
+            // A host without CPU affinity has only one placement.
             Err(_) => free.clone(),
         };
         let outcomes = free.into_iter().zip(pinned).map(|(free, pinned)| {
@@ -255,11 +259,11 @@ impl Bench {
         rows(lines, outcomes)
     }
 
-    /// The medians of each side, a figure for each line.
-    fn go_round<F>(
+    /// Returns the medians of each side, one figure for each row.
+    fn run_rounds<F>(
         &self,
         count: usize,
-        lines: &[Line],
+        lines: &[RowSpec],
         mut floor: impl FnMut() -> anyhow::Result<F>,
         mut measure: impl FnMut(&Server, &F) -> anyhow::Result<Figures>,
     ) -> Vec<Result<Figures, String>> {
@@ -292,13 +296,13 @@ impl Bench {
         outcomes.collect()
     }
 
-    /// Goes round `measure` with what `prepare` makes of the server under test.
+    /// Runs rounds of `measure` with what `prepare` creates for the server under test.
     ///
-    /// For what is not on the compatible wire: the peer has no such thing and is left out.
+    /// For features outside the compatible wire, which the peer does not have.
     fn alone<S>(
         &self,
         count: usize,
-        lines: Vec<Line>,
+        lines: Vec<RowSpec>,
         prepare: impl FnOnce(&CommandLine) -> anyhow::Result<S>,
         mut measure: impl FnMut(&mut S) -> anyhow::Result<Figures>,
     ) -> Vec<Row> {
@@ -319,10 +323,10 @@ impl Bench {
     }
 
     /// Runs `measure` with each side once or several times; it starts the servers itself.
-    fn each(
+    fn measure_each(
         &self,
         count: usize,
-        line: Line,
+        line: RowSpec,
         mut measure: impl FnMut(&CommandLine) -> anyhow::Result<Figure>,
     ) -> Vec<Row> {
         if !self.wants(std::slice::from_ref(&line)) {
@@ -342,7 +346,7 @@ impl Bench {
         }
         let outcomes = seen
             .into_iter()
-            .map(|seen| seen.map(|figures| vec![middle(&figures)]))
+            .map(|seen| seen.map(|figures| vec![median_figure(&figures)]))
             .collect();
         rows(vec![line], outcomes)
     }
@@ -352,23 +356,24 @@ fn progress(name: &str, round: usize, count: usize, side: &Side) {
     transient(&format!("{name}: round {round} of {count}, {}", side.name));
 }
 
-/// Replaces the line of a terminal; other outputs are spared what is gone in a moment.
+/// Replaces the current line of a terminal; writes nothing to other outputs.
 fn transient(text: &str) {
     let mut stderr = std::io::stderr();
     if stderr.is_terminal() {
-        // Nobody misses a line that cannot be written.
+        // The progress line may be lost.
         let _ = write!(stderr, "\r\x1b[K{text}\r");
     }
 }
 
-/// The medians over all rounds, for each of `lines` lines.
+/// Returns the medians over all rounds, for each of `lines` rows.
 fn by_line(seen: &[Figures], lines: usize) -> Figures {
-    let of = |line: usize| middle(&seen.iter().map(|figures| figures[line]).collect::<Vec<_>>());
+    let of =
+        |line: usize| median_figure(&seen.iter().map(|figures| figures[line]).collect::<Vec<_>>());
     (0..lines).map(of).collect()
 }
 
-/// The medians of values and bases.
-fn middle(figures: &[Figure]) -> Figure {
+/// Returns the medians of values and bases.
+fn median_figure(figures: &[Figure]) -> Figure {
     let values: Vec<f64> = figures.iter().map(|figure| figure.value).collect();
     let bases: Vec<f64> = figures.iter().filter_map(|figure| figure.base).collect();
     Figure {
@@ -377,7 +382,7 @@ fn middle(figures: &[Figure]) -> Figure {
     }
 }
 
-fn rows(lines: Vec<Line>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
+fn rows(lines: Vec<RowSpec>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
     let of = |side: usize, line: usize| -> Option<Outcome> {
         let outcome = outcomes.get(side)?;
         Some(
@@ -393,7 +398,7 @@ fn rows(lines: Vec<Line>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
         .map(
             |(
                 index,
-                Line {
+                RowSpec {
                     name,
                     unit,
                     base,
@@ -411,7 +416,7 @@ fn rows(lines: Vec<Line>, outcomes: Vec<Result<Figures, String>>) -> Vec<Row> {
         .collect()
 }
 
-/// A size as people say it.
+/// Formats a size in binary units.
 fn size(bytes: u64) -> String {
     if bytes >= 1 << 30 {
         format!("{} GiB", bytes >> 30)

@@ -1,4 +1,4 @@
-//! A server under measurement: its command line, its life, and what the kernel says of its memory.
+//! Server under measurement: command line, lifecycle and memory statistics.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::client::Client;
 
-/// A command that starts a server: words, and `NAME=VALUE` before the first of them.
+/// Command that starts a server: words, optionally preceded by `NAME=VALUE`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct CommandLine {
     environment: Vec<(String, String)>,
@@ -24,7 +24,7 @@ pub(crate) struct CommandLine {
 impl CommandLine {
     /// Splits at white space; single and double quotes keep words together.
     ///
-    /// Not a shell on purpose: its start would count as the server's.
+    /// No shell on purpose: its start would be counted as the server's.
     pub(crate) fn parse(text: &str) -> anyhow::Result<Self> {
         let (mut words, mut word, mut quote) = (Vec::new(), None::<String>, None);
         for c in text.chars() {
@@ -53,7 +53,7 @@ impl CommandLine {
         Ok(Self { environment, words })
     }
 
-    /// The command that is just this program.
+    /// Creates the command that runs only this program.
     pub(crate) fn program(path: &Path) -> Self {
         Self {
             environment: Vec::new(),
@@ -61,7 +61,7 @@ impl CommandLine {
         }
     }
 
-    /// The command with these arguments instead of serving, on pipes.
+    /// Runs the command with these arguments instead of serving, with pipes.
     pub(crate) fn piped(&self, arguments: &[&str]) -> anyhow::Result<Child> {
         let [program, own @ ..] = self.words.as_slice() else {
             bail!("no command")
@@ -76,7 +76,7 @@ impl CommandLine {
             .with_context(|| format!("cannot start `{program}`"))
     }
 
-    /// The command as an argument of another.
+    /// Returns a command that has this command as its arguments.
     pub(crate) fn behind(&self, words: &[&str]) -> Self {
         let words = words.iter().map(|&word| word.to_owned());
         Self {
@@ -85,13 +85,13 @@ impl CommandLine {
         }
     }
 
-    /// The executable, as other machines and directories see it.
+    /// Absolute path of the executable.
     pub(crate) fn executable(&self) -> anyhow::Result<PathBuf> {
         let program = self.words.first().context("no command")?;
         std::path::absolute(program).with_context(|| format!("no path `{program}`"))
     }
 
-    /// What the command prints with these arguments instead of serving.
+    /// Returns what the command prints with these arguments instead of serving.
     pub(crate) fn output(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let [program, own @ ..] = self.words.as_slice() else {
             bail!("no command")
@@ -113,10 +113,10 @@ impl CommandLine {
     }
 }
 
-/// A program that prints one line when it is ready; it is ended when dropped.
+/// A program that prints one line when it is ready; dropping it ends the process.
 pub(crate) struct Program {
     child: Child,
-    /// The line.
+    /// The line that it printed.
     pub(crate) line: String,
     /// Kept open, as for a server.
     _stdout: BufReader<ChildStdout>,
@@ -150,14 +150,14 @@ impl Program {
             !program.line.is_empty(),
             "`{}` printed nothing: {}",
             arguments.join(" "),
-            said(Some(&stderr))
+            read_all(Some(&stderr))
         );
         Ok(program)
     }
 }
 
 impl Program {
-    /// Resident memory in bytes once it has had time to come to rest.
+    /// Resident memory in bytes, after a pause in which it can settle.
     pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
         std::thread::sleep(Duration::from_millis(300));
         let path = format!("/proc/{}/status", self.child.id());
@@ -165,14 +165,14 @@ impl Program {
         resident(&status).with_context(|| format!("{path} says nothing of VmRSS"))
     }
 
-    /// The most resident memory in bytes that it ever had.
+    /// Peak resident memory in bytes.
     pub(crate) fn peak(&self) -> anyhow::Result<u64> {
         let path = format!("/proc/{}/status", self.child.id());
         let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
         memory(&status, "VmHWM:").with_context(|| format!("{path} says nothing of VmHWM"))
     }
 
-    /// The process that was started.
+    /// Process id of the started process.
     pub(crate) fn own_pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
@@ -194,26 +194,26 @@ impl Drop for Program {
     }
 }
 
-/// A running server; it is ended when dropped.
+/// A running server; dropping it ends the process.
 pub(crate) struct Server {
     child: Child,
-    /// Kept open: a server may notice that nobody listens any more.
+    /// Kept open: a server may react to the closed pipe.
     stdout: BufReader<ChildStdout>,
-    /// What it says on standard error, if that is kept.
+    /// Its standard error, if it is kept.
     stderr: Option<File>,
-    /// Where it listens.
+    /// Address of its listener.
     pub(crate) address: SocketAddr,
-    /// Who listens there; not the child itself if that is a launcher.
+    /// The process that owns the listener; not the child if that is a launcher.
     pid: Pid,
 }
 
 impl Server {
-    /// Starts a server and waits for the line that says where it listens.
+    /// Starts a server and waits for the line with its URL.
     pub(crate) fn start(command: &CommandLine) -> anyhow::Result<Self> {
         Self::launch(command, &[], None)
     }
 
-    /// As [`Server::start`], with more options; what it says on standard error is kept.
+    /// As [`Server::start`], with more options; its standard error is kept.
     pub(crate) fn start_with(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         Self::launch(command, options, Some(tempfile::tempfile()?))
     }
@@ -253,7 +253,7 @@ impl Server {
             bail!(
                 "`{program}` printed `{}` instead of its ws:// URL {}",
                 line.trim(),
-                said(stderr.as_ref())
+                read_all(stderr.as_ref())
             );
         };
         Ok(Self {
@@ -265,18 +265,18 @@ impl Server {
         })
     }
 
-    /// Like [`Server::start`], ready for questions about its memory.
+    /// Like [`Server::start`], with memory statistics available.
     pub(crate) fn start_observed(command: &CommandLine) -> anyhow::Result<Self> {
         Self::start(command)?.observed()
     }
 
-    /// Makes it ready for questions about its memory.
+    /// Makes memory statistics available.
     pub(crate) fn observed(mut self) -> anyhow::Result<Self> {
         self.pid = listener(self.pid, self.address.port())?;
         Ok(self)
     }
 
-    /// The next address that it listens on, after `scheme`.
+    /// Reads the address of its next listener, after `scheme`.
     pub(crate) fn next_address(&mut self, scheme: &str) -> anyhow::Result<SocketAddr> {
         let mut line = String::new();
         self.stdout.read_line(&mut line)?;
@@ -285,21 +285,21 @@ impl Server {
         address.with_context(|| format!("expected a {scheme} URL instead of `{}`", line.trim()))
     }
 
-    /// The address that a line on standard error tells between two texts.
-    pub(crate) fn told_address(&self, before: &str, after: &str) -> anyhow::Result<SocketAddr> {
-        let text = said(self.stderr.as_ref());
+    /// Returns the address between two texts on standard error.
+    pub(crate) fn logged_address(&self, before: &str, after: &str) -> anyhow::Result<SocketAddr> {
+        let text = read_all(self.stderr.as_ref());
         let mut lines = text.lines();
         let found = lines.find_map(|line| line.strip_prefix(before)?.strip_suffix(after));
         let address = found.and_then(|text| text.parse().ok());
         address.with_context(|| format!("no `{before}ADDRESS{after}` in `{text}`"))
     }
 
-    /// The process that was started.
+    /// Process id of the started process.
     pub(crate) fn own_pid(&self) -> Pid {
         Pid::from_child(&self.child)
     }
 
-    /// A connection that is ready for calls.
+    /// Opens a connection and completes the handshake.
     pub(crate) fn client(&self) -> anyhow::Result<Client> {
         Client::open(self.address)
     }
@@ -311,18 +311,18 @@ impl Server {
         resident(&status).with_context(|| format!("{path} says nothing of VmRSS"))
     }
 
-    /// Resident memory in bytes once the server has had time to come to rest.
+    /// Resident memory in bytes, after a pause in which the server can settle.
     pub(crate) fn resident_at_rest(&self) -> anyhow::Result<u64> {
         std::thread::sleep(Duration::from_millis(300));
         self.resident()
     }
 
-    /// The process that listens, once it is [`Server::observed`].
+    /// The process that owns the listener, after [`Server::observed`].
     pub(crate) fn serving_pid(&self) -> Pid {
         self.pid
     }
 
-    /// Resident memory in bytes that no file backs.
+    /// Resident anonymous memory in bytes.
     pub(crate) fn own_memory(&self) -> anyhow::Result<u64> {
         let path = format!("/proc/{}/status", self.pid.as_raw_nonzero());
         let status = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -330,28 +330,28 @@ impl Server {
     }
 }
 
-/// All that is in a file. By position: the server shares the offset and goes on writing.
-fn said(file: Option<&File>) -> String {
+/// Returns the content of a file without moving its offset, which the server shares and writes at.
+fn read_all(file: Option<&File>) -> String {
     let read = |file: &File| {
         let mut bytes = vec![0; file.metadata()?.len() as usize];
         file.read_exact_at(&mut bytes, 0)?;
         std::io::Result::Ok(bytes)
     };
-    // What cannot be read is not told; it is only to explain a failure.
+    // A read error is ignored: the text only explains another failure.
     let bytes = file.and_then(|file| read(file).ok()).unwrap_or_default();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        /// Long enough to end hundreds of processes.
-        const PATIENCE: Duration = Duration::from_secs(5);
+        /// 5 s: enough to end hundreds of processes.
+        const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
         let own = Pid::from_child(&self.child);
         let _ = kill_process(self.pid, Signal::TERM);
         if own != self.pid {
             let _ = kill_process(own, Signal::TERM);
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < deadline {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
@@ -367,14 +367,14 @@ fn resident(status: &str) -> Option<u64> {
     memory(status, "VmRSS:")
 }
 
-/// One of the kernel's figures about the memory of a process, in bytes.
+/// Returns one memory statistic of a process, in bytes.
 fn memory(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
 
-/// Who of `root` and its descendants owns the socket that listens on `port`.
+/// Returns the process among `root` and its descendants that owns the listener of `port`.
 fn listener(root: Pid, port: u16) -> anyhow::Result<Pid> {
     let mut inodes = HashSet::new();
     for table in ["/proc/net/tcp", "/proc/net/tcp6"] {
@@ -393,7 +393,7 @@ fn listener(root: Pid, port: u16) -> anyhow::Result<Pid> {
     bail!("no process of the server's command listens on port {port}")
 }
 
-/// The inodes of the sockets that listen on a port, from a table of the kernel.
+/// Returns the inodes of the sockets that listen on a port, from `/proc/net/tcp`.
 fn listening(table: &str, port: u16) -> Vec<u64> {
     const LISTEN: &str = "0A";
     let port = format!(":{port:04X}");
@@ -423,7 +423,7 @@ fn owns_socket(pid: Pid, inodes: &HashSet<u64>) -> bool {
         })
 }
 
-/// The process that serves: the child of the guardian that was started.
+/// Returns the server's process: the child of the guardian that was started.
 pub(crate) fn serving_process(guardian: Pid) -> anyhow::Result<Pid> {
     let child = children(guardian)
         .into_iter()
@@ -438,7 +438,7 @@ fn children(parent: Pid) -> Vec<Pid> {
     let child = |name: &str| {
         let pid = Pid::from_raw(name.parse().ok()?)?;
         let stat = fs::read_to_string(format!("/proc/{name}/stat")).ok()?;
-        // The name in parentheses may hold anything; the parent is the second field after it.
+        // The name in parentheses may contain anything; the parent is the second field after it.
         let ppid = stat
             .rsplit_once(')')?
             .1
@@ -459,7 +459,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn command_lines_have_words_quotes_and_an_environment() {
+    fn parse_splits_words_quotes_and_environment() {
         let parsed = CommandLine::parse("A=1 B='x y' 'my server' --flag=2 \"\" ").unwrap();
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         assert_eq!(parsed.environment, [pair("A", "1"), pair("B", "x y")]);
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn reads_the_tables_of_the_kernel() {
+    fn statistics_are_parsed_from_proc_files() {
         let tcp = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1 0\n   1: 0100007F:1F90 0100007F:9999 01 00000000:00000000 00:00000000 00000000     0        0 4712 1 0\n";
         assert_eq!(listening(tcp, 8080), [4711]);
         assert_eq!(listening(tcp, 8081), [0; 0]);
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_the_owner_of_a_listener() {
+    fn owner_of_a_listener_is_found() {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let own = rustix::process::getpid();
         assert_eq!(

@@ -1,9 +1,9 @@
 //! Endurance run: mixed work on one server for a long time, with a line of figures every period.
 //!
 //! Clients keep a server busy directly, over connections that are cut, under sandboxes and through
-//! the relay. Each of the sixty periods prints memory, descriptors, threads, retained output and the
-//! latency of an echo. The run fails if a figure of the last ten periods is above the same figure of
-//! the first ten, or if a client saw a wrong byte.
+//! the relay. Each of the sixty periods prints memory, descriptors, threads, retained output and
+//! the latency of an echo. The run fails if a figure of the last ten periods is above the same
+//! figure of the first ten, or if a client saw a wrong byte.
 
 use std::fs;
 use std::io::Write as _;
@@ -27,9 +27,9 @@ use exec_server_client::{
 use exec_server_sync::Mutex;
 use rustix::process::Pid;
 
-use crate::scenario::operate::scrape;
-use crate::scenario::relay::{Stage, Terminal, Wire, name};
+use crate::scenario::relay::{CuttableForwarder, RelaySetup, Terminal, name};
 use crate::scenario::sandbox::policy;
+use crate::scenario::server_options::scrape;
 use crate::server::{CommandLine, serving_process};
 use crate::stats::{median, percentile};
 
@@ -40,22 +40,24 @@ const COMPARED: usize = 10;
 
 /// Runs the mixed work for `duration`; returns whether no figure grew.
 pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<bool> {
-    let stage = Stage::with_options(command, &["--metrics-listen", "127.0.0.1:0"])?;
-    let metrics = stage.server.told_address("metrics: http://", "/metrics")?;
+    let setup = RelaySetup::with_options(command, &["--metrics-listen", "127.0.0.1:0"])?;
+    let metrics = setup
+        .server
+        .logged_address("metrics: http://", "/metrics")?;
     let observed = Observed {
-        server: serving_process(stage.server.own_pid())?,
-        executor: serving_process(stage.executor.own_pid())?,
-        rendezvous: stage.rendezvous.own_pid(),
+        server: serving_process(setup.server.own_pid())?,
+        executor: serving_process(setup.executor.own_pid())?,
+        rendezvous: setup.rendezvous.own_pid(),
         metrics,
     };
     let work = Arc::new(Work::default());
-    let registry = stage.registry.clone();
-    let direct = stage.direct.clone();
+    let registry = setup.registry.clone();
+    let direct = setup.direct.clone();
     let threads = std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
-            stage
+            setup
                 .runtime
-                .block_on(all(&work, &direct, &registry, stage.server.address))
+                .block_on(all(&work, &direct, &registry, setup.server.address))
         });
         let watched = watch(&observed, &work, duration);
         work.done.store(true, Ordering::Relaxed);
@@ -69,7 +71,7 @@ pub(crate) fn run(command: &CommandLine, duration: Duration) -> anyhow::Result<b
     judge(&samples?, duration / PERIODS as u32)
 }
 
-/// What the clients share with the thread that prints.
+/// State that the clients share with the thread that prints.
 #[derive(Default)]
 struct Work {
     done: AtomicBool,
@@ -79,7 +81,7 @@ struct Work {
 }
 
 impl Work {
-    fn goes_on(&self) -> bool {
+    fn is_running(&self) -> bool {
         !self.done.load(Ordering::Relaxed)
     }
 
@@ -88,7 +90,7 @@ impl Work {
     }
 }
 
-/// Where the figures come from.
+/// Processes that are observed.
 struct Observed {
     server: Pid,
     executor: Pid,
@@ -99,7 +101,7 @@ struct Observed {
 /// The figures of one period, in the order of [`COLUMNS`].
 type Sample = [f64; COLUMNS.len()];
 
-/// Name and tolerance of each figure: the last periods may be above the first by this factor and
+/// Name and tolerance of each figure: the last periods may exceed the first by this factor plus
 /// this amount.
 const COLUMNS: [(&str, f64, f64); 13] = [
     ("server MiB", 1.1, 3.0),
@@ -172,9 +174,9 @@ fn sample(observed: &Observed, work: &Work) -> anyhow::Result<Sample> {
     ])
 }
 
-/// What a process takes of the machine.
+/// Resources of a process.
 struct Resources {
-    /// Resident memory that no file backs.
+    /// Resident anonymous memory.
     mebibytes: f64,
     descriptors: f64,
     threads: f64,
@@ -225,14 +227,14 @@ fn judge(samples: &[Sample], period: Duration) -> anyhow::Result<bool> {
     Ok(flat)
 }
 
-/// Writes a line at once: the next one may follow a minute later.
+/// Writes a line and flushes it: the next one may follow a minute later.
 fn print(line: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     writeln!(stdout, "{line}")?;
     Ok(stdout.flush()?)
 }
 
-/// Runs every kind of work until it is over, or one of them fails.
+/// Runs all kinds of work until the time has passed or one of them fails.
 async fn all(
     work: &Arc<Work>,
     direct: &RemoteExecServerConnectArgs,
@@ -287,12 +289,12 @@ async fn command(
     Ok(())
 }
 
-/// Commands with little and with much output on one session: pipes, terminals and pulled output.
+/// Commands with little and with much output in one session: pipes, terminals and pulled output.
 async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     const SIZES: [usize; 4] = [0, 100, 300_000, 2_000_000];
     let client = ExecServerClient::connect(args.clone()).await?;
     let mut number = 0;
-    while work.goes_on() {
+    while work.is_running() {
         let bytes = SIZES[number % SIZES.len()];
         let mut params = shell(&format!("head -c {bytes} /dev/zero"));
         match number % 3 {
@@ -308,18 +310,18 @@ async fn short_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyh
     Ok(())
 }
 
-/// Commands that are ended before they end, and sessions that are ended with theirs.
+/// Commands that are terminated, and sessions that end with running commands.
 async fn long_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     const LIVE: usize = 20;
     let client = ExecServerClient::connect(args.clone()).await?;
     let mut live = std::collections::VecDeque::new();
-    while work.goes_on() {
+    while work.is_running() {
         live.push_back(client.start(shell("sleep 600 & wait")).await?.process);
         if live.len() > LIVE
             && let Some(oldest) = live.pop_front()
         {
             let ended = oldest.terminate(TerminateMode::Force, true).await?;
-            ensure!(ended.gone == Some(true), "a command is not gone: {ended:?}");
+            ensure!(ended.gone == Some(true), "a command still runs: {ended:?}");
         }
         let other = ExecServerClient::connect(args.clone()).await?;
         other.start(shell("sleep 600")).await?;
@@ -330,11 +332,11 @@ async fn long_commands(work: &Work, args: &RemoteExecServerConnectArgs) -> anyho
     Ok(())
 }
 
-/// Echoes in a terminal, timed.
+/// Timed echoes in a terminal.
 async fn terminal(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Result<()> {
     let client = ExecServerClient::connect(args.clone()).await?;
     let mut terminal = Terminal::start(&client, &name()).await?;
-    while work.goes_on() {
+    while work.is_running() {
         let sample = terminal.key().await?;
         work.echoes.lock().push(sample);
         pause(20).await;
@@ -342,7 +344,7 @@ async fn terminal(work: &Work, args: &RemoteExecServerConnectArgs) -> anyhow::Re
     Ok(())
 }
 
-/// Reads, writes, listings, searches, copies, and changes that are watched.
+/// Reads, writes, listings, searches, copies and watched changes.
 async fn file_work(
     work: &Work,
     args: &RemoteExecServerConnectArgs,
@@ -352,7 +354,7 @@ async fn file_work(
     let files = client.file_system();
     let root = uri(root)?;
     let content = bytes::Bytes::from(vec![b'x'; 1 << 20]);
-    while work.goes_on() {
+    while work.is_running() {
         let options = Watch {
             recursive: true,
             ..Watch::default()
@@ -380,12 +382,12 @@ async fn file_work(
     Ok(())
 }
 
-/// Numbered lines over connections that are cut: none may be lost or doubled.
+/// Numbered lines over connections that are cut: none may be lost or duplicated.
 async fn cuts(work: &Work, server: SocketAddr) -> anyhow::Result<()> {
     const LINES: u64 = 3000;
-    let wire = Wire::new(server).await?;
+    let wire = CuttableForwarder::new(server).await?;
     let args = RemoteExecServerConnectArgs::new(format!("ws://{}", wire.address), "bench");
-    while work.goes_on() {
+    while work.is_running() {
         let client = ExecServerClient::connect(args.clone()).await?;
         let script = format!(
             "i=0; while [ $i -lt {LINES} ]; do echo $i; i=$((i+1)); [ $((i%100)) = 0 ] && sleep 0.05; done; true"
@@ -433,7 +435,7 @@ async fn sandboxed(
     let files = client.file_system();
     let sandbox: Sandbox = policy(&[], root);
     let path = uri("/etc/hostname")?;
-    while work.goes_on() {
+    while work.is_running() {
         let params = StartParams {
             sandbox: Some(sandbox.clone()),
             ..shell("head -c 100 /dev/zero")
@@ -452,7 +454,7 @@ async fn sandboxed(
 
 /// Sessions through the relay, a few commands each.
 async fn relayed(work: &Work, args: &RegistryConnectArgs) -> anyhow::Result<()> {
-    while work.goes_on() {
+    while work.is_running() {
         let client = ExecServerClient::connect_registry(args.clone()).await?;
         for _ in 0..10 {
             command(&client, shell("head -c 200000 /dev/zero"), 200_000).await?;

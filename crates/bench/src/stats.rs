@@ -1,11 +1,11 @@
 //! Percentiles.
 
-/// The middle of some figures; of two middles the lower.
+/// Returns the median; of two middle samples the lower.
 pub(crate) fn median(samples: &[f64]) -> f64 {
     percentile(samples, 50.0)
 }
 
-/// The smallest sample that at least `percent` of all do not exceed; NaN if there are none.
+/// Returns the smallest sample that is at least as large as `percent` of all; NaN without samples.
 pub(crate) fn percentile(samples: &[f64], percent: f64) -> f64 {
     let mut sorted = samples.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -18,7 +18,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_samples() {
+    fn percentile_returns_one_of_the_samples() {
         let samples: Vec<f64> = (1..=100).rev().map(f64::from).collect();
         assert_eq!(median(&samples), 50.0);
         assert_eq!(percentile(&samples, 99.0), 99.0);

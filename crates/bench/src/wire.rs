@@ -1,7 +1,7 @@
-//! Received messages, decoded in one pass over their text.
+//! Decoder of received messages, in one pass.
 //!
-//! Leaner than the envelope of the protocol crate, which guards a server against hostile input and
-//! walks a message twice: here the client's cost must not hide the server's.
+//! Cheaper than the envelope of the protocol crate, which protects a server against hostile input
+//! and scans a message twice: here the client's cost must not hide the server's.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -10,58 +10,58 @@ use anyhow::{Context as _, bail};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 
-/// One received message; everything the scenarios look at.
+/// One received message with the fields that scenarios use.
 #[derive(Debug)]
 pub(crate) enum Message<'a> {
-    /// The answer to a request.
+    /// Response to a request.
     Response {
-        /// Which request.
+        /// Id of the request.
         id: i64,
-        /// Its result as text.
+        /// The result as text.
         result: &'a str,
     },
-    /// The answer to a request whose bytes of base64 are long.
+    /// Response with long base64 data.
     Data {
-        /// Which request.
+        /// Id of the request.
         id: i64,
-        /// The bytes as base64.
+        /// The data as base64.
         text: &'a [u8],
     },
     /// `process/output`.
     Output {
-        /// Which process.
+        /// Number of the process.
         process: u64,
-        /// The event's number.
+        /// Sequence number of the event.
         seq: u64,
         /// The bytes as base64.
         chunk: Cow<'a, [u8]>,
     },
     /// `process/exited`.
     Exited {
-        /// Which process.
+        /// Number of the process.
         process: u64,
-        /// How it ended.
+        /// Exit code.
         code: i32,
     },
     /// `process/closed`.
     Closed {
-        /// Which process.
+        /// Number of the process.
         process: u64,
-        /// The event's number, which is the number of all events.
+        /// Sequence number of the event, which equals the number of all events.
         seq: u64,
     },
     /// `http/request/bodyDelta`.
     Delta {
         /// The bytes as base64.
         chunk: Cow<'a, [u8]>,
-        /// Whether it is the last.
+        /// Whether it is the last piece.
         done: bool,
     },
-    /// Something that no scenario asks for.
+    /// Any other message.
     Other,
 }
 
-/// Texts are no options here: inside one, serde would copy them instead of borrowing.
+/// The texts are not optional: inside an `Option`, serde would copy them instead of borrowing.
 #[derive(Deserialize)]
 struct Envelope<'a> {
     id: Option<i64>,
@@ -75,7 +75,7 @@ struct Envelope<'a> {
     error: Option<&'a RawValue>,
 }
 
-/// The params of all notifications in one.
+/// Params of all notifications.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Params<'a> {
@@ -93,13 +93,13 @@ struct Params<'a> {
     exit_code: Option<i32>,
 }
 
-/// The id on the wire of the process with this number.
+/// Id on the wire of the process with this number.
 pub(crate) fn process_id(number: u64) -> String {
     format!("bench-{number}")
 }
 
 impl<'a> Message<'a> {
-    /// Decodes one message; an error answer is an error.
+    /// Decodes one message; an error response becomes an error.
     pub(crate) fn decode(text: &'a [u8]) -> anyhow::Result<Self> {
         let Some(cut) = long_chunk(text) else {
             return Self::decode_whole(text);
@@ -187,13 +187,15 @@ fn bytes(text: Cow<'_, str>) -> Cow<'_, [u8]> {
     }
 }
 
-/// Where the value of `chunk`, `dataBase64` or `deltaBase64` lies in a long message, if it holds no escapes.
+/// Returns the range of the value of `chunk`, `dataBase64` or `deltaBase64` in a long message, if
+/// it contains no escapes.
 ///
-/// A JSON parser looks at every byte of it at a quarter of the speed of this search, and would be
-/// most of what the client does in a stream. What is left without it is parsed as ever.
+/// A JSON parser scans the value at a quarter of the speed of this search, which would dominate the
+/// client's cost in a stream. The rest of the message is parsed normally.
 fn long_chunk(text: &[u8]) -> Option<Range<usize>> {
     const KEYS: [&[u8]; 3] = [b"\"chunk\":\"", b"\"dataBase64\":\"", b"\"deltaBase64\":\""];
-    /// The key comes within this; a message that is not much longer is not worth it.
+    /// The key is within this distance; in a message that is not much longer the search is not
+    /// worthwhile.
     const HEAD: usize = 256;
     if text.len() < 4 * HEAD {
         return None;
@@ -209,8 +211,8 @@ fn long_chunk(text: &[u8]) -> Option<Range<usize>> {
     (text[end] == b'"').then_some(start..end)
 }
 
-/// Whether a block holds neither quote nor backslash; without a branch, it is compared in wide
-/// registers.
+/// Whether a block contains neither quote nor backslash; branch-free, so that the compiler
+/// vectorizes it.
 fn is_plain(block: &[u8; 64]) -> bool {
     let special = |byte: u8| u8::from(byte == b'"') | u8::from(byte == b'\\');
     block.iter().fold(0, |seen, &byte| seen | special(byte)) == 0
@@ -225,7 +227,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn decodes_what_both_servers_send() {
+    fn messages_of_both_servers_are_decoded() {
         let decode = |text: &'static str| Message::decode(text.as_bytes()).unwrap();
         assert!(matches!(
             decode(r#"{"id":7,"result":{"status":"accepted"}}"#),
@@ -271,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_chunk_is_cut_out_wherever_it_stands() {
+    fn long_chunk_is_found_at_any_position() {
         for len in [900, 1_024, 87_384] {
             let text = "Zm9v".repeat(len / 4);
             let first = format!(
@@ -296,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_errors_and_strangers() {
+    fn error_responses_and_unknown_processes_are_rejected() {
         for text in [
             r#"{"error":{"code":-32603,"message":"m"},"id":1}"#,
             r#"{"method":"process/closed","params":{"processId":"x","seq":5}}"#,

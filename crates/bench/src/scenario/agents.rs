@@ -1,7 +1,7 @@
-//! What commands for models add to what a server does anyway.
+//! Commands for models: cost added to the server's own.
 //!
-//! Rows are differences from, or parts of, the same work done with the plain client on the same
-//! server, one after the other in every round.
+//! Rows are differences from, or ratios to, the same work with the plain client on the same server,
+//! one after the other in every round.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout};
@@ -21,21 +21,21 @@ use exec_server_protocol::process::{Condition, StartParams};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::floor::TRUE;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::{CommandLine, Server};
 use crate::stats::median;
 
-/// What one yield or one search sees.
+/// Output of one yield or one search: 100 MB.
 const BYTES: u64 = 100_000_000;
 
 /// Commands of which the median is taken.
 const COMMANDS: usize = 40;
 
-/// `true`, much output and a search.
+/// `true`, large output, and a search.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let more = |name: &str| Line {
+    let more = |name: &str| RowSpec {
         name: name.to_owned(),
         unit: Unit::Seconds,
         base: "",
@@ -44,7 +44,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             aim: 0.001,
         }],
     };
-    let rate = |name: &str| Line {
+    let rate = |name: &str| RowSpec {
         name: name.to_owned(),
         unit: Unit::BytesPerSecond,
         base: "raw stream",
@@ -56,7 +56,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let lines = vec![
         more("exec_command of true: over a spawn"),
         more("exec_command of true by MCP: over that"),
-        Line {
+        RowSpec {
             name: "100 MB in one yield: growth".to_owned(),
             unit: Unit::Bytes,
             base: "",
@@ -71,7 +71,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     bench.alone(bench.pick(7, 3), lines, Subject::start, Subject::round)
 }
 
-/// A server, a client of it, and an MCP server that is another client of it.
+/// A server, a client, and an MCP server that is another client.
 struct Subject {
     runtime: Runtime,
     unified: UnifiedExec,
@@ -98,7 +98,7 @@ impl Subject {
             number: 0,
             _server: server,
         };
-        // What the first of each kind costs once is not the cost of each.
+        // Excludes one-time costs of the first of each kind.
         for _ in 0..5 {
             subject.spawn()?;
             subject.exec(&[TRUE])?;
@@ -130,7 +130,7 @@ impl Subject {
         ])
     }
 
-    /// A process of nothing, from its start to its close.
+    /// Runs `true`, from start to closed.
     fn spawn(&mut self) -> anyhow::Result<()> {
         let params = self.params(&[TRUE]);
         let bytes = self.runtime.block_on(async {
@@ -162,7 +162,7 @@ impl Subject {
         Ok(())
     }
 
-    /// Searches much output for what is not there until the end.
+    /// Searches large output for a text at its end.
     fn search(&mut self) -> anyhow::Result<()> {
         let script = format!("head -c {BYTES} /dev/zero | tr '\\0' x; echo found");
         let params = self.params(&["/bin/sh", "-c", &script]);
@@ -199,7 +199,7 @@ impl Subject {
     }
 }
 
-/// A command that writes so many bytes.
+/// Command that writes `bytes` bytes.
 fn writes(bytes: u64) -> [&'static str; 3] {
     match bytes {
         BYTES => ["/bin/sh", "-c", "head -c 100000000 /dev/zero | tr '\\0' x"],
@@ -226,7 +226,7 @@ fn timed(work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Begins to watch the most memory that this program holds; what it holds now.
+/// Resets the peak memory of this program; returns its current memory.
 fn forget_peak() -> anyhow::Result<u64> {
     std::fs::write("/proc/self/clear_refs", "5")?;
     peak()
@@ -239,7 +239,7 @@ fn peak() -> anyhow::Result<u64> {
     Ok(number.context("no VmHWM")? * 1024)
 }
 
-/// An MCP server on pipes.
+/// An MCP server with pipes.
 struct Mcp {
     child: Child,
     stdin: ChildStdin,
@@ -270,7 +270,7 @@ impl Mcp {
     }
 
     fn exec(&mut self) -> anyhow::Result<()> {
-        // A shell that makes way for the command, as little beside it as can be.
+        // A shell that is replaced by the command, as cheap as possible.
         let arguments = json!({"cmd": format!("exec {TRUE}"), "shell": "/bin/sh"});
         let params = json!({"name": "exec_command", "arguments": arguments});
         let result = self.call("tools/call", &params)?;

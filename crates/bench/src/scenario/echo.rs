@@ -1,28 +1,29 @@
-//! Keystrokes: from `process/write` until the terminal's echo is back.
+//! Keystrokes: from `process/write` to the terminal's echo.
 
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::client::{Client, Stdio};
 use crate::floor::{ECHO, TcpEcho, TerminalEcho};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::{median, percentile};
 use crate::wire::Message;
 
-/// The client's receive buffer.
+/// Receive buffer of the client: 64 KiB.
 ///
-/// A default one grows to megabytes under a flood, and a keystroke then waits behind all of them in
-/// the client's own kernel, where no server can help. A client that cares for latency bounds it.
+/// A default buffer grows to megabytes during a flood, and a keystroke's echo then waits behind all
+/// of it in the client's kernel, which no server can change. A client that needs low latency limits
+/// its buffer.
 const RECEIVE_BUFFER: usize = 64 * 1024;
-/// A server that takes 40 ms for each echo is cut short after this.
-const PATIENCE: Duration = Duration::from_millis(700);
+/// Time limit of one measurement; ends it early on a server that takes 40 ms per echo.
+const TIME_LIMIT: Duration = Duration::from_millis(700);
 
 /// The same terminal alone, and beside a process that floods the same connection.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(500, 300);
-    let line = |name: &str, base, goals| Line {
+    let line = |name: &str, base, goals| RowSpec {
         name: format!("echo {name}"),
         unit: Unit::Seconds,
         base,
@@ -54,7 +55,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             }],
         ),
         line("in a flood p99", "own calm", vec![]),
-        Line {
+        RowSpec {
             unit: Unit::BytesPerSecond,
             ..line("in a flood: the flood", "", vec![])
         },
@@ -66,18 +67,18 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         |server, ()| {
             let mut floor = (TerminalEcho::start()?, TcpEcho::start()?);
             let client = Client::connect_with_buffer(server.address, RECEIVE_BUFFER)?;
-            let mut typist = Typist::start(client.ready()?)?;
-            let (floor, calm) = typist.type_keys_beside(&mut floor, count)?;
+            let mut terminal = TerminalClient::start(client.ready()?)?;
+            let (floor, calm) = terminal.type_keys_beside(&mut floor, count)?;
             let (calm50, calm99) = (percentile(&calm, 50.0), percentile(&calm, 99.0));
-            let flood = typist.start_flood(bench)?;
+            let flood = terminal.start_flood(bench)?;
             let start = Instant::now();
-            typist.flooded = 0;
-            let busy = typist.type_keys(count / 2, Duration::from_millis(1))?;
-            let rate = typist.flooded as f64 / start.elapsed().as_secs_f64();
-            typist.client.terminate(flood)?;
-            typist.client.closed(flood)?;
-            typist.client.terminate(typist.process)?;
-            typist.client.closed(typist.process)?;
+            terminal.flooded = 0;
+            let busy = terminal.type_keys(count / 2, Duration::from_millis(1))?;
+            let rate = terminal.flooded as f64 / start.elapsed().as_secs_f64();
+            terminal.client.terminate(flood)?;
+            terminal.client.closed(flood)?;
+            terminal.client.terminate(terminal.process)?;
+            terminal.client.closed(terminal.process)?;
             Ok(vec![
                 Figure::against(calm50, floor),
                 Figure::against(calm99, floor),
@@ -89,29 +90,29 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     )
 }
 
-/// Somebody who types into a terminal.
-pub(super) struct Typist {
+/// Client that types into a terminal.
+pub(super) struct TerminalClient {
     client: Client,
     process: u64,
-    /// Bytes that other processes wrote.
+    /// Bytes of output of other processes.
     flooded: u64,
 }
 
-impl Typist {
+impl TerminalClient {
     /// Starts the terminal and warms it up.
     pub(super) fn start(mut client: Client) -> anyhow::Result<Self> {
         let (_, process) = client.start(&ECHO, Stdio::Tty)?;
-        let mut typist = Self {
+        let mut terminal = Self {
             client,
             process,
             flooded: 0,
         };
-        typist.echo()?;
+        terminal.echo()?;
         for _ in 0..20 {
-            typist.client.write(process, b"x")?;
-            typist.echo()?;
+            terminal.client.write(process, b"x")?;
+            terminal.echo()?;
         }
-        Ok(typist)
+        Ok(terminal)
     }
 
     fn start_flood(&mut self, bench: &Bench) -> anyhow::Result<u64> {
@@ -125,11 +126,11 @@ impl Typist {
         Ok(flood)
     }
 
-    /// Seconds from each key to its echo, with a pause between them.
+    /// Seconds from each key to its echo, with a pause after each.
     pub(super) fn type_keys(&mut self, count: usize, pause: Duration) -> anyhow::Result<Vec<f64>> {
         let begin = Instant::now();
         let mut samples = Vec::with_capacity(count);
-        while samples.len() < count && begin.elapsed() < PATIENCE {
+        while samples.len() < count && begin.elapsed() < TIME_LIMIT {
             let start = Instant::now();
             self.client.write(self.process, b"x")?;
             self.echo()?;
@@ -141,8 +142,8 @@ impl Typist {
         Ok(samples)
     }
 
-    /// What the machine needs for a key, and seconds from each key to its echo, in turns: whether the
-    /// kernel finds another core awake decides over both, and stays as it is for a while.
+    /// Measures a key on the machine alone and through the server, in turns; returns the seconds of
+    /// each. Both depend on whether the kernel finds another core awake, which rarely changes.
     fn type_keys_beside(
         &mut self,
         (terminal, tcp): &mut (TerminalEcho, TcpEcho),
@@ -151,7 +152,7 @@ impl Typist {
         const TURN: usize = 25;
         let begin = Instant::now();
         let (mut terminals, mut round_trips, mut keys) = (Vec::new(), Vec::new(), Vec::new());
-        while keys.len() < count && begin.elapsed() < PATIENCE {
+        while keys.len() < count && begin.elapsed() < TIME_LIMIT {
             terminals.extend(terminal.samples(TURN)?);
             round_trips.extend(tcp.samples(TURN)?);
             keys.extend(self.type_keys(TURN, Duration::ZERO)?);
@@ -165,7 +166,7 @@ impl Typist {
         Ok(())
     }
 
-    /// Takes what comes for a while, during a flood: only what comes ends it.
+    /// Receives messages for at least `pause` during a flood.
     fn idle(&mut self, pause: Duration) -> anyhow::Result<()> {
         let start = Instant::now();
         while start.elapsed() < pause {
@@ -174,7 +175,7 @@ impl Typist {
         Ok(())
     }
 
-    /// Takes one message and says whether it is output of the terminal.
+    /// Receives one message; returns whether it is output of the terminal.
     fn receive(&mut self) -> anyhow::Result<bool> {
         match self.client.receive()? {
             Message::Output { process, .. } if process == self.process => Ok(true),

@@ -1,4 +1,4 @@
-//! Files: short questions, long answers, directories and trees.
+//! Files: short requests, long responses, directories and trees.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Context as _, bail, ensure};
 use exec_server_protocol::PathUri;
 
-use super::{Bench, Line, size, stream};
+use super::{Bench, RowSpec, size, stream};
 use crate::client::Client;
 use crate::floor;
 use crate::pattern::Pattern;
@@ -17,22 +17,22 @@ use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
 use crate::wire::Message;
 
-/// Entries of the directory that is read.
+/// Entries of the listed directory.
 const ENTRIES: usize = 10_000;
-/// Entries of the tree that is walked: so many directories with so many files in each.
+/// Size of the walked tree: directories, and files in each.
 const BRANCHES: usize = 200;
 const LEAVES: usize = 99;
-/// Questions that are under way at once.
+/// Concurrent short requests.
 const IN_FLIGHT: usize = 32;
-/// Blocks that are under way at once, and how long each is.
+/// Concurrent blocks, and the size of each.
 const DEPTH: usize = 4;
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// All scenarios on one scratch directory.
+/// All measurements in one scratch directory.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     match Scratch::new(bench) {
         Ok(scratch) => [
-            questions(bench, &scratch),
+            short_requests(bench, &scratch),
             whole(bench, &scratch),
             blocks(bench, &scratch),
             listings(bench, &scratch),
@@ -49,13 +49,13 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     }
 }
 
-/// What the scenarios work on.
+/// Files that are read and written.
 struct Scratch {
     directory: tempfile::TempDir,
     pattern: Pattern,
-    /// Bytes of the file that is read and written whole.
+    /// Size of the file that is read and written as a whole.
     whole: u64,
-    /// Bytes of the file that is read in blocks.
+    /// Size of the file that is read in blocks.
     large: u64,
 }
 
@@ -101,7 +101,7 @@ impl Scratch {
     }
 }
 
-/// The longest of the answers to a request.
+/// Waits for the response to a request; returns what `show` extracts.
 pub(super) fn answer<R>(
     client: &mut Client,
     id: i64,
@@ -116,10 +116,10 @@ pub(super) fn answer<R>(
     }
 }
 
-/// Metadata and a short file, one by one and many at once.
-fn questions(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
+/// Metadata and a short file, sequentially and concurrently.
+fn short_requests(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     let count = bench.pick(400, 200);
-    let line = |name: &str, limit| Line {
+    let line = |name: &str, limit| RowSpec {
         name: name.to_owned(),
         unit: Unit::Seconds,
         base: "bare round trip",
@@ -128,7 +128,7 @@ fn questions(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     let lines = vec![
         line("getMetadata p50", 1.5),
         line("readFile 4 KiB p50", 1.7),
-        Line {
+        RowSpec {
             name: format!("getMetadata, {IN_FLIGHT} in flight"),
             unit: Unit::PerSecond,
             base: "",
@@ -142,10 +142,10 @@ fn questions(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     bench.placed_rounds(bench.pick(9, 3), lines, floor, |server, &floor| {
         let mut client = server.client()?;
         let params = format!(r#"{{"path":"{}"}}"#, scratch.uri("small")?);
-        let metadata = ask_each(&mut client, "fs/getMetadata", &params, count)?;
-        let read = ask_each(&mut client, "fs/readFile", &params, count)?;
+        let metadata = sequential_requests(&mut client, "fs/getMetadata", &params, count)?;
+        let read = sequential_requests(&mut client, "fs/readFile", &params, count)?;
         let total = bench.pick(20_000, 5_000);
-        let rate = ask_many(&mut client, "fs/getMetadata", &params, total)?;
+        let rate = concurrent_requests(&mut client, "fs/getMetadata", &params, total)?;
         Ok(vec![
             Figure::against(metadata, floor),
             Figure::against(read, floor),
@@ -154,8 +154,13 @@ fn questions(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     })
 }
 
-/// Seconds for each of `count` questions: the median.
-fn ask_each(client: &mut Client, method: &str, params: &str, count: usize) -> anyhow::Result<f64> {
+/// Median seconds of each of `count` requests.
+fn sequential_requests(
+    client: &mut Client,
+    method: &str,
+    params: &str,
+    count: usize,
+) -> anyhow::Result<f64> {
     let mut samples = Vec::with_capacity(count);
     for round in 0..count + 20 {
         let start = Instant::now();
@@ -168,13 +173,18 @@ fn ask_each(client: &mut Client, method: &str, params: &str, count: usize) -> an
     Ok(median(&samples))
 }
 
-/// Questions per second with [`IN_FLIGHT`] of them under way.
-fn ask_many(client: &mut Client, method: &str, params: &str, total: usize) -> anyhow::Result<f64> {
+/// Requests per second with [`IN_FLIGHT`] of them concurrently.
+fn concurrent_requests(
+    client: &mut Client,
+    method: &str,
+    params: &str,
+    total: usize,
+) -> anyhow::Result<f64> {
     let start = Instant::now();
     let (mut asked, mut answered) = (0, 0);
     while answered < total {
         if asked < total && asked - answered < IN_FLIGHT {
-            // As many as there is room for, in one go, as a client with a queue does.
+            // Fills the free slots with one write, as a client with a queue does.
             let now = (IN_FLIGHT - (asked - answered)).min(total - asked);
             client.ask_batch(method, params, now)?;
             asked += now;
@@ -193,10 +203,10 @@ fn ask_many(client: &mut Client, method: &str, params: &str, total: usize) -> an
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A file in one answer, and in one request.
+/// A file in one response, and in one request.
 fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     let total = scratch.whole;
-    let line = |name: &str, base, goal| Line {
+    let line = |name: &str, base, goal| RowSpec {
         name: format!("{name} {}", size(total)),
         unit: Unit::BytesPerSecond,
         base,
@@ -215,7 +225,7 @@ fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
         line(
             "writeFile in one request,",
             "write + rename",
-            Goal::Hope { aim: 0.6 },
+            Goal::DesiredBase { aim: 0.6 },
         ),
     ];
     let floor = || write_and_rename(scratch, total);
@@ -250,8 +260,8 @@ fn whole(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     })
 }
 
-/// Bytes per second in blocks, some of them always under way, as a client writes a large file: put in
-/// place at the end where the server can do that.
+/// Bytes per second of writing a large file in concurrent blocks; the file is replaced atomically
+/// where the server supports that.
 fn write_blocks(
     client: &mut Client,
     scratch: &Scratch,
@@ -288,7 +298,7 @@ fn write_blocks(
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// Bytes per second into a file that then replaces another.
+/// Bytes per second of writing a file that then replaces another.
 fn write_and_rename(scratch: &Scratch, total: u64) -> anyhow::Result<f64> {
     let (new, old) = (
         scratch.directory.path().join("new"),
@@ -300,10 +310,10 @@ fn write_and_rename(scratch: &Scratch, total: u64) -> anyhow::Result<f64> {
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// A file in blocks, some of them always under way.
+/// A file in concurrent blocks.
 fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     let total = scratch.large;
-    let line = Line {
+    let line = RowSpec {
         name: format!("readBlock {}, depth {DEPTH}", size(total)),
         unit: Unit::BytesPerSecond,
         base: "bare frames",
@@ -315,7 +325,7 @@ fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
             Goal::Peer { limit: 2.0 },
         ],
     };
-    let floor = || stream::push(bench, &scratch.pattern, total);
+    let floor = || stream::push_rate(bench, &scratch.pattern, total);
     bench.placed_rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {
         let mut client = server.client()?;
         let path = scratch.uri("large")?;
@@ -346,9 +356,9 @@ fn blocks(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     })
 }
 
-/// A wide directory and a tree.
+/// A directory with many entries, and a tree.
 fn listings(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
-    let line = |name: String, base, limit| Line {
+    let line = |name: String, base, limit| RowSpec {
         name,
         unit: Unit::Seconds,
         base,
@@ -395,7 +405,7 @@ fn listings(bench: &Bench, scratch: &Scratch) -> Vec<Row> {
     })
 }
 
-/// Whether an answer lists so many things.
+/// Checks the number of entries in a response.
 fn count(client: &mut Client, id: i64, key: &str, expected: usize) -> anyhow::Result<()> {
     answer(client, id, |message| match message {
         Message::Response { result, .. } => {
@@ -407,7 +417,8 @@ fn count(client: &mut Client, id: i64, key: &str, expected: usize) -> anyhow::Re
     })
 }
 
-/// How many entries are below a directory, each with its kind, as simply as the library does it.
+/// Number of entries below a directory, each with its type, by the simplest use of the standard
+/// library.
 fn list(directory: &Path) -> anyhow::Result<usize> {
     let mut pending = vec![directory.to_owned()];
     let mut entries = 0;

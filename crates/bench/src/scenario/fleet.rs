@@ -1,5 +1,5 @@
-//! Three meeting points that are one, on a nats-server: between two of them against on one of them,
-//! what becomes of a stream while NATS is away, and of everybody when one of the three dies.
+//! Cluster of three rendezvous nodes on a nats-server: two nodes compared with one, streams while
+//! NATS is unavailable, and recovery after one of the nodes is killed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,9 +16,9 @@ use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::meeting::{Counters, Places, echo, key};
 use super::relay::{Terminal, name, stream};
-use super::{Bench, Line, size};
+use super::rendezvous::{Counters, RegistryAccess, echo, key};
+use super::{Bench, RowSpec, size};
 use crate::pattern::Pattern;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::{CommandLine, Program};
@@ -26,11 +26,11 @@ use crate::stats::percentile;
 
 const ENVIRONMENT: &str = "bench";
 
-/// What a node of this size may use of memory: a quarter of what the units in `dist` allow.
+/// Memory limit of a node: a quarter of the limit in the units in `dist`.
 const CAP_BYTES: f64 = 512.0 * 1024.0 * 1024.0;
 
-/// How long anything may take that is not measured.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of everything that is not measured.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Three nodes.
 struct Nodes {
@@ -82,7 +82,9 @@ impl Nodes {
     }
 
     fn url(&self, node: usize) -> anyhow::Result<&str> {
-        let running = self.running[node].as_ref().context("it does not run")?;
+        let running = self.running[node]
+            .as_ref()
+            .context("the node does not run")?;
         Ok(&running.line)
     }
 
@@ -91,28 +93,31 @@ impl Nodes {
         Ok(std::fs::read_to_string(file)?.trim().to_owned())
     }
 
-    fn places(&self, node: usize) -> anyhow::Result<Places> {
-        Ok(Places {
+    fn access(&self, node: usize) -> anyhow::Result<RegistryAccess> {
+        Ok(RegistryAccess {
             url: self.url(node)?.to_owned(),
             executor: self.token("executor")?,
             harness: self.token("harness")?,
         })
     }
 
-    /// Ends a node without a word.
+    /// Kills a node.
     fn kill(&mut self, node: usize) -> anyhow::Result<Instant> {
-        self.running[node].take().context("it does not run")?.kill();
+        self.running[node]
+            .take()
+            .context("the node does not run")?
+            .kill();
         Ok(Instant::now())
     }
 
-    /// The most memory that a node had which still runs.
+    /// Peak memory of the running nodes.
     fn peak(&self) -> anyhow::Result<u64> {
         let peaks = self.running.iter().flatten().map(Program::peak);
         let peaks = peaks.collect::<anyhow::Result<Vec<u64>>>()?;
         peaks.into_iter().max().context("no node runs")
     }
 
-    /// How many environments are online, as a node sees it.
+    /// Number of online environments, according to a node.
     async fn online(&self, node: usize) -> anyhow::Result<usize> {
         let auth = RegistryAuth::bearer(self.token("admin")?);
         let api = RegistryApi::new(self.url(node)?, RegistryOptions::new(auth))?;
@@ -122,35 +127,35 @@ impl Nodes {
     }
 }
 
-/// Executors of a crowd, each of which attaches again when its socket ends.
-struct Crowd {
+/// Executors that reconnect when their socket ends.
+struct Executors {
     tasks: JoinSet<anyhow::Result<()>>,
-    /// How often each was attached.
+    /// Number of connections of each.
     attached: Vec<Arc<AtomicU64>>,
 }
 
-impl Crowd {
-    /// All at one node.
-    async fn new(places: &Places, count: usize) -> anyhow::Result<Self> {
-        // As many come in at a time as are welcome; later it is each for itself.
-        let gate = Arc::new(tokio::sync::Semaphore::new(64));
-        let mut crowd = Self {
+impl Executors {
+    /// Connects all to one node.
+    async fn new(access: &RegistryAccess, count: usize) -> anyhow::Result<Self> {
+        // The first connections are limited to what a node accepts at a time; reconnects are not.
+        let slots = Arc::new(tokio::sync::Semaphore::new(64));
+        let mut executors = Self {
             tasks: JoinSet::new(),
             attached: Vec::new(),
         };
         for index in 0..count {
             let attached = Arc::<AtomicU64>::default();
-            crowd.attached.push(Arc::clone(&attached));
-            let (places, gate) = (places.clone(), Arc::clone(&gate));
-            crowd.tasks.spawn(async move {
-                let turn = gate.acquire_owned().await?;
-                let environment = format!("storm-{index}");
-                let registry = places.registry(&environment, &places.executor)?;
+            executors.attached.push(Arc::clone(&attached));
+            let (access, slots) = (access.clone(), Arc::clone(&slots));
+            executors.tasks.spawn(async move {
+                let turn = slots.acquire_owned().await?;
+                let environment = format!("reconnect-{index}");
+                let registry = access.registry(&environment, &access.executor)?;
                 let answer = registry.register(&key()?, None).await?;
                 let mut turn = Some(turn);
                 loop {
-                    // As an executor does: the address it knows, then the others it was told.
-                    let dial = registry.dial_any(&answer.url, &answer.urls, PATIENCE);
+                    // As an executor does: first the address it knows, then the alternatives.
+                    let dial = registry.dial_any(&answer.url, &answer.urls, TIME_LIMIT);
                     if let Ok(link) = dial.await {
                         attached.fetch_add(1, Ordering::Relaxed);
                         turn.take();
@@ -160,11 +165,14 @@ impl Crowd {
                 }
             });
         }
-        crowd.wait(1).await.context("not all came in")?;
-        Ok(crowd)
+        executors
+            .wait(1)
+            .await
+            .context("not all executors connected")?;
+        Ok(executors)
     }
 
-    /// Until each was attached so often.
+    /// Waits until each has connected `times` times.
     async fn wait(&mut self, times: u64) -> anyhow::Result<()> {
         let all = async {
             loop {
@@ -178,59 +186,61 @@ impl Crowd {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(PATIENCE, all).await.context("it takes too long")?
+        timeout(TIME_LIMIT, all)
+            .await
+            .context("the time limit passed")?
     }
 }
 
-/// Everybody is at one node, which dies: seconds until the last is attached elsewhere, and the most
-/// memory of a node then.
-fn storm(nodes: &mut Nodes, count: usize) -> anyhow::Result<(f64, f64)> {
+/// Kills the node to which all executors are connected; returns the seconds until the last one is
+/// connected elsewhere, and the peak memory of a node.
+fn reconnect_all(nodes: &mut Nodes, count: usize) -> anyhow::Result<(f64, f64)> {
     let handle = nodes.runtime.handle().clone();
-    let places = nodes.places(0)?;
-    let mut crowd = handle.block_on(Crowd::new(&places, count))?;
+    let access = nodes.access(0)?;
+    let mut executors = handle.block_on(Executors::new(&access, count))?;
     let died = nodes.kill(0)?;
     handle
-        .block_on(crowd.wait(2))
-        .context("not all came back")?;
+        .block_on(executors.wait(2))
+        .context("not all executors reconnected")?;
     let took = died.elapsed().as_secs_f64();
     let online = handle.block_on(nodes.online(1))?;
     ensure!(online >= count, "{online} of {count} are online");
     Ok((took, nodes.peak()? as f64))
 }
 
-/// A node dies under so many streams: seconds until each has heard something that it said after
-/// that. All numbers of all streams come once and in order, else this fails.
-fn death(nodes: &mut Nodes, streams: usize) -> anyhow::Result<f64> {
+/// Kills a node with `streams` streams; returns the seconds until each has received an echo of
+/// something it sent afterwards. Fails if a number is lost, duplicated or out of order.
+fn kill_under_streams(nodes: &mut Nodes, streams: usize) -> anyhow::Result<f64> {
     let handle = nodes.runtime.handle().clone();
-    let places: Vec<Places> = (0..3)
-        .map(|node| nodes.places(node))
+    let access: Vec<RegistryAccess> = (0..3)
+        .map(|node| nodes.access(node))
         .collect::<Result<_, _>>()?;
-    let mut counters = handle.block_on(Counters::new(&places, streams))?;
+    let mut counters = handle.block_on(Counters::new(&access, streams))?;
     let died = nodes.kill(0)?;
     let marks = counters.marks();
     handle
         .block_on(counters.wait(&marks))
-        .context("not all streams went on")?;
+        .context("not all streams continued")?;
     let took = died.elapsed().as_secs_f64();
-    // What was lost or doubled late is found too.
+    // A second wait also finds late losses and duplicates.
     let marks = counters.marks();
     handle
         .block_on(counters.wait(&marks))
-        .context("not all streams went on for long")?;
+        .context("not all streams continued after that")?;
     Ok(took)
 }
 
-/// Everything that a client needs to be there.
-struct Stage {
-    /// Of the node with the executor, and of another.
+/// Three nodes, an executor and its clients.
+struct FleetSetup {
+    /// Connects to the node of the executor, and to another one.
     near: RegistryConnectArgs,
     far: RegistryConnectArgs,
-    /// In the order in which they end.
+    /// Fields are dropped in this order.
     _executor: Program,
     nodes: Nodes,
 }
 
-impl Stage {
+impl FleetSetup {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
         Self::at(command, Nodes::new(command)?)
     }
@@ -272,7 +282,7 @@ impl Stage {
         Ok(self.nodes.runtime.block_on(connect)?)
     }
 
-    /// Bytes a second of one stream on one node, and between two.
+    /// Bytes per second of one stream on one node, and between two.
     fn rates(&self, bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<(f64, f64)> {
         let run = |args| {
             let client = self.connect(args)?;
@@ -284,8 +294,8 @@ impl Stage {
         Ok((near, far))
     }
 
-    /// Ends NATS for so long; the longest echo on one node meanwhile, and how long after its return
-    /// the first echo between nodes came.
+    /// Stops NATS for `long`; returns the longest echo on one node meanwhile, and the seconds from
+    /// its return to the first echo between nodes.
     fn outage(&self, long: Duration) -> anyhow::Result<(f64, f64)> {
         let (near, far) = (self.connect(&self.near)?, self.connect(&self.far)?);
         let mut nats = self.nodes.nats.borrow_mut();
@@ -312,7 +322,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let away = Duration::from_secs(bench.pick(10, 4));
     let pattern = Pattern::new();
-    let line = |name: &str, unit, base, goals| Line {
+    let line = |name: &str, unit, base, goals| RowSpec {
         name: format!("fleet: {name}"),
         unit,
         base,
@@ -334,16 +344,16 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             vec![base(0.6)],
         ),
     ];
-    let mut rows = bench.alone(bench.pick(5, 1), lines, Stage::new, |stage| {
-        let (near, far) = (stage.connect(&stage.near)?, stage.connect(&stage.far)?);
+    let mut rows = bench.alone(bench.pick(5, 1), lines, FleetSetup::new, |setup| {
+        let (near, far) = (setup.connect(&setup.near)?, setup.connect(&setup.far)?);
         let echo = |client: &ExecServerClient| -> anyhow::Result<f64> {
-            stage.nodes.runtime.block_on(async {
+            setup.nodes.runtime.block_on(async {
                 let mut terminal = Terminal::start(client, &name()).await?;
                 Ok(percentile(&terminal.keys(keys).await?, 50.0))
             })
         };
         let (near_echo, far_echo) = (echo(&near)?, echo(&far)?);
-        let (near_rate, far_rate) = stage.rates(bench, &pattern, total)?;
+        let (near_rate, far_rate) = setup.rates(bench, &pattern, total)?;
         Ok(vec![
             Figure::plain((far_echo - near_echo).max(0.0)),
             Figure::against(far_rate, near_rate),
@@ -355,9 +365,10 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         "one node",
         Vec::new(),
     )];
-    let untuned = |command: &CommandLine| Stage::at(command, Nodes::on(command, Nats::start())?);
-    rows.extend(bench.alone(bench.pick(3, 1), lines, untuned, |stage| {
-        let (near, far) = stage.rates(bench, &pattern, total)?;
+    let untuned =
+        |command: &CommandLine| FleetSetup::at(command, Nodes::on(command, Nats::start())?);
+    rows.extend(bench.alone(bench.pick(3, 1), lines, untuned, |setup| {
+        let (near, far) = setup.rates(bench, &pattern, total)?;
         Ok(vec![Figure::against(far, near)])
     }));
     let lines = vec![
@@ -377,12 +388,12 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             vec![value(10.0)],
         ),
     ];
-    rows.extend(bench.alone(1, lines, Stage::new, |stage| {
-        let (longest, back) = stage.outage(away)?;
+    rows.extend(bench.alone(1, lines, FleetSetup::new, |setup| {
+        let (longest, back) = setup.outage(away)?;
         Ok(vec![Figure::plain(longest), Figure::plain(back)])
     }));
-    let crowd = bench.pick(2000, 200);
-    let name = format!("{crowd} executors after the death of their node");
+    let executors = bench.pick(2000, 200);
+    let name = format!("{executors} executors after their node was killed");
     let lines = vec![
         line(
             &format!("{name}: all attached"),
@@ -398,7 +409,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         ),
     ];
     rows.extend(bench.alone(1, lines, Nodes::new, |nodes| {
-        let (took, peak) = storm(nodes, crowd)?;
+        let (took, peak) = reconnect_all(nodes, executors)?;
         Ok(vec![Figure::plain(took), Figure::plain(peak)])
     }));
     let streams = bench.pick(200, 40);
@@ -409,7 +420,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         vec![value(5.0)],
     )];
     rows.extend(bench.alone(1, lines, Nodes::new, |nodes| {
-        Ok(vec![Figure::plain(death(nodes, streams)?)])
+        Ok(vec![Figure::plain(kill_under_streams(nodes, streams)?)])
     }));
     rows
 }

@@ -1,17 +1,17 @@
-//! Until a server answers: after its start, and after a connection.
+//! Time until a server responds: after its start, and after a connection.
 
 use std::time::Instant;
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::client::Client;
-use crate::floor::{self, Responder};
+use crate::floor::{self, WebsocketResponder};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
 use crate::stats::median;
 
-/// From the start of the command until the first websocket is open.
+/// From the start of the command to the first open websocket.
 pub(super) fn startup(bench: &Bench) -> Vec<Row> {
-    let line = Line {
+    let line = RowSpec {
         name: "start-up".to_owned(),
         unit: Unit::Seconds,
         base: "spawn",
@@ -20,7 +20,7 @@ pub(super) fn startup(bench: &Bench) -> Vec<Row> {
             aim: 4e-3,
         }],
     };
-    bench.each(bench.pick(11, 5), line, |command| {
+    bench.measure_each(bench.pick(11, 5), line, |command| {
         let floor = floor::spawn(20)?;
         let start = Instant::now();
         let server = Server::start(command)?;
@@ -29,10 +29,10 @@ pub(super) fn startup(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// A connection, its upgrade and the answer to `initialize`.
+/// Connection, upgrade and the response to `initialize`.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let count = 40;
-    let line = Line {
+    let line = RowSpec {
         name: "handshake p50".to_owned(),
         unit: Unit::Seconds,
         base: "bare upgrade",
@@ -41,7 +41,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             aim: 2.0,
         }],
     };
-    let floor = || Responder::start(&bench.own, None)?.handshake(count);
+    let floor = || WebsocketResponder::start(&bench.own, None)?.handshake(count);
     bench.placed_rounds(bench.pick(13, 5), vec![line], floor, |server, &floor| {
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {

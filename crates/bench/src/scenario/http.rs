@@ -1,4 +1,4 @@
-//! Requests that a server makes for its client, against the same without a server between.
+//! HTTP requests that a server makes for its client, compared with direct ones.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use base64_turbo::STANDARD;
 use exec_server_http::{HttpClient, HttpConfig, request};
 use exec_server_protocol::http::RequestParams;
 
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::client::Client;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
@@ -17,15 +17,15 @@ use crate::wire::Message;
 
 /// Bytes of a small body.
 const SMALL: usize = 1024;
-/// Bytes that the site writes at once.
+/// Bytes of one write of the site.
 const BLOCK: usize = 256 * 1024;
 
-/// A small request, and a large body that is streamed.
+/// A small request, and a large streamed body.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(400, 150);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let lines = vec![
-        Line {
+        RowSpec {
             name: "http/request 1 KiB p50, beyond a bare one".to_owned(),
             unit: Unit::Seconds,
             base: "",
@@ -34,7 +34,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
                 aim: 150e-6,
             }],
         },
-        Line {
+        RowSpec {
             name: format!("http/request streams {}", size(total)),
             unit: Unit::BytesPerSecond,
             base: "same client",
@@ -63,20 +63,20 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// A site that keeps its connections: `/small` and `/large`.
+/// HTTP server with kept-alive connections: `/small` and `/large`.
 pub(super) struct Site {
     pub(super) address: SocketAddr,
 }
 
 impl Site {
-    /// Opens it; its threads end with this program.
+    /// Starts it; its threads end with this program.
     pub(super) fn start(total: u64) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let address = listener.local_addr()?;
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 std::thread::spawn(move || {
-                    // Ends when the other side does.
+                    // Ends when the client closes.
                     let _ = serve(&stream, total);
                 });
             }
@@ -102,7 +102,7 @@ fn serve(stream: &TcpStream, total: u64) -> anyhow::Result<()> {
     loop {
         let mut first = String::new();
         reader.read_line(&mut first)?;
-        ensure!(!first.is_empty(), "the other side is done");
+        ensure!(!first.is_empty(), "the client closed the connection");
         let mut line = String::new();
         while line != "\r\n" {
             line.clear();
@@ -119,7 +119,7 @@ fn serve(stream: &TcpStream, total: u64) -> anyhow::Result<()> {
     }
 }
 
-/// Seconds of one request on a connection that is open: the median.
+/// Median seconds of one request on an open connection.
 fn bare(site: &Site, count: usize) -> anyhow::Result<f64> {
     let mut stream = TcpStream::connect(site.address)?;
     stream.set_nodelay(true)?;
@@ -153,7 +153,7 @@ fn small(client: &mut Client, site: &Site, count: usize) -> anyhow::Result<f64> 
     Ok(median(&samples))
 }
 
-/// Bytes per second of the large body through the client of a server, without one.
+/// Bytes per second of the large body through the server's HTTP client, without a server.
 fn direct(site: &Site, total: u64) -> anyhow::Result<f64> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -177,7 +177,7 @@ fn direct(site: &Site, total: u64) -> anyhow::Result<f64> {
     })
 }
 
-/// Bytes per second of the large body, decoded.
+/// Bytes per second of the large body through a server, decoded.
 fn streamed(client: &mut Client, site: &Site, total: u64) -> anyhow::Result<f64> {
     let url = site.url("/large");
     let params =

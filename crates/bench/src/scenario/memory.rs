@@ -1,7 +1,7 @@
-//! Memory that stays resident: of an idle server, a live process and an idle connection.
+//! Resident memory of an idle server, of a running process and of an idle connection.
 
-use super::spawn::ends;
-use super::{Bench, Line};
+use super::spawn::wait_closed;
+use super::{Bench, RowSpec};
 use crate::client::{Client, Stdio};
 use crate::floor::TRUE;
 use crate::report::{Figure, Goal, Row, Unit};
@@ -10,8 +10,8 @@ use crate::server::Server;
 const KIB: f64 = 1024.0;
 const MIB: f64 = 1024.0 * KIB;
 
-fn line(name: String, limit: f64, aim: f64) -> Line {
-    Line {
+fn line(name: String, limit: f64, aim: f64) -> RowSpec {
+    RowSpec {
         name,
         unit: Unit::Bytes,
         base: "",
@@ -19,17 +19,17 @@ fn line(name: String, limit: f64, aim: f64) -> Line {
     }
 }
 
-/// A server that has just answered its first connection.
+/// A server that has just served its first connection.
 pub(super) fn idle(bench: &Bench) -> Vec<Row> {
     let line = line("idle server resident".to_owned(), 14.0 * MIB, 7.0 * MIB);
-    bench.each(bench.pick(3, 1), line, |command| {
+    bench.measure_each(bench.pick(3, 1), line, |command| {
         let server = Server::start_observed(command)?;
         drop(server.client()?);
         Ok(Figure::plain(server.resident_at_rest()? as f64))
     })
 }
 
-/// What each of many live processes adds.
+/// Memory added by each of many running processes.
 pub(super) fn processes(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(500, 200);
     let line = line(
@@ -37,18 +37,19 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
         32.0 * KIB,
         16.0 * KIB,
     );
-    bench.each(1, line, |command| {
+    bench.measure_each(1, line, |command| {
         let server = Server::start_observed(command)?;
         let mut client = server.client()?;
-        // What the first processes cost once is not the cost of each.
+        // Excludes one-time costs of the first processes.
         for _ in 0..16 {
             client.start(&[TRUE], Stdio::Pipe)?;
-            ends(&mut client, 1)?;
+            wait_closed(&mut client, 1)?;
         }
         let before = server.resident_at_rest()?;
         let mut processes = Vec::with_capacity(count);
         while processes.len() < count {
-            // Each batch is answered before the next, so that none waits in the server's memory.
+            // Each batch is answered before the next, so that no request is queued in the server's
+            // memory.
             const BATCH: usize = 20;
             for _ in 0..BATCH {
                 processes.push(client.start(&["sleep", "1000"], Stdio::Pipe)?.1);
@@ -63,7 +64,7 @@ pub(super) fn processes(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// What each of many connections adds, each with a session of its own.
+/// Memory added by each of many connections, each with its own session.
 pub(super) fn connections(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(300, 150);
     let line = line(
@@ -71,7 +72,7 @@ pub(super) fn connections(bench: &Bench) -> Vec<Row> {
         48.0 * KIB,
         24.0 * KIB,
     );
-    bench.each(1, line, |command| {
+    bench.measure_each(1, line, |command| {
         let server = Server::start_observed(command)?;
         let _first = server.client()?;
         let before = server.resident_at_rest()?;

@@ -1,4 +1,4 @@
-//! The managed network: a proxy on the way to a site, against no proxy; and what it adds to a start.
+//! Managed network: requests through its proxy compared with direct ones, and its cost at a start.
 
 use std::time::Instant;
 
@@ -10,8 +10,8 @@ use exec_server_protocol::sandbox::Sandbox;
 
 use super::http::Site;
 use super::sandbox::policy;
-use super::spawn::ends;
-use super::{Bench, Line};
+use super::spawn::wait_closed;
+use super::{Bench, RowSpec};
 use crate::child;
 use crate::client::{Client, Stdio};
 use crate::floor::TRUE;
@@ -19,7 +19,7 @@ use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
 use crate::wire::Message;
 
-/// Streams at the same time.
+/// Concurrent streams.
 const STREAMS: usize = 200;
 
 /// A small request, many streams, and starts.
@@ -28,7 +28,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let total: u64 = bench.pick(1 << 20, 256 << 10);
     let starts = bench.pick(40, 20);
     let lines = vec![
-        Line {
+        RowSpec {
             name: "proxied request p50, beyond a direct one".to_owned(),
             unit: Unit::Seconds,
             base: "",
@@ -37,7 +37,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
                 aim: 250e-6,
             }],
         },
-        Line {
+        RowSpec {
             name: format!("{STREAMS} proxied streams at the same time"),
             unit: Unit::BytesPerSecond,
             base: "direct",
@@ -46,7 +46,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
                 aim: 0.4,
             }],
         },
-        Line {
+        RowSpec {
             name: "start with a managed network, beyond a sandboxed one, p50".to_owned(),
             unit: Unit::Seconds,
             base: "",
@@ -75,9 +75,9 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         let mut client = server.client()?;
         let (count, total) = (count.to_string(), total.to_string());
         let requests = [&own, "--proxied-requests", &count, "--site", &address];
-        let proxied = told(&mut client, &reading, &requests)?;
+        let proxied = run_for_number(&mut client, &reading, &requests)?;
         let streams = [&own, "--proxied-streams", &total, "--site", &address];
-        let streamed = told(&mut client, &reading, &streams)?;
+        let streamed = run_for_number(&mut client, &reading, &streams)?;
         let plain = started(&mut client, starts, &reading, false)?;
         let managed = started(&mut client, starts, &reading, true)?;
         Ok(vec![
@@ -88,12 +88,12 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// How many streams a child opens.
+/// Number of streams that a child opens.
 pub(crate) fn stream_count() -> usize {
     STREAMS
 }
 
-/// A network that reaches this machine by its address and nobody else.
+/// Requests a network in which only this machine's address is allowed.
 fn managed(params: &mut StartParams) {
     params.enforce_managed_network = true;
     params.network_proxy = Some(NetworkProxy {
@@ -110,8 +110,8 @@ fn managed(params: &mut StartParams) {
     });
 }
 
-/// Runs a child in a managed network; the number that it prints.
-fn told(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyhow::Result<f64> {
+/// Runs a child in a managed network; returns the number that it prints.
+fn run_for_number(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyhow::Result<f64> {
     client.start_with(Some(sandbox), argv, Stdio::Pipe, managed)?;
     let mut said = Vec::new();
     loop {
@@ -130,7 +130,7 @@ fn told(client: &mut Client, sandbox: &Sandbox, argv: &[&str]) -> anyhow::Result
         .with_context(|| format!("no number: {said}"))
 }
 
-/// Seconds from start to closed: the median.
+/// Median seconds from start to closed.
 fn started(
     client: &mut Client,
     count: usize,
@@ -145,7 +145,7 @@ fn started(
                 managed(params);
             }
         })?;
-        ends(client, 1)?;
+        wait_closed(client, 1)?;
         samples.push(start.elapsed().as_secs_f64());
     }
     Ok(median(&samples))

@@ -1,6 +1,6 @@
-//! Connections that are lost, and what the client's own work costs.
+//! Recovery of lost connections, and the cost of the client library.
 //!
-//! Measures our client library, unlike the other scenarios: recovery is its business.
+//! Unlike other scenarios, this one measures the client library, which implements recovery.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
 use crate::stats::median;
@@ -33,13 +33,13 @@ const PROCESSES: usize = 64;
 const EVENT_BYTES: usize = 64;
 
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let seconds = |name: String, limit| Line {
+    let seconds = |name: String, limit| RowSpec {
         name,
         unit: Unit::Seconds,
         base: "",
         goals: vec![Goal::Value { limit, aim: limit }],
     };
-    let against = |name: String, base, limit| Line {
+    let against = |name: String, base, limit| RowSpec {
         name,
         unit: Unit::Seconds,
         base,
@@ -74,13 +74,13 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// Stands between client and server until it is told to cut.
-struct Cutting {
+/// TCP forwarder that can cut its connections.
+struct CuttableForwarder {
     address: SocketAddr,
     cuts: watch::Sender<()>,
 }
 
-impl Cutting {
+impl CuttableForwarder {
     async fn start(server: SocketAddr) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
@@ -126,23 +126,23 @@ fn params(id: usize, argv: &[&str]) -> anyhow::Result<StartParams> {
     })
 }
 
-/// A process that says what it is told.
-struct Echo {
+/// A process that echoes its input.
+struct EchoProcess {
     process: Arc<dyn ExecProcess>,
     events: ExecProcessEvents,
 }
 
-impl Echo {
+impl EchoProcess {
     async fn start(client: &ExecServerClient, id: usize) -> anyhow::Result<Self> {
         let process = client.start(params(id, &["/bin/cat"])?).await?.process;
         let events = process.events()?;
         let mut echo = Self { process, events };
-        echo.ask().await?;
+        echo.round_trip().await?;
         Ok(echo)
     }
 
-    /// Says a byte and waits until it comes back.
-    async fn ask(&mut self) -> anyhow::Result<()> {
+    /// Sends a byte and waits for its echo.
+    async fn round_trip(&mut self) -> anyhow::Result<()> {
         self.process.write(b"x".as_slice().into()).await?;
         match self.events.recv().await {
             Some(ExecProcessEvent::Output { chunk, .. }) if *chunk == *b"x" => Ok(()),
@@ -151,41 +151,41 @@ impl Echo {
     }
 }
 
-/// The median time from a cut until a byte went to a process and came back over the next link.
+/// Median seconds from a cut to the echo of a byte over the next connection.
 async fn first_bytes(server: SocketAddr, count: usize) -> anyhow::Result<f64> {
-    /// Longer than a connection must live to count as a good one.
-    const REST: Duration = Duration::from_millis(1100);
-    let cutting = Cutting::start(server).await?;
+    /// Longer than a connection must live to be considered stable.
+    const STABLE_AFTER: Duration = Duration::from_millis(1100);
+    let cutting = CuttableForwarder::start(server).await?;
     let client = cutting.client().await?;
-    let mut echo = Echo::start(&client, 0).await?;
+    let mut echo = EchoProcess::start(&client, 0).await?;
     let mut samples = Vec::with_capacity(count);
     for number in 0..count {
         if number % 7 == 6 {
-            // Connections that keep dying young would be opened more slowly.
-            tokio::time::sleep(REST).await;
+            // After unstable connections the client waits longer before it reconnects.
+            tokio::time::sleep(STABLE_AFTER).await;
         }
         let start = Instant::now();
         cutting.cut();
-        echo.ask().await?;
+        echo.round_trip().await?;
         samples.push(start.elapsed().as_secs_f64());
     }
     client.end_session().await?;
     Ok(median(&samples))
 }
 
-/// The time from a cut until every one of many processes has echoed over the next link.
+/// Seconds from a cut until each of many processes has echoed over the next connection.
 async fn many(server: SocketAddr) -> anyhow::Result<f64> {
-    let cutting = Cutting::start(server).await?;
+    let cutting = CuttableForwarder::start(server).await?;
     let client = cutting.client().await?;
     let mut echoes = Vec::with_capacity(PROCESSES);
     for id in 0..PROCESSES {
-        echoes.push(Echo::start(&client, id).await?);
+        echoes.push(EchoProcess::start(&client, id).await?);
     }
     let start = Instant::now();
     cutting.cut();
     let asking: Vec<_> = echoes
         .into_iter()
-        .map(|mut echo| tokio::spawn(async move { echo.ask().await.map(|()| echo) }))
+        .map(|mut echo| tokio::spawn(async move { echo.round_trip().await.map(|()| echo) }))
         .collect();
     let mut echoes = Vec::with_capacity(PROCESSES);
     for asked in asking {
@@ -196,10 +196,10 @@ async fn many(server: SocketAddr) -> anyhow::Result<f64> {
     Ok(elapsed)
 }
 
-/// The same notifications, decoded and numbered only, and through a client to its subscriber.
+/// The same notifications decoded and numbered only, and through a client to its subscriber.
 fn streams(runtime: &Runtime, events: u64) -> anyhow::Result<[f64; 2]> {
     runtime.block_on(async {
-        // In turns, so that neither has the warmer caches.
+        // In turns, so that neither has warmer caches.
         let mut seconds = [f64::MAX; 2];
         for _ in 0..3 {
             seconds[0] = seconds[0].min(direct(events).await?);
@@ -209,8 +209,8 @@ fn streams(runtime: &Runtime, events: u64) -> anyhow::Result<[f64; 2]> {
     })
 }
 
-/// Serves one process that writes so many events.
-async fn pour(mut link: Link, events: u64) -> anyhow::Result<()> {
+/// Serves one process that writes `events` events.
+async fn serve_events(mut link: Link, events: u64) -> anyhow::Result<()> {
     let send = async |link: &mut Link, message: Value| {
         let text = message.to_string();
         link.outgoing
@@ -247,7 +247,7 @@ async fn pour(mut link: Link, events: u64) -> anyhow::Result<()> {
         .split_once("\"seq\":0")
         .context("the message has a number")?;
     for seq in 1..=events {
-        // As cheap as can be: the time of whoever reads is what counts.
+        // As cheap as possible: only the reader's time is measured.
         link.outgoing.push_message(message.len() + 8, |out| {
             out.extend_from_slice(before.as_bytes());
             out.extend_from_slice(b"\"seq\":");
@@ -264,12 +264,12 @@ async fn pour(mut link: Link, events: u64) -> anyhow::Result<()> {
         json!({"method": "process/closed", "params": closed}),
     )
     .await?;
-    // Until the client has had enough.
+    // Until the client disconnects.
     while let Ok(Some(_)) = link.incoming.recv().await {}
     Ok(())
 }
 
-/// Takes notifications as they come, and hands them on.
+/// Forwards notifications as they arrive.
 struct Numbers(mpsc::Sender<OutputParams>);
 
 impl Handler for Numbers {
@@ -290,7 +290,7 @@ async fn direct(events: u64) -> anyhow::Result<f64> {
     use exec_server_protocol::process::Start;
     use exec_server_protocol::session::{Initialize, InitializeParams};
     let (here, there) = Link::pair();
-    let server = tokio::spawn(pour(there, events));
+    let server = tokio::spawn(serve_events(there, events));
     let (sender, mut numbers) = mpsc::channel(1024);
     let peer = Peer::new(here, KeepaliveConfig::default(), Numbers(sender));
     peer.call::<Initialize>(&InitializeParams::default(), None)
@@ -308,7 +308,7 @@ async fn direct(events: u64) -> anyhow::Result<f64> {
 
 async fn subscribed(events: u64) -> anyhow::Result<f64> {
     let (here, there) = Link::pair();
-    let server = tokio::spawn(pour(there, events));
+    let server = tokio::spawn(serve_events(there, events));
     let options = ExecServerClientConnectOptions::new("bench");
     let client = ExecServerClient::from_link(here, options).await?;
     let start = Instant::now();
@@ -329,9 +329,9 @@ async fn subscribed(events: u64) -> anyhow::Result<f64> {
     Ok(elapsed)
 }
 
-/// The median times of starts on this machine: by the executor, and by the trait of backends.
+/// Median seconds of local starts: by the executor, and by the backend trait.
 fn local_starts(count: usize) -> anyhow::Result<[f64; 2]> {
-    // One thread: where a task wakes up is a matter of luck otherwise.
+    // One thread: with several, chance decides on which one a task wakes up.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
@@ -341,7 +341,7 @@ fn local_starts(count: usize) -> anyhow::Result<[f64; 2]> {
         let mut samples = [Vec::with_capacity(count), Vec::with_capacity(count)];
         for number in 0..2 * count {
             let params = params(number, &["/bin/true"])?;
-            // Each comes first as often as the other: what the last one left behind costs something.
+            // Each kind comes first equally often, because the previous start leaves work behind.
             let kind = [0, 1, 1, 0][number % 4];
             let start = Instant::now();
             if kind == 0 {

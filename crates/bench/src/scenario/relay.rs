@@ -1,7 +1,8 @@
-//! Through a meeting point instead of directly: connecting, keystrokes, output, neighbours and cuts.
+//! Connections through a rendezvous server compared with direct ones: connecting, keystrokes,
+//! output, concurrent streams and cuts.
 //!
-//! Only the server under test has such a thing on its own machine, so it is measured against itself
-//! without: the same client library, the same processes, a websocket instead of a stream.
+//! The peer has no local rendezvous server, so the server under test is compared with itself: the
+//! same client library and processes over a websocket instead of a relay stream.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::Notify;
 
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::floor::{self, ECHO};
 use crate::pattern::Pattern;
 use crate::report::{Figure, Goal, Row, Unit};
@@ -31,28 +32,28 @@ use crate::stats::percentile;
 
 const ENVIRONMENT: &str = "bench";
 
-/// Everything that a client needs to be there.
-pub(crate) struct Stage {
+/// Rendezvous server, executor and direct server.
+pub(crate) struct RelaySetup {
     pub(crate) runtime: Runtime,
     pub(crate) registry: RegistryConnectArgs,
-    /// The same, through a wire that can be cut.
+    /// The same address through a forwarder that can be cut.
     cuttable: RegistryConnectArgs,
-    wire: Wire,
+    wire: CuttableForwarder,
     pub(crate) direct: RemoteExecServerConnectArgs,
     secure: RemoteExecServerConnectArgs,
-    /// In the order in which they end.
+    /// Fields are dropped in this order.
     pub(crate) executor: Program,
     pub(crate) server: Server,
     pub(crate) rendezvous: Program,
     _files: TempDir,
 }
 
-impl Stage {
+impl RelaySetup {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
         Self::with_options(command, &[])
     }
 
-    /// As [`Stage::new`], with more options for the server that is reached directly.
+    /// As [`RelaySetup::new`], with more options for the server that is reached directly.
     pub(crate) fn with_options(command: &CommandLine, options: &[&str]) -> anyhow::Result<Self> {
         let files = tempfile::tempdir()?;
         let path = |name: &str| files.path().join(name).display().to_string();
@@ -69,7 +70,7 @@ impl Stage {
         let address: SocketAddr = url
             .strip_prefix("http://")
             .and_then(|address| address.trim_end_matches('/').parse().ok())
-            .with_context(|| format!("the meeting point printed `{url}`"))?;
+            .with_context(|| format!("the rendezvous server printed `{url}`"))?;
         let token = |role: &str| format!("{state}/{role}.token");
         let (executor, identity) = (token("executor"), path("identity"));
         let executor = [
@@ -99,7 +100,7 @@ impl Stage {
             .worker_threads(1)
             .enable_all()
             .build()?;
-        let wire = runtime.block_on(Wire::new(address))?;
+        let wire = runtime.block_on(CuttableForwarder::new(address))?;
         let auth = RegistryAuth::BearerFile(token("harness").into());
         let registry =
             |url: String| RegistryConnectArgs::new(url, ENVIRONMENT, auth.clone(), "bench");
@@ -134,13 +135,13 @@ impl Stage {
     }
 }
 
-/// A wire to somewhere that can be cut.
-pub(crate) struct Wire {
+/// TCP forwarder that can cut its connections.
+pub(crate) struct CuttableForwarder {
     pub(crate) address: SocketAddr,
     open: Arc<Mutex<Vec<Arc<Notify>>>>,
 }
 
-impl Wire {
+impl CuttableForwarder {
     pub(crate) async fn new(to: SocketAddr) -> anyhow::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0").await?;
         let address = listener.local_addr()?;
@@ -174,7 +175,7 @@ impl Wire {
     }
 }
 
-/// A terminal that sends back what is typed.
+/// A terminal that echoes what is typed.
 pub(crate) struct Terminal {
     process: Arc<dyn ExecProcess>,
     events: ExecProcessEvents,
@@ -234,14 +235,14 @@ fn params(name: &str, argv: &[&str]) -> StartParams {
     }
 }
 
-/// A name that no other process of this run has.
+/// Returns a process id that is unique in this run.
 pub(crate) fn name() -> String {
     static NEXT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     format!("bench-{number}")
 }
 
-/// Bytes per second of the pattern, each of them checked.
+/// Bytes per second of the pattern; every byte is checked.
 pub(super) async fn stream(
     bench: &Bench,
     client: &ExecServerClient,
@@ -277,7 +278,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let cuts = bench.pick(15, 5);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let pattern = Pattern::new();
-    let line = |name: &str, unit, base, goals| Line {
+    let line = |name: &str, unit, base, goals| RowSpec {
         name: format!("relay: {name}"),
         unit,
         base,
@@ -318,42 +319,42 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             vec![value(0.1)],
         ),
     ];
-    bench.alone(bench.pick(5, 3), lines, Stage::new, |stage| {
+    bench.alone(bench.pick(5, 3), lines, RelaySetup::new, |setup| {
         let mut samples = Vec::with_capacity(connects);
         for _ in 0..connects {
             let start = Instant::now();
-            drop(stage.through_relay()?);
+            drop(setup.through_relay()?);
             samples.push(start.elapsed().as_secs_f64());
             floor::pause();
         }
         let connect = percentile(&samples, 50.0);
 
-        let relayed = stage.through_relay()?;
-        let direct = stage.directly(&stage.direct)?;
+        let relayed = setup.through_relay()?;
+        let direct = setup.directly(&setup.direct)?;
         let echo = |client: &ExecServerClient| -> anyhow::Result<f64> {
-            stage.runtime.block_on(async {
+            setup.runtime.block_on(async {
                 let mut terminal = Terminal::start(client, &name()).await?;
                 Ok(percentile(&terminal.keys(keys).await?, 50.0))
             })
         };
         let (direct_echo, relayed_echo) = (echo(&direct)?, echo(&relayed)?);
 
-        let secure = stage.directly(&stage.secure)?;
+        let secure = setup.directly(&setup.secure)?;
         let run = |client: &ExecServerClient| {
-            stage
+            setup
                 .runtime
                 .block_on(stream(bench, client, &pattern, total))
         };
         let (direct_rate, relayed_rate) = (run(&secure)?, run(&relayed)?);
 
-        let neighbours = neighbours(bench, stage, keys / 4)?;
-        let after_cut = after_cuts(stage, cuts)?;
+        let echoes_beside_a_flood = echoes_beside_a_flood(bench, setup, keys / 4)?;
+        let after_cut = after_cuts(setup, cuts)?;
         Ok(vec![
             Figure::plain(connect),
             Figure::plain(percentile(&handshakes(connects)?, 50.0)),
             Figure::against(relayed_echo, direct_echo),
             Figure::against(relayed_rate, direct_rate),
-            neighbours,
+            echoes_beside_a_flood,
             Figure::plain(after_cut),
         ])
     })
@@ -363,7 +364,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 fn handshakes(count: usize) -> anyhow::Result<Vec<f64>> {
     let [harness, executor] = [(); 2].map(|()| identity::generate());
     let prologue = prologue(ENVIRONMENT, "registration", "stream");
-    // Any bytes will do; nobody is deceived.
+    // No real randomness is needed: these keys protect nothing.
     let mut next = 0_u8;
     let mut random = |out: &mut [u8]| {
         for byte in out {
@@ -381,19 +382,19 @@ fn handshakes(count: usize) -> anyhow::Result<Vec<f64>> {
         let (there, second) = responder.reply()?;
         let here = initiator.finish(&second)?;
         samples.push(start.elapsed().as_secs_f64());
-        ensure!(here.hash == there.hash, "both ends know the same");
+        ensure!(here.hash == there.hash, "the handshake hashes differ");
     }
     Ok(samples)
 }
 
-/// Seven terminals on streams of their own, alone and beside an eighth stream that is flooded.
-fn neighbours(bench: &Bench, stage: &Stage, keys: usize) -> anyhow::Result<Figure> {
+/// Echoes of seven terminals on their own streams, alone and while an eighth stream is flooded.
+fn echoes_beside_a_flood(bench: &Bench, setup: &RelaySetup, keys: usize) -> anyhow::Result<Figure> {
     let clients: Vec<_> = (0..7)
-        .map(|_| stage.through_relay())
+        .map(|_| setup.through_relay())
         .collect::<anyhow::Result<_>>()?;
-    let bulk = stage.through_relay()?;
+    let bulk = setup.through_relay()?;
     let own = bench.own.display().to_string();
-    stage.runtime.block_on(async {
+    setup.runtime.block_on(async {
         let mut terminals = Vec::new();
         for client in &clients {
             terminals.push(Terminal::start(client, &name()).await?);
@@ -417,8 +418,8 @@ fn neighbours(bench: &Bench, stage: &Stage, keys: usize) -> anyhow::Result<Figur
             ended = drain => ended?,
         };
         ensure!(flooded > 0, "the flood does not come");
-        // Or it would go on, without its client, through all that is measured next.
-        // Its answer comes behind what nobody has read yet.
+        // Otherwise the flood would continue without its client during the next measurement. Its
+        // response is behind output that was not read yet.
         let discard = async {
             while events.recv().await.is_some() {}
             std::future::pending::<()>().await;
@@ -437,7 +438,7 @@ fn neighbours(bench: &Bench, stage: &Stage, keys: usize) -> anyhow::Result<Figur
     })
 }
 
-/// Types into all terminals, in turns.
+/// Types into all terminals in turns.
 async fn type_all(terminals: &mut [Terminal], keys: usize) -> anyhow::Result<Vec<f64>> {
     let mut samples = Vec::with_capacity(keys * terminals.len());
     for _ in 0..keys {
@@ -448,18 +449,19 @@ async fn type_all(terminals: &mut [Terminal], keys: usize) -> anyhow::Result<Vec
     Ok(samples)
 }
 
-/// From the moment that a socket is cut to the echo of a key that was typed then.
-fn after_cuts(stage: &Stage, count: usize) -> anyhow::Result<f64> {
-    let args = stage.cuttable.clone();
-    stage.runtime.block_on(async {
+/// Seconds from cutting a socket to the echo of a key that is typed then.
+fn after_cuts(setup: &RelaySetup, count: usize) -> anyhow::Result<f64> {
+    let args = setup.cuttable.clone();
+    setup.runtime.block_on(async {
         let client = ExecServerClient::connect_registry(args).await?;
         let session = client.session_id().to_owned();
         let mut terminal = Terminal::start(&client, &name()).await?;
         let mut samples = Vec::with_capacity(count);
         for _ in 0..count {
-            stage.wire.cut();
+            setup.wire.cut();
             samples.push(terminal.key().await?);
-            // When too many are cut in a row the next is dialled with a pause; that is another matter.
+            // After several cuts in a row the client waits before it reconnects, which is not
+            // measured here.
             tokio::time::sleep(Duration::from_millis(300)).await;
         }
         ensure!(client.session_id() == session, "another session");

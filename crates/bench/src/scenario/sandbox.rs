@@ -1,4 +1,4 @@
-//! Processes that do nothing and short file calls, under a policy: what the sandbox adds.
+//! Processes without work and short file calls under a policy: cost of the sandbox.
 
 use std::time::Instant;
 
@@ -8,16 +8,16 @@ use exec_server_protocol::sandbox::{
 };
 
 use super::files::answer;
-use super::spawn::ends;
+use super::spawn::wait_closed;
 use super::stream::rate;
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::client::{Client, Stdio};
 use crate::floor::TRUE;
 use crate::pattern::Pattern;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
 
-/// All scenarios.
+/// All measurements.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let mut rows = [spawns(bench, ""), files(bench), work(bench)].concat();
     if let Some(ordinary) = as_ordinary_user(bench) {
@@ -26,7 +26,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     rows
 }
 
-/// The same with a server of somebody without any privilege; only root can start one.
+/// The same with a server of an unprivileged user; only root can start one.
 fn as_ordinary_user(bench: &Bench) -> Option<Bench> {
     let setpriv = [
         "setpriv",
@@ -41,17 +41,17 @@ fn as_ordinary_user(bench: &Bench) -> Option<Bench> {
     rustix::process::geteuid().is_root().then_some(ordinary)
 }
 
-/// How often a child looks at its repository.
+/// Runs of `git status` in one child.
 const REPEATS: usize = 15;
 
-/// What runs under a policy and what runs without: a program that asks the kernel for much, and one
-/// that writes much.
+/// Work under a policy compared with work without: a program with many system calls, and one with
+/// much output.
 fn work(bench: &Bench) -> Vec<Row> {
     let pattern = Pattern::new();
     let files: u32 = bench.pick(20_000, 5_000);
     let total: u64 = bench.pick(256 << 20, 64 << 20);
     let lines = vec![
-        Line {
+        RowSpec {
             name: format!("sandboxed git status, {REPEATS} times, {files} files"),
             unit: Unit::Seconds,
             base: "unsandboxed",
@@ -60,7 +60,7 @@ fn work(bench: &Bench) -> Vec<Row> {
                 aim: 1.02,
             }],
         },
-        Line {
+        RowSpec {
             name: format!("sandboxed stream {}", size(total)),
             unit: Unit::BytesPerSecond,
             base: "unsandboxed",
@@ -78,8 +78,8 @@ fn work(bench: &Bench) -> Vec<Row> {
         }
     };
     let reading = policy(&[], tree.path());
-    // Looks at every file, without taking notes for the next time. Several times: what a sandbox
-    // adds to a start is another row.
+    // Examines every file and does not write the index. Repeated, because the cost of the start is
+    // another row.
     let script = format!(
         "for i in $(seq {REPEATS}); do git --no-optional-locks -c 'safe.directory=*' -C '{}' status \
          --porcelain || exit; done",
@@ -93,12 +93,12 @@ fn work(bench: &Bench) -> Vec<Row> {
         |server, ()| {
             let mut client = server.client()?;
             let mut seen = [Vec::new(), Vec::new()];
-            // In turns, so that a slow moment of the machine hits both.
+            // In turns, so that a slow moment of the machine affects both.
             for _ in 0..3 {
                 for (sandbox, seen) in [None, Some(&reading)].into_iter().zip(&mut seen) {
                     let start = Instant::now();
                     client.start_in(sandbox, &status, Stdio::Pipe)?;
-                    ends(&mut client, 1)?;
+                    wait_closed(&mut client, 1)?;
                     seen.push(start.elapsed().as_secs_f64());
                 }
             }
@@ -114,7 +114,7 @@ fn work(bench: &Bench) -> Vec<Row> {
     )
 }
 
-/// A repository with so many files, a hundred in each directory, all of them known to it.
+/// A repository with `files` committed files, a hundred in each directory.
 fn repository(files: u32) -> anyhow::Result<tempfile::TempDir> {
     let tree = tempfile::tempdir_in("/var/tmp")?;
     for file in 0..files {
@@ -135,13 +135,13 @@ fn repository(files: u32) -> anyhow::Result<tempfile::TempDir> {
     Ok(tree)
 }
 
-/// Calls of one kind in a row.
+/// Consecutive calls of one kind.
 const TURN: usize = 50;
 
-/// Reading and writing 4 KiB under a policy that needs a helper, against the same without; and the
-/// first call of a policy that no helper has been made for.
+/// Reading and writing 4 KiB under a policy that needs a helper, compared with no policy; and the
+/// first call under a new policy.
 fn files(bench: &Bench) -> Vec<Row> {
-    let line = |name: &str, base, goal| Line {
+    let line = |name: &str, base, goal| RowSpec {
         name: format!("sandboxed {name}, p50"),
         unit: Unit::Seconds,
         base,
@@ -181,13 +181,13 @@ fn files(bench: &Bench) -> Vec<Row> {
         let write = |sandbox: &str| {
             format!(r#"{{"path":"{uri}","dataBase64":"{data}","sandbox":{sandbox}}}"#)
         };
-        // Seconds for each of both. In turns, as the machine is not always the same; a turn is long
-        // enough for whatever helps the next call.
+        // Seconds of both variants. In turns, because the machine's speed varies; a turn is long
+        // enough for caches to be warm.
         let mut asked = |method: &str, both: [String; 2]| -> anyhow::Result<[f64; 2]> {
             let mut samples = [Vec::with_capacity(count), Vec::with_capacity(count)];
             for _ in 0..count / TURN {
                 for (params, samples) in both.iter().zip(&mut samples) {
-                    // The first may have to start something.
+                    // The first call may start a helper.
                     for sample in 0..=TURN {
                         let start = Instant::now();
                         let id = client.ask(method, params)?;
@@ -221,7 +221,7 @@ fn files(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// The same without this file.
+/// Returns the same policy with this file denied.
 fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox> {
     let mut sandbox = sandbox.clone();
     if let Permissions::Managed {
@@ -240,15 +240,16 @@ fn denying(sandbox: &Sandbox, path: &std::path::Path) -> anyhow::Result<Sandbox>
     Ok(sandbox)
 }
 
-/// A workspace as clients send it, and reading only; what each adds to a spawn without.
-fn spawns(bench: &Bench, who: &str) -> Vec<Row> {
+/// A workspace policy as clients send it, and a read-only policy; cost added to a spawn without a
+/// policy.
+fn spawns(bench: &Bench, suffix: &str) -> Vec<Row> {
     let count = bench.pick(40, 20);
-    let line = |name: &str| Line {
-        name: format!("sandboxed spawn {name}{who}, added p50"),
+    let line = |name: &str| RowSpec {
+        name: format!("sandboxed spawn {name}{suffix}, added p50"),
         unit: Unit::Seconds,
         base: "",
         goals: vec![Goal::Value {
-            limit: if who.is_empty() { 0.0025 } else { 0.004 },
+            limit: if suffix.is_empty() { 0.0025 } else { 0.004 },
             aim: 0.0015,
         }],
     };
@@ -262,9 +263,9 @@ fn spawns(bench: &Bench, who: &str) -> Vec<Row> {
     let floor = || Ok(());
     bench.rounds(bench.pick(13, 3), lines, floor, |server, ()| {
         let mut client = server.client()?;
-        let plain = one_by_one(&mut client, count, None)?;
-        let workspace = one_by_one(&mut client, count, Some(&workspace))?;
-        let reading = one_by_one(&mut client, count, Some(&reading))?;
+        let plain = sequential(&mut client, count, None)?;
+        let workspace = sequential(&mut client, count, Some(&workspace))?;
+        let reading = sequential(&mut client, count, Some(&reading))?;
         Ok(vec![
             Figure::plain((workspace - plain).max(0.0)),
             Figure::plain((reading - plain).max(0.0)),
@@ -272,7 +273,7 @@ fn spawns(bench: &Bench, who: &str) -> Vec<Row> {
     })
 }
 
-/// Reading everything, writing to these, no network.
+/// Returns a policy: read everything, write these paths, no network.
 pub(crate) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
     let entry = |value: Special, access| Entry {
         path: EntryPath::Special { value },
@@ -297,13 +298,13 @@ pub(crate) fn policy(writable: &[Special], root: &std::path::Path) -> Sandbox {
     sandbox
 }
 
-/// Seconds from start to closed: the median.
-fn one_by_one(client: &mut Client, count: usize, sandbox: Option<&Sandbox>) -> anyhow::Result<f64> {
+/// Median seconds from start to closed.
+fn sequential(client: &mut Client, count: usize, sandbox: Option<&Sandbox>) -> anyhow::Result<f64> {
     let mut samples = Vec::with_capacity(count);
     for _ in 0..count {
         let start = Instant::now();
         client.start_in(sandbox, &[TRUE], Stdio::Pipe)?;
-        ends(client, 1)?;
+        wait_closed(client, 1)?;
         samples.push(start.elapsed().as_secs_f64());
     }
     Ok(median(&samples))

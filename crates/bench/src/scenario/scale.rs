@@ -1,9 +1,9 @@
-//! How cost grows with numbers: processes, sessions, connections, readers of one process, watched
-//! directories.
+//! Growth of cost with the number of processes, sessions, connections, readers of one process, and
+//! watched directories.
 //!
-//! Each kind is created in sizes up to 10,000 on a server of its own. Time, CPU and memory of each
-//! size go to standard error; the rows hold the exponent `e` of cost = size^e between the two
-//! largest sizes, where constant costs no longer count. 1 is linear.
+//! Each kind is created in sizes up to 10,000 on a new server. Time, CPU and memory of each size go
+//! to standard error; the rows contain the exponent `e` of cost = size^e between the two largest
+//! sizes, where constant costs no longer matter. 1 is linear.
 
 use std::fs;
 use std::time::Instant;
@@ -12,12 +12,12 @@ use anyhow::{Context as _, ensure};
 use exec_server_client::protocol::PathUri;
 use rustix::process::Pid;
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::client::{Client, Stdio};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::{CommandLine, Server};
 
-/// Room for the largest size.
+/// Server options that allow the largest size.
 const LIMITS: [&str; 6] = [
     "--set",
     "limits.processes=20000",
@@ -33,10 +33,10 @@ const MORE_LIMITS: [&str; 4] = [
     "limits.connections_per_address=40000",
 ];
 
-/// Requests that are sent before their answers are awaited.
+/// Requests that are sent before their responses are awaited.
 const BATCH: usize = 50;
 
-/// What one size cost.
+/// Cost of one size.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     seconds: f64,
@@ -44,10 +44,10 @@ struct Cost {
     bytes: f64,
 }
 
-/// A kind of object that there can be many of.
+/// A kind of object.
 struct Kind {
     name: &'static str,
-    /// Makes so many of them and ends them, and starts and stops the clock.
+    /// Creates this many objects and ends them; starts and stops the clock.
     run: fn(&Server, usize, &mut Clock<'_>) -> anyhow::Result<()>,
 }
 
@@ -75,7 +75,7 @@ impl<'a> Clock<'a> {
         }
     }
 
-    /// To be called when everything outside of the server is ready.
+    /// To be called when all preparation outside the server is done.
     fn start(&mut self) -> anyhow::Result<()> {
         self.memory = self.server.own_memory()? as f64;
         self.cpu = self.cpu_seconds()?;
@@ -83,8 +83,8 @@ impl<'a> Clock<'a> {
         Ok(())
     }
 
-    /// To be called when all objects are there.
-    fn all_there(&mut self) -> anyhow::Result<()> {
+    /// To be called when all objects exist.
+    fn all_exist(&mut self) -> anyhow::Result<()> {
         let before = Instant::now();
         self.cost.bytes = self.server.own_memory()? as f64 - self.memory;
         self.begun += before.elapsed();
@@ -135,7 +135,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let bench = bench.without_peer();
     let mut rows = Vec::new();
     for kind in KINDS {
-        let lines = ["time", "CPU", "memory"].map(|of| Line {
+        let lines = ["time", "CPU", "memory"].map(|of| RowSpec {
             name: format!("scale: {}, exponent of {of}", kind.name),
             unit: Unit::Number,
             base: "",
@@ -162,8 +162,8 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             let [.., (small, before), (large, after)] = costs[..] else {
                 anyhow::bail!("one size only")
             };
-            // Below `least` a figure is noise: of the scheduler, of the kernel's clock for CPU time,
-            // of the allocator.
+            // Below `least` a figure is noise of the scheduler, of the kernel's CPU clock or of the
+            // allocator.
             let exponent = |of: fn(Cost) -> f64, least: f64| {
                 let (before, after) = (of(before).max(least), of(after).max(least));
                 Figure::plain((after / before).ln() / (large / small).ln())
@@ -181,7 +181,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 fn measure(command: &CommandLine, kind: &Kind, size: usize) -> anyhow::Result<Cost> {
     let options = [&LIMITS[..], &MORE_LIMITS[..]].concat();
     let server = Server::start_with(command, &options)?.observed()?;
-    // What the first of a kind costs once is not the cost of each.
+    // Excludes one-time costs of the first object of a kind.
     (kind.run)(&server, 20, &mut Clock::new(&server))?;
     let mut clock = Clock::new(&server);
     (kind.run)(&server, size, &mut clock)?;
@@ -190,7 +190,7 @@ fn measure(command: &CommandLine, kind: &Kind, size: usize) -> anyhow::Result<Co
 
 /// CPU time of these processes, without that of their children.
 fn cpu_seconds(processes: &[Pid]) -> anyhow::Result<f64> {
-    /// Of the times in `/proc/PID/stat`, on every Linux.
+    /// Unit of times in `/proc/PID/stat`, the same on every Linux.
     const TICKS_PER_SECOND: f64 = 100.0;
     let mut ticks = 0;
     for pid in processes {
@@ -205,7 +205,7 @@ fn cpu_seconds(processes: &[Pid]) -> anyhow::Result<f64> {
     Ok(ticks as f64 / TICKS_PER_SECOND)
 }
 
-/// Starts so many processes that sleep.
+/// Starts `count` processes that sleep.
 fn sleepers(client: &mut Client, count: usize) -> anyhow::Result<Vec<u64>> {
     let mut started = Vec::with_capacity(count);
     while started.len() < count {
@@ -218,23 +218,23 @@ fn sleepers(client: &mut Client, count: usize) -> anyhow::Result<Vec<u64>> {
     Ok(started)
 }
 
-/// Processes that the end of their session ends.
+/// Processes that end with their session.
 fn processes(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     sleepers(&mut client, count)?;
-    clock.all_there()?;
+    clock.all_exist()?;
     let ended = client.ask("session/end", "{}")?;
     client.answer(ended)?;
     clock.stop()
 }
 
-/// Processes that are terminated by a request each.
+/// Processes that are terminated by one request each.
 fn terminated(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut client = server.client()?;
     clock.start()?;
     let started = sleepers(&mut client, count)?;
-    clock.all_there()?;
+    clock.all_exist()?;
     for batch in started.chunks(BATCH) {
         for &process in batch {
             client.terminate(process)?;
@@ -246,14 +246,14 @@ fn terminated(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::R
     clock.stop()
 }
 
-/// Sessions that wait for their clients, then all of their ends.
+/// Sessions that wait for their clients, and then all expire.
 fn sessions(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
         clients.push(server.client()?);
     }
-    clock.all_there()?;
+    clock.all_exist()?;
     for client in &mut clients {
         let ended = client.ask("session/end", "{}")?;
         client.answer(ended)?;
@@ -261,21 +261,21 @@ fn sessions(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Res
     clock.stop()
 }
 
-/// Connections that have upgraded and sent nothing yet.
+/// Connections that have upgraded and sent nothing.
 fn connections(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut clients = Vec::with_capacity(count);
     clock.start()?;
     for _ in 0..count {
         clients.push(Client::connect(server.address)?);
     }
-    clock.all_there()?;
+    clock.all_exist()?;
     drop(clients);
-    // The last one is answered after all the others have ended.
+    // This connection is answered only after all others have ended.
     drop(server.client()?);
     clock.stop()
 }
 
-/// Requests that wait for the next output of one process, all answered by one line of it.
+/// Requests that wait for the next output of one process, all answered by one line of output.
 fn readers(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let mut owner = server.client()?;
     let (request, process) = owner.start(&["cat"], Stdio::PipeWithInput)?;
@@ -286,16 +286,16 @@ fn readers(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Resu
     );
     clock.start()?;
     owner.ask_batch("process/read", &params, count)?;
-    clock.all_there()?;
+    clock.all_exist()?;
     owner.write(process, b"line\n")?;
-    // The write is answered as well.
+    // The response to the write is one more.
     owner.answers(count + 1)?;
     clock.stop()?;
     let ended = owner.ask("session/end", "{}")?;
     owner.answer(ended)
 }
 
-/// A tree of so many directories under one watch.
+/// A tree of `count` directories under one watch.
 fn watched(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Result<()> {
     let tree = tempfile::tempdir()?;
     for number in 0..count {
@@ -307,10 +307,10 @@ fn watched(server: &Server, count: usize, clock: &mut Clock<'_>) -> anyhow::Resu
     clock.start()?;
     let request = client.ask("fs/watch", &params)?;
     client.answer(request)?;
-    clock.all_there()?;
+    clock.all_exist()?;
     let ended = client.ask("session/end", "{}")?;
     client.answer(ended)?;
     clock.stop()?;
-    ensure!(tree.path().is_dir(), "the tree is gone");
+    ensure!(tree.path().is_dir(), "the tree was removed");
     Ok(())
 }

@@ -1,20 +1,20 @@
-//! Commands of a login shell whose start-up files are slow, with a snapshot of what they do.
+//! Commands of a login shell with slow start-up files, restored from a shell snapshot.
 
 use std::time::Instant;
 
 use serde_json::json;
 
-use super::spawn::ends;
-use super::{Bench, Line};
+use super::spawn::wait_closed;
+use super::{Bench, RowSpec};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::stats::median;
 
-/// What start-up files of people who have been at it for years may take.
+/// Start-up files as slow as those of long-time users can be.
 const PROFILE: &str = "sleep 0.3\nf() { echo f; }\nexport FOO=bar\n";
 
 /// The second and later commands of a scope.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
-    let line = Line {
+    let line = RowSpec {
         name: "snapshot of a 300 ms login shell: later commands p50".to_owned(),
         unit: Unit::Seconds,
         base: "",
@@ -50,7 +50,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
                     },
                 });
                 client.ask("process/start", &params.to_string())?;
-                ends(&mut client, 1)
+                wait_closed(&mut client, 1)
             };
             run(0)?;
             let mut samples = Vec::with_capacity(count);

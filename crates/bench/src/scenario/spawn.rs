@@ -1,10 +1,10 @@
-//! Processes that do nothing: from `process/start` to `process/closed`.
+//! Processes without work: from `process/start` to `process/closed`.
 
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::client::{Client, Stdio};
 use crate::floor::{self, TRUE};
 use crate::report::{Figure, Goal, Row, Unit};
@@ -12,21 +12,21 @@ use crate::server::Server;
 use crate::stats::median;
 use crate::wire::Message;
 
-/// How many starts are in flight where more than one is.
+/// Concurrent starts in rows with more than one.
 const WIDTH: usize = 16;
-/// A server that takes 50 ms for each process is cut short after this.
-const PATIENCE: Duration = Duration::from_millis(400);
+/// Time limit of one measurement; ends it early on a server that takes 50 ms per process.
+const TIME_LIMIT: Duration = Duration::from_millis(400);
 
-/// Pipes and terminals, one by one and sixteen at a time, on one connection.
+/// Pipes and terminals, sequentially and sixteen at a time, on one connection.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let (count, many) = (40, bench.pick(160, 80));
-    let line = |name: &str, goals| Line {
+    let line = |name: &str, goals| RowSpec {
         name: format!("spawn {name}"),
         unit: Unit::Seconds,
         base: "posix_spawn",
         goals,
     };
-    let rate = |name: &str, goals| Line {
+    let rate = |name: &str, goals| RowSpec {
         unit: Unit::PerSecond,
         base: "posix_spawn x4",
         ..line(name, goals)
@@ -59,22 +59,22 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     bench.rounds(bench.pick(13, 3), lines, floor, |server, &(one, rate)| {
         let mut client = server.client()?;
         Ok(vec![
-            Figure::against(one_by_one(&mut client, count, Stdio::Pipe)?, one),
-            Figure::against(one_by_one(&mut client, count, Stdio::Tty)?, one),
-            Figure::against(side_by_side(&mut client, many, Stdio::Pipe)?, rate),
-            Figure::against(side_by_side(&mut client, many, Stdio::Tty)?, rate),
+            Figure::against(sequential(&mut client, count, Stdio::Pipe)?, one),
+            Figure::against(sequential(&mut client, count, Stdio::Tty)?, one),
+            Figure::against(concurrent(&mut client, many, Stdio::Pipe)?, rate),
+            Figure::against(concurrent(&mut client, many, Stdio::Tty)?, rate),
         ])
     })
 }
 
-/// The same for a server that holds much memory, against itself before.
+/// The same on a server with much resident memory, compared with itself before.
 ///
-/// Memory is made resident by what every server does: it retains the output of processes that have
-/// ended, for half a minute.
+/// Memory becomes resident through what every server does: it retains the output of ended processes
+/// for half a minute.
 pub(super) fn large(bench: &Bench) -> Vec<Row> {
     let goal: u64 = bench.pick(1 << 30, 256 << 20);
     let count = bench.pick(400, 100);
-    let line = Line {
+    let line = RowSpec {
         name: format!("spawn pipe p50 at {} resident", size(goal)),
         unit: Unit::Seconds,
         base: "own when small",
@@ -83,15 +83,15 @@ pub(super) fn large(bench: &Bench) -> Vec<Row> {
             aim: 1.2,
         }],
     };
-    bench.each(1, line, |command| {
+    bench.measure_each(1, line, |command| {
         let server = Server::start_observed(command)?;
         let mut client = server.client()?;
-        one_by_one(&mut client, count / 4, Stdio::Pipe)?;
-        let small = steady(&mut client, count)?;
-        // Several, because one alone does not keep every server busy.
+        sequential(&mut client, count / 4, Stdio::Pipe)?;
+        let small = best_block(&mut client, count)?;
+        // Several clients, because one alone does not keep every server busy.
         let mut growers = [server.client()?, server.client()?, server.client()?];
         grow(&server, &mut growers, goal)?;
-        let large = steady(&mut client, count)?;
+        let large = best_block(&mut client, count)?;
         let after = server.resident()?;
         ensure!(
             after >= goal * 9 / 10,
@@ -102,19 +102,21 @@ pub(super) fn large(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// The calmest of several blocks: before and after cannot take turns, and noise only adds.
-fn steady(client: &mut Client, count: usize) -> anyhow::Result<f64> {
+/// Best of several blocks: before and after cannot be measured in turns, and noise only increases a
+/// figure.
+fn best_block(client: &mut Client, count: usize) -> anyhow::Result<f64> {
     const BLOCKS: usize = 5;
     let mut lowest = f64::INFINITY;
     for _ in 0..BLOCKS {
-        lowest = lowest.min(one_by_one(client, count / BLOCKS, Stdio::Pipe)?);
+        lowest = lowest.min(sequential(client, count / BLOCKS, Stdio::Pipe)?);
     }
     Ok(lowest)
 }
 
-/// Starts processes until the server is large; their sessions live as long as the clients.
+/// Starts processes until the server has reached `goal`; their sessions live as long as the
+/// clients.
 fn grow(server: &Server, clients: &mut [Client], goal: u64) -> anyhow::Result<()> {
-    /// Retained output is forgotten after 30 s, and the measurement needs its part of that.
+    /// Retained output expires after 30 s, of which the measurement needs a part.
     const GROWTH: Duration = Duration::from_secs(22);
     /// A little more than one process can retain.
     const ARGV: [&str; 4] = ["head", "-c", "1114112", "/dev/zero"];
@@ -136,42 +138,42 @@ fn grow(server: &Server, clients: &mut [Client], goal: u64) -> anyhow::Result<()
             }
         }
         for client in &mut *clients {
-            ends(client, WIDTH)?;
+            wait_closed(client, WIDTH)?;
         }
     }
 }
 
-/// Seconds from start to closed: the median.
-fn one_by_one(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
+/// Median seconds from start to closed.
+fn sequential(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
     let begin = Instant::now();
     let mut samples = Vec::with_capacity(count);
-    while samples.len() < count && begin.elapsed() < PATIENCE {
+    while samples.len() < count && begin.elapsed() < TIME_LIMIT {
         let start = Instant::now();
         client.start(&[TRUE], stdio)?;
-        ends(client, 1)?;
+        wait_closed(client, 1)?;
         samples.push(start.elapsed().as_secs_f64());
     }
     Ok(median(&samples))
 }
 
-/// Processes per second while [`WIDTH`] of them are in flight.
-fn side_by_side(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
+/// Processes per second with [`WIDTH`] of them concurrently.
+fn concurrent(client: &mut Client, count: usize, stdio: Stdio) -> anyhow::Result<f64> {
     let start = Instant::now();
     for _ in 0..WIDTH {
         client.start(&[TRUE], stdio)?;
     }
     let mut started = WIDTH;
-    while started < count && start.elapsed() < PATIENCE {
-        ends(client, 1)?;
+    while started < count && start.elapsed() < TIME_LIMIT {
+        wait_closed(client, 1)?;
         client.start(&[TRUE], stdio)?;
         started += 1;
     }
-    ends(client, WIDTH)?;
+    wait_closed(client, WIDTH)?;
     Ok(started as f64 / start.elapsed().as_secs_f64())
 }
 
-/// Waits until so many more processes have closed, whichever they are.
-pub(super) fn ends(client: &mut Client, mut count: usize) -> anyhow::Result<()> {
+/// Waits until `count` more processes have closed, in any order.
+pub(super) fn wait_closed(client: &mut Client, mut count: usize) -> anyhow::Result<()> {
     while count > 0 {
         match client.receive()? {
             Message::Exited { code, .. } => ensure!(code == 0, "a child exited with {code}"),

@@ -1,4 +1,4 @@
-//! Commands on a machine behind ssh, where there is an sshd to try it with.
+//! Commands on a machine behind ssh; skipped if no sshd is installed.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -7,18 +7,18 @@ use std::time::Instant;
 use anyhow::{Context as _, ensure};
 use exec_server_testkit::sshd::{self, Sshd};
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::CommandLine;
 use crate::stats::median;
 
-/// The second and later `run` on a host, against a shared connection of ssh itself.
+/// The second and later `run` on a host, compared with a shared connection of ssh itself.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     if sshd::program().is_none() {
         eprintln!("no sshd here: nothing behind ssh is measured");
         return Vec::new();
     }
-    let line = Line {
+    let line = RowSpec {
         name: "ssh run true p50, warm".to_owned(),
         unit: Unit::Seconds,
         base: "ssh, shared",
@@ -30,11 +30,11 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(15, 7);
     bench.alone(bench.pick(5, 2), vec![line], Host::new, |host| {
         let mut seen = [Vec::new(), Vec::new()];
-        // In turns, so that a slow moment of the machine hits both.
+        // In turns, so that a slow moment of the machine affects both.
         for _ in 0..count {
-            for (way, seen) in [Way::Ours, Way::Ssh].into_iter().zip(&mut seen) {
+            for (via, seen) in [RunVia::Ours, RunVia::Ssh].into_iter().zip(&mut seen) {
                 let began = Instant::now();
-                host.run(way)?;
+                host.run(via)?;
                 seen.push(began.elapsed().as_secs_f64());
             }
         }
@@ -44,12 +44,12 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Way {
+enum RunVia {
     Ours,
     Ssh,
 }
 
-/// A machine that both have been to already.
+/// A machine to which both clients have connected before.
 struct Host {
     sshd: Sshd,
     program: PathBuf,
@@ -61,11 +61,11 @@ impl Host {
             sshd: Sshd::start(&[]),
             program: command.executable()?,
         };
-        host.run(Way::Ours)?;
+        host.run(RunVia::Ours)?;
         let mut master = host.ssh();
         master.args(["-o", "ControlMaster=yes", "-o", "ControlPersist=600", "-fN"]);
         finish(master.arg("127.0.0.1"))?;
-        host.run(Way::Ssh)?;
+        host.run(RunVia::Ssh)?;
         Ok(host)
     }
 
@@ -82,10 +82,10 @@ impl Host {
         command
     }
 
-    fn run(&self, way: Way) -> anyhow::Result<()> {
-        match way {
-            Way::Ssh => finish(self.ssh().args(["127.0.0.1", "true"])),
-            Way::Ours => {
+    fn run(&self, via: RunVia) -> anyhow::Result<()> {
+        match via {
+            RunVia::Ssh => finish(self.ssh().args(["127.0.0.1", "true"])),
+            RunVia::Ours => {
                 let mut command = Command::new(&self.program);
                 command
                     .env("XDG_RUNTIME_DIR", self.sshd.path().join("run"))
@@ -102,7 +102,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // The daemon of the far side, which would wait for ten minutes.
+        // Ends the daemon on the host, which would otherwise wait for ten minutes.
         let mut command = Command::new(&self.program);
         command
             .args(["daemon", "--stop"])

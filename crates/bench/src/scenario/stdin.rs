@@ -1,10 +1,10 @@
-//! Much input for one process, which checks every byte of it.
+//! Large input for one process, which checks every byte.
 
 use std::time::Instant;
 
 use anyhow::{bail, ensure};
 
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::client::Stdio;
 use crate::floor;
 use crate::pattern::{Pattern, WRITE_BYTES};
@@ -12,20 +12,20 @@ use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
 use crate::wire::Message;
 
-/// Writes in flight: a mebibyte, so that the wire never runs dry and never fills up.
+/// 16 writes of 64 KiB in flight: 1 MiB keeps the connection busy and does not fill it.
 const WINDOW: usize = 16;
 
-/// Writes of 64 KiB until the child has read, checked and left.
+/// Writes of 64 KiB until the child has read and checked everything and exited.
 ///
-/// The wire has no end of input that every server understands, so the child knows how much to read.
+/// Not every server supports closing the input, so the child knows how much to read.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let pattern = Pattern::new();
     let total: u64 = bench.pick(64 << 20, 16 << 20);
-    let line = Line {
+    let line = RowSpec {
         name: format!("stdin {} in 64 KiB writes", size(total)),
         unit: Unit::BytesPerSecond,
         base: "pipe",
-        goals: vec![Goal::Peer { limit: 2.0 }, Goal::Hope { aim: 0.3 }],
+        goals: vec![Goal::Peer { limit: 2.0 }, Goal::DesiredBase { aim: 0.3 }],
     };
     let floor = || floor::pipe(&bench.own, bench.pick(256 << 20, 64 << 20));
     bench.placed_rounds(bench.pick(5, 3), vec![line], floor, |server, &floor| {

@@ -1,4 +1,4 @@
-//! Much output, checked byte by byte: with a reader that keeps up, and with one that sleeps.
+//! Large output, checked byte by byte: with a fast reader and with one that sleeps.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -6,27 +6,27 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, ensure};
 use exec_server_protocol::sandbox::Sandbox;
 
-use super::{Bench, Line, middle, size};
+use super::{Bench, RowSpec, median_figure, size};
 use crate::client::{Client, Stdio};
-use crate::floor::{self, Responder};
+use crate::floor::{self, WebsocketResponder};
 use crate::pattern::Pattern;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
 use crate::wire::Message;
 
-/// The bytes that a stream scenario moves, over all its processes.
+/// Bytes of a stream measurement over all its processes.
 fn total(bench: &Bench) -> u64 {
     bench.pick(256 << 20, 64 << 20)
 }
 
-/// From one process and from eight at once, on one connection.
+/// From one process and from eight concurrently, on one connection.
 ///
-/// A last row says what this client takes from frames that need no server: pipe and base64 aside,
-/// nobody can be faster than that.
+/// The last row is the rate at which this client receives frames without a server: apart from pipe
+/// and base64, no server can be faster.
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     let pattern = Pattern::new();
     let total = total(bench);
-    let line = |name: &str| Line {
+    let line = |name: &str| RowSpec {
         name: format!("stream {} from {name}", size(total)),
         unit: Unit::BytesPerSecond,
         base: "pipe",
@@ -40,7 +40,7 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
     };
     let mut pushes = Vec::new();
     let floor = || {
-        pushes.push(Figure::plain(push(bench, &pattern, total)?));
+        pushes.push(Figure::plain(push_rate(bench, &pattern, total)?));
         floor::pipe(&bench.own, total)
     };
     let lines = vec![line("one"), line("eight")];
@@ -56,13 +56,14 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
         unit: Unit::BytesPerSecond,
         base: "",
         goals: vec![],
-        server: Ok(middle(&pushes)),
+        server: Ok(median_figure(&pushes)),
         peer: None,
     });
     rows
 }
 
-/// Bytes per second from so many processes that write `total` bytes together, under a policy or not.
+/// Bytes per second from `count` processes that write `total` bytes together, with or without a
+/// policy.
 pub(super) fn rate(
     bench: &Bench,
     mut client: Client,
@@ -77,8 +78,8 @@ pub(super) fn rate(
 }
 
 /// Bytes per second from a process that only pushes frames with the pattern.
-pub(super) fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
-    let responder = Responder::start(&bench.own, Some(total))?;
+pub(super) fn push_rate(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Result<f64> {
+    let responder = WebsocketResponder::start(&bench.own, Some(total))?;
     let mut client = Client::connect(responder.address)?;
     let start = Instant::now();
     let pushed = Emitters {
@@ -90,15 +91,15 @@ pub(super) fn push(bench: &Bench, pattern: &Pattern, total: u64) -> anyhow::Resu
     Ok(total as f64 / start.elapsed().as_secs_f64())
 }
 
-/// How much a server's memory grows while the reader sleeps, and then takes everything.
-pub(super) fn sleeper(bench: &Bench) -> Vec<Row> {
-    /// What a server retains for one process.
+/// Growth of a server's memory while the reader sleeps and then reads everything.
+pub(super) fn sleeping_reader(bench: &Bench) -> Vec<Row> {
+    /// Bytes that a server retains for one process.
     const RETENTION: f64 = (1 << 20) as f64;
     const MARGIN: f64 = (8 << 20) as f64;
     let pattern = Pattern::new();
     let total = total(bench);
     let nap = bench.pick(Duration::from_secs(2), Duration::from_millis(700));
-    let line = Line {
+    let line = RowSpec {
         name: format!("{} while the reader sleeps: growth", size(total)),
         unit: Unit::Bytes,
         base: "",
@@ -107,7 +108,7 @@ pub(super) fn sleeper(bench: &Bench) -> Vec<Row> {
             aim: RETENTION + MARGIN,
         }],
     };
-    bench.each(1, line, |command| {
+    bench.measure_each(1, line, |command| {
         let server = Server::start_observed(command)?;
         let mut client = server.client()?;
         let before = server.resident_at_rest()?;
@@ -120,7 +121,7 @@ pub(super) fn sleeper(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// The most memory that is resident during `work`.
+/// Peak resident memory during `work`.
 fn peak_of(server: &Server, work: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<u64> {
     let (done, peak) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -144,21 +145,21 @@ struct Emitters {
     seen: Vec<Seen>,
 }
 
-/// What came of one of them.
+/// State of one of them.
 #[derive(Debug, Clone, Default)]
 struct Seen {
     bytes: u64,
-    /// Output, exited and closed.
+    /// Output, exited and closed events.
     events: u64,
-    /// The number of the last output.
+    /// Sequence number of the last output.
     last: u64,
     exit: Option<i32>,
-    /// The number of the closed event.
+    /// Sequence number of the closed event.
     closed: Option<u64>,
 }
 
 impl Seen {
-    /// Whether all has come that was announced; a server may send exited after closed.
+    /// Whether all announced events have arrived; a server may send exited after closed.
     fn is_complete(&self) -> bool {
         self.exit.is_some() && self.closed == Some(self.events)
     }
@@ -188,7 +189,7 @@ impl Emitters {
         })
     }
 
-    /// Reads until all is complete, and checks every byte and every number on the way.
+    /// Reads until all are complete; checks every byte and every sequence number.
     fn drain(mut self, client: &mut Client, pattern: &Pattern) -> anyhow::Result<()> {
         let mut left = self.seen.len();
         while left > 0 {
@@ -243,6 +244,6 @@ impl Emitters {
         let index = process.checked_sub(self.first).map(|index| index as usize);
         index
             .and_then(|index| self.seen.get_mut(index))
-            .context("output of a stranger")
+            .context("output of an unknown process")
     }
 }

@@ -1,6 +1,6 @@
-//! Trees by the extensions: searching, watching, and many small files on their way.
+//! Extensions for trees: search, watch, and upload of many small files.
 //!
-//! Only the server under test knows these methods, so no peer is asked.
+//! The peer does not have these methods, so only the server under test is measured.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ use grep_regex::RegexMatcher;
 use grep_searcher::{BinaryDetection, SearcherBuilder, sinks};
 use ignore::{WalkBuilder, WalkState};
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::client::Client;
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::Server;
@@ -25,25 +25,25 @@ use crate::wire::Message;
 
 const MIB: f64 = 1024.0 * 1024.0;
 
-/// The tree that is searched: so many directories with so many files of so many lines.
+/// Size of the searched tree: directories, files in each, lines in each file.
 const BRANCHES: usize = 200;
 const LEAVES: usize = 100;
 const LINES: usize = 60;
-/// One file in so many has the word.
+/// One of this many files contains the searched word.
 const RARE: usize = 50;
 const WORD: &str = "haystack_needle";
 
-/// Files of the tree that is sent, in so many directories.
+/// Size of the uploaded tree: files, in this many directories.
 const SENT: usize = 2_000;
 const SENT_DIRECTORIES: usize = 20;
 
-/// How long changes are gathered.
+/// Time for which changes are collected.
 const DEBOUNCE_MS: u64 = 50;
 
-/// `fs/search` against the libraries that it is made of.
+/// `fs/search` compared with the libraries that it uses.
 pub(super) fn search(bench: &Bench) -> Vec<Row> {
     let files = BRANCHES * LEAVES;
-    let line = Line {
+    let line = RowSpec {
         name: format!("search {files} files"),
         unit: Unit::Seconds,
         base: "ripgrep's crates",
@@ -59,7 +59,7 @@ pub(super) fn search(bench: &Bench) -> Vec<Row> {
     let expected = files / RARE;
     let floor = || {
         let start = Instant::now();
-        let found = search_here(tree.path())?;
+        let found = search_locally(tree.path())?;
         ensure!(found == expected, "{found} of {expected} matches");
         Ok(start.elapsed().as_secs_f64())
     };
@@ -100,8 +100,8 @@ fn searched_tree() -> anyhow::Result<tempfile::TempDir> {
     Ok(tree)
 }
 
-/// The matches below a directory, with as many threads as the server takes.
-fn search_here(root: &Path) -> anyhow::Result<usize> {
+/// Counts the matches below a directory with as many threads as the server.
+fn search_locally(root: &Path) -> anyhow::Result<usize> {
     let matcher = RegexMatcher::new_line_matcher(WORD)?;
     let found = Mutex::new(Vec::new());
     let walk = WalkBuilder::new(root)
@@ -114,7 +114,7 @@ fn search_here(root: &Path) -> anyhow::Result<usize> {
         .build_parallel();
     walk.run(|| {
         let (matcher, found) = (matcher.clone(), &found);
-        // Files are read, as in the server; that is the default.
+        // Files are read and not mapped, as in the server; this is the default.
         let mut searcher = SearcherBuilder::new()
             .binary_detection(BinaryDetection::quit(b'\0'))
             .line_number(true)
@@ -130,7 +130,7 @@ fn search_here(root: &Path) -> anyhow::Result<usize> {
                     found.push((path.to_owned(), number, line.to_owned()));
                     Ok(true)
                 });
-                // What cannot be read is missing in the count.
+                // A file that cannot be read lowers the count, which the caller checks.
                 let _ = searcher.search_path(&matcher, path, sink);
             }
             WalkState::Continue
@@ -140,7 +140,7 @@ fn search_here(root: &Path) -> anyhow::Result<usize> {
     Ok(found.len())
 }
 
-/// From a change to the word of it, and what many directories take.
+/// Delay from a change to its notification, and memory for many directories.
 pub(super) fn watch(bench: &Bench) -> Vec<Row> {
     let bench = bench.without_peer();
     [watch_delay(&bench), watch_memory(&bench)].concat()
@@ -148,7 +148,7 @@ pub(super) fn watch(bench: &Bench) -> Vec<Row> {
 
 fn watch_delay(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(20, 7);
-    let line = Line {
+    let line = RowSpec {
         name: format!("watch p50, {DEBOUNCE_MS} ms gathered"),
         unit: Unit::Seconds,
         base: "",
@@ -178,7 +178,7 @@ fn watch_delay(bench: &Bench) -> Vec<Row> {
 
 fn watch_memory(bench: &Bench) -> Vec<Row> {
     let (outer, inner) = (bench.pick(200, 50), 99);
-    let line = Line {
+    let line = RowSpec {
         name: format!("watch of {} directories, memory", outer * (inner + 1)),
         unit: Unit::Bytes,
         base: "",
@@ -187,7 +187,7 @@ fn watch_memory(bench: &Bench) -> Vec<Row> {
             aim: 64.0 * MIB,
         }],
     };
-    bench.each(1, line, |command| {
+    bench.measure_each(1, line, |command| {
         let tree = tempfile::tempdir()?;
         for outer in 0..outer {
             for inner in 0..inner {
@@ -210,7 +210,7 @@ fn start_watch(client: &mut Client, path: &Path) -> anyhow::Result<()> {
     answered(client, id, |_| ())
 }
 
-/// What an answer shows.
+/// Waits for the response to a request and returns what `show` extracts.
 fn answered<R>(client: &mut Client, id: i64, show: impl FnOnce(&str) -> R) -> anyhow::Result<R> {
     match client.receive()? {
         Message::Response {
@@ -221,9 +221,9 @@ fn answered<R>(client: &mut Client, id: i64, show: impl FnOnce(&str) -> R) -> an
     }
 }
 
-/// Many small files to the server, against copying them here.
+/// Upload of many small files, compared with copying them locally.
 pub(super) fn upload(bench: &Bench) -> Vec<Row> {
-    let line = Line {
+    let line = RowSpec {
         name: format!("upload {SENT} files of 4 KiB"),
         unit: Unit::PerSecond,
         base: "plain copy",
@@ -245,7 +245,7 @@ pub(super) fn upload(bench: &Bench) -> Vec<Row> {
     let floor = || {
         let target = tempfile::tempdir()?;
         let start = Instant::now();
-        let copied = copy_here(tree.path(), &target.path().join("copy"))?;
+        let copied = copy_locally(tree.path(), &target.path().join("copy"))?;
         ensure!(copied == SENT, "{copied} of {SENT} files were copied");
         Ok(SENT as f64 / start.elapsed().as_secs_f64())
     };
@@ -283,15 +283,15 @@ fn sent_tree() -> anyhow::Result<tempfile::TempDir> {
     Ok(tree)
 }
 
-/// How many files were copied.
-fn copy_here(from: &Path, to: &Path) -> anyhow::Result<usize> {
+/// Copies a tree; returns the number of files.
+fn copy_locally(from: &Path, to: &Path) -> anyhow::Result<usize> {
     fs::create_dir(to)?;
     let mut copied = 0;
     for entry in fs::read_dir(from).context("cannot read the tree")? {
         let entry = entry?;
         let to = to.join(entry.file_name());
         if entry.file_type()?.is_dir() {
-            copied += copy_here(&entry.path(), &to)?;
+            copied += copy_locally(&entry.path(), &to)?;
         } else {
             fs::copy(entry.path(), to)?;
             copied += 1;
@@ -300,6 +300,6 @@ fn copy_here(from: &Path, to: &Path) -> anyhow::Result<usize> {
     Ok(copied)
 }
 
-fn failed(line: Line, error: &anyhow::Error) -> Vec<Row> {
+fn failed(line: RowSpec, error: &anyhow::Error) -> Vec<Row> {
     super::rows(vec![line], vec![Err(format!("no tree: {error:#}"))])
 }

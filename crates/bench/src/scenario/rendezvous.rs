@@ -1,8 +1,8 @@
-//! A meeting point with thousands at it: what they cost, how soon the active ones hear each other,
-//! and how soon streams go on when it dies.
+//! Rendezvous server with thousands of connections: its memory, the latency of active streams, and
+//! the time until streams continue after it is killed and restarted.
 //!
-//! The crowd are websockets that speak relay frames and nothing else, many in this process; the
-//! streams that outlive the meeting point are real ones, with keys and acknowledgements.
+//! The idle connections are websockets that send relay frames only, many of them in this process.
+//! The streams that survive the restart are real ones, with keys and acknowledgements.
 
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -25,22 +25,22 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::{Bench, Line};
+use super::{Bench, RowSpec};
 use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::{CommandLine, Program};
 use crate::stats::percentile;
 
-/// How long anything may take that is not measured.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of everything that is not measured.
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// Calls of the registry at one time.
-const AT_ONCE: usize = 32;
+/// Concurrent calls of the registry.
+const CONCURRENT_CALLS: usize = 32;
 
-/// Between two messages of one active stream.
+/// Pause between two messages of one active stream.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A meeting point that can die and come back.
-struct Meeting {
+/// A rendezvous server that can be killed and restarted.
+struct RestartableRendezvous {
     command: CommandLine,
     files: TempDir,
     address: String,
@@ -49,11 +49,11 @@ struct Meeting {
     runtime: Runtime,
 }
 
-impl Meeting {
+impl RestartableRendezvous {
     fn new(command: &CommandLine) -> anyhow::Result<Self> {
-        // Free when it is needed, and the same when it comes back.
+        // The port is released here and bound by the server; it stays the same after a restart.
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-        let mut meeting = Self {
+        let mut server = Self {
             command: command.clone(),
             files: tempfile::tempdir()?,
             address,
@@ -64,12 +64,12 @@ impl Meeting {
                 .enable_all()
                 .build()?,
         };
-        meeting.start()?;
-        for (token, role) in meeting.tokens.iter_mut().zip(["executor", "harness"]) {
-            let file = meeting.files.path().join(format!("{role}.token"));
+        server.start()?;
+        for (token, role) in server.tokens.iter_mut().zip(["executor", "harness"]) {
+            let file = server.files.path().join(format!("{role}.token"));
             *token = std::fs::read_to_string(file)?.trim().to_owned();
         }
-        Ok(meeting)
+        Ok(server)
     }
 
     fn start(&mut self) -> anyhow::Result<()> {
@@ -86,12 +86,15 @@ impl Meeting {
     }
 
     fn resident(&self) -> anyhow::Result<u64> {
-        let program = self.program.as_ref().context("it does not run")?;
+        let program = self
+            .program
+            .as_ref()
+            .context("the rendezvous server does not run")?;
         program.resident_at_rest()
     }
 
-    fn places(&self) -> Places {
-        Places {
+    fn access(&self) -> RegistryAccess {
+        RegistryAccess {
             url: format!("http://{}", self.address),
             executor: self.tokens[0].clone(),
             harness: self.tokens[1].clone(),
@@ -99,27 +102,27 @@ impl Meeting {
     }
 }
 
-/// How to get to environments.
+/// URL and tokens of a registry.
 #[derive(Clone)]
-pub(super) struct Places {
+pub(super) struct RegistryAccess {
     pub(super) url: String,
     pub(super) executor: String,
     pub(super) harness: String,
 }
 
-impl Places {
+impl RegistryAccess {
     pub(super) fn registry(&self, environment: &str, token: &str) -> anyhow::Result<Registry> {
         let mut options = RegistryOptions::new(RegistryAuth::bearer(token.to_owned()));
-        options.timeout = PATIENCE;
+        options.timeout = TIME_LIMIT;
         Ok(Registry::new(&self.url, environment, options)?)
     }
 }
 
-async fn reach(url: &str) -> anyhow::Result<Link> {
+async fn dial(url: &str) -> anyhow::Result<Link> {
     Ok(connect(url, &ConnectOptions::default()).await?)
 }
 
-/// A key as good as any to a meeting point.
+/// A key that a rendezvous server accepts; it is never used.
 pub(super) fn key() -> anyhow::Result<PublicKey> {
     PublicKey::new([1; 32], &[2; MLKEM768_BYTES]).context("no key")
 }
@@ -129,7 +132,7 @@ async fn send(link: &mut Link, frame: &Transmit) -> anyhow::Result<()> {
     Ok(link.outgoing.flush().await?)
 }
 
-/// Waits for the next frame and does with it what `act` says; pings are answered meanwhile.
+/// Passes frames to `act` until it returns a value; answers pings meanwhile.
 async fn next<T>(
     link: &mut Link,
     mut act: impl FnMut(&Body<'_>) -> Option<T>,
@@ -144,7 +147,7 @@ async fn next<T>(
             }
             Some(RawEvent::Ping(payload)) => pong = Some(payload.to_vec()),
             Some(RawEvent::Pong) => {}
-            None => bail!("the meeting point hung up"),
+            None => bail!("the rendezvous server closed the connection"),
         }
         if let Some(payload) = pong {
             link.outgoing.push_pong(&payload);
@@ -153,22 +156,24 @@ async fn next<T>(
     }
 }
 
-/// An executor that sends back what it is sent, for as long as its task lives.
+/// Executor that echoes frames, until its task ends.
 pub(super) async fn echo(mut link: Link) -> anyhow::Result<()> {
-    enum Heard {
+    enum Received {
         Handshake,
         Data(u32, Vec<u8>),
     }
     let stream = "s";
     loop {
-        let heard = next(&mut link, |body| match body {
-            Body::Handshake { .. } => Some(Heard::Handshake),
-            Body::Data { seq, payload } => Some(Heard::Data(*seq, payload.to_vec())),
+        let received = next(&mut link, |body| match body {
+            Body::Handshake { .. } => Some(Received::Handshake),
+            Body::Data { seq, payload } => Some(Received::Data(*seq, payload.to_vec())),
             _ => None,
         });
-        let frame = match heard.await? {
-            Heard::Handshake => Transmit::handshake(stream, Acks::default(), b"hello"[..].into()),
-            Heard::Data(seq, payload) => {
+        let frame = match received.await? {
+            Received::Handshake => {
+                Transmit::handshake(stream, Acks::default(), b"hello"[..].into())
+            }
+            Received::Data(seq, payload) => {
                 Transmit::data(stream, Acks::default(), seq, payload.into())
             }
         };
@@ -176,8 +181,8 @@ pub(super) async fn echo(mut link: Link) -> anyhow::Result<()> {
     }
 }
 
-/// A harness whose stream is open.
-async fn introduce(mut link: Link) -> anyhow::Result<Link> {
+/// Opens a harness's stream.
+async fn open_stream(mut link: Link) -> anyhow::Result<Link> {
     let stream = "s";
     send(&mut link, &Transmit::resume(stream, Acks::default(), 0)).await?;
     let hello = Transmit::handshake(stream, Acks::default(), b"hello"[..].into());
@@ -190,7 +195,11 @@ async fn introduce(mut link: Link) -> anyhow::Result<Link> {
 }
 
 /// Seconds from a frame to its echo, `count` times, with pauses.
-async fn talk(mut link: Link, count: u32, offset: Duration) -> anyhow::Result<(Link, Vec<f64>)> {
+async fn measure_echoes(
+    mut link: Link,
+    count: u32,
+    offset: Duration,
+) -> anyhow::Result<(Link, Vec<f64>)> {
     let mut samples = Vec::with_capacity(count as usize);
     tokio::time::sleep(offset).await;
     for seq in 0..count {
@@ -198,7 +207,7 @@ async fn talk(mut link: Link, count: u32, offset: Duration) -> anyhow::Result<(L
         let start = Instant::now();
         send(&mut link, &frame).await?;
         next(&mut link, |body| match body {
-            Body::Data { seq: heard, .. } if *heard == seq => Some(()),
+            Body::Data { seq: received, .. } if *received == seq => Some(()),
             _ => None,
         })
         .await?;
@@ -208,14 +217,14 @@ async fn talk(mut link: Link, count: u32, offset: Duration) -> anyhow::Result<(L
     Ok((link, samples))
 }
 
-/// Everybody who is attached.
-struct Crowd {
-    /// Executors, which end with this.
+/// Connected executors and harnesses.
+struct ConnectedPairs {
+    /// Executors, which end when this is dropped.
     _executors: JoinSet<anyhow::Result<()>>,
     harnesses: Vec<Link>,
 }
 
-/// Does something for each of `count` environments, some at a time, and keeps what comes of it.
+/// Runs `act` for each of `count` environments, several concurrently, and returns the results.
 async fn for_each<T, F>(count: usize, mut act: impl FnMut(usize) -> F) -> anyhow::Result<Vec<T>>
 where
     T: Send + 'static,
@@ -224,7 +233,7 @@ where
     let mut done = Vec::with_capacity(count);
     let mut tasks = JoinSet::new();
     for index in 0..count {
-        if tasks.len() >= AT_ONCE {
+        if tasks.len() >= CONCURRENT_CALLS {
             let joined = tasks.join_next().await.context("a task")?;
             done.push(joined??);
         }
@@ -236,16 +245,16 @@ where
     Ok(done)
 }
 
-impl Crowd {
-    /// Attaches `count` executors and a harness to each; those of `count / 10` have open streams.
-    async fn new(places: &Places, count: usize) -> anyhow::Result<Self> {
+impl ConnectedPairs {
+    /// Connects `count` executors and a harness to each, and opens the streams of `count / 10`.
+    async fn new(access: &RegistryAccess, count: usize) -> anyhow::Result<Self> {
         let attach = |index: usize| {
-            let places = places.clone();
+            let access = access.clone();
             async move {
-                let environment = format!("crowd-{index}");
-                let registry = places.registry(&environment, &places.executor)?;
+                let environment = format!("pairs-{index}");
+                let registry = access.registry(&environment, &access.executor)?;
                 let registered = registry.register(&key()?, None).await?;
-                reach(&registered.url).await
+                dial(&registered.url).await
             }
         };
         let mut executors = JoinSet::new();
@@ -253,12 +262,12 @@ impl Crowd {
             executors.spawn(echo(link));
         }
         let enter = |index: usize| {
-            let places = places.clone();
+            let access = access.clone();
             async move {
-                let environment = format!("crowd-{index}");
-                let registry = places.registry(&environment, &places.harness)?;
+                let environment = format!("pairs-{index}");
+                let registry = access.registry(&environment, &access.harness)?;
                 let answer = registry.connect(&key()?).await?;
-                reach(&answer.url).await
+                dial(&answer.url).await
             }
         };
         let harnesses = for_each(count, enter).await?;
@@ -268,13 +277,15 @@ impl Crowd {
         })
     }
 
-    /// Opens the streams of the first `count` harnesses; all talk at the same time.
-    async fn talk(&mut self, active: usize, count: u32) -> anyhow::Result<Vec<f64>> {
+    /// Opens the streams of the first `count` harnesses and sends on all of them concurrently.
+    async fn measure_echoes(&mut self, active: usize, count: u32) -> anyhow::Result<Vec<f64>> {
         let mut talking = JoinSet::new();
         for (index, link) in self.harnesses.drain(..active).enumerate() {
-            // Not all in the same moment.
+            // Spread over the pause, so that they do not send at the same moment.
             let offset = PAUSE * u32::try_from(index).unwrap_or(0) / u32::try_from(active)?;
-            talking.spawn(async move { talk(introduce(link).await?, count, offset).await });
+            talking.spawn(
+                async move { measure_echoes(open_stream(link).await?, count, offset).await },
+            );
         }
         let mut samples = Vec::new();
         while let Some(joined) = talking.join_next().await {
@@ -286,10 +297,10 @@ impl Crowd {
     }
 }
 
-/// An executor of our kind that sends back what it is sent.
-async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result<Identity> {
+/// A reliable executor that echoes messages.
+async fn serve(access: &RegistryAccess, environment: String, seed: u8) -> anyhow::Result<Identity> {
     let identity = || Identity::from_seed(&[seed; SEED_BYTES]);
-    let registry = Arc::new(places.registry(&environment, &places.executor)?);
+    let registry = Arc::new(access.registry(&environment, &access.executor)?);
     let registered = registry.register(identity().public_key(), None).await?;
     let registration = registered.executor_registration_id;
     let config = ExecutorConfig {
@@ -307,7 +318,7 @@ async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result
             let registry = Arc::clone(&registry);
             async move {
                 let link = registry
-                    .dial_any(&url, &urls, PATIENCE)
+                    .dial_any(&url, &urls, TIME_LIMIT)
                     .await
                     .map_err(|error| DialError::passing(error.to_string()))?;
                 Ok(Attachment {
@@ -337,9 +348,9 @@ async fn serve(places: &Places, environment: String, seed: u8) -> anyhow::Result
     Ok(identity())
 }
 
-/// A stream that counts, and hears its own numbers again: each once, and in order.
-async fn count(
-    places: Places,
+/// A reliable stream that sends numbers and checks that each comes back once and in order.
+async fn number_stream(
+    access: RegistryAccess,
     environment: String,
     executor: PublicKey,
     progress: Arc<[AtomicU64; 2]>,
@@ -350,7 +361,7 @@ async fn count(
     }
     let identity = Identity::from_seed(&seed);
     let public = identity.public_key().clone();
-    let registry = Arc::new(places.registry(&environment, &places.harness)?);
+    let registry = Arc::new(access.registry(&environment, &access.harness)?);
     let first = registry.connect(&public).await?;
     let config = HarnessConfig {
         environment_id: environment,
@@ -367,13 +378,13 @@ async fn count(
             let passing = |error: anyhow::Error| DialError::passing(error.to_string());
             let answer = registry.connect(&public).await;
             let answer = answer.map_err(|error| passing(error.into()))?;
-            let dialled = registry.dial_any(&answer.url, &answer.urls, PATIENCE);
+            let dialled = registry.dial_any(&answer.url, &answer.urls, TIME_LIMIT);
             dialled.await.map_err(|error| passing(error.into()))
         }
     };
     let mut stream = relay::open(config, dial).await?;
     let mut ticks = tokio::time::interval(Duration::from_millis(20));
-    let (mut sent, mut heard) = (0_u64, 0_u64);
+    let (mut sent, mut received) = (0_u64, 0_u64);
     loop {
         tokio::select! {
             _ = ticks.tick() => {
@@ -387,21 +398,21 @@ async fn count(
             }
             event = stream.link.incoming.recv_raw() => {
                 let Some(event) = event? else {
-                    bail!("a stream ended after {heard} of {sent} messages");
+                    bail!("a stream ended after {received} of {sent} messages");
                 };
                 if let RawEvent::Message { bytes, .. } = event {
                     let number = bytes.get(..8).context("a short message")?;
                     let number = u64::from_le_bytes(number.try_into()?);
-                    ensure!(number == heard, "message {number} came instead of {heard}");
-                    heard += 1;
-                    progress[1].store(heard, Ordering::Relaxed);
+                    ensure!(number == received, "message {number} came instead of {received}");
+                    received += 1;
+                    progress[1].store(received, Ordering::Relaxed);
                 }
             }
         }
     }
 }
 
-/// A byte that nobody has to guess.
+/// A random byte; need not be unpredictable.
 fn random() -> u8 {
     use std::hash::{BuildHasher as _, Hasher as _};
     std::collections::hash_map::RandomState::new()
@@ -409,31 +420,40 @@ fn random() -> u8 {
         .finish() as u8
 }
 
-/// Streams that count, and executors that send their numbers back.
+/// Streams of numbers, and executors that echo them.
 pub(super) struct Counters {
     streams: JoinSet<anyhow::Result<()>>,
     progress: Vec<Arc<[AtomicU64; 2]>>,
 }
 
 impl Counters {
-    /// Opens `count_streams` streams; executors and harnesses come to all of `places` in turn.
-    pub(super) async fn new(places: &[Places], count_streams: usize) -> anyhow::Result<Self> {
+    /// Opens `count_streams` streams; executors and harnesses connect to each of `registries` in
+    /// turn.
+    pub(super) async fn new(
+        access: &[RegistryAccess],
+        count_streams: usize,
+    ) -> anyhow::Result<Self> {
         const EXECUTORS: usize = 20;
         let mut streams = JoinSet::new();
         let progress: Vec<Arc<[AtomicU64; 2]>> =
             (0..count_streams).map(|_| Arc::default()).collect();
         let mut executors = Vec::new();
-        for (index, place) in (0..EXECUTORS).zip(places.iter().cycle()) {
+        for (index, access) in (0..EXECUTORS).zip(access.iter().cycle()) {
             let environment = format!("reliable-{index}");
             let seed = u8::try_from(index + 1)?;
-            let identity = serve(place, environment.clone(), seed).await?;
+            let identity = serve(access, environment.clone(), seed).await?;
             executors.push((environment, identity.public_key().clone()));
         }
         for (index, progress) in progress.iter().enumerate() {
             let (environment, key) = executors[index % EXECUTORS].clone();
-            // Every executor hears from every place.
-            let place = places[(index / EXECUTORS + index) % places.len()].clone();
-            streams.spawn(count(place, environment, key, Arc::clone(progress)));
+            // Every executor gets streams from every node.
+            let access = access[(index / EXECUTORS + index) % access.len()].clone();
+            streams.spawn(number_stream(
+                access,
+                environment,
+                key,
+                Arc::clone(progress),
+            ));
         }
         let mut counters = Self { streams, progress };
         counters
@@ -443,35 +463,41 @@ impl Counters {
         Ok(counters)
     }
 
-    /// What each stream has to hear to have heard something that it says from now on.
+    /// Returns the number for each stream whose echo proves that the stream works from now on.
     pub(super) fn marks(&self) -> Vec<u64> {
         let sent = |progress: &Arc<[AtomicU64; 2]>| progress[0].load(Ordering::Relaxed) + 1;
         self.progress.iter().map(sent).collect()
     }
 
-    /// Waits until all have heard more than their mark.
+    /// Waits until each stream has received more than its mark.
     pub(super) async fn wait(&mut self, marks: &[u64]) -> anyhow::Result<()> {
         let past = all_past(&self.progress, marks, &mut self.streams);
-        timeout(PATIENCE, past).await.context("it takes too long")?
+        timeout(TIME_LIMIT, past)
+            .await
+            .context("the time limit passed")?
     }
 }
 
-/// Seconds from the death of the meeting point until each of `count_streams` streams has heard
-/// something that it said after that.
-fn restart(meeting: &mut Meeting, count_streams: usize) -> anyhow::Result<f64> {
-    let places = [meeting.places()];
-    let handle = meeting.runtime.handle().clone();
-    let mut counters = handle.block_on(Counters::new(&places, count_streams))?;
-    meeting.program.take().context("it does not run")?.kill();
+/// Kills and restarts the server; returns the seconds until each of `count_streams` streams has
+/// received an echo of something it sent afterwards.
+fn restart(server: &mut RestartableRendezvous, count_streams: usize) -> anyhow::Result<f64> {
+    let access = [server.access()];
+    let handle = server.runtime.handle().clone();
+    let mut counters = handle.block_on(Counters::new(&access, count_streams))?;
+    server
+        .program
+        .take()
+        .context("the rendezvous server does not run")?
+        .kill();
     let died = Instant::now();
     let marks = counters.marks();
-    meeting.start()?;
+    server.start()?;
     let waited = handle.block_on(counters.wait(&marks));
-    waited.context("not all streams went on")?;
+    waited.context("not all streams continued")?;
     Ok(died.elapsed().as_secs_f64())
 }
 
-/// Waits until every stream has heard more than its mark; fails when one has failed.
+/// Waits until each stream has received more than its mark; fails when one has failed.
 async fn all_past(
     progress: &[Arc<[AtomicU64; 2]>],
     marks: &[u64],
@@ -494,12 +520,12 @@ async fn all_past(
 
 pub(super) fn run(bench: &Bench) -> Vec<Row> {
     const MIB: f64 = 1024.0 * 1024.0;
-    let crowd = bench.pick(2000, 200);
+    let pairs = bench.pick(2000, 200);
     let active = bench.pick(200, 20);
     let messages = bench.pick(50, 20);
     let streams = bench.pick(200, 40);
-    let name = format!("meeting point, {crowd} executors and {crowd} harnesses");
-    let line = |name: String, unit, goals| Line {
+    let name = format!("rendezvous server, {pairs} executors and {pairs} harnesses");
+    let line = |name: String, unit, goals| RowSpec {
         name,
         unit,
         base: "",
@@ -524,25 +550,29 @@ pub(super) fn run(bench: &Bench) -> Vec<Row> {
             vec![value(10e-3)],
         ),
         line(
-            format!("meeting point killed under {streams} streams: all go on"),
+            format!("rendezvous server killed under {streams} streams: all continue"),
             Unit::Seconds,
             vec![value(5.0)],
         ),
     ];
-    bench.alone(1, lines, Meeting::new, |meeting| {
-        let before = meeting.resident()?;
-        let places = meeting.places();
+    bench.alone(1, lines, RestartableRendezvous::new, |server| {
+        let before = server.resident()?;
+        let access = server.access();
         let start = Instant::now();
-        let mut all = meeting.runtime.block_on(Crowd::new(&places, crowd))?;
-        let rate = 2.0 * crowd as f64 / start.elapsed().as_secs_f64();
-        let samples = meeting.runtime.block_on(all.talk(active, messages))?;
+        let mut all = server
+            .runtime
+            .block_on(ConnectedPairs::new(&access, pairs))?;
+        let rate = 2.0 * pairs as f64 / start.elapsed().as_secs_f64();
+        let samples = server
+            .runtime
+            .block_on(all.measure_echoes(active, messages))?;
         let echo = percentile(&samples, 99.0);
-        let after = meeting.resident()?;
+        let after = server.resident()?;
         drop(all);
-        let restarted = restart(meeting, streams)?;
+        let restarted = restart(server, streams)?;
         Ok(vec![
             Figure::plain(after as f64),
-            Figure::plain((after as f64 - before as f64) / crowd as f64),
+            Figure::plain((after as f64 - before as f64) / pairs as f64),
             Figure::plain(rate),
             Figure::plain(echo),
             Figure::plain(restarted),

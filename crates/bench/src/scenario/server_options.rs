@@ -1,7 +1,7 @@
-//! What it costs to expose a server and to watch it: tokens, TLS, crowds, metrics, the audit log.
+//! Cost of operating a server: tokens, TLS, many connections, metrics, the audit log.
 //!
-//! None of it is on the compatible wire, so only the server under test is measured, against itself
-//! without the thing in question.
+//! These features are not part of the compatible wire, so only the server under test is measured,
+//! compared with itself without the feature.
 
 use std::fs;
 use std::io::{Read as _, Write as _};
@@ -17,10 +17,10 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::{ClientConfig, RootCertStore};
 use tempfile::TempDir;
 
-use super::echo::Typist;
-use super::spawn::ends;
+use super::echo::TerminalClient;
+use super::spawn::wait_closed;
 use super::stream::rate;
-use super::{Bench, Line, size};
+use super::{Bench, RowSpec, size};
 use crate::client::{Client, Stdio};
 use crate::floor::{self, TRUE};
 use crate::pattern::Pattern;
@@ -28,12 +28,12 @@ use crate::report::{Figure, Goal, Row, Unit};
 use crate::server::{CommandLine, Server};
 use crate::stats::{median, percentile};
 
-/// Any text does, and any of this length as a secret.
+/// Any text of a token's usual length.
 const TOKEN: &str = "a-token-that-is-as-long-as-a-usual-one-00000";
 
-/// A line that is judged by itself.
-fn line(name: String, unit: Unit, limit: f64) -> Line {
-    Line {
+/// A row with an absolute limit.
+fn line(name: String, unit: Unit, limit: f64) -> RowSpec {
+    RowSpec {
         name,
         unit,
         base: "",
@@ -41,9 +41,9 @@ fn line(name: String, unit: Unit, limit: f64) -> Line {
     }
 }
 
-/// A line that is judged by the same server without the thing in question.
-fn against(name: String, unit: Unit, base: &'static str, limit: f64) -> Line {
-    Line {
+/// A row that is compared with the same server without the feature.
+fn against(name: String, unit: Unit, base: &'static str, limit: f64) -> RowSpec {
+    RowSpec {
         name,
         unit,
         base,
@@ -57,8 +57,8 @@ fn write(directory: &TempDir, name: &str, text: &str) -> anyhow::Result<String> 
     Ok(path.display().to_string())
 }
 
-/// A server that asks for [`TOKEN`], and the files it needs.
-fn guarded(command: &CommandLine, options: &[&str]) -> anyhow::Result<(Server, TempDir)> {
+/// Starts a server that requires [`TOKEN`], with the files it needs.
+fn start_with_token(command: &CommandLine, options: &[&str]) -> anyhow::Result<(Server, TempDir)> {
     let directory = tempfile::tempdir()?;
     let file = write(&directory, "token", TOKEN)?;
     let auth = ["--ws-auth", "capability-token", "--ws-token-file", &file];
@@ -66,7 +66,7 @@ fn guarded(command: &CommandLine, options: &[&str]) -> anyhow::Result<(Server, T
     Ok((server, directory))
 }
 
-/// Connection, upgrade and `initialize` with a token, less the same without.
+/// Connection, upgrade and `initialize` with a token, minus the same without.
 pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
     struct Prepared {
         open: Server,
@@ -97,7 +97,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
         ];
         Ok(Prepared {
             open: Server::start(command)?,
-            token: guarded(command, &[])?,
+            token: start_with_token(command, &[])?,
             signed: (Server::start_with(command, &options)?, directory),
             jwt: jwt.trim().to_owned(),
         })
@@ -105,7 +105,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
     let lines = vec![added("token"), added("signed token")];
     bench.alone(bench.pick(13, 5), lines, prepare, |prepared| {
         let kinds = [
-            // The header is sent to all, so that only the check makes a difference.
+            // The header is sent in both cases, so that only the check makes the difference.
             (prepared.open.address, TOKEN),
             (prepared.token.0.address, TOKEN),
             (prepared.signed.0.address, &prepared.jwt),
@@ -127,7 +127,7 @@ pub(super) fn tokens(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// A handshake over TLS with a new key exchange, and output over TLS beside plain output.
+/// A TLS handshake with a new key exchange, and output over TLS compared with plain output.
 pub(super) fn tls(bench: &Bench) -> Vec<Row> {
     struct Prepared {
         server: Server,
@@ -162,7 +162,7 @@ pub(super) fn tls(bench: &Bench) -> Vec<Row> {
         ];
         let mut server = Server::start_with(command, &options)?;
         let address = server.next_address("wss://")?;
-        let config = believing(Path::new(&cert))?;
+        let config = trust_only(Path::new(&cert))?;
         Ok(Prepared {
             server,
             address,
@@ -188,8 +188,8 @@ pub(super) fn tls(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// Believes one certificate, and forgets its sessions: each handshake is a whole one.
-fn believing(cert: &Path) -> anyhow::Result<Arc<ClientConfig>> {
+/// Trusts one certificate and stores no sessions, so that each handshake is a full one.
+fn trust_only(cert: &Path) -> anyhow::Result<Arc<ClientConfig>> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_file_iter(cert)? {
         roots.add(certificate?)?;
@@ -203,8 +203,8 @@ fn believing(cert: &Path) -> anyhow::Result<Arc<ClientConfig>> {
     Ok(Arc::new(config))
 }
 
-/// Connections with a token and a session that then do nothing.
-pub(super) fn crowd(bench: &Bench) -> Vec<Row> {
+/// Authenticated connections with a session that are idle.
+pub(super) fn idle_connections(bench: &Bench) -> Vec<Row> {
     const MIB: f64 = 1024.0 * 1024.0;
     let count = bench.pick(5000, 1000);
     let keys = bench.pick(500, 300);
@@ -234,26 +234,27 @@ pub(super) fn crowd(bench: &Bench) -> Vec<Row> {
             "--set",
             "times.detach_grace=0s",
         ];
-        let (server, directory) = guarded(command, &options)?;
+        let (server, directory) = start_with_token(command, &options)?;
         let server = server.observed()?;
         drop(Client::connect_as(server.address, TOKEN)?.ready()?);
-        // Once for all rounds: what one leaves behind is not to be hidden by the next.
+        // Measured once for all rounds, so that memory that a round leaves behind is included in
+        // the next.
         let before = server.resident_at_rest()?;
         Ok((server, directory, before))
     };
     bench.alone(bench.pick(5, 3), lines, prepare, |(server, _, before)| {
         let enter = |address| Client::connect_as(address, TOKEN)?.ready();
-        let mut typist = Typist::start(enter(server.address)?)?;
-        // Until the machine is as warm as it will be later.
-        typist.type_keys(keys, Duration::ZERO)?;
-        let calm = percentile(&typist.type_keys(keys, Duration::ZERO)?, 50.0);
+        let mut terminal = TerminalClient::start(enter(server.address)?)?;
+        // Warms up, so that later echoes run under equal conditions.
+        terminal.type_keys(keys, Duration::ZERO)?;
+        let calm = percentile(&terminal.type_keys(keys, Duration::ZERO)?, 50.0);
         let start = Instant::now();
         let clients: Vec<Client> = (0..count)
             .map(|_| enter(server.address))
             .collect::<anyhow::Result<_>>()?;
         let rate = count as f64 / start.elapsed().as_secs_f64();
         let after = server.resident_at_rest()?;
-        let busy = percentile(&typist.type_keys(keys, Duration::ZERO)?, 50.0);
+        let busy = percentile(&terminal.type_keys(keys, Duration::ZERO)?, 50.0);
         drop(clients);
         Ok(vec![
             Figure::plain(after as f64 - *before as f64),
@@ -263,14 +264,14 @@ pub(super) fn crowd(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// `/metrics` of a server with many live processes, and a terminal on it meanwhile.
+/// Scrapes of a server with many running processes, and echoes of a terminal meanwhile.
 pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
-    /// More often than anybody scrapes.
+    /// More frequent than any scraper.
     const PERIOD: Duration = Duration::from_millis(50);
     struct Prepared {
         address: SocketAddr,
-        typist: Typist,
-        /// Whose session the processes are in.
+        terminal: TerminalClient,
+        /// Owner of the session of the processes.
         _owner: Client,
         _server: Server,
     }
@@ -292,7 +293,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
     let prepare = |command: &CommandLine| {
         let options = ["--metrics-listen", "127.0.0.1:0"];
         let server = Server::start_with(command, &options)?;
-        let address = server.told_address("metrics: http://", "/metrics")?;
+        let address = server.logged_address("metrics: http://", "/metrics")?;
         let mut owner = server.client()?;
         for _ in 0..processes {
             let (request, _) = owner.start(&["sleep", "1000"], Stdio::Pipe)?;
@@ -303,7 +304,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
         ensure!(page.contains(&expected), "no `{expected}` in\n{page}");
         Ok(Prepared {
             address,
-            typist: Typist::start(server.client()?)?,
+            terminal: TerminalClient::start(server.client()?)?,
             _owner: owner,
             _server: server,
         })
@@ -315,8 +316,8 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
             scrape(prepared.address)?;
             samples.push(start.elapsed().as_secs_f64());
         }
-        let typist = &mut prepared.typist;
-        let calm = percentile(&typist.type_keys(keys, Duration::ZERO)?, 50.0);
+        let terminal = &mut prepared.terminal;
+        let calm = percentile(&terminal.type_keys(keys, Duration::ZERO)?, 50.0);
         let done = AtomicBool::new(false);
         let address = prepared.address;
         let (busy, scraped) = std::thread::scope(|scope| {
@@ -327,7 +328,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
                 }
                 anyhow::Ok(())
             });
-            let busy = typist.type_keys(keys, Duration::ZERO);
+            let busy = terminal.type_keys(keys, Duration::ZERO);
             done.store(true, Ordering::Relaxed);
             (busy, scraper.join())
         });
@@ -339,7 +340,7 @@ pub(super) fn metrics(bench: &Bench) -> Vec<Row> {
     })
 }
 
-/// The whole page.
+/// Returns the whole page.
 pub(crate) fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address)?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")?;
@@ -349,7 +350,7 @@ pub(crate) fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// Start to closed, one by one, of a server that writes it down and of one that does not.
+/// Start to closed, sequentially, with and without an audit log.
 pub(super) fn audit(bench: &Bench) -> Vec<Row> {
     let count = bench.pick(60, 30);
     let lines = vec![against(
@@ -369,17 +370,17 @@ pub(super) fn audit(bench: &Bench) -> Vec<Row> {
     bench.alone(rounds, lines, prepare, |(with, without, file, _)| {
         let mut clients = [with.client()?, without.client()?];
         let mut samples = [Vec::new(), Vec::new()];
-        // In turns, so that a slow moment of the machine hits both alike.
+        // In turns, so that a slow moment of the machine affects both.
         for _ in 0..count {
             for (client, samples) in clients.iter_mut().zip(&mut samples) {
                 let start = Instant::now();
                 client.start(&[TRUE], Stdio::Pipe)?;
-                ends(client, 1)?;
+                wait_closed(client, 1)?;
                 samples.push(start.elapsed().as_secs_f64());
             }
         }
         let written = fs::read_to_string(file.as_str())?;
-        ensure!(written.contains("\"started\""), "nothing was written down");
+        ensure!(written.contains("\"started\""), "the audit log is empty");
         let [on, off] = samples.map(|samples| median(&samples));
         Ok(vec![Figure::against(on, off)])
     })
