@@ -477,11 +477,11 @@ fn flipped_bit_never_changes_a_message() {
                 Body::Data { payload, .. } => frame.len() - payload.len(),
                 other => panic!("{other:?}"),
             };
-            let Some(target) = frame.get_mut(byte) else {
+            let Some(flipped) = frame.get_mut(byte) else {
                 assert!(byte > 65);
                 continue;
             };
-            *target ^= 1 << (byte % 8);
+            *flipped ^= 1 << (byte % 8);
             target.deliver(&frame);
             match target.executor.read_message(target.now, there) {
                 None => {}
