@@ -1,4 +1,4 @@
-//! `capabilityRoots/discoverV1`: what is found, what is left out, and what is refused.
+//! `capabilityRoots/discoverV1`: what discovery finds, what it leaves out and what it rejects.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    plugins_and_skills_are_found,
+    discovery_finds_plugins_and_skills,
 }
 
 fn uri(path: &Path) -> String {
@@ -47,7 +47,7 @@ impl Tree {
         fs::write(path, bytes).unwrap();
     }
 
-    /// A file of this tree, as it is told.
+    /// A file of this tree, as the response contains it.
     fn told(&self, path: &str) -> Value {
         let contents = fs::read_to_string(self.path(path)).unwrap();
         json!({"path": self.uri(path), "contents": contents})
@@ -97,7 +97,7 @@ fn warnings(found: &Value) -> Vec<&str> {
         .collect()
 }
 
-async fn plugins_and_skills_are_found(on: Transport) {
+async fn discovery_finds_plugins_and_skills(on: Transport) {
     let (_server, mut client) = served(on).await;
     let info = client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["capabilityDiscoverySandbox"], true);
@@ -161,7 +161,7 @@ async fn plugins_and_skills_are_found(on: Transport) {
         ])
     );
     assert_eq!(warnings(&found), [""; 0]);
-    // A directory in a plugin is no plugin, but belongs to one.
+    // A directory inside a plugin is not reported as a plugin, but its skills name that plugin.
     let found = one(&mut client, &tree, "skills").await;
     assert_eq!(found["plugin"], Value::Null);
     assert_eq!(
@@ -171,7 +171,7 @@ async fn plugins_and_skills_are_found(on: Transport) {
 }
 
 #[tokio::test]
-async fn manifests_say_where_parts_are() {
+async fn discovery_reads_the_files_that_a_manifest_names() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let by_name = Some(".mcp.json");
     for (manifest, mcp, apps, warned) in [
@@ -227,7 +227,7 @@ async fn manifests_say_where_parts_are() {
 }
 
 #[tokio::test]
-async fn links_to_directories_are_followed_once() {
+async fn discovery_follows_each_directory_link_once() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let tree = Tree::new(&[("root/SKILL.md", "s"), ("elsewhere/x/SKILL.md", "x")]);
     let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, tree.path(at)).unwrap();
@@ -241,9 +241,9 @@ async fn links_to_directories_are_followed_once() {
 }
 
 #[tokio::test]
-async fn everything_has_a_limit() {
+async fn discovery_limits_depth_file_size_root_size_and_directories() {
     let (_server, mut client) = served(Transport::Websocket).await;
-    // Six directories deep, not seven.
+    // Discovery descends six directories, not seven.
     let tree = Tree::new(&[
         ("1/2/3/4/5/6/SKILL.md", "in"),
         ("1/2/3/4/5/6/7/SKILL.md", "out"),
@@ -251,7 +251,7 @@ async fn everything_has_a_limit() {
     let found = one(&mut client, &tree, "").await;
     assert_eq!(skills(&found), ["1/2/3/4/5/6/SKILL.md"]);
 
-    // A mebibyte in a file; what is no text is none.
+    // A file may have 1 MiB; a file that is not UTF-8 is skipped.
     let tree = Tree::new(&[
         ("a/SKILL.md", &"x".repeat(1 << 20)),
         ("b/SKILL.md", &"x".repeat((1 << 20) + 1)),
@@ -270,7 +270,7 @@ async fn everything_has_a_limit() {
     );
     assert_eq!(found["error"], Value::Null);
 
-    // Sixteen of them below one root; what is small may still fit.
+    // 16 MiB of files below one root; a smaller file may still fit afterwards.
     let tree = Tree::new(&[]);
     for n in 10..26 {
         tree.write(&format!("{n}/SKILL.md"), &vec![b'x'; (1 << 20) - 1]);
@@ -285,7 +285,7 @@ async fn everything_has_a_limit() {
     let said = warnings(&found);
     assert!(said.len() == 1 && said[0].contains("16777216"), "{said:?}");
 
-    // Two thousand directories.
+    // At most 2,000 directories per root.
     let tree = Tree::new(&[("0001/SKILL.md", "near"), ("2500/SKILL.md", "far")]);
     for n in 2..2500 {
         fs::create_dir(tree.path(&format!("{n:04}"))).unwrap();
@@ -296,7 +296,7 @@ async fn everything_has_a_limit() {
 }
 
 #[tokio::test]
-async fn an_answer_stays_one_message() {
+async fn discovery_response_is_limited_to_one_message() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let tree = Tree::new(&[]);
     for n in 0..16 {
@@ -309,20 +309,20 @@ async fn an_answer_stays_one_message() {
         .iter()
         .filter_map(|root| root["error"].as_str())
         .collect();
-    // Three of sixteen mebibytes fit, the first ones.
+    // Three roots of 16 MiB fit into one response: the first three.
     let limit = (50 << 20).to_string();
     assert!(
         errors.len() == 2 && errors[0].contains(&limit),
         "{errors:?}"
     );
     assert!(found[..3].iter().all(|root| skills(root).len() == 16));
-    // The next request has all of the room again.
+    // The next request has the whole limit again.
     let found = discover(&mut client, &roots[..1]).await;
     assert_eq!(skills(&found[0]).len(), 16);
 }
 
 #[tokio::test]
-async fn each_root_fails_alone_and_in_its_place() {
+async fn discovery_reports_errors_per_root_in_request_order() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let tree = Tree::new(&[("good/SKILL.md", "s"), ("file", "f")]);
     let uris = [

@@ -1,4 +1,4 @@
-//! The first generation, `command/exec*`, beside the current one.
+//! The older methods `command/exec*`, beside the current ones.
 
 use exec_server_testkit::wire::{Seen, Start, Transport, chunk};
 use serde_json::{Value, json};
@@ -6,13 +6,13 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    a_pipe_command_tells_its_streams_apart,
-    a_terminal_command_takes_input,
-    writes_are_accepted_or_refused,
-    terminating_a_command,
-    it_is_told_in_its_own_words_only,
-    ids_are_shared_with_processes,
-    what_cannot_be_executed_says_why,
+    pipe_command_reports_stdout_and_stderr_separately,
+    terminal_command_receives_written_input,
+    command_write_rejects_commands_without_open_input,
+    command_terminate_kills_and_reports_whether_it_was_running,
+    command_exec_sends_only_its_own_notifications,
+    command_and_process_ids_share_one_namespace,
+    command_exec_rejects_bad_argv_and_cwd_with_the_cause,
 }
 
 fn exec(process_id: &str, script: &str, tty: bool) -> Value {
@@ -25,7 +25,7 @@ fn exec(process_id: &str, script: &str, tty: bool) -> Value {
     })
 }
 
-async fn a_pipe_command_tells_its_streams_apart(on: Transport) {
+async fn pipe_command_reports_stdout_and_stderr_separately(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "pwd; echo to stderr >&2; echo $0; exit 3";
     let mut params = exec("c", script, false);
@@ -41,7 +41,7 @@ async fn a_pipe_command_tells_its_streams_apart(on: Transport) {
     assert_eq!(seen.exited, Some(json!({"processId": "c", "exitCode": 3})));
 }
 
-async fn a_terminal_command_takes_input(on: Transport) {
+async fn terminal_command_receives_written_input(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "stty -echo; stty size; while read line; do echo got $line; done; kill -9 $$";
     client.ok("command/exec", exec("c", script, true)).await;
@@ -63,7 +63,7 @@ async fn a_terminal_command_takes_input(on: Transport) {
     );
 }
 
-async fn writes_are_accepted_or_refused(on: Transport) {
+async fn command_write_rejects_commands_without_open_input(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .ok("command/exec", exec("pipe", "sleep 600", false))
@@ -79,7 +79,7 @@ async fn writes_are_accepted_or_refused(on: Transport) {
     assert_eq!(client.refused("command/exec/write", bad).await.code, -32602);
 }
 
-async fn terminating_a_command(on: Transport) {
+async fn command_terminate_kills_and_reports_whether_it_was_running(on: Transport) {
     let (_server, mut client) = served(on).await;
     for tty in [false, true] {
         let id = format!("c {tty}");
@@ -103,15 +103,15 @@ async fn terminating_a_command(on: Transport) {
     assert_eq!(unknown, json!({"running": false}));
 }
 
-async fn it_is_told_in_its_own_words_only(on: Transport) {
+async fn command_exec_sends_only_its_own_notifications(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // A grandchild that writes on after the command has ended: the end is told after all of it.
+    // A grandchild writes after the command has ended: `exited` comes after all of its output.
     let script = "seq 1 50000; (sleep 0.3; echo last) & exit 7";
     let id = client.send("command/exec", exec("c", script, false)).await;
     let seen = client.exited("c").await;
     let expected: String = (1..=50_000).map(|n| format!("{n}\n")).collect();
     assert_eq!(seen.text("stdout"), expected + "last\n");
-    // Whatever may still be under way about it is before the answer to this.
+    // Notifications about the command that are still in flight arrive before this response.
     client.ok("environment/status", Value::Null).await;
     assert_eq!(client.order[1], Seen::Answer(id), "the answer comes first");
     let mut told: Vec<&str> = client
@@ -128,7 +128,7 @@ async fn it_is_told_in_its_own_words_only(on: Transport) {
     assert_eq!(told, ["command/exec/outputDelta"]);
 }
 
-async fn ids_are_shared_with_processes(on: Transport) {
+async fn command_and_process_ids_share_one_namespace(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .ok("command/exec", exec("c", "echo hi; sleep 600", false))
@@ -157,7 +157,7 @@ async fn ids_are_shared_with_processes(on: Transport) {
             (&json!("p"), &json!("file:///"))
         ]
     );
-    // Either family works on either.
+    // The methods of either family accept the processes of the other.
     let params = json!({"processId": "c", "waitMs": 60_000});
     let read = client.ok("process/read", params).await;
     assert_eq!(read["chunks"][0]["chunk"], chunk("hi\n"));
@@ -174,7 +174,7 @@ async fn ids_are_shared_with_processes(on: Transport) {
     assert_eq!(client.closed("p").await.exit_code(), 137);
 }
 
-async fn what_cannot_be_executed_says_why(on: Transport) {
+async fn command_exec_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (field, value, code) in [
         ("argv", json!([]), -32602),
@@ -190,7 +190,7 @@ async fn what_cannot_be_executed_says_why(on: Transport) {
         let refused = client.refused("command/exec", params).await;
         assert_eq!(refused.code, code, "{shown}: {refused}");
     }
-    // How much is kept for reading may be bounded; what is told is not.
+    // A limit on retained output does not limit the output that is pushed.
     let mut params = exec("c", "head -c 500000 /dev/zero", false);
     params["outputBytesCap"] = json!(100_000);
     client.ok("command/exec", params).await;

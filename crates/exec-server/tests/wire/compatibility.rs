@@ -1,7 +1,7 @@
-//! The table of the compatible wire: every method, field and flag, and the test that shows it.
+//! The table of the compatible protocol: every method, field and flag, and the tests that cover it.
 //!
-//! `docs/compatibility.md` is written from here, and a stale one fails; `UPDATE_DOCS=1` writes it
-//! anew. Tests that are named must be there, and a server must say of itself what the table does.
+//! `docs/compatibility.md` is generated from this table; a test fails if the page is out of date.
+//! `UPDATE_DOCS=1` regenerates it. Each named test must exist, and a server must report the same.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -11,28 +11,28 @@ use serde_json::{Value, json};
 
 use crate::served;
 
-/// What becomes of a part of the wire.
+/// Whether a part of the protocol is supported.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Served,
-    /// Understood, and nothing follows from it; why.
+    /// Accepted, without effect; why.
     Without(&'static str),
-    /// Not offered; why.
+    /// Not supported; why.
     Absent(&'static str),
 }
 use State::{Absent, Served, Without};
 
-/// A name, what becomes of it, and the tests that show it.
+/// A name, whether it is supported, and the tests that cover it.
 type Item = (&'static str, State, &'static [&'static str]);
 
-/// Items that belong together.
+/// Items of one table of the page.
 type Part = (&'static str, &'static [Item]);
 
 const FLAGS: &[Item] = &[
     (
         "capabilityDiscoverySandbox",
         Served,
-        &["sandbox/requests::discovery_obeys_the_policy_of_each_root"],
+        &["sandbox/requests::capability_discovery_applies_the_policy_of_each_root"],
     ),
     (
         "capabilityDiscoveryV2",
@@ -41,33 +41,33 @@ const FLAGS: &[Item] = &[
     ),
     (
         "credentialMasking",
-        Absent("refused: no credentials are put into requests"),
+        Absent("refused: the server adds no credentials to requests"),
         &[],
     ),
     (
         "credentialMaskingCustomProviders",
-        Absent("refused: no credentials are put into requests"),
+        Absent("refused: the server adds no credentials to requests"),
         &[],
     ),
     (
         "environmentConfigRead",
         Served,
-        &["wire/config::layers_are_selected_in_order"],
+        &["wire/config::config_read_returns_layers_in_order_of_precedence"],
     ),
     (
         "fileWriteStreaming",
         Served,
-        &["wire/fs/handles::blocks_go_both_ways"],
+        &["wire/fs/handles::blocks_written_through_a_handle_read_back_exactly"],
     ),
     (
         "fsWatchMissing",
         Served,
-        &["wire/watch::what_is_missing_is_told_once"],
+        &["wire/watch::watch_missing_notifies_once_when_a_path_appears"],
     ),
     (
         "httpHeaderEnvVars",
         Served,
-        &["wire/http::header_values_come_from_the_environment_but_not_secrets"],
+        &["wire/http::http_header_values_come_from_the_environment_except_secrets"],
     ),
     (
         "linuxApprovedRootWritePreservesRestrictions",
@@ -82,22 +82,22 @@ const FLAGS: &[Item] = &[
     (
         "networkProxyLaunch",
         Served,
-        &["sandbox/managed::allowed_hosts_are_reached_in_every_way"],
+        &["sandbox/managed::allowed_hosts_are_reachable_through_every_proxy_protocol"],
     ),
     (
         "networkProxyReviewDomains",
         Served,
-        &["sandbox/managed::flags_say_what_works"],
+        &["sandbox/managed::network_capabilities_match_behaviour"],
     ),
     (
         "sandboxedFileStreaming",
         Served,
-        &["sandbox/requests::files_are_streamed"],
+        &["sandbox/requests::handles_stream_files_under_a_policy"],
     ),
     (
         "shellSnapshotV2",
         Served,
-        &["wire/snapshot::start_up_files_run_once_per_scope"],
+        &["wire/snapshot::start_up_files_run_once_per_snapshot_scope"],
     ),
     ("windowsMxc", Absent("this server runs on Linux"), &[]),
 ];
@@ -106,52 +106,52 @@ const INFO: &[Item] = &[
     (
         "capabilities",
         Served,
-        &["wire/compatibility::flags_are_what_the_table_says"],
+        &["wire/compatibility::server_capabilities_match_the_table"],
     ),
     (
         "cwd",
         Served,
-        &["wire/extensions::both_answers_describe_the_environment_alike"],
+        &["wire/extensions::initialize_and_environment_info_return_the_same_environment"],
     ),
     (
         "executorVersion",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "platformOs",
         Served,
-        &["wire/extensions::both_answers_describe_the_environment_alike"],
+        &["wire/extensions::initialize_and_environment_info_return_the_same_environment"],
     ),
     (
         "prependPathDirs",
-        Without("always empty: nothing is put before the `PATH` of commands"),
-        &["wire/compatibility::a_server_describes_itself"],
+        Without("always empty: nothing is prepended to the `PATH` of commands"),
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "providerId",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "shell",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "tempDir",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "temporaryDirectories",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
     (
         "userHomeDir",
         Served,
-        &["wire/compatibility::a_server_describes_itself"],
+        &["wire/compatibility::environment_info_has_exactly_the_fields_of_the_table"],
     ),
 ];
 
@@ -159,24 +159,24 @@ const METHODS: &[Item] = &[
     (
         "initialize",
         Served,
-        &["wire/session::handshake_keeps_its_order"],
+        &["wire/session::requests_before_the_handshake_completes_are_rejected"],
     ),
     (
         "environment/info",
         Served,
-        &["wire/extensions::both_answers_describe_the_environment_alike"],
+        &["wire/extensions::initialize_and_environment_info_return_the_same_environment"],
     ),
     (
         "environment/status",
         Served,
-        &["wire/extensions::both_answers_describe_the_environment_alike"],
+        &["wire/extensions::initialize_and_environment_info_return_the_same_environment"],
     ),
     (
         "environmentConfig/read",
         Served,
         &[
-            "wire/config::layers_are_selected_in_order",
-            "wire/config::broken_files_are_named_with_line_and_column",
+            "wire/config::config_read_returns_layers_in_order_of_precedence",
+            "wire/config::config_read_error_names_file_line_and_column",
             "interop::tools_in_configuration_of_the_server_are_offered",
         ],
     ),
@@ -184,20 +184,20 @@ const METHODS: &[Item] = &[
         "process/start",
         Served,
         &[
-            "wire/start::what_cannot_be_started_says_why",
+            "wire/start::start_rejects_bad_argv_and_cwd_with_the_cause",
             "interop::command_runs_on_the_server",
         ],
     ),
     (
         "process/read",
         Served,
-        &["wire/output::reading_says_what_is_missing"],
+        &["wire/output::read_reports_evicted_bytes"],
     ),
     (
         "process/write",
         Served,
         &[
-            "wire/input::a_repeated_write_is_written_once",
+            "wire/input::write_repeated_with_the_same_id_is_written_once",
             "interop::terminal_session_receives_input",
         ],
     ),
@@ -205,7 +205,7 @@ const METHODS: &[Item] = &[
         "process/signal",
         Served,
         &[
-            "wire/signal::nobody_to_signal_is_no_error",
+            "wire/signal::signal_to_an_ended_or_unknown_process_is_no_error",
             "interop::interrupt_reaches_a_pipe_process",
         ],
     ),
@@ -213,98 +213,98 @@ const METHODS: &[Item] = &[
         "process/terminate",
         Served,
         &[
-            "wire/terminate::force_is_at_once_and_tells_what_was",
+            "wire/terminate::forced_terminate_kills_and_reports_whether_it_was_running",
             "interop::running_process_ends_with_the_run",
         ],
     ),
     (
         "fs/readFile",
         Served,
-        &["wire/fs/files::whole_files_come_and_go"],
+        &["wire/fs/files::read_file_returns_what_write_file_wrote"],
     ),
     (
         "fs/writeFile",
         Served,
-        &["wire/fs/files::writing_keeps_owner_mode_and_links"],
+        &["wire/fs/files::write_file_keeps_owner_mode_and_links"],
     ),
     (
         "fs/open",
         Served,
-        &["wire/fs/handles::what_cannot_be_opened"],
+        &["wire/fs/handles::open_rejects_missing_special_and_unsupported_files"],
     ),
     (
         "fs/readBlock",
         Served,
-        &["wire/fs/handles::blocks_go_both_ways"],
+        &["wire/fs/handles::blocks_written_through_a_handle_read_back_exactly"],
     ),
     (
         "fs/writeBlock",
         Served,
-        &["wire/fs/handles::blocks_go_both_ways"],
+        &["wire/fs/handles::blocks_written_through_a_handle_read_back_exactly"],
     ),
     (
         "fs/close",
         Served,
-        &["wire/fs/handles::the_limits_of_handles"],
+        &["wire/fs/handles::handles_are_limited_in_number_id_and_block_length"],
     ),
     (
         "fs/createDirectory",
         Served,
-        &["wire/fs/trees::a_tree_is_made_listed_walked_copied_moved_and_removed"],
+        &["wire/fs/trees::directory_tree_is_created_listed_walked_copied_moved_and_removed"],
     ),
     (
         "fs/getMetadata",
         Served,
-        &["wire/fs/files::metadata_says_all_there_is"],
+        &["wire/fs/files::get_metadata_returns_all_fields"],
     ),
     (
         "fs/canonicalize",
         Served,
-        &["wire/fs/faults::every_error_has_its_code"],
+        &["wire/fs/faults::fs_errors_have_the_code_of_their_cause"],
     ),
     (
         "fs/readDirectory",
         Served,
-        &["wire/fs/trees::a_hundred_thousand_entries"],
+        &["wire/fs/trees::directory_of_100000_entries_is_rejected_by_list_and_truncated_by_walk"],
     ),
     (
         "fs/walk",
         Served,
-        &["wire/fs/trees::a_loop_of_directories_is_walked_once"],
+        &["wire/fs/trees::walk_visits_directories_in_a_link_loop_once"],
     ),
     (
         "fs/remove",
         Served,
-        &["wire/fs/trees::a_tree_is_made_listed_walked_copied_moved_and_removed"],
+        &["wire/fs/trees::directory_tree_is_created_listed_walked_copied_moved_and_removed"],
     ),
     (
         "fs/copy",
         Served,
-        &["wire/fs/trees::copies_neither_follow_nor_go_round"],
+        &["wire/fs/trees::copy_follows_no_links_and_rejects_copies_into_itself"],
     ),
     (
         "fs/watchMissing",
         Served,
-        &["wire/watch::what_is_missing_is_told_once"],
+        &["wire/watch::watch_missing_notifies_once_when_a_path_appears"],
     ),
     (
         "capabilityRoots/discoverV1",
         Served,
         &[
-            "wire/capability::plugins_and_skills_are_found",
-            "wire/capability::everything_has_a_limit",
+            "wire/capability::discovery_finds_plugins_and_skills",
+            "wire/capability::discovery_limits_depth_file_size_root_size_and_directories",
         ],
     ),
     (
         "capabilities/discoverV2",
         Absent("it would hide roots that the client has selected"),
-        &["wire/order::unknown_methods_are_named"],
+        &["wire/order::error_for_an_unknown_method_names_it"],
     ),
     (
         "http/request",
         Served,
         &[
-            "wire/http::a_request_brings_status_headers_and_body",
+            "wire/http::http_request_returns_status_headers_and_body",
             "interop::tools_over_http_are_reached_from_the_server",
         ],
     ),
@@ -318,38 +318,38 @@ const PARTS: &[Part] = &[
             (
                 "initialized",
                 Served,
-                &["wire/session::handshake_keeps_its_order"],
+                &["wire/session::requests_before_the_handshake_completes_are_rejected"],
             ),
             (
                 "process/output",
                 Served,
-                &["wire/output::pushing_loses_nothing"],
+                &["wire/output::pushed_output_is_complete"],
             ),
             (
                 "process/exited",
                 Served,
-                &["wire/output::the_end_says_how_it_was"],
+                &["wire/output::exited_and_closed_report_status_usage_and_signal"],
             ),
             (
                 "process/closed",
                 Served,
-                &["wire/terminate::closed_does_not_wait_for_a_grandchild"],
+                &["wire/terminate::closed_does_not_wait_for_a_grandchild_that_holds_the_output"],
             ),
             (
                 "http/request/bodyDelta",
                 Served,
-                &["wire/http::a_body_is_streamed_after_the_answer"],
+                &["wire/http::http_body_is_streamed_after_the_response"],
             ),
             (
                 "fs/missingChanged",
                 Served,
-                &["wire/watch::what_is_missing_is_told_once"],
+                &["wire/watch::watch_missing_notifies_once_when_a_path_appears"],
             ),
             (
                 "network/policyDecision",
                 Served,
                 &[
-                    "sandbox/managed::denied_hosts_are_reached_in_none",
+                    "sandbox/managed::denied_hosts_are_unreachable_through_every_proxy_protocol",
                     "interop::the_real_client_is_told_of_decisions",
                 ],
             ),
@@ -361,8 +361,8 @@ const PARTS: &[Part] = &[
             "network/policyRequest",
             Served,
             &[
-                "sandbox/managed::clients_are_asked_about_misses",
-                "sandbox/managed::late_missing_and_strange_answers_are_no",
+                "sandbox/managed::client_decides_about_hosts_without_a_rule",
+                "sandbox/managed::late_missing_or_invalid_decisions_count_as_refusal",
                 "interop::the_real_client_is_asked_about_a_host",
             ],
         )],
@@ -375,20 +375,20 @@ const PARTS: &[Part] = &[
             (
                 "clientName",
                 Served,
-                &["wire/session::handshake_keeps_its_order"],
+                &["wire/session::requests_before_the_handshake_completes_are_rejected"],
             ),
             (
                 "resumeSessionId",
                 Served,
                 &[
-                    "wire/session::a_client_that_vanishes_midstream_resumes_without_a_gap",
-                    "wire/session::an_attached_session_is_not_given_away",
+                    "wire/session::resume_after_a_disconnect_replays_missing_output",
+                    "wire/session::resume_of_an_attached_session_is_rejected",
                 ],
             ),
             (
                 "environmentInfo (result)",
                 Served,
-                &["wire/extensions::both_answers_describe_the_environment_alike"],
+                &["wire/extensions::initialize_and_environment_info_return_the_same_environment"],
             ),
         ],
     ),
@@ -398,50 +398,54 @@ const PARTS: &[Part] = &[
             (
                 "processId",
                 Served,
-                &["wire/command::ids_are_shared_with_processes"],
+                &["wire/command::command_and_process_ids_share_one_namespace"],
             ),
             (
                 "argv",
                 Served,
                 &[
-                    "wire/start::what_cannot_be_started_says_why",
-                    "wire/start::a_megabyte_of_arguments_arrives",
+                    "wire/start::start_rejects_bad_argv_and_cwd_with_the_cause",
+                    "wire/start::start_passes_one_megabyte_of_arguments",
                 ],
             ),
             (
                 "cwd",
                 Served,
-                &["wire/start::what_cannot_be_started_says_why"],
+                &["wire/start::start_rejects_bad_argv_and_cwd_with_the_cause"],
             ),
             (
                 "env",
                 Served,
-                &["sandbox/processes::arguments_and_environment_arrive"],
+                &["sandbox/processes::arguments_and_environment_reach_the_sandboxed_command"],
             ),
-            ("tty", Served, &["wire/terminal::every_byte_passes_through"]),
+            (
+                "tty",
+                Served,
+                &["wire/terminal::terminal_output_passes_every_byte_unchanged"],
+            ),
             (
                 "arg0",
                 Served,
-                &["wire/start::arg0_changes_the_name_and_nothing_else"],
+                &["wire/start::arg0_changes_only_the_process_name"],
             ),
             (
                 "pipeStdin",
                 Served,
-                &["wire/input::two_hundred_writes_keep_their_order"],
+                &["wire/input::writes_reach_the_process_in_order"],
             ),
             (
                 "envPolicy",
                 Served,
                 &[
                     "executor/src/env.rs::policies_filter_then_set_then_narrow",
-                    "wire/snapshot::the_request_and_its_policy_win_over_start_up_files",
+                    "wire/snapshot::request_environment_overrides_start_up_files",
                 ],
             ),
             (
                 "sandbox",
                 Served,
                 &[
-                    "sandbox/policies::a_workspace_is_written_to",
+                    "sandbox/policies::workspace_policy_allows_writes_only_in_the_workspace",
                     "interop::sandboxed_command_writes_only_to_the_workspace",
                 ],
             ),
@@ -449,22 +453,22 @@ const PARTS: &[Part] = &[
                 "enforceManagedNetwork",
                 Served,
                 &[
-                    "sandbox/managed::there_is_no_other_way_out",
-                    "sandbox/managed::a_proxy_that_is_there_already_is_led_to",
-                    "sandbox/policies::managed_networks_fail_closed",
+                    "sandbox/managed::managed_network_has_no_route_beside_the_proxy",
+                    "sandbox/managed::existing_proxy_of_the_environment_is_used",
+                    "sandbox/policies::managed_network_without_a_usable_proxy_is_rejected",
                 ],
             ),
             (
                 "managedNetwork",
                 Served,
-                &["sandbox/managed::sockets_of_files_are_opened_only_when_asked_for"],
+                &["sandbox/managed::unix_sockets_are_reachable_only_with_the_option"],
             ),
             (
                 "networkProxy",
                 Served,
                 &[
-                    "sandbox/managed::children_are_told_of_their_proxy",
-                    "sandbox/managed::what_makes_no_sense_is_refused",
+                    "sandbox/managed::environment_of_the_command_names_the_proxy",
+                    "sandbox/managed::start_rejects_invalid_proxy_settings",
                     "interop::managed_network_allows_only_hosts_of_the_cli",
                 ],
             ),
@@ -472,20 +476,20 @@ const PARTS: &[Part] = &[
                 "shellSnapshot",
                 Served,
                 &[
-                    "wire/snapshot::commands_cannot_tell",
-                    "wire/snapshot::what_goes_wrong_means_an_ordinary_run",
+                    "wire/snapshot::commands_see_the_same_state_with_and_without_a_snapshot",
+                    "wire/snapshot::failed_snapshot_falls_back_to_an_ordinary_start",
                     "interop::shell_start_up_files_run_once_per_conversation",
                 ],
             ),
             (
                 "metadata",
                 Served,
-                &["wire/compatibility::metadata_is_shown_to_the_command"],
+                &["wire/compatibility::start_metadata_is_in_the_environment_of_the_command"],
             ),
             (
                 "sandboxType (result)",
                 Served,
-                &["sandbox/policies::reading_everything_writes_nothing"],
+                &["sandbox/policies::read_only_policy_denies_all_writes"],
             ),
         ],
     ),
@@ -495,13 +499,13 @@ const PARTS: &[Part] = &[
             (
                 "afterSeq",
                 Served,
-                &["wire/output::reading_says_what_is_missing"],
+                &["wire/output::read_reports_evicted_bytes"],
             ),
             ("maxBytes", Served, &["backends/main::reads_with_cursors"]),
             (
                 "waitMs",
                 Served,
-                &["wire/input::long_polls_hold_up_nothing"],
+                &["wire/input::a_thousand_long_polls_do_not_delay_other_requests"],
             ),
             (
                 "chunks, nextSeq (result)",
@@ -511,17 +515,17 @@ const PARTS: &[Part] = &[
             (
                 "exited, exitCode, closed (result)",
                 Served,
-                &["wire/output::the_end_says_how_it_was"],
+                &["wire/output::exited_and_closed_report_status_usage_and_signal"],
             ),
             (
                 "failure (result)",
                 Without("always null"),
-                &["wire/output::the_end_says_how_it_was"],
+                &["wire/output::exited_and_closed_report_status_usage_and_signal"],
             ),
             (
                 "sandboxDenied (result)",
                 Served,
-                &["sandbox/attacks::writing_outside"],
+                &["sandbox/attacks::attack_writing_outside_the_workspace_fails"],
             ),
         ],
     ),
@@ -531,19 +535,19 @@ const PARTS: &[Part] = &[
             (
                 "chunk",
                 Served,
-                &["wire/input::two_hundred_writes_keep_their_order"],
+                &["wire/input::writes_reach_the_process_in_order"],
             ),
             (
                 "writeId",
                 Served,
-                &["wire/input::a_repeated_write_is_written_once"],
+                &["wire/input::write_repeated_with_the_same_id_is_written_once"],
             ),
             (
                 "status (result)",
                 Served,
                 &[
-                    "wire/input::ends_have_a_status",
-                    "wire/input::a_write_to_a_dead_input_is_told",
+                    "wire/input::close_stdin_reports_whether_input_was_open",
+                    "wire/input::write_to_closed_input_reports_stdin_closed",
                 ],
             ),
         ],
@@ -554,42 +558,42 @@ const PARTS: &[Part] = &[
             (
                 "method, url, requestId",
                 Served,
-                &["wire/http::what_cannot_be_asked_is_refused"],
+                &["wire/http::http_request_rejects_invalid_params"],
             ),
             (
                 "headers",
                 Served,
-                &["wire/http::a_request_brings_status_headers_and_body"],
+                &["wire/http::http_request_returns_status_headers_and_body"],
             ),
             (
                 "headers: valueEnvVar",
                 Served,
-                &["wire/http::header_values_come_from_the_environment_but_not_secrets"],
+                &["wire/http::http_header_values_come_from_the_environment_except_secrets"],
             ),
             (
                 "bodyBase64",
                 Served,
-                &["wire/http::a_request_brings_status_headers_and_body"],
+                &["wire/http::http_request_returns_status_headers_and_body"],
             ),
             (
                 "timeoutMs",
                 Served,
-                &["wire/http::a_site_that_hangs_holds_up_nobody_and_times_out"],
+                &["wire/http::http_request_to_a_hanging_site_times_out_and_delays_nothing"],
             ),
             (
                 "redirectPolicy",
                 Served,
-                &["wire/http::redirects_are_followed_as_browsers_do"],
+                &["wire/http::http_redirects_change_the_method_as_browsers_do"],
             ),
             (
                 "streamResponse",
                 Served,
-                &["wire/http::a_body_is_streamed_after_the_answer"],
+                &["wire/http::http_body_is_streamed_after_the_response"],
             ),
             (
                 "status, headers, bodyBase64 (result)",
                 Served,
-                &["wire/http::a_request_brings_status_headers_and_body"],
+                &["wire/http::http_request_returns_status_headers_and_body"],
             ),
         ],
     ),
@@ -599,56 +603,60 @@ const PARTS: &[Part] = &[
             (
                 "cwd, configPaths, requirementsPaths",
                 Served,
-                &["wire/config::what_cannot_be_asked_is_refused"],
+                &["wire/config::config_read_rejects_invalid_paths"],
             ),
             (
                 "userHomeDir, codexHomeDir, hostname, config, requirements (result)",
                 Served,
-                &["wire/config::layers_are_selected_in_order"],
+                &["wire/config::config_read_returns_layers_in_order_of_precedence"],
             ),
             (
                 "cloudInsertionIndex (result)",
                 Served,
-                &["wire/config::layers_are_selected_in_order"],
+                &["wire/config::config_read_returns_layers_in_order_of_precedence"],
             ),
         ],
     ),
     (
         "Fields of `fs/*`",
         &[
-            ("path", Served, &["wire/fs/faults::paths_that_lead_nowhere"]),
+            (
+                "path",
+                Served,
+                &["wire/fs/faults::fs_methods_reject_paths_that_cannot_exist"],
+            ),
             (
                 "followSymlinks",
                 Served,
-                &["wire/fs/faults::every_error_has_its_code"],
+                &["wire/fs/faults::fs_errors_have_the_code_of_their_cause"],
             ),
             (
                 "sandbox",
                 Served,
                 &[
-                    "sandbox/requests::every_method_works_in_a_workspace",
-                    "sandbox/requests::reading_obeys_denials",
+                    "sandbox/requests::every_file_method_works_in_a_workspace",
+                    "sandbox/requests::file_requests_cannot_read_denied_paths",
                 ],
             ),
             (
                 "recursive, force",
                 Served,
-                &["wire/fs/faults::every_error_has_its_code"],
+                &["wire/fs/faults::fs_errors_have_the_code_of_their_cause"],
             ),
             (
                 "mode of `fs/open`",
                 Served,
-                &["wire/fs/handles::blocks_go_both_ways"],
+                &["wire/fs/handles::blocks_written_through_a_handle_read_back_exactly"],
             ),
             (
                 "options of `fs/walk`",
                 Served,
-                &["wire/fs/trees::a_loop_of_directories_is_walked_once"],
+                &["wire/fs/trees::walk_visits_directories_in_a_link_loop_once"],
             ),
             (
                 "watchId, missing, present",
                 Served,
-                &["wire/watch::what_is_missing_is_told_once"],
+                &["wire/watch::watch_missing_notifies_once_when_a_path_appears"],
             ),
         ],
     ),
@@ -658,17 +666,17 @@ const PARTS: &[Part] = &[
             (
                 "permissions",
                 Served,
-                &["sandbox/policies::policies_that_are_none_are_refused"],
+                &["sandbox/policies::invalid_policies_are_rejected"],
             ),
             (
                 "cwd, workspaceRoots, policyContext",
                 Served,
-                &["sandbox/policies::a_workspace_is_written_to"],
+                &["sandbox/policies::workspace_policy_allows_writes_only_in_the_workspace"],
             ),
             (
                 "windowsSandboxLevel and the other keys for Windows",
                 Without("of no meaning on Linux"),
-                &["sandbox/policies::a_workspace_is_written_to"],
+                &["sandbox/policies::workspace_policy_allows_writes_only_in_the_workspace"],
             ),
         ],
     ),
@@ -680,17 +688,17 @@ fn repository() -> PathBuf {
 
 fn render() -> String {
     let mut text = String::from(
-        "# Compatibility\n\nThe wire of `codex exec-server` 0.166, part by part, and the tests that show what this server makes of it.\n\
-         Written by `crates/exec-server/tests/wire/compatibility.rs`, which fails when this page is stale; to write it anew:\n\
-         `UPDATE_DOCS=1 cargo test -p exec-server --test wire compatibility`. A test is named by its place below\n\
+        "# Compatibility\n\nEvery part of the protocol of `codex exec-server` 0.166, and the tests that cover it.\n\
+         `crates/exec-server/tests/wire/compatibility.rs` generates this page; a test fails if the page is out of date. To regenerate it:\n\
+         `UPDATE_DOCS=1 cargo test -p exec-server --test wire compatibility`. A test is named by its path below\n\
          `crates/exec-server/tests`; those of `interop` run with the real Codex (`make interop`, `make interop-matrix`).\n\
-         They pass with 0.165 as well, whose server differs in one thing: it has no `fs/watchMissing`, and our client says so\n\
+         They pass with 0.165 as well, whose server differs in one point: it lacks `fs/watchMissing`, and our client reports that\n\
          (`interop::our_client_watches_for_what_is_missing`). What this server adds is in [wire.md](wire.md).\n",
     );
     for (title, items) in PARTS {
         let _ = write!(
             text,
-            "\n## {title}\n\n| name | here | shown by |\n|---|---|---|\n"
+            "\n## {title}\n\n| name | supported | covered by |\n|---|---|---|\n"
         );
         for (name, state, tests) in *items {
             let state = match state {
@@ -706,7 +714,7 @@ fn render() -> String {
 }
 
 #[test]
-fn the_document_is_not_stale() {
+fn compatibility_page_is_up_to_date() {
     let path = repository().join("docs/compatibility.md");
     let rendered = render();
     if std::env::var_os("UPDATE_DOCS").is_some() {
@@ -715,11 +723,11 @@ fn the_document_is_not_stale() {
     let written = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         written == rendered,
-        "docs/compatibility.md is stale; UPDATE_DOCS=1 writes it anew"
+        "docs/compatibility.md is out of date; run this test with UPDATE_DOCS=1 to regenerate it"
     );
 }
 
-/// The source that a test is in, and its name.
+/// The source files that may contain a test, and its name.
 fn place(test: &str) -> (Vec<PathBuf>, &str) {
     let (module, name) = test.rsplit_once("::").unwrap();
     let crates = repository().join("crates");
@@ -741,13 +749,13 @@ fn place(test: &str) -> (Vec<PathBuf>, &str) {
 }
 
 #[test]
-fn every_test_that_is_named_is_there() {
+fn every_test_named_in_the_table_exists() {
     let mut seen = 0;
     for (title, items) in PARTS {
         for (name, state, tests) in *items {
             assert!(
                 !tests.is_empty() || matches!(state, Absent(_)),
-                "{title}: nothing shows `{name}`"
+                "{title}: no test covers `{name}`"
             );
             for test in *tests {
                 let (files, function) = place(test);
@@ -758,7 +766,7 @@ fn every_test_that_is_named_is_there() {
                 let found = sources.into_iter().any(|source| source.contains(&declared));
                 assert!(
                     found,
-                    "{title}: `{name}` names the test {test}, which is not there"
+                    "{title}: `{name}` names the test {test}, which does not exist"
                 );
                 seen += 1;
             }
@@ -768,7 +776,7 @@ fn every_test_that_is_named_is_there() {
 }
 
 #[tokio::test]
-async fn flags_are_what_the_table_says() {
+async fn server_capabilities_match_the_table() {
     let (_server, client) = served(Transport::Websocket).await;
     let flags = client.session["environmentInfo"]["capabilities"].clone();
     let expected: serde_json::Map<String, Value> = FLAGS
@@ -779,10 +787,10 @@ async fn flags_are_what_the_table_says() {
 }
 
 #[tokio::test]
-async fn methods_are_what_the_table_says() {
+async fn server_methods_match_the_table() {
     let (_server, mut client) = served(Transport::Websocket).await;
     for (method, state, _) in METHODS {
-        // Params that no method takes: whoever knows the method says so.
+        // No method takes these params: a server that knows the method rejects them.
         let refused = client.refused(method, json!([[[]]])).await;
         let unknown = refused.code == -32601;
         assert_eq!(unknown, matches!(state, Absent(_)), "{method}: {refused}");
@@ -790,7 +798,7 @@ async fn methods_are_what_the_table_says() {
 }
 
 #[tokio::test]
-async fn a_server_describes_itself() {
+async fn environment_info_has_exactly_the_fields_of_the_table() {
     let (_server, client) = served(Transport::Websocket).await;
     let info = client.session["environmentInfo"].clone();
     let mut fields: Vec<&str> = exec_server_testkit::wire::fields(&info);
@@ -819,7 +827,7 @@ async fn a_server_describes_itself() {
 }
 
 #[tokio::test]
-async fn metadata_is_shown_to_the_command() {
+async fn start_metadata_is_in_the_environment_of_the_command() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let print = "echo \"${CODEX_THREAD_ID-none} ${CODEX_TOOL_CALL_ID-none}\"";
     let thread = "01a1dfe5-c8f0-7ad0-8746-026712158cea";

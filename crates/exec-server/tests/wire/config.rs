@@ -1,4 +1,4 @@
-//! `environmentConfig/read`: what files on the machine say to clients.
+//! `environmentConfig/read`: what the server reports from configuration files of the machine.
 
 use std::path::{Path, PathBuf};
 
@@ -9,10 +9,10 @@ use tempfile::TempDir;
 use crate::{over_all, program, served};
 
 over_all! {
-    layers_are_selected_in_order,
+    config_read_returns_layers_in_order_of_precedence,
 }
 
-/// A machine with a directory for itself, a user and a project that the user trusts.
+/// A machine with a directory of its own, a user, and a project that the user trusts.
 struct Machine {
     root: PathBuf,
     _directory: TempDir,
@@ -57,7 +57,7 @@ impl Machine {
         std::fs::write(self.root.join(path), text).unwrap();
     }
 
-    /// The user's configuration: trusts the project, and says something else.
+    /// Writes the user's configuration: the project is trusted, and `more` is added.
     fn trust(&self, more: &str) {
         let project = self.root.join("work");
         let trust = format!(
@@ -81,7 +81,7 @@ fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-async fn layers_are_selected_in_order(on: Transport) {
+async fn config_read_returns_layers_in_order_of_precedence(on: Transport) {
     let mut machine = Machine::new(on, &[]).await;
     let info = machine.client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["environmentConfigRead"], true);
@@ -122,7 +122,7 @@ async fn layers_are_selected_in_order(on: Transport) {
 }
 
 #[tokio::test]
-async fn nothing_there_is_nothing_to_tell() {
+async fn config_read_without_files_returns_no_layers() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let params = json!({
         "cwd": "file:///nowhere/at/all", "configPaths": [["model"]], "requirementsPaths": [["x"]],
@@ -139,7 +139,7 @@ async fn nothing_there_is_nothing_to_tell() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_asked_is_refused() {
+async fn config_read_rejects_invalid_paths() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let many = vec![json!(["x"]); 1025];
     for (cwd, config, requirements, reason) in [
@@ -182,7 +182,7 @@ async fn what_cannot_be_asked_is_refused() {
 }
 
 #[tokio::test]
-async fn broken_files_are_named_with_line_and_column() {
+async fn config_read_error_names_file_line_and_column() {
     let mut machine = Machine::new(Transport::Websocket, &[]).await;
     let params = machine.params(json!([["model"]]), json!([]));
     let start = "failed to load executor-local config: ";
@@ -210,9 +210,9 @@ async fn broken_files_are_named_with_line_and_column() {
     }
 }
 
-/// Files of a hostile project neither hold the server up nor fill its memory.
+/// Files of a hostile project neither block the server nor fill its memory.
 #[tokio::test]
-async fn odd_files_are_refused_at_once() {
+async fn config_read_rejects_fifos_devices_and_large_files() {
     let mut machine = Machine::new(Transport::Websocket, &[]).await;
     let params = machine.params(json!([["model"]]), json!([]));
     let path = machine.root.join("work/sub/.codex/config.toml");
@@ -245,9 +245,9 @@ async fn odd_files_are_refused_at_once() {
     );
 }
 
-/// An installation without Codex has files of its own.
+/// An installation without Codex names its own directory and files.
 #[tokio::test]
-async fn names_and_places_are_settings() {
+async fn config_home_and_file_name_are_settings() {
     let directory = tempfile::tempdir().unwrap();
     let home = directory.path().join("settings");
     std::fs::create_dir_all(&home).unwrap();

@@ -1,4 +1,4 @@
-//! The server's own end, asked for or not: nothing that it started outlives it.
+//! The end of the server, whether requested or not: no process that it started outlives it.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::time::{Duration, Instant};
@@ -12,17 +12,17 @@ use crate::listen::http;
 use crate::{over_all, program, served};
 
 over_all! {
-    asked_to_end_it_takes_everything_along,
-    interrupted_it_ends_as_well,
-    a_killed_server_leaves_nothing,
-    a_killed_guardian_leaves_nothing,
+    sigterm_ends_the_server_and_all_descendants,
+    sigint_ends_the_server_and_its_processes,
+    killed_server_leaves_no_descendants,
+    killed_guardian_leaves_no_server_and_no_descendants,
     sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing,
-    many_processes_later_nothing_has_leaked,
+    many_processes_leak_no_descriptors_and_no_children,
 }
 
-/// Processes of every kind that could be forgotten: over pipes and on a terminal, deaf to polite
-/// signals, in another session, orphaned twice over, stopped, and busy.
-async fn start_a_zoo(client: &mut Client) -> String {
+/// Starts processes that a server could miss when it ends: over pipes and on a terminal, ignoring
+/// SIGTERM, in another session, orphaned twice, stopped, and busy.
+async fn start_stubborn_processes(client: &mut Client) -> String {
     let mark = marker();
     let script = "trap '' TERM HUP INT
         sh -c 'echo up; sleep 600' &
@@ -34,7 +34,7 @@ async fn start_a_zoo(client: &mut Client) -> String {
     client
         .start(Start::sh("tty", script).tty().marked(&mark))
         .await;
-    // Its log is closed, and still it has left someone behind.
+    // Its log is closed, but it has left a descendant behind.
     let script = "setsid sleep 600 > /dev/null 2>&1 & exit 0";
     client.run(Start::sh("closed", script).marked(&mark)).await;
     for (id, stream) in [("pipe", "stdout"), ("tty", "pty")] {
@@ -48,12 +48,12 @@ async fn start_a_zoo(client: &mut Client) -> String {
     mark
 }
 
-async fn asked_to_end_it_takes_everything_along(on: Transport) {
+async fn sigterm_ends_the_server_and_all_descendants(on: Transport) {
     let (mut server, mut client) = served(on).await;
-    let mark = start_a_zoo(&mut client).await;
+    let mark = start_stubborn_processes(&mut client).await;
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("cleaned");
-    // Those who want to clean up may.
+    // A process that handles SIGTERM has time to clean up.
     let script = format!(
         "trap 'echo yes > {}; exit' TERM; echo up; while :; do sleep 0.05; done",
         file.display()
@@ -69,31 +69,31 @@ async fn asked_to_end_it_takes_everything_along(on: Transport) {
     client.end().await;
 }
 
-async fn interrupted_it_ends_as_well(on: Transport) {
+async fn sigint_ends_the_server_and_its_processes(on: Transport) {
     let (mut server, mut client) = served(on).await;
     let mark = marker();
     client
         .start(Start::sh("p", "sleep 600").marked(&mark))
         .await;
-    // To the server itself: the guardian passes on what it gets, but need not.
+    // Sent to the server itself: the guardian forwards signals, but the server handles its own too.
     proc::signal(server.server_pid().await, Signal::INT);
     assert_eq!(server.ended().await.code(), Some(0));
     assert_eq!(bearers(&mark), []);
     client.end().await;
 }
 
-async fn a_killed_server_leaves_nothing(on: Transport) {
+async fn killed_server_leaves_no_descendants(on: Transport) {
     let (mut server, mut client) = served(on).await;
-    let mark = start_a_zoo(&mut client).await;
+    let mark = start_stubborn_processes(&mut client).await;
     proc::signal(server.server_pid().await, Signal::KILL);
     assert_eq!(server.ended().await.code(), Some(137));
     assert_eq!(bearers(&mark), []);
     client.end().await;
 }
 
-async fn a_killed_guardian_leaves_nothing(on: Transport) {
+async fn killed_guardian_leaves_no_server_and_no_descendants(on: Transport) {
     let (mut server, mut client) = served(on).await;
-    let mark = start_a_zoo(&mut client).await;
+    let mark = start_stubborn_processes(&mut client).await;
     let pid = server.server_pid().await;
     proc::signal(server.guardian_pid(), Signal::KILL);
     server.ended().await;
@@ -118,7 +118,7 @@ async fn sigkill_to_the_process_group_of_server_and_guardian_leaves_nothing(on: 
     program.process_group(0);
     let mut server = Subject::start(on, program).await;
     let mut client = server.session().await;
-    let mark = start_a_zoo(&mut client).await;
+    let mark = start_stubborn_processes(&mut client).await;
     let pid = server.server_pid().await;
     let group = i32::try_from(server.guardian_pid()).unwrap();
     kill_process_group(Pid::from_raw(group).unwrap(), Signal::KILL).unwrap();
@@ -173,9 +173,9 @@ async fn interrupt_from_the_terminal_of_a_server_ends_it() {
     assert_eq!(client.closed("inner").await.exit_code(), 0);
 }
 
-/// Whoever asks while it ends is told so, until it has.
+/// While the server shuts down, `/readyz` and new connections get 503, `/healthz` gets 200.
 #[tokio::test]
-async fn ending_takes_its_time_and_says_so() {
+async fn readyz_returns_503_while_the_server_shuts_down() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     client
         .start(Start::sh(
@@ -192,7 +192,7 @@ async fn ending_takes_its_time_and_says_so() {
     };
     assert!(get("/readyz").await.starts_with("HTTP/1.1 200 "));
     proc::signal(server.guardian_pid(), Signal::TERM);
-    // Long before the process that will not end is killed, and its client told.
+    // Long before the process that ignores SIGTERM is killed.
     while !get("/readyz").await.starts_with("HTTP/1.1 503 ") {}
     assert!(get("/healthz").await.starts_with("HTTP/1.1 200 "));
     assert!(get("/").await.starts_with("HTTP/1.1 503 "));
@@ -200,7 +200,7 @@ async fn ending_takes_its_time_and_says_so() {
     assert_eq!(server.ended().await.code(), Some(0));
 }
 
-async fn many_processes_later_nothing_has_leaked(on: Transport) {
+async fn many_processes_leak_no_descriptors_and_no_children(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     for tty in [false, true] {
@@ -215,7 +215,7 @@ async fn many_processes_later_nothing_has_leaked(on: Transport) {
             0 => Start::sh(&id, "echo x").piped(),
             1 => Start::sh(&id, "echo x").tty(),
             2 => Start::sh(&id, "echo x").with("delivery", "pull"),
-            // Orphans that end a moment later, when their parents are gone.
+            // Orphans that end a moment later, after their parents.
             3 => Start::sh(&id, "(setsid sleep 0.05 > /dev/null 2>&1 &) & exit 0"),
             4 => Start::sh(&id, "sleep 600").with("timeoutMs", 1),
             _ => Start::new(&id, &["/no/such/program"]),
@@ -244,7 +244,7 @@ async fn many_processes_later_nothing_has_leaked(on: Transport) {
 }
 
 #[tokio::test]
-async fn the_end_of_stdin_is_the_end_but_what_was_asked_is_answered() {
+async fn stdin_eof_ends_the_server_after_it_answered_all_requests() {
     let mut server = Subject::start(Transport::Stdio, program()).await;
     let mut client = server.session().await;
     let mark = marker();
@@ -265,7 +265,7 @@ async fn the_end_of_stdin_is_the_end_but_what_was_asked_is_answered() {
         });
     }
     client.flush().await;
-    // The last line lacks its end, and counts all the same.
+    // The last line lacks its newline and is handled all the same.
     client.finish().await;
     client.end().await;
     for id in sent {
@@ -279,7 +279,7 @@ async fn the_end_of_stdin_is_the_end_but_what_was_asked_is_answered() {
 }
 
 #[tokio::test]
-async fn stdio_that_never_said_anything_ends_as_quietly() {
+async fn stdio_server_exits_with_0_at_eof_without_a_request() {
     let mut server = Subject::start(Transport::Stdio, program()).await;
     let client = server.connect().await;
     drop(client);

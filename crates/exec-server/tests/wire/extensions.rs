@@ -1,4 +1,4 @@
-//! What the server says it adds to the wire, it serves.
+//! Every extension that the server lists is implemented.
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
@@ -10,11 +10,11 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    every_extension_is_served,
-    both_answers_describe_the_environment_alike,
+    every_listed_extension_works,
+    initialize_and_environment_info_return_the_same_environment,
 }
 
-async fn both_answers_describe_the_environment_alike(on: Transport) {
+async fn initialize_and_environment_info_return_the_same_environment(on: Transport) {
     let (_server, mut client) = served(on).await;
     let info = client.ok("environment/info", Value::Null).await;
     assert_eq!(client.session["environmentInfo"], info);
@@ -25,9 +25,9 @@ async fn both_answers_describe_the_environment_alike(on: Transport) {
     );
 }
 
-/// Each name that the server lists is tried in the smallest way that shows it is there; a name
-/// that this test does not know fails it.
-async fn every_extension_is_served(on: Transport) {
+/// Tries each name that the server lists with the smallest request that shows its effect; a name
+/// that is unknown to this test fails it.
+async fn every_listed_extension_works(on: Transport) {
     let (_server, mut client) = served(on).await;
     let info = client.ok("environment/info", Value::Null).await;
     let names: Vec<&str> = info["extensions"]
@@ -57,7 +57,7 @@ async fn probe(client: &mut Client, name: &str) {
     match name {
         "initialize#detachGraceMs" => assert!(client.session["detachGraceMs"].is_u64()),
         "initialize#resumeKey" => match &client.session["resumeKey"] {
-            // Over a pipe there is nothing to resume.
+            // Over a pipe there is no session to resume.
             Value::Null => assert_eq!(client.session["detachGraceMs"], 0),
             key => assert_eq!(key.as_str().unwrap().len(), 32),
         },
@@ -150,7 +150,7 @@ async fn probe(client: &mut Client, name: &str) {
             let session = client.session_id();
             let params = json!({"processId": id, "sessionId": session});
             assert_eq!(client.ok(method, params).await["exitCode"], 3);
-            // A server that ignores it would find the process all the same.
+            // A server that ignores the field would find the process all the same.
             let params = json!({"processId": id, "sessionId": "nobody"});
             client.refused(method, params).await;
         }
@@ -289,7 +289,7 @@ async fn probe(client: &mut Client, name: &str) {
     }
 }
 
-/// As [`probe`], for files.
+/// As [`probe`], for the extensions of `fs/*`.
 async fn probe_files(client: &mut Client, name: &str) {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().canonicalize().unwrap();

@@ -1,4 +1,4 @@
-//! Peers that break the rules, and children that go out of bounds: others do not notice.
+//! Clients that violate the protocol and processes that exceed their limits: others are unaffected.
 
 use exec_server_testkit::proc::{self, PATIENCE, all_gone, bearers, marker};
 use exec_server_testkit::wire::{Start, Subject, Transport};
@@ -11,8 +11,8 @@ use tokio::time::timeout;
 use crate::{over_all, program, served};
 
 over_all! {
-    a_fork_bomb_stays_in_its_bounds_and_ends_when_told,
-    a_peer_that_is_killed_leaves_no_trace,
+    fork_bomb_stays_within_the_process_limit_and_terminates,
+    killed_client_leaves_bounded_output_and_no_connection,
 }
 
 /// A websocket whose frames are written by hand.
@@ -33,25 +33,25 @@ impl Raw {
         Self(stream)
     }
 
-    /// Sends bytes as they are; the server may have hung up already.
+    /// Sends bytes unchanged; the server may have closed the connection already.
     async fn send(&mut self, bytes: &[u8]) {
         let _ = timeout(PATIENCE, self.0.write_all(bytes))
             .await
-            .expect("the server to take it or leave");
+            .expect("the server should read the bytes or close the connection");
     }
 
-    /// Reads until the server hangs up.
+    /// Reads until the server closes the connection.
     async fn hung_up(mut self) -> Vec<u8> {
         let mut rest = Vec::new();
-        // A reset is an end, too.
+        // A reset counts as the end, too.
         let _ = timeout(PATIENCE, self.0.read_to_end(&mut rest))
             .await
-            .expect("the server to hang up");
+            .expect("the server should close the connection");
         rest
     }
 }
 
-/// A frame with a mask of zeroes: `first` is the flags and the opcode.
+/// A frame with a mask of zeroes; `first` holds the flags and the opcode.
 fn frame(first: u8, payload: &[u8]) -> Vec<u8> {
     let mut frame = vec![first, 0x80 | 127];
     frame.extend((payload.len() as u64).to_be_bytes());
@@ -61,7 +61,7 @@ fn frame(first: u8, payload: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn broken_frames_end_their_connection_only() {
+async fn invalid_websocket_frames_close_only_their_connection() {
     let (server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     client.start(Start::sh("p", "sleep 600")).await;
@@ -142,7 +142,7 @@ async fn a_frame_or_message_above_the_limit_is_closed_with_the_name_of_the_limit
 }
 
 #[tokio::test]
-async fn a_message_may_come_in_pieces_but_not_without_end() {
+async fn fragmented_messages_are_joined_up_to_the_size_limit() {
     let server = Subject::start(Transport::Websocket, program()).await;
     let mut raw = Raw::open(server.url()).await;
     // Byte by byte, with a ping in between, in text and binary frames.
@@ -173,7 +173,7 @@ async fn a_message_may_come_in_pieces_but_not_without_end() {
         let answer: Value = serde_json::from_slice(&answer).unwrap();
         assert_eq!(answer["id"], 1);
     }
-    // Five frames of 15 MiB are more than a message may have.
+    // Five frames of 15 MiB exceed the maximum size of a message.
     let part = vec![b' '; 15 << 20];
     for n in 0..5 {
         raw.send(&frame(if n == 0 { 0x01 } else { 0x00 }, &part))
@@ -183,7 +183,7 @@ async fn a_message_may_come_in_pieces_but_not_without_end() {
 }
 
 #[tokio::test]
-async fn a_line_that_is_too_long_ends_a_stdio_server() {
+async fn stdio_server_exits_on_an_oversized_or_invalid_line() {
     for text in [vec![b' '; (64 << 20) + 10], b"\xff\xfe\n".to_vec()] {
         let mut child = program()
             .args(["--listen", "stdio"])
@@ -193,7 +193,7 @@ async fn a_line_that_is_too_long_ends_a_stdio_server() {
             .spawn()
             .unwrap();
         let mut stdin = child.stdin.take().unwrap();
-        // It may end before it has read everything.
+        // The server may end before it has read everything.
         let _ = timeout(PATIENCE, stdin.write_all(&text)).await.unwrap();
         let output = timeout(PATIENCE, child.wait_with_output())
             .await
@@ -205,7 +205,7 @@ async fn a_line_that_is_too_long_ends_a_stdio_server() {
     }
 }
 
-async fn a_fork_bomb_stays_in_its_bounds_and_ends_when_told(on: Transport) {
+async fn fork_bomb_stays_within_the_process_limit_and_terminates(on: Transport) {
     let (_server, mut client) = served(on).await;
     let mark = marker();
     let script = "bomb() { sleep 600 & bomb & bomb; }; bomb 2>/dev/null; echo spent; sleep 600";
@@ -213,19 +213,19 @@ async fn a_fork_bomb_stays_in_its_bounds_and_ends_when_told(on: Transport) {
         .marked(&mark)
         .with("limits", json!({"processes": 40}));
     if let Err(refused) = client.call("process/start", start.0).await {
-        // A host that cannot count processes does not pretend to.
+        // A host that cannot count processes rejects the limit.
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains("`processes`"), "{refused}");
         return;
     }
-    proc::eventually("the bomb has gone off", || match bearers(&mark).len() {
+    proc::eventually("the fork bomb has started", || match bearers(&mark).len() {
         many if many >= 20 => Ok(()),
         few => Err(few),
     })
     .await;
     let most = bearers(&mark).len();
     assert!(most <= 40, "{most}");
-    // Others still start.
+    // Other processes still start.
     assert_eq!(client.run(Start::sh("q", "exit 3")).await.exit_code(), 3);
     let params = json!({"processId": "p", "wait": true});
     let ended = client.ok("process/terminate", params).await;
@@ -234,12 +234,12 @@ async fn a_fork_bomb_stays_in_its_bounds_and_ends_when_told(on: Transport) {
     client.closed("p").await;
 }
 
-/// Without a limit it must still be possible to end a tree that grows while it is being ended.
+/// A tree that keeps growing while it is being ended is ended even without a limit.
 #[tokio::test]
-async fn a_tree_that_keeps_growing_is_ended() {
+async fn terminate_ends_a_process_tree_that_keeps_growing() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let mark = marker();
-    // Each round starts more in sessions of their own, which start more.
+    // Each round starts more processes in new sessions, which start more.
     let script = "grow() { (setsid sh -c 'sleep 0.02; sleep 0.02 & sleep 600' &); }
         echo up; while :; do grow; done";
     client.start(Start::sh("p", script).marked(&mark)).await;
@@ -254,10 +254,10 @@ async fn a_tree_that_keeps_growing_is_ended() {
     all_gone(&mark).await;
 }
 
-async fn a_peer_that_is_killed_leaves_no_trace(on: Transport) {
+async fn killed_client_leaves_bounded_output_and_no_connection(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
-    // A client in a process of its own, killed while output streams to it.
+    // A separate client process, killed while it receives output.
     let mark = marker();
     client.start(Start::sh("p", "exec yes").marked(&mark)).await;
     client
@@ -270,7 +270,7 @@ async fn a_peer_that_is_killed_leaves_no_trace(on: Transport) {
         all_gone(&mark).await;
         return;
     }
-    // Nobody takes it any more: it runs free, and what is kept of it stays within its bounds.
+    // Without a client the process keeps running, and its retained output stays within the limit.
     assert_eq!(bearers(&mark).len(), 1);
     proc::forget_peak(pid);
     let before = proc::peak_memory(pid);

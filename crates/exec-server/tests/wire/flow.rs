@@ -1,4 +1,4 @@
-//! Flow: peers that do not read or do not write, and what they may cost.
+//! Flow control: clients that do not read or do not write, and the memory that they may use.
 
 use exec_server_testkit::proc::{self, eventually};
 use exec_server_testkit::wire::{Start, Subject, Transport, chunk};
@@ -8,16 +8,16 @@ use crate::output::{count, count_to};
 use crate::{over_all, program, served};
 
 over_all! {
-    a_client_that_does_not_read_costs_little_and_loses_nothing,
-    unread_answers_cost_little_and_all_come,
-    unwritten_input_costs_little,
-    any_number_of_blocked_writes_leaves_the_rest_free,
+    slow_reader_gets_all_output_with_bounded_server_memory,
+    unread_responses_use_bounded_memory_and_all_arrive,
+    input_that_is_never_read_uses_bounded_memory,
+    blocked_writes_do_not_delay_other_requests,
 }
 
 /// Bytes in a mebibyte.
 const MIB: u64 = 1 << 20;
 
-async fn a_client_that_does_not_read_costs_little_and_loses_nothing(on: Transport) {
+async fn slow_reader_gets_all_output_with_bounded_server_memory(on: Transport) {
     let (mut server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     client
@@ -26,7 +26,7 @@ async fn a_client_that_does_not_read_costs_little_and_loses_nothing(on: Transpor
     proc::forget_peak(pid);
     let before = proc::peak_memory(pid);
 
-    // 256 MiB over one transport, a tenth over the others: the way is the same.
+    // 256 MiB over one transport, a tenth over the others: they share the code.
     let lines = if on == Transport::Websocket {
         29_900_000
     } else {
@@ -39,7 +39,7 @@ async fn a_client_that_does_not_read_costs_little_and_loses_nothing(on: Transpor
     client
         .send("process/start", Start::sh("p", &script).0)
         .await;
-    // Another has all it needs meanwhile; over stdio there is no other.
+    // Another client is served meanwhile; over stdio there is no other.
     if on != Transport::Stdio {
         let mut other = server.session().await;
         loop {
@@ -65,12 +65,12 @@ async fn a_client_that_does_not_read_costs_little_and_loses_nothing(on: Transpor
     assert!(grown < 16 * MIB, "grew by {grown} bytes");
 }
 
-async fn unread_answers_cost_little_and_all_come(on: Transport) {
+async fn unread_responses_use_bounded_memory_and_all_arrive(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("large");
-    // Sparse: it costs no disk. Smaller where the way is the same; either would be too much 40-fold.
+    // Sparse, so it needs no disk. Smaller where transports share code; 40 are too much anyway.
     let size = match on {
         Transport::Websocket => 32 * MIB,
         Transport::Unix | Transport::Stdio => 8 * MIB,
@@ -83,7 +83,7 @@ async fn unread_answers_cost_little_and_all_come(on: Transport) {
         .map(|_| client.queue("fs/readFile", params.clone()))
         .collect();
     client.flush().await;
-    // As much as it is ever going to be: the server works on the answers until it may not.
+    // The peak: the server works on responses until its limit stops it.
     eventually("the server is at rest", still(pid)).await;
 
     let zeros = vec![0; usize::try_from(size).unwrap()];
@@ -110,7 +110,7 @@ async fn unread_answers_cost_little_and_all_come(on: Transport) {
     );
 }
 
-/// Looks whether a process has stopped using the processor.
+/// Checks whether a process has stopped using the processor.
 pub(crate) fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
     let mut last = (String::new(), 0);
     move || {
@@ -137,8 +137,8 @@ pub(crate) fn still(pid: u32) -> impl FnMut() -> Result<(), String> {
     }
 }
 
-/// A write that nobody takes waits where it is small: in the client.
-async fn unwritten_input_costs_little(on: Transport) {
+/// A write that the process does not read waits in the client.
+async fn input_that_is_never_read_uses_bounded_memory(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     client.start(Start::sh("p", "sleep 600").piped()).await;
@@ -152,7 +152,7 @@ async fn unwritten_input_costs_little(on: Transport) {
         );
         client.queue_text(&text);
     }
-    // The server need not take all of it, only as much as it has room for.
+    // The server reads only as much as its buffers hold.
     tokio::select! {
         () = client.flush() => {}
         () = eventually("the server is at rest", still(pid)) => {}
@@ -161,7 +161,7 @@ async fn unwritten_input_costs_little(on: Transport) {
     assert!(grown < 80 * MIB, "grew by {grown} bytes");
 }
 
-async fn any_number_of_blocked_writes_leaves_the_rest_free(on: Transport) {
+async fn blocked_writes_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("p", "sleep 600").piped()).await;
     let fill = "A".repeat(2 << 20);
@@ -193,9 +193,9 @@ async fn any_number_of_blocked_writes_leaves_the_rest_free(on: Transport) {
     }
 }
 
-/// A listener is not kept busy by those who connect and say nothing, or half of something.
+/// Connections that send nothing or half a request do not delay other clients.
 #[tokio::test]
-async fn half_a_peer_holds_up_nobody() {
+async fn incomplete_connections_do_not_delay_other_clients() {
     use tokio::io::AsyncWriteExt as _;
     let mut server = Subject::start(Transport::Websocket, program()).await;
     let address = server.url().strip_prefix("ws://").unwrap().to_owned();

@@ -1,4 +1,4 @@
-//! Files: every method on paths and handles, their options, their faults.
+//! `fs/*`: every method on paths and handles, its options and its errors.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ impl Scene {
 
     fn of(server: Subject, client: Client) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        // Without links on the way to it.
+        // Without symbolic links in the path.
         let root = directory.path().canonicalize().unwrap();
         std::fs::set_permissions(&root, std::fs::Permissions::from_mode(0o755)).unwrap();
         Self {
@@ -53,7 +53,7 @@ impl Scene {
         uri(&self.path(name))
     }
 
-    /// `params` with the path of a name added.
+    /// `params` with the path of `name` added.
     fn at(&self, name: &str, mut params: Value) -> Value {
         params["path"] = self.uri(name).into();
         params
@@ -64,7 +64,7 @@ impl Scene {
         self.client.ok(method, params).await
     }
 
-    /// A call that must fail with this code; its message.
+    /// A call that must fail with this code; returns its message.
     async fn fails(&mut self, method: &str, name: &str, params: Value, code: i64) -> String {
         let params = self.at(name, params);
         let failure = self.client.refused(method, params.clone()).await;
@@ -106,7 +106,7 @@ fn fifo(path: &Path) {
     assert!(made.unwrap().success());
 }
 
-/// The usual bounds of a walk.
+/// The usual limits of a walk.
 fn walk_options() -> Value {
     json!({"maxDepth": 64, "maxDirectories": 10_000, "maxEntries": 50_000,
            "followDirectorySymlinks": false})

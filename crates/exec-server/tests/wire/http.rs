@@ -1,4 +1,4 @@
-//! `http/*`: what the executor asks of others on behalf of a client.
+//! `http/*`: requests that the server sends on behalf of a client.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use tokio::time::timeout;
 use crate::{over_all, program, served};
 
 over_all! {
-    a_request_brings_status_headers_and_body,
-    a_body_is_streamed_after_the_answer,
+    http_request_returns_status_headers_and_body,
+    http_body_is_streamed_after_the_response,
 }
 
 /// `hello ` twenty times.
@@ -32,7 +32,7 @@ fn with(mut params: Value, field: &str, value: impl Into<Value>) -> Value {
     params
 }
 
-/// A server with these settings, over a websocket.
+/// A server with these settings, over a websocket, and its client.
 async fn set(settings: &[&str]) -> (Subject, Client) {
     let mut command = program();
     for setting in settings {
@@ -43,7 +43,7 @@ async fn set(settings: &[&str]) -> (Subject, Client) {
     (subject, client)
 }
 
-/// A streamed body: its pieces, and how it ended.
+/// Collects a streamed body; returns its data and the error at its end.
 async fn body(client: &mut Client, request_id: &str) -> (Vec<u8>, Option<String>) {
     let mut all = Vec::new();
     for seq in 1.. {
@@ -64,7 +64,7 @@ async fn body(client: &mut Client, request_id: &str) -> (Vec<u8>, Option<String>
     unreachable!()
 }
 
-async fn a_request_brings_status_headers_and_body(on: Transport) {
+async fn http_request_returns_status_headers_and_body(on: Transport) {
     let (_server, mut client) = served(on).await;
     let site = Site::saying(answer(
         "418 Odd",
@@ -116,7 +116,7 @@ async fn a_request_brings_status_headers_and_body(on: Transport) {
     assert_eq!(sent, expected);
 }
 
-async fn a_body_is_streamed_after_the_answer(on: Transport) {
+async fn http_body_is_streamed_after_the_response(on: Transport) {
     let (_server, mut client) = served(on).await;
     let go = Arc::new(Notify::new());
     let wait = Arc::clone(&go);
@@ -140,7 +140,7 @@ async fn a_body_is_streamed_after_the_answer(on: Transport) {
     })
     .await;
     let params = with(get(&site.url("/")), "streamResponse", true);
-    // Before any of the body is there.
+    // Before any of the body has arrived.
     let result = client.ok("http/request", params.clone()).await;
     assert_eq!(
         (&result["status"], &result["bodyBase64"]),
@@ -156,14 +156,14 @@ async fn a_body_is_streamed_after_the_answer(on: Transport) {
     let (all, error) = body(&mut client, "r").await;
     assert_eq!(error, None);
     assert!(all.len() == 3_000_000 && all[1_499_999] == b'a' && all[1_500_000] == b'b');
-    // The id is free again.
+    // The id can be used again.
     client.ok("http/request", params).await;
     go.notify_one();
     assert_eq!(body(&mut client, "r").await.0.len(), 3_000_000);
 }
 
 #[tokio::test]
-async fn header_values_come_from_the_environment_but_not_secrets() {
+async fn http_header_values_come_from_the_environment_except_secrets() {
     let mut command = program();
     command
         .env("MY_TOKEN", "t0p")
@@ -193,7 +193,7 @@ async fn header_values_come_from_the_environment_but_not_secrets() {
     let asked = site.asked();
     assert_eq!(asked[0].header("authorization"), Some("x t0p"));
     assert_eq!(asked[1].header("x-own"), Some("x allowed here"));
-    // What this machine alone knows stays with the host that it was meant for.
+    // A value from the server's environment is not sent to another host after a redirect.
     for asked in elsewhere.asked() {
         let kept = ["authorization", "x-own", "y"].map(|name| asked.header(name));
         assert_eq!(kept, [None, None, Some("1")]);
@@ -217,7 +217,7 @@ async fn header_values_come_from_the_environment_but_not_secrets() {
 }
 
 #[tokio::test]
-async fn redirects_are_followed_as_browsers_do() {
+async fn http_redirects_change_the_method_as_browsers_do() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let site = Site::start(|asked, mut stream| async move {
         let (status, location) = match asked.path() {
@@ -269,7 +269,7 @@ async fn redirects_are_followed_as_browsers_do() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_asked_is_refused() {
+async fn http_request_rejects_invalid_params() {
     let (_server, mut client) = served(Transport::Websocket).await;
     for (field, value, reason) in [
         ("method", "G T", "http/request method is invalid"),
@@ -296,9 +296,9 @@ async fn what_cannot_be_asked_is_refused() {
     assert_eq!(unknown, json!({"cancelled": false}));
 }
 
-/// Asks sites that behave badly; each failure is one answer, and the connection lives on.
+/// Requests to sites that misbehave; each failure is one response, and the connection stays open.
 #[tokio::test]
-async fn bad_sites_fail_their_request_alone() {
+async fn http_request_to_a_broken_site_fails_alone() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let gone = {
         let site = Site::saying("").await;
@@ -338,7 +338,7 @@ async fn bad_sites_fail_their_request_alone() {
         assert_eq!(failed.code, -32603);
         let start = "failed to read http/request response body: ";
         assert!(failed.message.starts_with(start), "{failed}");
-        // Streamed, it is the last piece that tells.
+        // For a streamed body the last delta carries the error.
         let params = with(get(&site.url("/")), "streamResponse", true);
         client.ok("http/request", params).await;
         let (_, error) = body(&mut client, "r").await;
@@ -359,7 +359,7 @@ async fn bad_sites_fail_their_request_alone() {
 }
 
 #[tokio::test]
-async fn a_site_that_hangs_holds_up_nobody_and_times_out() {
+async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let site = Site::start(|asked, mut stream| async move {
         if asked.path() == "/body" {
@@ -375,7 +375,7 @@ async fn a_site_that_hangs_holds_up_nobody_and_times_out() {
     let hung = client.send("http/request", get(&site.url("/"))).await;
     let id = with(get(&site.url("/body")), "requestId", "b");
     let hung_body = client.send("http/request", id).await;
-    // Neither the process nor the file waits for them.
+    // Neither the process nor the file request waits for them.
     client.ok("environment/status", Value::Null).await;
     let path = json!({"path": "file:///proc/self/status"});
     client.ok("fs/readFile", path).await;
@@ -405,7 +405,7 @@ async fn a_site_that_hangs_holds_up_nobody_and_times_out() {
     }
 }
 
-/// A site that sends for ever, and tells when nobody listens any more.
+/// A site that sends without end, and adds a permit when a reader disconnects.
 async fn endless() -> (Site, Arc<Semaphore>) {
     let left = Arc::new(Semaphore::new(0));
     let told = Arc::clone(&left);
@@ -421,14 +421,14 @@ async fn endless() -> (Site, Arc<Semaphore>) {
     (site, left)
 }
 
-/// Waits until one more of its listeners has left.
+/// Waits until one more reader has disconnected.
 async fn one_left(left: &Semaphore) {
     let one = timeout(PATIENCE, left.acquire()).await.unwrap();
     one.unwrap().forget();
 }
 
 #[tokio::test]
-async fn an_endless_body_is_cancelled_by_its_id() {
+async fn http_cancel_ends_an_endless_body() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let (site, left) = endless().await;
     let params = with(get(&site.url("/")), "streamResponse", true);
@@ -447,17 +447,17 @@ async fn an_endless_body_is_cancelled_by_its_id() {
 }
 
 #[tokio::test]
-async fn requests_end_with_their_connection_and_their_session() {
+async fn http_requests_end_with_their_connection_or_session() {
     let mut subject = Subject::start(Transport::Websocket, program()).await;
     let (site, left) = endless().await;
     let params = with(get(&site.url("/")), "streamResponse", true);
-    // Gone without a word while the body is under way.
+    // The client disconnects while the body is streamed.
     let mut client = subject.session().await;
     client.ok("http/request", params.clone()).await;
     client.notice("http/request/bodyDelta").await;
     drop(client);
     one_left(&left).await;
-    // Gone while the server cannot even send: nothing is read, and all buffers are full.
+    // The client disconnects while the server cannot send: it reads nothing, all buffers are full.
     let mut client = subject.session().await;
     client.send("http/request", params.clone()).await;
     client
@@ -479,7 +479,7 @@ async fn requests_end_with_their_connection_and_their_session() {
 }
 
 #[tokio::test]
-async fn answers_have_a_largest_size() {
+async fn http_bodies_are_limited_in_size() {
     let settings = [
         "http.max_response_bytes=64KiB",
         "http.max_stream_bytes=1MiB",
@@ -503,9 +503,9 @@ async fn answers_have_a_largest_size() {
     assert!(error.unwrap().contains("limit of 1048576 bytes"));
 }
 
-/// Many large answers at once are made one after the other, not all in memory.
+/// Large responses are built one after the other, not all in memory.
 #[tokio::test]
-async fn large_answers_share_a_budget() {
+async fn concurrent_large_http_responses_all_arrive() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let site = Site::saying(answer("200 OK", "", vec![1; 20 << 20])).await;
     let mut sent = Vec::new();
@@ -520,7 +520,7 @@ async fn large_answers_share_a_budget() {
 }
 
 #[tokio::test]
-async fn a_connection_has_a_limit_of_requests() {
+async fn http_requests_per_connection_are_limited() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let site = Site::start(|_, _stream| std::future::pending()).await;
     let mut asked = Vec::new();
@@ -534,7 +534,7 @@ async fn a_connection_has_a_limit_of_requests() {
         "{refused}"
     );
     client.ok("http/cancel", json!({"requestId": "7"})).await;
-    // Its place is free when it has ended, which the cancelling does not wait for.
+    // The slot is free when the request has ended, which `http/cancel` does not wait for.
     client.answer(asked[7]).await.unwrap_err();
     let again = client.send("http/request", get(&site.url("/"))).await;
     client.ok("environment/status", Value::Null).await;
@@ -542,7 +542,7 @@ async fn a_connection_has_a_limit_of_requests() {
 }
 
 #[tokio::test]
-async fn metadata_addresses_are_out_of_reach() {
+async fn http_requests_to_metadata_addresses_are_denied() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let target = "http://2852039166/latest";
     let site = Site::saying(answer("302 Found", &format!("location: {target}\r\n"), "")).await;
@@ -563,9 +563,9 @@ async fn metadata_addresses_are_out_of_reach() {
     }
 }
 
-/// A name is judged by what it resolves to, so that its owner cannot decide.
+/// Rules apply to the address that a name resolves to, so the name's owner cannot bypass them.
 #[tokio::test]
-async fn rules_look_at_addresses_after_names_are_resolved() {
+async fn http_rules_apply_to_resolved_addresses() {
     let deny = r#"http.deny=["127.0.0.0/8", "::1"]"#;
     let (_server, mut client) = set(&[deny]).await;
     let site = Site::saying(answer("200 OK", "", "")).await;
@@ -579,7 +579,7 @@ async fn rules_look_at_addresses_after_names_are_resolved() {
         );
     }
     assert!(site.asked().is_empty());
-    // Who is not on the list is not asked; who is, by name or by address, is.
+    // A host that is not in `http.allow` gets no request; one that is, by name or by address, does.
     let (_server, mut client) = set(&[r#"http.allow=["example.com"]"#]).await;
     for url in [&by_name, &site.url("/")] {
         let refused = client.refused("http/request", get(url)).await;
@@ -605,7 +605,7 @@ async fn rules_look_at_addresses_after_names_are_resolved() {
 }
 
 #[tokio::test]
-async fn bodies_are_unpacked_when_that_is_asked_for() {
+async fn http_bodies_are_decompressed_on_request() {
     let (_server, mut client) = set(&["http.max_response_bytes=64KiB"]).await;
     let packed = |encoding: &str, base64: &str| {
         let body = bytes(&json!(base64));
@@ -652,7 +652,7 @@ async fn bodies_are_unpacked_when_that_is_asked_for() {
 }
 
 #[tokio::test]
-async fn proxies_are_used_for_others_but_not_for_this_machine() {
+async fn http_proxy_is_used_except_for_loopback() {
     let proxy = Site::saying(answer("200 OK", "x-proxied: 1\r\n", "by proxy")).await;
     let here = Site::saying(answer("200 OK", "", "directly")).await;
     let by_environment = {
@@ -674,7 +674,7 @@ async fn proxies_are_used_for_others_but_not_for_this_machine() {
         assert_eq!(bytes(&result["bodyBase64"]), b"by proxy");
         let result = client.ok("http/request", get(&here.url("/"))).await;
         assert_eq!(bytes(&result["bodyBase64"]), b"directly");
-        // The rules about names and literal addresses hold before it.
+        // The rules about names and literal addresses apply before the proxy is used.
         let url = "http://169.254.169.254/";
         assert_eq!(client.refused("http/request", get(url)).await.code, -32600);
     }
@@ -693,7 +693,7 @@ async fn proxies_are_used_for_others_but_not_for_this_machine() {
     assert_eq!(proxy.asked().len(), 2);
 }
 
-/// A SOCKS5 proxy that leads everybody to one place; whom it was asked for, as it was told.
+/// A SOCKS5 proxy that connects every request to `to`; the receiver gets the requested hosts.
 async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedReceiver<String>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -739,7 +739,7 @@ async fn socks(to: std::net::SocketAddr) -> (u16, tokio::sync::mpsc::UnboundedRe
 }
 
 #[tokio::test]
-async fn socks_proxies_are_told_names_or_addresses() {
+async fn socks5h_proxy_gets_names_and_socks5_gets_addresses() {
     let site = Site::saying(answer("200 OK", "", "by socks")).await;
     let url = site.url("");
     let address = url.strip_prefix("http://").unwrap().parse().unwrap();
@@ -750,7 +750,7 @@ async fn socks_proxies_are_told_names_or_addresses() {
         .await;
     assert_eq!(bytes(&result["bodyBase64"]), b"by socks");
     assert_eq!(asked.recv().await.unwrap(), "nowhere.test");
-    // Resolved here, where the rules can look at what came of it.
+    // `socks5` resolves names here, so the rules apply to the address.
     let (_server, mut client) = set(&[&format!("http.proxy=socks5://127.0.0.1:{port}")]).await;
     let failed = client
         .refused("http/request", get("http://nowhere.test/x"))
@@ -766,7 +766,7 @@ async fn socks_proxies_are_told_names_or_addresses() {
 }
 
 #[tokio::test]
-async fn proxies_may_be_behind_tls() {
+async fn http_proxy_over_tls_is_used() {
     let (address, authority) = secure_site().await;
     let mut command = program();
     command.env("SSL_CERT_FILE", authority.path());
@@ -783,7 +783,7 @@ async fn proxies_may_be_behind_tls() {
 }
 
 #[tokio::test]
-async fn wrong_rules_keep_the_server_from_starting() {
+async fn server_does_not_start_with_an_invalid_http_rule() {
     let mut command = program();
     command.args([
         "--listen",
@@ -799,9 +799,9 @@ async fn wrong_rules_keep_the_server_from_starting() {
     );
 }
 
-/// A body that nobody takes stops at its source rather than in our memory.
+/// A body that the client does not read stops at the site and is not buffered by the server.
 #[tokio::test]
-async fn a_slow_client_slows_the_site() {
+async fn slow_client_applies_backpressure_to_the_site() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let sent = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let stuck = Arc::new(Notify::new());
@@ -836,7 +836,7 @@ async fn a_slow_client_slows_the_site() {
     );
 }
 
-/// A site behind TLS whose certificate says `localhost`, and the file to trust it by.
+/// A site behind TLS with a certificate for `localhost`, and a file to trust it by.
 async fn secure_site() -> (std::net::SocketAddr, tempfile::NamedTempFile) {
     let key = rcgen::KeyPair::generate().unwrap();
     let params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
@@ -861,9 +861,9 @@ async fn secure_site() -> (std::net::SocketAddr, tempfile::NamedTempFile) {
 }
 
 #[tokio::test]
-async fn certificates_are_checked_directly_and_through_a_tunnel() {
+async fn http_certificates_are_verified_directly_and_through_a_tunnel() {
     let (address, authority) = secure_site().await;
-    // Forwards every tunnel to the site, whatever name it is asked for.
+    // Forwards every tunnel to the site, whatever host it names.
     let proxy = Site::start(move |asked, mut stream| async move {
         if asked.line.starts_with("CONNECT ") {
             let mut there = tokio::net::TcpStream::connect(address).await.unwrap();
@@ -889,7 +889,7 @@ async fn certificates_are_checked_directly_and_through_a_tunnel() {
     assert!(failed.message.contains("certificate"), "{failed}");
     let line = format!("CONNECT elsewhere.test:{} HTTP/1.1", address.port());
     assert_eq!(proxy.asked()[0].line, line);
-    // A tunnel to whom the rules forbid is not asked for.
+    // No tunnel is requested to a host that the rules forbid.
     let denied = client.refused("http/request", at("169.254.1.1")).await;
     assert_eq!(denied.code, -32600);
     assert_eq!(proxy.asked().len(), 1);

@@ -1,4 +1,4 @@
-//! A child's input: order, ends, and what happens when nobody reads it.
+//! Standard input of a process: order, end of input, and processes that do not read.
 
 use exec_server_testkit::wire::{Start, Transport, chunk};
 use serde_json::{Value, json};
@@ -6,15 +6,15 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    two_hundred_writes_keep_their_order,
-    start_write_end_and_read_may_be_sent_at_once,
-    a_repeated_write_is_written_once,
-    the_end_comes_after_earlier_writes,
-    a_terminal_gets_its_own_end_of_input,
-    ends_have_a_status,
-    a_write_to_a_dead_input_is_told,
-    a_child_that_does_not_read_blocks_its_own_writes_only,
-    long_polls_hold_up_nothing,
+    writes_reach_the_process_in_order,
+    start_write_close_and_read_can_be_pipelined,
+    write_repeated_with_the_same_id_is_written_once,
+    close_stdin_takes_effect_after_earlier_writes,
+    close_stdin_on_a_terminal_sends_its_eof_character,
+    close_stdin_reports_whether_input_was_open,
+    write_to_closed_input_reports_stdin_closed,
+    process_that_does_not_read_blocks_only_its_own_writes,
+    a_thousand_long_polls_do_not_delay_other_requests,
 }
 
 fn write(process_id: &str, write_id: &str, data: impl AsRef<[u8]>) -> Value {
@@ -25,7 +25,7 @@ fn status(status: &str) -> Value {
     json!({"status": status})
 }
 
-async fn two_hundred_writes_keep_their_order(on: Transport) {
+async fn writes_reach_the_process_in_order(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (id, start) in [
         ("pipe", Start::sh("pipe", "head -n 200").piped()),
@@ -55,7 +55,7 @@ async fn two_hundred_writes_keep_their_order(on: Transport) {
     }
 }
 
-async fn start_write_end_and_read_may_be_sent_at_once(on: Transport) {
+async fn start_write_close_and_read_can_be_pipelined(on: Transport) {
     let (_server, mut client) = served(on).await;
     let known = json!({"processId": "p"});
     let start = client.queue("process/start", Start::sh("p", "cat; exit 8").piped().0);
@@ -78,7 +78,7 @@ async fn start_write_end_and_read_may_be_sent_at_once(on: Transport) {
     assert_eq!(client.closed("p").await.text("stdout"), "hello world");
 }
 
-async fn a_repeated_write_is_written_once(on: Transport) {
+async fn write_repeated_with_the_same_id_is_written_once(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("p", "cat").piped()).await;
     for (id, text) in [
@@ -108,9 +108,9 @@ async fn a_repeated_write_is_written_once(on: Transport) {
     assert_eq!(client.closed("p").await.text("stdout"), "123");
 }
 
-async fn the_end_comes_after_earlier_writes(on: Transport) {
+async fn close_stdin_takes_effect_after_earlier_writes(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // More than the pipe and the queue before it hold, to a child that is slow to begin.
+    // More than the pipe and the queue before it hold, for a process that starts to read late.
     client
         .start(Start::sh("p", "sleep 0.2; wc -c").piped())
         .await;
@@ -127,9 +127,9 @@ async fn the_end_comes_after_earlier_writes(on: Transport) {
     assert_eq!(client.closed("p").await.text("stdout").trim(), "3000000");
 }
 
-async fn a_terminal_gets_its_own_end_of_input(on: Transport) {
+async fn close_stdin_on_a_terminal_sends_its_eof_character(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // Not ^D: the character is the terminal's to choose.
+    // Not ^D: the end-of-file character is a setting of the terminal.
     let script = "stty -echo eof @; echo up; cat; echo over; read line; echo got $line";
     client.start(Start::sh("p", script).tty()).await;
     client.wrote("p", "pty", "up\r\n").await;
@@ -139,7 +139,7 @@ async fn a_terminal_gets_its_own_end_of_input(on: Transport) {
         .await;
     assert_eq!(ended, status("accepted"));
     client.wrote("p", "pty", "a\r\nover\r\n").await;
-    // It is a character, not a closing: the terminal takes more.
+    // The end of input is a character: the terminal accepts more afterwards.
     client.ok("process/write", write("p", "2", "b\n")).await;
     assert_eq!(
         client.closed("p").await.text("pty"),
@@ -151,7 +151,7 @@ async fn a_terminal_gets_its_own_end_of_input(on: Transport) {
     assert_eq!(ended, status("stdinClosed"));
 }
 
-async fn ends_have_a_status(on: Transport) {
+async fn close_stdin_reports_whether_input_was_open(on: Transport) {
     let (_server, mut client) = served(on).await;
     let unknown = client
         .ok("process/closeStdin", json!({"processId": "nobody"}))
@@ -180,7 +180,7 @@ async fn ends_have_a_status(on: Transport) {
     );
 }
 
-async fn a_write_to_a_dead_input_is_told(on: Transport) {
+async fn write_to_closed_input_reports_stdin_closed(on: Transport) {
     let (_server, mut client) = served(on).await;
     let unknown = client.ok("process/write", write("nobody", "1", "x")).await;
     assert_eq!(unknown, status("unknownProcess"));
@@ -211,7 +211,7 @@ async fn a_write_to_a_dead_input_is_told(on: Transport) {
     }
 }
 
-async fn a_child_that_does_not_read_blocks_its_own_writes_only(on: Transport) {
+async fn process_that_does_not_read_blocks_only_its_own_writes(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "trap 'echo signalled' USR1; echo up; while :; do sleep 0.05; done";
     client.start(Start::sh("p", script).piped()).await;
@@ -240,19 +240,19 @@ async fn a_child_that_does_not_read_blocks_its_own_writes_only(on: Transport) {
         .await;
     assert_eq!(client.answer(terminate).await, Ok(json!({"running": true})));
     assert_eq!(client.closed("p").await.exit_code(), 137);
-    // What was never taken is told.
+    // Writes that the process never read are reported.
     assert_eq!(client.answer(last).await, Ok(status("stdinClosed")));
     assert_eq!(client.answer(end).await, Ok(status("stdinClosed")));
     assert_eq!(client.answer(writes[0]).await, Ok(status("accepted")));
 }
 
-async fn long_polls_hold_up_nothing(on: Transport) {
+async fn a_thousand_long_polls_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .start(Start::sh("p", "read line; echo $line; exit 2").piped())
         .await;
     let mut polls = Vec::new();
-    // Far more than the requests that may be worked on at a time.
+    // Far more than the number of requests that are handled at a time.
     for n in 0..1000 {
         polls.push(if n % 2 == 0 {
             client.queue("process/read", json!({"processId": "p", "waitMs": 600_000}))

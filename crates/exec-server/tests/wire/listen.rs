@@ -1,4 +1,4 @@
-//! The listener: what it prints, what it refuses, and its HTTP side.
+//! The listener: what it prints, what it rejects, and its HTTP routes.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::process::Output;
@@ -16,11 +16,11 @@ async fn output(args: &[&str]) -> Output {
     let run = program().args(args).kill_on_drop(true).output();
     tokio::time::timeout(proc::PATIENCE, run)
         .await
-        .expect("the server to end by itself")
+        .expect("the server should exit without a signal")
         .unwrap()
 }
 
-/// The server must not start, with this exit code and this on stderr, and nothing on stdout.
+/// Asserts that the server does not start: this exit code, this on stderr, and an empty stdout.
 async fn refuses(args: &[&str], code: i32, text: &str) {
     let output = output(args).await;
     let stderr = String::from_utf8(output.stderr).unwrap();
@@ -30,7 +30,7 @@ async fn refuses(args: &[&str], code: i32, text: &str) {
 }
 
 #[tokio::test]
-async fn urls_that_mean_nothing_are_refused() {
+async fn invalid_listen_urls_are_rejected() {
     for (url, text) in [
         (
             "tcp://127.0.0.1:0",
@@ -65,7 +65,7 @@ async fn urls_that_mean_nothing_are_refused() {
 }
 
 #[tokio::test]
-async fn others_on_the_network_need_an_explicit_danger() {
+async fn listening_on_the_network_without_auth_needs_danger_no_auth() {
     for url in ["ws://0.0.0.0:0", "ws://[::]:0", "ws://192.0.2.1:0"] {
         refuses(&["--listen", url], 1, "without authentication").await;
     }
@@ -80,13 +80,13 @@ async fn others_on_the_network_need_an_explicit_danger() {
 }
 
 #[tokio::test]
-async fn a_taken_port_is_refused() {
+async fn port_in_use_is_reported() {
     let (server, _client) = served(Transport::Websocket).await;
     refuses(&["--listen", server.url()], 1, "in use").await;
 }
 
 #[tokio::test]
-async fn stdout_has_the_url_and_nothing_else() {
+async fn stdout_has_only_the_listen_url() {
     for (args, prefix) in [
         (&["--listen", "ws://127.0.0.1:0"][..], "ws://127.0.0.1:"),
         (&["serve", "--listen", "ws://[::1]:0"], "ws://[::1]:"),
@@ -127,7 +127,7 @@ async fn stdout_has_the_url_and_nothing_else() {
     }
 }
 
-/// Sends a request as it is and returns everything that comes back.
+/// Sends a request unchanged and returns everything that the server sends back.
 pub(crate) async fn http(url: &str, request: &str) -> String {
     let address = url.strip_prefix("ws://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -136,13 +136,13 @@ pub(crate) async fn http(url: &str, request: &str) -> String {
     let read = stream.read_to_string(&mut answer);
     tokio::time::timeout(proc::PATIENCE, read)
         .await
-        .expect("an answer and the end")
+        .expect("a response and the end of the connection")
         .unwrap();
     answer
 }
 
 #[tokio::test]
-async fn routes_answer_with_their_status_and_nothing_else() {
+async fn http_routes_return_status_and_empty_body() {
     let server = Subject::start(Transport::Websocket, program()).await;
     let upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\
                    Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n";
@@ -185,7 +185,7 @@ async fn routes_answer_with_their_status_and_nothing_else() {
             "{request}\n{answer}"
         );
     }
-    // The key and its answer are those of the websocket standard's own example.
+    // Key and accept value are the example of RFC 6455.
     let address = server.url().strip_prefix("ws://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!("GET /?any=query HTTP/1.1\r\nHost: x\r\n{upgrade}\r\n");
@@ -200,11 +200,11 @@ async fn routes_answer_with_their_status_and_nothing_else() {
 }
 
 #[tokio::test]
-async fn a_unix_socket_is_for_its_owner_and_goes_with_the_server() {
+async fn unix_socket_is_private_and_removed_at_exit() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("socket");
     let url = format!("unix://{}", path.display());
-    // One that a server left behind when it was killed is replaced.
+    // A socket file that a killed server left behind is replaced.
     drop(UnixListener::bind(&path).unwrap());
     assert!(path.exists());
     let mut server = exec_server_testkit::server::Server::listening(program(), &url).await;
@@ -212,7 +212,7 @@ async fn a_unix_socket_is_for_its_owner_and_goes_with_the_server() {
     let mode = std::fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
 
-    // One that somebody listens on is not.
+    // A socket that another server listens on is not.
     refuses(&["--listen", &url], 1, "in use").await;
     let link = exec_server_transport::connect(&url, &Default::default())
         .await
@@ -227,14 +227,14 @@ async fn a_unix_socket_is_for_its_owner_and_goes_with_the_server() {
     assert!(!path.exists());
     client.end().await;
 
-    // Nor is anything that is not a socket.
+    // A file that is not a socket is not replaced either.
     std::fs::write(&path, "precious").unwrap();
     refuses(&["--listen", &url], 1, "exists").await;
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
 }
 
 #[tokio::test]
-async fn off_listens_nowhere_and_ends_when_told() {
+async fn listen_off_opens_no_listener_and_ends_on_sigterm() {
     let mut child = program()
         .args(["--listen", "off"])
         .stdout(std::process::Stdio::piped())

@@ -1,7 +1,7 @@
-//! The built server, from outside: what it says on the wire, and what it leaves on the machine.
+//! The built server as a black box: its protocol, and what it leaves on the machine.
 //!
-//! A behaviour that does not depend on the transport is one function, run over all of them by
-//! [`over_all!`]; the rest says which one it needs. Each test has a server of its own.
+//! A behaviour that does not depend on the transport is one function, which [`over_all!`] runs over
+//! every transport; other tests name the transport they need. Each test starts its own server.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -34,7 +34,7 @@ mod terminate;
 mod wait_for;
 mod watch;
 
-/// The server's program with nothing in its environment but a `PATH`.
+/// The server binary, with only `PATH` in its environment.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -50,7 +50,7 @@ async fn served(on: Transport) -> (Subject, Client) {
     (subject, client)
 }
 
-/// Runs behaviours over every transport: each is an async function of the [`Transport`].
+/// Makes each function a test over every [`Transport`].
 macro_rules! over_all {
     ($($behaviour:ident,)*) => {
         $crate::over_all!(websocket Websocket: $($behaviour)*);
@@ -70,9 +70,9 @@ macro_rules! over_all {
 }
 use over_all;
 
-/// A file that is not declared here would silently not be tested.
+/// A file that is not declared as a module here would not be compiled, and its tests would not run.
 #[test]
-fn every_file_is_a_module() {
+fn every_test_file_is_declared() {
     let declared = include_str!("main.rs");
     let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/wire")).unwrap();
     let mut seen = 0;

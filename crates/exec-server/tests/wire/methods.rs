@@ -1,4 +1,4 @@
-//! The reference of methods in `docs/wire.md` is the table of methods.
+//! The table of methods in `docs/wire.md` matches the table in the code.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn render() -> String {
         };
         let scopes = row.scopes.iter().map(|scope| scope.name()).collect();
         let adds = row.extensions.iter().map(|name| {
-            // Its own fields without its name.
+            // Fields of the method itself are shown without its name.
             match name.strip_prefix(row.name) {
                 Some(field) if field.starts_with('#') => field,
                 _ => name,
@@ -37,7 +37,7 @@ fn render() -> String {
 }
 
 #[test]
-fn the_reference_in_the_documentation_is_the_table() {
+fn method_table_in_docs_matches_the_code() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/wire.md");
     let document = std::fs::read_to_string(&path).unwrap();
     let start = document.find(HEAD).expect("the head of the table");
@@ -54,6 +54,6 @@ fn the_reference_in_the_documentation_is_the_table() {
     }
     assert!(
         document[start..start + len] == rendered,
-        "docs/wire.md is stale; UPDATE_DOCS=1 writes it anew"
+        "docs/wire.md is out of date; run this test with UPDATE_DOCS=1 to regenerate it"
     );
 }

@@ -1,4 +1,4 @@
-//! Order and independence: what must come after what, and what must not wait for what.
+//! Order and independence of messages: what must follow what, and what must not wait.
 
 use exec_server_testkit::wire::{Seen, Start, Subject, Transport};
 use serde_json::{Value, json};
@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 use crate::{over_all, program, served};
 
 over_all! {
-    the_answer_comes_before_the_news,
-    any_depth_of_pipelining_is_answered,
-    what_nobody_asked_for_is_refused_and_survived,
-    unknown_methods_are_named,
-    one_at_a_time_if_so_asked,
+    start_response_precedes_notifications_of_the_process,
+    all_pipelined_requests_get_a_response,
+    invalid_messages_are_rejected_and_the_connection_survives,
+    error_for_an_unknown_method_names_it,
+    concurrent_requests_1_handles_requests_one_by_one,
 }
 
-async fn the_answer_comes_before_the_news(on: Transport) {
+async fn start_response_precedes_notifications_of_the_process(on: Transport) {
     let (_server, mut client) = served(on).await;
     let mut starts = Vec::new();
     for n in 0..500 {
@@ -27,7 +27,7 @@ async fn the_answer_comes_before_the_news(on: Transport) {
         assert_eq!(seen.text("stdout"), format!("{n}\n"));
         assert_eq!(seen.exit_code(), 0);
     }
-    // The order within each process was checked as it came; here, that none was early.
+    // The order within each process is checked on arrival; here, that none preceded its response.
     let mut answered = vec![false; starts.len()];
     for seen in &client.order {
         match seen {
@@ -46,10 +46,10 @@ async fn the_answer_comes_before_the_news(on: Transport) {
     }
 }
 
-async fn any_depth_of_pipelining_is_answered(on: Transport) {
+async fn all_pipelined_requests_get_a_response(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("p", "sleep 600").piped()).await;
-    // Twice: reading all the while, and only when everything was sent.
+    // Twice: reading all the while, and only after everything was sent.
     for read_meanwhile in [true, false] {
         let mut sent = Vec::new();
         for n in 0..5000 {
@@ -76,7 +76,7 @@ async fn any_depth_of_pipelining_is_answered(on: Transport) {
     }
 }
 
-async fn what_nobody_asked_for_is_refused_and_survived(on: Transport) {
+async fn invalid_messages_are_rejected_and_the_connection_survives(on: Transport) {
     let (_server, mut client) = served(on).await;
     for text in [
         r#"{"method":"no/such/notification"}"#,
@@ -112,7 +112,7 @@ async fn what_nobody_asked_for_is_refused_and_survived(on: Transport) {
     assert_eq!(client.run(Start::sh("p", "exit 3")).await.exit_code(), 3);
 }
 
-async fn unknown_methods_are_named(on: Transport) {
+async fn error_for_an_unknown_method_names_it(on: Transport) {
     let mut server = Subject::start(on, program()).await;
     let mut client = server.connect().await;
     for state in ["new", "ready"] {
@@ -123,7 +123,7 @@ async fn unknown_methods_are_named(on: Transport) {
             client.initialize(json!({"clientName": "test"})).await;
         }
     }
-    // Ids are echoed as they came, of whichever kind; `jsonrpc` is ignored.
+    // A response has the id of its request, with the same type; `jsonrpc` is ignored.
     client.queue_text(r#"{"jsonrpc":"2.0","id":"text","method":"environment/status"}"#);
     client.queue_text(r#"{"id":-7,"method":"environment/status","params":{},"trace":{}}"#);
     client.flush().await;
@@ -138,7 +138,7 @@ async fn unknown_methods_are_named(on: Transport) {
     );
 }
 
-async fn one_at_a_time_if_so_asked(on: Transport) {
+async fn concurrent_requests_1_handles_requests_one_by_one(on: Transport) {
     let mut program = program();
     program.args(["--concurrent-requests", "1"]);
     let mut server = Subject::start(on, program).await;
@@ -163,7 +163,7 @@ async fn one_at_a_time_if_so_asked(on: Transport) {
         })
         .collect();
     assert_eq!(answered, sent);
-    // A process that ends meanwhile is told all the same, and can be ended.
+    // The end of a process is notified meanwhile, and the process can be terminated.
     client
         .ok("process/terminate", json!({"processId": "p"}))
         .await;

@@ -1,4 +1,4 @@
-//! Output: pushed, pulled, looked back at, waited for; complete, or said how much is missing.
+//! Process output: pushed, pulled, read back, waited for; complete, or with a count of lost bytes.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 use crate::{over_all, program, served};
 
 over_all! {
-    the_end_says_how_it_was,
-    reading_says_what_is_missing,
-    waiting_ends_as_it_was_told,
-    a_snapshot_is_head_and_tail,
-    a_list_has_everything,
+    exited_and_closed_report_status_usage_and_signal,
+    read_reports_evicted_bytes,
+    wait_returns_at_exit_at_close_or_at_its_timeout,
+    snapshot_keeps_head_and_tail_of_the_output,
+    list_describes_running_and_ended_processes,
     pulled_output_is_not_pushed,
-    pulling_alone_loses_nothing,
-    pushing_loses_nothing,
+    pulled_output_is_complete,
+    pushed_output_is_complete,
 }
 
 /// A command that writes `lines` lines of nine bytes, each a number that follows the one before.
@@ -23,11 +23,11 @@ pub(crate) fn count_to(lines: u64) -> String {
     format!("seq 10000000 {}", 10_000_000 + lines - 1)
 }
 
-/// Checks that what comes is what [`count_to`] writes, and counts it.
+/// Checks that bytes are what [`count_to`] writes, and counts the lines.
 #[derive(Default)]
 pub(crate) struct Counted {
     pub(crate) lines: u64,
-    /// The beginning of a line whose end has not come yet.
+    /// The beginning of a line whose end has not arrived yet.
     rest: Vec<u8>,
 }
 
@@ -61,10 +61,10 @@ impl Counted {
     }
 }
 
-/// Reads what a [`count_to`] writes with `process/read` alone; the lines, and the last answer.
+/// Reads the output of [`count_to`] with `process/read`; returns the lines and the last response.
 pub(crate) async fn pull_everything(client: &mut Client, process_id: &str) -> (u64, Value) {
     let mut counted = Counted::default();
-    // The exit has a number, too, and may lie before the last of the output.
+    // The exit has a sequence number, too, and may precede the last of the output.
     let (mut after, mut skipped) = (0, 0);
     loop {
         let params = json!({"processId": process_id, "afterSeq": after, "waitMs": 60_000});
@@ -84,7 +84,7 @@ pub(crate) async fn pull_everything(client: &mut Client, process_id: &str) -> (u
     }
 }
 
-async fn the_end_says_how_it_was(on: Transport) {
+async fn exited_and_closed_report_status_usage_and_signal(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "i=0; while [ $i -lt 200000 ]; do i=$((i + 1)); done; echo done; exit 3";
     let seen = client.run(Start::sh("p", script)).await;
@@ -124,7 +124,7 @@ async fn the_end_says_how_it_was(on: Transport) {
     assert_eq!(read["failure"], Value::Null);
 }
 
-async fn reading_says_what_is_missing(on: Transport) {
+async fn read_reports_evicted_bytes(on: Transport) {
     let (_server, mut client) = served(on).await;
     let seen = client
         .run(Start::sh("p", "head -c 3000000 /dev/zero"))
@@ -140,7 +140,7 @@ async fn reading_says_what_is_missing(on: Transport) {
     assert!((900_000..=1 << 20).contains(&kept), "{kept}");
     let first = chunks[0]["seq"].as_u64().unwrap();
     let through = read["evicted"]["throughSeq"].as_u64().unwrap();
-    // The exit may lie between.
+    // The sequence number of the exit may lie between.
     assert!(
         through == first - 1 || through == first - 2,
         "{through} {first}"
@@ -148,7 +148,7 @@ async fn reading_says_what_is_missing(on: Transport) {
     assert_eq!(read["evicted"]["bytes"], total - kept);
     assert_eq!(read["nextSeq"], last + 1);
 
-    // Nothing is missing after what is kept; within what is gone, only what comes later counts.
+    // Nothing is missing after the retained output; within the lost part, only what follows counts.
     let from = |after: u64| json!({"processId": "p", "afterSeq": after});
     let read = client.ok("process/read", from(through)).await;
     assert_eq!(read.get("evicted"), None);
@@ -160,7 +160,7 @@ async fn reading_says_what_is_missing(on: Transport) {
         "{evicted}"
     );
 
-    // A budget stops before the chunk that would exceed it, but returns one at least.
+    // `maxBytes` stops before the chunk that would exceed it, but at least one chunk is returned.
     let params = json!({"processId": "p", "maxBytes": 1});
     let read = client.ok("process/read", params).await;
     assert_eq!(read["chunks"].as_array().unwrap().len(), 1);
@@ -172,7 +172,7 @@ async fn reading_says_what_is_missing(on: Transport) {
     assert_eq!(refused.message, "unknown process id nobody");
 }
 
-async fn waiting_ends_as_it_was_told(on: Transport) {
+async fn wait_returns_at_exit_at_close_or_at_its_timeout(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .start(Start::sh("p", "read line; sleep 600 & exit 4").piped())
@@ -204,10 +204,10 @@ async fn waiting_ends_as_it_was_told(on: Transport) {
             "timedOut": false, "sandboxDenied": false, "waitTimedOut": false,
         })
     };
-    // The sleeping grandchild keeps it open for a while.
+    // The sleeping grandchild keeps the output open for a while.
     assert_eq!(answer, ended(false));
     assert_eq!(client.answer(closed).await.unwrap(), ended(true));
-    // Of what has happened one need not wait, however short the time.
+    // A wait for what has happened returns at once, however short its timeout.
     assert_eq!(
         client.ok("process/wait", params("closed", 0)).await,
         ended(true)
@@ -220,7 +220,7 @@ async fn waiting_ends_as_it_was_told(on: Transport) {
     assert_eq!(client.refused("process/wait", bad).await.code, -32602);
 }
 
-async fn a_snapshot_is_head_and_tail(on: Transport) {
+async fn snapshot_keeps_head_and_tail_of_the_output(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = format!("{}; echo to stderr >&2; read line", count_to(300_000));
     client.start(Start::sh("p", &script).piped()).await;
@@ -284,7 +284,7 @@ async fn a_snapshot_is_head_and_tail(on: Transport) {
     assert_eq!(refused.code, -32600);
 }
 
-/// A snapshot holds the beginning and the end of `all`, about half of `budget` each.
+/// Asserts that a snapshot holds the beginning and the end of `all`, about half of `budget` each.
 fn check_cut(snapshot: &Value, stream: &str, all: &[u8], budget: u64) {
     let shown = bytes(&snapshot[stream]);
     let head = usize::try_from(snapshot["headBytes"][stream].as_u64().unwrap()).unwrap();
@@ -300,7 +300,7 @@ fn check_cut(snapshot: &Value, stream: &str, all: &[u8], budget: u64) {
     );
 }
 
-async fn a_list_has_everything(on: Transport) {
+async fn list_describes_running_and_ended_processes(on: Transport) {
     let (_server, mut client) = served(on).await;
     assert_eq!(
         client.ok("process/list", json!({})).await,
@@ -396,7 +396,7 @@ async fn pulled_output_is_not_pushed(on: Transport) {
         let seen = client.run(start).await;
         assert!(seen.output.is_empty(), "{seen:?}");
         assert_eq!(seen.exit_code(), 3);
-        // Their numbers are those of the log, in which the output has its own.
+        // The notifications carry the sequence numbers of the log, which counts output as well.
         let closed = seen.closed.as_ref().unwrap()["seq"].as_u64().unwrap();
         let read = client.ok("process/read", json!({"processId": id})).await;
         assert_eq!(read["nextSeq"], closed + 1);
@@ -416,7 +416,7 @@ async fn pulled_output_is_not_pushed(on: Transport) {
     assert_eq!(client.refused("process/start", bad.0).await.code, -32602);
 }
 
-/// 64 MiB and a little more, in lines of nine bytes; less where the other transport has shown it.
+/// 64 MiB and a little more, in lines of nine bytes; fewer where transports share the code.
 fn many_lines(on: Transport) -> u64 {
     match on {
         Transport::Websocket => 7_500_000,
@@ -424,13 +424,13 @@ fn many_lines(on: Transport) -> u64 {
     }
 }
 
-async fn pulling_alone_loses_nothing(on: Transport) {
+async fn pulled_output_is_complete(on: Transport) {
     let (_server, mut client) = served(on).await;
     let many = many_lines(on);
     client
         .start(Start::sh("p", &count_to(many)).with("delivery", "pull"))
         .await;
-    // It waits for its reader, however long that takes.
+    // The process waits for its reader without a time limit.
     loop {
         let listed = client.ok("process/list", json!({})).await;
         assert_eq!(listed["processes"][0]["evictedBytes"], 0);
@@ -441,12 +441,12 @@ async fn pulling_alone_loses_nothing(on: Transport) {
     let (lines, end) = pull_everything(&mut client, "p").await;
     assert_eq!(lines, many);
     assert_eq!(end["exitCode"], 0);
-    // What was acknowledged need not be kept.
+    // Acknowledged output need not be retained.
     let listed = client.ok("process/list", json!({})).await;
     assert!(listed["processes"][0]["evictedBytes"].as_u64().unwrap() >= many * 9 - (2 << 20));
 }
 
-async fn pushing_loses_nothing(on: Transport) {
+async fn pushed_output_is_complete(on: Transport) {
     let (_server, mut client) = served(on).await;
     let counted = count(&mut client, "p");
     client
@@ -455,7 +455,7 @@ async fn pushing_loses_nothing(on: Transport) {
     assert_eq!(counted.lock().unwrap().finish(), many_lines(on) / 4);
 }
 
-/// Has the pushed output of a [`count_to`] checked as it comes.
+/// Checks the pushed output of a [`count_to`] as it arrives.
 pub(crate) fn count(client: &mut Client, process_id: &str) -> Arc<Mutex<Counted>> {
     let counted = Arc::new(Mutex::new(Counted::default()));
     let sink = Arc::clone(&counted);
@@ -467,7 +467,7 @@ pub(crate) fn count(client: &mut Client, process_id: &str) -> Arc<Mutex<Counted>
 }
 
 #[tokio::test]
-async fn pulled_process_waits_for_its_reader_across_a_cut() {
+async fn pulled_process_waits_for_its_reader_after_a_disconnect() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
@@ -482,10 +482,7 @@ async fn pulled_process_waits_for_its_reader_across_a_cut() {
     let counted = count(&mut other, "q");
     other.run(Start::sh("q", &count_to(1_000_000))).await;
     assert_eq!(counted.lock().unwrap().finish(), 1_000_000);
-    assert!(
-        !done.exists(),
-        "nine megabytes were written without a reader"
-    );
+    assert!(!done.exists(), "9 MB were written without a reader");
 
     let mut client = server.connect().await;
     let params = json!({"clientName": "test", "resumeSessionId": session});
@@ -498,9 +495,9 @@ async fn pulled_process_waits_for_its_reader_across_a_cut() {
     assert!(done.exists());
 }
 
-/// What the server grants is for one reader at a time: the resumed one holds the child back again.
+/// The flow-control window belongs to one reader: after the resume, the new one blocks the process.
 #[tokio::test]
-async fn a_resumed_reader_holds_a_pulled_process_back_again() {
+async fn resumed_reader_applies_backpressure_to_a_pulled_process() {
     let mut server = Subject::start(Transport::Websocket, program()).await;
     let mut client = server.session().await;
     let script = format!("read line; {}", count_to(1_000_000));

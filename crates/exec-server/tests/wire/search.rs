@@ -1,4 +1,4 @@
-//! `fs/search`: what it finds, refuses, and stops doing.
+//! `fs/search`: what it finds, what it rejects, and when it stops.
 
 use std::fs;
 use std::path::Path;
@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    matches_have_their_surroundings,
+    search_returns_matches_with_context_lines,
 }
 
 fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-async fn matches_have_their_surroundings(on: Transport) {
+async fn search_returns_matches_with_context_lines(on: Transport) {
     let (_server, mut client) = served(on).await;
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("b.txt"), "one\ntwo needle\nthree\n").unwrap();
@@ -52,7 +52,7 @@ async fn matches_have_their_surroundings(on: Transport) {
 }
 
 #[tokio::test]
-async fn what_makes_no_sense_is_refused() {
+async fn search_rejects_invalid_params() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let dir = tempfile::tempdir().unwrap();
     let here = uri(dir.path());
@@ -125,8 +125,8 @@ async fn what_makes_no_sense_is_refused() {
     );
 }
 
-/// More to read than any test would wait for: one file under many names.
-fn endless(dir: &Path) {
+/// One large file under many names: a search that takes longer than any test would wait.
+fn fill_with_endless_work(dir: &Path) {
     let line = "there is nothing to be found on this line of text\n";
     fs::write(dir.join("0"), line.repeat((16 << 20) / line.len())).unwrap();
     for number in 1..4000 {
@@ -134,7 +134,7 @@ fn endless(dir: &Path) {
     }
 }
 
-/// Files below `dir` that a process has open.
+/// Number of files below `dir` that a process has open.
 fn open_below(pid: u32, dir: &Path) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd"))
         .unwrap()
@@ -144,11 +144,11 @@ fn open_below(pid: u32, dir: &Path) -> usize {
 }
 
 #[tokio::test]
-async fn a_search_ends_with_its_connection() {
+async fn search_ends_with_its_connection_or_session() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     let dir = tempfile::tempdir().unwrap();
-    endless(dir.path());
+    fill_with_endless_work(dir.path());
     let params = json!({"path": uri(dir.path()), "pattern": "needle"});
     client.send("fs/search", params.clone()).await;
     let begun = || match open_below(pid, dir.path()) {
@@ -157,7 +157,7 @@ async fn a_search_ends_with_its_connection() {
     };
     eventually("the search to begin", begun).await;
     drop(client);
-    // It would take minutes; looking three times makes a gap between two files unlikely.
+    // The search would take minutes; three checks make a gap between two files unlikely.
     for _ in 0..3 {
         eventually("the search to end", || match open_below(pid, dir.path()) {
             0 => Ok(()),
@@ -165,7 +165,7 @@ async fn a_search_ends_with_its_connection() {
         })
         .await;
     }
-    // The same with the session, which the connection outlives.
+    // The same when the session ends while the connection stays open.
     let mut client = server.session().await;
     let search = client.send("fs/search", params).await;
     eventually("the search to begin", begun).await;
@@ -178,10 +178,10 @@ async fn a_search_ends_with_its_connection() {
 }
 
 #[tokio::test]
-async fn searches_hold_up_nobody() {
+async fn running_searches_do_not_delay_other_requests() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let dir = tempfile::tempdir().unwrap();
-    endless(dir.path());
+    fill_with_endless_work(dir.path());
     for _ in 0..20 {
         let params = json!({"path": uri(dir.path()), "pattern": "needle"});
         client.send("fs/search", params).await;

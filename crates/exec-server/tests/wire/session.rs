@@ -1,4 +1,4 @@
-//! Sessions: what they are granted, how they end, and who may take them up again.
+//! Sessions: their grace period, how they end, and who may resume them.
 
 use exec_server_testkit::proc::{self, all_gone, bearers, eventually, marker};
 use exec_server_testkit::wire::{Seen, Start, Subject, Transport, bytes};
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 use crate::{over_all, program, served};
 
 over_all! {
-    grace_is_granted_and_bounded,
-    end_takes_everything_and_frees_the_connection,
-    handshake_keeps_its_order,
+    detach_grace_is_granted_up_to_one_day,
+    session_end_kills_all_processes_and_frees_the_connection,
+    requests_before_the_handshake_completes_are_rejected,
 }
 
-async fn grace_is_granted_and_bounded(on: Transport) {
+async fn detach_grace_is_granted_up_to_one_day(on: Transport) {
     let day = 24 * 60 * 60 * 1000_u64;
     for (asked, granted) in [
         (Value::Null, 30_000),
@@ -26,7 +26,7 @@ async fn grace_is_granted_and_bounded(on: Transport) {
         let mut client = server.connect().await;
         let params = json!({"clientName": "test", "detachGraceMs": asked});
         let session = client.initialize(params).await;
-        // Nobody can come back to a pipe.
+        // Over a pipe a session cannot be resumed.
         let granted = if on == Transport::Stdio { 0 } else { granted };
         assert_eq!(session["detachGraceMs"], granted, "asked for {asked}");
     }
@@ -37,7 +37,7 @@ async fn grace_is_granted_and_bounded(on: Transport) {
     }
 }
 
-async fn end_takes_everything_and_frees_the_connection(on: Transport) {
+async fn session_end_kills_all_processes_and_frees_the_connection(on: Transport) {
     let (_server, mut client) = served(on).await;
     let (first, mark) = (client.session_id(), marker());
     let script = "trap '' TERM HUP; setsid sh -c 'echo up; sleep 600' & echo up; wait; sleep 600";
@@ -68,7 +68,7 @@ async fn end_takes_everything_and_frees_the_connection(on: Transport) {
     let refused = client.refused("session/end", Value::Null).await;
     assert_eq!(refused.code, -32600);
 
-    // The old session is gone; a new one starts with nothing, the ids included.
+    // The old session has ended; a new one starts empty, and its process ids are free.
     let params = json!({"clientName": "test", "resumeSessionId": first});
     let refused = client.refused("initialize", params).await;
     assert_eq!(refused.code, -32600);
@@ -81,7 +81,7 @@ async fn end_takes_everything_and_frees_the_connection(on: Transport) {
     assert_eq!(client.run(Start::sh("pipe", "exit 4")).await.exit_code(), 4);
 }
 
-async fn handshake_keeps_its_order(on: Transport) {
+async fn requests_before_the_handshake_completes_are_rejected(on: Transport) {
     let mut server = Subject::start(on, program()).await;
     let mut client = server.connect().await;
     let start = Start::sh("p", "true").0;
@@ -91,7 +91,7 @@ async fn handshake_keeps_its_order(on: Transport) {
         refused.message,
         "client must call initialize before using exec methods"
     );
-    // Neither a stray notification nor a failed initialize uses the attempt up.
+    // Neither an early notification nor a failed initialize uses up the one attempt.
     client.send_text(r#"{"method":"initialized"}"#).await;
     assert_eq!(client.refusal().await.code, -32600);
     assert_eq!(client.refused("initialize", json!({})).await.code, -32602);
@@ -118,16 +118,16 @@ async fn handshake_keeps_its_order(on: Transport) {
     assert_eq!(client.run(Start::sh("p", "exit 3")).await.exit_code(), 3);
 }
 
-/// A session that can be resumed, on each transport that allows it.
+/// The transports on which a session can be resumed.
 const RESUMABLE: [Transport; 2] = [Transport::Websocket, Transport::Unix];
 
 #[tokio::test]
-async fn a_client_that_vanishes_midstream_resumes_without_a_gap() {
+async fn resume_after_a_disconnect_replays_missing_output() {
     for on in RESUMABLE {
         let (mut server, mut client) = served(on).await;
         let directory = tempfile::tempdir().unwrap();
         let go = directory.path().join("go");
-        // Writes before, during and after the absence, and does not wait for anyone.
+        // Writes before, during and after the disconnect, and waits for no client.
         let script = format!(
             "i=0; while [ $i -lt 2000 ]; do echo line $i; i=$((i + 1)); done
              while [ ! -e {go} ]; do sleep 0.01; done; echo absent; sleep 0.01; echo still absent
@@ -138,7 +138,7 @@ async fn a_client_that_vanishes_midstream_resumes_without_a_gap() {
         let seen = client.wrote("p", "stdout", "line 1000\n").await;
         let (mut text, mut after) = (seen.text("stdout"), seen.last_seq);
         let session = client.session_id();
-        // Its socket is reset: there is output that it never read.
+        // The socket is reset: there is output that the client never read.
         drop(client);
         std::fs::write(&go, "").unwrap();
 
@@ -167,13 +167,13 @@ async fn a_client_that_vanishes_midstream_resumes_without_a_gap() {
         let mut expected: String = (0..2000).map(|i| format!("line {i}\n")).collect();
         expected.push_str("absent\nstill absent\nback hi\n");
         assert_eq!(text, expected);
-        // The end was told to the new connection, after the answer that made it the driver.
+        // `closed` came over the new connection, after the response that attached it.
         assert_eq!(client.closed("p").await.exit_code(), 6);
         assert_eq!(client.order[0], Seen::Answer(1));
     }
 }
 
-/// Takes a session up again as soon as the server has noticed that its connection is gone.
+/// Resumes a session as soon as the server has noticed that its connection is closed.
 async fn resume(server: &mut Subject, session: &str) -> exec_server_testkit::wire::Client {
     let params = json!({"clientName": "test", "resumeSessionId": session});
     let mut client = server.connect().await;
@@ -191,7 +191,7 @@ async fn resume(server: &mut Subject, session: &str) -> exec_server_testkit::wir
 }
 
 #[tokio::test]
-async fn after_the_grace_the_processes_are_gone_and_so_is_the_session() {
+async fn session_and_its_processes_end_after_the_detach_grace() {
     for on in RESUMABLE {
         let mut server = Subject::start(on, program()).await;
         let mut client = server.connect().await;
@@ -213,7 +213,7 @@ async fn after_the_grace_the_processes_are_gone_and_so_is_the_session() {
 }
 
 #[tokio::test]
-async fn an_hour_is_an_hour_and_resuming_may_ask_anew() {
+async fn detach_grace_is_kept_on_resume_and_can_be_changed() {
     let mut server = Subject::start(Transport::Websocket, program()).await;
     let mut client = server.connect().await;
     client
@@ -240,7 +240,7 @@ async fn an_hour_is_an_hour_and_resuming_may_ask_anew() {
 }
 
 #[tokio::test]
-async fn an_attached_session_is_not_given_away() {
+async fn resume_of_an_attached_session_is_rejected() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let mut thief = server.connect().await;
     let params = json!({"clientName": "thief", "resumeSessionId": client.session_id()});
@@ -251,7 +251,7 @@ async fn an_attached_session_is_not_given_away() {
 }
 
 #[tokio::test]
-async fn sessions_are_apart_but_may_see_each_other() {
+async fn sessions_have_separate_process_ids_and_can_address_each_other() {
     let (mut server, mut one) = served(Transport::Websocket).await;
     let mut other = server.session().await;
     one.start(Start::sh("same", "sleep 600; exit 1")).await;
@@ -280,7 +280,7 @@ async fn sessions_are_apart_but_may_see_each_other() {
     owners.sort_unstable();
     assert_eq!(owners, expected);
 
-    // Its own, not the other's, unless it is named.
+    // A signal reaches the own session's process, not the other's, unless `sessionId` names it.
     let params = json!({"processId": "same", "signal": "user1", "sessionId": there});
     one.ok("process/signal", params).await;
     assert_eq!(other.closed("same").await.exit_code(), 7);
@@ -297,7 +297,7 @@ async fn sessions_are_apart_but_may_see_each_other() {
 
 /// A detached session that has ended leaves neither descriptors nor processes.
 #[tokio::test]
-async fn ended_sessions_leave_nothing() {
+async fn ended_sessions_leave_no_descriptors_and_no_processes() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     client.run(Start::sh("warm", "true")).await;

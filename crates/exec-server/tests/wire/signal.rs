@@ -1,4 +1,4 @@
-//! Signals by name, and whom they reach.
+//! Signals by name, and the processes that each scope reaches.
 
 use exec_server_testkit::proc::eventually;
 use exec_server_testkit::wire::{Start, Transport};
@@ -7,13 +7,13 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    every_name_means_its_signal,
-    stop_and_continue,
-    scopes_reach_whom_they_say,
-    nobody_to_signal_is_no_error,
+    each_signal_name_sends_its_signal,
+    stop_and_continue_suspend_and_resume_the_process,
+    signal_scope_selects_leader_group_or_tree,
+    signal_to_an_ended_or_unknown_process_is_no_error,
 }
 
-async fn every_name_means_its_signal(on: Transport) {
+async fn each_signal_name_sends_its_signal(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (name, signal, number) in [
         ("interrupt", "SIGINT", 2),
@@ -26,7 +26,7 @@ async fn every_name_means_its_signal(on: Transport) {
     ] {
         for tty in [false, true] {
             let id = format!("{name} {tty}");
-            // No core files in whatever directory this is.
+            // No core files in the current directory.
             let start = Start::sh(&id, "ulimit -c 0; exec sleep 600").with("tty", tty);
             client.start(start).await;
             let params = json!({"processId": id, "signal": name});
@@ -43,7 +43,7 @@ async fn every_name_means_its_signal(on: Transport) {
     }
 }
 
-async fn stop_and_continue(on: Transport) {
+async fn stop_and_continue_suspend_and_resume_the_process(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .start(Start::sh("p", "read line; echo $line").piped())
@@ -67,9 +67,9 @@ async fn stop_and_continue(on: Transport) {
     assert_eq!(client.closed("p").await.text("stdout"), "hi\n");
 }
 
-async fn scopes_reach_whom_they_say(on: Transport) {
+async fn signal_scope_selects_leader_group_or_tree(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // Three that tell of a signal: the leader, a member of its group, and one in another session.
+    // Three processes that report a signal: leader, member of its group, one in another session.
     let script = r#"
         body='trap "echo $0 got it" USR1; echo $0 up; while :; do sleep 0.05; done'
         sh -c "$body" member &
@@ -96,7 +96,7 @@ async fn scopes_reach_whom_they_say(on: Transport) {
         client.ok("process/signal", params).await;
         let all = expected.iter().sum::<usize>();
         let seen = client
-            .until("p", "those in scope told", |seen| {
+            .until("p", "every process in scope reported the signal", |seen| {
                 seen.text("stdout").matches("got it").count() >= all
             })
             .await;
@@ -109,7 +109,7 @@ async fn scopes_reach_whom_they_say(on: Transport) {
     assert_eq!(client.ok("process/terminate", params).await["gone"], true);
 }
 
-async fn nobody_to_signal_is_no_error(on: Transport) {
+async fn signal_to_an_ended_or_unknown_process_is_no_error(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.run(Start::sh("ended", "true")).await;
     for id in ["nobody", "ended"] {

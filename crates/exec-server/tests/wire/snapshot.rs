@@ -1,4 +1,4 @@
-//! `shellSnapshot` of `process/start`: start-up files run once, and commands do not notice.
+//! `shellSnapshot` of `process/start`: start-up files run once, and commands see no difference.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::{over_all, program, served};
 
 over_all! {
-    start_up_files_run_once_per_scope,
+    start_up_files_run_once_per_snapshot_scope,
 }
 
 /// A user whose start-up files are the test's.
@@ -27,7 +27,7 @@ impl User {
         let directory = tempfile::tempdir().unwrap();
         let home = directory.path().canonicalize().unwrap();
         let mut command = program();
-        // Whoever puts something aside does it in a place that can be looked at.
+        // Temporary files, if any, are created where the test can see them.
         command.env("HOME", &home).env("TMPDIR", &home);
         for setting in settings {
             command.args(["--set", setting]);
@@ -43,7 +43,7 @@ impl User {
         }
     }
 
-    /// Writes a start-up file, which notes each time that it runs.
+    /// Writes a start-up file that records each run.
     fn profile(&self, name: &str, text: &str) {
         let text = format!("echo x >> {}\n{text}\n", self.count_file().display());
         std::fs::write(self.home.join(name), text).unwrap();
@@ -53,7 +53,7 @@ impl User {
         self.home.join("count")
     }
 
-    /// How often start-up files have run.
+    /// Number of runs of the start-up files.
     fn count(&self) -> usize {
         std::fs::read_to_string(self.count_file()).map_or(0, |text| text.lines().count())
     }
@@ -93,7 +93,7 @@ fn everything() -> Value {
 
 const BASH: &str = "/bin/bash";
 
-/// What a bash user may have; commands must not be able to tell how it came to be.
+/// State that a bash user may have; commands must not see whether it came from a snapshot.
 const PROFILE: &str = r#"
 shopt -s extglob expand_aliases
 f() { case $1 in @(a|b)) echo "a or b";; *) echo "it's '$1'";; esac; }
@@ -111,7 +111,7 @@ umask 027
 trap 'echo "and bye"' EXIT
 "#;
 
-async fn start_up_files_run_once_per_scope(on: Transport) {
+async fn start_up_files_run_once_per_snapshot_scope(on: Transport) {
     let mut user = User::new(on, &[]).await;
     assert_eq!(
         user.client.session["environmentInfo"]["capabilities"]["shellSnapshotV2"],
@@ -127,7 +127,7 @@ async fn start_up_files_run_once_per_scope(on: Transport) {
         assert!(said.ends_with("\n0027\n1\nand bye\n"), "{round}: {said}");
         assert_eq!(user.count(), 1);
     }
-    // Another scope, another directory: another snapshot.
+    // Another scope or directory has another snapshot.
     user.says(BASH, "t", "true").await;
     assert_eq!(user.count(), 2);
     let elsewhere = user.start(BASH, "s", "pwd").with("cwd", "file:///");
@@ -138,9 +138,9 @@ async fn start_up_files_run_once_per_scope(on: Transport) {
     assert_eq!(user.count(), 3);
 }
 
-/// A command sees the same, be it the first, a later one or one without a snapshot.
+/// A command sees the same, whether it runs first, later, or without a snapshot.
 #[tokio::test]
-async fn commands_cannot_tell() {
+async fn commands_see_the_same_state_with_and_without_a_snapshot() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", PROFILE);
     for command in [
@@ -172,7 +172,7 @@ async fn commands_cannot_tell() {
 }
 
 #[tokio::test]
-async fn the_request_and_its_policy_win_over_start_up_files() {
+async fn request_environment_overrides_start_up_files() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     let text = "export A=file B=file MY_TOKEN=file EXTRA=file; unset C D";
     user.profile(".bash_profile", text);
@@ -191,7 +191,7 @@ async fn the_request_and_its_policy_win_over_start_up_files() {
         assert_eq!(said, "asked file asked   \n");
     }
     assert_eq!(user.count(), 1);
-    // What one request said is not what the next one gets.
+    // The environment of one request is not used for the next.
     let start = user.start(BASH, "s", print).with("envPolicy", policy);
     let said = user.client.run(start).await.text("stdout");
     assert_eq!(said, "file file    \n");
@@ -199,7 +199,7 @@ async fn the_request_and_its_policy_win_over_start_up_files() {
 }
 
 #[tokio::test]
-async fn zsh_and_sh_have_snapshots_too() {
+async fn snapshots_work_for_zsh_and_sh() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     user.profile(
         ".zprofile",
@@ -225,7 +225,7 @@ async fn zsh_and_sh_have_snapshots_too() {
 }
 
 #[tokio::test]
-async fn only_login_shells_with_a_command_have_snapshots() {
+async fn snapshots_are_taken_only_for_login_shells_with_a_command() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "");
     for argv in [
@@ -261,9 +261,9 @@ async fn only_login_shells_with_a_command_have_snapshots() {
     );
 }
 
-/// Start-up files that go wrong the first time, or always: commands run as if nobody had asked.
+/// Start-up files that fail the first time, or always: commands run as if without a snapshot.
 #[tokio::test]
-async fn what_goes_wrong_means_an_ordinary_run() {
+async fn failed_snapshot_falls_back_to_an_ordinary_start() {
     let mut user = User::new(Transport::Websocket, &["times.shell_snapshot=2s"]).await;
     let marker = marker();
     let once = |text: &str| format!("[ -e once ] || {{ touch once; {text}; }}");
@@ -303,10 +303,10 @@ async fn what_goes_wrong_means_an_ordinary_run() {
     all_gone(&marker).await;
 }
 
-/// What start-up files start for later commands, as an agent, is there for them, and goes with the
-/// session.
+/// A background process that start-up files start, such as an agent, serves later commands and ends
+/// with the session.
 #[tokio::test]
-async fn an_agent_of_start_up_files_lives_with_the_session() {
+async fn background_process_of_start_up_files_ends_with_the_session() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     let marker = marker();
     user.profile(
@@ -325,9 +325,9 @@ async fn an_agent_of_start_up_files_lives_with_the_session() {
     all_gone(&marker).await;
 }
 
-/// Commands that come at once share one snapshot, and a terminal begins with it as well.
+/// Commands that start together share one snapshot, and a terminal uses it as well.
 #[tokio::test]
-async fn many_at_once_wait_for_one_snapshot() {
+async fn concurrent_commands_share_one_snapshot() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "sleep 0.3; export FOO=bar");
     let mut ids = Vec::new();
@@ -347,9 +347,9 @@ async fn many_at_once_wait_for_one_snapshot() {
     assert_eq!(user.count(), 1);
 }
 
-/// The shell is asked under the same policy as the command.
+/// The snapshot is taken under the same policy as the command.
 #[tokio::test]
-async fn a_sandboxed_shell_is_asked_in_its_sandbox() {
+async fn snapshot_of_a_sandboxed_shell_is_taken_in_its_sandbox() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     let profile = "touch was-here 2>/dev/null; f() { echo f; }; export FOO=bar";
     std::fs::write(user.home.join(".bash_profile"), profile).unwrap();
@@ -369,14 +369,14 @@ async fn a_sandboxed_shell_is_asked_in_its_sandbox() {
         assert_eq!(user.client.run(start).await.text("stdout"), "f\nbar\n");
     }
     assert!(!user.home.join("was-here").exists());
-    // Another policy is another snapshot.
+    // Another policy has another snapshot.
     assert_eq!(user.says(BASH, "s", "f; echo $FOO").await, "f\nbar\n");
     assert!(user.home.join("was-here").exists());
 }
 
-/// More scopes than are kept: the oldest is asked again.
+/// With more scopes than are kept, the oldest snapshot is taken again.
 #[tokio::test]
-async fn the_least_used_snapshot_is_forgotten() {
+async fn least_recently_used_snapshot_is_evicted() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     user.profile(".bash_profile", "");
     for n in 0..17 {
@@ -390,7 +390,7 @@ async fn the_least_used_snapshot_is_forgotten() {
 }
 
 #[tokio::test]
-async fn state_is_not_left_in_the_environment_of_commands() {
+async fn snapshot_state_is_not_in_the_environment_of_commands() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join(".bash_profile"), "f() { :; }").unwrap();
@@ -407,9 +407,9 @@ async fn state_is_not_left_in_the_environment_of_commands() {
     }
 }
 
-/// What a shell knows may be secret: no file holds it, neither while it is told nor afterwards.
+/// The state of a shell may be secret: no file holds it, neither while it is read nor afterwards.
 #[tokio::test]
-async fn no_file_holds_a_snapshot() {
+async fn snapshots_are_never_written_to_a_file() {
     let mut user = User::new(Transport::Websocket, &[]).await;
     let files = ".bash_profile\ncount\nseen\n";
     user.profile(".bash_profile", "f() { :; }\nls -A \"$TMPDIR\" > seen");

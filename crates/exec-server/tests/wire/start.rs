@@ -1,4 +1,4 @@
-//! Starting: what a process is born with, what bounds it, and what cannot be started.
+//! `process/start`: what a process inherits, what limits it, and which starts are rejected.
 
 use std::path::{Path, PathBuf};
 
@@ -9,19 +9,19 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    a_terminal_has_the_size_it_was_asked_for,
-    time_runs_out,
-    limits_hold,
-    limits_leave_nothing_behind,
-    limits_that_make_no_sense_are_named,
-    what_cannot_be_started_says_why,
-    a_policy_that_is_misspelt_or_misplaced_starts_nothing,
-    a_megabyte_of_arguments_arrives,
-    arg0_changes_the_name_and_nothing_else,
-    nothing_stands_between_server_and_command,
+    terminal_starts_with_the_requested_size,
+    timeout_sends_sigterm_then_sigkill_to_the_tree,
+    resource_limits_are_enforced,
+    control_groups_of_limits_are_removed,
+    start_rejects_invalid_limits_by_name,
+    start_rejects_bad_argv_and_cwd_with_the_cause,
+    start_rejects_misspelt_policy_fields,
+    start_passes_one_megabyte_of_arguments,
+    arg0_changes_only_the_process_name,
+    command_is_a_direct_child_with_only_the_given_environment,
 }
 
-async fn a_terminal_has_the_size_it_was_asked_for(on: Transport) {
+async fn terminal_starts_with_the_requested_size(on: Transport) {
     let (_server, mut client) = served(on).await;
     let seen = client.run(Start::sh("default", "stty size").tty()).await;
     assert_eq!(seen.text("pty"), "24 80\r\n");
@@ -43,9 +43,9 @@ async fn a_terminal_has_the_size_it_was_asked_for(on: Transport) {
     assert_eq!(client.refused("process/start", start.0).await.code, -32602);
 }
 
-async fn time_runs_out(on: Transport) {
+async fn timeout_sends_sigterm_then_sigkill_to_the_tree(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // TERM first: what the child says on its way out is kept, and so is its exit code.
+    // SIGTERM first: output written on SIGTERM is kept, and so is the exit code.
     let script = "trap 'echo bye; exit 9' TERM; echo hello; while :; do sleep 0.05; done";
     let start = Start::sh("polite", script)
         .with("timeoutMs", 300)
@@ -62,7 +62,7 @@ async fn time_runs_out(on: Transport) {
     );
     assert_eq!(client.ok("process/wait", known).await["timedOut"], true);
 
-    // KILL after the grace, to the whole tree, wherever it went.
+    // SIGKILL after the grace, to the whole tree, including descendants in other sessions.
     for tty in [false, true] {
         let (id, mark) = (format!("stubborn {tty}"), marker());
         let script =
@@ -91,7 +91,7 @@ async fn time_runs_out(on: Transport) {
     assert_eq!(seen.exit_code(), 3);
 }
 
-async fn limits_hold(on: Transport) {
+async fn resource_limits_are_enforced(on: Transport) {
     let (_server, mut client) = served(on).await;
     let directory = tempfile::tempdir().unwrap();
     let limited = |id: &str, name: &str, value: u64, script: &str| {
@@ -121,14 +121,14 @@ async fn limits_hold(on: Transport) {
         exited["usage"]["userMs"].as_u64().unwrap() + exited["usage"]["systemMs"].as_u64().unwrap();
     assert!((500..5000).contains(&used), "{exited}");
 
-    // A pipe into a program that must keep it all: 400 MB do not fit in 64.
+    // A pipe into a program that must hold all of its input: 400 MB do not fit in 64 MiB.
     let script = "head -c 400000000 /dev/zero | tail -n 1 | wc -c";
     let seen = client
         .run(limited("memory", "memoryBytes", 64 << 20, script))
         .await;
     assert_ne!(seen.text("stdout"), "400000000\n");
 
-    // Where the host can count processes it does; where not, the refusal names the limit.
+    // Where the host can count processes the limit applies; elsewhere the refusal names the limit.
     let script = "for i in 1 2 3 4 5 6 7 8 9 10 11 12; do sleep 600 & done; echo all";
     let start = limited("processes", "processes", 8, script).marked(&marker());
     match client.call("process/start", start.0).await {
@@ -149,12 +149,12 @@ async fn limits_hold(on: Transport) {
     }
 }
 
-/// A limit on a tree outlives its leader, but not the tree.
-async fn limits_leave_nothing_behind(on: Transport) {
+/// A limit on a tree lasts until the tree has ended, not only its leader.
+async fn control_groups_of_limits_are_removed(on: Transport) {
     let (server, mut client) = served(on).await;
     let prefix = format!("exec-server-{}-", server.server_pid().await);
     let limits = json!({"memoryBytes": 1 << 30, "processes": 50});
-    // Over when they end; or when what they left behind is ended, after the log was closed.
+    // Removed when the tree ends; also if descendants are terminated after the log has closed.
     let scripts = [("whole", "true"), ("left", "sleep 600 > /dev/null 2>&1 &")];
     for (id, script) in scripts {
         let start = Start::sh(id, script).with("limits", limits.clone());
@@ -191,7 +191,7 @@ fn directories(base: &Path, prefix: &str) -> Vec<PathBuf> {
     found
 }
 
-async fn limits_that_make_no_sense_are_named(on: Transport) {
+async fn start_rejects_invalid_limits_by_name(on: Transport) {
     let (_server, mut client) = served(on).await;
     for name in [
         "memoryBytes",
@@ -207,11 +207,11 @@ async fn limits_that_make_no_sense_are_named(on: Transport) {
         let start = Start::sh("p", "true").with("limits", json!({name: "many"}));
         assert_eq!(client.refused("process/start", start.0).await.code, -32602);
     }
-    // A refusal leaves nothing behind: the id is free.
+    // A rejected start leaves nothing behind: the id is free.
     assert_eq!(client.run(Start::sh("p", "exit 5")).await.exit_code(), 5);
 }
 
-async fn what_cannot_be_started_says_why(on: Transport) {
+async fn start_rejects_bad_argv_and_cwd_with_the_cause(on: Transport) {
     let (_server, mut client) = served(on).await;
     for tty in [false, true] {
         let none: [&str; 0] = [];
@@ -269,7 +269,7 @@ async fn what_cannot_be_started_says_why(on: Transport) {
         assert_eq!(refused.code, -32602);
         assert!(refused.message.contains("missing field `cwd`"), "{refused}");
     }
-    // None of them used the id up; now it is, and stays so while it is readable.
+    // None of the rejected starts used the id; an accepted one does, as long as it can be read.
     client.run(Start::sh("p", "true")).await;
     let refused = client
         .refused("process/start", Start::sh("p", "true").0)
@@ -280,8 +280,8 @@ async fn what_cannot_be_started_says_why(on: Transport) {
     assert_eq!(listed["processes"].as_array().unwrap().len(), 1);
 }
 
-/// What would be ignored, and leave the command with more than its sender meant to allow.
-async fn a_policy_that_is_misspelt_or_misplaced_starts_nothing(on: Transport) {
+/// A misspelt field would be ignored, and the command would have more rights than intended.
+async fn start_rejects_misspelt_policy_fields(on: Transport) {
     let (_server, mut client) = served(on).await;
     let dir = tempfile::tempdir().unwrap();
     let made = dir.path().join("made");
@@ -323,13 +323,13 @@ async fn a_policy_that_is_misspelt_or_misplaced_starts_nothing(on: Transport) {
         let refused = client.refused("fs/writeFile", params).await;
         assert_eq!(refused.code, -32602, "{name}: {refused}");
     }
-    // Others are ignored, as compatible peers do.
+    // Other unknown fields are ignored, for compatibility.
     let start = Start::sh("p", "exit 3").with("sandboxPolicy", json!({}));
     assert_eq!(client.run(start.with("x", 1)).await.exit_code(), 3);
     assert!(!made.exists());
 }
 
-async fn a_megabyte_of_arguments_arrives(on: Transport) {
+async fn start_passes_one_megabyte_of_arguments(on: Transport) {
     let (_server, mut client) = served(on).await;
     let long = "x".repeat(100_000);
     let mut argv = vec!["/bin/sh", "-c", "echo $#; for a; do echo ${#a}; done", "sh"];
@@ -339,7 +339,7 @@ async fn a_megabyte_of_arguments_arrives(on: Transport) {
         seen.text("stdout"),
         format!("10\n{}", "100000\n".repeat(10))
     );
-    // What the kernel does not take is an error, not a silence.
+    // An argument list that the kernel rejects is an error.
     let longer = "x".repeat(3_000_000);
     let refused = client
         .refused("process/start", Start::new("q", &["true", &longer]).0)
@@ -347,7 +347,7 @@ async fn a_megabyte_of_arguments_arrives(on: Transport) {
     assert_eq!(refused.code, -32603);
 }
 
-async fn arg0_changes_the_name_and_nothing_else(on: Transport) {
+async fn arg0_changes_only_the_process_name(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
         let start = Start::sh(
@@ -361,7 +361,7 @@ async fn arg0_changes_the_name_and_nothing_else(on: Transport) {
     }
 }
 
-async fn nothing_stands_between_server_and_command(on: Transport) {
+async fn command_is_a_direct_child_with_only_the_given_environment(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
@@ -371,7 +371,7 @@ async fn nothing_stands_between_server_and_command(on: Transport) {
         let mut lines = text.lines();
         assert_eq!(lines.next().unwrap(), pid.to_string());
         let names: Vec<&str> = lines.map(|line| line.split_once('=').unwrap().0).collect();
-        // `PWD`, `OLDPWD`, `SHLVL` and `_` are the shell's own.
+        // The shell itself sets `PWD`, `OLDPWD`, `SHLVL` and `_`.
         let own = ["PWD", "OLDPWD", "SHLVL", "_"];
         let given: Vec<_> = names
             .into_iter()

@@ -1,4 +1,4 @@
-//! Terminals: their size, their ends, and that every byte passes as it was written.
+//! Terminals: their size, their end, and that every byte passes unchanged.
 
 use exec_server_testkit::wire::{Start, Transport, chunk};
 use serde_json::json;
@@ -6,14 +6,14 @@ use serde_json::json;
 use crate::{over_all, served};
 
 over_all! {
-    a_new_size_reaches_the_foreground_job,
-    sizes_that_cannot_be_are_refused,
-    queries_pass_through_in_both_directions,
-    every_byte_passes_through,
-    death_by_signal_has_the_same_code_as_over_pipes,
+    resize_reaches_the_foreground_job,
+    resize_rejects_invalid_sizes_and_processes_without_terminal,
+    terminal_queries_and_answers_pass_unchanged,
+    terminal_output_passes_every_byte_unchanged,
+    exit_code_of_a_signal_is_the_same_on_terminal_and_pipes,
 }
 
-async fn a_new_size_reaches_the_foreground_job(on: Transport) {
+async fn resize_reaches_the_foreground_job(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "trap 'stty size' WINCH; echo up; while :; do sleep 0.05; done";
     client.start(Start::sh("p", script).tty()).await;
@@ -27,7 +27,7 @@ async fn a_new_size_reaches_the_foreground_job(on: Transport) {
     }
 }
 
-async fn sizes_that_cannot_be_are_refused(on: Transport) {
+async fn resize_rejects_invalid_sizes_and_processes_without_terminal(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("tty", "sleep 600").tty()).await;
     client.start(Start::sh("pipe", "sleep 600")).await;
@@ -49,10 +49,10 @@ async fn sizes_that_cannot_be_are_refused(on: Transport) {
     }
 }
 
-async fn queries_pass_through_in_both_directions(on: Transport) {
+async fn terminal_queries_and_answers_pass_unchanged(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // Asks where the cursor is, how the terminal feels and what it is, and ends on a lone escape.
-    // Whatever would answer but the client shows in what is read then.
+    // Queries cursor position, status and device attributes, and sends a lone escape at the end.
+    // An answer that is not the client's would appear in what is read then.
     let script = r"stty raw -echo; printf '\033[6n\033[5n\033[c\033'
         dd bs=1 count=6 2>/dev/null; printf '\033'; read rest";
     client.start(Start::sh("p", script).tty()).await;
@@ -70,7 +70,7 @@ async fn queries_pass_through_in_both_directions(on: Transport) {
     assert_eq!(seen.await.text("pty"), all);
 }
 
-async fn every_byte_passes_through(on: Transport) {
+async fn terminal_output_passes_every_byte_unchanged(on: Transport) {
     let (_server, mut client) = served(on).await;
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("bytes");
@@ -81,7 +81,7 @@ async fn every_byte_passes_through(on: Transport) {
     assert!(seen.bytes("pty") == every, "{seen:?}");
 }
 
-async fn death_by_signal_has_the_same_code_as_over_pipes(on: Transport) {
+async fn exit_code_of_a_signal_is_the_same_on_terminal_and_pipes(on: Transport) {
     let (_server, mut client) = served(on).await;
     for tty in [false, true] {
         for (number, name) in [

@@ -1,4 +1,4 @@
-//! Ending: the whole tree, nothing lost that was written, nothing waited for in vain.
+//! `process/terminate`: the whole tree ends, written output is kept, and no wait hangs.
 
 use exec_server_testkit::proc::{all_gone, bearers, eventually, marker};
 use exec_server_testkit::wire::{Client, Start, Transport};
@@ -8,22 +8,22 @@ use crate::output::{count_to, pull_everything};
 use crate::{over_all, served};
 
 over_all! {
-    force_is_at_once_and_tells_what_was,
-    graceful_asks_first,
-    wait_answers_when_the_tree_is_gone,
-    what_was_written_before_is_not_lost,
-    closed_does_not_wait_for_a_grandchild,
-    output_after_the_end_is_counted_and_discarded,
-    a_child_may_close_its_output_and_live,
+    forced_terminate_kills_and_reports_whether_it_was_running,
+    graceful_terminate_sends_sigterm_before_sigkill,
+    terminate_with_wait_returns_after_the_whole_tree_has_ended,
+    terminate_keeps_output_written_before_the_kill,
+    closed_does_not_wait_for_a_grandchild_that_holds_the_output,
+    output_after_closed_is_discarded,
+    process_that_closes_its_output_keeps_running,
     descendants_without_their_tag_are_ended,
     orphans_without_any_evidence_are_reported_as_survivors,
 }
 
-/// Ignores polite signals, and so does a child of its in another session.
+/// Ignores SIGTERM, SIGHUP and SIGINT, and so does a child in another session.
 const STUBBORN: &str = "trap '' TERM HUP INT
     setsid sh -c 'echo up; sleep 600; sleep 600' & echo up; wait; sleep 600";
 
-async fn force_is_at_once_and_tells_what_was(on: Transport) {
+async fn forced_terminate_kills_and_reports_whether_it_was_running(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (tty, stream, up) in [(false, "stdout", "up\nup\n"), (true, "pty", "up\r\nup\r\n")] {
         let (id, mark) = (format!("p {tty}"), marker());
@@ -56,9 +56,9 @@ async fn force_is_at_once_and_tells_what_was(on: Transport) {
     assert_eq!(client.refused("process/terminate", bad).await.code, -32602);
 }
 
-async fn graceful_asks_first(on: Transport) {
+async fn graceful_terminate_sends_sigterm_before_sigkill(on: Transport) {
     let (_server, mut client) = served(on).await;
-    // Whoever is asked cleans up in its own time; a child elsewhere is asked as well.
+    // Both the leader and a child in another session handle SIGTERM and have time to clean up.
     let script = "setsid sh -c 'trap \"echo child cleaned; exit\" TERM; echo up; while :; do sleep 0.05; done' &
         trap 'echo cleaned; exit 4' TERM; echo up; while :; do sleep 0.05; done";
     client.start(Start::sh("polite", script)).await;
@@ -95,7 +95,7 @@ async fn graceful_asks_first(on: Transport) {
     all_gone(&mark).await;
 }
 
-async fn wait_answers_when_the_tree_is_gone(on: Transport) {
+async fn terminate_with_wait_returns_after_the_whole_tree_has_ended(on: Transport) {
     let (_server, mut client) = served(on).await;
     for mode in [
         Value::Null,
@@ -111,22 +111,22 @@ async fn wait_answers_when_the_tree_is_gone(on: Transport) {
             answer,
             json!({"running": true, "gone": true, "survivors": []})
         );
-        // Not eventually: now.
+        // Already at the time of the response.
         assert_eq!(bearers(&mark), []);
         let read = client.ok("process/read", json!({"processId": id})).await;
         assert_eq!(read["exited"], true, "{read}");
     }
 }
 
-async fn what_was_written_before_is_not_lost(on: Transport) {
+async fn terminate_keeps_output_written_before_the_kill(on: Transport) {
     let (_server, mut client) = served(on).await;
     let directory = tempfile::tempdir().unwrap();
     let (go, written) = (
         directory.path().join("go"),
         directory.path().join("written"),
     );
-    // Nobody reads yet: once the server has taken half a megabyte it takes no more, and what is
-    // written then can only be in the pipe when the child is killed.
+    // Without a reader the server stops reading after half a megabyte; output written after that
+    // can only be in the pipe when the process is killed.
     let (first, lines) = (60_000, 62_000);
     let script = format!(
         "{}; while [ ! -e {} ]; do sleep 0.02; done; seq {} {}; touch {}; sleep 600",
@@ -158,13 +158,13 @@ async fn what_was_written_before_is_not_lost(on: Transport) {
     assert_eq!(end["exitCode"], 137);
 }
 
-/// What the server has of the output of the only process.
+/// Bytes of output that the server retains for the only process.
 async fn retained(client: &mut Client) -> u64 {
     let listed = client.ok("process/list", json!({})).await;
     listed["processes"][0]["retainedBytes"].as_u64().unwrap()
 }
 
-async fn closed_does_not_wait_for_a_grandchild(on: Transport) {
+async fn closed_does_not_wait_for_a_grandchild_that_holds_the_output(on: Transport) {
     let (_server, mut client) = served(on).await;
     for (tty, stream) in [(false, "stdout"), (true, "pty")] {
         let (id, mark) = (format!("p {tty}"), marker());
@@ -178,7 +178,7 @@ async fn closed_does_not_wait_for_a_grandchild(on: Transport) {
         let closed = seen.closed.clone().unwrap();
         assert_eq!(closed["inheritedOutput"], true, "{closed}");
         assert_eq!(closed["discardedBytes"], 0);
-        // It was let go, not killed; it still can be.
+        // The grandchild was left running, and can still be terminated.
         assert_eq!(bearers(&mark).len(), 1);
         let params = json!({"processId": id, "wait": true});
         let answer = client.ok("process/terminate", params).await;
@@ -188,14 +188,14 @@ async fn closed_does_not_wait_for_a_grandchild(on: Transport) {
         );
         assert_eq!(bearers(&mark), []);
     }
-    // Without one it is closed at once, and says so.
+    // Without a grandchild the process is closed at once, with `inheritedOutput` false.
     let seen = client.run(Start::sh("alone", "echo x")).await;
     let closed = seen.closed.clone().unwrap();
     assert_eq!(closed["inheritedOutput"], false);
     assert_eq!(closed["discardedBytes"], 0);
 }
 
-async fn output_after_the_end_is_counted_and_discarded(on: Transport) {
+async fn output_after_closed_is_discarded(on: Transport) {
     let (_server, mut client) = served(on).await;
     let directory = tempfile::tempdir().unwrap();
     let (go, done) = (directory.path().join("go"), directory.path().join("done"));
@@ -208,7 +208,7 @@ async fn output_after_the_end_is_counted_and_discarded(on: Transport) {
     assert_eq!(seen.closed.as_ref().unwrap()["inheritedOutput"], true);
     let last = seen.last_seq;
     std::fs::write(&go, "").unwrap();
-    // It can write as much as it likes: nothing breaks its pipe, and nothing is kept.
+    // The grandchild can write any amount: its pipe stays open, and its output is discarded.
     eventually("the grandchild is done", || {
         if done.exists() {
             Ok(())
@@ -228,7 +228,7 @@ async fn output_after_the_end_is_counted_and_discarded(on: Transport) {
     }
 }
 
-async fn a_child_may_close_its_output_and_live(on: Transport) {
+async fn process_that_closes_its_output_keeps_running(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "echo last; exec >&- 2>&-; read line; exit 5";
     client.start(Start::sh("p", script).piped()).await;

@@ -1,4 +1,4 @@
-//! `process/waitFor`: the first of several things that happen.
+//! `process/waitFor`: returns at the first of several conditions.
 
 use std::time::Duration;
 
@@ -8,14 +8,14 @@ use serde_json::{Value, json};
 use crate::{over_all, served};
 
 over_all! {
-    exits_and_matches,
-    matches_across_chunks_and_streams,
-    silence,
-    ports_of_descendants,
-    terminals_that_are_read,
-    a_needle_in_much_output,
-    others_are_not_held_up,
-    what_makes_no_sense_is_refused,
+    wait_for_returns_at_exit_or_at_a_regex_match,
+    wait_for_matches_across_chunks_of_one_stream,
+    wait_for_returns_after_quiet_time,
+    wait_for_finds_ports_of_descendants,
+    wait_for_detects_a_process_that_reads_its_terminal,
+    wait_for_searches_output_beyond_the_retained_size,
+    pending_waits_do_not_delay_other_requests,
+    wait_for_rejects_invalid_params,
 }
 
 async fn wait(client: &mut Client, id: &str, any: Value) -> Value {
@@ -25,7 +25,7 @@ async fn wait(client: &mut Client, id: &str, any: Value) -> Value {
     fired
 }
 
-async fn exits_and_matches(on: Transport) {
+async fn wait_for_returns_at_exit_or_at_a_regex_match(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .start(Start::sh("p", "echo one; echo two >&2; read x; exit 5").piped())
@@ -37,7 +37,7 @@ async fn exits_and_matches(on: Transport) {
     assert_eq!(fired["match"]["stream"], "stderr");
     assert_eq!(fired["match"]["seq"], fired["cursor"]);
     assert_eq!(fired["exited"], false);
-    // After what was found, it is not found again; the wait ends with its time.
+    // After the position of the match it is not found again; the wait ends at its timeout.
     let params =
         json!({"processId": "p", "any": [{"regex": "one|two"}], "afterSeq": 2, "timeoutMs": 50});
     let fired = client.ok("process/waitFor", params).await;
@@ -57,14 +57,14 @@ async fn exits_and_matches(on: Transport) {
         (&fired["fired"], &fired["exitCode"]),
         (&json!(1), &json!(5))
     );
-    // Nothing can happen to what is closed, and nobody waits for it.
+    // A condition on a closed process cannot be met, so the wait returns at once.
     client.closed("p").await;
     let fired = wait(&mut client, "p", json!([{"regex": "three"}, {"port": 1}])).await;
     assert_eq!(
         (&fired["fired"], &fired["closed"]),
         (&Value::Null, &json!(true))
     );
-    // What was there before it ended is found all the same.
+    // Output that was retained before the end is searched all the same.
     let fired = wait(
         &mut client,
         "p",
@@ -74,21 +74,21 @@ async fn exits_and_matches(on: Transport) {
     assert_eq!(fired["fired"], 1, "{fired}");
 }
 
-async fn matches_across_chunks_and_streams(on: Transport) {
+async fn wait_for_matches_across_chunks_of_one_stream(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script =
         "printf 'liste'; echo noise >&2; read x; printf 'ning on 80'; read x; echo 80; read x";
     client.start(Start::sh("p", script).piped()).await;
     client.wrote("p", "stdout", "liste").await;
     let write = |number: &str| json!({"processId": "p", "chunk": chunk("\n"), "writeId": number});
-    // The end of all output, for now.
+    // `$` matches at the current end of all output.
     let any = json!([{"regex": "listening on \\d+$"}]);
     let params = json!({"processId": "p", "any": any, "timeoutMs": 60_000});
     let waiting = client.send("process/waitFor", params).await;
     client.ok("process/write", write("1")).await;
     let fired = client.answer(waiting).await.unwrap();
     assert_eq!(fired["match"]["text"], "listening on 80", "{fired}");
-    // The end of a line, which comes later.
+    // The next match ends at the end of a line, which comes later.
     let any = json!([{"regex": "(?m)listening on \\d{4}$"}]);
     let params = json!({"processId": "p", "any": any, "timeoutMs": 60_000});
     let waiting = client.send("process/waitFor", params).await;
@@ -97,7 +97,7 @@ async fn matches_across_chunks_and_streams(on: Transport) {
     assert_eq!(fired["match"]["text"], "listening on 8080", "{fired}");
 }
 
-async fn silence(on: Transport) {
+async fn wait_for_returns_after_quiet_time(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("p", "echo x; exec sleep 600")).await;
     let fired = wait(&mut client, "p", json!([{"regex": "y"}, {"quietMs": 100}])).await;
@@ -106,7 +106,7 @@ async fn silence(on: Transport) {
     assert_eq!(fired["fired"], 0, "{fired}");
 }
 
-async fn ports_of_descendants(on: Transport) {
+async fn wait_for_finds_ports_of_descendants(on: Transport) {
     let (_server, mut client) = served(on).await;
     let listen = "import socket,time; s=socket.socket(); s.bind(('127.0.0.1',0)); s.listen(); \
                   print(s.getsockname()[1],flush=True); time.sleep(600)";
@@ -121,14 +121,14 @@ async fn ports_of_descendants(on: Transport) {
     client.wrote("p", "stdout", &format!("{port}\n")).await;
     let fired = wait(&mut client, "p", json!([{"port": port}])).await;
     assert_eq!(fired["port"], port);
-    // A port that only others listen on does not count.
+    // A port that only other processes listen on does not count.
     let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let other = other.local_addr().unwrap().port();
     let fired = wait(&mut client, "p", json!([{"port": other}, {"quietMs": 300}])).await;
     assert_eq!(fired["fired"], 1, "{fired}");
 }
 
-async fn terminals_that_are_read(on: Transport) {
+async fn wait_for_detects_a_process_that_reads_its_terminal(on: Transport) {
     let (_server, mut client) = served(on).await;
     let ways = [
         (
@@ -153,7 +153,7 @@ async fn terminals_that_are_read(on: Transport) {
         let fired = wait(&mut client, id, json!([{"exit": true}, {"ttyRead": true}])).await;
         assert_eq!(fired["fired"], 1, "{id}: {fired}");
         assert!(fired["pid"].as_u64().unwrap() > 1);
-        // The question is part of what came before.
+        // The prompt is part of the output before the match.
         let read = json!({"processId": id, "afterSeq": fired["cursor"]});
         assert_eq!(
             client.ok("process/read", read).await["chunks"],
@@ -163,13 +163,13 @@ async fn terminals_that_are_read(on: Transport) {
         let write = json!({"processId": id, "chunk": chunk("you\n"), "writeId": "1"});
         client.ok("process/write", write).await;
         client.wrote(id, "pty", "hello you").await;
-        // Now it sleeps, which is not reading.
+        // The process sleeps now, which is not reading.
         let any = json!([{"ttyRead": true}, {"quietMs": 300}]);
         let params = json!({"processId": id, "any": any, "timeoutMs": 60_000});
         let fired = client.ok("process/waitFor", params).await;
         assert_eq!(fired["fired"], 1, "{id}: {fired}");
     }
-    // Without a terminal there is nothing to read one from.
+    // Without a terminal `ttyRead` is never met.
     client.start(Start::sh("pipe", "read x").piped()).await;
     let fired = wait(
         &mut client,
@@ -180,8 +180,8 @@ async fn terminals_that_are_read(on: Transport) {
     assert_eq!(fired["fired"], 1, "{fired}");
 }
 
-/// A hundred times what is retained goes by, and nothing of it unsearched.
-async fn a_needle_in_much_output(on: Transport) {
+/// A hundred times the retained size passes, and all of it is searched.
+async fn wait_for_searches_output_beyond_the_retained_size(on: Transport) {
     let (_server, mut client) = served(on).await;
     let script = "yes | head -c 60000000; printf 'nee'; yes | head -c 8000; echo dle; \
                   yes | head -c 40000000; sleep 600";
@@ -199,7 +199,7 @@ async fn a_needle_in_much_output(on: Transport) {
     );
 }
 
-async fn others_are_not_held_up(on: Transport) {
+async fn pending_waits_do_not_delay_other_requests(on: Transport) {
     let (_server, mut client) = served(on).await;
     client
         .start(Start::sh("p", "yes x | head -c 30000000; exec sleep 600"))
@@ -228,7 +228,7 @@ async fn others_are_not_held_up(on: Transport) {
     }
 }
 
-async fn what_makes_no_sense_is_refused(on: Transport) {
+async fn wait_for_rejects_invalid_params(on: Transport) {
     let (_server, mut client) = served(on).await;
     client.start(Start::sh("p", "exec sleep 600")).await;
     for any in [
@@ -262,9 +262,9 @@ async fn what_makes_no_sense_is_refused(on: Transport) {
     );
 }
 
-/// Whoever searches holds a process back, but only while its connection lives.
+/// A wait with a regex holds the process back, but only while its connection lives.
 #[tokio::test]
-async fn a_wait_ends_with_its_connection() {
+async fn wait_for_ends_with_its_connection() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let dir = tempfile::tempdir().unwrap();
     let (go, done) = (dir.path().join("go"), dir.path().join("done"));

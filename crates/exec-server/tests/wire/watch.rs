@@ -1,4 +1,4 @@
-//! `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and what they tell.
+//! `fs/watch`, `fs/unwatch` and `fs/watchMissing`, and their notifications.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -13,30 +13,30 @@ use tokio::process::Command;
 use crate::{over_all, served};
 
 over_all! {
-    changes_are_told_until_the_watch_ends,
-    what_is_missing_is_told_once,
+    watch_notifies_changes_until_unwatch,
+    watch_missing_notifies_once_when_a_path_appears,
 }
 
 fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-/// In memory where that can be had: some disks make fifty thousand files in a minute only.
+/// In memory where possible: some disks create only fifty thousand files in a minute.
 fn quick_dir() -> TempDir {
     tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
 }
 
-/// What one watch told, in order.
+/// The notifications of one watch, in order.
 #[derive(Debug, Default)]
-struct Told {
+struct Notified {
     seq: u64,
     /// `kind path`, relative to the directory of the test.
     changes: Vec<String>,
     overflow: bool,
 }
 
-impl Told {
-    /// Takes the next notification, and checks what each must keep.
+impl Notified {
+    /// Reads the next notification, and checks what holds for each.
     async fn step(&mut self, client: &mut Client, dir: &Path) {
         let params = client.notice("fs/changed").await;
         assert_eq!(fields(&params), ["changes", "overflow", "seq", "watchId"]);
@@ -60,8 +60,8 @@ impl Told {
         }
     }
 
-    /// Makes files until one is told of: after a loss there may be another, which covers them.
-    async fn goes_on(&mut self, client: &mut Client, dir: &Path) {
+    /// Creates files until one is notified: after an overflow another may follow that covers them.
+    async fn expect_further_changes(&mut self, client: &mut Client, dir: &Path) {
         for number in 0.. {
             (self.overflow, self.changes) = (false, Vec::new());
             fs::write(dir.join(format!("after{number}")), "").unwrap();
@@ -82,7 +82,7 @@ impl Told {
     }
 }
 
-async fn changes_are_told_until_the_watch_ends(on: Transport) {
+async fn watch_notifies_changes_until_unwatch(on: Transport) {
     let (_server, mut client) = served(on).await;
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
@@ -95,7 +95,7 @@ async fn changes_are_told_until_the_watch_ends(on: Transport) {
     });
     let watching = client.ok("fs/watch", params).await;
     assert_eq!(watching, json!({"path": uri(&at("real"))}));
-    let mut told = Told::default();
+    let mut told = Notified::default();
     let root = at("real");
     fs::write(root.join("sub/no.log"), "").unwrap();
     fs::write(root.join("sub/a b"), "").unwrap();
@@ -108,7 +108,7 @@ async fn changes_are_told_until_the_watch_ends(on: Transport) {
         !told.changes.iter().any(|change| change.contains("log")),
         "{told:?}"
     );
-    // With the rules, which no longer hold once they are gone.
+    // The ignore rules no longer apply once their file is removed.
     fs::remove_dir_all(&root).unwrap();
     told.until(&mut client, &root, "removed ").await;
     fs::create_dir(&root).unwrap();
@@ -121,14 +121,14 @@ async fn changes_are_told_until_the_watch_ends(on: Transport) {
     client.notices();
     let unknown = client.ok("fs/unwatch", json!({"watchId": "w"})).await;
     assert_eq!(unknown, json!({}));
-    // The id is free again, and counts from 1.
+    // The id is free again, and its sequence starts at 1.
     let params = json!({
         "watchId": "w", "path": uri(&root), "recursive": false, "debounceMs": 1,
         "ignore": {"patterns": ["*.tmp"]},
     });
     client.ok("fs/watch", params).await;
     fs::create_dir(root.join("d")).unwrap();
-    let mut told = Told::default();
+    let mut told = Notified::default();
     told.until(&mut client, &root, "created d").await;
     fs::write(root.join("d/unseen"), "").unwrap();
     fs::write(root.join("x.tmp"), "").unwrap();
@@ -139,7 +139,7 @@ async fn changes_are_told_until_the_watch_ends(on: Transport) {
 }
 
 #[tokio::test]
-async fn what_makes_no_sense_is_refused() {
+async fn watch_rejects_invalid_params_and_too_many_watches() {
     let (mut server, mut client) = served(Transport::Websocket).await;
     let dir = tempfile::tempdir().unwrap();
     let here = uri(dir.path());
@@ -204,7 +204,7 @@ async fn what_makes_no_sense_is_refused() {
     );
 }
 
-/// Inotify instances and threads that watch.
+/// Number of inotify instances and of threads that watch.
 fn watching(pid: u32) -> (usize, usize) {
     let instances = fs::read_dir(format!("/proc/{pid}/fd"))
         .unwrap()
@@ -228,7 +228,7 @@ async fn watches(pid: u32, expected: (usize, usize)) {
 }
 
 #[tokio::test]
-async fn watches_are_shared_and_end_with_their_connections() {
+async fn watches_share_one_inotify_instance_and_end_with_their_connection() {
     let (mut server, mut one) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     assert_eq!(watching(pid), (0, 0));
@@ -260,12 +260,12 @@ async fn watches_are_shared_and_end_with_their_connections() {
     }
     drop(one);
     watches(pid, (2, 2)).await;
-    // Nothing is left of a session that ends either.
+    // A session that ends leaves no watch either.
     two.ok("session/end", Value::Null).await;
     watches(pid, (0, 0)).await;
     drop(two);
     eventually("descriptors", || match proc::descriptors(pid) {
-        // Both connections are gone, of which one was counted.
+        // Both connections have ended, one of which was watched.
         seen if seen < descriptors => Ok(()),
         seen => Err(format!("{seen} of at most {descriptors}")),
     })
@@ -273,7 +273,7 @@ async fn watches_are_shared_and_end_with_their_connections() {
 }
 
 #[tokio::test]
-async fn a_burst_is_told_completely_or_said_to_be_lost() {
+async fn burst_of_changes_is_notified_completely_or_as_overflow() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let dir = quick_dir();
     let params = json!({"watchId": "w", "path": uri(dir.path())});
@@ -282,7 +282,7 @@ async fn a_burst_is_told_completely_or_said_to_be_lost() {
         fs::write(dir.path().join(number.to_string()), "").unwrap();
     }
     fs::write(dir.path().join("last"), "").unwrap();
-    let mut told = Told::default();
+    let mut told = Notified::default();
     while !told.overflow && !told.changes.iter().any(|change| change == "created last") {
         told.step(&mut client, dir.path()).await;
     }
@@ -295,11 +295,11 @@ async fn a_burst_is_told_completely_or_said_to_be_lost() {
             );
         }
     }
-    told.goes_on(&mut client, dir.path()).await;
+    told.expect_further_changes(&mut client, dir.path()).await;
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_read_costs_little_and_is_told() {
+async fn watch_of_a_slow_reader_uses_bounded_memory_and_reports_overflow() {
     let (server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     let dir = quick_dir();
@@ -307,7 +307,7 @@ async fn a_client_that_does_not_read_costs_little_and_is_told() {
     client.ok("fs/watch", params).await;
     proc::forget_peak(pid);
     let before = proc::peak_memory(pid);
-    // Long names, so that the socket is full soon.
+    // Long names fill the socket soon.
     let (one, two) = ("1".repeat(200), "2".repeat(200));
     let (one, two) = (dir.path().join(one), dir.path().join(two));
     fs::write(&one, "").unwrap();
@@ -315,17 +315,17 @@ async fn a_client_that_does_not_read_costs_little_and_is_told() {
         fs::rename(&one, &two).unwrap();
         fs::rename(&two, &one).unwrap();
     }
-    let mut told = Told::default();
+    let mut told = Notified::default();
     while !told.overflow {
         told.step(&mut client, dir.path()).await;
     }
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 64 << 20, "grew by {grown} bytes");
-    told.goes_on(&mut client, dir.path()).await;
+    told.expect_further_changes(&mut client, dir.path()).await;
 }
 
 #[tokio::test]
-async fn twenty_thousand_directories_cost_little() {
+async fn watch_of_20000_directories_uses_bounded_memory() {
     let (server, mut client) = served(Transport::Websocket).await;
     let pid = server.server_pid().await;
     let dir = quick_dir();
@@ -342,7 +342,7 @@ async fn twenty_thousand_directories_cost_little() {
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 64 << 20, "grew by {grown} bytes");
     fs::write(dir.path().join("directory-199/another-99/x"), "").unwrap();
-    let mut told = Told::default();
+    let mut told = Notified::default();
     told.until(
         &mut client,
         dir.path(),
@@ -352,8 +352,8 @@ async fn twenty_thousand_directories_cost_little() {
 }
 
 #[tokio::test]
-async fn a_limit_that_is_too_small_is_named() {
-    // In a user namespace of its own, the server may watch this much.
+async fn watch_error_names_the_inotify_limit_that_is_too_small() {
+    // In a new user namespace, the server may watch this much.
     let mut command = Command::new("unshare");
     command
         .env_clear()
@@ -376,20 +376,20 @@ async fn a_limit_that_is_too_small_is_named() {
     ] {
         assert!(refused.message.contains(part), "{refused}");
     }
-    // Nothing is left of it, and what fits works.
+    // The failed watch leaves nothing behind, and a smaller one works.
     params["ignore"] = json!({"patterns": ["[1-3]?"]});
     client.ok("fs/watch", params).await;
-    // What does not fit later is not passed over in silence.
+    // A directory that exceeds the limit later is reported as an overflow.
     for number in 0..40 {
         fs::create_dir(dir.path().join(format!("later{number}"))).unwrap();
     }
-    let mut told = Told::default();
+    let mut told = Notified::default();
     while !told.overflow {
         told.step(&mut client, dir.path()).await;
     }
 }
 
-async fn what_is_missing_is_told_once(on: Transport) {
+async fn watch_missing_notifies_once_when_a_path_appears(on: Transport) {
     let (_server, mut client) = served(on).await;
     let info = client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["fsWatchMissing"], true);
@@ -407,7 +407,7 @@ async fn what_is_missing_is_told_once(on: Transport) {
         (6, json!(many[1..]), json!(at("there")), true),
         (6, json!([at("m")]), Value::Null, false),
         (3, json!([at("m")]), Value::Null, false),
-        // Takes the place of 6, which tells nothing any more.
+        // Replaces watch 6, which sends nothing any more.
         (7, json!([at("a/b")]), Value::Null, true),
     ];
     for (id, missing, present, expected) in table {
@@ -426,7 +426,7 @@ async fn what_is_missing_is_told_once(on: Transport) {
     fs::remove_file(dir.path().join("there")).unwrap();
     let told = client.notice("fs/missingChanged").await;
     assert_eq!(told, json!({"watchId": 8}));
-    // One that fails takes its place too.
+    // A failed request replaces the watch, too.
     let params = json!({"watchId": 9, "missing": [at("x")]});
     client.ok("fs/watchMissing", params).await;
     let params = json!({"watchId": 10, "missing": []});

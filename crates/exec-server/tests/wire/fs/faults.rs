@@ -1,4 +1,4 @@
-//! What the system refuses, and what it makes of a path.
+//! Errors of the operating system, and paths that do not exist.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -10,7 +10,7 @@ use tokio::process::Command;
 use super::{MIB, Scene, fifo, uri, walk_options};
 use crate::program;
 
-/// A call on a name, and what must come of it.
+/// A call: method, file name, params, error code and part of the message.
 type Row = (&'static str, &'static str, Value, i64, &'static str);
 
 async fn check(scene: &mut Scene, rows: Vec<Row>) {
@@ -26,7 +26,7 @@ async fn check(scene: &mut Scene, rows: Vec<Row>) {
 }
 
 #[tokio::test]
-async fn every_error_has_its_code() {
+async fn fs_errors_have_the_code_of_their_cause() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("d/e")).unwrap();
     fs::write(scene.path("f"), "hello").unwrap();
@@ -109,10 +109,10 @@ async fn every_error_has_its_code() {
         ("fs/readFile", long, none(), -32603, "os error 36"),
         // ENXIO
         ("fs/writeFile", "fifo", x(), -32603, "os error 6"),
-        // What is no file.
+        // Not a regular file.
         ("fs/readFile", "d", none(), -32600, "is not a file"),
         ("fs/readFile", "fifo", none(), -32600, "is not a file"),
-        // What has a limit.
+        // Values above a limit.
         (
             "fs/walk",
             "d",
@@ -130,7 +130,7 @@ async fn every_error_has_its_code() {
     ];
     check(&mut scene, rows).await;
 
-    // Without following links there is one sentence for all of them.
+    // Without following links one message covers all of them.
     let link = "contains a symbolic link";
     let no = || json!({"followSymlinks": false});
     let no_x = || json!({"followSymlinks": false, "dataBase64": "eA=="});
@@ -179,7 +179,7 @@ async fn every_error_has_its_code() {
 }
 
 #[tokio::test]
-async fn paths_that_lead_nowhere() {
+async fn fs_methods_reject_paths_that_cannot_exist() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir(scene.path("d")).unwrap();
     fs::write(scene.path("f"), "x").unwrap();
@@ -225,8 +225,8 @@ async fn paths_that_lead_nowhere() {
     }
 }
 
-/// A server that sees small and read-only filesystems where the scene has empty directories.
-async fn cramped(root: &std::path::Path) -> Subject {
+/// A server for which two empty directories are a small and a read-only filesystem.
+async fn server_with_small_filesystems(root: &std::path::Path) -> Subject {
     let script = "set -e; mount -t tmpfs -o size=1m none \"$ROOT/small\"; \
                   mount -t tmpfs -o ro none \"$ROOT/fixed\"; exec \"$0\" \"$@\"";
     let mut command = Command::new("unshare");
@@ -238,12 +238,12 @@ async fn cramped(root: &std::path::Path) -> Subject {
 }
 
 #[tokio::test]
-async fn a_full_disk_leaves_what_was_there() {
+async fn full_disk_leaves_the_old_content() {
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path().canonicalize().unwrap();
     fs::create_dir(root.join("small")).unwrap();
     fs::create_dir(root.join("fixed")).unwrap();
-    let mut server = cramped(&root).await;
+    let mut server = server_with_small_filesystems(&root).await;
     let client = server.session().await;
     let mut scene = Scene {
         client,
@@ -264,7 +264,7 @@ async fn a_full_disk_leaves_what_was_there() {
         vec![("fs/writeFile", "small/new", large(), -32603, full)],
     )
     .await;
-    // Nothing is waited for: the end is asked for before it is known that a write failed.
+    // Pipelined: the close is sent before the response of the failed write.
     for commit in [false, true] {
         let open = json!({"handleId": "h", "mode": "atomic", "path": scene.uri("small/f")});
         let mut asked = vec![scene.client.queue("fs/open", open)];
@@ -285,7 +285,7 @@ async fn a_full_disk_leaves_what_was_there() {
         assert_eq!(scene.read("small/f").await, b"old");
     }
     let params = json!({"sourcePath": "file:///proc/self/exe", "destinationPath": scene.uri("small/c"), "recursive": false});
-    // A link is copied as one; what it leads to does not fit.
+    // A link is copied as a link; its target does not fit.
     scene.client.ok("fs/copy", params).await;
     let exe = uri(env!("CARGO_BIN_EXE_exec-server").as_ref());
     let params =
@@ -310,7 +310,7 @@ async fn a_full_disk_leaves_what_was_there() {
         ),
     ];
     check(&mut scene, rows).await;
-    // EBUSY: something is mounted there.
+    // EBUSY: a mount point.
     let rows = vec![(
         "fs/remove",
         "small",
@@ -323,7 +323,7 @@ async fn a_full_disk_leaves_what_was_there() {
 
 /// The memory of a process is a file whose first page cannot be read.
 #[tokio::test]
-async fn a_disk_that_fails() {
+async fn read_error_of_a_disk_is_reported_and_closes_the_handle() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let path = "file:///proc/self/mem";
     for method in ["fs/readFile", "fs/hash"] {
@@ -336,18 +336,18 @@ async fn a_disk_that_fails() {
     let read = json!({"handleId": "h", "offset": 0, "len": 10});
     let failure = scene.client.refused("fs/readBlock", read.clone()).await;
     assert_eq!(failure.code, -32603, "{failure}");
-    // The handle is gone with it.
+    // The failed read has closed the handle.
     let failure = scene.client.refused("fs/readBlock", read).await;
     assert_eq!(failure.code, -32004, "{failure}");
 }
 
 #[tokio::test]
-async fn an_ordinary_user_is_refused() {
+async fn permission_errors_are_reported_for_an_unprivileged_user() {
     let root = rustix::process::geteuid().is_root();
     let directory = tempfile::tempdir().unwrap();
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let command = if root {
-        // The program may lie where nobody else can see it.
+        // The binary may be in a directory that other users cannot read.
         let copy = directory.path().join("exec-server");
         fs::copy(env!("CARGO_BIN_EXE_exec-server"), &copy).unwrap();
         let mut command = Command::new("setpriv");
@@ -416,7 +416,7 @@ async fn an_ordinary_user_is_refused() {
     ];
     check(&mut scene, rows).await;
     if root {
-        // EPERM: it belongs to somebody else.
+        // EPERM: another user owns the file.
         let rows = vec![(
             "fs/setMetadata",
             "mine",
@@ -426,7 +426,7 @@ async fn an_ordinary_user_is_refused() {
         )];
         check(&mut scene, rows).await;
     }
-    // What may be written but not replaced is written in place.
+    // A file that may be written but not replaced is written in place.
     scene.write("mine", b"longer than before").await;
     scene.write("mine", b"short").await;
     assert_eq!(fs::read(scene.path("mine")).unwrap(), b"short");

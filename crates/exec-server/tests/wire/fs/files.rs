@@ -1,4 +1,4 @@
-//! Whole files, what is known of them, and links.
+//! Whole files, their metadata, and symbolic links.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -14,11 +14,11 @@ use super::{MIB, Scene, fifo, names, uri};
 use crate::over_all;
 
 over_all! {
-    whole_files_come_and_go,
-    an_answer_longer_than_a_frame_may_be,
+    read_file_returns_what_write_file_wrote,
+    response_larger_than_a_frame_is_split_into_frames,
 }
 
-async fn whole_files_come_and_go(on: Transport) {
+async fn read_file_returns_what_write_file_wrote(on: Transport) {
     let mut scene = Scene::new(on).await;
     let data: Vec<u8> = (0..200_000u32).map(|n| (n * 7) as u8).collect();
     for data in [&data[..], b"", b"short"] {
@@ -38,16 +38,16 @@ async fn whole_files_come_and_go(on: Transport) {
     assert_eq!(scene.names().len(), 2, "nothing temporary is left");
 }
 
-async fn an_answer_longer_than_a_frame_may_be(on: Transport) {
+async fn response_larger_than_a_frame_is_split_into_frames(on: Transport) {
     let mut scene = Scene::new(on).await;
     let data = vec![b'x'; 20 * MIB];
     fs::write(scene.path("f"), &data).unwrap();
-    // Our own end takes frames of 16 MiB, as compatible clients do.
+    // The test client accepts frames of 16 MiB, as compatible clients do.
     assert!(scene.read("f").await == data);
 }
 
 #[tokio::test]
-async fn beyond_a_message_the_error_says_what_to_do() {
+async fn read_file_beyond_the_message_limit_suggests_open_and_read_block() {
     let mut scene = Scene::new(Transport::Websocket).await;
     for (megabytes, expected) in [
         (50, "67108864"),
@@ -62,7 +62,7 @@ async fn beyond_a_message_the_error_says_what_to_do() {
 }
 
 #[tokio::test]
-async fn a_file_that_changes_while_it_is_read() {
+async fn read_of_a_changing_file_returns_valid_data() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let path = scene.path("f");
     fs::write(&path, vec![b'a'; MIB]).unwrap();
@@ -79,7 +79,7 @@ async fn a_file_that_changes_while_it_is_read() {
             file.set_len(10).unwrap();
         }
     });
-    // The kernel clears what it cuts off while others read it, so zeros are possible; nothing else is.
+    // The kernel clears what it truncates during a read, so zeros are possible; nothing else is.
     let whole = |read: &[u8]| read.iter().all(|&byte| byte == b'a' || byte == 0);
     let open = json!({"handleId": "h"});
     scene.ok("fs/open", "f", open).await;
@@ -97,7 +97,7 @@ async fn a_file_that_changes_while_it_is_read() {
 }
 
 #[tokio::test]
-async fn writing_with_attributes() {
+async fn write_file_sets_mode_and_modification_time() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let params =
         json!({"dataBase64": "eA==", "mode": 0o4711, "modifiedAtMs": 1_600_000_000_123_i64});
@@ -108,7 +108,7 @@ async fn writing_with_attributes() {
         (found.mtime(), found.mtime_nsec()),
         (1_600_000_000, 123_000_000)
     );
-    // Unasked, the mode stays and the time does not.
+    // Without these fields the mode stays and the time is that of the write.
     scene.write("f", b"y").await;
     let found = fs::metadata(scene.path("f")).unwrap();
     assert_eq!(found.mode() & 0o7777, 0o4711);
@@ -127,11 +127,11 @@ async fn writing_with_attributes() {
 }
 
 #[tokio::test]
-async fn writing_keeps_owner_mode_and_links() {
+async fn write_file_keeps_owner_mode_and_links() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "old").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o640)).unwrap();
-    // Only root can give a file away.
+    // Only root can change the owner of a file.
     let owner = std::os::unix::fs::chown(scene.path("f"), Some(1234), Some(2345)).is_ok();
     symlink("f", scene.path("link")).unwrap();
     scene.write("link", b"new").await;
@@ -159,7 +159,7 @@ async fn writing_keeps_owner_mode_and_links() {
 }
 
 #[tokio::test]
-async fn metadata_says_all_there_is() {
+async fn get_metadata_returns_all_fields() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "hello").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o1640)).unwrap();
@@ -200,7 +200,7 @@ async fn metadata_says_all_there_is() {
 }
 
 #[tokio::test]
-async fn metadata_can_be_set() {
+async fn set_metadata_changes_mode_and_time() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "").unwrap();
     symlink("f", scene.path("link")).unwrap();
@@ -217,7 +217,7 @@ async fn metadata_can_be_set() {
             (&mode.into(), &time.into())
         );
     }
-    // Each alone.
+    // Each field alone.
     scene
         .ok("fs/setMetadata", "f", json!({"mode": 0o640}))
         .await;
@@ -240,7 +240,7 @@ async fn metadata_can_be_set() {
 }
 
 #[tokio::test]
-async fn links_are_made_as_told() {
+async fn create_symlink_stores_the_given_target() {
     let mut scene = Scene::new(Transport::Websocket).await;
     scene
         .ok(
@@ -270,7 +270,7 @@ async fn links_are_made_as_told() {
 }
 
 #[tokio::test]
-async fn hashes_of_files_and_their_beginnings() {
+async fn hash_covers_the_file_or_its_first_bytes() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "hello world").unwrap();
     let hello = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
@@ -290,7 +290,7 @@ async fn hashes_of_files_and_their_beginnings() {
 }
 
 #[tokio::test]
-async fn special_files_are_written_in_place() {
+async fn write_file_writes_special_files_in_place() {
     let mut scene = Scene::new(Transport::Websocket).await;
     symlink("/dev/null", scene.path("null")).unwrap();
     scene.write("null", b"gone").await;
@@ -301,7 +301,7 @@ async fn special_files_are_written_in_place() {
     );
     fifo(&scene.path("fifo"));
     let params = json!({"dataBase64": chunk("x")});
-    // Nobody reads it.
+    // No process reads the FIFO.
     scene.fails("fs/writeFile", "fifo", params, -32603).await;
     assert_eq!(names(&scene.root), ["fifo", "null"]);
 }

@@ -1,4 +1,4 @@
-//! Handles: reading and writing in blocks.
+//! File handles: reading and writing in blocks.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
@@ -12,11 +12,11 @@ use crate::flow::still;
 use crate::over_all;
 
 over_all! {
-    blocks_go_both_ways,
-    what_is_written_aside_shows_at_the_end,
+    blocks_written_through_a_handle_read_back_exactly,
+    atomic_write_becomes_visible_only_at_commit,
 }
 
-async fn blocks_go_both_ways(on: Transport) {
+async fn blocks_written_through_a_handle_read_back_exactly(on: Transport) {
     let mut scene = Scene::new(on).await;
     let data: Vec<u8> = (0..3 * MIB + 5).map(|n| ((n * 31) >> 3) as u8).collect();
     scene
@@ -50,7 +50,7 @@ async fn blocks_go_both_ways(on: Transport) {
     }
 }
 
-async fn what_is_written_aside_shows_at_the_end(on: Transport) {
+async fn atomic_write_becomes_visible_only_at_commit(on: Transport) {
     let mut scene = Scene::new(on).await;
     fs::write(scene.path("f"), "old").unwrap();
     fs::set_permissions(scene.path("f"), fs::Permissions::from_mode(0o600)).unwrap();
@@ -67,7 +67,7 @@ async fn what_is_written_aside_shows_at_the_end(on: Transport) {
         assert_eq!(scene.names(), ["f", "link"], "nothing temporary is left");
     }
     assert_eq!(fs::metadata(scene.path("f")).unwrap().mode() & 0o777, 0o600);
-    // What is not there yet is new.
+    // A file that does not exist yet is created.
     let open = json!({"handleId": "w", "mode": "atomic"});
     scene.ok("fs/open", "new", open).await;
     let close = json!({"handleId": "w", "commit": true});
@@ -76,7 +76,7 @@ async fn what_is_written_aside_shows_at_the_end(on: Transport) {
 }
 
 #[tokio::test]
-async fn an_update_keeps_what_it_does_not_write() {
+async fn update_keeps_the_bytes_it_does_not_write() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "0123456789").unwrap();
     for (name, expected) in [("f", "01xx456789"), ("new", "\0\0xx")] {
@@ -90,7 +90,7 @@ async fn an_update_keeps_what_it_does_not_write() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_opened() {
+async fn open_rejects_missing_special_and_unsupported_files() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "x").unwrap();
     fs::create_dir(scene.path("d")).unwrap();
@@ -115,7 +115,7 @@ async fn what_cannot_be_opened() {
             assert!(message.ends_with("is not a file"), "{message}");
         }
     }
-    // None of them took the id.
+    // None of the failed opens used the id.
     scene.ok("fs/open", "f", json!({"handleId": "h"})).await;
     let write = json!({"handleId": "h", "offset": 0, "chunk": "eA=="});
     let failure = scene.client.refused("fs/writeBlock", write).await;
@@ -126,7 +126,7 @@ async fn what_cannot_be_opened() {
 }
 
 #[tokio::test]
-async fn the_limits_of_handles() {
+async fn handles_are_limited_in_number_id_and_block_length() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "x").unwrap();
     for n in 0..128 {
@@ -177,9 +177,9 @@ async fn the_limits_of_handles() {
         .await;
 }
 
-/// They are decoded elsewhere, which changes nothing.
+/// Long blocks are decoded on another thread, with the same checks.
 #[tokio::test]
-async fn long_blocks_are_checked_like_short_ones() {
+async fn invalid_base64_is_rejected_in_short_and_long_blocks() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let open = json!({"handleId": "h", "mode": "replace"});
     scene.ok("fs/open", "f", open).await;
@@ -211,7 +211,7 @@ async fn long_blocks_are_checked_like_short_ones() {
     assert!(fs::read(scene.path("f")).unwrap() == vec![b'g'; MIB]);
 }
 
-/// Nothing is waited for between the calls.
+/// All calls are pipelined.
 #[tokio::test]
 async fn calls_on_one_handle_run_in_order() {
     let mut scene = Scene::new(Transport::Websocket).await;
@@ -248,11 +248,11 @@ async fn calls_on_one_handle_run_in_order() {
 }
 
 #[tokio::test]
-async fn many_blocks_at_once_all_come() {
+async fn many_concurrent_block_reads_all_return() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let file = fs::File::create(scene.path("f")).unwrap();
     file.set_len(200 * MIB as u64).unwrap();
-    // More than may be answered at a time, over two handles.
+    // More requests than are answered at a time, over two handles.
     let mut asked = Vec::new();
     for handle in ["a", "b"] {
         scene.ok("fs/open", "f", json!({"handleId": handle})).await;
@@ -269,7 +269,7 @@ async fn many_blocks_at_once_all_come() {
 }
 
 #[tokio::test]
-async fn a_connection_that_ends_leaves_nothing_half_written() {
+async fn closed_connection_removes_uncommitted_writes() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::write(scene.path("f"), "old").unwrap();
     let mut other = scene.server.session().await;
@@ -285,7 +285,7 @@ async fn a_connection_that_ends_leaves_nothing_half_written() {
     assert_eq!(scene.names().len(), 3);
     drop(other);
     let root = scene.root.clone();
-    eventually("what was written aside is gone", || {
+    eventually("the temporary file is removed", || {
         let names = super::names(&root);
         if names == ["f"] {
             Ok(())
@@ -298,7 +298,7 @@ async fn a_connection_that_ends_leaves_nothing_half_written() {
 }
 
 #[tokio::test]
-async fn a_server_that_ends_leaves_nothing_half_written() {
+async fn server_exit_removes_uncommitted_writes() {
     for on in [Transport::Websocket, Transport::Unix, Transport::Stdio] {
         let mut scene = Scene::new(on).await;
         fs::write(scene.path("f"), "old").unwrap();
@@ -313,9 +313,9 @@ async fn a_server_that_ends_leaves_nothing_half_written() {
     }
 }
 
-/// Work that would take minutes, and what else is asked meanwhile.
+/// Three hashes that would take minutes, and other requests meanwhile.
 #[tokio::test]
-async fn slow_work_holds_up_nothing_and_ends_with_its_connection() {
+async fn hash_delays_nothing_and_ends_with_its_connection() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let pid = scene.server.server_pid().await;
     let file = fs::File::create(scene.path("sparse")).unwrap();
@@ -338,7 +338,7 @@ async fn slow_work_holds_up_nothing_and_ends_with_its_connection() {
     assert_eq!(other.run(started).await.exit_code(), 3);
     assert!(slow.iter().all(|id| !other.has_answer(*id)));
     drop(other);
-    // Every thread of the server is at rest again: nobody hashes any more.
+    // Every thread of the server is idle again: no hash is computed any more.
     eventually("the server is at rest", still(pid)).await;
     assert_eq!(scene.read("f").await, b"x");
 }

@@ -1,4 +1,4 @@
-//! Directories and trees: listing, walking, making, copying, moving, removing.
+//! Directories and trees: list, walk, create, copy, move, remove.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -12,10 +12,10 @@ use super::{Scene, fifo, names, uri, walk_options};
 use crate::over_all;
 
 over_all! {
-    a_tree_is_made_listed_walked_copied_moved_and_removed,
+    directory_tree_is_created_listed_walked_copied_moved_and_removed,
 }
 
-/// What a walk found, relative to the scene.
+/// Entries of a walk, relative to the root of the scene.
 fn walked(scene: &Scene, answer: &Value) -> Vec<String> {
     let root = format!("{}/", uri(&scene.root));
     answer["entries"]
@@ -34,7 +34,7 @@ fn walked(scene: &Scene, answer: &Value) -> Vec<String> {
         .collect()
 }
 
-async fn a_tree_is_made_listed_walked_copied_moved_and_removed(on: Transport) {
+async fn directory_tree_is_created_listed_walked_copied_moved_and_removed(on: Transport) {
     let mut scene = Scene::new(on).await;
     scene.ok("fs/createDirectory", "a/b/c", json!({})).await;
     scene.write("a/f", b"1").await;
@@ -86,7 +86,7 @@ async fn a_tree_is_made_listed_walked_copied_moved_and_removed(on: Transport) {
 }
 
 #[tokio::test]
-async fn names_that_are_no_text_can_be_reached() {
+async fn file_names_that_are_not_utf8_can_be_used() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let name = OsStr::from_bytes(b"bad\xff\"");
     fs::create_dir(scene.root.join(name)).unwrap();
@@ -125,7 +125,7 @@ async fn names_that_are_no_text_can_be_reached() {
 }
 
 #[tokio::test]
-async fn a_hundred_thousand_entries() {
+async fn directory_of_100000_entries_is_rejected_by_list_and_truncated_by_walk() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir(scene.path("many")).unwrap();
     for n in 0..100_000 {
@@ -142,7 +142,7 @@ async fn a_hundred_thousand_entries() {
         .ok("fs/walk", "many", json!({"options": walk_options()}))
         .await;
     assert_eq!(found["truncated"], true);
-    // The first in order, though the directory has none.
+    // The first in order, although the directory has no order.
     let expected: Vec<_> = (0..50_000).map(|n| format!("many/{n:06}")).collect();
     let found = walked(&scene, &found);
     assert_eq!(found[..], expected[..found.len()]);
@@ -285,7 +285,7 @@ async fn pages_have_bounds_and_cursors_a_form() {
 }
 
 #[tokio::test]
-async fn a_loop_of_directories_is_walked_once() {
+async fn walk_visits_directories_in_a_link_loop_once() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("a/b")).unwrap();
     symlink("..", scene.path("a/b/up")).unwrap();
@@ -304,7 +304,7 @@ async fn a_loop_of_directories_is_walked_once() {
 }
 
 #[tokio::test]
-async fn copies_neither_follow_nor_go_round() {
+async fn copy_follows_no_links_and_rejects_copies_into_itself() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir_all(scene.path("d/sub")).unwrap();
     fs::write(scene.path("d/f"), "x").unwrap();
@@ -352,9 +352,9 @@ async fn copies_neither_follow_nor_go_round() {
     );
 }
 
-/// Shared memory is a filesystem of its own nearly everywhere; elsewhere this is a plain rename.
+/// Shared memory is a separate filesystem nearly everywhere; elsewhere this is a plain rename.
 #[tokio::test]
-async fn moving_to_another_filesystem() {
+async fn rename_moves_trees_to_another_filesystem() {
     let mut scene = Scene::new(Transport::Websocket).await;
     let other = tempfile::tempdir_in("/dev/shm").unwrap();
     fs::create_dir_all(scene.path("d/sub")).unwrap();
