@@ -48,7 +48,7 @@ impl Tree {
     }
 
     /// A file of this tree, as the response contains it.
-    fn told(&self, path: &str) -> Value {
+    fn expected_file(&self, path: &str) -> Value {
         let contents = fs::read_to_string(self.path(path)).unwrap();
         json!({"path": self.uri(path), "contents": contents})
     }
@@ -136,9 +136,9 @@ async fn discovery_finds_plugins_and_skills(on: Transport) {
     assert_eq!(
         found["plugin"],
         json!({
-            "manifest": tree.told(".codex-plugin/plugin.json"),
-            "mcpConfig": tree.told("m.json"),
-            "appsConfig": tree.told("a.json"),
+            "manifest": tree.expected_file(".codex-plugin/plugin.json"),
+            "mcpConfig": tree.expected_file("m.json"),
+            "appsConfig": tree.expected_file("a.json"),
         })
     );
     assert_eq!(
@@ -156,8 +156,8 @@ async fn discovery_finds_plugins_and_skills(on: Transport) {
     assert_eq!(
         found["namespaceManifests"],
         json!([
-            tree.told(".codex-plugin/plugin.json"),
-            tree.told("nested/.claude-plugin/plugin.json"),
+            tree.expected_file(".codex-plugin/plugin.json"),
+            tree.expected_file("nested/.claude-plugin/plugin.json"),
         ])
     );
     assert_eq!(warnings(&found), [""; 0]);
@@ -166,7 +166,7 @@ async fn discovery_finds_plugins_and_skills(on: Transport) {
     assert_eq!(found["plugin"], Value::Null);
     assert_eq!(
         found["namespaceManifests"],
-        json!([tree.told(".codex-plugin/plugin.json")])
+        json!([tree.expected_file(".codex-plugin/plugin.json")])
     );
 }
 
@@ -218,9 +218,18 @@ async fn discovery_reads_the_files_that_a_manifest_names() {
             ("d/a.json", "a"),
         ]);
         let found = one(&mut client, &tree, "").await;
-        let told = |path: Option<&str>| path.map_or(Value::Null, |path| tree.told(path));
-        assert_eq!(found["plugin"]["mcpConfig"], told(mcp), "{manifest}");
-        assert_eq!(found["plugin"]["appsConfig"], told(apps), "{manifest}");
+        let expected_file =
+            |path: Option<&str>| path.map_or(Value::Null, |path| tree.expected_file(path));
+        assert_eq!(
+            found["plugin"]["mcpConfig"],
+            expected_file(mcp),
+            "{manifest}"
+        );
+        assert_eq!(
+            found["plugin"]["appsConfig"],
+            expected_file(apps),
+            "{manifest}"
+        );
         assert_eq!(warnings(&found).len(), warned, "{found}");
         assert!(warned == 0 || warnings(&found)[0].starts_with("ignoring mcpServers in file://"));
     }
@@ -259,14 +268,14 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
     tree.write("c/SKILL.md", b"\xff");
     let found = one(&mut client, &tree, "").await;
     assert_eq!(skills(&found), ["a/SKILL.md"]);
-    let said = warnings(&found);
+    let printed = warnings(&found);
     assert!(
-        said[0].contains("b/SKILL.md") && said[0].contains("1048576"),
-        "{said:?}"
+        printed[0].contains("b/SKILL.md") && printed[0].contains("1048576"),
+        "{printed:?}"
     );
     assert!(
-        said[1].contains("c/SKILL.md") && said[1].contains("UTF-8"),
-        "{said:?}"
+        printed[1].contains("c/SKILL.md") && printed[1].contains("UTF-8"),
+        "{printed:?}"
     );
     assert_eq!(found["error"], Value::Null);
 
@@ -282,8 +291,11 @@ async fn discovery_limits_depth_file_size_root_size_and_directories() {
         (skills(&found).len(), skills(&found)[16].as_str()),
         (17, "31/SKILL.md")
     );
-    let said = warnings(&found);
-    assert!(said.len() == 1 && said[0].contains("16777216"), "{said:?}");
+    let printed = warnings(&found);
+    assert!(
+        printed.len() == 1 && printed[0].contains("16777216"),
+        "{printed:?}"
+    );
 
     // At most 2,000 directories per root.
     let tree = Tree::new(&[("0001/SKILL.md", "near"), ("2500/SKILL.md", "far")]);

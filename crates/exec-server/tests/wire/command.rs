@@ -114,7 +114,7 @@ async fn command_exec_sends_only_its_own_notifications(on: Transport) {
     // Notifications about the command that are still in flight arrive before this response.
     client.ok("environment/status", Value::Null).await;
     assert_eq!(client.order[1], Seen::Answer(id), "the answer comes first");
-    let mut told: Vec<&str> = client
+    let mut reported: Vec<&str> = client
         .order
         .iter()
         .filter_map(|seen| match seen {
@@ -122,10 +122,10 @@ async fn command_exec_sends_only_its_own_notifications(on: Transport) {
             Seen::Answer(_) => None,
         })
         .collect();
-    assert_eq!(told.pop(), Some("command/exec/exited"));
-    assert!(told.len() > 1);
-    told.dedup();
-    assert_eq!(told, ["command/exec/outputDelta"]);
+    assert_eq!(reported.pop(), Some("command/exec/exited"));
+    assert!(reported.len() > 1);
+    reported.dedup();
+    assert_eq!(reported, ["command/exec/outputDelta"]);
 }
 
 async fn command_and_process_ids_share_one_namespace(on: Transport) {

@@ -177,7 +177,7 @@ const METHODS: &[Item] = &[
         &[
             "wire/config::config_read_returns_layers_in_order_of_precedence",
             "wire/config::config_read_error_names_file_line_and_column",
-            "interop::tools_in_configuration_of_the_server_are_offered",
+            "interop::real_client_offers_tools_of_the_server_configuration",
         ],
     ),
     (
@@ -350,7 +350,7 @@ const PARTS: &[Part] = &[
                 Served,
                 &[
                     "sandbox/managed::denied_hosts_are_unreachable_through_every_proxy_protocol",
-                    "interop::the_real_client_is_told_of_decisions",
+                    "interop::real_client_is_notified_of_network_decisions",
                 ],
             ),
         ],
@@ -363,7 +363,7 @@ const PARTS: &[Part] = &[
             &[
                 "sandbox/managed::client_decides_about_hosts_without_a_rule",
                 "sandbox/managed::late_missing_or_invalid_decisions_count_as_refusal",
-                "interop::the_real_client_is_asked_about_a_host",
+                "interop::real_client_decides_about_an_unlisted_host",
             ],
         )],
     ),
@@ -478,7 +478,7 @@ const PARTS: &[Part] = &[
                 &[
                     "wire/snapshot::commands_see_the_same_state_with_and_without_a_snapshot",
                     "wire/snapshot::failed_snapshot_falls_back_to_an_ordinary_start",
-                    "interop::shell_start_up_files_run_once_per_conversation",
+                    "interop::start_up_files_run_once_for_the_real_client",
                 ],
             ),
             (
@@ -501,7 +501,11 @@ const PARTS: &[Part] = &[
                 Served,
                 &["wire/output::read_reports_evicted_bytes"],
             ),
-            ("maxBytes", Served, &["backends/main::reads_with_cursors"]),
+            (
+                "maxBytes",
+                Served,
+                &["backends/main::read_continues_after_a_cursor"],
+            ),
             (
                 "waitMs",
                 Served,
@@ -510,7 +514,7 @@ const PARTS: &[Part] = &[
             (
                 "chunks, nextSeq (result)",
                 Served,
-                &["backends/main::reads_with_cursors"],
+                &["backends/main::read_continues_after_a_cursor"],
             ),
             (
                 "exited, exitCode, closed (result)",
@@ -623,7 +627,7 @@ const PARTS: &[Part] = &[
             (
                 "path",
                 Served,
-                &["wire/fs/faults::fs_methods_reject_paths_that_cannot_exist"],
+                &["wire/fs/faults::fs_methods_resolve_dot_dot_and_reject_foreign_paths"],
             ),
             (
                 "followSymlinks",
@@ -693,7 +697,7 @@ fn render() -> String {
          `UPDATE_DOCS=1 cargo test -p exec-server --test wire compatibility`. A test is named by its path below\n\
          `crates/exec-server/tests`; those of `interop` run with the real Codex (`make interop`, `make interop-matrix`).\n\
          They pass with 0.165 as well, whose server differs in one point: it lacks `fs/watchMissing`, and our client reports that\n\
-         (`interop::our_client_watches_for_what_is_missing`). What this server adds is in [wire.md](wire.md).\n",
+         (`interop::our_client_watches_missing_paths_on_the_real_server`). What this server adds is in [wire.md](wire.md).\n",
     );
     for (title, items) in PARTS {
         let _ = write!(

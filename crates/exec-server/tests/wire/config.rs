@@ -12,7 +12,7 @@ over_all! {
     config_read_returns_layers_in_order_of_precedence,
 }
 
-/// A machine with a directory of its own, a user, and a project that the user trusts.
+/// A machine with a separate directory, a user, and a project that the user trusts.
 struct Machine {
     root: PathBuf,
     _directory: TempDir,

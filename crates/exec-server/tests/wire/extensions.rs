@@ -84,8 +84,11 @@ async fn probe(client: &mut Client, name: &str) {
             let params = json!({"watchId": id, "path": path});
             assert_eq!(client.ok("fs/watch", params).await, json!({"path": path}));
             std::fs::write(dir.path().join("x"), "").unwrap();
-            let told = client.notice("fs/changed").await;
-            assert_eq!((&told["watchId"], &told["seq"]), (&json!(id), &json!(1)));
+            let reported = client.notice("fs/changed").await;
+            assert_eq!(
+                (&reported["watchId"], &reported["seq"]),
+                (&json!(id), &json!(1))
+            );
             let ended = client.ok("fs/unwatch", json!({"watchId": id})).await;
             assert_eq!(ended, json!({}));
             client.notices();

@@ -12,7 +12,7 @@ use crate::{over_all, program, served};
 
 over_all! {
     fork_bomb_stays_within_the_process_limit_and_terminates,
-    killed_client_leaves_bounded_output_and_no_connection,
+    killed_client_leaves_only_bounded_output,
 }
 
 /// A websocket whose frames are written by hand.
@@ -254,7 +254,7 @@ async fn terminate_ends_a_process_tree_that_keeps_growing() {
     all_gone(&mark).await;
 }
 
-async fn killed_client_leaves_bounded_output_and_no_connection(on: Transport) {
+async fn killed_client_leaves_only_bounded_output(on: Transport) {
     let (server, mut client) = served(on).await;
     let pid = server.server_pid().await;
     // A separate client process, killed while it receives output.

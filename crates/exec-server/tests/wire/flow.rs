@@ -202,13 +202,13 @@ async fn incomplete_connections_do_not_delay_other_clients() {
     let mut silent = Vec::new();
     for n in 0..200 {
         let mut stream = tokio::net::TcpStream::connect(&address).await.unwrap();
-        let said = [
+        let printed = [
             "",
             "GET / HT",
             "GET / HTTP/1.1\r\nHost: x\r\n",
             "\0\x01\x02",
         ][n % 4];
-        stream.write_all(said.as_bytes()).await.unwrap();
+        stream.write_all(printed.as_bytes()).await.unwrap();
         silent.push(stream);
     }
     let mut client = server.session().await;

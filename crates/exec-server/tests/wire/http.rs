@@ -408,13 +408,13 @@ async fn http_request_to_a_hanging_site_times_out_and_delays_nothing() {
 /// A site that sends without end, and adds a permit when a reader disconnects.
 async fn endless() -> (Site, Arc<Semaphore>) {
     let left = Arc::new(Semaphore::new(0));
-    let told = Arc::clone(&left);
+    let finished = Arc::clone(&left);
     let site = Site::start(move |_, mut stream| {
-        let told = Arc::clone(&told);
+        let finished = Arc::clone(&finished);
         async move {
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
             while stream.write_all(&[b'x'; 65536]).await.is_ok() {}
-            told.add_permits(1);
+            finished.add_permits(1);
         }
     })
     .await;
@@ -792,10 +792,10 @@ async fn server_does_not_start_with_an_invalid_http_rule() {
         r#"http.deny=["not a rule"]"#,
     ]);
     let output = timeout(PATIENCE, command.output()).await.unwrap().unwrap();
-    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(
-        !output.status.success() && told.contains("`not a rule`"),
-        "{told}"
+        !output.status.success() && stderr.contains("`not a rule`"),
+        "{stderr}"
     );
 }
 
@@ -805,9 +805,9 @@ async fn slow_client_applies_backpressure_to_the_site() {
     let (_server, mut client) = served(Transport::Websocket).await;
     let sent = Arc::new(std::sync::atomic::AtomicUsize::new(0));
     let stuck = Arc::new(Notify::new());
-    let (count, told) = (Arc::clone(&sent), Arc::clone(&stuck));
+    let (count, stalled) = (Arc::clone(&sent), Arc::clone(&stuck));
     let site = Site::start(move |_, mut stream| {
-        let (count, told) = (Arc::clone(&count), Arc::clone(&told));
+        let (count, stalled) = (Arc::clone(&count), Arc::clone(&stalled));
         async move {
             say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
             let piece = [b'x'; 65536];
@@ -821,7 +821,7 @@ async fn slow_client_applies_backpressure_to_the_site() {
                     Err(_) => break,
                 };
             }
-            told.notify_one();
+            stalled.notify_one();
             let _ = stream.read(&mut [0]).await;
         }
     })

@@ -207,7 +207,7 @@ async fn wait_returns_at_exit_at_close_or_at_its_timeout(on: Transport) {
     // The sleeping grandchild keeps the output open for a while.
     assert_eq!(answer, ended(false));
     assert_eq!(client.answer(closed).await.unwrap(), ended(true));
-    // A wait for what has happened returns at once, however short its timeout.
+    // A wait for what has happened returns immediately, however short its timeout.
     assert_eq!(
         client.ok("process/wait", params("closed", 0)).await,
         ended(true)

@@ -101,9 +101,9 @@ async fn signal_scope_selects_leader_group_or_tree(on: Transport) {
             })
             .await;
         let text = seen.text("stdout");
-        let told = ["leader", "member", "outsider"]
+        let received = ["leader", "member", "outsider"]
             .map(|name| text.matches(&format!("{name} got it")).count());
-        assert_eq!(told, expected, "{scope}");
+        assert_eq!(received, expected, "{scope}");
     }
     let params = json!({"processId": "p", "wait": true});
     assert_eq!(client.ok("process/terminate", params).await["gone"], true);

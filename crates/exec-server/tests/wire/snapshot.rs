@@ -121,10 +121,13 @@ async fn start_up_files_run_once_per_snapshot_scope(on: Transport) {
     let command = "f a; f x; bash -c g; greet; echo \"$WORDS $PATH\"; umask; false | true; echo $?";
     let expected = "a or b\nit's 'x'\nhere $doc\nhello, it's\ntwo\nlines";
     for round in 1..=3 {
-        let said = user.says(BASH, "s", command).await;
-        assert!(said.starts_with(expected), "{round}: {said}");
-        assert!(said.contains(" /extra:/"), "{round}: {said}");
-        assert!(said.ends_with("\n0027\n1\nand bye\n"), "{round}: {said}");
+        let printed = user.says(BASH, "s", command).await;
+        assert!(printed.starts_with(expected), "{round}: {printed}");
+        assert!(printed.contains(" /extra:/"), "{round}: {printed}");
+        assert!(
+            printed.ends_with("\n0027\n1\nand bye\n"),
+            "{round}: {printed}"
+        );
         assert_eq!(user.count(), 1);
     }
     // Another scope or directory has another snapshot.
@@ -167,8 +170,8 @@ async fn commands_see_the_same_state_with_and_without_a_snapshot() {
     for more in ["name", "first", "se'cond"] {
         start.0["argv"].as_array_mut().unwrap().push(json!(more));
     }
-    let said = user.client.run(start).await.text("stdout");
-    assert_eq!(said, "name 2 first se'cond\nand bye\n");
+    let printed = user.client.run(start).await.text("stdout");
+    assert_eq!(printed, "name 2 first se'cond\nand bye\n");
 }
 
 #[tokio::test]
@@ -187,14 +190,14 @@ async fn request_environment_overrides_start_up_files() {
             .with("envPolicy", policy.clone());
         start.0["env"]["A"] = json!("asked");
         start.0["env"]["C"] = json!("asked");
-        let said = user.client.run(start).await.text("stdout");
-        assert_eq!(said, "asked file asked   \n");
+        let printed = user.client.run(start).await.text("stdout");
+        assert_eq!(printed, "asked file asked   \n");
     }
     assert_eq!(user.count(), 1);
     // The environment of one request is not used for the next.
     let start = user.start(BASH, "s", print).with("envPolicy", policy);
-    let said = user.client.run(start).await.text("stdout");
-    assert_eq!(said, "file file    \n");
+    let printed = user.client.run(start).await.text("stdout");
+    assert_eq!(printed, "file file    \n");
     assert_eq!(user.count(), 1);
 }
 
@@ -208,8 +211,8 @@ async fn snapshots_work_for_zsh_and_sh() {
     );
     let command = "f 'x y'\nll\nthing.made\nprint $Z $options[extendedglob] $(umask) $0 $#";
     for _ in 0..3 {
-        let said = user.says("/bin/zsh", "z", command).await;
-        assert_eq!(said, "f x y\naliased\nthing.made\nz on 027 /bin/zsh 0\n");
+        let printed = user.says("/bin/zsh", "z", command).await;
+        assert_eq!(printed, "f x y\naliased\nthing.made\nz on 027 /bin/zsh 0\n");
     }
     assert_eq!(user.count(), 1);
     std::fs::remove_file(user.count_file()).unwrap();
@@ -218,8 +221,8 @@ async fn snapshots_work_for_zsh_and_sh() {
         "alias ll='echo aliased'; export S=s; umask 027; set -o noglob",
     );
     for _ in 0..3 {
-        let said = user.says("/bin/sh", "s", "ll\necho * $S $(umask)").await;
-        assert_eq!(said, "aliased\n* s 0027\n");
+        let printed = user.says("/bin/sh", "s", "ll\necho * $S $(umask)").await;
+        assert_eq!(printed, "aliased\n* s 0027\n");
     }
     assert_eq!(user.count(), 1);
 }
@@ -341,8 +344,8 @@ async fn concurrent_commands_share_one_snapshot() {
     }
     for id in ids {
         let seen = user.client.closed(&id).await;
-        let said = seen.text("stdout") + &seen.text("pty");
-        assert_eq!(said.trim_end(), "bar");
+        let printed = seen.text("stdout") + &seen.text("pty");
+        assert_eq!(printed.trim_end(), "bar");
     }
     assert_eq!(user.count(), 1);
 }
@@ -401,9 +404,9 @@ async fn snapshot_state_is_not_in_the_environment_of_commands() {
                 json!({"HOME": directory.path(), "PATH": "/usr/bin:/bin"}),
             )
             .with("shellSnapshot", wanted("s", "bash", BASH));
-        let said = client.run(start).await.text("stdout");
-        let variables = said.lines().filter(|line| line.contains("SNAPSHOT_0="));
-        assert_eq!(variables.count(), 0, "{said}");
+        let printed = client.run(start).await.text("stdout");
+        let variables = printed.lines().filter(|line| line.contains("SNAPSHOT_0="));
+        assert_eq!(variables.count(), 0, "{printed}");
     }
 }
 
@@ -414,8 +417,8 @@ async fn snapshots_are_never_written_to_a_file() {
     let files = ".bash_profile\ncount\nseen\n";
     user.profile(".bash_profile", "f() { :; }\nls -A \"$TMPDIR\" > seen");
     for round in 0..2 {
-        let said = user.says(BASH, "s", "f && ls -A \"$TMPDIR\"").await;
-        assert_eq!(said, files, "{round}");
+        let printed = user.says(BASH, "s", "f && ls -A \"$TMPDIR\"").await;
+        assert_eq!(printed, files, "{round}");
     }
     assert_eq!(user.count(), 1);
     let seen = std::fs::read_to_string(user.home.join("seen")).unwrap();

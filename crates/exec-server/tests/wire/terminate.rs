@@ -89,7 +89,7 @@ async fn graceful_terminate_sends_sigterm_before_sigkill(on: Transport) {
     assert_eq!(
         answer,
         json!({"running": true}),
-        "answered before the grace is over"
+        "answered before the end of the grace"
     );
     assert_eq!(client.closed("stubborn").await.exit_code(), 137);
     all_gone(&mark).await;
@@ -188,7 +188,7 @@ async fn closed_does_not_wait_for_a_grandchild_that_holds_the_output(on: Transpo
         );
         assert_eq!(bearers(&mark), []);
     }
-    // Without a grandchild the process is closed at once, with `inheritedOutput` false.
+    // Without a grandchild the process is closed immediately, with `inheritedOutput` false.
     let seen = client.run(Start::sh("alone", "echo x")).await;
     let closed = seen.closed.clone().unwrap();
     assert_eq!(closed["inheritedOutput"], false);

@@ -57,7 +57,7 @@ async fn wait_for_returns_at_exit_or_at_a_regex_match(on: Transport) {
         (&fired["fired"], &fired["exitCode"]),
         (&json!(1), &json!(5))
     );
-    // A condition on a closed process cannot be met, so the wait returns at once.
+    // A condition on a closed process cannot be met, so the wait returns immediately.
     client.closed("p").await;
     let fired = wait(&mut client, "p", json!([{"regex": "three"}, {"port": 1}])).await;
     assert_eq!(

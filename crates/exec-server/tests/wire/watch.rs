@@ -65,9 +65,9 @@ impl Notified {
         for number in 0.. {
             (self.overflow, self.changes) = (false, Vec::new());
             fs::write(dir.join(format!("after{number}")), "").unwrap();
-            let told = format!("created after{number}");
+            let notified = format!("created after{number}");
             while !self.overflow {
-                if self.changes.contains(&told) {
+                if self.changes.contains(&notified) {
                     return;
                 }
                 self.step(client, dir).await;
@@ -95,26 +95,30 @@ async fn watch_notifies_changes_until_unwatch(on: Transport) {
     });
     let watching = client.ok("fs/watch", params).await;
     assert_eq!(watching, json!({"path": uri(&at("real"))}));
-    let mut told = Notified::default();
+    let mut notified = Notified::default();
     let root = at("real");
     fs::write(root.join("sub/no.log"), "").unwrap();
     fs::write(root.join("sub/a b"), "").unwrap();
-    told.until(&mut client, &root, "created sub/a%20b").await;
+    notified
+        .until(&mut client, &root, "created sub/a%20b")
+        .await;
     fs::rename(root.join("sub/a b"), root.join("c")).unwrap();
-    told.until(&mut client, &root, "renamed sub/a%20b c").await;
+    notified
+        .until(&mut client, &root, "renamed sub/a%20b c")
+        .await;
     fs::remove_file(root.join("c")).unwrap();
-    told.until(&mut client, &root, "removed c").await;
+    notified.until(&mut client, &root, "removed c").await;
     assert!(
-        !told.changes.iter().any(|change| change.contains("log")),
-        "{told:?}"
+        !notified.changes.iter().any(|change| change.contains("log")),
+        "{notified:?}"
     );
     // The ignore rules no longer apply once their file is removed.
     fs::remove_dir_all(&root).unwrap();
-    told.until(&mut client, &root, "removed ").await;
+    notified.until(&mut client, &root, "removed ").await;
     fs::create_dir(&root).unwrap();
     fs::write(root.join("new"), "").unwrap();
-    told.until(&mut client, &root, "created new").await;
-    assert!(!told.overflow, "{told:?}");
+    notified.until(&mut client, &root, "created new").await;
+    assert!(!notified.overflow, "{notified:?}");
 
     let ended = client.ok("fs/unwatch", json!({"watchId": "w"})).await;
     assert_eq!(ended, json!({}));
@@ -128,14 +132,14 @@ async fn watch_notifies_changes_until_unwatch(on: Transport) {
     });
     client.ok("fs/watch", params).await;
     fs::create_dir(root.join("d")).unwrap();
-    let mut told = Notified::default();
-    told.until(&mut client, &root, "created d").await;
+    let mut notified = Notified::default();
+    notified.until(&mut client, &root, "created d").await;
     fs::write(root.join("d/unseen"), "").unwrap();
     fs::write(root.join("x.tmp"), "").unwrap();
     fs::write(root.join("seen"), "").unwrap();
-    told.until(&mut client, &root, "created seen").await;
+    notified.until(&mut client, &root, "created seen").await;
     let odd = |change: &String| change.contains("unseen") || change.contains("tmp");
-    assert!(!told.changes.iter().any(odd), "{told:?}");
+    assert!(!notified.changes.iter().any(odd), "{notified:?}");
 }
 
 #[tokio::test]
@@ -248,11 +252,11 @@ async fn watches_share_one_inotify_instance_and_end_with_their_connection() {
     watches(pid, (3, 2)).await;
     fs::write(dir.path().join("x"), "").unwrap();
     for client in [&mut one, &mut two] {
-        let told = [
+        let notified = [
             client.notice("fs/changed").await,
             client.notice("fs/changed").await,
         ];
-        let ids: BTreeSet<&str> = told
+        let ids: BTreeSet<&str> = notified
             .iter()
             .map(|t| t["watchId"].as_str().unwrap())
             .collect();
@@ -282,12 +286,17 @@ async fn burst_of_changes_is_notified_completely_or_as_overflow() {
         fs::write(dir.path().join(number.to_string()), "").unwrap();
     }
     fs::write(dir.path().join("last"), "").unwrap();
-    let mut told = Notified::default();
-    while !told.overflow && !told.changes.iter().any(|change| change == "created last") {
-        told.step(&mut client, dir.path()).await;
+    let mut notified = Notified::default();
+    while !notified.overflow
+        && !notified
+            .changes
+            .iter()
+            .any(|change| change == "created last")
+    {
+        notified.step(&mut client, dir.path()).await;
     }
-    if !told.overflow {
-        let seen: BTreeSet<&str> = told.changes.iter().map(String::as_str).collect();
+    if !notified.overflow {
+        let seen: BTreeSet<&str> = notified.changes.iter().map(String::as_str).collect();
         for number in 0..50_000 {
             assert!(
                 seen.contains(format!("created {number}").as_str()),
@@ -295,7 +304,9 @@ async fn burst_of_changes_is_notified_completely_or_as_overflow() {
             );
         }
     }
-    told.expect_further_changes(&mut client, dir.path()).await;
+    notified
+        .expect_further_changes(&mut client, dir.path())
+        .await;
 }
 
 #[tokio::test]
@@ -315,13 +326,15 @@ async fn watch_of_a_slow_reader_uses_bounded_memory_and_reports_overflow() {
         fs::rename(&one, &two).unwrap();
         fs::rename(&two, &one).unwrap();
     }
-    let mut told = Notified::default();
-    while !told.overflow {
-        told.step(&mut client, dir.path()).await;
+    let mut notified = Notified::default();
+    while !notified.overflow {
+        notified.step(&mut client, dir.path()).await;
     }
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 64 << 20, "grew by {grown} bytes");
-    told.expect_further_changes(&mut client, dir.path()).await;
+    notified
+        .expect_further_changes(&mut client, dir.path())
+        .await;
 }
 
 #[tokio::test]
@@ -342,13 +355,14 @@ async fn watch_of_20000_directories_uses_bounded_memory() {
     let grown = proc::peak_memory(pid).saturating_sub(before);
     assert!(grown < 64 << 20, "grew by {grown} bytes");
     fs::write(dir.path().join("directory-199/another-99/x"), "").unwrap();
-    let mut told = Notified::default();
-    told.until(
-        &mut client,
-        dir.path(),
-        "created directory-199/another-99/x",
-    )
-    .await;
+    let mut notified = Notified::default();
+    notified
+        .until(
+            &mut client,
+            dir.path(),
+            "created directory-199/another-99/x",
+        )
+        .await;
 }
 
 #[tokio::test]
@@ -383,9 +397,9 @@ async fn watch_error_names_the_inotify_limit_that_is_too_small() {
     for number in 0..40 {
         fs::create_dir(dir.path().join(format!("later{number}"))).unwrap();
     }
-    let mut told = Notified::default();
-    while !told.overflow {
-        told.step(&mut client, dir.path()).await;
+    let mut notified = Notified::default();
+    while !notified.overflow {
+        notified.step(&mut client, dir.path()).await;
     }
 }
 
@@ -418,14 +432,14 @@ async fn watch_missing_notifies_once_when_a_path_appears(on: Transport) {
     make("m1");
     make("there");
     fs::create_dir(dir.path().join("a")).unwrap();
-    let told = client.notice("fs/missingChanged").await;
-    assert_eq!(told, json!({"watchId": 7}));
+    let notified = client.notice("fs/missingChanged").await;
+    assert_eq!(notified, json!({"watchId": 7}));
     make("a/b");
     let params = json!({"watchId": 8, "missing": [at("x")], "present": at("there")});
     client.ok("fs/watchMissing", params).await;
     fs::remove_file(dir.path().join("there")).unwrap();
-    let told = client.notice("fs/missingChanged").await;
-    assert_eq!(told, json!({"watchId": 8}));
+    let notified = client.notice("fs/missingChanged").await;
+    assert_eq!(notified, json!({"watchId": 8}));
     // A failed request replaces the watch, too.
     let params = json!({"watchId": 9, "missing": [at("x")]});
     client.ok("fs/watchMissing", params).await;

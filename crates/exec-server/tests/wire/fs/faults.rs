@@ -15,12 +15,12 @@ type Row = (&'static str, &'static str, Value, i64, &'static str);
 
 async fn check(scene: &mut Scene, rows: Vec<Row>) {
     for (method, name, params, code, message) in rows {
-        let said = scene.fails(method, name, params, code).await;
-        assert!(said.contains(message), "{method} {name}: {said}");
+        let printed = scene.fails(method, name, params, code).await;
+        assert!(printed.contains(message), "{method} {name}: {printed}");
         let path = scene.path(name).display().to_string();
         assert!(
-            said.contains(&path) || !message.starts_with("os error"),
-            "{said}"
+            printed.contains(&path) || !message.starts_with("os error"),
+            "{printed}"
         );
     }
 }
@@ -179,7 +179,7 @@ async fn fs_errors_have_the_code_of_their_cause() {
 }
 
 #[tokio::test]
-async fn fs_methods_reject_paths_that_cannot_exist() {
+async fn fs_methods_resolve_dot_dot_and_reject_foreign_paths() {
     let mut scene = Scene::new(Transport::Websocket).await;
     fs::create_dir(scene.path("d")).unwrap();
     fs::write(scene.path("f"), "x").unwrap();
