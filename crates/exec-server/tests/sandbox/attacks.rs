@@ -1,30 +1,30 @@
-//! What someone inside would try. Each asserts the refusal, and that nothing outside has changed.
+//! Attacks from inside a sandbox: each is refused, and nothing outside has changed.
 
 use std::process::{Child, Command, Stdio};
 
 use serde_json::json;
 
-use crate::{Cell, User, entry, for_both, read_only};
+use crate::{SandboxFixture, User, entry, for_both, read_only};
 
 for_both! {
-    writing_outside,
-    reading_what_is_denied,
-    other_processes,
-    mounts_and_namespaces,
-    the_kernels_back_doors,
-    typing_into_a_terminal,
-    the_servers_secrets,
-    planted_links_widen_nothing,
-    exhausting_what_is_limited,
-    the_first_process_is_no_way_out,
+    attack_writing_outside_the_workspace_fails,
+    attack_reading_denied_files_fails,
+    attack_on_processes_outside_fails,
+    attack_with_mounts_and_namespaces_fails,
+    attack_with_privileged_system_calls_fails,
+    attack_injecting_terminal_input_fails,
+    attack_reading_secrets_of_the_server_fails,
+    symlinks_planted_in_the_workspace_do_not_widen_the_policy,
+    resource_limits_stop_exhaustion_from_inside,
+    attack_on_the_init_process_of_the_sandbox_fails,
 }
 
-/// A process outside, of the same user as the server, ended with this value.
-struct Victim(Child);
+/// A process outside the sandbox, with the server's user; killed when this value is dropped.
+struct OutsideProcess(Child);
 
-impl Victim {
-    fn new(cell: &Cell) -> Self {
-        let mut command = if cell.user == User::Ordinary && crate::is_root() {
+impl OutsideProcess {
+    fn new(fixture: &SandboxFixture) -> Self {
+        let mut command = if fixture.user == User::Ordinary && crate::is_root() {
             let mut command = Command::new("setpriv");
             let id = crate::NOBODY;
             command
@@ -50,17 +50,17 @@ impl Victim {
     }
 }
 
-impl Drop for Victim {
+impl Drop for OutsideProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-async fn writing_outside(user: User) {
-    let mut cell = Cell::new(user).await;
-    let file = cell.write("other/file", "o");
-    let (other, work) = (cell.path("other"), cell.path("work"));
+async fn attack_writing_outside_the_workspace_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let file = fixture.write("other/file", "o");
+    let (other, work) = (fixture.path("other"), fixture.path("work"));
     let script = format!(
         r"
 other, work = '{}', '{}'
@@ -90,7 +90,7 @@ refused('device', lambda: os.mknod(work + '/disk', 0o060600, os.makedev(8, 0)))
         work.display()
     );
     let before = std::fs::metadata(&file).unwrap();
-    let outcome = cell.python(&cell.workspace(), &script).await;
+    let outcome = fixture.python(&fixture.workspace(), &script).await;
     assert_eq!(outcome.stdout.lines().count(), 25, "{outcome:?}");
     for line in outcome.stdout.lines() {
         let refusal = ["EROFS", "EACCES", "EPERM", "EXDEV", "ENOENT"]
@@ -108,11 +108,11 @@ refused('device', lambda: os.mknod(work + '/disk', 0o060600, os.makedev(8, 0)))
     assert!(!std::path::Path::new("/etc/exec-server-test").exists());
 }
 
-async fn reading_what_is_denied(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/vault");
-    let secret = cell.write("work/vault/secret", "SECRET");
-    let sandbox = cell.workspace_and(&[entry(&cell.path("work/vault"), "deny")]);
+async fn attack_reading_denied_files_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/vault");
+    let secret = fixture.write("work/vault/secret", "SECRET");
+    let sandbox = fixture.workspace_and(&[entry(&fixture.path("work/vault"), "deny")]);
     let script = format!(
         r"
 secret = '{}'
@@ -139,7 +139,7 @@ print('disks', 'EPERM' if not disks else disks)
 ",
         secret.display()
     );
-    let outcome = cell.python(&sandbox, &script).await;
+    let outcome = fixture.python(&sandbox, &script).await;
     assert_eq!(outcome.stdout.lines().count(), 11, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(!line.contains("SECRET") && !line.contains("OK"), "{line}");
@@ -153,11 +153,11 @@ print('disks', 'EPERM' if not disks else disks)
     assert_eq!(std::fs::read_to_string(&secret).unwrap(), "SECRET");
 }
 
-async fn other_processes(user: User) {
-    let mut cell = Cell::new(user).await;
-    let mut victim = Victim::new(&cell);
-    let pid = victim.0.id();
-    let server = cell.server.server_pid().await;
+async fn attack_on_processes_outside_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let mut outside = OutsideProcess::new(&fixture);
+    let pid = outside.0.id();
+    let server = fixture.server.server_pid().await;
     let script = format!(
         r"
 import signal
@@ -178,9 +178,9 @@ refused('sibling', lambda: call(libc.ptrace, 16, child, 0, 0))
 os.kill(child, 9)
 print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 6 and 'few ESRCH')
 ",
-        cell.server.guardian_pid()
+        fixture.server.guardian_pid()
     );
-    let outcome = cell.python(&read_only(), &script).await;
+    let outcome = fixture.python(&read_only(), &script).await;
     assert_eq!(outcome.stdout.lines().count(), 37, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(
@@ -190,13 +190,13 @@ print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 6 and 'few ESRCH')
             "{line}"
         );
     }
-    assert!(victim.lives());
-    assert_eq!(cell.sh(&read_only(), "exit 4").await.code, 4);
+    assert!(outside.lives());
+    assert_eq!(fixture.sh(&read_only(), "exit 4").await.code, 4);
 }
 
-async fn mounts_and_namespaces(user: User) {
-    let mut cell = Cell::new(user).await;
-    let work = cell.path("work");
+async fn attack_with_mounts_and_namespaces_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let work = fixture.path("work");
     let script = format!(
         r"
 work = b'{}'
@@ -221,7 +221,7 @@ for name in ['setuid', 'setgid']:
 ",
         work.display()
     );
-    let outcome = cell.python(&cell.workspace(), &script).await;
+    let outcome = fixture.python(&fixture.workspace(), &script).await;
     assert_eq!(outcome.stdout.lines().count(), 24, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(
@@ -237,8 +237,8 @@ for name in ['setuid', 'setgid']:
     }
 }
 
-async fn the_kernels_back_doors(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn attack_with_privileged_system_calls_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 for name, number in [('io_uring_setup', 425), ('io_uring_enter', 426), ('io_uring_register', 427), ('pidfd_getfd', 438)]:
     refused(name, lambda: call(libc.syscall, number, 8, 0, 0, 0, 0, 0))
@@ -250,15 +250,15 @@ for name, number in [('bpf', 321 if x86 else 280), ('perf', 298 if x86 else 241)
 if x86: refused('x32', lambda: call(libc.syscall, 0x40000000 + 41, 2, 1, 0))
 else: print('x32 ENOSYS')
 ";
-    let outcome = cell.python(&read_only(), script).await;
+    let outcome = fixture.python(&read_only(), script).await;
     assert_eq!(outcome.stdout.lines().count(), 14, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(line.ends_with("EPERM") || line == "x32 ENOSYS", "{line}");
     }
 }
 
-async fn typing_into_a_terminal(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn attack_injecting_terminal_input_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let script = format!(
         "{}\n{}",
         crate::PRELUDE,
@@ -268,19 +268,19 @@ for n in (0x5412, 0x5412 | 1 << 32, 0x541c):
 refused('others', lambda: [os.open('/dev/pts/' + n, os.O_RDWR) for n in os.listdir('/dev/pts') if n.isdigit() and '/dev/pts/' + n != os.ttyname(0)] or (0, 'EPERM'))
 "
     );
-    let start = cell
+    let start = fixture
         .start_of(&read_only(), &["python3", "-c", &script])
         .tty();
-    let seen = cell.client.run(start).await;
+    let seen = fixture.client.run(start).await;
     assert_eq!(
         seen.text("pty"),
         "ioctl EPERM\r\nioctl EPERM\r\nioctl EPERM\r\nothers EPERM\r\n"
     );
 }
 
-async fn the_servers_secrets(user: User) {
-    let mut cell = Cell::new(user).await;
-    let outcome = cell
+async fn attack_reading_secrets_of_the_server_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let outcome = fixture
         .sh(&read_only(), "env; cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'; echo; cat /proc/1/status | grep -c Name")
         .await;
     assert!(
@@ -288,10 +288,10 @@ async fn the_servers_secrets(user: User) {
         "{outcome:?}"
     );
     assert!(!outcome.stdout.contains("--listen"), "{outcome:?}");
-    // The policy itself is nobody's business either.
-    let secret = cell.write("other/hidden-name", "x");
-    let sandbox = cell.workspace_and(&[entry(&secret, "deny")]);
-    let outcome = cell
+    // The sandbox policy itself is not readable either.
+    let secret = fixture.write("other/hidden-name", "x");
+    let sandbox = fixture.workspace_and(&[entry(&secret, "deny")]);
+    let outcome = fixture
         .sh(
             &sandbox,
             "cat /proc/1/cmdline; cat /proc/1/environ /proc/1/maps /proc/1/mem",
@@ -305,29 +305,29 @@ async fn the_servers_secrets(user: User) {
     );
 }
 
-async fn planted_links_widen_nothing(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/sub");
-    cell.make("work/out");
-    let out = cell.path("work/out");
-    let sandbox = cell.workspace_and(&[entry(&cell.path("work/sub"), "write")]);
-    // A first run replaces a directory, which the next policy names, by a link.
-    let plain = cell.workspace();
-    let other = cell.path("other");
-    let outcome = cell
+async fn symlinks_planted_in_the_workspace_do_not_widen_the_policy(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/sub");
+    fixture.make("work/out");
+    let out = fixture.path("work/out");
+    let sandbox = fixture.workspace_and(&[entry(&fixture.path("work/sub"), "write")]);
+    // The first run replaces a directory, which the next policy names, with a link.
+    let plain = fixture.workspace();
+    let other = fixture.path("other");
+    let outcome = fixture
         .sh(
             &plain,
             &format!("rmdir sub && ln -s {} sub", other.display()),
         )
         .await;
     assert_eq!(outcome.code, 0, "{outcome:?}");
-    let failure = cell.refused(&sandbox, &["touch", "sub/x"]).await;
+    let failure = fixture.refused(&sandbox, &["touch", "sub/x"]).await;
     assert!(
         failure.message.contains("crosses writable symlink"),
         "{failure}"
     );
-    // The workspace itself becomes a link: whoever could do that may write there anyway.
-    let outcome = cell
+    // The workspace itself becomes a link: a process that can do that may write there anyway.
+    let outcome = fixture
         .sh(
             &plain,
             "ln -s /etc/x out/x; echo y > out/x; cd ..; mv work w2",
@@ -339,42 +339,42 @@ async fn planted_links_widen_nothing(user: User) {
     assert!(out.exists());
 }
 
-async fn exhausting_what_is_limited(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn resource_limits_stop_exhaustion_from_inside(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let limits = json!({"memoryBytes": 64 << 20, "cpuSeconds": 20, "fileBytes": 4096});
     let script = "x = bytearray(1 << 30); print('had it')";
     let script = format!("{}\n{script}", crate::PRELUDE);
-    let start = cell
+    let start = fixture
         .start_of(&read_only(), &["python3", "-c", &script])
         .with("limits", limits.clone());
-    let outcome = cell.run(start).await;
+    let outcome = fixture.run(start).await;
     assert_ne!(outcome.code, 0, "{outcome:?}");
     assert!(!outcome.stdout.contains("had it"));
-    let sandbox = cell.workspace();
-    let start = cell
+    let sandbox = fixture.workspace();
+    let start = fixture
         .start_of(
             &sandbox,
             &["/bin/sh", "-c", "head -c 100000 /dev/zero > big"],
         )
         .with("limits", json!({"fileBytes": 4096}));
-    cell.run(start).await;
+    fixture.run(start).await;
     assert_eq!(
-        std::fs::metadata(cell.path("work/big")).unwrap().len(),
+        std::fs::metadata(fixture.path("work/big")).unwrap().len(),
         4096
     );
     if user == User::Own && crate::is_root() {
         let bomb = "f() { f | f & }; f; sleep 1; echo $(ls -d /proc/[0-9]* | wc -l)";
-        let start = cell
+        let start = fixture
             .start_of(&read_only(), &["/bin/sh", "-c", bomb])
             .with("limits", json!({"processes": 20}))
             .with("timeoutMs", 10_000);
-        cell.run(start).await;
+        fixture.run(start).await;
     }
-    assert_eq!(cell.sh(&read_only(), "exit 4").await.code, 4);
+    assert_eq!(fixture.sh(&read_only(), "exit 4").await.code, 4);
 }
 
-async fn the_first_process_is_no_way_out(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn attack_on_the_init_process_of_the_sandbox_fails(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 import signal
 for s in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP):
@@ -385,7 +385,7 @@ refused('exe', lambda: os.readlink('/proc/1/exe'))
 refused('ns', lambda: os.readlink('/proc/1/ns/mnt'))
 print('alive', os.getppid(), 'EPERM')
 ";
-    let outcome = cell.python(&read_only(), script).await;
+    let outcome = fixture.python(&read_only(), script).await;
     assert_eq!(outcome.code, 0, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(

@@ -1,7 +1,7 @@
-//! Sandboxed processes of the built server, from outside: what they may do, what they may not, and
-//! that the machine is as it was.
+//! Sandboxed processes of the built server as a black box: what they can do, what they cannot do,
+//! and that the machine is unchanged afterwards.
 //!
-//! Everything runs twice: as the user of the tests, who is often root, and as an ordinary one.
+//! Every test runs twice: as the user of the tests, often root, and as an unprivileged user.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -22,12 +22,12 @@ mod processes;
 mod protected;
 mod requests;
 
-/// Whose server it is.
+/// The user that runs the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum User {
-    /// Whoever runs the tests.
+    /// The user that runs the tests.
     Own,
-    /// `nobody`, if the tests are root's.
+    /// `nobody` (65534) if the tests run as root; otherwise the same user.
     Ordinary,
 }
 
@@ -37,8 +37,8 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// A server, a client of it and a place on the disk.
-struct Cell {
+/// A server, a client with a session, and a directory with a workspace.
+struct SandboxFixture {
     client: Client,
     started: u32,
     server: Subject,
@@ -46,7 +46,7 @@ struct Cell {
     directory: TempDir,
 }
 
-/// What became of a command.
+/// The result of a command.
 #[derive(Debug)]
 struct Outcome {
     code: i64,
@@ -56,12 +56,12 @@ struct Outcome {
     exited: Value,
 }
 
-impl Cell {
+impl SandboxFixture {
     async fn new(user: User) -> Self {
         let directory = Self::place();
         let built = Path::new(env!("CARGO_BIN_EXE_exec-server"));
         let command = if user == User::Ordinary && is_root() {
-            // Builds may lie where the other user cannot go.
+            // The build directory may be unreadable for the other user.
             let program = directory.path().join("exec-server");
             std::fs::hard_link(built, &program)
                 .or_else(|_| std::fs::copy(built, &program).map(drop))
@@ -79,7 +79,7 @@ impl Cell {
         Self::at(user, directory, command).await
     }
 
-    /// With a server that is started in its own way.
+    /// Uses a server that this command starts.
     async fn on(user: User, command: Command) -> Self {
         Self::at(user, Self::place(), command).await
     }
@@ -99,16 +99,16 @@ impl Cell {
             .env("SERVER_SECRET", "only for the server");
         let mut server = Subject::start(Transport::Websocket, command).await;
         let client = server.session().await;
-        let cell = Self {
+        let fixture = Self {
             client,
             started: 0,
             server,
             user,
             directory,
         };
-        cell.make("work");
-        cell.make("other");
-        cell
+        fixture.make("work");
+        fixture.make("other");
+        fixture
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -121,7 +121,7 @@ impl Cell {
         }
     }
 
-    /// Makes a directory of the server's user.
+    /// Creates a directory that the server's user owns.
     fn make(&self, name: &str) -> PathBuf {
         let path = self.path(name);
         std::fs::create_dir(&path).unwrap();
@@ -129,7 +129,7 @@ impl Cell {
         path
     }
 
-    /// Makes a file of the server's user.
+    /// Creates a file that the server's user owns.
     fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.path(name);
         std::fs::write(&path, text).unwrap();
@@ -175,7 +175,7 @@ impl Cell {
         self.client.refused("process/start", start.0).await
     }
 
-    /// What the real client sends for its workspace.
+    /// The policy that the real client sends for its workspace.
     fn workspace(&self) -> Value {
         self.workspace_and(&[])
     }
@@ -201,7 +201,7 @@ impl Cell {
     }
 }
 
-/// What Python attackers need: system calls by name or number, and a word for being refused.
+/// Python prelude of the attacks: system calls by name or number, and `refused` prints the errno.
 const PRELUDE: &str = r"
 import ctypes, errno, os, sys, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -242,7 +242,7 @@ fn entry(path: &Path, access: &str) -> Value {
     json!({"path": {"type": "path", "path": uri}, "access": access})
 }
 
-/// Runs behaviours for both users: each is an async function of the [`User`].
+/// Makes each function a test for both users.
 macro_rules! for_both {
     ($($behaviour:ident,)*) => {
         mod own {
@@ -257,9 +257,9 @@ macro_rules! for_both {
 }
 use for_both;
 
-/// A file that is not declared here would silently not be tested.
+/// A file that is not declared as a module here would not be compiled, and its tests would not run.
 #[test]
-fn every_file_is_a_module() {
+fn every_test_file_is_declared() {
     let declared = include_str!("main.rs");
     let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/sandbox")).unwrap();
     let mut seen = 0;

@@ -1,4 +1,4 @@
-//! A network that the client manages: a proxy is the only way out of it.
+//! Managed network: the client's proxy settings are the only way out of the sandbox.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,20 +8,20 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
-use crate::{Cell, User, for_both, policy, read_only, special};
+use crate::{SandboxFixture, User, for_both, policy, read_only, special};
 
 for_both! {
-    allowed_hosts_are_reached_in_every_way,
-    denied_hosts_are_reached_in_none,
-    there_is_no_other_way_out,
-    without_a_sandbox_the_network_is_managed_all_the_same,
-    clients_are_asked_about_misses,
-    a_proxy_that_is_there_already_is_led_to,
-    a_thousand_connections_go_through_one_proxy,
-    datagrams_go_through_socks,
+    allowed_hosts_are_reachable_through_every_proxy_protocol,
+    denied_hosts_are_unreachable_through_every_proxy_protocol,
+    managed_network_has_no_route_beside_the_proxy,
+    managed_network_applies_without_a_file_sandbox,
+    client_decides_about_hosts_without_a_rule,
+    existing_proxy_of_the_environment_is_used,
+    proxy_carries_a_thousand_connections,
+    udp_goes_through_the_socks_proxy,
 }
 
-/// A server of this machine that answers requests with `hello`, and counts who came.
+/// A local HTTP server that answers `hello`, and the number of its connections.
 async fn web() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -63,7 +63,7 @@ fn managed(start: Start, proxy: Value) -> Start {
         .with("networkProxy", json!({"proxy": proxy}))
 }
 
-/// Asked about misses, with this much time.
+/// A start whose unmatched hosts the client decides, within this time.
 fn asking(start: Start, proxy: Value, millis: u64) -> Start {
     let launch = json!({"proxy": proxy, "policyDecisionTimeoutMs": millis});
     start
@@ -75,7 +75,7 @@ fn local() -> Value {
     json!({"allowLocalBinding": true})
 }
 
-/// The ways through a proxy, as curl knows them; what each came to, one to a line.
+/// Script that requests `url` in every way that curl offers; prints one result per line.
 fn every_way(url: &str) -> String {
     format!(
         r#"
@@ -87,49 +87,54 @@ way socks -x "$ALL_PROXY" '{url}'
     )
 }
 
-async fn allowed_hosts_are_reached_in_every_way(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn allowed_hosts_are_reachable_through_every_proxy_protocol(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
-    // Named as they are asked for: numbers in other bases are addresses all the same.
+    // Hosts as requested: numbers in other bases are addresses all the same.
     for (rule, host) in [
         ("127.0.0.1", "127.0.0.1"),
         ("127.0.0.1", "2130706433"),
         ("a.localhost", "a.localhost"),
     ] {
         let script = every_way(&format!("http://{host}:{port}/x"));
-        let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+        let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
         let start = managed(start, proxy(json!({rule: "allow"}), json!({})));
         let id = start.0["processId"].as_str().unwrap().to_owned();
-        let outcome = cell.run(start).await;
+        let outcome = fixture.run(start).await;
         let expected = "plain 200 000 0\ntunnel 200 200 0\nsocks 200 000 0\n";
         assert_eq!(outcome.stdout, expected, "{host}: {outcome:?}");
         for protocol in ["http", "https_connect", "socks5_tcp"] {
-            let told = cell.client.notice("network/policyDecision").await;
-            assert_eq!(told["processId"], *id);
-            assert_eq!(told["protocol"], protocol, "{told}");
+            let decision = fixture.client.notice("network/policyDecision").await;
+            assert_eq!(decision["processId"], *id);
+            assert_eq!(decision["protocol"], protocol, "{decision}");
             assert_eq!(
-                (&told["decision"], &told["reason"]),
+                (&decision["decision"], &decision["reason"]),
                 (&json!("allow"), &json!("allow"))
             );
-            assert_eq!(told["source"], "baseline_policy");
+            assert_eq!(decision["source"], "baseline_policy");
             assert_eq!(
-                (&told["scope"], &told["port"]),
+                (&decision["scope"], &decision["port"]),
                 (&json!("domain"), &json!(port))
             );
-            assert_eq!(told["policyOverride"], false);
-            let timestamp = told["timestamp"].as_str().unwrap();
+            assert_eq!(decision["policyOverride"], false);
+            let timestamp = decision["timestamp"].as_str().unwrap();
             assert!(
                 timestamp.len() == 24 && timestamp.ends_with('Z'),
                 "{timestamp}"
             );
-            assert!(told["client"].as_str().unwrap().starts_with("127.0.0.1:"));
+            assert!(
+                decision["client"]
+                    .as_str()
+                    .unwrap()
+                    .starts_with("127.0.0.1:")
+            );
         }
     }
     assert_eq!(count.load(Ordering::Relaxed), 9);
 }
 
-async fn denied_hosts_are_reached_in_none(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn denied_hosts_are_unreachable_through_every_proxy_protocol(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     for (domains, more, host, reason) in [
         (
@@ -177,38 +182,38 @@ async fn denied_hosts_are_reached_in_none(user: User) {
         ),
     ] {
         let script = every_way(&format!("http://{host}:{port}/x"));
-        let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
-        let outcome = cell.run(managed(start, proxy(domains, more))).await;
+        let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
+        let outcome = fixture.run(managed(start, proxy(domains, more))).await;
         let expected = "plain 403 000 0\ntunnel 000 403 56\nsocks 000 000 97\n";
         assert_eq!(outcome.stdout, expected, "{host}: {outcome:?}");
         for _ in 0..3 {
-            let told = cell.client.notice("network/policyDecision").await;
+            let decision = fixture.client.notice("network/policyDecision").await;
             assert_eq!(
-                (&told["decision"], &told["reason"]),
+                (&decision["decision"], &decision["reason"]),
                 (&json!("deny"), &json!(reason))
             );
         }
     }
-    // Looking only.
+    // Limited mode: only methods that read.
     let script = format!(
         "curl -s -o /dev/null -w '%{{http_code}} ' http://127.0.0.1:{port}/; \
          curl -s -d x -i http://127.0.0.1:{port}/ | tr -d '\\r' | grep -i x-proxy-error; \
          curl -s -o /dev/null -w '%{{http_connect}}\\n' -p -x $HTTPS_PROXY http://127.0.0.1:{port}/"
     );
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let limited = proxy(json!({"127.0.0.1": "allow"}), json!({"mode": "limited"}));
-    let outcome = cell.run(managed(start, limited)).await;
+    let outcome = fixture.run(managed(start, limited)).await;
     let expected = "200 x-proxy-error: blocked-by-method-policy\n403\n";
     assert_eq!(outcome.stdout, expected, "{outcome:?}");
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn there_is_no_other_way_out(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn managed_network_has_no_route_beside_the_proxy(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
-    let listener = std::os::unix::net::UnixListener::bind(cell.path("other/socket")).unwrap();
+    let listener = std::os::unix::net::UnixListener::bind(fixture.path("other/socket")).unwrap();
     listener.set_nonblocking(true).unwrap();
-    let other = cell.path("other").display().to_string();
+    let other = fixture.path("other").display().to_string();
     let script = format!(
         r"
 def connect(family, address):
@@ -227,12 +232,12 @@ a, b = socket.socketpair(); a.send(b'pairs'); print(b.recv(9).decode())
 s = socket.create_server(('127.0.0.1', 0)); connect(socket.AF_INET, s.getsockname()); print('inside')
 "
     );
-    let start = cell.start_of(
+    let start = fixture.start_of(
         &read_only(),
         &["python3", "-c", &format!("{}\n{script}", crate::PRELUDE)],
     );
     let start = managed(start, proxy(json!({"*": "allow"}), local()));
-    let outcome = cell.run(start).await;
+    let outcome = fixture.run(start).await;
     let lines: Vec<&str> = outcome.stdout.lines().collect();
     let (walls, rest) = lines.split_at(lines.len().min(11));
     assert_eq!(walls.len(), 11, "{outcome:?}");
@@ -252,8 +257,8 @@ s = socket.create_server(('127.0.0.1', 0)); connect(socket.AF_INET, s.getsocknam
     assert!(listener.accept().is_err());
 }
 
-async fn without_a_sandbox_the_network_is_managed_all_the_same(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn managed_network_applies_without_a_file_sandbox(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
         "curl -s http://127.0.0.1:{port}/; echo; \
@@ -266,13 +271,13 @@ async fn without_a_sandbox_the_network_is_managed_all_the_same(user: User) {
         "permissions": {"type": "external", "network": "enabled"},
     });
     for sandbox in [Value::Null, disabled, open] {
-        let start = cell.start_of(&sandbox, &["sh", "-c", &script]);
+        let start = fixture.start_of(&sandbox, &["sh", "-c", &script]);
         let start = managed(start, proxy(json!({"127.0.0.1": "allow"}), json!({})));
         let id = start.0["processId"].as_str().unwrap().to_owned();
-        let result = cell.client.start(start).await;
+        let result = fixture.client.start(start).await;
         let mechanisms = result["enforcement"]["mechanisms"].as_array().unwrap();
         assert!(mechanisms.contains(&json!("network_namespace")), "{result}");
-        let seen = cell.client.closed(&id).await;
+        let seen = fixture.client.closed(&id).await;
         let text = seen.text("stdout");
         assert!(
             text.starts_with("hello\n7\nwritten\n"),
@@ -282,16 +287,17 @@ async fn without_a_sandbox_the_network_is_managed_all_the_same(user: User) {
     assert_eq!(count.load(Ordering::Relaxed), 3);
 }
 
-async fn clients_are_asked_about_misses(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn client_decides_about_hosts_without_a_rule(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
         "for n in 1 2 3 4; do curl -s -m 30 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' \
          http://127.0.0.1:{port}/; done"
     );
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client
+    fixture
+        .client
         .start(asking(start, proxy(json!({}), local()), 20_000))
         .await;
     for (decision, outcome, reason) in [
@@ -300,34 +306,35 @@ async fn clients_are_asked_about_misses(user: User) {
         (json!({"type": "ask", "reason": "later"}), "ask", "later"),
         (json!({"type": "perhaps"}), "deny", "not_allowed"),
     ] {
-        let (question, params) = cell.client.question("network/policyRequest").await;
+        let (question, params) = fixture.client.question("network/policyRequest").await;
         assert_eq!(
             params,
             json!({"processId": id, "request": {"protocol": "http", "host": "127.0.0.1", "port": port}})
         );
-        cell.client
+        fixture
+            .client
             .reply(question, json!({"decision": decision}))
             .await;
-        let told = cell.client.notice("network/policyDecision").await;
+        let decision = fixture.client.notice("network/policyDecision").await;
         assert_eq!(
-            (&told["decision"], &told["reason"]),
+            (&decision["decision"], &decision["reason"]),
             (&json!(outcome), &json!(reason))
         );
         assert_eq!(
-            (&told["source"], &told["policyOverride"]),
+            (&decision["source"], &decision["policyOverride"]),
             (&json!("decider"), &json!(outcome == "allow"))
         );
     }
-    let seen = cell.client.closed(&id).await;
+    let seen = fixture.client.closed(&id).await;
     assert_eq!(seen.text("stdout"), "200\n403\n403\n403\n");
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn a_proxy_that_is_there_already_is_led_to(user: User) {
-    let mut cell = Cell::new(user).await;
-    // Answers everything itself, as a proxy may.
+async fn existing_proxy_of_the_environment_is_used(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    // The existing proxy answers everything itself.
     let (port, count) = web().await;
-    let start = cell
+    let start = fixture
         .start_of(
             &read_only(),
             &[
@@ -338,13 +345,13 @@ async fn a_proxy_that_is_there_already_is_led_to(user: User) {
         )
         .env("http_proxy", &format!("http://127.0.0.1:{port}"))
         .with("enforceManagedNetwork", true);
-    let outcome = cell.run(start).await;
+    let outcome = fixture.run(start).await;
     assert_eq!(outcome.stdout, "hello7\n", "{outcome:?}");
     assert_eq!(count.load(Ordering::Relaxed), 1);
 }
 
-async fn a_thousand_connections_go_through_one_proxy(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn proxy_carries_a_thousand_connections(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let (port, count) = web().await;
     let script = format!(
         r"
@@ -368,15 +375,15 @@ print(good)
 "
     );
     let script = format!("{}\n{script}", crate::PRELUDE);
-    let start = cell.start_of(&read_only(), &["python3", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["python3", "-c", &script]);
     let start = managed(start, proxy(json!({"127.0.0.1": "allow"}), json!({})));
-    let outcome = cell.run(start).await;
+    let outcome = fixture.run(start).await;
     assert_eq!(outcome.stdout, "1000\n", "{outcome:?}");
     assert_eq!(count.load(Ordering::Relaxed), 1000);
 }
 
-async fn datagrams_go_through_socks(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn udp_goes_through_the_socks_proxy(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let host = tokio::net::UdpSocket::bind("127.0.0.1:0").await.unwrap();
     let port = host.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -401,25 +408,29 @@ for n in range(3):
     );
     let script = format!("{}\n{script}", crate::PRELUDE);
     for (udp, expected) in [(true, "datagram\n".repeat(3)), (false, String::new())] {
-        let start = cell.start_of(&read_only(), &["python3", "-c", &script]);
+        let start = fixture.start_of(&read_only(), &["python3", "-c", &script]);
         let rules = json!({"127.0.0.1": "allow"});
         let start = managed(start, proxy(rules, json!({"enableSocks5Udp": udp})));
-        let outcome = cell.run(start).await;
+        let outcome = fixture.run(start).await;
         assert_eq!(outcome.stdout, expected, "{outcome:?}");
     }
-    let told = cell.client.notice("network/policyDecision").await;
-    assert_eq!(told["protocol"], "socks5_udp");
-    assert_eq!(cell.client.notices().len(), 0, "one decision for one host");
+    let decision = fixture.client.notice("network/policyDecision").await;
+    assert_eq!(decision["protocol"], "socks5_udp");
+    assert_eq!(
+        fixture.client.notices().len(),
+        0,
+        "one decision for one host"
+    );
 }
 
 #[tokio::test]
-async fn children_are_told_of_their_proxy() {
-    let mut cell = Cell::new(User::Own).await;
+async fn environment_of_the_command_names_the_proxy() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     for (socks, expected) in [(true, "socks5h"), (false, "http")] {
         let script = "env | sort | grep -i -e proxy -e CODEX_";
-        let start = cell.start_of(&read_only(), &["sh", "-c", script]);
+        let start = fixture.start_of(&read_only(), &["sh", "-c", script]);
         let proxy = proxy(json!({}), json!({"enableSocks5": socks}));
-        let outcome = cell.run(managed(start, proxy)).await;
+        let outcome = fixture.run(managed(start, proxy)).await;
         let has = |line: &str| outcome.stdout.lines().any(|seen| seen == line);
         assert!(
             has("CODEX_NETWORK_PROXY_ACTIVE=1") && has("NO_PROXY="),
@@ -436,27 +447,29 @@ async fn children_are_told_of_their_proxy() {
 }
 
 #[tokio::test]
-async fn without_enforcement_a_proxy_is_an_offer() {
-    let mut cell = Cell::new(User::Own).await;
+async fn proxy_without_enforcement_can_be_bypassed() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     let (port, _) = web().await;
     let script = format!(
         "curl -s http://127.0.0.1:{port}/; curl -s --noproxy '*' http://127.0.0.1:{port}/; \
          curl -s -o /dev/null -w '%{{http_code}}' http://127.0.0.2:{port}/"
     );
-    let start = cell.start_of(&Value::Null, &["sh", "-c", &script]);
+    let start = fixture.start_of(&Value::Null, &["sh", "-c", &script]);
     let launch = json!({"proxy": proxy(json!({"127.0.0.1": "allow"}), json!({}))});
-    let outcome = cell.run(start.with("networkProxy", launch.clone())).await;
+    let outcome = fixture
+        .run(start.with("networkProxy", launch.clone()))
+        .await;
     assert_eq!(outcome.stdout, "hellohello403", "{outcome:?}");
-    // A sandbox without a network does not get one by it.
+    // A sandbox without a network does not get one from the proxy settings.
     let script = format!("curl -s http://127.0.0.1:{port}/; echo $?");
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
-    let outcome = cell.run(start.with("networkProxy", launch)).await;
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
+    let outcome = fixture.run(start.with("networkProxy", launch)).await;
     assert_eq!(outcome.stdout, "7\n", "{outcome:?}");
 }
 
 #[tokio::test]
-async fn what_makes_no_sense_is_refused() {
-    let mut cell = Cell::new(User::Own).await;
+async fn start_rejects_invalid_proxy_settings() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     let good = || proxy(json!({}), json!({}));
     let launch = |proxy: Value| json!({"proxy": proxy});
     for (launch, text) in [
@@ -479,10 +492,10 @@ async fn what_makes_no_sense_is_refused() {
         (json!({}), "missing field `proxy`"),
         (launch(json!({"enabled": true})), "missing field"),
     ] {
-        let start = cell
+        let start = fixture
             .start_of(&read_only(), &["true"])
             .with("networkProxy", launch);
-        let failure = cell.client.refused("process/start", start.0).await;
+        let failure = fixture.client.refused("process/start", start.0).await;
         assert_eq!(failure.code, -32602);
         assert!(failure.message.contains(text), "{failure}");
     }
@@ -490,14 +503,14 @@ async fn what_makes_no_sense_is_refused() {
         "networkProxy",
         json!({"proxy": good(), "policyDecisionTimeoutMs": 1}),
     );
-    let failure = cell.client.refused("process/start", nameless.0).await;
+    let failure = fixture.client.refused("process/start", nameless.0).await;
     assert!(
         failure.message.contains("process id of 1 to 256"),
         "{failure}"
     );
 }
 
-/// Many questions of one process, and when it has its answers.
+/// A Python script that opens `count` connections and prints how many got which answer.
 fn many(port: u16, count: usize) -> String {
     format!(
         r"
@@ -521,90 +534,94 @@ print('200', codes.count('200'), '403', codes.count('403'))
 }
 
 #[tokio::test]
-async fn questions_are_bounded_and_the_rest_is_refused() {
-    let mut cell = Cell::new(User::Own).await;
+async fn pending_network_decisions_are_limited() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     let (port, _) = web().await;
     let script = format!("{}\n{}", crate::PRELUDE, many(port, 300));
-    let start = cell.start_of(&read_only(), &["python3", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["python3", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client
+    fixture
+        .client
         .start(asking(start, proxy(json!({}), local()), 60_000))
         .await;
     let mut questions = Vec::new();
     for _ in 0..256 {
-        questions.push(cell.client.question("network/policyRequest").await.0);
+        questions.push(fixture.client.question("network/policyRequest").await.0);
     }
-    // Those beyond the bound are told of before any answer.
+    // Connections beyond the limit are denied before any answer.
     for _ in 0..44 {
-        let told = cell.client.notice("network/policyDecision").await;
+        let decision = fixture.client.notice("network/policyDecision").await;
         assert_eq!(
-            (&told["decision"], &told["reason"]),
+            (&decision["decision"], &decision["reason"]),
             (&json!("deny"), &json!("not_allowed"))
         );
     }
-    assert_eq!(cell.client.questions(), 0);
+    assert_eq!(fixture.client.questions(), 0);
     for question in questions.into_iter().rev() {
-        cell.client
+        fixture
+            .client
             .reply(question, json!({"decision": {"type": "allow"}}))
             .await;
     }
-    let seen = cell.client.closed(&id).await;
+    let seen = fixture.client.closed(&id).await;
     assert_eq!(seen.text("stdout"), "asked\n200 256 403 44\n");
 }
 
 #[tokio::test]
-async fn late_missing_and_strange_answers_are_no() {
-    let mut cell = Cell::new(User::Own).await;
+async fn late_missing_or_invalid_decisions_count_as_refusal() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     let (port, count) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/"
     );
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client
+    fixture
+        .client
         .start(asking(start, proxy(json!({}), local()), 1))
         .await;
-    let (question, _) = cell.client.question("network/policyRequest").await;
-    // Answers to what nobody asked are told to be that, and change nothing.
+    let (question, _) = fixture.client.question("network/policyRequest").await;
+    // Responses to requests that the server never sent are rejected, and change nothing.
     let allow = json!({"decision": {"type": "allow"}});
-    cell.client.reply(question + 1000, allow.clone()).await;
-    let refusal = cell.client.refusal().await;
+    fixture.client.reply(question + 1000, allow.clone()).await;
+    let refusal = fixture.client.refusal().await;
     assert!(
         refusal.message.contains("no request of this server"),
         "{refusal}"
     );
-    let seen = cell.client.closed(&id).await;
+    let seen = fixture.client.closed(&id).await;
     assert_eq!(seen.text("stdout"), "403\n");
-    // Late: nobody minds, and the connection goes on.
-    cell.client.reply(question, allow).await;
-    cell.client.ok("environment/status", Value::Null).await;
-    let told = cell.client.notice("network/policyDecision").await;
+    // A late response is ignored, and the connection stays open.
+    fixture.client.reply(question, allow).await;
+    fixture.client.ok("environment/status", Value::Null).await;
+    let decision = fixture.client.notice("network/policyDecision").await;
     assert_eq!(
-        (&told["source"], &told["reason"]),
+        (&decision["source"], &decision["reason"]),
         (&json!("decider"), &json!("not_allowed"))
     );
     assert_eq!(count.load(Ordering::Relaxed), 0);
 }
 
 #[tokio::test]
-async fn a_lost_connection_is_no() {
-    let mut cell = Cell::new(User::Own).await;
+async fn network_decision_is_a_refusal_when_the_connection_is_lost() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
     let (port, count) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/; \
          curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/"
     );
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client
+    fixture
+        .client
         .start(asking(start, proxy(json!({}), local()), 600_000))
         .await;
-    cell.client.question("network/policyRequest").await;
-    let session = cell.client.session_id();
-    cell.client.finish().await;
-    cell.client.end().await;
-    // The second question has nobody to go to either; the session can be taken up again.
-    let mut client = cell.server.connect().await;
+    fixture.client.question("network/policyRequest").await;
+    let session = fixture.client.session_id();
+    fixture.client.finish().await;
+    fixture.client.end().await;
+    // The second request has no client either; the session can be resumed.
+    let mut client = fixture.server.connect().await;
     client
         .initialize(json!({"clientName": "again", "resumeSessionId": session}))
         .await;
@@ -617,7 +634,7 @@ async fn a_lost_connection_is_no() {
             .iter()
             .map(|chunk| exec_server_testkit::wire::bytes(&chunk["chunk"]));
         text = String::from_utf8(bytes.flatten().collect()).unwrap();
-        // The second one may have been asked on the new connection.
+        // The second one may have been sent on the new connection.
         if client.questions() > 0 {
             let (question, _) = client.question("network/policyRequest").await;
             let deny = json!({"decision": {"type": "deny", "reason": "no"}});
@@ -629,87 +646,91 @@ async fn a_lost_connection_is_no() {
 }
 
 #[tokio::test]
-async fn answers_do_not_wait_behind_requests() {
-    // One request at a time, and that one waits for what only an answer brings about.
+async fn responses_are_handled_while_a_request_is_running() {
+    // One request at a time, and that one waits for an event that only the response causes.
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--concurrent-requests", "1"]);
-    let mut cell = Cell::on(User::Own, command).await;
+    let mut fixture = SandboxFixture::on(User::Own, command).await;
     let (port, _) = web().await;
     let script = format!(
         "curl -s -m 60 --noproxy '' -o /dev/null -w '%{{http_code}}\\n' http://127.0.0.1:{port}/"
     );
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client
+    fixture
+        .client
         .start(asking(start, proxy(json!({}), local()), 60_000))
         .await;
     let read = json!({"processId": id, "waitMs": 60_000, "afterSeq": 0});
-    let first = cell.client.send("process/read", read).await;
+    let first = fixture.client.send("process/read", read).await;
     let mut behind = Vec::new();
     for _ in 0..10 {
-        behind.push(cell.client.send("environment/status", Value::Null).await);
+        behind.push(fixture.client.send("environment/status", Value::Null).await);
     }
-    let (question, _) = cell.client.question("network/policyRequest").await;
-    assert!(!cell.client.has_answer(first));
-    cell.client
+    let (question, _) = fixture.client.question("network/policyRequest").await;
+    assert!(!fixture.client.has_answer(first));
+    fixture
+        .client
         .reply(question, json!({"decision": {"type": "allow"}}))
         .await;
-    let read = cell.client.answer(first).await.unwrap();
+    let read = fixture.client.answer(first).await.unwrap();
     assert_eq!(
         exec_server_testkit::wire::bytes(&read["chunks"][0]["chunk"]),
         b"200\n"
     );
     for id in behind {
-        assert_eq!(cell.client.answer(id).await.unwrap()["status"], "ready");
+        assert_eq!(fixture.client.answer(id).await.unwrap()["status"], "ready");
     }
 }
 
 #[tokio::test]
-async fn its_end_is_the_end_of_everything_in_flight() {
-    let mut cell = Cell::new(User::Own).await;
-    // Takes calls and says nothing.
+async fn end_of_the_command_closes_its_proxy_connections() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
+    // Accepts connections and sends nothing.
     let hanging = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = hanging.local_addr().unwrap().port();
     let script = format!("curl -s http://127.0.0.1:{port}/ & echo begun; wait");
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
     let start = managed(start, proxy(json!({"127.0.0.1": "allow"}), json!({})));
-    cell.client.start(start).await;
+    fixture.client.start(start).await;
     let (mut stream, _) = hanging.accept().await.unwrap();
-    cell.client
+    fixture
+        .client
         .ok("process/terminate", json!({"processId": id}))
         .await;
-    cell.client.closed(&id).await;
+    fixture.client.closed(&id).await;
     let mut all = Vec::new();
     let _ = stream.read_to_end(&mut all).await;
     assert!(all.starts_with(b"GET / HTTP/1.1\r\n"), "{all:?}");
 }
 
 #[tokio::test]
-async fn flags_say_what_works() {
-    let mut cell = Cell::new(User::Own).await;
-    let info = cell.client.ok("environment/info", Value::Null).await;
+async fn network_capabilities_match_behaviour() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
+    let info = fixture.client.ok("environment/info", Value::Null).await;
     assert_eq!(info["capabilities"]["networkProxyLaunch"], true);
     assert_eq!(info["capabilities"]["networkProxyReviewDomains"], true);
     let (port, _) = web().await;
-    // Asked about although a rule allows it.
+    // The client gets a request although a rule allows the host.
     let script = format!("curl -s --noproxy '' http://127.0.0.1:{port}/");
-    let start = cell.start_of(&read_only(), &["sh", "-c", &script]);
+    let start = fixture.start_of(&read_only(), &["sh", "-c", &script]);
     let id = start.0["processId"].as_str().unwrap().to_owned();
     let review = json!({"reviewDomains": ["127.0.0.1"]});
     let proxy = proxy(json!({"127.0.0.1": "allow"}), review);
-    cell.client.start(asking(start, proxy, 60_000)).await;
-    let (question, _) = cell.client.question("network/policyRequest").await;
-    cell.client
+    fixture.client.start(asking(start, proxy, 60_000)).await;
+    let (question, _) = fixture.client.question("network/policyRequest").await;
+    fixture
+        .client
         .reply(question, json!({"decision": {"type": "allow"}}))
         .await;
-    assert_eq!(cell.client.closed(&id).await.text("stdout"), "hello");
+    assert_eq!(fixture.client.closed(&id).await.text("stdout"), "hello");
 }
 
 #[tokio::test]
-async fn sockets_of_files_are_opened_only_when_asked_for() {
-    let mut cell = Cell::new(User::Own).await;
-    let path = cell.path("work/socket");
+async fn unix_sockets_are_reachable_only_with_the_option() {
+    let mut fixture = SandboxFixture::new(User::Own).await;
+    let path = fixture.path("work/socket");
     let _listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
     let script = format!(
         "{}\nrefused('unix', lambda: socket.socket(socket.AF_UNIX).connect('{}'))",
@@ -718,12 +739,12 @@ async fn sockets_of_files_are_opened_only_when_asked_for() {
     );
     let sandbox = policy(vec![special("root", "read")], "restricted");
     for (all, expected) in [(false, "unix EPERM\n"), (true, "unix OK None\n")] {
-        let start = cell.start_of(&sandbox, &["python3", "-c", &script]);
+        let start = fixture.start_of(&sandbox, &["python3", "-c", &script]);
         let start = managed(start, proxy(json!({}), json!({}))).with(
             "managedNetwork",
             json!({"dangerouslyAllowAllUnixSockets": all}),
         );
-        let outcome = cell.run(start).await;
+        let outcome = fixture.run(start).await;
         assert_eq!(outcome.stdout, expected, "{outcome:?}");
     }
 }

@@ -1,19 +1,19 @@
-//! The network: off but for pairs of sockets that stay inside, or on.
+//! Network access: off except for socket pairs inside the sandbox, or on.
 
 use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 
-use crate::{Cell, User, for_both, policy, read_only, special};
+use crate::{SandboxFixture, User, for_both, policy, read_only, special};
 
 for_both! {
-    pairs_of_sockets_work,
-    every_family_is_refused,
-    the_hosts_sockets_are_out_of_reach,
-    an_enabled_network_is_the_hosts,
+    socket_pairs_work_without_network,
+    every_socket_family_is_refused_without_network,
+    unix_sockets_of_the_host_are_unreachable_without_network,
+    enabled_network_reaches_the_host_and_files_stay_restricted,
 }
 
-async fn pairs_of_sockets_work(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn socket_pairs_work_without_network(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 import array, asyncio, threading
 a, b = socket.socketpair()
@@ -34,44 +34,46 @@ asyncio.run(main())
 import multiprocessing
 print('end')
 ";
-    let outcome = cell.python(&read_only(), script).await;
+    let outcome = fixture.python(&read_only(), script).await;
     assert_eq!(
         outcome.stdout, "b'one'\nb'two'\nb'three'\nb'passed'\nb''\nb'packet'\nb'child\\n'\nend\n",
         "{outcome:?}"
     );
 }
 
-async fn every_family_is_refused(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn every_socket_family_is_refused_without_network(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let script = r"
 for name, family, kind in [('inet', 2, 1), ('inet udp', 2, 2), ('inet6', 10, 1), ('netlink', 16, 3),
     ('packet', 17, 3), ('raw', 2, 3), ('vsock', 40, 1), ('alg', 38, 5), ('unix datagram', 1, 2)]:
     refused(name, lambda: call(libc.socket, family, kind, 0))
 refused('pair of datagrams', lambda: call(libc.socketpair, 1, 2, 0, (ctypes.c_int * 2)()))
 ";
-    let outcome = cell.python(&read_only(), script).await;
+    let outcome = fixture.python(&read_only(), script).await;
     assert_eq!(outcome.stdout.lines().count(), 10, "{outcome:?}");
     for line in outcome.stdout.lines() {
         assert!(line.ends_with(" EPERM"), "{line}");
     }
-    let outcome = cell
+    let outcome = fixture
         .sh(&read_only(), "cat /proc/net/dev | tail -n +3 | wc -l")
         .await;
     assert_eq!(outcome.stdout, "1\n", "more than a loopback: {outcome:?}");
 }
 
-async fn the_hosts_sockets_are_out_of_reach(user: User) {
-    let mut cell = Cell::new(user).await;
-    let path = cell.path("other/socket");
+async fn unix_sockets_of_the_host_are_unreachable_without_network(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let path = fixture.path("other/socket");
     let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
-    let datagrams = std::os::unix::net::UnixDatagram::bind(cell.path("other/datagrams")).unwrap();
+    let datagrams =
+        std::os::unix::net::UnixDatagram::bind(fixture.path("other/datagrams")).unwrap();
     for name in ["other/socket", "other/datagrams"] {
         use std::os::unix::fs::PermissionsExt as _;
-        std::fs::set_permissions(cell.path(name), std::fs::Permissions::from_mode(0o777)).unwrap();
+        std::fs::set_permissions(fixture.path(name), std::fs::Permissions::from_mode(0o777))
+            .unwrap();
     }
     listener.set_nonblocking(true).unwrap();
     datagrams.set_nonblocking(true).unwrap();
-    let other = cell.path("other");
+    let other = fixture.path("other");
     let script = format!(
         r"
 s = socket.socket(socket.AF_UNIX)
@@ -86,11 +88,11 @@ refused('datagram', lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
 ",
         other.display()
     );
-    let outcome = cell.python(&cell.workspace(), &script).await;
+    let outcome = fixture.python(&fixture.workspace(), &script).await;
     let lines: Vec<&str> = outcome.stdout.lines().collect();
     assert_eq!(lines.len(), 7, "{outcome:?}");
     for line in lines {
-        // A connected stream takes no address.
+        // A connected stream socket rejects an address.
         assert!(
             line.ends_with(" EPERM") || line == "sendmsg EISCONN" || line == "sendmsg EOPNOTSUPP",
             "{line}"
@@ -100,8 +102,8 @@ refused('datagram', lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     assert!(datagrams.recv(&mut [0; 9]).is_err());
 }
 
-async fn an_enabled_network_is_the_hosts(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn enabled_network_reaches_the_host_and_files_stay_restricted(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let sandbox = policy(vec![special("root", "read")], "enabled");
@@ -114,15 +116,15 @@ async fn an_enabled_network_is_the_hosts(user: User) {
         stream.read_to_string(&mut text).await.unwrap();
         text
     };
-    let (outcome, text) = tokio::join!(cell.python(&sandbox, &script), taken);
+    let (outcome, text) = tokio::join!(fixture.python(&sandbox, &script), taken);
     assert_eq!((outcome.code, text.as_str()), (0, "hello"), "{outcome:?}");
-    // Files are as restricted as ever, and so is what reaches beyond.
-    let outcome = cell
+    // Files are as restricted as before, and so are system calls that reach outside.
+    let outcome = fixture
         .sh(&sandbox, "touch x; grep Seccomp: /proc/self/status")
         .await;
     assert_eq!(outcome.stdout, "Seccomp:\t2\n");
-    let start = cell.start_of(&sandbox, &["true"]);
-    let result = cell.client.start(start).await;
+    let start = fixture.start_of(&sandbox, &["true"]);
+    let result = fixture.client.start(start).await;
     let mechanisms = result["enforcement"]["mechanisms"].as_array().unwrap();
     assert!(
         !mechanisms.contains(&json!("network_namespace")),

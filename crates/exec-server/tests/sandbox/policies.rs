@@ -1,30 +1,30 @@
-//! What each kind of policy amounts to, and what is said of it.
+//! What each kind of policy enforces, and what the server reports about it.
 
 use serde_json::{Value, json};
 use tokio::process::Command;
 
-use crate::{Cell, User, entry, for_both, policy, read_only, special};
+use crate::{SandboxFixture, User, entry, for_both, policy, read_only, special};
 
 for_both! {
-    a_policy_without_restrictions_runs_as_without_one,
-    the_network_alone_is_a_filter_alone,
-    reading_everything_writes_nothing,
-    a_workspace_is_written_to,
-    minimal_shows_the_platform_only,
-    writing_everywhere_with_a_denial_masks_it,
-    the_command_has_no_privileges,
-    policies_that_are_none_are_refused,
-    a_link_that_could_be_replaced_is_refused,
-    managed_networks_fail_closed,
+    policy_without_restrictions_enforces_nothing,
+    policy_with_only_a_network_restriction_uses_only_seccomp,
+    read_only_policy_denies_all_writes,
+    workspace_policy_allows_writes_only_in_the_workspace,
+    minimal_policy_shows_only_system_files,
+    write_everywhere_policy_still_masks_denied_files,
+    sandboxed_command_has_no_capabilities,
+    invalid_policies_are_rejected,
+    rule_through_a_writable_symlink_is_rejected,
+    managed_network_without_a_usable_proxy_is_rejected,
 }
 
-async fn started(cell: &mut Cell, sandbox: &Value) -> Value {
-    let start = cell.start_of(sandbox, &["true"]);
-    cell.client.start(start).await
+async fn started(fixture: &mut SandboxFixture, sandbox: &Value) -> Value {
+    let start = fixture.start_of(sandbox, &["true"]);
+    fixture.client.start(start).await
 }
 
-async fn a_policy_without_restrictions_runs_as_without_one(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn policy_without_restrictions_enforces_nothing(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let all =
         json!({"type": "managed", "network": "enabled", "file_system": {"type": "unrestricted"}});
     let everywhere = json!({"type": "managed", "network": "enabled", "file_system":
@@ -32,11 +32,11 @@ async fn a_policy_without_restrictions_runs_as_without_one(user: User) {
     let external = json!({"type": "external", "network": "enabled"});
     for permissions in [json!({"type": "disabled"}), all, everywhere, external] {
         let sandbox = json!({"windowsSandboxLevel": "disabled", "permissions": permissions});
-        let result = started(&mut cell, &sandbox).await;
+        let result = started(&mut fixture, &sandbox).await;
         assert_eq!(result["sandboxType"], "linuxSeccomp", "{permissions}");
         let nothing = json!({"level": "none", "mechanisms": [], "missing": []});
         assert_eq!(result["enforcement"], nothing, "{permissions}");
-        let outcome = cell
+        let outcome = fixture
             .sh(
                 &sandbox,
                 "grep -E '^(Seccomp|NoNewPrivs):' /proc/self/status",
@@ -47,46 +47,46 @@ async fn a_policy_without_restrictions_runs_as_without_one(user: User) {
             "{permissions}"
         );
     }
-    let start = cell.start_of(&Value::Null, &["true"]);
-    let result = cell.client.start(start).await;
+    let start = fixture.start_of(&Value::Null, &["true"]);
+    let result = fixture.client.start(start).await;
     assert_eq!(result["sandboxType"], "none");
     assert_eq!(result["enforcement"], Value::Null);
 }
 
-async fn the_network_alone_is_a_filter_alone(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn policy_with_only_a_network_restriction_uses_only_seccomp(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let sandbox = json!({"windowsSandboxLevel": "disabled",
         "permissions": {"type": "external", "network": "restricted"}});
-    let result = started(&mut cell, &sandbox).await;
+    let result = started(&mut fixture, &sandbox).await;
     let mechanisms = json!(["seccomp", "no_new_privs"]);
     let full = json!({"level": "full", "mechanisms": mechanisms, "missing": []});
     assert_eq!(result["enforcement"], full);
-    let outcome = cell
+    let outcome = fixture
         .sh(
             &sandbox,
             "touch made; echo $$ $PPID; readlink /proc/self/ns/mnt",
         )
         .await;
     assert_eq!(outcome.code, 0, "{outcome:?}");
-    assert!(cell.path("work/made").exists());
+    assert!(fixture.path("work/made").exists());
     let own = std::fs::read_link("/proc/self/ns/mnt").unwrap();
     assert!(
         outcome.stdout.contains(own.to_str().unwrap()),
         "{outcome:?}"
     );
-    let outcome = cell
+    let outcome = fixture
         .python(&sandbox, "refused('inet', lambda: socket.socket())")
         .await;
     assert_eq!(outcome.stdout, "inet EPERM\n");
 }
 
-async fn reading_everything_writes_nothing(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.write("work/file", "text");
-    let result = started(&mut cell, &read_only()).await;
+async fn read_only_policy_denies_all_writes(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.write("work/file", "text");
+    let result = started(&mut fixture, &read_only()).await;
     assert_eq!(result["enforcement"]["level"], "full");
     assert_eq!(result["enforcement"]["missing"], json!([]));
-    let outcome = cell
+    let outcome = fixture
         .sh(
             &read_only(),
             "cat file; echo x > file; echo x > new; rm file; mkdir d",
@@ -102,12 +102,12 @@ async fn reading_everything_writes_nothing(user: User) {
     let denials = outcome.exited["denials"].as_array().unwrap();
     assert_eq!(denials[0]["kind"], "fileSystem", "{denials:?}");
     assert_eq!(
-        std::fs::read_to_string(cell.path("work/file")).unwrap(),
+        std::fs::read_to_string(fixture.path("work/file")).unwrap(),
         "text"
     );
-    assert_eq!(std::fs::read_dir(cell.path("work")).unwrap().count(), 1);
-    // What programs need works all the same.
-    let outcome = cell
+    assert_eq!(std::fs::read_dir(fixture.path("work")).unwrap().count(), 1);
+    // Programs still have devices, a home and shared memory.
+    let outcome = fixture
         .sh(
             &read_only(),
             "echo a > /dev/null && echo b > /dev/shm/x && cat /dev/shm/x && \
@@ -123,50 +123,50 @@ async fn reading_everything_writes_nothing(user: User) {
     assert_eq!(outcome.exited.get("denials"), None);
 }
 
-async fn a_workspace_is_written_to(user: User) {
-    let mut cell = Cell::new(user).await;
-    let sandbox = cell.workspace();
-    let other = cell.path("other");
+async fn workspace_policy_allows_writes_only_in_the_workspace(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let sandbox = fixture.workspace();
+    let other = fixture.path("other");
     let script = format!(
         "echo a > new && mkdir d && mv new d/ && cat d/new; echo b > {}/no",
         other.display()
     );
-    let outcome = cell.sh(&sandbox, &script).await;
+    let outcome = fixture.sh(&sandbox, &script).await;
     assert_eq!(outcome.stdout, "a\n", "{outcome:?}");
     assert!(
         outcome.stderr.contains("Read-only file system"),
         "{outcome:?}"
     );
     assert_eq!(
-        std::fs::read_to_string(cell.path("work/d/new")).unwrap(),
+        std::fs::read_to_string(fixture.path("work/d/new")).unwrap(),
         "a\n"
     );
     assert!(!other.join("no").exists());
-    // A variable of the command's environment says what `tmpdir` is.
-    let start = cell
+    // `tmpdir` is the value of a variable in the command's environment.
+    let start = fixture
         .start_of(&sandbox, &["/bin/sh", "-c", "echo c > $TMPDIR/yes"])
         .env("TMPDIR", other.to_str().unwrap());
-    assert_eq!(cell.run(start).await.code, 0);
+    assert_eq!(fixture.run(start).await.code, 0);
     assert!(other.join("yes").exists());
-    // Without roots there is nothing to write to.
+    // Without workspace roots nothing is writable.
     let mut without = sandbox.clone();
     without["workspaceRoots"] = json!([]);
-    let outcome = cell.sh(&without, "echo x > file").await;
-    assert!(outcome.denied && !cell.path("work/file").exists());
-    // A context of its own counts instead.
+    let outcome = fixture.sh(&without, "echo x > file").await;
+    assert!(outcome.denied && !fixture.path("work/file").exists());
+    // A policy context overrides it.
     without["policyContext"] = json!({"workspaceRoots": sandbox["workspaceRoots"]});
-    assert_eq!(cell.sh(&without, "echo x > file").await.code, 0);
+    assert_eq!(fixture.sh(&without, "echo x > file").await.code, 0);
 }
 
-async fn minimal_shows_the_platform_only(user: User) {
-    let mut cell = Cell::new(user).await;
-    let work = cell.path("work");
+async fn minimal_policy_shows_only_system_files(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let work = fixture.path("work");
     let sandbox = policy(
         vec![special("minimal", "read"), entry(&work, "write")],
         "restricted",
     );
-    cell.write("other/file", "x");
-    let outcome = cell
+    fixture.write("other/file", "x");
+    let outcome = fixture
         .sh(
             &sandbox,
             "echo a > new && cat new && ls .. && cat /etc/hostname >/dev/null && cat ../other/file",
@@ -177,7 +177,7 @@ async fn minimal_shows_the_platform_only(user: User) {
         outcome.stderr.contains("No such file or directory"),
         "{outcome:?}"
     );
-    let outcome = cell
+    let outcome = fixture
         .sh(&sandbox, "touch /x ../x /etc/x; ls /home /root /var/lib")
         .await;
     assert_eq!(
@@ -190,19 +190,19 @@ async fn minimal_shows_the_platform_only(user: User) {
         3,
         "{outcome:?}"
     );
-    // Its own directory must be there.
-    let start = cell
+    // The working directory must exist in the view.
+    let start = fixture
         .start_of(&sandbox, &["true"])
         .with("cwd", "file:///var/lib");
-    let failure = cell.client.refused("process/start", start.0).await;
+    let failure = fixture.client.refused("process/start", start.0).await;
     assert_eq!(failure.code, -32603);
     assert!(failure.message.contains("working directory"), "{failure}");
 }
 
-async fn writing_everywhere_with_a_denial_masks_it(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "s");
-    let other = cell.path("other");
+async fn write_everywhere_policy_still_masks_denied_files(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "s");
+    let other = fixture.path("other");
     let sandbox = policy(
         vec![special("root", "write"), entry(&secret, "deny")],
         "enabled",
@@ -211,8 +211,8 @@ async fn writing_everywhere_with_a_denial_masks_it(user: User) {
         "echo a > {0}/new; cat {0}/secret; echo x > {0}/secret; rm {0}/secret",
         other.display()
     );
-    let outcome = cell.sh(&sandbox, &script).await;
-    // Which of the two walls a write meets first depends on who owns the file.
+    let outcome = fixture.sh(&sandbox, &script).await;
+    // Which of the two checks refuses the write depends on the owner of the file.
     let refusals = ["Permission denied", "Read-only file system"];
     let count = |text: &&str| outcome.stderr.matches(*text).count();
     assert_eq!(refusals.iter().map(count).sum::<usize>(), 2, "{outcome:?}");
@@ -221,9 +221,9 @@ async fn writing_everywhere_with_a_denial_masks_it(user: User) {
     assert!(outcome.denied);
 }
 
-async fn the_command_has_no_privileges(user: User) {
-    let mut cell = Cell::new(user).await;
-    let outcome = cell
+async fn sandboxed_command_has_no_capabilities(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let outcome = fixture
         .sh(
             &read_only(),
             "id -u; grep -E '^(Cap|NoNew|Seccomp:)' /proc/self/status; ulimit -c; echo $$",
@@ -241,8 +241,8 @@ async fn the_command_has_no_privileges(user: User) {
     assert_eq!(outcome.stdout, expected);
 }
 
-async fn policies_that_are_none_are_refused(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn invalid_policies_are_rejected(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let with =
         |permissions: Value| json!({"windowsSandboxLevel": "disabled", "permissions": permissions});
     let path = |uri: &str| json!({"path": {"type": "path", "path": uri}, "access": "read"});
@@ -267,37 +267,37 @@ async fn policies_that_are_none_are_refused(user: User) {
             "/*.x",
         ),
     ] {
-        let failure = cell.refused(&sandbox, &["true"]).await;
+        let failure = fixture.refused(&sandbox, &["true"]).await;
         assert_eq!(failure.code, -32602, "{sandbox}: {failure}");
         assert!(failure.message.contains(text), "{sandbox}: {failure}");
     }
 }
 
-async fn a_link_that_could_be_replaced_is_refused(user: User) {
-    let mut cell = Cell::new(user).await;
-    std::os::unix::fs::symlink("/etc", cell.path("work/link")).unwrap();
-    let link = cell.path("work/link");
+async fn rule_through_a_writable_symlink_is_rejected(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    std::os::unix::fs::symlink("/etc", fixture.path("work/link")).unwrap();
+    let link = fixture.path("work/link");
     for access in ["write", "read", "deny"] {
-        let sandbox = cell.workspace_and(&[entry(&link, access)]);
-        let failure = cell.refused(&sandbox, &["true"]).await;
+        let sandbox = fixture.workspace_and(&[entry(&link, access)]);
+        let failure = fixture.refused(&sandbox, &["true"]).await;
         assert_eq!(failure.code, -32602);
         let text = format!("crosses writable symlink `{}`", link.display());
         assert!(failure.message.contains(&text), "{failure}");
     }
 }
 
-async fn managed_networks_fail_closed(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn managed_network_without_a_usable_proxy_is_rejected(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     for (env, value) in [
         ("X", "http://127.0.0.1:9"),
         ("HTTPS_PROXY", "http://proxy.test:9"),
         ("HTTPS_PROXY", ""),
     ] {
-        let start = cell
+        let start = fixture
             .start_of(&read_only(), &["true"])
             .with("enforceManagedNetwork", true)
             .env(env, value);
-        let failure = cell.client.refused("process/start", start.0).await;
+        let failure = fixture.client.refused("process/start", start.0).await;
         assert_eq!(failure.code, -32602);
         let text = "requires proxy environment variables";
         assert!(failure.message.contains(text), "{failure}");
@@ -305,20 +305,20 @@ async fn managed_networks_fail_closed(user: User) {
 }
 
 #[tokio::test]
-async fn without_namespaces_no_network_is_managed() {
-    let mut cell = Cell::on(User::Own, without_namespaces(false)).await;
-    let info = cell.client.ok("environment/info", json!(null)).await;
+async fn managed_network_without_namespaces_is_rejected() {
+    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(false)).await;
+    let info = fixture.client.ok("environment/info", json!(null)).await;
     assert_eq!(info["capabilities"]["networkProxyLaunch"], false);
-    let start = cell
+    let start = fixture
         .start_of(&read_only(), &["true"])
         .with("enforceManagedNetwork", true)
         .env("HTTPS_PROXY", "http://127.0.0.1:9");
-    let failure = cell.client.refused("process/start", start.0).await;
+    let failure = fixture.client.refused("process/start", start.0).await;
     assert_eq!(failure.code, -32602);
     assert!(failure.message.contains("managed network"), "{failure}");
 }
 
-/// A server in a user namespace that allows no others inside; with or without the right to mount.
+/// A server in a user namespace that forbids nested ones; with or without the right to mount.
 fn without_namespaces(privileged: bool) -> Command {
     let mut command = Command::new("unshare");
     command.arg("--user");
@@ -337,38 +337,38 @@ fn without_namespaces(privileged: bool) -> Command {
 }
 
 #[tokio::test]
-async fn without_namespaces_landlock_does_what_it_can() {
-    let mut cell = Cell::on(User::Own, without_namespaces(false)).await;
-    let result = started(&mut cell, &read_only()).await;
+async fn landlock_enforces_policies_without_namespaces() {
+    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(false)).await;
+    let result = started(&mut fixture, &read_only()).await;
     let enforcement = &result["enforcement"];
     assert_eq!(enforcement["level"], "full", "{enforcement}");
     let mechanisms = json!(["capabilities", "landlock", "seccomp", "no_new_privs"]);
     assert_eq!(enforcement["mechanisms"], mechanisms);
-    cell.write("work/file", "text");
+    fixture.write("work/file", "text");
     let script = "cat file; echo x > file; echo x > new; mkdir d; rm file; echo y > /dev/null && echo null; \
                   cat < /proc/self/comm; kill -0 1 && echo signalled; : > file";
-    let outcome = cell.sh(&read_only(), script).await;
+    let outcome = fixture.sh(&read_only(), script).await;
     assert_eq!(outcome.stdout, "textnull\nsh\n", "{outcome:?}");
     assert!(outcome.denied, "{outcome:?}");
     assert_eq!(
-        std::fs::read_to_string(cell.path("work/file")).unwrap(),
+        std::fs::read_to_string(fixture.path("work/file")).unwrap(),
         "text"
     );
-    assert_eq!(std::fs::read_dir(cell.path("work")).unwrap().count(), 1);
-    let outcome = cell
+    assert_eq!(std::fs::read_dir(fixture.path("work")).unwrap().count(), 1);
+    let outcome = fixture
         .python(&read_only(), "refused('inet', lambda: socket.socket())")
         .await;
     assert_eq!(outcome.stdout, "inet EPERM\n");
 
-    // What it cannot express is refused, or left out by name.
-    let mut sandbox = cell.workspace();
-    let failure = cell.refused(&sandbox, &["true"]).await;
+    // A rule that Landlock cannot express is refused, or listed as missing.
+    let mut sandbox = fixture.workspace();
+    let failure = fixture.refused(&sandbox, &["true"]).await;
     assert_eq!(failure.code, -32602);
     let text = "sandbox intent cannot be enforced on this executor: ";
     assert!(failure.message.starts_with(text), "{failure}");
     assert!(failure.message.contains("work/.git"), "{failure}");
     sandbox["allowPartialEnforcement"] = json!(true);
-    let result = started(&mut cell, &sandbox).await;
+    let result = started(&mut fixture, &sandbox).await;
     assert_eq!(result["enforcement"]["level"], "partial");
     let missing = result["enforcement"]["missing"].as_array().unwrap();
     assert!(
@@ -377,21 +377,21 @@ async fn without_namespaces_landlock_does_what_it_can() {
             .any(|what| what.as_str().unwrap().contains("work/.git")),
         "{missing:?}"
     );
-    let outcome = cell
+    let outcome = fixture
         .sh(&sandbox, "echo x > new && echo x > ../other/no")
         .await;
     assert!(
-        outcome.denied && cell.path("work/new").exists(),
+        outcome.denied && fixture.path("work/new").exists(),
         "{outcome:?}"
     );
-    assert!(!cell.path("other/no").exists());
+    assert!(!fixture.path("other/no").exists());
 }
 
 #[tokio::test]
-async fn without_user_namespaces_root_mounts_by_privilege() {
-    let mut cell = Cell::on(User::Own, without_namespaces(true)).await;
-    let sandbox = cell.workspace();
-    let result = started(&mut cell, &sandbox).await;
+async fn root_uses_mount_namespaces_without_user_namespaces() {
+    let mut fixture = SandboxFixture::on(User::Own, without_namespaces(true)).await;
+    let sandbox = fixture.workspace();
+    let result = started(&mut fixture, &sandbox).await;
     let enforcement = &result["enforcement"];
     assert_eq!(enforcement["level"], "full", "{enforcement}");
     let mechanisms = enforcement["mechanisms"].as_array().unwrap();
@@ -403,7 +403,7 @@ async fn without_user_namespaces_root_mounts_by_privilege() {
         !mechanisms.contains(&json!("user_namespace")),
         "{mechanisms:?}"
     );
-    let outcome = cell
+    let outcome = fixture
         .sh(
             &sandbox,
             "echo x > new; mkdir .git; echo x > ../other/no; grep CapBnd /proc/self/status",
@@ -411,7 +411,7 @@ async fn without_user_namespaces_root_mounts_by_privilege() {
         .await;
     assert_eq!(outcome.stdout, "CapBnd:\t0000000000000000\n", "{outcome:?}");
     assert!(
-        cell.path("work/new").exists() && !cell.path("other/no").exists(),
+        fixture.path("work/new").exists() && !fixture.path("other/no").exists(),
         "{outcome:?}"
     );
 }

@@ -1,25 +1,25 @@
-//! Names that steer tools of the host, and that nothing of a sandbox stays behind.
+//! Protected names such as `.git`, and that no placeholder of a sandbox stays behind.
 
 use std::time::Duration;
 
 use exec_server_testkit::proc;
 use serde_json::json;
 
-use crate::{Cell, User, for_both};
+use crate::{SandboxFixture, User, for_both};
 
 for_both! {
-    what_steers_tools_is_read_only,
-    missing_names_cannot_be_made_and_leave_nothing,
-    a_name_that_is_granted_is_writable,
-    a_git_file_and_its_target_are_read_only,
-    a_protected_link_cannot_be_replaced,
-    places_are_held_until_the_last_has_ended,
-    nothing_stays_when_a_sandbox_is_killed,
-    what_a_killed_server_left_is_cleared,
+    protected_directories_are_read_only,
+    missing_protected_names_cannot_be_created,
+    protected_name_with_a_write_rule_is_writable,
+    git_file_and_its_target_are_read_only,
+    protected_symlink_cannot_be_replaced,
+    placeholders_stay_until_the_last_sandbox_has_ended,
+    killed_sandbox_leaves_no_placeholders,
+    placeholders_of_a_killed_server_are_removed_by_the_next,
 }
 
-fn names(cell: &Cell) -> Vec<String> {
-    let entries = std::fs::read_dir(cell.path("work")).unwrap();
+fn names(fixture: &SandboxFixture) -> Vec<String> {
+    let entries = std::fs::read_dir(fixture.path("work")).unwrap();
     let mut names: Vec<String> = entries
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
@@ -27,10 +27,10 @@ fn names(cell: &Cell) -> Vec<String> {
     names
 }
 
-/// Waits until these are the only names: places are given up a moment after their use.
-async fn left(cell: &Cell, expected: &[&str]) {
+/// Waits until these are the only names: placeholders are removed a moment after their use.
+async fn wait_until_only(fixture: &SandboxFixture, expected: &[&str]) {
     proc::eventually("an unchanged workspace", || {
-        let names = names(cell);
+        let names = names(fixture);
         if names == expected {
             Ok(())
         } else {
@@ -40,29 +40,29 @@ async fn left(cell: &Cell, expected: &[&str]) {
     .await;
 }
 
-async fn what_steers_tools_is_read_only(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn protected_directories_are_read_only(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     for name in [".git", ".agents", ".codex", ".aws"] {
-        cell.make(&format!("work/{name}"));
-        cell.write(&format!("work/{name}/config"), "c");
+        fixture.make(&format!("work/{name}"));
+        fixture.write(&format!("work/{name}/config"), "c");
     }
-    let sandbox = cell.workspace();
+    let sandbox = fixture.workspace();
     for name in [".git", ".agents", ".codex", ".aws"] {
         let script = format!(
             "cat {name}/config; echo x > {name}/config; echo x > {name}/new; rm -r {name}; mv {name} x; rmdir {name}"
         );
-        let outcome = cell.sh(&sandbox, &script).await;
+        let outcome = fixture.sh(&sandbox, &script).await;
         assert_eq!(outcome.stdout, "c", "{outcome:?}");
         assert!(outcome.denied);
-        let config = cell.path(&format!("work/{name}/config"));
+        let config = fixture.path(&format!("work/{name}/config"));
         assert_eq!(std::fs::read_to_string(config).unwrap(), "c");
     }
-    left(&cell, &[".agents", ".aws", ".codex", ".git"]).await;
+    wait_until_only(&fixture, &[".agents", ".aws", ".codex", ".git"]).await;
 }
 
-async fn missing_names_cannot_be_made_and_leave_nothing(user: User) {
-    let mut cell = Cell::new(user).await;
-    let sandbox = cell.workspace();
+async fn missing_protected_names_cannot_be_created(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let sandbox = fixture.workspace();
     for attempt in [
         "mkdir -p .git/hooks",
         "echo x > .codex",
@@ -72,31 +72,31 @@ async fn missing_names_cannot_be_made_and_leave_nothing(user: User) {
         "rmdir .git && mkdir .git",
         "chmod 777 .git; echo x > .git/x",
     ] {
-        let outcome = cell.sh(&sandbox, attempt).await;
+        let outcome = fixture.sh(&sandbox, attempt).await;
         assert_ne!(outcome.code, 0, "{attempt}: {outcome:?}");
     }
-    left(&cell, &["x"]).await;
+    wait_until_only(&fixture, &["x"]).await;
 }
 
-async fn a_name_that_is_granted_is_writable(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/.git");
+async fn protected_name_with_a_write_rule_is_writable(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/.git");
     let grant = json!({"access": "write",
         "path": {"type": "special", "value": {"kind": "project_roots", "subpath": ".git"}}});
-    let sandbox = cell.workspace_and(&[grant]);
-    let outcome = cell
+    let sandbox = fixture.workspace_and(&[grant]);
+    let outcome = fixture
         .sh(&sandbox, "echo x > .git/HEAD && mkdir .codex")
         .await;
-    assert!(cell.path("work/.git/HEAD").exists(), "{outcome:?}");
+    assert!(fixture.path("work/.git/HEAD").exists(), "{outcome:?}");
     assert_ne!(outcome.code, 0);
 }
 
-async fn a_git_file_and_its_target_are_read_only(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/real");
-    cell.write("work/.git", "gitdir: real\n");
-    let sandbox = cell.workspace();
-    let outcome = cell
+async fn git_file_and_its_target_are_read_only(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/real");
+    fixture.write("work/.git", "gitdir: real\n");
+    let sandbox = fixture.workspace();
+    let outcome = fixture
         .sh(
             &sandbox,
             "echo x > real/config; echo gitdir: /tmp > .git; mv real r; rm .git",
@@ -104,21 +104,23 @@ async fn a_git_file_and_its_target_are_read_only(user: User) {
         .await;
     assert!(outcome.denied, "{outcome:?}");
     assert_eq!(
-        std::fs::read_dir(cell.path("work/real")).unwrap().count(),
+        std::fs::read_dir(fixture.path("work/real"))
+            .unwrap()
+            .count(),
         0
     );
     assert_eq!(
-        std::fs::read_to_string(cell.path("work/.git")).unwrap(),
+        std::fs::read_to_string(fixture.path("work/.git")).unwrap(),
         "gitdir: real\n"
     );
 }
 
-async fn a_protected_link_cannot_be_replaced(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/real");
-    std::os::unix::fs::symlink("real", cell.path("work/.codex")).unwrap();
-    let sandbox = cell.workspace();
-    let outcome = cell
+async fn protected_symlink_cannot_be_replaced(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/real");
+    std::os::unix::fs::symlink("real", fixture.path("work/.codex")).unwrap();
+    let sandbox = fixture.workspace();
+    let outcome = fixture
         .sh(
             &sandbox,
             "rm .codex; ln -sfn /tmp .codex; mv .codex x; echo x > .codex/config",
@@ -131,53 +133,53 @@ async fn a_protected_link_cannot_be_replaced(user: User) {
         "{outcome:?}"
     );
     assert_eq!(
-        std::fs::read_link(cell.path("work/.codex"))
+        std::fs::read_link(fixture.path("work/.codex"))
             .unwrap()
             .to_str(),
         Some("real")
     );
 }
 
-async fn places_are_held_until_the_last_has_ended(user: User) {
-    let mut cell = Cell::new(user).await;
-    let sandbox = cell.workspace();
-    let long = cell
+async fn placeholders_stay_until_the_last_sandbox_has_ended(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let sandbox = fixture.workspace();
+    let long = fixture
         .start_of(
             &sandbox,
             &["/bin/sh", "-c", "echo up; read x; mkdir .git; echo $?"],
         )
         .piped();
     let id = long.0["processId"].as_str().unwrap().to_owned();
-    cell.client.start(long).await;
-    cell.client.wrote(&id, "stdout", "up\n").await;
+    fixture.client.start(long).await;
+    fixture.client.wrote(&id, "stdout", "up\n").await;
     for _ in 0..3 {
-        assert_eq!(cell.sh(&sandbox, "exit 0").await.code, 0);
+        assert_eq!(fixture.sh(&sandbox, "exit 0").await.code, 0);
         assert!(
-            cell.path("work/.git").exists(),
-            "removed while one needs it"
+            fixture.path("work/.git").exists(),
+            "removed while a sandbox needs it"
         );
     }
     let chunk = exec_server_testkit::wire::chunk("\n");
     let write = json!({"processId": id, "chunk": chunk, "writeId": "1"});
-    cell.client.ok("process/write", write).await;
-    let seen = cell.client.closed(&id).await;
+    fixture.client.ok("process/write", write).await;
+    let seen = fixture.client.closed(&id).await;
     assert_eq!(seen.text("stdout"), "up\n1\n");
-    left(&cell, &[]).await;
+    wait_until_only(&fixture, &[]).await;
 }
 
-async fn nothing_stays_when_a_sandbox_is_killed(user: User) {
-    let mut cell = Cell::new(user).await;
-    let sandbox = cell.workspace();
+async fn killed_sandbox_leaves_no_placeholders(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let sandbox = fixture.workspace();
     let marker = proc::marker();
     let script = "echo up; setsid sleep 600 & sleep 600";
-    let start = cell
+    let start = fixture
         .start_of(&sandbox, &["/bin/sh", "-c", script])
         .marked(&marker);
     let id = start.0["processId"].as_str().unwrap().to_owned();
-    cell.client.start(start).await;
-    cell.client.wrote(&id, "stdout", "up\n").await;
-    // The launcher alone: whatever is inside must follow.
-    let listed = cell.client.ok("process/list", json!({})).await;
+    fixture.client.start(start).await;
+    fixture.client.wrote(&id, "stdout", "up\n").await;
+    // Only the launcher is killed: everything inside must end with it.
+    let listed = fixture.client.ok("process/list", json!({})).await;
     let pid = listed["processes"]
         .as_array()
         .unwrap()
@@ -186,29 +188,29 @@ async fn nothing_stays_when_a_sandbox_is_killed(user: User) {
         .unwrap();
     let pid = pid["pid"].as_u64().unwrap();
     proc::signal(u32::try_from(pid).unwrap(), rustix::process::Signal::KILL);
-    let seen = cell.client.closed(&id).await;
+    let seen = fixture.client.closed(&id).await;
     assert_eq!(seen.exit_code(), 137);
     proc::all_gone(&marker).await;
-    left(&cell, &[]).await;
+    wait_until_only(&fixture, &[]).await;
 }
 
-async fn what_a_killed_server_left_is_cleared(user: User) {
-    let mut cell = Cell::new(user).await;
-    let sandbox = cell.workspace();
-    let long = cell.start_of(&sandbox, &["/bin/sh", "-c", "echo up; sleep 600"]);
+async fn placeholders_of_a_killed_server_are_removed_by_the_next(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let sandbox = fixture.workspace();
+    let long = fixture.start_of(&sandbox, &["/bin/sh", "-c", "echo up; sleep 600"]);
     let id = long.0["processId"].as_str().unwrap().to_owned();
-    cell.client.start(long).await;
-    cell.client.wrote(&id, "stdout", "up\n").await;
-    let server = cell.server.server_pid().await;
+    fixture.client.start(long).await;
+    fixture.client.wrote(&id, "stdout", "up\n").await;
+    let server = fixture.server.server_pid().await;
     proc::signal(server, rustix::process::Signal::KILL);
-    tokio::time::timeout(Duration::from_secs(20), cell.server.ended())
+    tokio::time::timeout(Duration::from_secs(20), fixture.server.ended())
         .await
         .unwrap();
-    // Nobody was left to remove them, but they are known as what they are.
-    let mut next = Cell::new(user).await;
-    std::mem::swap(&mut next.directory, &mut cell.directory);
+    // The killed server could not remove the placeholders, but the next one recognizes them.
+    let mut next = SandboxFixture::new(user).await;
+    std::mem::swap(&mut next.directory, &mut fixture.directory);
     let sandbox = next.workspace();
     let outcome = next.sh(&sandbox, "mkdir .git").await;
     assert_ne!(outcome.code, 0, "{outcome:?}");
-    left(&next, &[]).await;
+    wait_until_only(&next, &[]).await;
 }

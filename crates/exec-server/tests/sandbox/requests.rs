@@ -1,4 +1,4 @@
-//! Filesystem requests under a policy: the same answers as without, within its bounds.
+//! File requests under a policy: the same results as without one, within the limits of the policy.
 
 use std::path::Path;
 
@@ -7,23 +7,23 @@ use exec_server_testkit::wire::{bytes, chunk};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::{Cell, User, entry, for_both, policy, read_only, special};
+use crate::{SandboxFixture, User, entry, for_both, policy, read_only, special};
 
 for_both! {
-    every_method_works_in_a_workspace,
-    writing_is_refused_everywhere_else,
-    reading_obeys_denials,
-    a_minimal_view_has_nothing_else,
-    protected_names_stay,
-    a_planted_link_leads_nowhere,
-    a_replaced_file_stays_denied,
-    files_are_streamed,
-    a_warm_helper_reads_what_is_there,
-    a_killed_helper_fails_one_request,
-    helpers_are_few_and_end_with_the_server,
-    policies_without_bounds_need_no_helper,
-    what_makes_no_sense_is_refused,
-    discovery_obeys_the_policy_of_each_root,
+    every_file_method_works_in_a_workspace,
+    file_requests_cannot_write_outside_the_workspace,
+    file_requests_cannot_read_denied_paths,
+    file_requests_under_a_minimal_policy_see_only_system_files,
+    file_requests_cannot_change_protected_names,
+    file_requests_do_not_follow_planted_symlinks,
+    denied_file_stays_denied_after_it_is_replaced,
+    handles_stream_files_under_a_policy,
+    running_helper_reads_the_current_content,
+    killed_helper_fails_at_most_one_request,
+    helpers_are_limited_and_end_with_the_server,
+    policies_without_file_restrictions_start_no_helper,
+    file_requests_reject_invalid_policies,
+    capability_discovery_applies_the_policy_of_each_root,
 }
 
 const INTERNAL: i64 = -32603;
@@ -35,8 +35,8 @@ fn uri(path: &Path) -> String {
     format!("file://{}", path.display())
 }
 
-impl Cell {
-    /// The workspace's policy, for requests: they have no directory of their own.
+impl SandboxFixture {
+    /// The workspace's policy, for requests: they name the working directory in the policy.
     fn request_policy(&self, more: &[Value]) -> Value {
         let mut sandbox = self.workspace_and(more);
         sandbox["cwd"] = json!(uri(&self.path("work")));
@@ -69,13 +69,13 @@ impl Cell {
         }
     }
 
-    /// The helpers of the server: its children that are launchers.
+    /// Pids of the helpers of the server: its children that are launchers.
     async fn helpers(&self) -> Vec<i32> {
         helpers_of(self.server.server_pid().await)
     }
 }
 
-/// The helpers of a server: its children that are launchers.
+/// Pids of the helpers of a server: its children that are launchers.
 fn helpers_of(server: u32) -> Vec<i32> {
     let children = proc::children(server).into_iter();
     children
@@ -101,7 +101,7 @@ fn is_called(pid: i32, name: &str) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
 }
 
-/// Every method that changes something, with what it needs, from a name that is there.
+/// Every method that changes files, with its params, for a name that exists.
 fn changes(directory: &Path) -> Vec<(&'static str, &'static str, Value)> {
     let to = |name: &str| json!(uri(&directory.join(name)));
     vec![
@@ -126,15 +126,15 @@ fn changes(directory: &Path) -> Vec<(&'static str, &'static str, Value)> {
     ]
 }
 
-async fn every_method_works_in_a_workspace(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "s");
-    // A denial, so that looking needs a helper too.
-    let sandbox = cell.request_policy(&[entry(&secret, "deny")]);
-    let work = cell.path("work");
-    cell.write("work/f", "old");
+async fn every_file_method_works_in_a_workspace(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "s");
+    // With a denied path, so that reading needs a helper too.
+    let sandbox = fixture.request_policy(&[entry(&secret, "deny")]);
+    let work = fixture.path("work");
+    fixture.write("work/f", "old");
     for (method, name, more) in changes(&work) {
-        let done = cell.fs(&sandbox, method, &work.join(name), more).await;
+        let done = fixture.fs(&sandbox, method, &work.join(name), more).await;
         assert!(done.is_ok(), "{method}: {done:?}");
     }
     let text = |name: &str| std::fs::read_to_string(work.join(name)).unwrap();
@@ -146,32 +146,32 @@ async fn every_method_works_in_a_workspace(user: User) {
     assert_eq!(std::fs::read_link(work.join("l")).unwrap(), Path::new("f"));
 
     let file = work.join("moved");
-    let found = cell
+    let found = fixture
         .fs(&sandbox, "fs/readFile", &file, json!({}))
         .await
         .unwrap();
     assert_eq!(bytes(&found["dataBase64"]), b"new");
-    let inside = cell
+    let inside = fixture
         .fs(&sandbox, "fs/getMetadata", &file, json!({}))
         .await
         .unwrap();
-    let outside = cell
+    let outside = fixture
         .fs(&Value::Null, "fs/getMetadata", &file, json!({}))
         .await
         .unwrap();
     assert_eq!(inside, outside);
-    // Owners are those of the machine, not of a namespace.
+    // Owners are those of the machine, not of a user namespace.
     let etc = Path::new("/etc/passwd");
-    let owned = cell
+    let owned = fixture
         .fs(&sandbox, "fs/getMetadata", etc, json!({}))
         .await
         .unwrap();
     assert_eq!((&owned["uid"], &owned["gid"]), (&json!(0), &json!(0)));
-    let whole = cell
+    let whole = fixture
         .fs(&sandbox, "fs/canonicalize", &work.join("d/.."), json!({}))
         .await;
     assert_eq!(whole.unwrap()["path"], uri(&work));
-    let listed = cell
+    let listed = fixture
         .fs(&sandbox, "fs/readDirectory", &work, json!({"links": true}))
         .await;
     let listed = listed.unwrap();
@@ -183,7 +183,7 @@ async fn every_method_works_in_a_workspace(user: User) {
     assert_eq!(link.unwrap()["symlinkTarget"], "f");
     let options = json!({"maxDepth": 3, "maxDirectories": 10, "maxEntries": 100,
         "followDirectorySymlinks": false});
-    let walked = cell
+    let walked = fixture
         .fs(&sandbox, "fs/walk", &work, json!({"options": options}))
         .await
         .unwrap();
@@ -192,19 +192,22 @@ async fn every_method_works_in_a_workspace(user: User) {
         paths.contains("work/d/e") && paths.contains("work/moved"),
         "{walked}"
     );
-    let hash = cell
+    let hash = fixture
         .fs(&sandbox, "fs/hash", &file, json!({}))
         .await
         .unwrap();
     assert_eq!(hash["length"], 3);
     let search = json!({"pattern": "n[e]w", "gitignore": false});
-    let found = cell.fs(&sandbox, "fs/search", &work, search).await.unwrap();
+    let found = fixture
+        .fs(&sandbox, "fs/search", &work, search)
+        .await
+        .unwrap();
     assert_eq!(found["matches"].as_array().unwrap().len(), 3, "{found}");
-    let bad = cell
+    let bad = fixture
         .code(&sandbox, "fs/search", &work, json!({"pattern": "("}))
         .await;
     assert_eq!(bad, INVALID_PARAMS);
-    let gone = cell
+    let gone = fixture
         .fs(&sandbox, "fs/remove", &work.join("d"), json!({}))
         .await;
     assert!(gone.is_ok() && !work.join("d").exists(), "{gone:?}");
@@ -220,29 +223,33 @@ async fn every_method_works_in_a_workspace(user: User) {
         ),
         ("fs/createDirectory", "moved", json!({}), INTERNAL),
     ] {
-        let inside = cell
+        let inside = fixture
             .fs(&sandbox, method, &work.join(name), more.clone())
             .await;
-        let outside = cell.fs(&Value::Null, method, &work.join(name), more).await;
+        let outside = fixture
+            .fs(&Value::Null, method, &work.join(name), more)
+            .await;
         assert_eq!(inside, outside, "{method} {name}");
         assert_eq!(inside.unwrap_err().0, code, "{method} {name}");
     }
 }
 
-async fn writing_is_refused_everywhere_else(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.write("other/f", "old");
-    let other = cell.path("other");
-    for sandbox in [read_only(), cell.request_policy(&[])] {
+async fn file_requests_cannot_write_outside_the_workspace(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.write("other/f", "old");
+    let other = fixture.path("other");
+    for sandbox in [read_only(), fixture.request_policy(&[])] {
         for (method, name, more) in changes(&other) {
-            let code = cell.code(&sandbox, method, &other.join(name), more).await;
+            let code = fixture
+                .code(&sandbox, method, &other.join(name), more)
+                .await;
             assert_eq!(code, INTERNAL, "{method}");
         }
-        let code = cell
+        let code = fixture
             .code(&sandbox, "fs/remove", &other.join("f"), json!({}))
             .await;
         assert_eq!(code, INTERNAL);
-        let found = cell
+        let found = fixture
             .fs(&sandbox, "fs/readFile", &other.join("f"), json!({}))
             .await
             .unwrap();
@@ -252,10 +259,13 @@ async fn writing_is_refused_everywhere_else(user: User) {
     assert_eq!(std::fs::read_to_string(other.join("f")).unwrap(), "old");
 }
 
-async fn reading_obeys_denials(user: User) {
-    let mut cell = Cell::new(user).await;
-    let (file, directory) = (cell.write("other/secret", "s"), cell.make("other/closed"));
-    cell.write("other/closed/f", "s");
+async fn file_requests_cannot_read_denied_paths(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let (file, directory) = (
+        fixture.write("other/secret", "s"),
+        fixture.make("other/closed"),
+    );
+    fixture.write("other/closed/f", "s");
     let sandbox = policy(
         vec![
             special("root", "read"),
@@ -275,53 +285,56 @@ async fn reading_obeys_denials(user: User) {
     ] {
         let more = json!({"handleId": "h"});
         assert_eq!(
-            cell.code(&sandbox, method, &path, more).await,
+            fixture.code(&sandbox, method, &path, more).await,
             DENIED,
             "{method}"
         );
     }
     let search = json!({"pattern": "s", "gitignore": false});
-    let found = cell
-        .fs(&sandbox, "fs/search", &cell.path("other"), search)
+    let found = fixture
+        .fs(&sandbox, "fs/search", &fixture.path("other"), search)
         .await
         .unwrap();
     assert_eq!(found["matches"], json!([]));
     let watch = json!({"watchId": "w"});
-    let refused = cell
-        .fs(&sandbox, "fs/watch", &cell.path("other"), watch)
+    let refused = fixture
+        .fs(&sandbox, "fs/watch", &fixture.path("other"), watch)
         .await;
     assert_eq!(refused.unwrap_err().0, INVALID_PARAMS);
 }
 
-async fn a_minimal_view_has_nothing_else(user: User) {
-    let mut cell = Cell::new(user).await;
-    let file = cell.write("other/f", "s");
+async fn file_requests_under_a_minimal_policy_see_only_system_files(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let file = fixture.write("other/f", "s");
     let sandbox = policy(vec![special("minimal", "read")], "restricted");
     assert_eq!(
-        cell.code(&sandbox, "fs/readFile", &file, json!({})).await,
+        fixture
+            .code(&sandbox, "fs/readFile", &file, json!({}))
+            .await,
         NOT_FOUND
     );
     let passwd = Path::new("/etc/passwd");
     assert!(
-        cell.fs(&sandbox, "fs/readFile", passwd, json!({}))
+        fixture
+            .fs(&sandbox, "fs/readFile", passwd, json!({}))
             .await
             .is_ok()
     );
 }
 
-async fn discovery_obeys_the_policy_of_each_root(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/.codex-plugin");
-    cell.write("work/.codex-plugin/plugin.json", "{}");
+async fn capability_discovery_applies_the_policy_of_each_root(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/.codex-plugin");
+    fixture.write("work/.codex-plugin/plugin.json", "{}");
     for name in ["open", "closed"] {
-        cell.make(&format!("work/{name}"));
-        cell.write(&format!("work/{name}/SKILL.md"), name);
+        fixture.make(&format!("work/{name}"));
+        fixture.write(&format!("work/{name}/SKILL.md"), name);
     }
-    let (work, open) = (cell.path("work"), cell.path("work/open"));
+    let (work, open) = (fixture.path("work"), fixture.path("work/open"));
     let denied = policy(
         vec![
             special("root", "read"),
-            entry(&cell.path("work/closed"), "deny"),
+            entry(&fixture.path("work/closed"), "deny"),
         ],
         "restricted",
     );
@@ -337,7 +350,7 @@ async fn discovery_obeys_the_policy_of_each_root(user: User) {
         root(&work, &dynamic),
         root(&work, &Value::Null),
     ]});
-    let found = cell.client.ok("capabilityRoots/discoverV1", roots).await;
+    let found = fixture.client.ok("capabilityRoots/discoverV1", roots).await;
     let skills = |at: usize| found["roots"][at]["skills"].as_array().unwrap().len();
     let error = |at: usize| found["roots"][at]["error"].as_str().unwrap_or_default();
     assert_eq!((skills(0), error(0)), (1, ""), "{found}");
@@ -347,7 +360,7 @@ async fn discovery_obeys_the_policy_of_each_root(user: User) {
         skills(1) == 0 && error(1).contains("failed to inspect"),
         "{found}"
     );
-    // The plugin around it cannot be seen under this policy, and nothing else can.
+    // The enclosing plugin cannot be seen under this policy, and neither can anything else.
     assert_eq!((skills(2), error(2)), (1, ""), "{found}");
     assert_eq!(found["roots"][2]["namespaceManifests"], json!([]));
     assert!(error(3).contains("requires cwd"), "{found}");
@@ -355,11 +368,11 @@ async fn discovery_obeys_the_policy_of_each_root(user: User) {
     assert!(found["roots"][4]["plugin"].is_object());
 }
 
-async fn protected_names_stay(user: User) {
-    let mut cell = Cell::new(user).await;
-    cell.make("work/.git");
-    cell.write("work/.git/config", "c");
-    let (work, sandbox) = (cell.path("work"), cell.request_policy(&[]));
+async fn file_requests_cannot_change_protected_names(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    fixture.make("work/.git");
+    fixture.write("work/.git/config", "c");
+    let (work, sandbox) = (fixture.path("work"), fixture.request_policy(&[]));
     let data = json!({"dataBase64": chunk("x")});
     for (method, name, more) in [
         ("fs/writeFile", ".git/config", data.clone()),
@@ -375,7 +388,7 @@ async fn protected_names_stay(user: User) {
         ),
     ] {
         assert!(
-            cell.code(&sandbox, method, &work.join(name), more).await < 0,
+            fixture.code(&sandbox, method, &work.join(name), more).await < 0,
             "{method} {name}"
         );
     }
@@ -394,18 +407,18 @@ async fn protected_names_stay(user: User) {
     .await;
 }
 
-async fn a_planted_link_leads_nowhere(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "s");
-    let sandbox = cell.request_policy(&[entry(&secret, "deny")]);
-    let work = cell.path("work");
-    // Once before there is a helper and once while there is one.
+async fn file_requests_do_not_follow_planted_symlinks(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "s");
+    let sandbox = fixture.request_policy(&[entry(&secret, "deny")]);
+    let work = fixture.path("work");
+    // Once before a helper exists and once while one runs.
     for round in 0..2 {
         let script = format!(
             "ln -sfn {0}/secret file{round}; ln -sfn {0} dir{round}",
-            cell.path("other").display()
+            fixture.path("other").display()
         );
-        assert_eq!(cell.sh(&sandbox, &script).await.code, 0);
+        assert_eq!(fixture.sh(&sandbox, &script).await.code, 0);
         let data = json!({"dataBase64": chunk("x")});
         for (method, name, more, code) in [
             ("fs/readFile", "file", json!({}), DENIED),
@@ -419,81 +432,91 @@ async fn a_planted_link_leads_nowhere(user: User) {
                 Some((link, rest)) => format!("{link}{round}/{rest}"),
                 None => format!("{name}{round}"),
             };
-            let found = cell.code(&sandbox, method, &work.join(&name), more).await;
+            let found = fixture
+                .code(&sandbox, method, &work.join(&name), more)
+                .await;
             assert!(found == code || found == DENIED, "{method} {name}: {found}");
         }
     }
     assert_eq!(std::fs::read_to_string(&secret).unwrap(), "s");
-    assert_eq!(std::fs::read_dir(cell.path("other")).unwrap().count(), 1);
+    assert_eq!(std::fs::read_dir(fixture.path("other")).unwrap().count(), 1);
 }
 
-async fn a_replaced_file_stays_denied(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "one");
+async fn denied_file_stays_denied_after_it_is_replaced(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "one");
     let sandbox = policy(
         vec![special("root", "read"), entry(&secret, "deny")],
         "restricted",
     );
     for text in ["two", "three"] {
         assert_eq!(
-            cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+            fixture
+                .code(&sandbox, "fs/readFile", &secret, json!({}))
+                .await,
             DENIED
         );
-        // The mask of a helper that lives lay on the file that goes.
-        let next = cell.write("other/next", text);
+        // The running helper has masked the file that is replaced.
+        let next = fixture.write("other/next", text);
         std::fs::rename(next, &secret).unwrap();
     }
     assert_eq!(
-        cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+        fixture
+            .code(&sandbox, "fs/readFile", &secret, json!({}))
+            .await,
         DENIED
     );
 }
 
-async fn files_are_streamed(user: User) {
-    let mut cell = Cell::new(user).await;
-    let pinned = cell.write("work/pinned", "old");
-    let sandbox = cell.request_policy(&[entry(&pinned, "read"), entry(&cell.path("none"), "deny")]);
-    let work = cell.path("work");
+async fn handles_stream_files_under_a_policy(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let pinned = fixture.write("work/pinned", "old");
+    let sandbox =
+        fixture.request_policy(&[entry(&pinned, "read"), entry(&fixture.path("none"), "deny")]);
+    let work = fixture.path("work");
     let big: Vec<u8> = (0..600_000u32).map(|n| n as u8).collect();
     for mode in ["replace", "update", "atomic"] {
         let path = work.join(mode);
         let open = json!({"handleId": mode, "mode": mode});
-        cell.fs(&sandbox, "fs/open", &path, open).await.unwrap();
+        fixture.fs(&sandbox, "fs/open", &path, open).await.unwrap();
         let block = json!({"handleId": mode, "offset": 0, "chunk": chunk(&big)});
-        cell.client.ok("fs/writeBlock", block).await;
-        cell.client
+        fixture.client.ok("fs/writeBlock", block).await;
+        fixture
+            .client
             .ok("fs/close", json!({"handleId": mode, "commit": true}))
             .await;
         assert_eq!(std::fs::read(&path).unwrap(), big, "{mode}");
         let open = json!({"handleId": "read"});
-        cell.fs(&sandbox, "fs/open", &path, open).await.unwrap();
+        fixture.fs(&sandbox, "fs/open", &path, open).await.unwrap();
         let block = json!({"handleId": "read", "offset": 0, "len": 600_000});
-        let read = cell.client.ok("fs/readBlock", block).await;
+        let read = fixture.client.ok("fs/readBlock", block).await;
         assert_eq!(bytes(&read["chunk"]), big);
-        cell.client
+        fixture
+            .client
             .ok("fs/close", json!({"handleId": "read"}))
             .await;
     }
-    // What may not be replaced cannot be by what was written beside it.
+    // A file that may not be replaced cannot be replaced by an atomic write.
     let open = json!({"handleId": "p", "mode": "atomic"});
-    if cell.fs(&sandbox, "fs/open", &pinned, open).await.is_ok() {
+    if fixture.fs(&sandbox, "fs/open", &pinned, open).await.is_ok() {
         let close = json!({"handleId": "p", "commit": true});
-        cell.client.refused("fs/close", close).await;
+        fixture.client.refused("fs/close", close).await;
     }
     assert_eq!(std::fs::read_to_string(&pinned).unwrap(), "old");
     let data = json!({"dataBase64": chunk(&big)});
-    cell.fs(&sandbox, "fs/writeFile", &work.join("whole"), data)
+    fixture
+        .fs(&sandbox, "fs/writeFile", &work.join("whole"), data)
         .await
         .unwrap();
     assert_eq!(std::fs::read(work.join("whole")).unwrap(), big);
-    let info = cell.client.ok("environment/info", json!({})).await;
+    let info = fixture.client.ok("environment/info", json!({})).await;
     assert_eq!(info["capabilities"]["sandboxedFileStreaming"], true);
 }
 
-/// Whatever its size and however often: the same as without a policy, error or not.
-async fn a_warm_helper_reads_what_is_there(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "s");
+/// For files of every size and repeatedly: the result is the same as without a policy.
+async fn running_helper_reads_the_current_content(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "s");
     let sandbox = policy(
         vec![special("root", "read"), entry(&secret, "deny")],
         "restricted",
@@ -501,55 +524,58 @@ async fn a_warm_helper_reads_what_is_there(user: User) {
     let sizes = [0, 1, 4096, 32 << 10, (32 << 10) + 1, 300_000];
     let files = sizes.map(|size| {
         let text = "0123456789abcdef".repeat(size / 16 + 1);
-        cell.write(&format!("work/{size}"), &text[..size])
+        fixture.write(&format!("work/{size}"), &text[..size])
     });
-    let (missing, directory) = (cell.path("work/missing"), cell.path("work"));
+    let (missing, directory) = (fixture.path("work/missing"), fixture.path("work"));
     for round in 0..3 {
         for file in &files {
-            let read = cell.fs(&sandbox, "fs/readFile", file, json!({})).await;
+            let read = fixture.fs(&sandbox, "fs/readFile", file, json!({})).await;
             let data = bytes(&read.unwrap()["dataBase64"]);
             assert!(data == std::fs::read(file).unwrap(), "{round} {file:?}");
         }
         for path in [&missing, &directory] {
-            let held = cell.fs(&sandbox, "fs/readFile", path, json!({})).await;
-            let plain = cell.fs(&Value::Null, "fs/readFile", path, json!({})).await;
+            let held = fixture.fs(&sandbox, "fs/readFile", path, json!({})).await;
+            let plain = fixture
+                .fs(&Value::Null, "fs/readFile", path, json!({}))
+                .await;
             assert_eq!(held, plain);
         }
-        let denied = cell.code(&sandbox, "fs/readFile", &secret, json!({}));
+        let denied = fixture.code(&sandbox, "fs/readFile", &secret, json!({}));
         assert_eq!(denied.await, DENIED);
-        // What is behind a name may change at any time.
+        // The content of a file may change at any time.
         std::fs::write(&files[2], format!("round {round}")).unwrap();
     }
-    // Many at a time, more than there are helpers.
+    // More concurrent requests than helpers.
     let params = json!({"path": uri(&files[3]), "sandbox": sandbox});
     let mut asked = Vec::new();
     for _ in 0..64 {
-        asked.push(cell.client.send("fs/readFile", params.clone()).await);
+        asked.push(fixture.client.send("fs/readFile", params.clone()).await);
     }
     for id in asked {
-        let read = cell.client.answer(id).await.unwrap();
+        let read = fixture.client.answer(id).await.unwrap();
         assert_eq!(bytes(&read["dataBase64"]).len(), sizes[3]);
     }
-    assert!((1..=4).contains(&cell.helpers().await.len()));
+    assert!((1..=4).contains(&fixture.helpers().await.len()));
 }
 
-async fn a_killed_helper_fails_one_request(user: User) {
-    let mut cell = Cell::new(user).await;
-    let secret = cell.write("other/secret", "s");
+async fn killed_helper_fails_at_most_one_request(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let secret = fixture.write("other/secret", "s");
     let sandbox = policy(
         vec![special("root", "read"), entry(&secret, "deny")],
         "restricted",
     );
-    let file = cell.write("other/f", "x");
+    let file = fixture.write("other/f", "x");
     let zeros = Path::new("/dev/zero");
     assert!(
-        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+        fixture
+            .fs(&sandbox, "fs/readFile", &file, json!({}))
             .await
             .is_ok()
     );
-    let first = cell.helpers().await;
+    let first = fixture.helpers().await;
     assert_eq!(first.len(), 1);
-    // While it is idle, one request may meet what is left of it; the next one does not.
+    // If the idle helper is killed, one request may fail; the next one does not.
     proc::signal(first[0].unsigned_abs(), Signal::KILL);
     proc::eventually("the helper's end", || {
         let state = std::fs::read_to_string(format!("/proc/{}/stat", first[0]));
@@ -559,26 +585,27 @@ async fn a_killed_helper_fails_one_request(user: User) {
         }
     })
     .await;
-    let met = cell.fs(&sandbox, "fs/readFile", &file, json!({})).await;
+    let met = fixture.fs(&sandbox, "fs/readFile", &file, json!({})).await;
     if met.is_err() {
-        let next = cell.fs(&sandbox, "fs/readFile", &file, json!({})).await;
+        let next = fixture.fs(&sandbox, "fs/readFile", &file, json!({})).await;
         assert!(next.is_ok());
     }
-    // While it works, one request fails.
+    // If the working helper is killed, one request fails.
     assert!(
-        cell.fs(&sandbox, "fs/readFile", zeros, json!({}))
+        fixture
+            .fs(&sandbox, "fs/readFile", zeros, json!({}))
             .await
             .is_err()
     );
-    let large = cell.path("other/large");
+    let large = fixture.path("other/large");
     std::fs::File::create(&large)
         .unwrap()
         .set_len(1 << 42)
         .unwrap();
-    cell.own(&large);
+    fixture.own(&large);
     let params = json!({"path": uri(&large), "sandbox": sandbox});
-    let asked = cell.client.send("fs/hash", params).await;
-    let server = cell.server.server_pid().await;
+    let asked = fixture.client.send("fs/hash", params).await;
+    let server = fixture.server.server_pid().await;
     let helper = proc::eventually("a helper at work", || {
         // The launcher's child does the work. The one before it may have ended a moment ago.
         let helpers = helpers_of(server);
@@ -594,35 +621,38 @@ async fn a_killed_helper_fails_one_request(user: User) {
     })
     .await;
     proc::signal(helper.unsigned_abs(), Signal::KILL);
-    let failure = cell.client.answer(asked).await.unwrap_err();
+    let failure = fixture.client.answer(asked).await.unwrap_err();
     assert_eq!(failure.code, INTERNAL);
     assert!(failure.message.contains("fs sandbox helper"), "{failure}");
     assert!(
-        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+        fixture
+            .fs(&sandbox, "fs/readFile", &file, json!({}))
             .await
             .is_ok()
     );
 }
 
-async fn helpers_are_few_and_end_with_the_server(user: User) {
-    let mut cell = Cell::new(user).await;
+async fn helpers_are_limited_and_end_with_the_server(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
     let mut most = 0;
     for n in 0..20 {
-        let secret = cell.write(&format!("other/secret{n}"), "s");
+        let secret = fixture.write(&format!("other/secret{n}"), "s");
         let sandbox = policy(
             vec![special("root", "read"), entry(&secret, "deny")],
             "restricted",
         );
         assert_eq!(
-            cell.code(&sandbox, "fs/readFile", &secret, json!({})).await,
+            fixture
+                .code(&sandbox, "fs/readFile", &secret, json!({}))
+                .await,
             DENIED
         );
-        most = most.max(cell.helpers().await.len());
+        most = most.max(fixture.helpers().await.len());
     }
     assert!((2..=17).contains(&most), "{most}");
-    let helpers = cell.helpers().await;
-    proc::signal(cell.server.server_pid().await, Signal::KILL);
-    cell.server.ended().await;
+    let helpers = fixture.helpers().await;
+    proc::signal(fixture.server.server_pid().await, Signal::KILL);
+    fixture.server.ended().await;
     proc::eventually("no helpers", || {
         let left: Vec<_> = helpers
             .iter()
@@ -640,9 +670,9 @@ async fn helpers_are_few_and_end_with_the_server(user: User) {
     .await;
 }
 
-async fn policies_without_bounds_need_no_helper(user: User) {
-    let mut cell = Cell::new(user).await;
-    let file = cell.path("other/f");
+async fn policies_without_file_restrictions_start_no_helper(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let file = fixture.path("other/f");
     let everything = policy(vec![special("root", "write")], "restricted");
     let unrestricted = json!({"windowsSandboxLevel": "disabled", "permissions":
         {"type": "managed", "file_system": {"type": "unrestricted"}, "network": "restricted"}});
@@ -651,31 +681,34 @@ async fn policies_without_bounds_need_no_helper(user: User) {
     let disabled = json!({"windowsSandboxLevel": "disabled", "permissions": {"type": "disabled"}});
     for sandbox in [everything, unrestricted, external, disabled] {
         let data = json!({"dataBase64": chunk("x")});
-        cell.fs(&sandbox, "fs/writeFile", &file, data)
+        fixture
+            .fs(&sandbox, "fs/writeFile", &file, data)
             .await
             .unwrap();
-        cell.fs(&sandbox, "fs/readFile", &file, json!({}))
+        fixture
+            .fs(&sandbox, "fs/readFile", &file, json!({}))
             .await
             .unwrap();
     }
-    let found = cell
+    let found = fixture
         .fs(&read_only(), "fs/readFile", &file, json!({}))
         .await
         .unwrap();
     assert_eq!(bytes(&found["dataBase64"]), b"x");
     let watch = json!({"watchId": "w"});
-    cell.fs(&read_only(), "fs/watch", &cell.path("other"), watch)
+    fixture
+        .fs(&read_only(), "fs/watch", &fixture.path("other"), watch)
         .await
         .unwrap();
-    assert!(cell.helpers().await.is_empty());
+    assert!(fixture.helpers().await.is_empty());
 }
 
-async fn what_makes_no_sense_is_refused(user: User) {
-    let mut cell = Cell::new(user).await;
-    let file = cell.write("work/f", "x");
+async fn file_requests_reject_invalid_policies(user: User) {
+    let mut fixture = SandboxFixture::new(user).await;
+    let file = fixture.write("work/f", "x");
     let foreign = json!({"path": {"type": "path", "path": "file:///c:/x"}, "access": "deny"});
     let sandbox = policy(vec![special("root", "read"), foreign], "restricted");
-    let (code, message) = cell
+    let (code, message) = fixture
         .fs(&sandbox, "fs/readFile", &file, json!({}))
         .await
         .unwrap_err();
@@ -685,13 +718,13 @@ async fn what_makes_no_sense_is_refused(user: User) {
         "{message}"
     );
     let data = json!({"dataBase64": chunk("x")});
-    let (code, message) = cell
-        .fs(&cell.workspace(), "fs/writeFile", &file, data)
+    let (code, message) = fixture
+        .fs(&fixture.workspace(), "fs/writeFile", &file, data)
         .await
         .unwrap_err();
     assert_eq!(code, INVALID_PARAMS);
     assert!(message.contains("requires cwd"), "{message}");
-    let code = cell
+    let code = fixture
         .code(&json!({"permissions": 7}), "fs/readFile", &file, json!({}))
         .await;
     assert_eq!(code, INVALID_PARAMS);
