@@ -1,8 +1,8 @@
-//! What docs/ssh.md tells people to type.
+//! The commands in docs/ssh.md.
 
 use super::*;
 
-/// The commands of the page, each as it would be typed; `…` stands for what a reader fills in.
+/// The commands of the page, as typed; `…` stands for a value that the reader fills in.
 fn commands() -> Vec<String> {
     let page = include_str!("../../../../docs/ssh.md");
     let lines = page
@@ -17,26 +17,26 @@ fn commands() -> Vec<String> {
 }
 
 #[tokio::test]
-async fn the_page_says_what_works() {
-    let lab = Lab::new();
-    let work = lab.sshd.path().join("app");
-    let (srv, here) = (lab.sshd.home().join("srv/app"), work.join("src"));
+async fn commands_of_the_ssh_page_work() {
+    let fixture = SshFixture::new();
+    let work = fixture.sshd.path().join("app");
+    let (srv, here) = (fixture.sshd.home().join("srv/app"), work.join("src"));
     fs::create_dir_all(&srv).unwrap();
     fs::create_dir_all(&here).unwrap();
     fs::write(here.join("main.c"), "TODO\n").unwrap();
     fs::create_dir_all(srv.join("src")).unwrap();
     fs::write(srv.join("Makefile"), "test:\n\t@echo tested\n").unwrap();
-    lab.sshd.script("make", "#!/bin/sh\necho tested\n");
-    let flags: Vec<String> = lab.flags("").into_iter().skip(2).collect();
+    fixture.sshd.script("make", "#!/bin/sh\necho tested\n");
+    let flags: Vec<String> = fixture.flags("").into_iter().skip(2).collect();
     for command in commands() {
         let line = command
-            .replace("ssh://build", &lab.sshd.url())
+            .replace("ssh://build", &fixture.sshd.url())
             .replace("/srv/app", srv.to_str().unwrap())
             .replace("~/app", work.to_str().unwrap())
             .replace("/opt/exec-server", BINARY);
         let words: Vec<&str> = line.split_whitespace().skip(1).collect();
         let (subcommand, rest) = words.split_first().unwrap();
-        let mut program = lab.program();
+        let mut program = fixture.program();
         program.arg(subcommand);
         if *subcommand == "env" {
             program
@@ -44,22 +44,22 @@ async fn the_page_says_what_works() {
                 .args(&flags)
                 .args(["--remote-binary", BINARY]);
             program.args(&rest[1..]).current_dir(&work);
-            let (out, err, code) = seen(program).await;
+            let (out, err, code) = outcome(program).await;
             assert_eq!(code, 0, "{command}: {out}{err}");
             continue;
         }
         if line.contains("--on build") {
-            // What it needs is in its settings.
+            // The environment stores the options that it needs.
         } else if *subcommand != "daemon" {
             program.args(&flags);
             if !line.contains("--remote-binary") {
                 program.args(["--remote-binary", BINARY]);
             }
         } else {
-            program.arg("--directory").arg(lab.place());
+            program.arg("--directory").arg(fixture.daemon_directory());
         }
         program.args(rest).current_dir(&work);
-        let (out, err, code) = seen(program).await;
+        let (out, err, code) = outcome(program).await;
         assert_eq!(code, 0, "{command}: {out}{err}");
     }
 }

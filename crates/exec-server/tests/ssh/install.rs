@@ -1,11 +1,11 @@
-//! What is put on the far side, and what is not.
+//! What is installed on the remote machine, and what is not.
 
 use std::os::unix::fs::MetadataExt as _;
 
 use super::*;
 
-impl Lab {
-    /// `run` that has to install what it needs.
+impl SshFixture {
+    /// `run` that has to install the server first.
     fn run_installing(&self, command: &[&str]) -> Command {
         let mut program = self.program();
         program
@@ -16,21 +16,21 @@ impl Lab {
         program
     }
 
-    /// What is installed there, files that are only begun included.
+    /// The installed files, including incomplete ones.
     fn installed(&self) -> Vec<PathBuf> {
         tree(&self.sshd.home().join(".cache/exec-server/bin"))
     }
 }
 
 #[tokio::test]
-async fn what_is_missing_is_installed_once() {
-    let lab = Lab::new();
-    // Shells may say what they like.
-    fs::write(lab.sshd.home().join(".bashrc"), "echo welcome\n").unwrap();
-    let (out, err, code) = seen(lab.run_installing(&["echo", "hi"])).await;
+async fn missing_server_is_installed_once() {
+    let fixture = SshFixture::new();
+    // Start-up files of the shell may print text.
+    fs::write(fixture.sshd.home().join(".bashrc"), "echo welcome\n").unwrap();
+    let (out, err, code) = outcome(fixture.run_installing(&["echo", "hi"])).await;
     assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
     assert!(err.contains("installing exec-server"), "{err}");
-    let installed = lab.installed();
+    let installed = fixture.installed();
     let [only] = &installed[..] else {
         panic!("{installed:?}");
     };
@@ -42,22 +42,22 @@ async fn what_is_missing_is_installed_once() {
     );
     assert_eq!(only.metadata().unwrap().mode() & 0o777, 0o700);
     assert!(fs::read(only).unwrap() == fs::read(BINARY).unwrap());
-    // Everything of this side is forgotten, nothing of the other.
-    for pid in lab.sshd.masters() {
+    // All local state is removed, and nothing on the remote machine.
+    for pid in fixture.sshd.masters() {
         proc::signal(u32::try_from(pid).unwrap(), rustix::process::Signal::TERM);
     }
-    proc::eventually("ssh to end", || match lab.sshd.masters() {
+    proc::eventually("ssh to end", || match fixture.sshd.masters() {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     })
     .await;
-    fs::remove_dir_all(lab.sshd.path().join("run")).unwrap();
-    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    fs::remove_dir_all(fixture.sshd.path().join("run")).unwrap();
+    let (_, err, code) = outcome(fixture.run_installing(&["true"])).await;
     assert_eq!((err.as_str(), code), ("", 0));
-    assert_eq!(lab.installed(), installed);
+    assert_eq!(fixture.installed(), installed);
 }
 
-/// Whether an ELF file asks for no interpreter, so that it needs no library of the machine.
+/// Whether an ELF file names no interpreter, so that it needs no shared library.
 fn is_static(elf: &[u8]) -> bool {
     let number = |at: usize, size: usize| {
         let bytes = &elf[at..at + size];
@@ -73,16 +73,16 @@ fn is_static(elf: &[u8]) -> bool {
     (0..count).all(|index| number(table + index * size, 4) != PT_INTERP)
 }
 
-/// Another file than the one that runs here is sent, and is what runs there: a static one, which
-/// says that it ran and goes on as the server of these tests, as a static one takes long to build.
+/// Another executable than the local one is sent and runs there: a static stand-in that records its
+/// path and executes the server of these tests, because a static server takes long to build.
 #[tokio::test]
-async fn a_static_executable_is_sent_and_run() {
-    let lab = Lab::new();
+async fn static_executable_is_sent_and_run() {
+    let fixture = SshFixture::new();
     let (source, built) = (
-        lab.sshd.path().join("stand-in.rs"),
-        lab.sshd.path().join("stand-in"),
+        fixture.sshd.path().join("stand-in.rs"),
+        fixture.sshd.path().join("stand-in"),
     );
-    let ran = lab.sshd.path().join("ran");
+    let ran = fixture.sshd.path().join("ran");
     let program = format!(
         r##"use std::{{env, fs, io::Write, os::unix::process::CommandExt, process::Command}};
         fn main() {{
@@ -105,83 +105,84 @@ async fn a_static_executable_is_sent_and_run() {
     assert!(!is_static(&fs::read(BINARY).unwrap()));
 
     let run = |command: &[&str]| {
-        let mut program = lab.program();
+        let mut program = fixture.program();
         program
             .arg("run")
-            .args(lab.flags(&lab.sshd.url()))
+            .args(fixture.flags(&fixture.sshd.url()))
             .arg("--local-binary")
             .arg(&built)
             .arg("--")
             .args(command);
         program
     };
-    let (out, err, code) = seen(run(&["echo", "hi"])).await;
+    let (out, err, code) = outcome(run(&["echo", "hi"])).await;
     assert_eq!((out.as_str(), code), ("hi\n", 0), "{err}");
     assert!(err.contains("installing exec-server"), "{err}");
-    let installed = lab.installed();
+    let installed = fixture.installed();
     let [only] = &installed[..] else {
         panic!("{installed:?}");
     };
     assert!(fs::read(only).unwrap() == fs::read(&built).unwrap());
     assert_eq!(only.metadata().unwrap().mode() & 0o777, 0o700);
-    // Tried before it got its name, and then used.
-    let said = fs::read_to_string(&ran).unwrap();
+    // Tried under a temporary name first, then used.
+    let printed = fs::read_to_string(&ran).unwrap();
     let (directory, name) = (only.parent().unwrap(), only.file_name().unwrap());
     let tried = format!("{}/.{}.", directory.display(), name.display());
-    let lines: Vec<_> = said.lines().collect();
+    let lines: Vec<_> = printed.lines().collect();
     let [first, .., last] = lines[..] else {
-        panic!("{said}");
+        panic!("{printed}");
     };
-    assert!(first.starts_with(&tried), "{said}");
-    assert_eq!(Path::new(last), only, "{said}");
-    let (_, err, code) = seen(run(&["true"])).await;
+    assert!(first.starts_with(&tried), "{printed}");
+    assert_eq!(Path::new(last), only, "{printed}");
+    let (_, err, code) = outcome(run(&["true"])).await;
     assert_eq!((err.as_str(), code), ("", 0));
-    assert_eq!(lab.installed(), installed);
+    assert_eq!(fixture.installed(), installed);
 }
 
 #[tokio::test]
-async fn another_kind_of_machine_is_named() {
-    let lab = Lab::new();
-    lab.sshd.script(
+async fn unsupported_machine_type_is_named() {
+    let fixture = SshFixture::new();
+    fixture.sshd.script(
         "uname",
         "#!/bin/sh\n[ \"$1\" = -s ] && echo Linux || echo riscv64\n",
     );
-    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    let (_, err, code) = outcome(fixture.run_installing(&["true"])).await;
     assert_eq!(code, 125, "{err}");
     let own = format!("Linux {}", std::env::consts::ARCH);
     for part in [
-        &lab.sshd.url(),
+        &fixture.sshd.url(),
         "Linux riscv64",
         own.as_str(),
         "--remote-binary",
     ] {
         assert!(err.contains(part), "{part} is not in: {err}");
     }
-    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+    assert_eq!(fixture.installed(), [] as [PathBuf; 0]);
 }
 
 #[tokio::test]
-async fn a_full_disk_leaves_nothing_half_installed() {
+async fn full_disk_leaves_no_partial_installation() {
     // A limit on the size of files ends the writer as a full disk does, and needs no privilege.
-    let lab =
-        Lab::with(&["ForceCommand ulimit -f 2000; trap '' XFSZ; eval \"$SSH_ORIGINAL_COMMAND\""]);
-    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    let fixture = SshFixture::with(&[
+        "ForceCommand ulimit -f 2000; trap '' XFSZ; eval \"$SSH_ORIGINAL_COMMAND\"",
+    ]);
+    let (_, err, code) = outcome(fixture.run_installing(&["true"])).await;
     assert_eq!(code, 125, "{err}");
     assert!(
         err.contains("cannot install exec-server") && err.contains("File too large"),
         "{err}"
     );
-    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+    assert_eq!(fixture.installed(), [] as [PathBuf; 0]);
 }
 
 #[tokio::test]
-async fn a_full_file_system_is_told_in_its_own_words() {
+async fn error_of_a_full_file_system_is_shown() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("only root can mount a small file system; the limit on files stands in for it");
         return;
     }
-    let lab = Lab::new();
-    let cache = lab.sshd.home().join(".cache");
+    let fixture = SshFixture::new();
+    let cache = fixture.sshd.home().join(".cache");
     fs::create_dir(&cache).unwrap();
     let mounted = std::process::Command::new("mount")
         .args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"])
@@ -192,8 +193,8 @@ async fn a_full_file_system_is_told_in_its_own_words() {
         eprintln!("this container does not let root mount; the limit on files stands in for it");
         return;
     }
-    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
-    let left = lab.installed();
+    let (_, err, code) = outcome(fixture.run_installing(&["true"])).await;
+    let left = fixture.installed();
     let unmounted = std::process::Command::new("umount")
         .arg("-l")
         .arg(&cache)
@@ -206,50 +207,48 @@ async fn a_full_file_system_is_told_in_its_own_words() {
 }
 
 #[tokio::test]
-async fn what_arrives_changed_is_refused() {
-    let lab = Lab::new();
-    lab.sshd.script(
+async fn installation_with_a_wrong_checksum_is_rejected() {
+    let fixture = SshFixture::new();
+    fixture.sshd.script(
         "sha256sum",
         "#!/bin/sh\nexec /usr/bin/sha256sum /dev/null\n",
     );
-    let (_, err, code) = seen(lab.run_installing(&["true"])).await;
+    let (_, err, code) = outcome(fixture.run_installing(&["true"])).await;
     assert_eq!(code, 125, "{err}");
     assert!(err.contains("another SHA-256"), "{err}");
-    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+    assert_eq!(fixture.installed(), [] as [PathBuf; 0]);
 }
 
 #[tokio::test]
-async fn what_does_not_run_there_is_not_left_there() {
-    let lab = Lab::new();
-    // An executable of the right kind that no kernel takes.
-    let broken = lab.sshd.path().join("broken");
+async fn executable_that_does_not_run_is_removed() {
+    let fixture = SshFixture::new();
+    // An executable of the right kind that no kernel accepts.
+    let broken = fixture.sshd.path().join("broken");
     let mut head = fs::read(BINARY).unwrap();
     head.truncate(64);
     fs::write(&broken, head).unwrap();
-    let mut program = lab.program();
+    let mut program = fixture.program();
     program
         .arg("run")
-        .args(lab.flags(&lab.sshd.url()))
+        .args(fixture.flags(&fixture.sshd.url()))
         .arg("--local-binary")
         .arg(&broken)
         .args(["--", "true"]);
-    let (_, err, code) = seen(program).await;
+    let (_, err, code) = outcome(program).await;
     assert_eq!(code, 125, "{err}");
     assert!(err.contains("make static"), "{err}");
-    assert_eq!(lab.installed(), [] as [PathBuf; 0]);
+    assert_eq!(fixture.installed(), [] as [PathBuf; 0]);
 }
 
 #[tokio::test]
-async fn a_named_executable_that_is_not_there_is_told() {
-    let lab = Lab::new();
-    let mut program = lab.program();
-    program.arg("run").args(lab.flags(&lab.sshd.url())).args([
-        "--remote-binary",
-        "/nowhere/exec-server",
-        "--",
-        "true",
-    ]);
-    let (_, err, code) = seen(program).await;
+async fn missing_remote_binary_is_named() {
+    let fixture = SshFixture::new();
+    let mut program = fixture.program();
+    program
+        .arg("run")
+        .args(fixture.flags(&fixture.sshd.url()))
+        .args(["--remote-binary", "/nowhere/exec-server", "--", "true"]);
+    let (_, err, code) = outcome(program).await;
     assert_eq!(code, 125, "{err}");
     assert!(err.contains("/nowhere/exec-server"), "{err}");
 }

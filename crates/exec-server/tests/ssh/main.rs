@@ -1,4 +1,4 @@
-//! Machines behind ssh: the built binary on both sides of a real sshd on loopback.
+//! Machines reached through ssh: the built binary on both sides of a real sshd on loopback.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -20,12 +20,12 @@ mod run;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
-/// A machine to go to, and what belongs to those who go.
-struct Lab {
+/// A real sshd as the remote machine, and the local configuration to reach it.
+struct SshFixture {
     sshd: Sshd,
 }
 
-impl Lab {
+impl SshFixture {
     fn new() -> Self {
         Self::with(&[])
     }
@@ -37,7 +37,7 @@ impl Lab {
         }
     }
 
-    /// The program of this side, in an environment of its own.
+    /// The local program, with an isolated environment.
     fn program(&self) -> Command {
         let mut command = Command::new(BINARY);
         command
@@ -49,7 +49,7 @@ impl Lab {
         command
     }
 
-    /// What every command about this machine says.
+    /// The options that every command for this machine needs.
     fn flags(&self, url: &str) -> Vec<String> {
         let mut flags = vec!["--on".to_owned(), url.to_owned()];
         for option in self.sshd.options() {
@@ -59,7 +59,7 @@ impl Lab {
         flags
     }
 
-    /// `run` with these flags and this command, with an executable that is there already.
+    /// `run` with these flags and this command, with an existing remote executable.
     fn run(&self, flags: &[&str], command: &[&str]) -> Command {
         let mut program = self.program();
         program
@@ -83,8 +83,8 @@ impl Lab {
         program
     }
 
-    /// Where the daemon of this machine is.
-    fn place(&self) -> PathBuf {
+    /// The directory of the remote daemon.
+    fn daemon_directory(&self) -> PathBuf {
         let host = rustix::system::uname();
         let host = host.nodename().to_string_lossy();
         self.sshd
@@ -92,20 +92,20 @@ impl Lab {
             .join(format!(".cache/exec-server/run-{host}"))
     }
 
-    /// The daemon, as it wrote itself down.
+    /// The pid of the daemon, from its state file.
     fn daemon_pid(&self) -> u64 {
-        let text = fs::read(self.place().join("daemon.json")).unwrap();
+        let text = fs::read(self.daemon_directory().join("daemon.json")).unwrap();
         let state: serde_json::Value = serde_json::from_slice(&text).unwrap();
         state["pid"].as_u64().unwrap()
     }
 }
 
-impl Drop for Lab {
+impl Drop for SshFixture {
     fn drop(&mut self) {
-        if self.place().exists() {
+        if self.daemon_directory().exists() {
             let _ = std::process::Command::new(BINARY)
                 .args(["daemon", "--stop", "--directory"])
-                .arg(self.place())
+                .arg(self.daemon_directory())
                 .stderr(Stdio::null())
                 .status();
         }
@@ -123,7 +123,7 @@ async fn output_of(mut command: Command, input: &[u8]) -> Output {
     let mut stdin = child.stdin.take().unwrap();
     let input = input.to_vec();
     let feeding = tokio::spawn(async move {
-        // A command that takes no input may be gone already.
+        // A command that reads no input may have ended already.
         let _ = stdin.write_all(&input).await;
     });
     let output = tokio::time::timeout(proc::PATIENCE, child.wait_with_output());
@@ -132,8 +132,8 @@ async fn output_of(mut command: Command, input: &[u8]) -> Output {
     output
 }
 
-/// What was printed where, and the exit code.
-async fn seen(command: Command) -> (String, String, i32) {
+/// Runs a command; its stdout, stderr and exit code.
+async fn outcome(command: Command) -> (String, String, i32) {
     let output = output_of(command, b"").await;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     (

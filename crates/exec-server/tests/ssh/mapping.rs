@@ -1,10 +1,10 @@
-//! Paths of this machine that mean those of the other.
+//! Local paths that stand for remote ones.
 
 use super::*;
 
-/// A local root and a remote one, with some files there.
-fn roots(lab: &Lab) -> (PathBuf, PathBuf) {
-    let (local, remote) = (lab.sshd.path().join("l"), lab.sshd.path().join("r"));
+/// A local root and a remote one, with some files.
+fn roots(fixture: &SshFixture) -> (PathBuf, PathBuf) {
+    let (local, remote) = (fixture.sshd.path().join("l"), fixture.sshd.path().join("r"));
     fs::create_dir_all(local.join("sub")).unwrap();
     fs::create_dir_all(remote.join("sub/deep")).unwrap();
     fs::write(remote.join("sub/deep/file"), "needle\n").unwrap();
@@ -21,45 +21,45 @@ fn flags<'a>(local: &'a Path, remote: &'a Path) -> [&'a str; 4] {
 }
 
 #[tokio::test]
-async fn commands_run_in_the_counterpart() {
-    let lab = Lab::new();
-    let (local, remote) = roots(&lab);
+async fn command_runs_in_the_remote_counterpart_of_its_directory() {
+    let fixture = SshFixture::new();
+    let (local, remote) = roots(&fixture);
     let flags = flags(&local, &remote);
-    let mut run = lab.run(&flags, &["pwd"]);
+    let mut run = fixture.run(&flags, &["pwd"]);
     run.current_dir(local.join("sub"));
-    let (out, err, code) = seen(run).await;
+    let (out, err, code) = outcome(run).await;
     assert_eq!(
         (out, code),
         (format!("{}\n", remote.join("sub").display()), 0),
         "{err}"
     );
-    let mut run = lab.run(&[&flags[..], &["--cwd", "sub/deep"]].concat(), &["pwd"]);
+    let mut run = fixture.run(&[&flags[..], &["--cwd", "sub/deep"]].concat(), &["pwd"]);
     run.current_dir(&local);
     assert_eq!(
-        seen(run).await.0,
+        outcome(run).await.0,
         format!("{}\n", remote.join("sub/deep").display())
     );
-    // The path of the URL stands for the remote root.
-    let url = format!("{}{}", lab.sshd.url(), remote.display());
-    let mut run = lab.program();
+    // The path of the URL is the remote root.
+    let url = format!("{}{}", fixture.sshd.url(), remote.display());
+    let mut run = fixture.program();
     run.arg("run")
-        .args(lab.flags(&url))
+        .args(fixture.flags(&url))
         .args(["--remote-binary", BINARY, "--local-root"])
         .arg(&local)
         .args(["--", "pwd"])
         .current_dir(&local);
-    assert_eq!(seen(run).await.0, format!("{}\n", remote.display()));
+    assert_eq!(outcome(run).await.0, format!("{}\n", remote.display()));
 }
 
 #[tokio::test]
-async fn what_is_outside_is_refused() {
-    let lab = Lab::new();
-    let (local, remote) = roots(&lab);
+async fn paths_outside_the_roots_are_rejected() {
+    let fixture = SshFixture::new();
+    let (local, remote) = roots(&fixture);
     let flags = flags(&local, &remote);
     for cwd in ["/", "..", "sub/../../r"] {
-        let mut run = lab.run(&[&flags[..], &["--cwd", cwd]].concat(), &["pwd"]);
+        let mut run = fixture.run(&[&flags[..], &["--cwd", cwd]].concat(), &["pwd"]);
         run.current_dir(&local);
-        let (out, err, code) = seen(run).await;
+        let (out, err, code) = outcome(run).await;
         assert_eq!((out.as_str(), code), ("", 125), "{cwd}: {err}");
         assert!(
             err.contains("outside of the local root") && err.contains(local.to_str().unwrap()),
@@ -68,17 +68,17 @@ async fn what_is_outside_is_refused() {
     }
     let outside = remote.join("sub");
     let args = [&flags[..], &["ls", outside.to_str().unwrap()]].concat();
-    let mut list = lab.fs(&args);
+    let mut list = fixture.fs(&args);
     list.current_dir(&local);
-    let (_, err, code) = seen(list).await;
+    let (_, err, code) = outcome(list).await;
     assert_eq!(code, 1);
     assert!(err.contains("outside of the local root"), "{err}");
-    // What leads out of the remote root has no name here.
+    // A path outside the remote root has no local name.
     std::os::unix::fs::symlink("/etc", remote.join("link")).unwrap();
     let args = [&flags[..], &["ls", "link/../sub"]].concat();
-    let mut list = lab.fs(&args);
+    let mut list = fixture.fs(&args);
     list.current_dir(&local);
-    let (_, err, code) = seen(list).await;
+    let (_, err, code) = outcome(list).await;
     assert_eq!(code, 1);
     assert!(err.contains("outside of the remote root"), "{err}");
     let nowhere = remote.join("nowhere");
@@ -88,7 +88,7 @@ async fn what_is_outside_is_refused() {
         "--remote-root",
         nowhere.to_str().unwrap(),
     ];
-    let (_, err, code) = seen(lab.run(&args, &["true"])).await;
+    let (_, err, code) = outcome(fixture.run(&args, &["true"])).await;
     assert_eq!(code, 125);
     assert!(
         err.contains("remote root") && err.contains("nowhere"),
@@ -97,19 +97,22 @@ async fn what_is_outside_is_refused() {
 }
 
 #[tokio::test]
-async fn files_are_told_as_those_of_this_machine() {
-    let lab = Lab::new();
-    let (local, remote) = roots(&lab);
+async fn file_commands_print_local_paths() {
+    let fixture = SshFixture::new();
+    let (local, remote) = roots(&fixture);
     // Roots may be reached through links, on either side.
-    let (linked, there) = (lab.sshd.path().join("ll"), lab.sshd.path().join("rl"));
+    let (linked, there) = (
+        fixture.sshd.path().join("ll"),
+        fixture.sshd.path().join("rl"),
+    );
     std::os::unix::fs::symlink(&local, &linked).unwrap();
     std::os::unix::fs::symlink(&remote, &there).unwrap();
     for (local, remote) in [(&local, &remote), (&linked, &there)] {
         let flags = flags(local, remote);
         let fs = |args: &[&str]| {
-            let mut command = lab.fs(&[&flags[..], args].concat());
+            let mut command = fixture.fs(&[&flags[..], args].concat());
             command.current_dir(local);
-            seen(command)
+            outcome(command)
         };
         let file = local.join("sub/deep/file").display().to_string();
         let (out, err, code) = fs(&["walk", "sub"]).await;
@@ -131,12 +134,12 @@ async fn files_are_told_as_those_of_this_machine() {
 }
 
 #[tokio::test]
-async fn changes_are_told_as_those_of_this_machine() {
+async fn watch_prints_local_paths() {
     use tokio::io::{AsyncBufReadExt as _, BufReader};
-    let lab = Lab::new();
-    let (local, remote) = roots(&lab);
+    let fixture = SshFixture::new();
+    let (local, remote) = roots(&fixture);
     let args = [&flags(&local, &remote)[..], &["watch", "."]].concat();
-    let mut watch = lab.fs(&args);
+    let mut watch = fixture.fs(&args);
     watch
         .current_dir(&local)
         .stdout(Stdio::piped())
@@ -144,13 +147,15 @@ async fn changes_are_told_as_those_of_this_machine() {
     let mut child = watch.spawn().unwrap();
     let mut err = BufReader::new(child.stderr.take().unwrap()).lines();
     let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
-    let told = async {
+    let reported = async {
         let watching = err.next_line().await.unwrap().unwrap();
         assert_eq!(watching, format!("watching {}", local.display()));
         fs::write(remote.join("sub/new"), "x").unwrap();
         out.next_line().await.unwrap().unwrap()
     };
-    let line = tokio::time::timeout(proc::PATIENCE, told).await.unwrap();
+    let line = tokio::time::timeout(proc::PATIENCE, reported)
+        .await
+        .unwrap();
     assert_eq!(
         line,
         format!("created   {}", local.join("sub/new").display())
@@ -158,23 +163,23 @@ async fn changes_are_told_as_those_of_this_machine() {
 }
 
 #[tokio::test]
-async fn an_environment_knows_its_roots() {
-    let lab = Lab::new();
-    let (local, remote) = roots(&lab);
-    let url = format!("{}{}", lab.sshd.url(), remote.display());
-    let mut add = lab.program();
+async fn environment_stores_its_roots() {
+    let fixture = SshFixture::new();
+    let (local, remote) = roots(&fixture);
+    let url = format!("{}{}", fixture.sshd.url(), remote.display());
+    let mut add = fixture.program();
     add.args(["env", "add", "far", &url, "--remote-binary", BINARY])
         .arg("--local-root")
         .arg(&local);
-    for option in lab.sshd.options() {
+    for option in fixture.sshd.options() {
         add.arg("--ssh-option").arg(option);
     }
-    let (_, err, code) = seen(add).await;
+    let (_, err, code) = outcome(add).await;
     assert_eq!(code, 0, "{err}");
     let far = |args: &[&str]| {
-        let mut program = lab.program();
+        let mut program = fixture.program();
         program.args(args).current_dir(local.join("sub"));
-        seen(program)
+        outcome(program)
     };
     let (out, err, code) = far(&["run", "--on", "far", "--", "pwd"]).await;
     assert_eq!(
