@@ -1,4 +1,4 @@
-//! An MCP client that says exactly what a test wants it to say.
+//! An MCP client that sends exactly what a test specifies.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -13,10 +13,10 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::time::timeout;
 
-/// Longer than anything here takes on a busy machine.
+/// Longer than any step of these tests takes on a busy machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// The program with nothing in its environment but a `PATH` and a home.
+/// The server binary, with only `PATH` and `HOME` in its environment.
 pub(crate) fn program(work: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -28,19 +28,19 @@ pub(crate) fn program(work: &Path) -> Command {
     command
 }
 
-/// A client and the server that it has started.
+/// A client and the server process that it started.
 pub(crate) struct Client {
     child: Child,
     stdin: Option<ChildStdin>,
     lines: Lines<BufReader<ChildStdout>>,
     next: u64,
-    /// Answers that came before they were asked for.
+    /// Responses received before the test asked for them.
     answers: Vec<Value>,
     pub(crate) notices: VecDeque<Value>,
 }
 
 impl Client {
-    /// Starts `exec-server mcp` in a directory and shakes hands.
+    /// Starts `exec-server mcp` in a directory and initializes.
     pub(crate) async fn start(work: &Path, args: &[&str]) -> Self {
         let mut command = program(work);
         command.arg("mcp").args(args);
@@ -80,7 +80,7 @@ impl Client {
         result
     }
 
-    /// Sends a line, whatever it is.
+    /// Sends a line unchanged.
     pub(crate) async fn line(&mut self, line: &str) {
         let stdin = self.stdin.as_mut().unwrap();
         stdin.write_all(line.as_bytes()).await.unwrap();
@@ -88,7 +88,7 @@ impl Client {
         stdin.flush().await.unwrap();
     }
 
-    /// Sends a request without waiting; its id.
+    /// Sends a request without waiting; returns its id.
     pub(crate) async fn send(&mut self, method: &str, params: Value) -> u64 {
         let id = self.next;
         self.next += 1;
@@ -97,14 +97,14 @@ impl Client {
         id
     }
 
-    /// Reads one message; nothing at the end.
+    /// Reads one message; `None` at the end.
     pub(crate) async fn message(&mut self) -> Option<Value> {
         let line = timeout(LIMIT, self.lines.next_line()).await;
         let line = line.expect("a message in time").unwrap()?;
         Some(serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}")))
     }
 
-    /// The answer to a request.
+    /// The response to a request.
     pub(crate) async fn answer(&mut self, id: u64) -> Value {
         loop {
             let is_it = |answer: &Value| answer["id"] == id;
@@ -135,14 +135,14 @@ impl Client {
         answer["error"].take()
     }
 
-    /// Calls a tool that must succeed; its structured content.
+    /// Calls a tool that must succeed; returns its structured content.
     pub(crate) async fn tool(&mut self, name: &str, arguments: Value) -> Value {
         let mut result = self.result(name, arguments).await;
         assert_eq!(result["isError"], false, "{result}");
         result["structuredContent"].take()
     }
 
-    /// Calls a tool that must fail; what it says.
+    /// Calls a tool that must fail; returns its error text.
     pub(crate) async fn fails(&mut self, name: &str, arguments: Value) -> String {
         let result = self.result(name, arguments).await;
         assert_eq!(result["isError"], true, "{result}");
@@ -154,12 +154,12 @@ impl Client {
         self.ok("tools/call", params).await
     }
 
-    /// Closes our end.
+    /// Closes the client's end.
     pub(crate) fn hang_up(&mut self) {
         self.stdin = None;
     }
 
-    /// How the server ended, and what it said on standard error.
+    /// The exit status of the server, and its standard error.
     pub(crate) async fn ended(mut self) -> (ExitStatus, String) {
         let status = timeout(LIMIT, self.child.wait()).await;
         let status = status.expect("the server ends in time").unwrap();
@@ -175,7 +175,7 @@ pub(crate) fn text(result: &Value) -> String {
     result["content"][0]["text"].as_str().unwrap().to_owned()
 }
 
-/// Waits until something holds that nothing tells of.
+/// Polls until a condition holds for which there is no notification.
 pub(crate) async fn until(what: &str, holds: impl Fn() -> bool) {
     let deadline = tokio::time::Instant::now() + LIMIT;
     while !holds() {
@@ -184,21 +184,21 @@ pub(crate) async fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Kills a server so that it cannot say goodbye; the guardian above it does the rest.
+/// Kills a server without a graceful shutdown; its guardian cleans up.
 pub(crate) fn kill(server: &Server) {
     for child in proc::children(server.pid()) {
         proc::signal(u32::try_from(child).unwrap(), Signal::KILL);
     }
 }
 
-/// Whether a process with this word in its command line is alive.
+/// Whether a `sleep` process with this text in its command line is running.
 pub(crate) fn runs(word: &str) -> bool {
     let Ok(entries) = std::fs::read_dir("/proc") else {
         return false;
     };
     entries.flatten().any(|entry| {
         let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-        // Servers and the test itself may have the word in theirs.
+        // Servers and the test itself may have the text in theirs.
         let line = String::from_utf8_lossy(&line);
         line.starts_with("sleep\0") && line.contains(word)
     })

@@ -1,4 +1,4 @@
-//! Clients that others have made: the official Python SDK, and the real Codex CLI.
+//! Clients by others: the official Python SDK, and the real Codex CLI.
 
 use std::process::Stdio;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use crate::client::program;
 
-/// The Python with the SDK that `MCP_PYTHON` names.
+/// The Python interpreter with the SDK, which `MCP_PYTHON` names.
 fn python() -> Command {
     let Some(python) = std::env::var_os("MCP_PYTHON").filter(|path| !path.is_empty()) else {
         panic!(
@@ -25,7 +25,7 @@ fn python() -> Command {
     command
 }
 
-/// Uses everything once, and prints what it saw as JSON.
+/// Uses every feature once, and prints the results as JSON.
 const SCRIPT: &str = r#"
 import asyncio, json, sys
 from mcp import Client, StdioServerParameters
@@ -103,9 +103,9 @@ fn check(seen: &Value) {
     );
 }
 
-/// Both lifecycles that the SDK speaks: the newest, and the handshake of the years before.
+/// Both lifecycles of the SDK: the newest, and the older handshake.
 #[tokio::test]
-async fn the_python_sdk_over_stdio() {
+async fn python_sdk_works_over_stdio() {
     for mode in ["auto", "legacy"] {
         let work = tempfile::tempdir().unwrap();
         let target = json!({
@@ -116,7 +116,7 @@ async fn the_python_sdk_over_stdio() {
 }
 
 #[tokio::test]
-async fn the_python_sdk_over_http() {
+async fn python_sdk_works_over_http() {
     for mode in ["auto", "legacy"] {
         let work = tempfile::tempdir().unwrap();
         let mut command = program(work.path());
@@ -128,20 +128,20 @@ async fn the_python_sdk_over_http() {
     }
 }
 
-/// The SDK's own server, on another machine as far as it knows.
+/// The SDK connects to an MCP server through `mcp-proxy`.
 #[tokio::test]
-async fn the_python_sdk_through_a_proxy() {
+async fn python_sdk_works_through_mcp_proxy() {
     let work = tempfile::tempdir().unwrap();
     let binary = env!("CARGO_BIN_EXE_exec-server");
-    // An MCP server behind the proxy, which happens to be ours.
+    // The MCP server behind the proxy is `exec-server mcp`.
     let args = ["mcp-proxy", "--on", "local", "--", binary, "mcp"];
     let target = json!({"command": binary, "args": args, "cwd": work.path()});
     check(&run(target, "auto").await);
 }
 
-/// The real Codex CLI with our server among its MCP servers.
+/// The real Codex CLI with `exec-server mcp` among its MCP servers.
 #[tokio::test]
-async fn codex_calls_our_tools() {
+async fn codex_cli_calls_exec_server_tools() {
     let model = FakeModel::start([
         Turn::Calls(vec![Call::mcp(
             "c1",

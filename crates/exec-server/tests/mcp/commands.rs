@@ -1,4 +1,4 @@
-//! Tools about commands.
+//! Tools for commands.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ async fn started() -> (tempfile::TempDir, Client) {
 }
 
 #[tokio::test]
-async fn tools_are_listed_with_their_schemas() {
+async fn tools_list_returns_every_tool_with_schemas() {
     let (_work, mut client) = started().await;
     let listed = client.ok("tools/list", json!({})).await;
     let tools = listed["tools"].as_array().unwrap();
@@ -39,7 +39,7 @@ async fn tools_are_listed_with_their_schemas() {
     for tool in tools {
         assert_eq!(tool["inputSchema"]["type"], "object", "{tool}");
         assert!(tool["description"].as_str().unwrap().len() > 10, "{tool}");
-        // There is but one environment.
+        // With a single environment there is no `environment_id`.
         let properties = &tool["inputSchema"]["properties"];
         assert!(properties.get("environment_id").is_none(), "{tool}");
     }
@@ -47,7 +47,7 @@ async fn tools_are_listed_with_their_schemas() {
 }
 
 #[tokio::test]
-async fn only_chosen_tools_are_offered() {
+async fn tools_option_limits_the_offered_tools() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &["--tools", "read_file,list_dir"]).await;
     let listed = client.ok("tools/list", json!({})).await;
@@ -58,7 +58,7 @@ async fn only_chosen_tools_are_offered() {
 }
 
 #[tokio::test]
-async fn a_command_answers_with_text_and_values() {
+async fn exec_command_returns_text_and_structured_content() {
     let (work, mut client) = started().await;
     let arguments = json!({"cmd": "pwd; echo err >&2; exit 3", "env": {"X": "1"}});
     let result = client.result("exec_command", arguments).await;
@@ -75,7 +75,7 @@ async fn a_command_answers_with_text_and_values() {
     let text = text(&result);
     assert!(text.contains("\nProcess exited with code 3\n"), "{text}");
     assert!(text.ends_with(output), "{text}");
-    // Output beyond the budget is left out, and the answer says how much.
+    // Output beyond the limit is omitted, and the result gives the size.
     let arguments = json!({"cmd": "seq 100000", "max_output_tokens": 500});
     let result = client.result("exec_command", arguments).await;
     let values = &result["structuredContent"];
@@ -90,7 +90,7 @@ async fn a_command_answers_with_text_and_values() {
 }
 
 #[tokio::test]
-async fn sessions_are_written_to_read_listed_and_ended() {
+async fn sessions_can_be_written_read_listed_and_ended() {
     let (_work, mut client) = started().await;
     let script = "stty -echo; printf 'name? '; read name; echo \"hello $name\"; exec sleep 7101";
     let arguments = json!({"cmd": script, "tty": true, "yield_time_ms": 250});
@@ -107,7 +107,7 @@ async fn sessions_are_written_to_read_listed_and_ended() {
         (&fired["fired"], &fired["match"]["text"]),
         (&json!("regex"), &json!("hello you"))
     );
-    // All of it again, then nothing new.
+    // All output again, then no more.
     let read = client
         .tool("read_output", json!({"session_id": session}))
         .await;
@@ -132,8 +132,8 @@ async fn sessions_are_written_to_read_listed_and_ended() {
         .tool("kill", json!({"session_id": session, "force": true}))
         .await;
     assert_eq!(ended["exit_code"], 137);
-    until("the command is gone", || !runs("7101")).await;
-    // It is no session any more, but can be looked at.
+    until("the command has ended", || !runs("7101")).await;
+    // The session has ended, but its log is still readable.
     let gone = client
         .fails("write_stdin", json!({"session_id": session}))
         .await;
@@ -156,7 +156,7 @@ fn text_of(contents: &Value) -> String {
 }
 
 #[tokio::test]
-async fn a_port_is_waited_for() {
+async fn wait_for_returns_when_a_port_is_open() {
     let (_work, mut client) = started().await;
     let arguments = json!({
         "cmd": "exec python3 -m http.server 0 --bind 127.0.0.1", "yield_time_ms": 250
@@ -180,7 +180,7 @@ async fn a_port_is_waited_for() {
 }
 
 #[tokio::test]
-async fn long_calls_tell_of_their_progress() {
+async fn long_calls_send_progress_notifications() {
     let (_work, mut client) = started().await;
     let params = json!({
         "name": "exec_command",
@@ -189,22 +189,22 @@ async fn long_calls_tell_of_their_progress() {
     });
     let result = client.ok("tools/call", params).await;
     assert_eq!(result["structuredContent"]["exit_code"], 0, "{result}");
-    let told: Vec<Value> = client.notices.drain(..).collect();
-    assert!(!told.is_empty());
+    let reported: Vec<Value> = client.notices.drain(..).collect();
+    assert!(!reported.is_empty());
     let mut last = 0.0;
-    for notice in &told {
+    for notice in &reported {
         assert_eq!(notice["method"], "notifications/progress", "{notice}");
         assert_eq!(notice["params"]["progressToken"], "t1");
         let progress = notice["params"]["progress"].as_f64().unwrap();
         assert!(progress > last, "{notice}");
         last = progress;
     }
-    let message = told[0]["params"]["message"].as_str().unwrap();
+    let message = reported[0]["params"]["message"].as_str().unwrap();
     assert!(message.contains("bytes of output"), "{message}");
 }
 
 #[tokio::test]
-async fn a_sandbox_holds_commands_and_files() {
+async fn sandbox_option_applies_to_commands_and_files() {
     let work = tempfile::tempdir().unwrap();
     let outside = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let target = outside.path().join("x");

@@ -1,4 +1,4 @@
-//! Other machines than this one, and several at once.
+//! Tools on other machines, and on several.
 
 use exec_server_testkit::server::Server;
 use serde_json::json;
@@ -6,11 +6,11 @@ use serde_json::json;
 use crate::client::{Client, kill, program};
 
 #[tokio::test]
-async fn tools_work_on_a_server() {
+async fn tools_run_on_the_server_of_the_url() {
     let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let server = Server::start(program(there.path())).await;
     let mut client = Client::start(work.path(), &["--on", server.url()]).await;
-    // Relative paths begin where the server was started.
+    // Relative paths start at the working directory of the server.
     let written = json!({"path": "a", "content": "there"});
     client.tool("write_file", written).await;
     assert_eq!(
@@ -27,7 +27,7 @@ async fn tools_work_on_a_server() {
 }
 
 #[tokio::test]
-async fn several_environments_are_told_apart() {
+async fn environment_id_selects_among_several_environments() {
     let (work, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let server = Server::start(program(there.path())).await;
     let url = server.url().to_owned();
@@ -49,7 +49,7 @@ async fn several_environments_are_told_apart() {
         let dir = dir.canonicalize().unwrap();
         assert_eq!(done["output"], format!("{}\n", dir.display()), "{id:?}");
     }
-    // A server that goes away is said to be gone; the others stay.
+    // A server that ends is reported as closed; the others still work.
     let arguments = json!({"cmd": "exec sleep 600", "yield_time_ms": 250, "environment_id": url});
     let session = client.tool("exec_command", arguments).await["session_id"].clone();
     let poll = json!({"session_id": session, "yield_time_ms": 60_000});
@@ -59,13 +59,13 @@ async fn several_environments_are_told_apart() {
     let lost = client.answer(id).await;
     let failure = &lost["result"]["structuredContent"]["failure"];
     assert!(failure.as_str().unwrap().contains("closed"), "{lost}");
-    let said = client
+    let printed = client
         .fails(
             "exec_command",
             json!({"cmd": "true", "environment_id": url}),
         )
         .await;
-    assert!(said.contains(&url), "{said}");
+    assert!(printed.contains(&url), "{printed}");
     let done = client
         .tool("exec_command", json!({"cmd": "echo here"}))
         .await;
@@ -73,7 +73,7 @@ async fn several_environments_are_told_apart() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_there_is_an_error_of_the_start() {
+async fn unreachable_server_is_a_start_error() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.args(["mcp", "--on", "ws://127.0.0.1:1"]);

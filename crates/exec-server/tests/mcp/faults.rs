@@ -1,11 +1,11 @@
-//! Clients that cancel, go away, send garbage or ask for what is not there.
+//! Clients that cancel, disconnect, send invalid messages or request what does not exist.
 
 use serde_json::{Value, json};
 
 use crate::client::{Client, program, runs, until};
 
 #[tokio::test]
-async fn garbage_is_survived() {
+async fn invalid_messages_do_not_end_the_server() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
     for line in [
@@ -32,7 +32,7 @@ async fn garbage_is_survived() {
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_refused() {
+async fn unknown_tools_arguments_and_paths_are_rejected() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
     let unknown = json!({"name": "no_such_tool", "arguments": {}});
@@ -56,7 +56,7 @@ async fn what_is_not_there_is_refused() {
     client
         .refused("resources/read", json!({"uri": "file:///etc/passwd"}))
         .await;
-    // What a model can do something about is a result.
+    // Errors that a model can correct are results.
     for (tool, arguments) in [
         (
             "exec_command",
@@ -74,13 +74,13 @@ async fn what_is_not_there_is_refused() {
         ("read_file", json!({"path": "/no/such"})),
         ("search", json!({"pattern": "("})),
     ] {
-        let said = client.fails(tool, arguments).await;
-        assert!(!said.is_empty(), "{tool}");
+        let printed = client.fails(tool, arguments).await;
+        assert!(!printed.is_empty(), "{tool}");
     }
 }
 
 #[tokio::test]
-async fn yields_stay_within_their_bounds() {
+async fn yield_time_is_clamped() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
     let arguments = json!({"cmd": "exec sleep 600", "yield_time_ms": 0});
@@ -93,17 +93,17 @@ async fn yields_stay_within_their_bounds() {
     let refused = json!({"session_id": session, "chars": "text"});
     let refused = client.fails("write_stdin", refused).await;
     assert!(refused.contains("stdin is closed"), "{refused}");
-    // Far too long, but the interrupt ends it at once.
+    // Much longer than allowed, but the interrupt ends it early.
     let stop = json!({"session_id": session, "chars": "\u{3}", "yield_time_ms": u64::MAX});
     let ended = client.tool("write_stdin", stop).await;
     assert_eq!(ended["exit_code"], 130, "{ended}");
 }
 
 #[tokio::test]
-async fn cancelling_a_call_ends_its_command() {
+async fn cancelled_call_ends_its_command() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
-    // One that can be interrupted, and one that does not listen.
+    // A command that can be interrupted, and one that ignores signals.
     for (word, cmd) in [
         ("7201", "exec sleep 7201"),
         ("7202", "trap '' INT; sleep 7202; sleep 7202"),
@@ -117,14 +117,14 @@ async fn cancelling_a_call_ends_its_command() {
             "params": {"requestId": id, "reason": "enough"},
         });
         client.line(&cancel.to_string()).await;
-        until("the command is gone", || !runs(word)).await;
+        until("the command has ended", || !runs(word)).await;
     }
     let listed = client.tool("list_processes", json!({})).await;
     assert_eq!(listed["processes"], json!([]), "{listed}");
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_takes_its_commands_with_it() {
+async fn disconnect_ends_the_commands_of_the_client() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
     let arguments = json!({"cmd": "setsid sleep 7301 & exec sleep 7301", "yield_time_ms": 250});
@@ -137,12 +137,12 @@ async fn a_client_that_goes_away_takes_its_commands_with_it() {
     client.hang_up();
     let (status, _) = client.ended().await;
     assert!(status.success(), "{status}");
-    until("both are gone", || !runs("7301") && !runs("7302")).await;
+    until("both have ended", || !runs("7301") && !runs("7302")).await;
 }
 
-/// A client that says nothing, or goes before the handshake.
+/// A client that disconnects before the handshake.
 #[tokio::test]
-async fn a_client_that_never_shakes_hands() {
+async fn disconnect_before_the_handshake_exits_with_1() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.arg("mcp");
@@ -153,7 +153,7 @@ async fn a_client_that_never_shakes_hands() {
 }
 
 #[tokio::test]
-async fn many_calls_at_once_are_answered_or_refused() {
+async fn concurrent_calls_beyond_the_limit_are_rejected() {
     let work = tempfile::tempdir().unwrap();
     let mut client = Client::start(work.path(), &[]).await;
     let mut ids = Vec::new();

@@ -1,4 +1,4 @@
-//! Tools about files.
+//! Tools for files.
 
 use serde_json::json;
 
@@ -11,7 +11,7 @@ async fn started() -> (tempfile::TempDir, Client) {
 }
 
 #[tokio::test]
-async fn files_are_written_and_read() {
+async fn write_file_and_read_file_return_exact_content() {
     let (work, mut client) = started().await;
     let lines: String = (1..=5000).map(|line| format!("line {line}\n")).collect();
     let arguments = json!({"path": "new/dir/a.txt", "content": lines});
@@ -30,7 +30,7 @@ async fn files_are_written_and_read() {
         (&json!(101), &json!(102))
     );
     assert!(text(&result).ends_with("[more from line 102]\n"));
-    // Within a budget, from line to line to the end.
+    // Read in parts of limited size, line by line to the end.
     let (mut offset, mut all) = (json!(1), String::new());
     while !offset.is_null() {
         let arguments =
@@ -55,7 +55,7 @@ async fn files_are_written_and_read() {
 }
 
 #[tokio::test]
-async fn files_are_edited() {
+async fn edit_applies_a_patch_completely_or_not_at_all() {
     let (work, mut client) = started().await;
     let path = |name: &str| work.path().join(name);
     std::fs::write(path("a"), "one\ntwo\nthree\n").unwrap();
@@ -74,11 +74,14 @@ async fn files_are_edited() {
     let arguments = json!({"path": "a", "old_text": "three\n", "new_text": "3\n"});
     client.tool("edit", arguments).await;
     assert_eq!(content("a").unwrap(), "one\n2\n3\n");
-    // Nothing is touched when something does not fit.
+    // If one change does not apply, no file is changed.
     let patch = "*** Begin Patch\n*** Update File: a\n-one\n+1\n*** Update File: sub/d\n-zzz\n\
                  *** End Patch";
-    let said = client.fails("edit", json!({"patch": patch})).await;
-    assert!(said.contains("sub/d") && said.contains("zzz"), "{said}");
+    let printed = client.fails("edit", json!({"patch": patch})).await;
+    assert!(
+        printed.contains("sub/d") && printed.contains("zzz"),
+        "{printed}"
+    );
     assert_eq!(content("a").unwrap(), "one\n2\n3\n");
     client.fails("edit", json!({"patch": "no patch"})).await;
     let both = json!({"patch": "x", "path": "a"});
@@ -87,7 +90,7 @@ async fn files_are_edited() {
 }
 
 #[tokio::test]
-async fn directories_are_listed_and_searched() {
+async fn list_dir_and_search_return_entries_and_matches() {
     let (work, mut client) = started().await;
     for (name, content) in [
         ("a.rs", "fn main() {}\n"),
@@ -124,11 +127,11 @@ async fn directories_are_listed_and_searched() {
 }
 
 #[tokio::test]
-async fn a_change_is_waited_for() {
+async fn watch_once_returns_at_a_change_or_timeout() {
     let (work, mut client) = started().await;
     let params = json!({"name": "watch_once", "arguments": {"timeout_ms": 60_000}});
     let id = client.send("tools/call", params).await;
-    // A watch begins some time after it was asked for; changes go on until it sees one.
+    // The watch starts some time after the call; the writer repeats until one change is seen.
     let path = work.path().to_owned();
     let writer = tokio::spawn(async move {
         for number in 0.. {

@@ -1,4 +1,4 @@
-//! The server over HTTP.
+//! The MCP server over HTTP.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -11,13 +11,13 @@ use tokio::time::timeout;
 
 use crate::client::{LIMIT, program};
 
-/// A server and the address it listens on.
-struct Served {
+/// A server process and its address.
+struct HttpServer {
     _child: Child,
     address: String,
 }
 
-async fn served(work: &Path, args: &[&str]) -> Served {
+async fn served(work: &Path, args: &[&str]) -> HttpServer {
     let mut command = program(work);
     command.args(["mcp", "--http", "127.0.0.1:0"]).args(args);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -32,14 +32,18 @@ async fn served(work: &Path, args: &[&str]) -> Served {
         .unwrap()
         .strip_suffix("/mcp")
         .unwrap();
-    Served {
+    HttpServer {
         address: address.to_owned(),
         _child: child,
     }
 }
 
-/// Posts a message; the status, the session's id and the message that came back.
-async fn post(served: &Served, headers: &[(&str, &str)], message: &Value) -> (u16, String, Value) {
+/// Posts a message; returns the status, the session id and the response.
+async fn post(
+    served: &HttpServer,
+    headers: &[(&str, &str)],
+    message: &Value,
+) -> (u16, String, Value) {
     let body = message.to_string();
     let mut request = format!(
         "POST /mcp HTTP/1.1\r\nhost: {}\r\nconnection: close\r\ncontent-type: application/json\r\n\
@@ -55,7 +59,7 @@ async fn post(served: &Served, headers: &[(&str, &str)], message: &Value) -> (u1
     stream.write_all(request.as_bytes()).await.unwrap();
     stream.write_all(body.as_bytes()).await.unwrap();
     let mut answer = Vec::new();
-    // A stream of events may stay open; its first message is what we want.
+    // An event stream may stay open; only its first message is read.
     let (head, message) = loop {
         let read = timeout(LIMIT, stream.read_buf(&mut answer))
             .await
@@ -106,8 +110,8 @@ fn exec(cmd: &str) -> Value {
     }})
 }
 
-/// Shakes hands and runs a command.
-async fn uses(served: &Served, headers: &[(&str, &str)]) -> Value {
+/// Initializes a session and runs a command.
+async fn uses(served: &HttpServer, headers: &[(&str, &str)]) -> Value {
     let (status, session, answer) = post(served, headers, &initialize()).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(
@@ -126,7 +130,7 @@ async fn uses(served: &Served, headers: &[(&str, &str)]) -> Value {
 }
 
 #[tokio::test]
-async fn programs_of_this_machine_need_no_token() {
+async fn loopback_clients_need_no_token_but_web_pages_are_rejected() {
     let work = tempfile::tempdir().unwrap();
     let served = served(work.path(), &[]).await;
     let answer = uses(&served, &[]).await;
@@ -134,7 +138,7 @@ async fn programs_of_this_machine_need_no_token() {
         answer["result"]["structuredContent"]["output"],
         "over http\n"
     );
-    // Web pages do not count as such, nor does a name that only looks like us.
+    // Web pages are not local programs, and neither is a host name that only resembles a local one.
     let page = [("origin", "https://example.com")];
     assert_eq!(post(&served, &page, &initialize()).await.0, 403);
     let page = [("origin", "http://127.0.0.1")];
@@ -142,7 +146,7 @@ async fn programs_of_this_machine_need_no_token() {
 }
 
 #[tokio::test]
-async fn a_token_is_asked_for() {
+async fn configured_token_is_required_over_http() {
     let work = tempfile::tempdir().unwrap();
     let file = work.path().join("token");
     std::fs::write(&file, "secret-token\n").unwrap();
@@ -164,7 +168,7 @@ async fn a_token_is_asked_for() {
 }
 
 #[tokio::test]
-async fn others_need_a_token() {
+async fn listening_on_the_network_without_a_token_is_rejected() {
     let work = tempfile::tempdir().unwrap();
     let mut command = program(work.path());
     command.args(["mcp", "--http", "0.0.0.0:0"]);

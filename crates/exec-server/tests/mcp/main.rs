@@ -1,4 +1,4 @@
-//! `exec-server mcp` and `mcp-proxy` from outside: as an MCP client sees them.
+//! `exec-server mcp` and `mcp-proxy` as a black box, seen by an MCP client.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -6,16 +6,16 @@ mod client;
 #[cfg(feature = "interop")]
 mod clients;
 mod commands;
+mod environments;
 mod faults;
 mod files;
 mod http;
-mod places;
 mod proxy;
 mod replay;
 
-/// A file that is not declared here would silently not be tested.
+/// A file that is not declared as a module here would not be compiled, and its tests would not run.
 #[test]
-fn every_file_is_a_module() {
+fn every_test_file_is_declared() {
     let declared = include_str!("main.rs");
     let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/mcp")).unwrap();
     let mut seen = 0;

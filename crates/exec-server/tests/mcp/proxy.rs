@@ -1,11 +1,11 @@
-//! MCP servers on an environment.
+//! `mcp-proxy`: MCP servers that run in an environment.
 
 use exec_server_testkit::server::Server;
 use serde_json::json;
 
 use crate::client::{Client, kill, program, runs, until};
 
-/// An MCP server in a few lines: answers `echo` with what it got, and does as it is told.
+/// A small MCP server: `echo` returns its params; other methods misbehave as the test requests.
 const SERVER: &str = r#"
 import json, os, sys, time
 sys.stderr.write("ready to serve\n"); sys.stderr.flush()
@@ -39,12 +39,12 @@ for line in sys.stdin:
         print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": {"ok": ok}}), flush=True)
 "#;
 
-struct Test {
+struct ProxyFixture {
     work: tempfile::TempDir,
     server: Server,
 }
 
-impl Test {
+impl ProxyFixture {
     async fn new() -> Self {
         let work = tempfile::tempdir().unwrap();
         std::fs::write(work.path().join("server.py"), SERVER).unwrap();
@@ -66,8 +66,8 @@ impl Test {
 const PYTHON: &[&str] = &["python3", "-u", "server.py"];
 
 #[tokio::test]
-async fn messages_go_there_and_back() {
-    let test = Test::new().await;
+async fn proxy_forwards_messages_in_both_directions() {
+    let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], PYTHON);
     for text in ["hello", "ä€😀", ""] {
         let params = json!({"text": text});
@@ -75,7 +75,7 @@ async fn messages_go_there_and_back() {
     }
     let large = json!({"text": "y".repeat(3_000_000)});
     assert_eq!(client.ok("echo", large.clone()).await, large);
-    // What is no message is left out, and the next one comes.
+    // Lines that are not messages are skipped, and the next message arrives.
     client.send("noise", json!({})).await;
     client.ok("crlf", json!({})).await;
     client.ok("echo", json!({"after": 1})).await;
@@ -87,10 +87,10 @@ async fn messages_go_there_and_back() {
 }
 
 #[tokio::test]
-async fn a_line_that_is_too_long_ends_the_conversation() {
-    let test = Test::new().await;
+async fn oversized_line_ends_the_proxy() {
+    let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], PYTHON);
-    // Just within the bound, with its two quotes.
+    // Just within the limit, with its two quotes.
     client.send("long", json!({"bytes": (8 << 20) - 2})).await;
     let whole = client.message().await.unwrap();
     assert_eq!(whole.as_str().unwrap().len(), (8 << 20) - 2);
@@ -102,20 +102,20 @@ async fn a_line_that_is_too_long_ends_the_conversation() {
 }
 
 #[tokio::test]
-async fn a_server_that_exits_in_the_middle_of_a_call() {
-    let test = Test::new().await;
+async fn proxy_exits_with_the_code_of_the_mcp_server() {
+    let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], PYTHON);
     client.ok("echo", json!({})).await;
     client.send("exit", json!({"code": 7})).await;
-    // What it wrote last comes, though it lacks a line end; then its exit code is ours.
+    // Its last output arrives although it lacks a newline; the proxy exits with the same code.
     assert_eq!(client.message().await.unwrap()["method"], "last words");
     assert_eq!(client.message().await, None);
     assert_eq!(client.ended().await.0.code(), Some(7));
 }
 
 #[tokio::test]
-async fn a_server_that_only_complains() {
-    let test = Test::new().await;
+async fn proxy_forwards_stderr_and_reports_a_missing_program() {
+    let test = ProxyFixture::new().await;
     let script = "echo one >&2; printf two >&2; exit 3";
     let mut client = test.proxy(&[], &["sh", "-c", script]);
     assert_eq!(client.message().await, None);
@@ -128,18 +128,18 @@ async fn a_server_that_only_complains() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_end_is_ended() {
-    let test = Test::new().await;
+async fn proxy_ends_a_server_that_ignores_end_of_input() {
+    let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], &["sh", "-c", "exec sleep 7401"]);
     until("it runs", || runs("7401")).await;
     client.hang_up();
     client.ended().await;
-    until("it is gone", || !runs("7401")).await;
+    until("the server has ended", || !runs("7401")).await;
 }
 
 #[tokio::test]
-async fn variables_and_policies_are_honoured() {
-    let test = Test::new().await;
+async fn proxy_applies_environment_options_and_sandbox() {
+    let test = ProxyFixture::new().await;
     let outside = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = outside.path().join("x");
     for (flags, ok) in [(&["--sandbox", "read-only"][..], false), (&[], true)] {
@@ -152,23 +152,23 @@ async fn variables_and_policies_are_honoured() {
     let mut served = program(test.work.path());
     served.env("EXTRA", "2").env("ODD", "3");
     let server = Server::start(served).await;
-    let other = Test {
+    let other = ProxyFixture {
         work: test.work,
         server,
     };
     let mut client = other.proxy(&flags, &["sh", "-c", script]);
-    let said = client.message().await.unwrap();
+    let printed = client.message().await.unwrap();
     assert_eq!(
-        (&said["given"], &said["extra"], &said["odd"]),
+        (&printed["given"], &printed["extra"], &printed["odd"]),
         (&json!("1"), &json!("2"), &json!(""))
     );
-    assert_ne!(said["home"], "");
+    assert_ne!(printed["home"], "");
 }
 
-/// The connection dies: no half of a message is taken for a whole one.
+/// When the connection is lost, a partial message is not taken for a complete one.
 #[tokio::test]
-async fn a_lost_connection_ends_the_conversation() {
-    let test = Test::new().await;
+async fn proxy_ends_when_the_connection_is_lost() {
+    let test = ProxyFixture::new().await;
     let mut client = test.proxy(&[], PYTHON);
     client.ok("echo", json!({})).await;
     kill(&test.server);

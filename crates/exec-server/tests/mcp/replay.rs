@@ -1,14 +1,14 @@
-//! The session that the documentation shows, replayed.
+//! Replay of the session that the documentation shows.
 //!
-//! Lines that begin with an arrow to the right are sent, those with an arrow to the left expected.
-//! In those, `"…"` stands for any value.
+//! A line with an arrow to the right is sent, a line with an arrow to the left is expected.
+//! In expected lines `"…"` stands for any value.
 
 use serde_json::Value;
 
 use crate::client::{Client, program};
 
 #[tokio::test]
-async fn the_documented_session_is_what_happens() {
+async fn documented_mcp_session_matches_the_server() {
     let document = include_str!("../../../../docs/agents.md");
     let (_, session) = document.split_once("```mcp-session\n").unwrap();
     let (session, _) = session.split_once("```").unwrap();
@@ -17,7 +17,7 @@ async fn the_documented_session_is_what_happens() {
     command.arg("mcp");
     let mut client = Client::spawn(command);
     let (mut sent, mut seen) = (0, 0);
-    // What an answer brings may be needed to ask again.
+    // Values of a response may be needed in the next request.
     let mut session_id = Value::Null;
     for line in session.lines() {
         if let Some(message) = line.strip_prefix("→ ") {
@@ -41,7 +41,7 @@ async fn the_documented_session_is_what_happens() {
     assert!(sent >= 6 && seen >= 5, "{sent} {seen}");
 }
 
-/// Whether a message has what is expected of it; it may have more.
+/// Whether a message has the expected fields and values; it may have more.
 fn is_like(expected: &Value, message: &Value) -> bool {
     match (expected, message) {
         (Value::String(any), _) if any == "…" => true,
