@@ -1,4 +1,4 @@
-//! TLS: whom clients believe, whom servers let in, and certificates that change.
+//! TLS: certificates that clients and servers accept, and certificates that change.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -24,7 +24,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::process::Command;
 
-/// The server's program with nothing in its environment but a `PATH`.
+/// The server binary, with only `PATH` in its environment.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -33,7 +33,7 @@ fn program() -> Command {
     command
 }
 
-/// A certificate authority and the files that it makes.
+/// A certificate authority and the files that it issues.
 struct Authority {
     issuer: Issuer<'static, KeyPair>,
     directory: TempDir,
@@ -57,7 +57,7 @@ impl Authority {
         self.directory.path().join(name)
     }
 
-    /// Makes `NAME.pem` and `NAME.key` for a host of this name or address.
+    /// Issues `NAME.pem` and `NAME.key` for a host of this name or address.
     fn issue(&self, name: &str, host: &str, expired: bool) -> (PathBuf, PathBuf) {
         let key = KeyPair::generate().unwrap();
         let mut params = CertificateParams::new(vec![host.to_owned()]).unwrap();
@@ -75,7 +75,7 @@ impl Authority {
         (cert, secret)
     }
 
-    /// Options of a client that believes this authority.
+    /// Options of a client that trusts this authority.
     fn trusted(&self) -> TlsClientOptions {
         let mut tls = TlsClientOptions::default();
         tls.ca_file = Some(self.path("ca.pem"));
@@ -103,8 +103,8 @@ async fn dial(url: &str, tls: TlsClientOptions) -> Result<Link, ConnectError> {
     connect(url, &options).await
 }
 
-/// Dials, opens a session and runs something with a lot of output.
-async fn works(url: &str, tls: TlsClientOptions) -> Client {
+/// Connects, opens a session and runs a command with much output.
+async fn assert_connects(url: &str, tls: TlsClientOptions) -> Client {
     let mut client = Client::new(dial(url, tls).await.unwrap());
     client.initialize(json!({"clientName": "test"})).await;
     client
@@ -116,10 +116,10 @@ async fn works(url: &str, tls: TlsClientOptions) -> Client {
     client
 }
 
-/// Dialling must fail, with this somewhere in the reasons.
-async fn fails(url: &str, tls: TlsClientOptions, expected: &str) {
+/// Asserts that connecting assert_refused, with this text in the chain of errors.
+async fn assert_refused(url: &str, tls: TlsClientOptions, expected: &str) {
     let Err(error) = dial(url, tls).await else {
-        panic!("{url} was believed; expected {expected}");
+        panic!("{url} was accepted; expected {expected}");
     };
     let mut text = error.to_string();
     let mut source = std::error::Error::source(&error);
@@ -146,7 +146,7 @@ fn printed_pin(server: &Server) -> String {
 }
 
 #[tokio::test]
-async fn an_authority_is_believed_for_the_names_it_signed() {
+async fn client_trusts_an_authority_only_for_valid_certificates() {
     let authority = Authority::new();
     let server = serve_with(&authority.issue("server", "127.0.0.1", false), &[]).await;
     assert!(
@@ -154,30 +154,30 @@ async fn an_authority_is_believed_for_the_names_it_signed() {
         "{}",
         server.url()
     );
-    works(server.url(), authority.trusted()).await;
-    // Another authority, the wrong name, a time that is over.
-    fails(server.url(), Authority::new().trusted(), "certificate").await;
+    assert_connects(server.url(), authority.trusted()).await;
+    // Another authority, a wrong name, an expired certificate.
+    assert_refused(server.url(), Authority::new().trusted(), "certificate").await;
     let other = serve_with(&authority.issue("other", "example.org", false), &[]).await;
-    fails(other.url(), authority.trusted(), "not valid for name").await;
+    assert_refused(other.url(), authority.trusted(), "not valid for name").await;
     let expired = serve_with(&authority.issue("expired", "127.0.0.1", true), &[]).await;
-    fails(expired.url(), authority.trusted(), "expired").await;
+    assert_refused(expired.url(), authority.trusted(), "expired").await;
 }
 
 #[tokio::test]
-async fn a_pin_is_believed_and_no_other() {
+async fn client_with_a_pin_accepts_only_that_key() {
     let server = serve(&["--tls-self-signed"]).await;
     let pin = printed_pin(&server);
-    works(server.url(), pinned(&pin)).await;
+    assert_connects(server.url(), pinned(&pin)).await;
     let wrong = "sha256//47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=";
-    fails(server.url(), pinned(wrong), "the server's key has the pin").await;
-    // Nobody has signed it, so nobody else vouches for it.
+    assert_refused(server.url(), pinned(wrong), "the server's key has the pin").await;
+    // Self-signed, so no authority has issued it.
     let authority = Authority::new();
-    fails(server.url(), authority.trusted(), "certificate").await;
+    assert_refused(server.url(), authority.trusted(), "certificate").await;
     let mut both = authority.trusted();
     both.pin = Some(pin.parse().unwrap());
-    fails(server.url(), both, "certificate").await;
+    assert_refused(server.url(), both, "certificate").await;
 
-    // The command line takes it too.
+    // The command line accepts a pin too.
     let run = |pin: &str| {
         let mut command = program();
         command
@@ -198,7 +198,7 @@ async fn a_pin_is_believed_and_no_other() {
 }
 
 #[tokio::test]
-async fn a_kept_identity_survives_restarts() {
+async fn stored_self_signed_certificate_survives_restarts() {
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     let (cert, key) = (path("cert.pem"), path("key.pem"));
@@ -206,14 +206,14 @@ async fn a_kept_identity_survives_restarts() {
     let first = printed_pin(&serve(&args).await);
     let server = serve(&args).await;
     assert_eq!(printed_pin(&server), first);
-    works(server.url(), pinned(&first)).await;
+    assert_connects(server.url(), pinned(&first)).await;
     use std::os::unix::fs::PermissionsExt as _;
     let mode = std::fs::metadata(&key).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600);
 }
 
 #[tokio::test]
-async fn clients_may_need_a_certificate() {
+async fn server_with_client_ca_requires_a_client_certificate() {
     let authority = Authority::new();
     let clients = Authority::new();
     let ca = clients.path("ca.pem");
@@ -221,12 +221,12 @@ async fn clients_may_need_a_certificate() {
     let server = serve_with(&identity, &["--tls-client-ca", ca.to_str().unwrap()]).await;
     let mut known = authority.trusted();
     known.identity = Some(clients.issue("client", "somebody", false));
-    let session = works(server.url(), known.clone()).await.session["sessionId"].clone();
+    let session = assert_connects(server.url(), known.clone()).await.session["sessionId"].clone();
     assert!(dial(server.url(), authority.trusted()).await.is_err());
     let mut stranger = authority.trusted();
     stranger.identity = Some(authority.issue("stranger", "somebody", false));
     assert!(dial(server.url(), stranger).await.is_err());
-    // Each is somebody of its own: a session is resumed by the key that opened it.
+    // Each certificate is a separate owner: a session is resumed only with the key that opened it.
     let mut other = authority.trusted();
     other.identity = Some(clients.issue("other", "somebody", false));
     let resume = json!({"clientName": "test", "resumeSessionId": session});
@@ -234,7 +234,7 @@ async fn clients_may_need_a_certificate() {
     thief.refused("initialize", resume.clone()).await;
     let mut owner = Client::new(dial(server.url(), known).await.unwrap());
     assert_eq!(owner.initialize(resume).await["sessionId"], session);
-    // With them, others on the network may come.
+    // With client certificates the server may listen on the network.
     let mut command = program();
     command.args(["--tls-cert", identity.0.to_str().unwrap()]);
     command.args(["--tls-key", identity.1.to_str().unwrap()]);
@@ -243,7 +243,7 @@ async fn clients_may_need_a_certificate() {
 }
 
 #[tokio::test]
-async fn who_forgets_tls_is_told_so() {
+async fn plain_http_on_a_tls_port_gets_a_hint() {
     let server = serve(&["--tls-self-signed"]).await;
     let address = server.url().strip_prefix("wss://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -252,7 +252,7 @@ async fn who_forgets_tls_is_told_so() {
         .await
         .unwrap();
     let mut answer = Vec::new();
-    // The end may be abrupt: the request was not read.
+    // The end may be a reset: the request was not read.
     let _ = stream.read_to_end(&mut answer).await;
     let answer = String::from_utf8(answer).unwrap();
     assert!(
@@ -260,7 +260,7 @@ async fn who_forgets_tls_is_told_so() {
         "{answer}"
     );
 
-    // Neither is anything older than TLS 1.2 understood: a hello of TLS 1.1 gets an alert.
+    // A version older than TLS 1.2 is rejected: a TLS 1.1 hello gets an alert.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(&tls11_hello()).await.unwrap();
     let mut answer = Vec::new();
@@ -269,7 +269,7 @@ async fn who_forgets_tls_is_told_so() {
     // Fatal: handshake_failure or protocol_version.
     assert!(matches!(answer[5..], [2, 40 | 70]), "{answer:?}");
 
-    // Nor is nonsense.
+    // Invalid bytes are rejected.
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream
         .write_all(&[0x16, 3, 1, 0, 5, 1, 2, 3, 4, 5])
@@ -278,14 +278,14 @@ async fn who_forgets_tls_is_told_so() {
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;
     assert_ne!(answer.first(), Some(&0x16), "{answer:?}");
-    works(server.url(), pinned(&printed_pin(&server))).await;
+    assert_connects(server.url(), pinned(&printed_pin(&server))).await;
 }
 
 /// A client hello that offers TLS 1.1 and nothing newer.
 fn tls11_hello() -> Vec<u8> {
     let mut hello = vec![3, 2];
     hello.extend([7; 32]);
-    // No session, two cipher suites, no compression; no extensions in those days.
+    // No session, two cipher suites, no compression, no extensions.
     hello.extend([0, 0, 4, 0xc0, 0x14, 0, 0x35, 1, 0]);
     let length = u8::try_from(hello.len()).unwrap();
     let mut record = vec![22, 3, 1, 0, length + 4, 1, 0, 0, length];
@@ -294,7 +294,7 @@ fn tls11_hello() -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn certificates_are_exchanged_without_dropping_anybody() {
+async fn certificate_reload_keeps_connections_open() {
     let authority = Authority::new();
     let identity = authority.issue("server", "127.0.0.1", false);
     let server = serve_with(&identity, &["--log", "info"]).await;
@@ -303,44 +303,44 @@ async fn certificates_are_exchanged_without_dropping_anybody() {
         Pin::of_pem(&pem).unwrap().to_string()
     };
     let first = pin("server.pem");
-    let mut client = works(server.url(), pinned(&first)).await;
+    let mut client = assert_connects(server.url(), pinned(&first)).await;
 
-    // A new one is noticed by itself.
+    // A new certificate is noticed without a signal.
     authority.issue("server", "127.0.0.1", false);
     let second = pin("server.pem");
     assert_ne!(first, second);
     server.said("reloaded the certificate").await;
-    works(server.url(), pinned(&second)).await;
-    fails(server.url(), pinned(&first), "the server's key has the pin").await;
+    assert_connects(server.url(), pinned(&second)).await;
+    assert_refused(server.url(), pinned(&first), "the server's key has the pin").await;
     client.ok("process/list", json!({})).await;
 
-    // A broken one is complained about and changes nothing.
+    // A broken certificate is logged and changes nothing.
     std::fs::write(&identity.0, "broken").unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
         .said("nothing was changed: cannot read certificates")
         .await;
-    works(server.url(), pinned(&second)).await;
-    // So is one that does not fit its key.
+    assert_connects(server.url(), pinned(&second)).await;
+    // So is a certificate that does not match its key.
     let third = authority.issue("third", "127.0.0.1", false);
     std::fs::copy(&third.0, &identity.0).unwrap();
     server
         .said("cannot reload the certificate, keeping the old one")
         .await;
-    works(server.url(), pinned(&second)).await;
+    assert_connects(server.url(), pinned(&second)).await;
 
-    // And on request.
+    // SIGHUP reloads as well.
     std::fs::copy(&third.1, &identity.1).unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
         .said("reloaded settings, limits, tokens and certificates")
         .await;
-    works(server.url(), pinned(&pin("third.pem"))).await;
+    assert_connects(server.url(), pinned(&pin("third.pem"))).await;
     client.ok("process/list", json!({})).await;
 }
 
 #[tokio::test]
-async fn files_that_cannot_be_used_are_named() {
+async fn unusable_certificate_files_are_named() {
     let authority = Authority::new();
     let (cert, key) = authority.issue("server", "127.0.0.1", false);
     let (_, other) = authority.issue("other", "127.0.0.1", false);
@@ -370,7 +370,7 @@ async fn files_that_cannot_be_used_are_named() {
 }
 
 #[tokio::test]
-async fn tokens_are_asked_for_inside_tls() {
+async fn token_is_required_over_tls() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("token");
     std::fs::write(&file, "tok123").unwrap();
@@ -391,9 +391,9 @@ async fn tokens_are_asked_for_inside_tls() {
     connect(server.url(), &options).await.unwrap();
 }
 
-/// A session over TLS is resumed like any other, and only with whom is believed.
+/// A session over TLS is resumed like any other, and only by a server with a trusted certificate.
 #[tokio::test]
-async fn a_cut_session_is_resumed_inside_tls() {
+async fn session_over_tls_resumes_after_disconnects() {
     let authority = Authority::new();
     let files = authority.issue("server", "127.0.0.1", false);
     let server = serve_with(&files, &[]).await;
@@ -411,12 +411,12 @@ async fn a_cut_session_is_resumed_inside_tls() {
         pipe_stdin: true,
         ..StartParams::default()
     };
-    // Less than a server keeps, over all the cuts.
+    // Less than the server retains, over all disconnects.
     let script = "i=0; while [ $i -lt 100 ]; do i=$((i+1)); seq 1 1500; sleep 0.02; done; exit 6";
     let writer = client.start(sh("writer", script)).await.unwrap().process;
     let echo = client.start(sh("echo", "cat; exit 7")).await.unwrap();
     for cut in 0..20 {
-        // In the middle of records too.
+        // Also in the middle of TLS records.
         if cut % 2 == 0 {
             proxy.cut();
         } else {
@@ -444,7 +444,7 @@ async fn a_cut_session_is_resumed_inside_tls() {
         (6, false)
     );
 
-    // Somebody else at the same address is not believed, and not told of the session.
+    // Another server at the same address is rejected before the session id is sent.
     let others = Authority::new();
     let other = serve_with(&others.issue("other", "127.0.0.1", false), &[]).await;
     proxy.lead_to(&plain(other.url()));
