@@ -1,5 +1,5 @@
-//! Scopes over every method of the table and many shapes of its params: what a token may not do is
-//! refused, and nothing of it happens.
+//! Scopes over every method of the table and many forms of its params: a call without the scope is
+//! refused, and has no effect.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::{Files, session_with, start, text_of};
 
-/// What no token without `fs:read` may learn.
+/// File content that no token without `fs:read` may read.
 const SECRET: &str = "what-the-file-says";
 
 /// A process that no token without `exec` may end.
@@ -22,7 +22,7 @@ const OWNED: &str = "the-process-of-the-owner";
 /// Params by name, in the order in which the type declares them.
 type Members = Vec<(&'static str, Value)>;
 
-/// Params that the method takes and that would have an effect; `file` makes URIs below the tree.
+/// Params that the method accepts and that have an effect; `file` makes URIs below the tree.
 /// A method without an arm does not compile.
 fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Members {
     use MethodId as M;
@@ -77,7 +77,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Member
             ("wait", json!(false)),
             ("sessionId", json!(owner)),
         ],
-        // Without a session there is no such process, and no wait for its end.
+        // Without a session the process does not exist, and the wait returns immediately.
         M::ProcessWait => vec![process, ("until", json!("exited")), ("timeoutMs", json!(1))],
         M::ProcessWaitFor => vec![process, ("any", json!([{"exit": true}]))],
         M::ProcessSnapshot => vec![
@@ -144,7 +144,7 @@ fn sample(method: MethodId, file: &dyn Fn(&str) -> Value, owner: &str) -> Member
     }
 }
 
-/// An enum of the wire as a decoder may accept it, and as it must not.
+/// The valid spelling of an enum value, and spellings that a decoder must reject.
 fn spellings(text: &str) -> [Value; 4] {
     [
         json!({text: null}),
@@ -154,7 +154,7 @@ fn spellings(text: &str) -> [Value; 4] {
     ]
 }
 
-/// The sample in every shape that a decoder may take for it, or for part of it.
+/// The sample in every form that a decoder may take for it, or for part of it.
 fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
     let whole: Map<String, Value> = sample
         .iter()
@@ -202,7 +202,7 @@ fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
             shapes.push(json!(by_position));
         }
     }
-    // Members of one shape in another.
+    // Members of one form in another.
     for _ in 0..20 {
         let (one, other) = (random.of(&members), random.of(&members));
         let mixed = one.iter().chain(other.iter().filter(|_| random.coin()));
@@ -216,7 +216,7 @@ fn shapes(method: MethodId, sample: &Members, random: &Random) -> Vec<Value> {
     shapes
 }
 
-/// Numbers that a seed decides.
+/// Pseudo-random numbers from a seed.
 struct Random(std::cell::Cell<u64>);
 
 impl Random {
@@ -239,7 +239,7 @@ impl Random {
     }
 }
 
-/// Everything below a directory: kind, mode, time of last change and content.
+/// All entries below a directory: kind, mode, modification time and content.
 fn snapshot(root: &Path) -> BTreeMap<PathBuf, (u32, i64, i64, Vec<u8>)> {
     let mut found = BTreeMap::new();
     let mut left = vec![root.to_owned()];
@@ -268,15 +268,15 @@ fn is_denied(method: &str, answer: &Result<Value, Failure>) -> bool {
     matches!(answer, Err(failure) if failure.code == -32600 && failure.message.starts_with(&start))
 }
 
-/// A server with a token of every scope, one of all, and a tree to be left alone.
-struct Stage {
+/// A server with a token for every scope and one for all, and a tree that must not change.
+struct Fixture {
     files: Files,
     server: Server,
     owner: Client,
     tree: PathBuf,
 }
 
-impl Stage {
+impl Fixture {
     async fn new(more: &[&str]) -> Self {
         let files = Files::new();
         let tree = files.path("tree");
@@ -324,19 +324,19 @@ fn object(members: &Members) -> Value {
     Value::Object(members.collect())
 }
 
-/// Scope by scope, as the table of methods has it.
+/// Each scope, as the table of methods defines it.
 #[tokio::test]
-async fn each_scope_opens_the_methods_whose_rows_name_it() {
-    let stage = Stage::new(&[]).await;
+async fn each_scope_allows_exactly_the_methods_that_name_it() {
+    let fixture = Fixture::new(&[]).await;
     for scope in Scope::ALL {
-        // In the order of the table a session would end last, but `process/terminate` ends OWNED.
+        // In table order `session/end` would be last, but `process/terminate` ends OWNED.
         for &method in MethodId::ALL {
             let row = method.row();
-            let mut client = stage.session(scope).await;
-            let sample = object(&stage.sample(method));
+            let mut client = fixture.session(scope).await;
+            let sample = object(&fixture.sample(method));
             let answer = client.call(row.name, sample).await;
             let needed = match method {
-                // The sample reads.
+                // The sample only reads.
                 MethodId::FsOpen => &[Scope::FsRead],
                 _ => row.scopes,
             };
@@ -354,17 +354,17 @@ async fn each_scope_opens_the_methods_whose_rows_name_it() {
 }
 
 #[tokio::test]
-async fn without_the_scope_no_shape_of_params_has_an_effect() {
+async fn params_of_any_form_have_no_effect_without_the_scope() {
     const SEED: u64 = 0x5eed_0fa1;
-    let mut stage = Stage::new(&[]).await;
+    let mut fixture = Fixture::new(&[]).await;
     let random = Random(SEED.into());
     let mut tried = 0;
     for scope in [Scope::FsRead, Scope::Observe, Scope::FsWrite] {
-        let before = snapshot(&stage.tree);
+        let before = snapshot(&fixture.tree);
         for &method in MethodId::ALL {
             let row = method.row();
-            let shapes = shapes(method, &stage.sample(method), &random);
-            let mut client = stage.session(scope).await;
+            let shapes = shapes(method, &fixture.sample(method), &random);
+            let mut client = fixture.session(scope).await;
             let mut sent = Vec::new();
             for shape in &shapes {
                 sent.push(client.queue(row.name, shape.clone()));
@@ -373,58 +373,61 @@ async fn without_the_scope_no_shape_of_params_has_an_effect() {
             for (id, shape) in sent.into_iter().zip(&shapes) {
                 let answer = client.answer(id).await;
                 tried += 1;
-                let said = format!("{scope}: {} {shape} {answer:?}", row.name);
+                let context = format!("{scope}: {} {shape} {answer:?}", row.name);
                 if !row.scopes.is_empty() && !row.scopes.contains(&scope) {
-                    assert!(is_denied(row.name, &answer), "{said}");
+                    assert!(is_denied(row.name, &answer), "{context}");
                 } else if let Ok(answer) = &answer {
-                    assert!(shape.is_object() || shape.is_null(), "{said}");
+                    assert!(shape.is_object() || shape.is_null(), "{context}");
                     let answer = answer.to_string();
                     let tells = answer.contains(SECRET) || answer.contains("d2hhdC10aGU");
-                    assert!(scope == Scope::FsRead || !tells, "{said}");
-                    assert!(scope == Scope::Observe || !answer.contains(OWNED), "{said}");
+                    assert!(scope == Scope::FsRead || !tells, "{context}");
+                    assert!(
+                        scope == Scope::Observe || !answer.contains(OWNED),
+                        "{context}"
+                    );
                 }
             }
         }
         // A token with `fs:write` changed files, but none started a process.
         if scope != Scope::FsWrite {
-            assert_eq!(snapshot(&stage.tree), before, "{scope}");
+            assert_eq!(snapshot(&fixture.tree), before, "{scope}");
         }
-        assert!(!stage.tree.join("made-by-a-process").exists(), "{scope}");
-        let listed = stage.owner.ok("process/list", json!({})).await;
+        assert!(!fixture.tree.join("made-by-a-process").exists(), "{scope}");
+        let listed = fixture.owner.ok("process/list", json!({})).await;
         assert_eq!(listed["processes"][0]["running"], true, "{scope}: {listed}");
     }
     assert!(tried > 3000, "{tried}");
 }
 
-/// Long data takes another decoder.
+/// Long data is decoded on another path.
 #[tokio::test]
-async fn long_params_need_the_scope_as_well() {
-    let stage = Stage::new(&[]).await;
-    let before = snapshot(&stage.tree);
+async fn long_params_are_refused_without_the_scope() {
+    let fixture = Fixture::new(&[]).await;
+    let before = snapshot(&fixture.tree);
     let data = json!("QUJD".repeat(100_000));
     for scope in [Scope::FsRead, Scope::Observe] {
-        let mut client = stage.session(scope).await;
+        let mut client = fixture.session(scope).await;
         for (method, field) in [
             (MethodId::FsWriteFile, "dataBase64"),
             (MethodId::FsWriteBlock, "chunk"),
             (MethodId::ProcessWrite, "chunk"),
         ] {
-            let mut params = object(&stage.sample(method));
+            let mut params = object(&fixture.sample(method));
             params[field] = data.clone();
             let answer = client.call(method.row().name, params).await;
             assert!(is_denied(method.row().name, &answer), "{answer:?}");
         }
     }
-    assert_eq!(snapshot(&stage.tree), before);
+    assert_eq!(snapshot(&fixture.tree), before);
 }
 
 #[tokio::test]
-async fn params_that_are_no_object_are_refused() {
-    let stage = Stage::new(&[]).await;
+async fn params_that_are_not_an_object_are_rejected() {
+    let fixture = Fixture::new(&[]).await;
     for &method in MethodId::ALL {
         let row = method.row();
-        let mut client = session_with(stage.server.url(), "all-token").await;
-        let sample = stage.sample(method);
+        let mut client = session_with(fixture.server.url(), "all-token").await;
+        let sample = fixture.sample(method);
         let by_position: Vec<&Value> = sample.iter().map(|(_, value)| value).collect();
         for params in [
             json!(by_position),
@@ -441,13 +444,13 @@ async fn params_that_are_no_object_are_refused() {
     }
 }
 
-/// Every request that changes files is in the audit log, however its params are spelt.
+/// Every request that changes files is in the audit log, in every spelling of its params.
 #[tokio::test]
-async fn changes_of_files_are_in_the_audit_log() {
+async fn file_changes_are_in_the_audit_log() {
     let directory = tempfile::tempdir().unwrap();
     let log = text_of(&directory.path().join("audit.jsonl"));
-    let stage = Stage::new(&["--audit-file", &log]).await;
-    let mut client = session_with(stage.server.url(), "all-token").await;
+    let fixture = Fixture::new(&["--audit-file", &log]).await;
+    let mut client = session_with(fixture.server.url(), "all-token").await;
     let mut expected = Vec::new();
     let mut call = async |method: MethodId, params: Value, path: Option<Value>| {
         let name = method.row().name;
@@ -458,7 +461,7 @@ async fn changes_of_files_are_in_the_audit_log() {
     };
     for &method in MethodId::ALL {
         let changes = method.row().changes == exec_server_protocol::table::Changes::Files;
-        let sample = stage.sample(method);
+        let sample = fixture.sample(method);
         let first = sample
             .iter()
             .find(|(name, _)| matches!(*name, "path" | "from" | "sourcePath"));
@@ -476,9 +479,9 @@ async fn changes_of_files_are_in_the_audit_log() {
                     call(method, params, path.clone()).await;
                 }
             }
-            // Through handles that were opened to be written.
+            // Through handles that were opened for writing.
             MethodId::FsClose | MethodId::FsWriteBlock => call(method, object(&sample), None).await,
-            // What cannot be decoded changes nothing.
+            // Params that cannot be decoded change nothing.
             _ if changes => {
                 assert!(path.is_some(), "{method:?}");
                 call(method, json!([path]), None).await;
@@ -506,5 +509,5 @@ async fn changes_of_files_are_in_the_audit_log() {
     })
     .await;
     assert_eq!(written, expected);
-    drop(stage.files);
+    drop(fixture.files);
 }

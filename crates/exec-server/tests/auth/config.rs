@@ -1,4 +1,4 @@
-//! The settings file, and what is said of it.
+//! The settings file, and errors about it.
 
 use exec_server_testkit::server::Server;
 use exec_server_testkit::wire::Client;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::{Files, output, program, refuses, text_of};
 
 #[tokio::test]
-async fn a_file_sets_what_flags_do_not() {
+async fn settings_file_applies_where_no_flag_is_given() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let socket = text_of(&files.path("socket"));
@@ -49,7 +49,7 @@ async fn a_file_sets_what_flags_do_not() {
     assert_eq!(entry("times.drain"), (json!("0s"), "default".to_owned()));
     assert_eq!(entry("tls.cert"), (Value::Null, "default".to_owned()));
 
-    // Both listeners ask for the token; the flag's limit is in force.
+    // Both listeners require the token; the limit from the flag applies.
     let server = Server::listening(command, "ws://127.0.0.1:0").await;
     let mut options = ConnectOptions::default();
     options.bearer_token = Some("tok123".into());
@@ -66,12 +66,12 @@ async fn a_file_sets_what_flags_do_not() {
 }
 
 #[tokio::test]
-async fn several_listeners_serve_one_server() {
+async fn server_accepts_connections_on_several_listeners() {
     let files = Files::new();
     let socket = format!("unix://{}", files.path("socket").display());
     let mut command = program();
     command.args(["--listen", &socket]);
-    // The first line that it prints is the first listener.
+    // The first printed line is the first listener.
     let server = Server::listening(command, "ws://127.0.0.1:0").await;
     assert_eq!(server.url(), socket);
     let link = connect(&socket, &ConnectOptions::default()).await.unwrap();
@@ -81,7 +81,7 @@ async fn several_listeners_serve_one_server() {
 }
 
 #[tokio::test]
-async fn what_is_wrong_is_said_with_its_place() {
+async fn settings_errors_name_the_key_or_file() {
     let files = Files::new();
     for (text, expected) in [
         ("[limits]\nsesions = 1\n", "unknown key `limits.sesions`"),
@@ -121,7 +121,7 @@ async fn what_is_wrong_is_said_with_its_place() {
 }
 
 #[tokio::test]
-async fn logs_can_be_json() {
+async fn log_format_json_writes_json_lines() {
     let mut command = program();
     command.args(["--log-format", "json", "--log", "debug"]);
     let server = Server::start(command).await;

@@ -1,4 +1,4 @@
-//! The end of a server: what it lets finish, and what its clients hear.
+//! Shutdown of a server: what it lets finish, and what its clients receive.
 
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::Start;
@@ -16,7 +16,7 @@ async fn run(client: &mut exec_server_testkit::wire::Client, script: &str) {
 }
 
 #[tokio::test]
-async fn processes_may_finish_before_a_draining_server_goes() {
+async fn draining_server_waits_for_running_processes() {
     let mut server = start(&["--drain", "60s"]).await;
     let mut client = session_with(server.url(), "x").await;
     run(
@@ -34,14 +34,14 @@ async fn processes_may_finish_before_a_draining_server_goes() {
         }
         assert!(answer.starts_with("HTTP/1.1 200"), "{ready}: {answer}");
     }
-    // Nobody new is served, and nothing new begins.
+    // New connections and new processes are refused.
     let refused = upgrade(&url, b"").await;
     assert_eq!(refused, (503, "the server is shutting down".to_owned()));
     let another = json!({"processId": "q", "argv": ["true"], "cwd": "file:///", "env": {},
         "tty": false});
     let failure = client.call("process/start", another).await.unwrap_err();
     assert_eq!(failure.message, "the server is shutting down");
-    // What runs goes on, can be written to, and is heard to its end.
+    // Running processes continue, accept input, and deliver all of their output.
     assert!(server.is_running());
     let write = json!({"processId": "p", "chunk": "bGF0ZQo=", "writeId": "1"});
     client.call("process/write", write).await.unwrap();
@@ -67,7 +67,7 @@ async fn ready_status(url: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_second_signal_does_not_wait() {
+async fn second_sigterm_ends_a_draining_server() {
     let mut server = start(&["--drain", "1h"]).await;
     let mut client = session_with(server.url(), "x").await;
     run(&mut client, "sleep 3600").await;
@@ -78,7 +78,7 @@ async fn a_second_signal_does_not_wait() {
 }
 
 #[tokio::test]
-async fn the_last_words_of_ended_processes_are_heard() {
+async fn output_written_on_sigterm_is_delivered_at_shutdown() {
     let mut server = start(&[]).await;
     let mut client = session_with(server.url(), "x").await;
     let script = "trap 'echo last words; exit 9' TERM; echo up; while :; do sleep 0.05; done";
@@ -93,7 +93,7 @@ async fn the_last_words_of_ended_processes_are_heard() {
 }
 
 #[tokio::test]
-async fn nothing_is_lost_of_those_who_are_ended_while_they_write() {
+async fn output_of_writing_processes_is_complete_at_shutdown() {
     const PROCESSES: usize = 8;
     let mut server = start(&[]).await;
     let mut client = session_with(server.url(), "x").await;
@@ -123,7 +123,7 @@ async fn nothing_is_lost_of_those_who_are_ended_while_they_write() {
 }
 
 #[tokio::test]
-async fn a_client_that_does_not_listen_does_not_keep_the_server() {
+async fn shutdown_does_not_wait_for_a_client_that_does_not_read() {
     let mut server = start(&[]).await;
     let mut client = session_with(server.url(), "x").await;
     run(

@@ -1,6 +1,6 @@
-//! Who may use a server: tokens, scopes, origins, settings and what happens when they change.
+//! Access to a server: tokens, scopes, origins, settings and their reload.
 //!
-//! The built binary from outside, as its operator and its clients see it.
+//! The built binary as a black box, as its operator and its clients see it.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -28,7 +28,7 @@ mod secrets;
 mod token;
 mod upgrade;
 
-/// The server's program with nothing in its environment but a `PATH`.
+/// The server binary, with only `PATH` in its environment.
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -37,7 +37,7 @@ fn program() -> Command {
     command
 }
 
-/// Runs the program with these arguments until it ends by itself.
+/// Runs the program with these arguments until it exits without a signal.
 async fn output(args: &[&str]) -> Output {
     let run = program()
         .args(args)
@@ -50,7 +50,7 @@ async fn output(args: &[&str]) -> Output {
         .unwrap()
 }
 
-/// The program must not start, with exit code 1 and this on stderr, and nothing on stdout.
+/// Asserts that the program does not start: exit code 1, this on stderr, and an empty stdout.
 async fn refuses(args: &[&str], text: &str) {
     let output = output(args).await;
     let stderr = String::from_utf8(output.stderr).unwrap();
@@ -71,7 +71,7 @@ impl Files {
         self.0.path().join(name)
     }
 
-    /// Writes a file; its path as text.
+    /// Writes a file; returns its path as text.
     fn write(&self, name: &str, text: &str) -> String {
         let path = self.path(name);
         std::fs::write(&path, text).unwrap();
@@ -90,7 +90,7 @@ async fn start(args: &[&str]) -> Server {
     Server::start(command).await
 }
 
-/// Sends an upgrade with these further header lines; the status and the body of the answer.
+/// Sends an upgrade with further header lines; returns status and body of the response.
 async fn upgrade(url: &str, headers: &[u8]) -> (u16, String) {
     let address = url.strip_prefix("ws://").unwrap();
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -136,9 +136,9 @@ async fn session_with(url: &str, token: &str) -> Client {
     client
 }
 
-/// A file that is not declared here would silently not be tested.
+/// A file that is not declared as a module here would not be compiled, and its tests would not run.
 #[test]
-fn every_file_is_a_module() {
+fn every_test_file_is_declared() {
     let declared = include_str!("main.rs");
     let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/auth")).unwrap();
     let mut seen = 0;

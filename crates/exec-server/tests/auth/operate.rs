@@ -1,4 +1,4 @@
-//! What an operator sees: metrics, the audit log, status, and what a service manager is told.
+//! Operation: metrics, the audit log, status, and notifications to a service manager.
 
 use std::os::fd::AsRawFd as _;
 use std::os::unix::net::UnixDatagram;
@@ -14,7 +14,7 @@ use tokio::net::TcpStream;
 
 use crate::{Files, output, program, session_with, start, upgrade};
 
-/// Asks for a page; the status line and the body.
+/// Requests a page; returns the status line and the body.
 pub(crate) async fn get(address: &str, path: &str) -> (String, String) {
     let mut stream = TcpStream::connect(address).await.unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: x\r\n\r\n");
@@ -26,7 +26,7 @@ pub(crate) async fn get(address: &str, path: &str) -> (String, String) {
     (status, body.to_owned())
 }
 
-/// The value of one sample.
+/// The value of one metric.
 pub(crate) fn sample(page: &str, name: &str) -> u64 {
     let prefix = format!("exec_server_{name} ");
     let line = page.lines().find_map(|line| line.strip_prefix(&prefix));
@@ -36,7 +36,7 @@ pub(crate) fn sample(page: &str, name: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn metrics_count_what_happens() {
+async fn metrics_count_connections_processes_and_bytes() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let server = start(&[
@@ -89,7 +89,7 @@ async fn metrics_count_what_happens() {
     }
     assert!(sample(&page, "sent_bytes_total") > 130_000, "{page}");
     assert!(sample(&page, "received_bytes_total") > 100, "{page}");
-    // Nothing of it is on the listener for clients.
+    // The listener for clients serves no metrics.
     let (status, _) = get(server.url().strip_prefix("ws://").unwrap(), "/metrics").await;
     assert_eq!(status, "HTTP/1.1 404 Not Found");
     assert_eq!(get(address, "/readyz").await.0, "HTTP/1.1 200 OK");
@@ -97,7 +97,7 @@ async fn metrics_count_what_happens() {
 }
 
 #[tokio::test]
-async fn the_audit_log_says_who_ran_what() {
+async fn audit_log_records_identity_command_and_files() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let log = crate::text_of(&files.path("audit.jsonl"));
@@ -159,7 +159,7 @@ async fn the_audit_log_says_who_ran_what() {
 }
 
 #[tokio::test]
-async fn a_full_disk_under_the_audit_log_stops_nobody() {
+async fn full_disk_under_the_audit_log_does_not_stop_the_server() {
     let server = start(&["--audit-file", "/dev/full", "--log", "error"]).await;
     let mut client = session_with(server.url(), "x").await;
     for number in 0..50 {
@@ -175,7 +175,7 @@ async fn a_full_disk_under_the_audit_log_stops_nobody() {
 }
 
 #[tokio::test]
-async fn status_is_for_people_and_scripts() {
+async fn status_prints_text_and_json() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &token]).await;
@@ -198,7 +198,7 @@ async fn status_is_for_people_and_scripts() {
 }
 
 #[tokio::test]
-async fn manual_pages_cover_every_command() {
+async fn man_writes_a_page_per_command() {
     let files = Files::new();
     let directory = crate::text_of(files.0.path());
     assert!(output(&["man", "--out", &directory]).await.status.success());
@@ -218,12 +218,12 @@ async fn manual_pages_cover_every_command() {
 }
 
 #[tokio::test]
-async fn children_are_not_protected_from_a_lack_of_memory() {
+async fn processes_do_not_inherit_the_oom_protection_of_the_server() {
     let server = start(&[]).await;
     let before = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap();
     let of = |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
     let pid = proc::children(server.pid()).pop().unwrap();
-    // Lowering needs a privilege; where it is there, it is used.
+    // Lowering the value needs a privilege, which is used if available.
     let probe = std::process::Command::new("sh")
         .args(["-c", "echo -900 > /proc/self/oom_score_adj"])
         .stderr(Stdio::null())
@@ -246,12 +246,12 @@ async fn children_are_not_protected_from_a_lack_of_memory() {
     assert_eq!(
         of(i32::try_from(server.pid()).unwrap()),
         of(pid),
-        "the guardian is as precious"
+        "the guardian has the same protection"
     );
 }
 
 #[tokio::test]
-async fn children_may_open_as_many_files_as_before() {
+async fn processes_keep_the_original_limit_of_open_files() {
     let mut command = tokio::process::Command::new("sh");
     let script = format!(
         "ulimit -S -n 300; exec {} \"$@\"",
@@ -275,13 +275,13 @@ async fn children_may_open_as_many_files_as_before() {
 }
 
 #[tokio::test]
-async fn traced_requests_are_reported() {
+async fn sampled_requests_are_exported_as_spans() {
     let collector = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let endpoint = format!("traces.endpoint=http://{}", collector.local_addr().unwrap());
     let server = start(&["--set", &endpoint, "--set", "traces.service=here"]).await;
     let mut client = session_with(server.url(), "x").await;
     let id = "0af7651916cd43dd8448eb211c80319c";
-    // One that is traced, one that is not sampled, one without; and one that fails.
+    // One traced request, one not sampled, one without a trace; and one that fails.
     for (number, trace) in [
         (
             901,
@@ -334,12 +334,12 @@ async fn traced_requests_are_reported() {
 }
 
 #[tokio::test]
-async fn a_service_manager_is_told() {
+async fn service_manager_is_notified_of_start_reload_and_stop() {
     let files = Files::new();
     let path = files.path("notify");
     let socket = UnixDatagram::bind(&path).unwrap();
     socket.set_read_timeout(Some(proc::PATIENCE)).unwrap();
-    let told = || {
+    let next_notice = || {
         let mut buffer = [0; 200];
         let size = socket.recv(&mut buffer).unwrap();
         String::from_utf8(buffer[..size].to_vec()).unwrap()
@@ -347,19 +347,19 @@ async fn a_service_manager_is_told() {
     let mut command = program();
     command.env("NOTIFY_SOCKET", &path);
     let mut server = Server::start(command).await;
-    let mut heard = Vec::new();
+    let mut notices = Vec::new();
     let mut until = |text: &str| loop {
-        heard.push(told());
-        if heard.last().unwrap().starts_with(text) {
+        notices.push(next_notice());
+        if notices.last().unwrap().starts_with(text) {
             return;
         }
-        assert!(heard.len() < 20, "{heard:?}");
+        assert!(notices.len() < 20, "{notices:?}");
     };
     until("READY=1");
     proc::signal(server.pid(), Signal::HUP);
     until("RELOADING=1\nMONOTONIC_USEC=");
     until("READY=1");
-    // What is between us and the service manager is not for children.
+    // The notification socket is not passed to processes.
     let mut client = session_with(server.url(), "x").await;
     let environment = client.run(Start::sh("p", "env")).await.text("stdout");
     assert!(!environment.contains("NOTIFY_SOCKET"), "{environment}");
@@ -369,11 +369,11 @@ async fn a_service_manager_is_told() {
 }
 
 #[tokio::test]
-async fn sockets_can_be_handed_over() {
+async fn listening_socket_from_a_service_manager_is_used() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let inherited = rustix::io::dup(&listener).unwrap();
-    // As a service manager does it: descriptor 3, and the pid of the very process.
+    // As a service manager does it: descriptor 3, and the pid of the server process.
     let script = format!(
         "exec 3<&{}; LISTEN_FDS=1 LISTEN_PID=$$ exec {}",
         inherited.as_raw_fd(),

@@ -1,4 +1,4 @@
-//! More than a server takes: who is refused, how, and who is not disturbed.
+//! More than a server accepts: which connections are refused, how, and which are unaffected.
 
 use exec_server_testkit::proc;
 use exec_server_testkit::wire::Start;
@@ -10,7 +10,7 @@ use tokio::net::TcpStream;
 use crate::{session_with, start, upgrade};
 
 #[tokio::test]
-async fn connections_are_limited_and_the_limit_is_named() {
+async fn connection_limit_is_enforced_and_named() {
     let server = start(&["--set", "limits.connections=2"]).await;
     let mut first = session_with(server.url(), "x").await;
     let second = session_with(server.url(), "x").await;
@@ -18,7 +18,7 @@ async fn connections_are_limited_and_the_limit_is_named() {
     assert_eq!(refused, (503, "limit of 2 connections reached".to_owned()));
     first.call("process/list", json!({})).await.unwrap();
     drop(second);
-    // The place is free once the server has noticed.
+    // The slot is free once the server has noticed the disconnect.
     while upgrade(server.url(), b"").await.0 == 503 {}
     first.call("process/list", json!({})).await.unwrap();
 
@@ -30,14 +30,14 @@ async fn connections_are_limited_and_the_limit_is_named() {
 }
 
 #[tokio::test]
-async fn a_request_that_never_ends_is_given_up() {
+async fn slow_http_request_is_closed_after_the_handshake_timeout() {
     let server = start(&["--set", "times.handshake=500ms"]).await;
     let mut client = session_with(server.url(), "x").await;
     let address = server.url().strip_prefix("ws://").unwrap();
     let mut slow = TcpStream::connect(address).await.unwrap();
     slow.write_all(b"GET / HTTP/1.1\r\n").await.unwrap();
     let dripping = async {
-        // A header now and then must not help.
+        // A header line at intervals must not extend the timeout.
         loop {
             tokio::time::sleep(std::time::Duration::from_millis(100)).await;
             if slow.write_all(b"X: y\r\n").await.is_err() {
@@ -53,12 +53,12 @@ async fn a_request_that_never_ends_is_given_up() {
     };
     tokio::time::timeout(proc::PATIENCE, dripping)
         .await
-        .expect("the server to give it up");
+        .expect("the server should close the connection");
     client.call("process/list", json!({})).await.unwrap();
 }
 
 #[tokio::test]
-async fn retained_output_is_limited_in_all() {
+async fn total_retained_output_is_limited() {
     let server = start(&[
         "--set",
         "limits.total_retained_bytes=100",
@@ -67,7 +67,7 @@ async fn retained_output_is_limited_in_all() {
     ])
     .await;
     let mut client = session_with(server.url(), "x").await;
-    // Alive: output of closed processes that was delivered gives way.
+    // The process is alive: delivered output of closed processes would be discarded.
     let script = "head -c 200 /dev/zero; exec sleep 600";
     let params = |id: &str| {
         json!({"processId": id, "argv": ["sh", "-c", script], "cwd": "file:///",
@@ -84,12 +84,12 @@ async fn retained_output_is_limited_in_all() {
 }
 
 #[tokio::test]
-async fn idle_strangers_disturb_nobody_and_are_given_up() {
+async fn thousands_of_idle_connections_time_out_without_delaying_clients() {
     let limits = getrlimit(Resource::Nofile);
     let most = limits.maximum.unwrap_or(u64::MAX);
     let current = limits.maximum;
     setrlimit(Resource::Nofile, Rlimit { current, ..limits }).unwrap();
-    // As many as this process and the server may open, with room for all else.
+    // As many as this process and the server may open, with some to spare.
     let count = most.saturating_sub(200).min(5000);
     assert!(count > 100, "{most} descriptors are too few for this test");
 
@@ -98,7 +98,7 @@ async fn idle_strangers_disturb_nobody_and_are_given_up() {
     let address = server.url().strip_prefix("ws://").unwrap();
     let mut strangers = Vec::new();
     for _ in 0..count {
-        // They never say a word.
+        // Connections that never send anything.
         strangers.push(TcpStream::connect(address).await.unwrap());
     }
     let greeting = "echo hello";
@@ -109,12 +109,12 @@ async fn idle_strangers_disturb_nobody_and_are_given_up() {
     let given_up = async {
         for mut stranger in strangers {
             let mut text = Vec::new();
-            // Whether with a word or without.
+            // The server may send a response first, or just close.
             let _ = stranger.read_to_end(&mut text).await;
         }
     };
     tokio::time::timeout(proc::PATIENCE, given_up)
         .await
-        .expect("the server to give all of them up");
+        .expect("the server should close all connections");
     client.call("process/list", json!({})).await.unwrap();
 }

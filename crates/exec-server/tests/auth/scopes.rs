@@ -1,12 +1,12 @@
-//! What a token is good for.
+//! The scopes of tokens.
 
 use exec_server_testkit::wire::{self, Client, Start};
 use serde_json::{Value, json};
 
 use crate::{Files, session_with, start};
 
-/// The method must be refused for want of this scope.
-async fn lacks(client: &mut Client, method: &str, params: Value, scope: &str) {
+/// Asserts that the method is refused because the token assert_needs_scope this scope.
+async fn assert_needs_scope(client: &mut Client, method: &str, params: Value, scope: &str) {
     let failure = client.call(method, params).await.unwrap_err();
     assert_eq!(failure.code, -32600, "{method}: {failure}");
     let text = format!("`{method}` needs the scope `{scope}`, which this token does not have");
@@ -14,7 +14,7 @@ async fn lacks(client: &mut Client, method: &str, params: Value, scope: &str) {
 }
 
 #[tokio::test]
-async fn each_token_opens_what_it_is_for() {
+async fn token_allows_only_the_methods_of_its_scopes() {
     let files = Files::new();
     let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
     for (name, scopes) in [
@@ -46,36 +46,36 @@ async fn each_token_opens_what_it_is_for() {
     let mut exec = session_with(url, "exec-token").await;
     exec.call("process/start", start.clone()).await.unwrap();
     exec.call("process/list", list.clone()).await.unwrap();
-    lacks(&mut exec, "fs/readFile", read.clone(), "fs:read").await;
-    lacks(&mut exec, "fs/writeFile", write.clone(), "fs:write").await;
+    assert_needs_scope(&mut exec, "fs/readFile", read.clone(), "fs:read").await;
+    assert_needs_scope(&mut exec, "fs/writeFile", write.clone(), "fs:write").await;
 
     let mut reader = session_with(url, "reader-token").await;
     reader.call("fs/readFile", read.clone()).await.unwrap();
     reader.call("environment/info", Value::Null).await.unwrap();
-    lacks(&mut reader, "fs/writeFile", write.clone(), "fs:write").await;
-    lacks(&mut reader, "process/start", start.clone(), "exec").await;
-    lacks(&mut reader, "process/list", list.clone(), "observe").await;
+    assert_needs_scope(&mut reader, "fs/writeFile", write.clone(), "fs:write").await;
+    assert_needs_scope(&mut reader, "process/start", start.clone(), "exec").await;
+    assert_needs_scope(&mut reader, "process/list", list.clone(), "observe").await;
     let replace = json!({"handleId": "h", "path": path, "mode": "replace"});
-    lacks(&mut reader, "fs/open", replace, "fs:write").await;
+    assert_needs_scope(&mut reader, "fs/open", replace, "fs:write").await;
 
     let mut writer = session_with(url, "writer-token").await;
     writer.call("fs/writeFile", write.clone()).await.unwrap();
-    lacks(&mut writer, "fs/readFile", read.clone(), "fs:read").await;
+    assert_needs_scope(&mut writer, "fs/readFile", read.clone(), "fs:read").await;
 
     let mut observer = session_with(url, "observer-token").await;
     let listed = observer.call("process/list", list).await.unwrap();
     assert_eq!(listed["processes"].as_array().unwrap().len(), 2);
     let session = listed["processes"][0]["sessionId"].clone();
     let kill = json!({"processId": "p", "sessionId": session});
-    lacks(&mut observer, "process/terminate", kill, "exec").await;
+    assert_needs_scope(&mut observer, "process/terminate", kill, "exec").await;
     let exec_params =
         json!({"processId": "q", "argv": ["true"], "cwd": "/", "env": {}, "tty": false});
-    lacks(&mut observer, "command/exec", exec_params, "exec").await;
-    lacks(&mut observer, "fs/readFile", read, "fs:read").await;
-    lacks(&mut observer, "no/suchMethod", json!({}), "exec").await;
+    assert_needs_scope(&mut observer, "command/exec", exec_params, "exec").await;
+    assert_needs_scope(&mut observer, "fs/readFile", read, "fs:read").await;
+    assert_needs_scope(&mut observer, "no/suchMethod", json!({}), "exec").await;
 }
 
-/// A server with an owner of everything, an observer and a reader of files.
+/// A server with a token of all scopes, one for observing and one for reading files.
 async fn observed(files: &Files) -> exec_server_testkit::server::Server {
     let mut args = vec!["--ws-auth".to_owned(), "capability-token".to_owned()];
     for (name, scopes) in [
@@ -92,7 +92,7 @@ async fn observed(files: &Files) -> exec_server_testkit::server::Server {
 }
 
 #[tokio::test]
-async fn an_observer_sees_the_output_of_others() {
+async fn observe_scope_reads_output_of_other_sessions() {
     let files = Files::new();
     let server = observed(&files).await;
     let mut owner = session_with(server.url(), "all-token").await;
@@ -131,15 +131,15 @@ async fn an_observer_sees_the_output_of_others() {
         assert!(failure.message.contains("nobody"), "{method}: {failure}");
     }
     let write = json!({"processId": "p", "chunk": "eA==", "writeId": "1"});
-    lacks(&mut observer, "process/write", write, "exec").await;
+    assert_needs_scope(&mut observer, "process/write", write, "exec").await;
     let mut reader = session_with(server.url(), "reader-token").await;
     for method in ["process/read", "process/snapshot", "process/wait"] {
-        lacks(&mut reader, method, there.clone(), "observe").await;
+        assert_needs_scope(&mut reader, method, there.clone(), "observe").await;
     }
 }
 
 #[tokio::test]
-async fn an_onlooker_acknowledges_nothing() {
+async fn reads_of_an_observer_acknowledge_nothing() {
     const BYTES: usize = 5_000_000;
     let files = Files::new();
     let server = observed(&files).await;
@@ -150,7 +150,7 @@ async fn an_onlooker_acknowledges_nothing() {
         .await;
     owner.pulls("p");
     let mut observer = session_with(server.url(), "observer-token").await;
-    // As if it had seen everything; what is kept for the owner must not go.
+    // Acknowledges all output; what is retained for the owner must stay.
     let ahead = json!({"processId": "p", "sessionId": owner.session_id(), "afterSeq": 1_000_000});
     observer.ok("process/read", ahead).await;
     let (mut after, mut seen) = (0, 0);
@@ -170,7 +170,7 @@ async fn an_onlooker_acknowledges_nothing() {
 }
 
 #[tokio::test]
-async fn a_session_is_resumed_by_its_owner_only() {
+async fn session_is_resumed_only_with_the_token_of_its_owner() {
     let files = Files::new();
     let one = files.write("one", "one-token");
     let two = files.write("two", "two-token");

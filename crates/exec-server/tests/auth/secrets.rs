@@ -1,4 +1,4 @@
-//! What a sandboxed process is not to see of its server, and what the server notes of sandboxes.
+//! Server secrets hidden from sandboxed processes, and sandboxes in the audit log and metrics.
 
 use exec_server_testkit::proc;
 use exec_server_testkit::server::Server;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{Files, session_with, start, text_of};
 
-/// Everything can be read, nothing written, no network.
+/// Everything readable, nothing writable, no network.
 fn read_only() -> Value {
     policy(json!([{
         "path": {"type": "special", "value": {"kind": "root"}}, "access": "read",
@@ -25,7 +25,7 @@ fn policy(entries: Value) -> Value {
     })
 }
 
-/// Whether `cat` shows a file, without a policy and under one.
+/// Whether `cat` can read a file, without a policy and under one.
 async fn readable(client: &mut Client, id: &str, path: &str) -> (bool, bool) {
     let plain = Start::new(&format!("{id} plain"), &["cat", path]);
     let plain = client.run(plain).await.exit_code() == 0;
@@ -37,7 +37,7 @@ async fn readable(client: &mut Client, id: &str, path: &str) -> (bool, bool) {
 }
 
 #[tokio::test]
-async fn sandboxes_do_not_see_the_secrets_of_the_server() {
+async fn sandboxed_process_cannot_read_secrets_of_the_server() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let other = files.write("other", "no secret");
@@ -83,10 +83,10 @@ async fn sandboxes_do_not_see_the_secrets_of_the_server() {
 }
 
 #[tokio::test]
-async fn sandboxes_do_not_see_a_signing_secret_given_by_a_relative_path() {
+async fn sandboxed_process_cannot_read_a_signing_secret_with_a_relative_path() {
     let files = Files::new();
     let secret = files.write("secret", &"s".repeat(32));
-    // Holds nothing that is worth hiding.
+    // Contains nothing secret.
     let settings = files.write("settings.toml", "[limits]\nsessions = 100\n");
     let sign = ["token", "sign", "--secret-file", &secret];
     let token = String::from_utf8(crate::output(&sign).await.stdout).unwrap();
@@ -108,7 +108,7 @@ async fn sandboxes_do_not_see_a_signing_secret_given_by_a_relative_path() {
 }
 
 #[tokio::test]
-async fn policies_are_written_down_and_refusals_counted() {
+async fn sandbox_policies_are_audited_and_refusals_counted() {
     let files = Files::new();
     let log = text_of(&files.path("audit.jsonl"));
     let options = ["--audit-file", &log, "--metrics-listen", "127.0.0.1:0"];
@@ -121,7 +121,7 @@ async fn policies_are_written_down_and_refusals_counted() {
     client
         .run(Start::sh("disabled", "true").with("sandbox", disabled))
         .await;
-    // Refused for their policies: one leaves its root, and nobody manages a network here.
+    // Refused because of their policies: a path outside the root, and a network without a manager.
     let mut outside = policy(json!([{
         "path": {"type": "special", "value": {"kind": "project_roots", "subpath": "../x"}},
         "access": "write",
@@ -131,7 +131,7 @@ async fn policies_are_written_down_and_refusals_counted() {
     client.refused("process/start", refused.0).await;
     let managed = Start::sh("managed", "true").with("enforceManagedNetwork", true);
     client.refused("process/start", managed.0).await;
-    // So is a file request.
+    // A file request is refused as well.
     let mut nowhere = policy(json!([{
         "path": {"type": "special", "value": {"kind": "project_roots", "subpath": "../x"}},
         "access": "write",

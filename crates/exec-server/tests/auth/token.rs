@@ -1,4 +1,4 @@
-//! `exec-server token`, and clients that have one.
+//! `exec-server token`, and clients with a token.
 
 use std::os::unix::fs::PermissionsExt as _;
 
@@ -11,7 +11,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn new_tokens_are_private_and_never_overwritten() {
+async fn token_new_writes_a_private_file_and_never_overwrites() {
     let files = Files::new();
     let path = text_of(&files.path("token"));
     let made = output(&["token", "new", "--out", &path]).await;
@@ -24,7 +24,7 @@ async fn new_tokens_are_private_and_never_overwritten() {
     let again = output(&["token", "new", "--out", &path]).await;
     assert_eq!(again.status.code(), Some(1));
 
-    // What it says on standard error is all that a server needs.
+    // The hash that it prints on standard error is enough for a server.
     let hash = text(&made.stderr).replace("sha256: ", "");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-sha256", &hash]).await;
     session_with(server.url(), &token).await;
@@ -39,7 +39,7 @@ async fn new_tokens_are_private_and_never_overwritten() {
 }
 
 #[tokio::test]
-async fn signed_tokens_can_be_made_used_and_read() {
+async fn signed_tokens_can_be_created_used_and_inspected() {
     let files = Files::new();
     let secret = files.write("secret", &"s".repeat(40));
     let server = start(&[
@@ -96,7 +96,7 @@ async fn signed_tokens_can_be_made_used_and_read() {
 }
 
 #[tokio::test]
-async fn clients_take_tokens_from_files_and_variables_and_pass_none_on() {
+async fn client_reads_token_from_file_or_variable_and_hides_it_from_commands() {
     let files = Files::new();
     let file = files.write("token", "tok123\n");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
@@ -133,7 +133,7 @@ async fn clients_take_tokens_from_files_and_variables_and_pass_none_on() {
     let stderr = text(&refused.stderr);
     assert!(stderr.contains("no HTTP header can carry"), "{stderr}");
 
-    // Nor do commands that run here get it.
+    // Commands that run locally do not get it either.
     let mut here = program();
     here.args(["run", "--", "env"])
         .env("EXEC_SERVER_TOKEN", "tok123")

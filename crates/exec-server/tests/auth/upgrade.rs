@@ -1,4 +1,4 @@
-//! The table of tokens: which upgrades are let through, and what the others hear.
+//! Authentication of upgrades: which are accepted, and the errors of the others.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -18,9 +18,9 @@ const TOKEN: &str = "invalid websocket bearer token";
 const JWT: &str = "invalid websocket jwt";
 
 #[tokio::test]
-async fn capability_tokens() {
+async fn upgrade_requires_the_capability_token() {
     let files = Files::new();
-    // A newline at the end of the file is no part of the token.
+    // A newline at the end of the file is not part of the token.
     let file = files.write("token", "tok123\n");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
     for (headers, status, body) in [
@@ -34,7 +34,7 @@ async fn capability_tokens() {
         (b"Authorization: tok123\r\n", 401, HEADER),
         (b"Authorization: Bearer\ttok123\r\n", 401, HEADER),
         (b"Authorization: Bearer \xff\r\n", 401, HEADER),
-        // A page is refused whatever it knows.
+        // A request with an origin is refused even with the token.
         (
             b"Origin: http://evil.example\r\nAuthorization: Bearer tok123\r\n",
             403,
@@ -45,13 +45,13 @@ async fn capability_tokens() {
         let shown = String::from_utf8_lossy(headers);
         assert_eq!(seen, (status, body.to_owned()), "{shown}");
     }
-    // From here on the address has failed often enough to be slowed, so a server of its own.
+    // This address has failed often enough to be slowed, so use another server.
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
     for (headers, body) in [
         (&b"Authorization: Bearer tok123 x\r\n"[..], TOKEN),
         (b"Authorization: Bearer TOK123\r\n", TOKEN),
         (b"Authorization: Bearer tok12\r\n", TOKEN),
-        // Which of two counts is not guessed, even if both are right.
+        // Two authorization headers are refused, even if both are right.
         (
             b"Authorization: Bearer tok123\r\nAuthorization: Bearer tok123\r\n",
             HEADER,
@@ -65,7 +65,7 @@ async fn capability_tokens() {
         let shown = String::from_utf8_lossy(headers);
         assert_eq!(seen, (401, body.to_owned()), "{shown}");
     }
-    // Neither a query nor a subprotocol is a way in, and health needs no token.
+    // Neither a query nor a subprotocol carries a token, and health checks need none.
     let query = upgrade(server.url(), b"Sec-WebSocket-Protocol: tok123\r\n").await;
     assert_eq!(query, (401, MISSING.to_owned()));
     let mut client = session_with(server.url(), "tok123").await;
@@ -73,7 +73,7 @@ async fn capability_tokens() {
 }
 
 #[tokio::test]
-async fn a_hash_is_all_that_a_server_needs() {
+async fn server_accepts_a_token_by_its_hash() {
     let hash: String = Sha256::digest("tok123")
         .iter()
         .map(|byte| format!("{byte:02X}"))
@@ -109,7 +109,7 @@ fn now() -> i64 {
 }
 
 #[tokio::test]
-async fn signed_tokens() {
+async fn upgrade_checks_signature_time_audience_and_issuer() {
     let secret = "s".repeat(32);
     let files = Files::new();
     let file = files.write("secret", &format!("{secret}\n"));
@@ -140,7 +140,7 @@ async fn signed_tokens() {
     let none = jwt(&json!({"alg": "none"}), &good, &secret);
     let cases = [
         (right.clone(), ""),
-        // Edges of the skew, with a margin for the time that this test takes.
+        // Edges of the clock skew, with a margin for the duration of this test.
         (signed(&claims(json!({"exp": now() - 70}))), ""),
         (
             signed(&claims(json!({"exp": now() - 101}))),
@@ -191,7 +191,7 @@ async fn signed_tokens() {
 }
 
 #[tokio::test]
-async fn flags_that_do_not_fit_are_refused() {
+async fn conflicting_auth_flags_are_rejected() {
     let files = Files::new();
     let token = files.write("token", "tok123");
     let short = files.write("short", &"s".repeat(31));
@@ -289,7 +289,7 @@ async fn flags_that_do_not_fit_are_refused() {
 }
 
 #[tokio::test]
-async fn guessing_is_slowed() {
+async fn repeated_failures_of_an_address_are_slowed() {
     let files = Files::new();
     let file = files.write("token", "tok123");
     let server = start(&["--ws-auth", "capability-token", "--ws-token-file", &file]).await;
@@ -313,7 +313,7 @@ async fn guessing_is_slowed() {
 }
 
 #[tokio::test]
-async fn listed_origins_are_let_in() {
+async fn only_listed_origins_are_accepted() {
     let server = start(&["--allow-origin", "https://console.example"]).await;
     let good = b"Origin: https://console.example\r\n";
     assert_eq!(upgrade(server.url(), good).await.0, 101);
@@ -323,7 +323,7 @@ async fn listed_origins_are_let_in() {
 }
 
 #[tokio::test]
-async fn others_on_the_network_may_come_with_a_token() {
+async fn listening_on_the_network_with_a_token_is_allowed() {
     let files = Files::new();
     let file = files.write("token", "tok123");
     let mut command = crate::program();
@@ -334,7 +334,7 @@ async fn others_on_the_network_may_come_with_a_token() {
 }
 
 #[tokio::test]
-async fn limits_are_exchanged_on_sighup() {
+async fn sighup_reloads_limits() {
     let files = Files::new();
     let limits = |sessions: usize, processes: usize| {
         files.write(
@@ -365,7 +365,7 @@ async fn limits_are_exchanged_on_sighup() {
 }
 
 #[tokio::test]
-async fn tokens_are_exchanged_on_sighup() {
+async fn sighup_reloads_tokens() {
     let files = Files::new();
     let file = files.write("token", "old-one");
     let mut server = start(&[
@@ -386,7 +386,7 @@ async fn tokens_are_exchanged_on_sighup() {
     // The connection of the old token was closed.
     client.end().await;
 
-    // A file that is gone changes nothing, and is complained about.
+    // A missing file changes nothing, and is logged.
     std::fs::remove_file(&file).unwrap();
     proc::signal(server.pid(), Signal::HUP);
     server
