@@ -1,4 +1,4 @@
-//! `exec-server --remote`, as its operator sees it.
+//! `exec-server --remote` as its operator sees it.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
@@ -15,10 +15,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Running, finished, program};
+use super::stage::{Deployment, Running, finished, program};
 use super::{collect, lines};
 
-/// What it says when it does not start.
+/// Asserts that the executor does not start, with this text in its error message.
 async fn refuses(command: Command, part: &str) {
     let output = finished(command).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -27,7 +27,7 @@ async fn refuses(command: Command, part: &str) {
     assert_eq!(output.stdout, b"");
 }
 
-/// The fingerprint that it prints.
+/// The fingerprint that the executor prints.
 fn key(running: &Running) -> String {
     let stderr = running.stderr();
     let line = stderr.lines().find_map(|line| line.strip_prefix("key: "));
@@ -35,13 +35,13 @@ fn key(running: &Running) -> String {
 }
 
 #[tokio::test]
-async fn many_harnesses_share_an_executor_that_keeps_its_key() {
-    let meeting = Meeting::new().await;
-    let executor = meeting.attached("box").await;
+async fn executor_serves_many_harnesses_and_keeps_its_key() {
+    let deployment = Deployment::new().await;
+    let executor = deployment.attached("box").await;
     let before = key(&executor);
     let mut clients = tokio::task::JoinSet::new();
     for n in 0..6 {
-        let client = meeting.connect("box").await;
+        let client = deployment.connect("box").await;
         clients.spawn(async move {
             let script = format!("seq 1 100000; exit {n}");
             let (output, code) = collect(&client, "p", &script).await;
@@ -51,23 +51,23 @@ async fn many_harnesses_share_an_executor_that_keeps_its_key() {
     }
     clients.join_all().await;
     assert_eq!(executor.end(Signal::TERM).await, Some(0));
-    let executor = meeting.attached("box").await;
+    let executor = deployment.attached("box").await;
     assert_eq!(key(&executor), before);
 }
 
 #[tokio::test]
-async fn told_to_stop_it_ends_its_processes_and_says_so() {
-    let meeting = Meeting::new().await;
-    let executor = meeting.attached("box").await;
-    let client = meeting.connect("box").await;
+async fn executor_ends_its_processes_on_sigterm() {
+    let deployment = Deployment::new().await;
+    let executor = deployment.attached("box").await;
+    let client = deployment.connect("box").await;
     let running = collect(
         &client,
         "p",
         "trap 'echo bye; exit 3' TERM; echo; sleep 60 & wait",
     );
-    let told = async {
-        // The trap is set when something was printed.
-        let observer = meeting.connect("box").await;
+    let reported = async {
+        // The trap is set once something was printed.
+        let observer = deployment.connect("box").await;
         loop {
             let listed = observer
                 .call::<exec_server::protocol::process::List>(
@@ -82,16 +82,16 @@ async fn told_to_stop_it_ends_its_processes_and_says_so() {
         }
         executor.end(Signal::TERM).await
     };
-    let ((output, code), ended) = tokio::join!(running, told);
+    let ((output, code), ended) = tokio::join!(running, reported);
     assert_eq!((output.as_slice(), code), (&b"\nbye\n"[..], 3));
     assert_eq!(ended, Some(0));
 }
 
 #[tokio::test]
-async fn a_registry_that_is_not_there_yet_is_waited_for() {
-    let mut meeting = Meeting::prepared().await;
-    // The token comes with the meeting point; it is read for each call.
-    let state = meeting.path("rendezvous");
+async fn executor_retries_until_the_registry_is_reachable() {
+    let mut deployment = Deployment::prepared().await;
+    // The rendezvous server creates the token; the executor reads its file for each call.
+    let state = deployment.path("rendezvous");
     std::fs::create_dir(&state).unwrap();
     std::fs::write(state.join("executor.token"), "early\n").unwrap();
     std::fs::write(
@@ -100,35 +100,35 @@ async fn a_registry_that_is_not_there_yet_is_waited_for() {
     )
     .unwrap();
     std::fs::write(state.join("harness.token"), "late\n").unwrap();
-    let waiting = Running::start(meeting.executor("box"));
+    let waiting = Running::start(deployment.executor("box"));
     let opened = async {
         tokio::time::sleep(std::time::Duration::from_millis(300)).await;
-        meeting.open().await;
+        deployment.open().await;
     };
     let (_executor, ()) = tokio::join!(waiting, opened);
-    let client = meeting.connect("box").await;
+    let client = deployment.connect("box").await;
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
 }
 
 #[tokio::test]
-async fn what_cannot_work_is_told_at_once() {
-    let meeting = Meeting::new().await;
-    let wrong = meeting.path("wrong");
+async fn executor_rejects_invalid_options_at_start() {
+    let deployment = Deployment::new().await;
+    let wrong = deployment.path("wrong");
     std::fs::write(&wrong, "wrong\n").unwrap();
-    let mut command = meeting.executor("box");
+    let mut command = deployment.executor("box");
     command.arg("--remote-token-file").arg(&wrong);
-    // The last one wins.
+    // The last of two options wins.
     let output = finished(command).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "given twice: {stderr}");
 
-    let home = meeting.path("home");
+    let home = deployment.path("home");
     let remote = |args: &[&str]| {
         let mut command = program(&home);
         command.args(args);
         command
     };
-    let url = meeting.url();
+    let url = deployment.url();
     let wrong = wrong.to_str().unwrap();
     refuses(
         remote(&[
@@ -162,34 +162,34 @@ async fn what_cannot_work_is_told_at_once() {
 }
 
 #[tokio::test]
-async fn keys_that_others_could_have_read_are_not_used() {
-    let meeting = Meeting::new().await;
-    let executor = meeting.attached("box").await;
+async fn executor_rejects_an_identity_file_readable_by_others() {
+    let deployment = Deployment::new().await;
+    let executor = deployment.attached("box").await;
     executor.end(Signal::TERM).await;
-    let file = meeting.path("box/.local/state/exec-server/executor.identity");
+    let file = deployment.path("box/.local/state/exec-server/executor.identity");
     let mode = std::fs::metadata(&file).unwrap().permissions().mode();
     assert_eq!(mode & 0o7777, 0o600);
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
-    refuses(meeting.executor("box"), "others could have read it").await;
+    refuses(deployment.executor("box"), "others could have read it").await;
     std::fs::remove_file(&file).unwrap();
     std::fs::create_dir(&file).unwrap();
-    refuses(meeting.executor("box"), "executor.identity").await;
+    refuses(deployment.executor("box"), "executor.identity").await;
 }
 
 #[tokio::test]
-async fn a_key_from_the_environment_is_seen_by_nobody() {
-    let meeting = Meeting::new().await;
-    let token = meeting.token("executor");
+async fn token_from_the_environment_is_hidden_from_commands_and_logs() {
+    let deployment = Deployment::new().await;
+    let token = deployment.token("executor");
     for variable in ["EXEC_SERVER_API_KEY", "CODEX_API_KEY"] {
-        let home = meeting.path(variable);
+        let home = deployment.path(variable);
         let mut command = program(&home);
         command
-            .args(["--remote", &meeting.url(), "--environment-id", variable])
+            .args(["--remote", &deployment.url(), "--environment-id", variable])
             .args(["--log", "trace"])
             .env(variable, &token);
         let executor = Running::start(command).await;
-        let client = meeting.connect(variable).await;
-        // Everything that a command can see of this user's processes, itself included.
+        let client = deployment.connect(variable).await;
+        // Everything that a command can read about this user's processes, including itself.
         let look = "env; cat /proc/$PPID/environ /proc/$PPID/cmdline; \
                     for p in $(cat /proc/$PPID/task/*/children) $(awk '/^PPid/{print $2}' /proc/$PPID/status); \
                     do cat /proc/$p/environ /proc/$p/cmdline; done 2>/dev/null; echo looked";
@@ -212,13 +212,13 @@ fn line(environment: &str, token: &str, seconds: i64) -> String {
 }
 
 #[tokio::test]
-async fn credentials_come_by_standard_input_and_end_with_it() {
-    let meeting = Meeting::new().await;
-    let token = meeting.token("executor");
+async fn executor_reads_credentials_from_stdin_and_ends_with_it() {
+    let deployment = Deployment::new().await;
+    let token = deployment.token("executor");
     let command = || {
-        let mut command = program(&meeting.path("box"));
+        let mut command = program(&deployment.path("box"));
         command
-            .args(["--remote", &meeting.url(), "--environment-id", "box"])
+            .args(["--remote", &deployment.url(), "--environment-id", "box"])
             .arg("--executor-credential-stdin")
             .stdin(Stdio::piped());
         command
@@ -233,8 +233,8 @@ async fn credentials_come_by_standard_input_and_end_with_it() {
     let first = line("box", &token, 3600);
     input.write_all(first.as_bytes()).await.unwrap();
     let client = loop {
-        // Until it is attached the registry says that it is not.
-        match exec_server::ExecServerClient::connect_registry(meeting.args("box")).await {
+        // Until the executor is attached, the registry answers 409.
+        match exec_server::ExecServerClient::connect_registry(deployment.args("box")).await {
             Ok(client) => break client,
             Err(error) => assert!(error.to_string().contains("409"), "{error}"),
         }
@@ -271,9 +271,9 @@ async fn credentials_come_by_standard_input_and_end_with_it() {
 }
 
 #[tokio::test]
-async fn it_ends_with_standard_input_if_told_so() {
-    let meeting = Meeting::new().await;
-    let mut command = meeting.executor("box");
+async fn exit_on_stdin_close_ends_the_executor() {
+    let deployment = Deployment::new().await;
+    let mut command = deployment.executor("box");
     command.arg("--exit-on-stdin-close").stdin(Stdio::piped());
     let mut executor = Running::start(command).await;
     drop(executor.child.stdin.take());
@@ -281,7 +281,7 @@ async fn it_ends_with_standard_input_if_told_so() {
     assert!(ended.unwrap().success());
 }
 
-/// A proxy that knows one name; what it was asked for.
+/// An HTTP proxy that knows one host name; returns its address and the requested targets.
 async fn proxy(to: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -308,12 +308,12 @@ async fn proxy(to: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<String>>>) {
 }
 
 #[tokio::test]
-async fn registry_and_meeting_point_are_reached_through_a_proxy() {
-    let meeting = Meeting::new().await;
-    let (proxy, asked) = proxy(meeting.address()).await;
-    // A name that only the proxy knows.
-    let url = format!("http://meet.test:{}", meeting.address().port());
-    let home = meeting.path("box");
+async fn registry_and_rendezvous_server_are_reached_through_a_proxy() {
+    let deployment = Deployment::new().await;
+    let (proxy, asked) = proxy(deployment.address()).await;
+    // A host name that only the proxy knows.
+    let url = format!("http://meet.test:{}", deployment.address().port());
+    let home = deployment.path("box");
     std::fs::create_dir_all(&home).unwrap();
     let mut executor = program(&home);
     executor
@@ -325,15 +325,19 @@ async fn registry_and_meeting_point_are_reached_through_a_proxy() {
             "box",
         ])
         .arg("--remote-token-file")
-        .arg(meeting.path("rendezvous/executor.token"))
+        .arg(deployment.path("rendezvous/executor.token"))
         .env("ALL_PROXY", format!("http://{proxy}"));
     let _executor = Running::start(executor).await;
     let count = || asked.lock().unwrap().len();
     let before = count();
-    assert!(before >= 2, "a call and a socket: {:?}", asked.lock());
+    assert!(before >= 2, "one call and one socket: {:?}", asked.lock());
 
-    let environment = format!("registry+http://meet.test:{}/box", meeting.address().port());
-    let mut harness = meeting.harness("box", &["run", "--url", &environment, "--", "echo", "in"]);
+    let environment = format!(
+        "registry+http://meet.test:{}/box",
+        deployment.address().port()
+    );
+    let mut harness =
+        deployment.harness("box", &["run", "--url", &environment, "--", "echo", "in"]);
     harness
         .env("HTTP_PROXY", format!("http://{proxy}"))
         .env("NO_PROXY", "elsewhere.test");

@@ -1,4 +1,4 @@
-//! Registries and meeting points that misbehave, with both ends in this program.
+//! Registries and rendezvous servers that misbehave; executor and harness run in this process.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use tokio::time::timeout;
 use super::stub::Listening;
 use super::{collect, lines, sh};
 
-/// An executor that a test can look into.
+/// An executor whose state a test can inspect.
 struct Executor {
     server: Server,
     serving: JoinHandle<Result<(), RemoteEnvironmentError>>,
@@ -71,7 +71,7 @@ fn refusal(error: ExecServerError) -> RegistryConnectError {
 }
 
 #[tokio::test]
-async fn a_command_runs_and_its_output_is_whole() {
+async fn command_over_the_relay_returns_all_output() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |config| config.name = Some("here".to_owned()));
     executor.attached().await;
@@ -86,7 +86,7 @@ async fn a_command_runs_and_its_output_is_whole() {
 }
 
 #[tokio::test]
-async fn sockets_that_are_cut_cost_nothing() {
+async fn cut_sockets_are_replaced_without_a_new_handshake() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
@@ -115,7 +115,7 @@ async fn sockets_that_are_cut_cost_nothing() {
 }
 
 #[tokio::test]
-async fn changed_bytes_end_the_stream_and_not_the_session() {
+async fn changed_bytes_end_the_stream_but_not_the_session() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
@@ -128,7 +128,7 @@ async fn changed_bytes_end_the_stream_and_not_the_session() {
     let process = process.unwrap().process;
     at.stub.flip.store(true, Ordering::Relaxed);
     process.write("\n".into()).await.unwrap();
-    // Whether the client comes back by itself or somebody else resumes: the bytes are right.
+    // Whether the client recovers or another client resumes: the bytes are right.
     let resumed = async {
         let mut closed = first.closed();
         let _ = closed.wait_for(Option::is_some).await;
@@ -178,7 +178,7 @@ async fn changed_bytes_end_the_stream_and_not_the_session() {
 }
 
 #[tokio::test]
-async fn only_who_was_approved_comes_in_while_the_registry_is_away() {
+async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |config| config.validation.cache = Duration::ZERO);
     executor.attached().await;
@@ -192,14 +192,14 @@ async fn only_who_was_approved_comes_in_while_the_registry_is_away() {
         .await
         .unwrap();
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
-    // New keys, which nobody has vouched for.
+    // New keys, which the registry has not approved.
     let error = ExecServerClient::connect_registry(args(&at))
         .await
         .unwrap_err();
     let error = refusal(error);
     assert!(error.to_string().contains("validation_"), "{error}");
     assert!(error.is_retryable());
-    // A registry that is there and says no is believed.
+    // A reachable registry that refuses is final.
     *at.stub.validate.lock().unwrap() = Some((200, json!({"valid": false})));
     let error = refusal(ExecServerClient::connect_registry(known).await.unwrap_err());
     assert!(
@@ -210,7 +210,7 @@ async fn only_who_was_approved_comes_in_while_the_registry_is_away() {
 }
 
 #[tokio::test]
-async fn a_harness_that_was_just_approved_is_not_asked_about() {
+async fn approval_of_a_harness_is_cached() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
@@ -224,7 +224,7 @@ async fn a_harness_that_was_just_approved_is_not_asked_about() {
 }
 
 #[tokio::test]
-async fn a_registry_cannot_name_another_key_for_a_known_environment() {
+async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
@@ -241,7 +241,7 @@ async fn a_registry_cannot_name_another_key_for_a_known_environment() {
     assert!(text.contains(&executor.key.to_string()), "{text}");
     assert!(text.contains(&impostor.fingerprint().to_string()), "{text}");
     assert!(!error.is_retryable());
-    // And whoever believes it talks to nobody: the executor cannot prove to have that key.
+    // A client that trusts the registry's key cannot connect: the executor cannot prove to have it.
     let error = ExecServerClient::connect_registry(args(&at))
         .await
         .unwrap_err();
@@ -250,7 +250,7 @@ async fn a_registry_cannot_name_another_key_for_a_known_environment() {
 }
 
 #[tokio::test]
-async fn registration_is_retried_for_ever_once_it_may_succeed() {
+async fn registration_is_retried_without_limit_after_a_temporary_failure() {
     let at = Listening::new().await;
     *at.stub.register.lock().unwrap() = Some((503, json!({})));
     let mut executor = Executor::new(&at, |_| {});
@@ -262,7 +262,7 @@ async fn registration_is_retried_for_ever_once_it_may_succeed() {
     timeout(PATIENCE, asked(3)).await.unwrap();
     *at.stub.register.lock().unwrap() = None;
     executor.attached().await;
-    // An address that is too old leads to another registration; not even a refusal ends that.
+    // An expired address leads to another registration; even a refusal does not end the retries.
     let before = at.stub.registrations.load(Ordering::Relaxed);
     *at.stub.register.lock().unwrap() = Some((401, json!({})));
     at.stub.refuse_sockets.store(true, Ordering::Relaxed);
@@ -277,7 +277,7 @@ async fn registration_is_retried_for_ever_once_it_may_succeed() {
 }
 
 #[tokio::test]
-async fn a_first_registration_that_cannot_succeed_says_why() {
+async fn first_registration_reports_a_permanent_failure() {
     let at = Listening::new().await;
     for (answer, part) in [
         (
@@ -312,7 +312,7 @@ fn anyhow_text(error: &dyn std::error::Error) -> String {
 }
 
 #[tokio::test]
-async fn another_harness_cannot_resume_a_session() {
+async fn session_cannot_be_resumed_by_another_harness() {
     let at = Listening::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;

@@ -1,4 +1,4 @@
-//! Three meeting points that are one, on a real nats-server, and what may happen to them.
+//! Three rendezvous nodes that form one service over a real nats-server, and their failures.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,16 +24,16 @@ use super::operators::{block, items, shipped};
 use super::stage::{Running, finished, program};
 use super::{collect, lines, sh};
 
-/// Much longer than anything here should take, and than leases and back-offs last.
-const LONG: Duration = Duration::from_secs(60);
+/// Much longer than any step here should take, and than leases and back-offs last.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How soon somebody who is revoked is out, at whichever node.
-const OUT: Duration = Duration::from_secs(1);
+/// Maximum time until a revoked harness or executor is disconnected, at every node.
+const REVOCATION_LIMIT: Duration = Duration::from_secs(1);
 
 struct Fleet {
     directory: TempDir,
     nats: Nats,
-    /// How nodes reach it, and what else they are told.
+    /// How nodes reach NATS, and their other options.
     options: Vec<String>,
     nodes: Vec<Option<Running>>,
 }
@@ -62,7 +62,7 @@ impl Fleet {
         fleet
     }
 
-    /// Until every node knows every other.
+    /// Waits until every node knows every other.
     async fn wait_nodes(&self, count: usize) {
         let all = async {
             for node in 0..self.nodes.len() {
@@ -74,12 +74,12 @@ impl Fleet {
                 }
             }
         };
-        timeout(LONG, all)
+        timeout(TIMEOUT, all)
             .await
-            .expect("the nodes to find each other");
+            .expect("the nodes should find each other");
     }
 
-    /// The other nodes, as a node tells executors of them.
+    /// The URLs of the other nodes, as a node returns them to executors.
     async fn registries(&self, node: usize) -> Vec<String> {
         let (status, answer) = self.register(node, "probe").await;
         assert_eq!(status, 200, "{answer}");
@@ -88,7 +88,7 @@ impl Fleet {
         found.map(|url| url.as_str().unwrap().to_owned()).collect()
     }
 
-    /// One more node, with these options.
+    /// Starts one more node, with these options.
     async fn add(&mut self, options: &[&str]) -> usize {
         let mut command = program(self.directory.path());
         command
@@ -133,10 +133,10 @@ impl Fleet {
         };
         let token = self.token(role);
         let asked = request(method, &url, Some(&token), &body);
-        timeout(LONG, asked).await.expect("an answer")
+        timeout(TIMEOUT, asked).await.expect("an answer")
     }
 
-    /// Registers an environment of which there is no executor.
+    /// Registers an environment that has no executor.
     async fn register(&self, node: usize, name: &str) -> (u16, Value) {
         self.register_as(node, "executor", name).await
     }
@@ -151,7 +151,7 @@ impl Fleet {
         self.call(node, token, "POST", &path, &body).await
     }
 
-    /// A new token, which all nodes know.
+    /// Adds a token, and waits until all nodes know it.
     async fn add_token(&self, name: &str, role: &str, tenant: &str) {
         let state = self.directory.path().join("rendezvous");
         let mut command = program(self.directory.path());
@@ -172,7 +172,9 @@ impl Fleet {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
             };
-            timeout(LONG, known).await.expect("the token to be known");
+            timeout(TIMEOUT, known)
+                .await
+                .expect("the token to be known");
         }
     }
 
@@ -193,7 +195,7 @@ impl Fleet {
         command
     }
 
-    /// An executor that dials this node first.
+    /// An executor that connects to this node first.
     async fn executor(&self, node: usize, name: &str) -> Running {
         Running::start(self.executor_command(node, name, name)).await
     }
@@ -207,13 +209,16 @@ impl Fleet {
         RegistryConnectArgs::new(self.url(node), name, auth, "test")
     }
 
-    /// A harness that comes to this node.
+    /// A harness that connects to this node.
     async fn connect(&self, node: usize, name: &str) -> ExecServerClient {
         let connect = ExecServerClient::connect_registry(self.args(node, name));
-        timeout(LONG, connect).await.expect("a connection").unwrap()
+        timeout(TIMEOUT, connect)
+            .await
+            .expect("a connection")
+            .unwrap()
     }
 
-    /// What a node says of an environment.
+    /// The entry of an environment in a node's list.
     async fn listed(&self, node: usize, name: &str) -> Option<Value> {
         let (status, answer) = self
             .call(node, "admin", "GET", "/cloud/environments", &Value::Null)
@@ -226,7 +231,7 @@ impl Fleet {
         found.cloned()
     }
 
-    /// Revokes somebody.
+    /// Revokes a token, harness or environment.
     async fn revoke(&self, node: usize, whom: &Value) {
         let (status, answer) = self
             .call(node, "admin", "POST", "/cloud/revoke", whom)
@@ -234,7 +239,7 @@ impl Fleet {
         assert_eq!(status, 200, "{answer}");
     }
 
-    /// What a node says of itself.
+    /// The usage that a node reports about itself.
     async fn usage(&self, node: usize) -> Value {
         let path = "/cloud/usage";
         let (status, answer) = self.call(node, "admin", "GET", path, &Value::Null).await;
@@ -242,14 +247,14 @@ impl Fleet {
         answer
     }
 
-    /// Until a node has so many sockets of a kind.
+    /// Waits until a node has this many sockets of a kind.
     async fn wait_sockets_at(&self, node: usize, kind: &str, count: usize) {
         let wait = async {
             while self.usage(node).await[kind] != count {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        let waited = timeout(LONG, wait).await;
+        let waited = timeout(TIMEOUT, wait).await;
         assert!(waited.is_ok(), "not {count} {kind} at {node}");
     }
 
@@ -270,23 +275,23 @@ impl Fleet {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        let waited = timeout(LONG, wait).await;
+        let waited = timeout(TIMEOUT, wait).await;
         assert!(waited.is_ok(), "`{name}` is not online={online} at {node}");
     }
 
-    /// Dies without a word.
+    /// Kills a node.
     async fn kill(&mut self, node: usize) {
         self.nodes[node].take().unwrap().end(Signal::KILL).await;
     }
 
-    /// Until a node has logged something.
+    /// Waits until a node has logged a text.
     async fn wait_logged(&self, node: usize, text: &str) {
         let logged = async {
             while !self.node(node).stderr().contains(text) {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        let logged = timeout(LONG, logged).await;
+        let logged = timeout(TIMEOUT, logged).await;
         assert!(
             logged.is_ok(),
             "no `{text}` in:\n{}",
@@ -295,38 +300,41 @@ impl Fleet {
     }
 }
 
-/// Fails if somebody who was revoked then has stayed for too long.
-fn is_in_time(revoked: Instant) {
+/// Fails if a revoked harness stayed connected longer than [`REVOCATION_LIMIT`].
+fn assert_revoked_in_time(revoked: Instant) {
     let took = revoked.elapsed();
     eprintln!("out after {took:?}");
-    assert!(took < OUT, "{took:?}");
+    assert!(took < REVOCATION_LIMIT, "{took:?}");
 }
 
-/// A script that prints numbers for about this many seconds, and how many.
+/// A script that prints numbers for about this many seconds, and their count.
 fn counting(seconds: usize) -> (String, usize) {
     let count = seconds * 50;
     let script = format!("for i in $(seq 1 {count}); do echo $i; sleep 0.02; done");
     (script, count)
 }
 
-/// Until what [`counting`] started has come to this number.
-async fn said(process: &dyn ExecProcess, number: usize) {
+/// Waits until the script of [`counting`] has printed this number.
+async fn wait_for_line(process: &dyn ExecProcess, number: usize) {
     let line = Condition::Regex {
         regex: format!("(?m)^{number}$"),
         stream: None,
     };
-    let said = process.wait_for(WaitForRequest {
+    let printed = process.wait_for(WaitForRequest {
         any: vec![line],
         after_seq: 0,
         timeout: None,
     });
-    timeout(LONG, said).await.expect("its output").unwrap();
+    timeout(TIMEOUT, printed)
+        .await
+        .expect("its output")
+        .unwrap();
 }
 
-/// Waits for the whole output of what [`counting`] started.
-async fn counted(started: Arc<dyn ExecProcess>, count: usize) {
+/// Waits for the whole output of the script of [`counting`].
+async fn assert_counted_all(started: Arc<dyn ExecProcess>, count: usize) {
     let output = started.output(CollectOptions::default());
-    let output = timeout(LONG, output).await.expect("its end").unwrap();
+    let output = timeout(TIMEOUT, output).await.expect("its end").unwrap();
     assert!(
         output.stdout == lines(count),
         "{} bytes instead of {}",
@@ -336,7 +344,7 @@ async fn counted(started: Arc<dyn ExecProcess>, count: usize) {
 }
 
 #[tokio::test]
-async fn a_harness_at_one_node_uses_an_executor_at_another() {
+async fn harness_at_one_node_uses_an_executor_at_another() {
     let fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
     for node in [0, 1, 2] {
@@ -353,7 +361,7 @@ async fn a_harness_at_one_node_uses_an_executor_at_another() {
             "{listed}"
         );
         drop(client);
-        // It is seen to go.
+        // The end of the stream reaches the node of the executor.
         let gone = async {
             while fleet.listed(other, "box").await.unwrap()["streams"] != 0 {
                 tokio::time::sleep(Duration::from_millis(20)).await;
@@ -379,11 +387,11 @@ async fn a_harness_at_one_node_uses_an_executor_at_another() {
 }
 
 #[tokio::test]
-async fn bulk_between_nodes_is_byte_exact_and_a_slow_reader_stops_nobody() {
+async fn bulk_data_between_nodes_is_exact_despite_a_slow_reader() {
     let fleet = Fleet::new(2).await;
     let _executor = fleet.executor(0, "box").await;
     let client = fleet.connect(1, "box").await;
-    // One that does not read what comes.
+    // A client that does not read its output.
     let slow = fleet.connect(1, "box").await;
     let stuck = slow
         .start(sh("stuck", "head -c 40000000 /dev/zero"))
@@ -391,7 +399,7 @@ async fn bulk_between_nodes_is_byte_exact_and_a_slow_reader_stops_nobody() {
         .unwrap();
     let (output, _) = collect(&client, "p", "seq 1 1500000").await;
     assert!(output == lines(1_500_000), "{} bytes", output.len());
-    // And up.
+    // The same from client to executor.
     let started = client.start(sh("up", "sha256sum")).await.unwrap();
     let block = bytes::Bytes::from(lines(200_000));
     for _ in 0..4 {
@@ -399,7 +407,7 @@ async fn bulk_between_nodes_is_byte_exact_and_a_slow_reader_stops_nobody() {
     }
     started.process.close_stdin().await.unwrap();
     let output = started.process.output(CollectOptions::default());
-    let output = timeout(LONG, output).await.unwrap().unwrap();
+    let output = timeout(TIMEOUT, output).await.unwrap().unwrap();
     let (expected, _) = collect(
         &client,
         "q",
@@ -412,9 +420,9 @@ async fn bulk_between_nodes_is_byte_exact_and_a_slow_reader_stops_nobody() {
 }
 
 #[tokio::test]
-async fn a_node_dies_and_its_streams_go_on_elsewhere() {
+async fn streams_of_a_killed_node_continue_at_other_nodes() {
     let mut fleet = Fleet::new(3).await;
-    // One executor at the node that dies, one not; harnesses at every node.
+    // One executor at the node that is killed, one elsewhere; harnesses at every node.
     let _executors = [
         fleet.executor(0, "here").await,
         fleet.executor(1, "there").await,
@@ -431,12 +439,12 @@ async fn a_node_dies_and_its_streams_go_on_elsewhere() {
         }
     }
     for process in &running {
-        said(&**process, 20).await;
+        wait_for_line(&**process, 20).await;
     }
     fleet.kill(0).await;
     let before = Instant::now();
     for client in &clients {
-        // Whoever still answers goes on.
+        // Clients of the remaining nodes continue.
         let (output, _) = collect(client, "after", "echo after").await;
         assert_eq!(output, b"after\n");
     }
@@ -446,13 +454,13 @@ async fn a_node_dies_and_its_streams_go_on_elsewhere() {
         before.elapsed()
     );
     for process in running {
-        counted(process, count).await;
+        assert_counted_all(process, count).await;
     }
     fleet.wait_online(2, "here", true).await;
 }
 
 #[tokio::test]
-async fn a_node_that_was_paused_finds_itself_fenced() {
+async fn paused_node_is_fenced_when_it_continues() {
     let fleet = Fleet::new(3).await;
     let executor = fleet.executor(0, "box").await;
     assert_eq!(
@@ -465,10 +473,10 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     const PAUSED: Duration = Duration::from_secs(20);
     fleet.node(0).signal(Signal::STOP);
     let paused = Instant::now();
-    // Others believe it dead, and say so.
+    // The other nodes treat it as dead, and log that.
     fleet.wait_logged(1, "treated as dead").await;
     fleet.wait_online(2, "box", false).await;
-    // The same identity comes back elsewhere, while the old socket still seems to be there.
+    // The same identity connects to another node, while the old socket still seems open.
     executor.signal_both(Signal::STOP);
     let mark = fleet.directory.path().join("box/mark");
     std::fs::write(&mark, "two\n").unwrap();
@@ -481,11 +489,11 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
     tokio::time::sleep(PAUSED.saturating_sub(paused.elapsed())).await;
     fleet.node(0).signal(Signal::CONT);
     fleet.wait_logged(0, "has replaced the one here").await;
-    // Its harnesses are led to the one executor that there is.
+    // Its harnesses are routed to the only live executor.
     let late = fleet.connect(0, "box").await;
     assert_eq!(collect(&late, "late", &show).await.0, b"two\n");
-    counted(running.process, count).await;
-    // All nodes say the same of where it is.
+    assert_counted_all(running.process, count).await;
+    // All nodes report the same location of the environment.
     for node in [0, 1, 2] {
         let listed = fleet.listed(node, "box").await.unwrap();
         assert_eq!(
@@ -499,7 +507,7 @@ async fn a_node_that_was_paused_finds_itself_fenced() {
 }
 
 #[tokio::test]
-async fn nats_dies_and_comes_back() {
+async fn nodes_recover_after_nats_restarts() {
     let mut fleet = Fleet::new(2).await;
     let _executor = fleet.executor(0, "box").await;
     let (near, far) = (fleet.connect(0, "box").await, fleet.connect(1, "box").await);
@@ -507,7 +515,7 @@ async fn nats_dies_and_comes_back() {
     let near_count = near.start(sh("near", &script)).await.unwrap().process;
     let far_count = far.start(sh("far", &script)).await.unwrap().process;
     fleet.nats.die().await;
-    // Nobody new is taken in, and is told why.
+    // New connections are refused, with the reason.
     let refused = async {
         loop {
             let body = json!({
@@ -521,21 +529,21 @@ async fn nats_dies_and_comes_back() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    let answer = timeout(LONG, refused).await.expect("a refusal");
+    let answer = timeout(TIMEOUT, refused).await.expect("a refusal");
     let text = answer["error"]["message"].as_str().unwrap();
     assert!(text.contains("store") || text.contains("NATS"), "{text}");
-    // Streams of one node do not notice.
+    // Streams within one node are unaffected.
     assert_eq!(collect(&near, "still", "echo still").await.0, b"still\n");
     fleet.nats.open().await;
     assert_eq!(collect(&far, "again", "echo again").await.0, b"again\n");
     let fresh = fleet.connect(1, "box").await;
     assert_eq!(collect(&fresh, "fresh", "echo fresh").await.0, b"fresh\n");
-    counted(near_count, count).await;
-    counted(far_count, count).await;
+    assert_counted_all(near_count, count).await;
+    assert_counted_all(far_count, count).await;
 }
 
 #[tokio::test]
-async fn a_bucket_that_is_deleted_is_made_again_from_what_the_nodes_know() {
+async fn deleted_bucket_is_restored_from_the_nodes() {
     let fleet = Fleet::new(2).await;
     let _executor = fleet.executor(0, "box").await;
     let (status, _) = fleet.register(1, "registered").await;
@@ -554,12 +562,12 @@ async fn a_bucket_that_is_deleted_is_made_again_from_what_the_nodes_know() {
     fleet.wait_logged(0, "the bucket is gone").await;
     fleet.wait_online(0, "box", true).await;
     fleet.wait_online(1, "box", true).await;
-    // What was open stays, what is new works, and nothing is forgotten.
+    // Open streams stay, new ones work, and no registration is lost.
     assert_eq!(collect(&client, "p", "echo here").await.0, b"here\n");
     let fresh = fleet.connect(1, "box").await;
     assert_eq!(collect(&fresh, "q", "echo there").await.0, b"there\n");
     for node in [0, 1] {
-        // The other node may just have found out.
+        // The other node may need a moment to see the revocation.
         fleet.wait_online(node, "registered", false).await;
         let path = "/cloud/revocations";
         let revoked = async {
@@ -571,33 +579,33 @@ async fn a_bucket_that_is_deleted_is_made_again_from_what_the_nodes_know() {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         };
-        let answer = timeout(LONG, revoked).await.expect("an answer");
+        let answer = timeout(TIMEOUT, revoked).await.expect("an answer");
         let harness = &answer["revocations"][0]["harness"];
         assert_eq!(harness, "token:mallory", "{answer}");
     }
 }
 
 #[tokio::test]
-async fn of_two_executors_with_one_identity_the_newer_has_the_environment() {
+async fn newer_executor_with_the_same_identity_takes_over() {
     let fleet = Fleet::new(3).await;
     let first = fleet.executor(0, "box").await;
     let client = fleet.connect(2, "box").await;
     let mark = fleet.directory.path().join("box/mark");
     std::fs::write(&mark, "same\n").unwrap();
     let show = format!("cat {}", mark.display());
-    // It must not fight for its place yet.
+    // The first executor is stopped, so that it does not reconnect yet.
     first.signal_both(Signal::STOP);
     let second = Running::start(fleet.executor_command(1, "box", "box")).await;
     fleet.wait_logged(0, "has replaced the one here").await;
     let again = fleet.connect(2, "box").await;
     assert_eq!(collect(&again, "who", &show).await.0, b"same\n");
     drop((client, again));
-    // When the older wakes up it dials again, and is then the newer. One of them is always there.
+    // When the first one continues, it reconnects and is the newer. One of them is always attached.
     first.signal_both(Signal::CONT);
     fleet.wait_logged(1, "has replaced the one here").await;
     second.end(Signal::KILL).await;
     fleet.wait_online(2, "box", true).await;
-    // The one that is left comes back by itself; whoever comes while it does is told so.
+    // The other one reconnects by itself; a harness that connects meanwhile gets a retryable error.
     let last = async {
         loop {
             match ExecServerClient::connect_registry(fleet.args(1, "box")).await {
@@ -606,12 +614,12 @@ async fn of_two_executors_with_one_identity_the_newer_has_the_environment() {
             }
         }
     };
-    let last = timeout(LONG, last).await.expect("a connection");
+    let last = timeout(TIMEOUT, last).await.expect("a connection");
     assert_eq!(collect(&last, "p", &show).await.0, b"same\n");
 }
 
 #[tokio::test]
-async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
+async fn revoked_harness_is_disconnected_at_all_nodes() {
     let fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
     let args = fleet.args(1, "box");
@@ -629,11 +637,11 @@ async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(LONG, ended).await.expect("the stream to end");
-    is_in_time(revoked);
+    timeout(TIMEOUT, ended).await.expect("the stream to end");
+    assert_revoked_in_time(revoked);
     let mut closed = client.closed();
     let closed = closed.wait_for(Option::is_some);
-    timeout(LONG, closed).await.unwrap().unwrap();
+    timeout(TIMEOUT, closed).await.unwrap().unwrap();
     for node in [0, 1, 2] {
         let mut args = args.clone();
         args.registry_url = fleet.url(node).to_owned();
@@ -644,21 +652,24 @@ async fn a_harness_that_is_revoked_at_one_node_is_out_at_all() {
 }
 
 #[tokio::test]
-async fn a_token_that_is_revoked_while_it_streams_is_out_at_all_nodes() {
+async fn revoked_token_ends_its_streams_at_all_nodes() {
     let fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
     fleet.add_token("mallory", "harness", "default").await;
-    // One at the node of the executor, the others elsewhere, one of them where it will be revoked.
+    // One at the executor's node, the others elsewhere, one of them at the node that revokes.
     let (script, _) = counting(30);
     let mut clients = Vec::new();
     for node in [0, 1, 2] {
         let connect = ExecServerClient::connect_registry(fleet.args_as(node, "mallory", "box"));
-        let client = timeout(LONG, connect).await.expect("a connection").unwrap();
+        let client = timeout(TIMEOUT, connect)
+            .await
+            .expect("a connection")
+            .unwrap();
         let started = client.start(sh(&format!("p{node}"), &script)).await;
-        said(&*started.unwrap().process, 10).await;
+        wait_for_line(&*started.unwrap().process, 10).await;
         clients.push(client);
     }
-    // And one that is sent a lot and takes none of it.
+    // And one that receives much output and reads none of it.
     let home = fleet.directory.path().join("stuck");
     std::fs::create_dir_all(&home).unwrap();
     let mut stuck = program(&home);
@@ -677,12 +688,12 @@ async fn a_token_that_is_revoked_while_it_streams_is_out_at_all_nodes() {
     let other = fleet.connect(1, "box").await;
     let (script, count) = counting(4);
     let running = other.start(sh("other", &script)).await.unwrap();
-    said(&*running.process, 10).await;
+    wait_for_line(&*running.process, 10).await;
 
     let revoked = Instant::now();
     fleet.revoke(2, &json!({"harness": "token:mallory"})).await;
     fleet.wait_sockets("harnesses", &[0, 1, 0]).await;
-    is_in_time(revoked);
+    assert_revoked_in_time(revoked);
     for node in [0, 1, 2] {
         let (_, streams) = fleet
             .call(node, "admin", "GET", "/cloud/streams", &Value::Null)
@@ -696,14 +707,14 @@ async fn a_token_that_is_revoked_while_it_streams_is_out_at_all_nodes() {
     for client in clients {
         let mut closed = client.closed();
         let closed = closed.wait_for(Option::is_some);
-        timeout(LONG, closed).await.unwrap().unwrap();
+        timeout(TIMEOUT, closed).await.unwrap().unwrap();
     }
-    counted(running.process, count).await;
+    assert_counted_all(running.process, count).await;
     stuck.end(Signal::KILL).await;
 }
 
 #[tokio::test]
-async fn the_revoked_are_out_even_though_a_node_does_not_answer() {
+async fn revocation_works_while_a_node_is_stopped() {
     let fleet = Fleet::new(3).await;
     fleet.add_token("mallory", "harness", "default").await;
     fleet.add_token("builder", "executor", "default").await;
@@ -716,7 +727,10 @@ async fn the_revoked_are_out_even_though_a_node_does_not_answer() {
     let mut clients = Vec::new();
     for (node, token, name) in [(1, "mallory", "a"), (2, "harness", "d")] {
         let connect = ExecServerClient::connect_registry(fleet.args_as(node, token, name));
-        let client = timeout(LONG, connect).await.expect("a connection").unwrap();
+        let client = timeout(TIMEOUT, connect)
+            .await
+            .expect("a connection")
+            .unwrap();
         assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
         clients.push(client);
     }
@@ -732,19 +746,19 @@ async fn the_revoked_are_out_even_though_a_node_does_not_answer() {
             while fleet.usage(node).await[kind] != left {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
-            is_in_time(began);
+            assert_revoked_in_time(began);
         };
         let both = async { tokio::join!(fleet.revoke(2, &body), out) };
-        timeout(LONG, both).await.expect("to be out");
+        timeout(TIMEOUT, both).await.expect("to be out");
     }
     fleet.wait_sockets_at(2, "harnesses", 0).await;
-    // When the node goes on it hears of it, too.
+    // When the stopped node continues, it learns of the revocation, too.
     fleet.node(0).signal(Signal::CONT);
     fleet.wait_sockets_at(0, "executors", 0).await;
 }
 
 #[tokio::test]
-async fn a_token_that_is_gone_from_one_nodes_file_is_out_there() {
+async fn token_removed_from_one_nodes_file_is_disconnected_there() {
     let mut fleet = Fleet::new(1).await;
     fleet.add_token("mallory", "harness", "default").await;
     fleet.add_token("builder", "executor", "default").await;
@@ -761,7 +775,12 @@ async fn a_token_that_is_gone_from_one_nodes_file_is_out_there() {
     let mut clients = Vec::new();
     for node in [0, 1] {
         let connect = ExecServerClient::connect_registry(fleet.args_as(node, "mallory", "box"));
-        clients.push(timeout(LONG, connect).await.expect("a connection").unwrap());
+        clients.push(
+            timeout(TIMEOUT, connect)
+                .await
+                .expect("a connection")
+                .unwrap(),
+        );
     }
     fleet.wait_sockets("harnesses", &[1, 1]).await;
     let mut watcher = Watcher::new(&fleet, 0, "admin").await;
@@ -773,29 +792,34 @@ async fn a_token_that_is_gone_from_one_nodes_file_is_out_there() {
     let left: Vec<_> = left.collect();
     assert_eq!(left.len() + gone.len(), tokens.lines().count());
     std::fs::write(&file, left.join("\n")).unwrap();
-    // The harness at that node, the executor wherever it is attached.
-    watcher.hears("detach", "built").await;
+    // The harness at that node, and the executor wherever it is attached.
+    watcher.wait_for_event("detach", "built").await;
     fleet.wait_sockets("harnesses", &[1, 0]).await;
     let error = ExecServerClient::connect_registry(fleet.args_as(1, "mallory", "box")).await;
     let error = error.unwrap_err().to_string();
     assert!(error.contains("401"), "{error}");
-    // The other node has not heard of it, and lets both in again.
-    watcher.hears("attach", "built").await;
+    // The other node still has the token, and accepts both again.
+    watcher.wait_for_event("attach", "built").await;
     let connect = ExecServerClient::connect_registry(fleet.args_as(0, "mallory", "box"));
-    clients.push(timeout(LONG, connect).await.expect("a connection").unwrap());
+    clients.push(
+        timeout(TIMEOUT, connect)
+            .await
+            .expect("a connection")
+            .unwrap(),
+    );
     for client in [&clients[0], &clients[2]] {
         assert_eq!(collect(client, "p", "echo in").await.0, b"in\n");
     }
 }
 
 #[tokio::test]
-async fn a_wrong_clock_on_one_node_harms_nobody() {
+async fn wrong_clock_on_one_node_is_tolerated() {
     let mut fleet = Fleet::new(1).await;
     for offset in ["-300", "300"] {
         fleet.add(&["--clock-offset", offset]).await;
     }
     fleet.wait_nodes(3).await;
-    // The addresses of all nodes end at the same time.
+    // The addresses that all nodes return expire at the same time.
     let mut ends = Vec::new();
     for node in [0, 1, 2] {
         let (status, answer) = fleet.register(node, &format!("clock-{node}")).await;
@@ -806,7 +830,7 @@ async fn a_wrong_clock_on_one_node_harms_nobody() {
     }
     let (first, last) = (ends.iter().min().unwrap(), ends.iter().max().unwrap());
     assert!(last - first < 30, "{ends:?}");
-    // An executor at each, and a harness from each to each.
+    // An executor at each node, and a harness from each node to each executor.
     let mut executors = Vec::new();
     for node in [0, 1, 2] {
         executors.push(fleet.executor(node, &format!("box-{node}")).await);
@@ -820,7 +844,7 @@ async fn a_wrong_clock_on_one_node_harms_nobody() {
 }
 
 #[tokio::test]
-async fn a_full_jetstream_lets_nobody_in_and_those_who_are_there_go_on() {
+async fn full_jetstream_refuses_registrations_and_keeps_streams() {
     let nats = Nats::with("max_file_store: 200KB").await;
     let fleet = Fleet::on(nats, 2).await;
     let _executor = fleet.executor(0, "box").await;
@@ -834,7 +858,7 @@ async fn a_full_jetstream_lets_nobody_in_and_those_who_are_there_go_on() {
         }
         unreachable!("it ends when the store is full")
     };
-    let (status, answer) = timeout(LONG, full).await.expect("a full store");
+    let (status, answer) = timeout(TIMEOUT, full).await.expect("a full store");
     assert_eq!(
         (status, &answer["error"]["code"]),
         (503, &json!("store_unavailable"))
@@ -846,7 +870,7 @@ async fn a_full_jetstream_lets_nobody_in_and_those_who_are_there_go_on() {
 }
 
 #[tokio::test]
-async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
+async fn full_disk_under_jetstream_refuses_registrations_and_recovers() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can mount a disk that is small enough to be filled");
         return;
@@ -864,7 +888,7 @@ async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
         }
         unreachable!("it ends when the disk is full")
     };
-    let (status, answer) = timeout(LONG, full).await.expect("a full disk");
+    let (status, answer) = timeout(TIMEOUT, full).await.expect("a full disk");
     assert_eq!(
         (status, &answer["error"]["code"]),
         (503, &json!("store_unavailable")),
@@ -875,7 +899,7 @@ async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
         let (output, _) = collect(client, "still", "seq 1 1000").await;
         assert_eq!(output, lines(1000));
     }
-    // With room again nothing else has to be done than to start what has given up.
+    // Once there is space again, only the processes that gave up must be started again.
     fleet.nats.free_disk();
     fleet.nats.die().await;
     fleet.nats.open().await;
@@ -884,7 +908,9 @@ async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(LONG, taken_in).await.expect("to be taken in again");
+    timeout(TIMEOUT, taken_in)
+        .await
+        .expect("the registration to be accepted again");
     fleet.wait_online(1, "box", true).await;
     for client in [&near, &far] {
         assert_eq!(collect(client, "after", "echo after").await.0, b"after\n");
@@ -894,7 +920,7 @@ async fn a_full_disk_under_jetstream_lets_nobody_in_and_is_got_over() {
 }
 
 #[tokio::test]
-async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
+async fn tenants_are_isolated_and_limited_across_nodes() {
     let nats = Nats::start().await;
     let options = [
         "--nats",
@@ -911,7 +937,7 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
                 .await;
         }
     }
-    // Both call it `box`, at different nodes, and come in where the other's is.
+    // Both tenants call it `box`, and connect at the node of the other tenant's executor.
     let start = async |node, tenant: &str| {
         let token = format!("{tenant}-executor");
         Running::start(fleet.executor_as(node, &token, "box", &format!("home-{tenant}"))).await
@@ -920,7 +946,7 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
     let connect = async |node, tenant: &str| {
         let args = fleet.args_as(node, &format!("{tenant}-harness"), "box");
         let connect = ExecServerClient::connect_registry(args);
-        timeout(LONG, connect).await.expect("an answer")
+        timeout(TIMEOUT, connect).await.expect("an answer")
     };
     let mut clients = Vec::new();
     for (node, tenant) in [(1, "acme"), (0, "globex")] {
@@ -933,7 +959,7 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
         );
         clients.push(client);
     }
-    // An admin of one sees nothing of the other, at any node.
+    // An admin of one tenant sees nothing of the other, at any node.
     for node in [0, 1] {
         let listed = fleet
             .call(
@@ -951,25 +977,25 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
             "{listed:?}"
         );
     }
-    // The one stream that `acme` may have is open at node 1: no other at either.
+    // The only stream that `acme` may have is open at node 1: no other is accepted at either.
     for node in [0, 1] {
         let refused = async {
             loop {
                 match connect(node, "acme").await {
                     Err(error) => return error.to_string(),
-                    // A node hears of the streams of others with their leases.
+                    // A node learns of the other nodes' streams with their leases.
                     Ok(client) => drop(client),
                 }
                 tokio::time::sleep(Duration::from_millis(200)).await;
             }
         };
-        let error = timeout(LONG, refused).await.expect("a refusal");
+        let error = timeout(TIMEOUT, refused).await.expect("a refusal");
         let expected = "tenant `acme` has reached its quota of 1 streams";
         assert!(error.contains(expected), "{error}");
         let other = connect(node, "globex").await.unwrap();
         assert_eq!(collect(&other, "q", "echo in").await.0, b"in\n");
     }
-    // Two environments wherever they are registered, and not one more.
+    // Two environments at any nodes, and no more.
     assert_eq!(fleet.register_as(1, "acme-executor", "second").await.0, 200);
     for node in [0, 1] {
         let refused = async {
@@ -981,7 +1007,7 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
                 }
             }
         };
-        let (status, answer) = timeout(LONG, refused).await.expect("a refusal");
+        let (status, answer) = timeout(TIMEOUT, refused).await.expect("a refusal");
         assert_eq!(
             (status, &answer["error"]["code"]),
             (403, &json!("quota_exceeded")),
@@ -996,14 +1022,14 @@ async fn tenants_do_not_meet_and_have_their_quotas_on_all_nodes() {
 }
 
 #[tokio::test]
-async fn nodes_share_the_bandwidth_of_a_tenant() {
+async fn nodes_share_the_bandwidth_quota_of_a_tenant() {
     const QUOTA: f64 = (1 << 20) as f64;
     const OVER: Duration = Duration::from_secs(2);
     let nats = Nats::start().await;
     let options = ["--nats", &nats.url(), "--quota", "* bandwidth=1M"].map(str::to_owned);
     let fleet = Fleet::with(nats, &options, 2).await;
     let _executors = [fleet.executor(0, "a").await, fleet.executor(1, "b").await];
-    // As much as it can have, from a node to itself.
+    // As much as possible, from a node to itself.
     let flood = async |node, name: &str| {
         let home = fleet.directory.path().join(format!("flood-{name}"));
         std::fs::create_dir_all(&home).unwrap();
@@ -1018,7 +1044,7 @@ async fn nodes_share_the_bandwidth_of_a_tenant() {
         let usage = fleet.usage(node).await;
         usage["received_bytes"].as_f64().unwrap()
     };
-    // Parts of the quota that pass each of the nodes.
+    // The share of the quota that passes each node.
     let parts = async || {
         let began = Instant::now();
         let before = [received(0).await, received(1).await];
@@ -1034,36 +1060,36 @@ async fn nodes_share_the_bandwidth_of_a_tenant() {
                 last = parts().await;
             }
         };
-        let waited = timeout(LONG, wait).await;
+        let waited = timeout(TIMEOUT, wait).await;
         assert!(waited.is_ok(), "{last:?}");
         last
     };
-    // One alone has all of it, although there is another node.
+    // A single busy node gets the whole quota, although there is another node.
     let first = flood(0, "a").await;
     wait(|[a, b]| a > 0.8 && b < 0.1).await;
-    // Two have half of it each, and both together not more.
+    // Two busy nodes get half of it each, and together not more than the quota.
     let second = flood(1, "b").await;
     wait(|[a, b]| a > 0.35 && b > 0.35 && a + b < 1.2).await;
     let [a, b] = parts().await;
     assert!((0.7..1.25).contains(&(a + b)), "{a} and {b}");
-    // And the one that is left has it all again.
+    // The remaining busy node gets the whole quota again.
     first.end(Signal::KILL).await;
     wait(|[a, b]| a < 0.1 && b > 0.8).await;
     second.end(Signal::KILL).await;
 }
 
 #[tokio::test]
-async fn nodes_share_the_handshakes_of_a_tenant() {
+async fn nodes_share_the_handshake_quota_of_a_tenant() {
     const QUOTA: f64 = 3.0;
     const OVER: Duration = Duration::from_secs(5);
     let nats = Nats::start().await;
     let options = ["--nats", &nats.url(), "--quota", "* handshakes=3"].map(str::to_owned);
     let fleet = Fleet::with(nats, &options, 2).await;
     let _executor = fleet.executor(0, "box").await;
-    // One after the other at both nodes, as fast as they are let in.
-    let crowd = async |node| loop {
+    // One connection after the other at both nodes, as fast as they are accepted.
+    let connect_repeatedly = async |node| loop {
         let connect = ExecServerClient::connect_registry(fleet.args(node, "box"));
-        let _ = timeout(LONG, connect).await.expect("an answer");
+        let _ = timeout(TIMEOUT, connect).await.expect("an answer");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     let made = async |node| {
@@ -1085,16 +1111,16 @@ async fn nodes_share_the_handshakes_of_a_tenant() {
         }
     };
     tokio::select! {
-        measured = timeout(LONG, measured) => measured.expect("the quota to be kept"),
-        () = crowd(0) => unreachable!("it goes on"),
-        () = crowd(1) => unreachable!("it goes on"),
+        measured = timeout(TIMEOUT, measured) => measured.expect("the quota to be kept"),
+        () = connect_repeatedly(0) => unreachable!("connects without end"),
+        () = connect_repeatedly(1) => unreachable!("connects without end"),
     }
 }
 
-/// Somebody who watches what happens, and what it has heard.
+/// A subscriber to `/events`, and the events it has received.
 struct Watcher {
     lines: Lines<BufReader<TcpStream>>,
-    heard: Vec<(String, Value)>,
+    received: Vec<(String, Value)>,
 }
 
 impl Watcher {
@@ -1107,44 +1133,46 @@ impl Watcher {
         );
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut lines = BufReader::new(stream).lines();
-        let status = timeout(LONG, lines.next_line()).await.expect("an answer");
+        let status = timeout(TIMEOUT, lines.next_line())
+            .await
+            .expect("an answer");
         assert_eq!(status.unwrap().as_deref(), Some("HTTP/1.1 200 OK"));
-        let heard = Vec::new();
-        Self { lines, heard }
+        let received = Vec::new();
+        Self { lines, received }
     }
 
-    /// Until it has heard this of an environment; what was said.
-    async fn hears(&mut self, event: &str, environment: &str) -> Value {
-        let hears = async {
-            let mut heard = String::new();
+    /// Waits for an event of an environment; returns its data.
+    async fn wait_for_event(&mut self, event: &str, environment: &str) -> Value {
+        let wait_for_event = async {
+            let mut received = String::new();
             loop {
                 let line = self.lines.next_line().await.unwrap().expect("more events");
                 if let Some(name) = line.strip_prefix("event: ") {
-                    heard = name.to_owned();
+                    received = name.to_owned();
                 } else if let Some(data) = line.strip_prefix("data: ") {
                     let data: Value = serde_json::from_str(data).unwrap();
-                    self.heard.push((heard.clone(), data.clone()));
-                    if heard == event && data["environment"] == environment {
+                    self.received.push((received.clone(), data.clone()));
+                    if received == event && data["environment"] == environment {
                         return data;
                     }
                 }
             }
         };
-        let heard = timeout(LONG, hears).await;
-        heard.unwrap_or_else(|_| panic!("no {event} of {environment}: {:?}", self.heard))
+        let received = timeout(TIMEOUT, wait_for_event).await;
+        received.unwrap_or_else(|_| panic!("no {event} of {environment}: {:?}", self.received))
     }
 
-    /// How often it has heard this of an environment.
+    /// How often an event of an environment was received.
     fn count(&self, event: &str, environment: &str) -> usize {
-        let heard = self.heard.iter();
-        heard
-            .filter(|(heard, data)| heard == event && data["environment"] == environment)
+        let received = self.received.iter();
+        received
+            .filter(|(received, data)| received == event && data["environment"] == environment)
             .count()
     }
 }
 
 #[tokio::test]
-async fn what_happens_at_any_node_is_heard_at_each() {
+async fn events_of_every_node_are_received_at_each_node() {
     let mut fleet = Fleet::new(2).await;
     for tenant in ["acme", "globex"] {
         for role in ["executor", "admin"] {
@@ -1154,27 +1182,29 @@ async fn what_happens_at_any_node_is_heard_at_each() {
     }
     let mut all = Watcher::new(&fleet, 0, "admin").await;
     let mut acme = Watcher::new(&fleet, 1, "acme-admin").await;
-    // From when on it hears of other nodes is a matter of milliseconds.
+    // The subscription to the other nodes takes some milliseconds to start.
     for (watcher, node) in [(&mut all, 1), (&mut acme, 0)] {
-        let hears = async {
+        let wait_for_event = async {
             for number in 0.. {
                 let name = format!("early-{node}-{number}");
                 let registered = fleet.register_as(node, "acme-executor", &name).await;
                 assert_eq!(registered.0, 200, "{}", registered.1);
-                let heard = watcher.hears("register", &name);
-                if timeout(Duration::from_millis(200), heard).await.is_ok() {
+                let received = watcher.wait_for_event("register", &name);
+                if timeout(Duration::from_millis(200), received).await.is_ok() {
                     return;
                 }
             }
         };
-        timeout(LONG, hears).await.expect("to hear of the other");
+        timeout(TIMEOUT, wait_for_event)
+            .await
+            .expect("an event of the other node");
     }
-    // Messages that nobody of us has sent.
+    // Messages that no node has sent.
     let forged = r#"{"event":"a\ndata: {}","tenant":"acme","data":{"node":"x"}}"#;
     for message in ["", "nonsense", "7", forged] {
         fleet.nats.tell("exec-server.e", message).await;
     }
-    // Each event once, wherever it happened and is heard, and only of whom one looks after.
+    // Each event once, regardless of the node, and only those of the admin's tenant.
     let start = async |node, tenant: &str, name: &str| {
         let token = format!("{tenant}-executor");
         Running::start(fleet.executor_as(node, &token, name, name)).await
@@ -1191,7 +1221,7 @@ async fn what_happens_at_any_node_is_heard_at_each() {
         assert_eq!(registered.0, 200, "{}", registered.1);
     }
     for watcher in [&mut all, &mut acme] {
-        let mut heard = Vec::new();
+        let mut received = Vec::new();
         for (event, environment) in [
             ("attach", "near"),
             ("attach", "far"),
@@ -1199,12 +1229,12 @@ async fn what_happens_at_any_node_is_heard_at_each() {
             ("register", "last-1"),
         ] {
             if watcher.count(event, environment) == 0 {
-                watcher.hears(event, environment).await;
+                watcher.wait_for_event(event, environment).await;
             }
-            heard.push(watcher.count(event, environment));
+            received.push(watcher.count(event, environment));
         }
-        assert_eq!(heard, [1; 4], "{:?}", watcher.heard);
-        for (_, data) in &watcher.heard {
+        assert_eq!(received, [1; 4], "{:?}", watcher.received);
+        for (_, data) in &watcher.received {
             let at = match data["environment"].as_str().unwrap() {
                 "near" | "theirs" | "last-0" => "node-0",
                 "far" | "theirs-too" | "last-1" => "node-1",
@@ -1214,25 +1244,29 @@ async fn what_happens_at_any_node_is_heard_at_each() {
         }
     }
     for theirs in ["theirs", "theirs-too"] {
-        assert_eq!(all.count("attach", theirs), 1, "{:?}", all.heard);
-        assert_eq!(acme.count("attach", theirs), 0, "{:?}", acme.heard);
+        assert_eq!(all.count("attach", theirs), 1, "{:?}", all.received);
+        assert_eq!(acme.count("attach", theirs), 0, "{:?}", acme.received);
     }
-    assert!(acme.heard.iter().all(|(_, data)| data["tenant"] == "acme"));
+    assert!(
+        acme.received
+            .iter()
+            .all(|(_, data)| data["tenant"] == "acme")
+    );
 
-    // Without NATS a node still tells of itself, and of the others when it is back.
+    // Without NATS a node still reports its own events, and those of others after NATS is back.
     fleet.nats.die().await;
     let [_theirs, _theirs_too, near, _far] = executors;
     near.end(Signal::KILL).await;
-    all.hears("detach", "near").await;
+    all.wait_for_event("detach", "near").await;
     fleet.nats.open().await;
     let again = async {
         while fleet.register_as(1, "acme-executor", "again").await.0 != 200 {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(LONG, again).await.expect("NATS to be back");
-    all.hears("register", "again").await;
-    // Nobody listens where nobody watches.
+    timeout(TIMEOUT, again).await.expect("NATS to be back");
+    all.wait_for_event("register", "again").await;
+    // Nodes subscribe only while a client watches.
     assert!(fleet.nats.is_heard("exec-server.e").await);
     drop((all, acme));
     let unheard = async {
@@ -1240,11 +1274,13 @@ async fn what_happens_at_any_node_is_heard_at_each() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    timeout(LONG, unheard).await.expect("nobody to listen");
+    timeout(TIMEOUT, unheard)
+        .await
+        .expect("no subscription to be left");
 }
 
-/// Whether two nodes with these options are one.
-async fn works(nats: Nats, options: &[String]) {
+/// Asserts that two nodes with these options cooperate.
+async fn assert_nodes_cooperate(nats: Nats, options: &[String]) {
     let fleet = Fleet::with(nats, options, 2).await;
     let _executor = fleet.executor(0, "box").await;
     let client = fleet.connect(1, "box").await;
@@ -1252,18 +1288,18 @@ async fn works(nats: Nats, options: &[String]) {
 }
 
 #[tokio::test]
-async fn a_node_without_nats_says_once_what_is_wrong() {
-    // Nobody listens there.
+async fn node_without_nats_reports_the_error_once() {
+    // A port without a listener.
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("nats://{}", free.local_addr().unwrap());
     drop(free);
-    let said = fails(&["--nats".to_owned(), url.clone()]).await;
-    let refused = said.matches("refused").count();
-    assert!(said.contains(&url) && refused == 1, "{said}");
+    let error = start_error(&["--nats".to_owned(), url.clone()]).await;
+    let refused = error.matches("refused").count();
+    assert!(error.contains(&url) && refused == 1, "{error}");
 }
 
-/// What a node with these options says before it gives up.
-async fn fails(options: &[String]) -> String {
+/// The error of a node that does not start with these options.
+async fn start_error(options: &[String]) -> String {
     let directory = tempfile::tempdir().unwrap();
     let mut command = program(directory.path());
     command
@@ -1276,7 +1312,7 @@ async fn fails(options: &[String]) -> String {
 }
 
 #[tokio::test]
-async fn nodes_come_to_nats_over_tls_and_with_a_password() {
+async fn nodes_connect_to_nats_with_tls_and_password() {
     let key = rcgen::KeyPair::generate().unwrap();
     let params = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
     let certificate = params.self_signed(&key).unwrap();
@@ -1302,19 +1338,19 @@ async fn nodes_come_to_nats_over_tls_and_with_a_password() {
         ]
     };
     let trust = ["--nats-ca".to_owned(), authority.display().to_string()];
-    // Nobody vouches for it.
-    let said = fails(&to("ann:geheim@")).await;
-    assert!(said.contains("cannot reach NATS"), "{said}");
-    assert!(!said.contains("geheim"), "{said}");
+    // The certificate is not trusted.
+    let error = start_error(&to("ann:geheim@")).await;
+    assert!(error.contains("cannot reach NATS"), "{error}");
+    assert!(!error.contains("geheim"), "{error}");
     // A wrong password.
-    let said = fails(&[to("ann:falsch@"), trust.clone()].concat()).await;
-    assert!(said.contains("authorization violation"), "{said}");
-    assert!(!said.contains("falsch"), "{said}");
+    let error = start_error(&[to("ann:falsch@"), trust.clone()].concat()).await;
+    assert!(error.contains("authorization violation"), "{error}");
+    assert!(!error.contains("falsch"), "{error}");
     let options = [to("ann:geheim@"), trust].concat();
-    works(nats, &options).await;
+    assert_nodes_cooperate(nats, &options).await;
 }
 
-/// A JWT of NATS, signed with one of its keys.
+/// A JWT for NATS, signed with one of its keys.
 fn nats_jwt(issuer: &nkeys::KeyPair, subject: &nkeys::KeyPair, name: &str, nats: Value) -> String {
     let text = |value: Value| URL_SAFE_NO_PAD.encode(value.to_string());
     let header = text(json!({"typ": "JWT", "alg": "ed25519-nkey"}));
@@ -1328,7 +1364,7 @@ fn nats_jwt(issuer: &nkeys::KeyPair, subject: &nkeys::KeyPair, name: &str, nats:
 }
 
 #[tokio::test]
-async fn nodes_come_to_nats_with_credentials() {
+async fn nodes_connect_to_nats_with_a_credentials_file() {
     let [operator, account, system, user] = [
         nkeys::KeyPair::new_operator(),
         nkeys::KeyPair::new_account(),
@@ -1377,17 +1413,17 @@ async fn nodes_come_to_nats_with_credentials() {
     );
     std::fs::write(&credentials, text).unwrap();
     let to = ["--nats".to_owned(), nats.url()];
-    let said = fails(&to).await;
-    assert!(said.contains("authorization violation"), "{said}");
+    let error = start_error(&to).await;
+    assert!(error.contains("authorization violation"), "{error}");
     let creds = |path: &std::path::Path| ["--nats-creds".to_owned(), path.display().to_string()];
     let missing = directory.path().join("missing.creds");
-    let said = fails(&[to.clone(), creds(&missing)].concat()).await;
-    assert!(said.contains("missing.creds"), "{said}");
-    works(nats, &[to, creds(&credentials)].concat()).await;
+    let error = start_error(&[to.clone(), creds(&missing)].concat()).await;
+    assert!(error.contains("missing.creds"), "{error}");
+    assert_nodes_cooperate(nats, &[to, creds(&credentials)].concat()).await;
 }
 
 #[tokio::test]
-async fn a_node_hands_its_sockets_over_before_it_ends() {
+async fn node_hands_over_its_sockets_on_sigterm() {
     let mut fleet = Fleet::new(3).await;
     let _executor = fleet.executor(0, "box").await;
     let (script, count) = counting(5);
@@ -1405,18 +1441,18 @@ async fn a_node_hands_its_sockets_over_before_it_ends() {
     let node = fleet.nodes[0].take().unwrap();
     assert_eq!(node.end(Signal::TERM).await, Some(0));
     for process in running {
-        counted(process, count).await;
+        assert_counted_all(process, count).await;
     }
     fleet.wait_online(1, "box", true).await;
     assert_eq!(fleet.registries(1).await.len(), 1, "it has left");
 }
 
 #[tokio::test]
-async fn the_manifest_of_a_fleet_starts_what_it_says() {
+async fn fleet_manifest_for_kubernetes_starts_nodes() {
     let manifest = shipped("kubernetes/fleet.yaml");
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name).display().to_string();
-    // NATS understands its configuration.
+    // nats-server accepts its configuration.
     std::fs::write(path("nats.conf"), block(&manifest, "nats.conf: |")).unwrap();
     let mut check = Command::new("nats-server");
     check
@@ -1427,7 +1463,7 @@ async fn the_manifest_of_a_fleet_starts_what_it_says() {
     let output = finished(check).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{stderr}");
-    // And nodes with these arguments are one, here on a single server.
+    // Nodes with these arguments cooperate, here over a single NATS server.
     let nats =
         Nats::configured(|_| "authorization { user: meet, password: geheim }\n".to_owned()).await;
     let other = shipped("kubernetes/rendezvous.yaml");

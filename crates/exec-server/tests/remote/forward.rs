@@ -1,38 +1,38 @@
-//! `exec-server forward`: servers that know nothing of registries, reached through one.
+//! `exec-server forward`: servers without registry support, reached through one.
 
 use exec_server::ExecServerClient;
 use exec_server_testkit::server::Server;
 use rustix::process::Signal;
 use tokio::process::Command;
 
-use super::stage::{Meeting, Running, finished, program};
+use super::stage::{Deployment, Running, finished, program};
 use super::{collect, lines};
 
-fn forward(meeting: &Meeting, environment: &str) -> Command {
-    let home = meeting.path(environment);
+fn forward(deployment: &Deployment, environment: &str) -> Command {
+    let home = deployment.path(environment);
     std::fs::create_dir_all(&home).unwrap();
     let mut command = program(&home);
     command
         .args([
             "forward",
             "--remote",
-            &meeting.url(),
+            &deployment.url(),
             "--environment-id",
             environment,
         ])
         .arg("--remote-token-file")
-        .arg(meeting.path("rendezvous/executor.token"))
+        .arg(deployment.path("rendezvous/executor.token"))
         .current_dir(&home);
     command
 }
 
-/// Runs a few things through a forwarder, and ends it.
-async fn works(meeting: &Meeting, environment: &str, forwarder: Running) {
-    let mut args = meeting.args(environment);
-    // So that the end of the forwarder is the end, and not waited out.
+/// Runs commands through a forwarder, and ends it.
+async fn assert_forwards(deployment: &Deployment, environment: &str, forwarder: Running) {
+    let mut args = deployment.args(environment);
+    // A short budget, so that the client does not wait for a forwarder that has ended.
     args.options.recovery.budget = Some(std::time::Duration::from_secs(1));
     let first = ExecServerClient::connect_registry(args).await.unwrap();
-    let second = meeting.connect(environment).await;
+    let second = deployment.connect(environment).await;
     let (output, code) = collect(&first, "p", "seq 1 100000; exit 3").await;
     assert!(output == lines(100_000), "{} bytes", output.len());
     assert_eq!(code, 3);
@@ -50,34 +50,34 @@ async fn works(meeting: &Meeting, environment: &str, forwarder: Running) {
 }
 
 #[tokio::test]
-async fn a_websocket_that_asks_for_a_token() {
-    let meeting = Meeting::new().await;
-    let token = meeting.path("token");
+async fn forward_to_a_websocket_with_a_token() {
+    let deployment = Deployment::new().await;
+    let token = deployment.path("token");
     std::fs::write(&token, "tok123\n").unwrap();
-    let mut server = program(meeting.directory.path());
+    let mut server = program(deployment.directory.path());
     server
         .args(["--ws-auth", "capability-token", "--ws-token-file"])
         .arg(&token);
     let server = Server::start(server).await;
-    let mut command = forward(&meeting, "ws");
+    let mut command = forward(&deployment, "ws");
     command
         .args(["--connect", server.url(), "--connect-token-file"])
         .arg(&token);
-    works(&meeting, "ws", Running::start(command).await).await;
+    assert_forwards(&deployment, "ws", Running::start(command).await).await;
 
-    // Without the token there is a stream, and nobody behind it.
-    let mut command = forward(&meeting, "ws");
+    // Without the token the stream opens, but the server behind it refuses.
+    let mut command = forward(&deployment, "ws");
     command.args(["--connect", server.url()]);
     let forwarder = Running::start(command).await;
-    let refused = ExecServerClient::connect_registry(meeting.args("ws")).await;
+    let refused = ExecServerClient::connect_registry(deployment.args("ws")).await;
     assert!(refused.is_err());
     assert!(forwarder.stderr().contains("401"), "{}", forwarder.stderr());
 }
 
 #[tokio::test]
-async fn a_websocket_with_tls_and_a_pin() {
-    let meeting = Meeting::new().await;
-    let mut server = program(meeting.directory.path());
+async fn forward_to_a_websocket_with_tls_and_a_pin() {
+    let deployment = Deployment::new().await;
+    let mut server = program(deployment.directory.path());
     server.arg("--tls-self-signed");
     let server = Server::listening(server, "wss://127.0.0.1:0").await;
     let stderr = server.stderr();
@@ -85,34 +85,34 @@ async fn a_websocket_with_tls_and_a_pin() {
         .lines()
         .find_map(|line| line.strip_prefix("tls pin: "))
         .unwrap();
-    let mut command = forward(&meeting, "wss");
+    let mut command = forward(&deployment, "wss");
     command.args(["--connect", server.url(), "--connect-tls-pin", pin]);
-    works(&meeting, "wss", Running::start(command).await).await;
+    assert_forwards(&deployment, "wss", Running::start(command).await).await;
 }
 
 #[tokio::test]
-async fn a_unix_socket() {
-    let meeting = Meeting::new().await;
-    let listen = format!("unix://{}", meeting.path("socket").display());
-    let server = Server::listening(program(meeting.directory.path()), &listen).await;
-    let mut command = forward(&meeting, "unix");
+async fn forward_to_a_unix_socket() {
+    let deployment = Deployment::new().await;
+    let listen = format!("unix://{}", deployment.path("socket").display());
+    let server = Server::listening(program(deployment.directory.path()), &listen).await;
+    let mut command = forward(&deployment, "unix");
     command.args(["--connect", server.url()]);
-    works(&meeting, "unix", Running::start(command).await).await;
+    assert_forwards(&deployment, "unix", Running::start(command).await).await;
 }
 
 #[tokio::test]
-async fn a_command_for_each_stream() {
-    let meeting = Meeting::new().await;
-    let mut command = forward(&meeting, "command");
+async fn forward_to_a_command_per_stream() {
+    let deployment = Deployment::new().await;
+    let mut command = forward(&deployment, "command");
     command
         .args(["--", env!("CARGO_BIN_EXE_exec-server"), "--listen", "stdio"])
         .env("EXEC_SERVER_API_KEY", "unused");
-    works(&meeting, "command", Running::start(command).await).await;
+    assert_forwards(&deployment, "command", Running::start(command).await).await;
 }
 
 #[tokio::test]
-async fn a_destination_is_one_or_the_other() {
-    let meeting = Meeting::new().await;
+async fn forward_rejects_both_or_neither_destination() {
+    let deployment = Deployment::new().await;
     for (args, part) in [
         (&[][..], "--connect"),
         (
@@ -120,7 +120,7 @@ async fn a_destination_is_one_or_the_other() {
             "cannot be used with",
         ),
     ] {
-        let mut command = forward(&meeting, "none");
+        let mut command = forward(&deployment, "none");
         command.args(args);
         let output = finished(command).await;
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -130,10 +130,10 @@ async fn a_destination_is_one_or_the_other() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_dialled_is_not_registered() {
-    let meeting = Meeting::new().await;
+async fn forward_does_not_register_an_invalid_destination() {
+    let deployment = Deployment::new().await;
     for url in ["nonsense", "http://127.0.0.1:1", "unix://relative"] {
-        let mut command = forward(&meeting, "none");
+        let mut command = forward(&deployment, "none");
         command.args(["--connect", url]);
         let output = finished(command).await;
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();

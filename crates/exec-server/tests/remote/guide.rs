@@ -1,4 +1,4 @@
-//! The guide of docs/remote.md for three machines, typed as it stands there.
+//! Runs the guide for three machines in docs/remote.md as it is printed.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -21,7 +21,7 @@ fn blocks(section: &str) -> Vec<String> {
         .collect()
 }
 
-/// A shell on one of the machines: a home of its own, and the files that people carry around.
+/// A shell on one of the machines, with a separate home and the files that users copy.
 fn shell(home: &Path, script: &str, pin: &str) -> Command {
     std::fs::create_dir_all(home.join(".local")).unwrap();
     let program = Path::new(env!("CARGO_BIN_EXE_exec-server"));
@@ -43,14 +43,14 @@ fn shell(home: &Path, script: &str, pin: &str) -> Command {
 }
 
 #[tokio::test]
-async fn a_machine_behind_nat_is_used_over_a_network() {
+async fn guide_for_three_machines_works_as_printed() {
     let directory = tempfile::tempdir().unwrap();
     let home = |name: &str| directory.path().join(name);
     let port = {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         listener.local_addr().unwrap().port()
     };
-    // All machines are this one, on a port that is free.
+    // All machines are this one, on a free port.
     let blocks: Vec<String> = blocks("In five minutes")
         .iter()
         .map(|block| {
@@ -69,8 +69,8 @@ async fn a_machine_behind_nat_is_used_over_a_network() {
     let made = shell(&home("meet"), tokens, "").output().await.unwrap();
     assert!(made.status.success(), "{made:?}");
     let rendezvous = format!("exec {}", rendezvous.trim_start());
-    let meeting = Running::start(shell(&home("meet"), &rendezvous, "")).await;
-    let stderr = meeting.stderr();
+    let deployment = Running::start(shell(&home("meet"), &rendezvous, "")).await;
+    let stderr = deployment.stderr();
     let pin = stderr
         .lines()
         .find_map(|line| line.strip_prefix("tls pin: "));

@@ -1,4 +1,4 @@
-//! `--url registry://…`, and what a harness lives through.
+//! `--url registry://…`, and the failures that a harness survives.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Running, Wire, finished, program};
+use super::stage::{CuttableProxy, Deployment, Running, finished, program};
 use super::{collect, lines, sh};
 
-/// The output of a process up to this length, and all of it in the end.
+/// Reads the output of a process up to this length.
 async fn read(events: &mut exec_server::ExecProcessEvents, output: &mut Vec<u8>, length: usize) {
     while output.len() < length {
         match timeout(PATIENCE, events.recv()).await.unwrap() {
@@ -46,18 +46,18 @@ async fn exit_code(events: &mut exec_server::ExecProcessEvents) -> i64 {
 }
 
 #[tokio::test]
-async fn every_command_takes_an_environment() {
-    let meeting = Meeting::new().await;
-    let _executor = meeting.attached("box").await;
+async fn every_command_accepts_a_registry_url() {
+    let deployment = Deployment::new().await;
+    let _executor = deployment.attached("box").await;
     let run = async |command: &[&str]| {
-        let output = finished(meeting.harness("box", command)).await;
+        let output = finished(deployment.harness("box", command)).await;
         let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
         let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
         (output.status.code(), stdout, stderr)
     };
     let (code, stdout, stderr) = run(&["run", "--", "sh", "-c", "pwd; exit 5"]).await;
     assert_eq!(code, Some(5), "{stderr}");
-    let there = meeting.path("box");
+    let there = deployment.path("box");
     assert_eq!(stdout.trim(), there.to_str().unwrap(), "{stderr}");
     assert!(stderr.contains("first use of registry://"), "{stderr}");
     let (code, stdout, stderr) = run(&["ps"]).await;
@@ -65,10 +65,10 @@ async fn every_command_takes_an_environment() {
     assert!(stdout.starts_with("SESSION"), "{stdout}");
     assert_eq!(stderr, "", "the second time it is known");
 
-    let file = meeting.path("file");
+    let file = deployment.path("file");
     std::fs::write(&file, "content").unwrap();
     let file = file.to_str().unwrap();
-    let url = format!("registry://{}/box", meeting.address());
+    let url = format!("registry://{}/box", deployment.address());
     let there = format!("{url}:copy");
     let (code, _, stderr) = run(&["cp", file, &there]).await;
     assert_eq!(code, Some(0), "{stderr}");
@@ -82,12 +82,12 @@ async fn every_command_takes_an_environment() {
 }
 
 #[tokio::test]
-async fn errors_say_what_to_do() {
-    let meeting = Meeting::new().await;
-    let output = finished(meeting.harness("nobody", &["ps"])).await;
+async fn registry_errors_have_a_hint() {
+    let deployment = Deployment::new().await;
+    let output = finished(deployment.harness("nobody", &["ps"])).await;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(stderr.contains("hint: no machine serves"), "{stderr}");
-    let mut command = meeting.harness("box", &["ps"]);
+    let mut command = deployment.harness("box", &["ps"]);
     command.env_remove("EXEC_SERVER_TOKEN_FILE");
     let output = finished(command).await;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -98,12 +98,12 @@ async fn errors_say_what_to_do() {
 }
 
 #[tokio::test]
-async fn sockets_cut_during_a_long_command_cost_nothing() {
-    let meeting = Meeting::new().await;
-    let _executor = meeting.attached("box").await;
-    let wire = Wire::new(meeting.address()).await;
-    let mut args = meeting.args("box");
-    args.registry_url = format!("http://{}", wire.address);
+async fn cut_sockets_lose_no_output_of_a_long_command() {
+    let deployment = Deployment::new().await;
+    let _executor = deployment.attached("box").await;
+    let proxy = CuttableProxy::new(deployment.address()).await;
+    let mut args = deployment.args("box");
+    args.registry_url = format!("http://{}", proxy.address);
     let client = ExecServerClient::connect_registry(args).await.unwrap();
     let session = client.session_id().to_owned();
     let script = "for i in 0 1 2 3 4 5 6 7 8 9; do seq 1 5000; sleep 1; done; echo end; exit 0";
@@ -114,7 +114,7 @@ async fn sockets_cut_during_a_long_command_cost_nothing() {
     let mut cuts = 0;
     for round in 1..=10 {
         read(&mut events, &mut output, round * block.len()).await;
-        cuts += wire.cut();
+        cuts += proxy.cut();
     }
     let expected = [block.repeat(10).as_slice(), b"end\n"].concat();
     read(&mut events, &mut output, expected.len()).await;
@@ -125,16 +125,16 @@ async fn sockets_cut_during_a_long_command_cost_nothing() {
 }
 
 #[tokio::test]
-async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
+async fn restarted_rendezvous_server_loses_no_output() {
     const STREAMS: usize = 50;
-    let mut meeting = Meeting::new().await;
-    let _one = meeting.attached("one").await;
-    let _two = meeting.attached("two").await;
+    let mut deployment = Deployment::new().await;
+    let _one = deployment.attached("one").await;
+    let _two = deployment.attached("two").await;
     let script = "seq 1 20000; read x; seq 1 20000; read x; echo end; exit 4";
     let block = lines(20_000);
     let mut opening = JoinSet::new();
     for n in 0..STREAMS {
-        let (args, length) = (meeting.args(["one", "two"][n % 2]), block.len());
+        let (args, length) = (deployment.args(["one", "two"][n % 2]), block.len());
         opening.spawn(async move {
             let client = ExecServerClient::connect_registry(args).await.unwrap();
             let process = client.start(sh("p", script)).await.unwrap().process;
@@ -146,8 +146,8 @@ async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
     }
     let mut streams = opening.join_all().await;
     for round in 1..=2 {
-        meeting.die().await;
-        // While nobody is there.
+        deployment.die().await;
+        // While no rendezvous server runs.
         let mut writes = Vec::new();
         for (_, process, ..) in &streams {
             let process = std::sync::Arc::clone(process);
@@ -155,7 +155,7 @@ async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
                 async move { process.write("\n".into()).await },
             ));
         }
-        meeting.open().await;
+        deployment.open().await;
         for write in writes {
             timeout(PATIENCE, write).await.unwrap().unwrap().unwrap();
         }
@@ -173,17 +173,17 @@ async fn a_meeting_point_that_dies_and_comes_back_costs_nothing() {
         assert!(*output == expected, "{} bytes", output.len());
         assert_eq!(exit_code(events).await, 4);
     }
-    // And new ones come in.
-    let client = meeting.connect("one").await;
+    // New connections are accepted as well.
+    let client = deployment.connect("one").await;
     assert_eq!(collect(&client, "q", "echo in").await.0, b"in\n");
 }
 
 #[tokio::test]
-async fn an_executor_that_was_restarted_is_known_again() {
-    let meeting = Meeting::new().await;
-    let executor = meeting.attached("box").await;
-    let mut args = meeting.args("box");
-    let known = meeting.path("known");
+async fn restarted_executor_is_recognized_by_its_key() {
+    let deployment = Deployment::new().await;
+    let executor = deployment.attached("box").await;
+    let mut args = deployment.args("box");
+    let known = deployment.path("known");
     args.trust = exec_server::registry::Trust::FirstUse(
         exec_server::registry::KnownEnvironments::new(&known),
     );
@@ -198,7 +198,7 @@ async fn an_executor_that_was_restarted_is_known_again() {
     let mut events = process.events().unwrap();
     read(&mut events, &mut Vec::new(), 6).await;
     executor.end(Signal::TERM).await;
-    // What was is over, and said to be.
+    // The old session has ended, and the error reports that.
     let over = async {
         while let Some(event) = events.recv().await {
             if matches!(
@@ -210,21 +210,21 @@ async fn an_executor_that_was_restarted_is_known_again() {
         }
     };
     timeout(PATIENCE, over).await.unwrap();
-    let _executor = meeting.attached("box").await;
+    let _executor = deployment.attached("box").await;
     let client = ExecServerClient::connect_registry(args).await.unwrap();
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
 }
 
 #[tokio::test]
-async fn another_key_is_refused_until_it_is_trusted() {
-    let meeting = Meeting::new().await;
-    let executor = meeting.attached("box").await;
-    let run = || finished(meeting.harness("box", &["run", "--", "echo", "hi"]));
+async fn changed_executor_key_is_refused_until_it_is_trusted() {
+    let deployment = Deployment::new().await;
+    let executor = deployment.attached("box").await;
+    let run = || finished(deployment.harness("box", &["run", "--", "echo", "hi"]));
     assert_eq!(run().await.stdout, b"hi\n");
     executor.end(Signal::TERM).await;
-    let identity = meeting.path("box/.local/state/exec-server/executor.identity");
+    let identity = deployment.path("box/.local/state/exec-server/executor.identity");
     std::fs::remove_file(identity).unwrap();
-    let _executor = meeting.attached("box").await;
+    let _executor = deployment.attached("box").await;
     let output = run().await;
     let stderr = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(125), "{stderr}");
@@ -232,19 +232,19 @@ async fn another_key_is_refused_until_it_is_trusted() {
     assert!(stderr.contains("exec-server env trust"), "{stderr}");
     assert_eq!(output.stdout, b"");
 
-    let url = format!("registry://{}/box", meeting.address());
-    let output = finished(meeting.harness("box", &["env", "trust", &url])).await;
+    let url = format!("registry://{}/box", deployment.address());
+    let output = finished(deployment.harness("box", &["env", "trust", &url])).await;
     assert!(output.status.success(), "{output:?}");
     assert_eq!(run().await.stdout, b"hi\n");
-    let output = finished(meeting.harness("box", &["env", "trust", "--list"])).await;
+    let output = finished(deployment.harness("box", &["env", "trust", "--list"])).await;
     let listed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(listed.lines().count(), 1, "{listed}");
     assert!(listed.starts_with(&format!("{url} ")), "{listed}");
-    // Any other one can be pinned, and is believed rather than the registry.
+    // Another key can be pinned, and the pin overrides the registry.
     let other = "0".repeat(64);
     let pin = ["env", "trust", &url, "--fingerprint", &other];
     assert!(
-        finished(meeting.harness("box", &pin))
+        finished(deployment.harness("box", &pin))
             .await
             .status
             .success()
@@ -253,14 +253,14 @@ async fn another_key_is_refused_until_it_is_trusted() {
     assert!(String::from_utf8_lossy(&output.stderr).contains(&other));
 }
 
-/// Asks the meeting point something as its admin.
-async fn post(meeting: &Meeting, path: &str, body: &Value) -> u16 {
+/// Sends a request to the rendezvous server as its admin.
+async fn post(deployment: &Deployment, path: &str, body: &Value) -> u16 {
     let body = body.to_string();
-    let mut stream = TcpStream::connect(meeting.address()).await.unwrap();
+    let mut stream = TcpStream::connect(deployment.address()).await.unwrap();
     let request = format!(
         "POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {}\r\n\
          Content-Type: application/json\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{body}",
-        meeting.token("admin"),
+        deployment.token("admin"),
         body.len()
     );
     stream.write_all(request.as_bytes()).await.unwrap();
@@ -269,21 +269,21 @@ async fn post(meeting: &Meeting, path: &str, body: &Value) -> u16 {
     head.status
 }
 
-/// A revocation may take this long; a second is promised, the rest is for machines that are busy.
+/// A revocation may take this long: one second is documented, the rest is for busy machines.
 const SOON: Duration = Duration::from_secs(3);
 
 #[tokio::test]
-async fn a_harness_that_is_revoked_is_out_and_stays_out() {
-    let meeting = Meeting::new().await;
-    let _executor = meeting.attached("box").await;
-    let args = meeting.args("box");
+async fn revoked_harness_is_disconnected_and_stays_refused() {
+    let deployment = Deployment::new().await;
+    let _executor = deployment.attached("box").await;
+    let args = deployment.args("box");
     let key = args.identity.public_key().fingerprint();
     let client = ExecServerClient::connect_registry(args.clone())
         .await
         .unwrap();
-    let other = meeting.connect("box").await;
+    let other = deployment.connect("box").await;
     let revocation = json!({"harness": format!("key:{key}"), "environment_id": "box"});
-    let status = post(&meeting, "/cloud/revoke", &revocation).await;
+    let status = post(&deployment, "/cloud/revoke", &revocation).await;
     assert!((200..300).contains(&status), "HTTP {status}");
     let mut closed = client.closed();
     let closed = closed.wait_for(Option::is_some);
@@ -297,12 +297,12 @@ async fn a_harness_that_is_revoked_is_out_and_stays_out() {
         "{error}"
     );
     assert!(error.to_string().contains("403"), "{error}");
-    // Others are not concerned.
+    // Other harnesses are unaffected.
     assert_eq!(collect(&other, "p", "echo in").await.0, b"in\n");
 }
 
-/// A listening server that tells when each of its clients is gone.
-async fn watched() -> (String, mpsc::UnboundedReceiver<()>) {
+/// A server that reports the end of each connection.
+async fn server_reporting_disconnects() -> (String, mpsc::UnboundedReceiver<()>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("ws://{}", listener.local_addr().unwrap());
     let (gone, receiver) = mpsc::unbounded_channel();
@@ -331,24 +331,24 @@ async fn watched() -> (String, mpsc::UnboundedReceiver<()>) {
 }
 
 #[tokio::test]
-async fn a_revoked_harness_is_cut_off_at_the_executor_as_well() {
-    let meeting = Meeting::new().await;
-    // What is behind the executor hears of the end only from it.
-    let (url, mut gone) = watched().await;
-    let mut forward = program(&meeting.path("box"));
-    std::fs::create_dir_all(meeting.path("box")).unwrap();
+async fn revoked_harness_is_disconnected_at_the_executor() {
+    let deployment = Deployment::new().await;
+    // The server behind the executor learns of the end only from the executor.
+    let (url, mut gone) = server_reporting_disconnects().await;
+    let mut forward = program(&deployment.path("box"));
+    std::fs::create_dir_all(deployment.path("box")).unwrap();
     forward
-        .args(["forward", "--connect", &url, "--remote", &meeting.url()])
+        .args(["forward", "--connect", &url, "--remote", &deployment.url()])
         .args(["--environment-id", "box", "--remote-token-file"])
-        .arg(meeting.path("rendezvous/executor.token"));
+        .arg(deployment.path("rendezvous/executor.token"));
     let _executor = Running::start(forward).await;
-    let args = meeting.args("box");
+    let args = deployment.args("box");
     let key = args.identity.public_key().fingerprint();
     let client = ExecServerClient::connect_registry(args).await.unwrap();
     assert_eq!(collect(&client, "p", "echo in").await.0, b"in\n");
     assert!(gone.try_recv().is_err());
     let revocation = json!({"harness": format!("key:{key}")});
-    let status = post(&meeting, "/cloud/revoke", &revocation).await;
+    let status = post(&deployment, "/cloud/revoke", &revocation).await;
     assert!((200..300).contains(&status), "HTTP {status}");
     let began = std::time::Instant::now();
     timeout(SOON, gone.recv()).await.unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! The real Codex binary on either end, or on both, of our meeting point.
+//! The real Codex binary on either end, or on both, with this project's rendezvous server.
 
 use std::process::Stdio;
 use std::sync::Arc;
@@ -12,33 +12,33 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Running, Wire};
+use super::stage::{CuttableProxy, Deployment, Running};
 use super::{collect, lines, sh};
 
-/// For one run of the CLI.
+/// Limit for one run of the CLI.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// The real executor, once it can be reached.
-struct Theirs {
+/// The real executor, attached, and a client of it.
+struct RealExecutor {
     client: ExecServerClient,
     _executor: codex::Executor,
     _home: Home,
 }
 
-impl Theirs {
-    async fn new(meeting: &Meeting, through: Option<&Wire>) -> Self {
+impl RealExecutor {
+    async fn new(deployment: &Deployment, through: Option<&CuttableProxy>) -> Self {
         let home = Home::new();
         let registry = Registry {
-            url: meeting.url(),
+            url: deployment.url(),
             environment: "theirs".to_owned(),
-            token: meeting.token("executor"),
+            token: deployment.token("executor"),
         };
         let executor = codex::remote_executor(&home, &registry, &[]);
-        let mut args = meeting.args("theirs");
-        if let Some(wire) = through {
-            args.registry_url = format!("http://{}", wire.address);
+        let mut args = deployment.args("theirs");
+        if let Some(proxy) = through {
+            args.registry_url = format!("http://{}", proxy.address);
         }
-        // It takes a while to start; until then the registry says that nobody is there.
+        // The executor takes a while to start; until then the registry answers 409.
         let client = timeout(LIMIT, async {
             loop {
                 match ExecServerClient::connect_registry(args.clone()).await {
@@ -56,23 +56,23 @@ impl Theirs {
 }
 
 #[tokio::test]
-async fn our_client_on_the_real_executor() {
-    let meeting = Meeting::new().await;
-    let theirs = Theirs::new(&meeting, None).await;
-    let (output, code) = collect(&theirs.client, "p", "seq 1 300000; exit 3").await;
+async fn our_client_runs_commands_on_the_real_executor() {
+    let deployment = Deployment::new().await;
+    let real = RealExecutor::new(&deployment, None).await;
+    let (output, code) = collect(&real.client, "p", "seq 1 300000; exit 3").await;
     assert!(output == lines(300_000), "{} bytes", output.len());
     assert_eq!(code, 3);
-    let second = meeting.connect("theirs").await;
+    let second = deployment.connect("theirs").await;
     assert_eq!(collect(&second, "p", "echo in").await.0, b"in\n");
 }
 
 #[tokio::test]
-async fn our_client_on_the_real_executor_survives_a_cut() {
-    let meeting = Meeting::new().await;
-    let wire = Wire::new(meeting.address()).await;
-    let theirs = Theirs::new(&meeting, Some(&wire)).await;
+async fn our_client_on_the_real_executor_survives_a_disconnect() {
+    let deployment = Deployment::new().await;
+    let proxy = CuttableProxy::new(deployment.address()).await;
+    let real = RealExecutor::new(&deployment, Some(&proxy)).await;
     let script = "for i in 0 1 2 3 4 5 6 7 8 9; do echo tick $i; sleep 1; done; exit 0";
-    let process = theirs.client.start(sh("p", script)).await.unwrap().process;
+    let process = real.client.start(sh("p", script)).await.unwrap().process;
     let mut events = process.events().unwrap();
     let (mut output, mut code, mut cut) = (Vec::new(), None, 0);
     while let Some(event) = timeout(PATIENCE, events.recv()).await.unwrap() {
@@ -84,7 +84,7 @@ async fn our_client_on_the_real_executor_survives_a_cut() {
             _ => {}
         }
         if cut == 0 && output.ends_with(b"tick 3\n") {
-            cut = wire.cut();
+            cut = proxy.cut();
         }
     }
     let expected: String = (0..10).map(|n| format!("tick {n}\n")).collect();
@@ -93,36 +93,36 @@ async fn our_client_on_the_real_executor_survives_a_cut() {
     assert!(cut > 0);
 }
 
-/// What the real client is told.
-fn registry(meeting: &Meeting, url: String) -> Registry {
+/// The registry settings of the real client.
+fn registry(deployment: &Deployment, url: String) -> Registry {
     Registry {
         url,
         environment: "ours".to_owned(),
-        token: meeting.token("harness"),
+        token: deployment.token("harness"),
     }
 }
 
-/// Our executor, with what the real client looks for.
-async fn ours(meeting: &Meeting) -> Running {
-    let mut command = meeting.executor("ours");
+/// This project's executor, with the marker that the real client looks for.
+async fn our_executor(deployment: &Deployment) -> Running {
+    let mut command = deployment.executor("ours");
     command.env(interop::MARKER.0, interop::MARKER.1);
     Running::start(command).await
 }
 
 #[tokio::test]
-async fn the_real_client_on_our_executor() {
-    let meeting = Meeting::new().await;
-    let _executor = ours(&meeting).await;
-    interop::command_runs_through_a_registry(&registry(&meeting, meeting.url())).await;
+async fn real_client_runs_commands_on_our_executor() {
+    let deployment = Deployment::new().await;
+    let _executor = our_executor(&deployment).await;
+    interop::command_runs_through_a_registry(&registry(&deployment, deployment.url())).await;
 }
 
 #[tokio::test]
-async fn the_real_client_on_our_executor_survives_a_cut() {
-    let meeting = Meeting::new().await;
-    let _executor = ours(&meeting).await;
-    let wire = Arc::new(Wire::new(meeting.address()).await);
-    let registry = registry(&meeting, format!("http://{}", wire.address));
-    let cut = Arc::clone(&wire);
+async fn real_client_on_our_executor_survives_a_disconnect() {
+    let deployment = Deployment::new().await;
+    let _executor = our_executor(&deployment).await;
+    let proxy = Arc::new(CuttableProxy::new(deployment.address()).await);
+    let registry = registry(&deployment, format!("http://{}", proxy.address));
+    let cut = Arc::clone(&proxy);
     interop::command_survives_a_cut(&registry, async move {
         assert!(cut.cut() > 0, "there was nothing to cut");
     })
@@ -130,11 +130,11 @@ async fn the_real_client_on_our_executor_survives_a_cut() {
 }
 
 #[tokio::test]
-async fn the_real_app_server_on_our_executor() {
-    let meeting = Meeting::new().await;
-    let _executor = meeting.attached("ours").await;
+async fn real_app_server_runs_commands_on_our_executor() {
+    let deployment = Deployment::new().await;
+    let _executor = deployment.attached("ours").await;
     let home = Home::new();
-    let mut child = codex::app_server(&home, &registry(&meeting, meeting.url()))
+    let mut child = codex::app_server(&home, &registry(&deployment, deployment.url()))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -152,11 +152,11 @@ async fn the_real_app_server_on_our_executor() {
         let line = format!("{message}\n");
         input.write_all(line.as_bytes()).await.unwrap();
         if message["id"] == 1 {
-            // It wants to have answered before anything else is said.
+            // The app server sends responses before notifications.
             let _ = timeout(LIMIT, output.next_line()).await.unwrap().unwrap();
         }
     }
-    let told = timeout(LIMIT, async {
+    let reported = timeout(LIMIT, async {
         loop {
             let line = output.next_line().await.unwrap().expect("an answer");
             let message: Value = serde_json::from_str(&line).unwrap();
@@ -165,8 +165,8 @@ async fn the_real_app_server_on_our_executor() {
             }
         }
     });
-    let told = told.await.unwrap();
-    let cwd = told["result"]["cwd"].to_string();
-    let there = meeting.path("ours");
-    assert!(cwd.contains(there.to_str().unwrap()), "{told}");
+    let reported = reported.await.unwrap();
+    let cwd = reported["result"]["cwd"].to_string();
+    let there = deployment.path("ours");
+    assert!(cwd.contains(there.to_str().unwrap()), "{reported}");
 }

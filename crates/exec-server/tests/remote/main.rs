@@ -1,4 +1,4 @@
-//! Remote mode: the meeting point, and executors and harnesses that meet there.
+//! Remote mode: the rendezvous server, and the executors and harnesses that connect through it.
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
@@ -16,14 +16,14 @@ mod guide;
 mod harness;
 #[cfg(feature = "interop")]
 mod interop;
-mod meeting;
 mod operators;
 mod rendezvous;
+mod rendezvous_server;
 mod stage;
 mod stub;
 mod tenants;
 
-/// A script that can be written to.
+/// A shell script with open standard input.
 fn sh(id: &str, script: &str) -> StartParams {
     StartParams {
         process_id: id.to_owned(),
@@ -40,7 +40,7 @@ fn lines(count: usize) -> Vec<u8> {
     lines.into_bytes()
 }
 
-/// Runs a script; its output and exit code.
+/// Runs a script; returns its output and exit code.
 async fn collect(client: &ExecServerClient, id: &str, script: &str) -> (Vec<u8>, i64) {
     let started = client.start(sh(id, script)).await.unwrap();
     let output = started.process.output(CollectOptions::default());

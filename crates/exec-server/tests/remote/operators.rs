@@ -1,4 +1,4 @@
-//! `exec-server fleet`: what whoever looks after a meeting point sees of it and does about it.
+//! `exec-server fleet`: the commands for operators of a rendezvous server.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use serde_json::{Value, json};
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, finished};
+use super::stage::{Deployment, finished};
 use super::{collect, sh};
 
-/// What a command that works prints.
+/// The standard output of a command that must succeed.
 async fn printed(command: Command) -> String {
     let output = finished(command).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -20,7 +20,7 @@ async fn printed(command: Command) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// What a command that fails says.
+/// The standard error of a command that must fail.
 async fn refused(command: Command) -> String {
     let output = finished(command).await;
     assert!(!output.status.success());
@@ -28,21 +28,21 @@ async fn refused(command: Command) -> String {
 }
 
 #[tokio::test]
-async fn it_shows_who_is_there() {
-    let meeting = Meeting::new().await;
-    let _box = meeting.attached("box").await;
-    let _spare = meeting.attached("spare").await;
-    let client = meeting.connect("box").await;
+async fn fleet_lists_nodes_environments_and_streams() {
+    let deployment = Deployment::new().await;
+    let _box = deployment.attached("box").await;
+    let _spare = deployment.attached("spare").await;
+    let client = deployment.connect("box").await;
     assert_eq!(collect(&client, "p", "echo hi").await.0, b"hi\n");
 
-    let nodes = meeting.ask_fleet(&["nodes"]).await;
+    let nodes = deployment.ask_fleet(&["nodes"]).await;
     let node = &nodes["nodes"][0];
     assert_eq!(nodes["nodes"].as_array().unwrap().len(), 1, "{nodes}");
     let counts = ["executors", "harnesses", "streams"].map(|name| node[name].as_u64().unwrap());
     assert_eq!(counts, [2, 1, 1], "{node}");
     let name = node["name"].as_str().unwrap();
 
-    let listed = meeting.ask_fleet(&["environments"]).await;
+    let listed = deployment.ask_fleet(&["environments"]).await;
     let listed: Vec<_> = listed["environments"]
         .as_array()
         .unwrap()
@@ -67,7 +67,7 @@ async fn it_shows_who_is_there() {
     };
     assert_eq!(listed, [row("box", 1), row("spare", 0)]);
 
-    let streams = meeting.ask_fleet(&["streams", "box"]).await;
+    let streams = deployment.ask_fleet(&["streams", "box"]).await;
     let stream = &streams["streams"][0];
     assert_eq!(
         (
@@ -79,11 +79,11 @@ async fn it_shows_who_is_there() {
         "{streams}"
     );
     assert_eq!(
-        meeting.ask_fleet(&["streams", "spare"]).await,
+        deployment.ask_fleet(&["streams", "spare"]).await,
         json!({"streams": []})
     );
 
-    // For people.
+    // Output for people.
     for (words, head, cell) in [
         (&["nodes"][..], "NODE", name),
         (&["environments"], "TENANT", "spare"),
@@ -95,13 +95,13 @@ async fn it_shows_who_is_there() {
             "box",
         ),
     ] {
-        let text = printed(meeting.fleet(words)).await;
+        let text = printed(deployment.fleet(words)).await;
         assert!(
             text.starts_with(head) && text.contains(cell),
             "{words:?}: {text}"
         );
     }
-    let top = meeting.ask_fleet(&["top", "--count", "1"]).await;
+    let top = deployment.ask_fleet(&["top", "--count", "1"]).await;
     assert_eq!(top["environments"][0]["environment_id"], "box");
     assert!(
         top["usage"][0]["received_bytes"].as_u64() > Some(0),
@@ -111,10 +111,10 @@ async fn it_shows_who_is_there() {
 }
 
 #[tokio::test]
-async fn it_turns_people_out_and_lets_them_in_again() {
-    let meeting = Meeting::new().await;
-    let _box = meeting.attached("box").await;
-    let client = meeting.connect("box").await;
+async fn fleet_revokes_a_harness_and_lifts_the_revocation() {
+    let deployment = Deployment::new().await;
+    let _box = deployment.attached("box").await;
+    let client = deployment.connect("box").await;
     let started = client.start(sh("p", "echo up; cat")).await.unwrap();
     let mut events = started.process.events().unwrap();
     let first = timeout(PATIENCE, events.recv()).await.unwrap();
@@ -124,71 +124,71 @@ async fn it_turns_people_out_and_lets_them_in_again() {
     );
 
     let began = Instant::now();
-    let revoked = meeting.ask_fleet(&["revoke", "token:harness"]).await;
+    let revoked = deployment.ask_fleet(&["revoke", "token:harness"]).await;
     assert_eq!(
         revoked,
         json!({"revoked": "token:harness", "sockets_ended": 1})
     );
-    let streams = meeting.ask_fleet(&["streams"]).await;
+    let streams = deployment.ask_fleet(&["streams"]).await;
     assert_eq!(streams, json!({"streams": []}));
-    // The command line itself takes part of this.
+    // The limit includes the start of the command line itself.
     assert!(
         began.elapsed() < Duration::from_secs(3),
         "{:?}",
         began.elapsed()
     );
-    let error = refused(meeting.harness("box", &["run", "--", "true"])).await;
+    let error = refused(deployment.harness("box", &["run", "--", "true"])).await;
     assert!(error.contains("revoked"), "{error}");
-    let listed = meeting.ask_fleet(&["revoke"]).await;
+    let listed = deployment.ask_fleet(&["revoke"]).await;
     assert_eq!(listed["revocations"][0]["harness"], "token:harness");
 
-    printed(meeting.fleet(&["revoke", "harness", "--undo"])).await;
-    let again = meeting.harness("box", &["run", "--", "echo", "back"]);
+    printed(deployment.fleet(&["revoke", "harness", "--undo"])).await;
+    let again = deployment.harness("box", &["run", "--", "echo", "back"]);
     assert_eq!(printed(again).await, "back\n");
-    let error = refused(meeting.fleet(&["revoke", "harness", "--undo"])).await;
+    let error = refused(deployment.fleet(&["revoke", "harness", "--undo"])).await;
     assert!(error.contains("was not revoked"), "{error}");
     drop(client);
 }
 
 #[tokio::test]
-async fn it_removes_environments() {
-    let meeting = Meeting::new().await;
-    let _box = meeting.attached("box").await;
-    let text = printed(meeting.fleet(&["environments", "--remove", "box"])).await;
+async fn fleet_removes_environments() {
+    let deployment = Deployment::new().await;
+    let _box = deployment.attached("box").await;
+    let text = printed(deployment.fleet(&["environments", "--remove", "box"])).await;
     assert_eq!(text, "removed box\n");
-    let error = refused(meeting.fleet(&["environments", "--remove", "nothing"])).await;
+    let error = refused(deployment.fleet(&["environments", "--remove", "nothing"])).await;
     assert!(error.contains("no environment `nothing`"), "{error}");
-    let error = refused(meeting.fleet(&["environments", "--remove", "a/b"])).await;
+    let error = refused(deployment.fleet(&["environments", "--remove", "a/b"])).await;
     assert!(error.contains("`a/b`"), "{error}");
 }
 
 #[tokio::test]
-async fn a_drained_node_ends_and_says_so_first() {
-    let mut meeting = Meeting::new().await;
-    let error = refused(meeting.fleet(&["drain", "nobody"])).await;
+async fn fleet_drain_ends_the_node() {
+    let mut deployment = Deployment::new().await;
+    let error = refused(deployment.fleet(&["drain", "nobody"])).await;
     assert!(error.contains("no node `nobody`"), "{error}");
-    let nodes = meeting.ask_fleet(&["nodes"]).await;
+    let nodes = deployment.ask_fleet(&["nodes"]).await;
     let name = nodes["nodes"][0]["name"].as_str().unwrap().to_owned();
-    let drained = meeting.ask_fleet(&["drain", &name]).await;
+    let drained = deployment.ask_fleet(&["drain", &name]).await;
     assert_eq!(drained, json!({ "draining": name }));
-    let ended = timeout(PATIENCE, meeting.running().child.wait()).await;
+    let ended = timeout(PATIENCE, deployment.running().child.wait()).await;
     assert!(ended.unwrap().unwrap().success());
 }
 
 #[tokio::test]
-async fn only_admins_are_told() {
-    let meeting = Meeting::new().await;
+async fn fleet_requires_an_admin_token() {
+    let deployment = Deployment::new().await;
     let with = |file: &str, words: &[&str]| {
-        let mut command = super::stage::program(meeting.directory.path());
+        let mut command = super::stage::program(deployment.directory.path());
         command
-            .args(["fleet", "--url", &meeting.url(), "--admin-token-file"])
-            .arg(meeting.path(file))
+            .args(["fleet", "--url", &deployment.url(), "--admin-token-file"])
+            .arg(deployment.path(file))
             .args(words);
         command
     };
     let error = refused(with("rendezvous/harness.token", &["nodes"])).await;
     assert!(error.contains("not one of an admin"), "{error}");
-    meeting
+    deployment
         .add_token("boss", &["--role", "admin", "--tenant", "acme"])
         .await;
     let listed = printed(with("boss.token", &["environments", "--json"])).await;
@@ -198,19 +198,19 @@ async fn only_admins_are_told() {
     assert!(error.contains("tenant=*"), "{error}");
     let error = refused(with("boss.token", &["drain", "local"])).await;
     assert!(error.contains("tenant=*"), "{error}");
-    // Without being told whose word it is, it asks; on the machine itself it knows.
-    let mut command = super::stage::program(meeting.directory.path());
-    command.args(["fleet", "nodes", "--url", &meeting.url()]);
+    // Without a token file the error names the option; on the server's machine the file is found.
+    let mut command = super::stage::program(deployment.directory.path());
+    command.args(["fleet", "nodes", "--url", &deployment.url()]);
     let error = refused(command).await;
     assert!(error.contains("--admin-token-file"), "{error}");
-    let mut command = super::stage::program(meeting.directory.path());
+    let mut command = super::stage::program(deployment.directory.path());
     command
-        .args(["fleet", "nodes", "--url", &meeting.url()])
-        .env("EXEC_SERVER_STATE_DIR", meeting.directory.path());
+        .args(["fleet", "nodes", "--url", &deployment.url()])
+        .env("EXEC_SERVER_STATE_DIR", deployment.directory.path());
     assert!(printed(command).await.starts_with("NODE"));
 }
 
-pub(super) fn shipped(name: &str) -> String {
+pub(super) fn dist_file(name: &str) -> String {
     let path = format!("{}/../../dist/{name}", env!("CARGO_MANIFEST_DIR"));
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
 }
@@ -239,17 +239,17 @@ pub(super) fn block(manifest: &str, key: &str) -> String {
 }
 
 #[tokio::test]
-async fn the_manifests_start_what_they_say() {
+async fn manifests_and_dashboard_match_the_server() {
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name).display().to_string();
-    let manifest = shipped("kubernetes/rendezvous.yaml");
+    let manifest = dist_file("kubernetes/rendezvous.yaml");
     let mut args = items(&manifest, "args:");
     assert_eq!(args[0], "rendezvous");
     let value = |args: &[String], flag: &str| {
         let at = args.iter().position(|arg| arg == flag);
         at.map_or_else(|| panic!("no {flag} in {args:?}"), |at| at + 1)
     };
-    // Where it listens is where others look for it.
+    // The server listens on the address that the manifest declares.
     for (flag, name) in [("--listen", "meet"), ("--metrics-listen", "metrics")] {
         let (_, port) = args[value(&args, flag)].rsplit_once(':').unwrap();
         let declared = format!("- name: {name}\n              containerPort: {port}\n");
@@ -273,7 +273,7 @@ async fn the_manifests_start_what_they_say() {
     let health = format!("{}/readyz", running.line);
     assert_eq!(http::request("GET", &health, None, "").await.0, 200);
 
-    // The dashboard asks for what is told.
+    // The dashboard queries metrics that the server exports.
     let stderr = running.stderr();
     let metrics = stderr
         .lines()
@@ -281,7 +281,7 @@ async fn the_manifests_start_what_they_say() {
     let (status, page) = http::request("GET", metrics.unwrap(), None, "").await;
     assert_eq!(status, 200);
     let page = page.as_str().unwrap().to_owned();
-    let dashboard = shipped("grafana/rendezvous.json");
+    let dashboard = dist_file("grafana/rendezvous.json");
     serde_json::from_str::<Value>(&dashboard).unwrap();
     let mut asked = 0;
     for rest in dashboard.split("exec_server_rendezvous_").skip(1) {
@@ -293,11 +293,11 @@ async fn the_manifests_start_what_they_say() {
     }
     assert!(asked > 20, "{asked}");
 
-    // What systemd would start has flags that there are.
+    // The flags in the systemd unit exist.
     let mut help = super::stage::program(home.path());
     help.args(["rendezvous", "--help"]);
     let help = printed(help).await;
-    let unit = shipped("exec-server-rendezvous.service");
+    let unit = dist_file("exec-server-rendezvous.service");
     let command: String = unit
         .lines()
         .skip_while(|line| !line.starts_with("ExecStart="))

@@ -1,4 +1,4 @@
-//! The meeting point: what it prepares, whom it lets in, and what survives it.
+//! The rendezvous server: its files, the connections that it accepts, and its restart.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
@@ -20,26 +20,26 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-use super::meeting::{self, PATIENCE, Rendezvous, program};
+use super::rendezvous_server::{self, PATIENCE, Rendezvous, program};
 
 fn key(seed: u8) -> PublicKey {
     PublicKey::new([seed; 32], &[seed; MLKEM768_BYTES]).unwrap()
 }
 
-async fn register(meeting: &Rendezvous, environment: &str, key: &PublicKey) -> Value {
+async fn register(server: &Rendezvous, environment: &str, key: &PublicKey) -> Value {
     let body = json!({"security_profile": SECURITY_PROFILE, "executor_public_key": key});
     let path = format!("/cloud/environment/{environment}/register");
-    let (status, answer) = meeting
+    let (status, answer) = server
         .call("executor", "POST", &path, &body.to_string())
         .await;
     assert_eq!(status, 200, "{answer}");
     answer
 }
 
-async fn ask(meeting: &Rendezvous, environment: &str, key: &PublicKey) -> (u16, Value) {
+async fn ask(server: &Rendezvous, environment: &str, key: &PublicKey) -> (u16, Value) {
     let body = json!({"harness_public_key": key}).to_string();
     let path = format!("/cloud/environment/{environment}/connect");
-    meeting.call("harness", "POST", &path, &body).await
+    server.call("harness", "POST", &path, &body).await
 }
 
 async fn dial(url: &Value) -> Link {
@@ -47,7 +47,7 @@ async fn dial(url: &Value) -> Link {
     connect(url, &ConnectOptions::default()).await.unwrap()
 }
 
-/// The next reset.
+/// The reason of the next reset.
 async fn reset(link: &mut Link) -> (String, String) {
     let wait = async {
         loop {
@@ -68,10 +68,10 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[tokio::test]
-async fn it_prepares_what_it_needs_and_says_what_to_do_next() {
+async fn rendezvous_creates_its_files_and_prints_the_next_steps() {
     let home = tempfile::tempdir().unwrap();
     let state = home.path().join("not/there/yet");
-    let meeting = meeting::start(&state).await;
+    let server = rendezvous_server::start(&state).await;
     for name in [
         "secret",
         "tokens",
@@ -84,18 +84,18 @@ async fn it_prepares_what_it_needs_and_says_what_to_do_next() {
     }
     assert_eq!(mode(&state), 0o700);
     let tokens = std::fs::read_to_string(state.join("tokens")).unwrap();
-    assert!(!tokens.contains(&meeting.token("executor")), "{tokens}");
+    assert!(!tokens.contains(&server.token("executor")), "{tokens}");
 
-    let registered = register(&meeting, "env-1", &key(1)).await;
+    let registered = register(&server, "env-1", &key(1)).await;
     let executor = dial(&registered["url"]).await;
-    let (status, answer) = ask(&meeting, "env-1", &key(2)).await;
+    let (status, answer) = ask(&server, "env-1", &key(2)).await;
     assert_eq!(status, 200, "{answer}");
     drop(executor);
 
-    // What it prints is what there is to do next.
-    meeting.signal(Signal::TERM);
-    let url = meeting.url().to_owned();
-    let (status, text) = meeting.ended().await;
+    // The printed commands are the next steps.
+    server.signal(Signal::TERM);
+    let url = server.url().to_owned();
+    let (status, text) = server.ended().await;
     assert!(status.success(), "{text}");
     for expected in [
         format!("--remote {url} --environment-id my-machine"),
@@ -108,9 +108,9 @@ async fn it_prepares_what_it_needs_and_says_what_to_do_next() {
 }
 
 #[tokio::test]
-async fn two_cannot_share_their_state() {
+async fn rendezvous_rejects_a_state_directory_in_use() {
     let state = tempfile::tempdir().unwrap();
-    let _meeting = meeting::start(state.path()).await;
+    let _server = rendezvous_server::start(state.path()).await;
     let mut second = program();
     second.args(["rendezvous", "--listen", "127.0.0.1:0", "--state-dir"]);
     let output = second.arg(state.path()).output().await.unwrap();
@@ -122,7 +122,7 @@ async fn two_cannot_share_their_state() {
 }
 
 #[tokio::test]
-async fn tokens_do_not_cross_a_network_in_clear() {
+async fn rendezvous_on_the_network_requires_tls() {
     let state = tempfile::tempdir().unwrap();
     let mut exposed = program();
     exposed.args(["rendezvous", "--listen", "0.0.0.0:0", "--state-dir"]);
@@ -135,9 +135,9 @@ async fn tokens_do_not_cross_a_network_in_clear() {
 }
 
 #[tokio::test]
-async fn tokens_are_added_and_taken_away_while_it_runs() {
+async fn tokens_can_be_added_and_removed_at_runtime() {
     let state = tempfile::tempdir().unwrap();
-    let meeting = meeting::start(state.path()).await;
+    let server = rendezvous_server::start(state.path()).await;
     let mut add = program();
     add.args(["rendezvous", "token-add", "ci", "--role", "harness"])
         .args(["--environment", "build-*", "--state-dir"])
@@ -146,15 +146,15 @@ async fn tokens_are_added_and_taken_away_while_it_runs() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{text}");
     let token = String::from_utf8(output.stdout).unwrap();
-    // The same name again is a mistake.
+    // Adding the same name again is an error.
     let again = add.output().await.unwrap();
     assert!(!again.status.success());
 
-    let registered = register(&meeting, "build-1", &key(1)).await;
+    let registered = register(&server, "build-1", &key(1)).await;
     let mut executor = dial(&registered["url"]).await;
     let body = json!({"harness_public_key": key(2)}).to_string();
     let ask = async |environment: &str| {
-        let url = format!("{}/cloud/environment/{environment}/connect", meeting.url());
+        let url = format!("{}/cloud/environment/{environment}/connect", server.url());
         http::request("POST", &url, Some(token.trim()), &body).await
     };
     let known = async {
@@ -173,7 +173,7 @@ async fn tokens_are_added_and_taken_away_while_it_runs() {
     harness.outgoing.push_binary(hello.parts());
     harness.outgoing.flush().await.unwrap();
 
-    // Gone from the file, gone from the meeting point, stream and all.
+    // A token removed from the file is refused, and its streams end.
     let file = state.path().join("tokens");
     let tokens = std::fs::read_to_string(&file).unwrap();
     let kept: String = tokens
@@ -189,7 +189,7 @@ async fn tokens_are_added_and_taken_away_while_it_runs() {
 }
 
 #[tokio::test]
-async fn it_speaks_tls_and_hands_out_such_addresses() {
+async fn rendezvous_with_tls_returns_wss_addresses() {
     let state = tempfile::tempdir().unwrap();
     let cert = state.path().join("cert.pem");
     let key_file = state.path().join("key.pem");
@@ -202,40 +202,40 @@ async fn it_speaks_tls_and_hands_out_such_addresses() {
         "--tls-key",
         key_file.to_str().unwrap(),
     ];
-    let meeting = meeting::start_with(state.path(), &options).await;
+    let server = rendezvous_server::start_with(state.path(), &options).await;
     assert!(
-        meeting.url().starts_with("https://127.0.0.1:"),
+        server.url().starts_with("https://127.0.0.1:"),
         "{}",
-        meeting.url()
+        server.url()
     );
-    // Who forgets the `s` is told.
-    let plain = meeting.url().replace("https", "http");
+    // A request without TLS gets a hint.
+    let plain = server.url().replace("https", "http");
     let (status, text) = http::request("GET", &format!("{plain}/healthz"), None, "").await;
     assert_eq!(
         (status, text),
         (400, json!("this port speaks TLS: use https://"))
     );
 
-    // What it hands out over TLS is an address with TLS, and good.
+    // The address that the registry returns over TLS uses TLS and works.
     let mut options = ConnectOptions::default();
     options.tls = TlsClientOptions::default();
     options.tls.ca_file = Some(cert);
     let auth = RegistryAuth::BearerFile(state.path().join("executor.token"));
     let mut registry = RegistryOptions::new(auth);
     registry.tls = options.tls.clone();
-    let registry = Registry::new(meeting.url(), "e", registry).unwrap();
+    let registry = Registry::new(server.url(), "e", registry).unwrap();
     let registered = registry.register(&key(1), None).await.unwrap();
-    let expected = format!("wss://127.0.0.1:{}/", meeting.port());
+    let expected = format!("wss://127.0.0.1:{}/", server.port());
     assert!(
         registered.url.starts_with(&expected),
         "not an address at {expected}"
     );
     let executor = connect(&registered.url, &options).await.unwrap();
 
-    // Sockets that were not signed for are refused.
+    // Sockets without a signed address are refused.
     let url = format!(
         "wss://127.0.0.1:{}/cloud/environment/e/ws?v=1",
-        meeting.port()
+        server.port()
     );
     let error = connect(&url, &options).await.unwrap_err().to_string();
     assert!(
@@ -246,7 +246,7 @@ async fn it_speaks_tls_and_hands_out_such_addresses() {
 }
 
 #[tokio::test]
-async fn it_counts_and_writes_down_but_no_secrets() {
+async fn metrics_and_audit_log_contain_no_secrets() {
     let state = tempfile::tempdir().unwrap();
     let audit = state.path().join("audit.jsonl");
     let options = [
@@ -257,31 +257,31 @@ async fn it_counts_and_writes_down_but_no_secrets() {
         "--audit-file",
         audit.to_str().unwrap(),
     ];
-    let meeting = meeting::start_with(state.path(), &options).await;
-    let registered = register(&meeting, "env-1", &key(1)).await;
+    let server = rendezvous_server::start_with(state.path(), &options).await;
+    let registered = register(&server, "env-1", &key(1)).await;
     let executor = dial(&registered["url"]).await;
-    let (_, asked) = ask(&meeting, "env-1", &key(2)).await;
+    let (_, asked) = ask(&server, "env-1", &key(2)).await;
     let authorization = asked["harness_key_authorization"].as_str().unwrap();
     let body = json!({
         "executor_registration_id": registered["executor_registration_id"],
         "harness_public_key": key(2), "harness_key_authorization": authorization,
     });
     let path = "/cloud/environment/env-1/validate";
-    let (_, valid) = meeting
+    let (_, valid) = server
         .call("executor", "POST", path, &body.to_string())
         .await;
     assert_eq!(valid, json!({"valid": true}));
-    let url = format!("{}/cloud/environments", meeting.url());
+    let url = format!("{}/cloud/environments", server.url());
     assert_eq!(
         http::request("GET", &url, Some("nonsense"), "").await.0,
         401
     );
-    let (status, _) = http::request("GET", &format!("{}/readyz", meeting.url()), None, "").await;
+    let (status, _) = http::request("GET", &format!("{}/readyz", server.url()), None, "").await;
     assert_eq!(status, 200);
     drop(executor);
-    meeting.wait_online("env-1", false).await;
+    server.wait_online("env-1", false).await;
 
-    let token = meeting.token("executor");
+    let token = server.token("executor");
     let signature = registered["url"]
         .as_str()
         .unwrap()
@@ -289,8 +289,8 @@ async fn it_counts_and_writes_down_but_no_secrets() {
         .nth(1)
         .unwrap()
         .to_owned();
-    meeting.signal(Signal::TERM);
-    let (_, stderr) = meeting.ended().await;
+    server.signal(Signal::TERM);
+    let (_, stderr) = server.ended().await;
     assert!(stderr.contains("metrics: http://127.0.0.1:"), "{stderr}");
     let text = std::fs::read_to_string(&audit).unwrap();
     let events: Vec<String> = text
@@ -324,8 +324,8 @@ fn identity(seed: u8) -> Identity {
     Identity::from_seed(&[seed; SEED_BYTES])
 }
 
-/// An executor of our kind that answers every message with itself.
-fn echo(meeting: &Rendezvous, environment: &'static str, identity: Identity, registered: &Value) {
+/// An executor that echoes every message.
+fn echo(server: &Rendezvous, environment: &'static str, identity: Identity, registered: &Value) {
     let url = registered["url"].as_str().unwrap().to_owned();
     let id = registered["executor_registration_id"].as_str().unwrap();
     let config = ExecutorConfig {
@@ -336,8 +336,8 @@ fn echo(meeting: &Rendezvous, environment: &'static str, identity: Identity, reg
     };
     let (accepted, mut streams) = mpsc::channel::<RelayStream>(16);
     let (base, token, id) = (
-        meeting.url().to_owned(),
-        meeting.token("executor"),
+        server.url().to_owned(),
+        server.token("executor"),
         id.to_owned(),
     );
     let validate = format!("{base}/cloud/environment/{environment}/validate");
@@ -391,11 +391,11 @@ fn echo(meeting: &Rendezvous, environment: &'static str, identity: Identity, reg
     });
 }
 
-/// A harness of our kind, which asks the registry for every socket.
-async fn open(meeting: &Rendezvous, environment: &'static str, seed: u8) -> RelayStream {
+/// A harness that requests an address from the registry for every socket.
+async fn open(server: &Rendezvous, environment: &'static str, seed: u8) -> RelayStream {
     let identity = identity(seed);
     let public = identity.public_key().clone();
-    let (status, first) = ask(meeting, environment, &public).await;
+    let (status, first) = ask(server, environment, &public).await;
     assert_eq!(status, 200, "{first}");
     let config = HarnessConfig {
         environment_id: environment.to_owned(),
@@ -415,12 +415,12 @@ async fn open(meeting: &Rendezvous, environment: &'static str, seed: u8) -> Rela
         identity,
         limits: Limits::default(),
     };
-    let url = format!("{}/cloud/environment/{environment}/connect", meeting.url());
-    let token = meeting.token("harness");
+    let url = format!("{}/cloud/environment/{environment}/connect", server.url());
+    let token = server.token("harness");
     let body = json!({"harness_public_key": public}).to_string();
     let dial = move || {
         let (url, token, body) = (url.clone(), token.clone(), body.clone());
-        // In a task of its own: nobody being there is a panic of the test's HTTP client.
+        // In a separate task: a refused connection is a panic of the test's HTTP client.
         let asked =
             tokio::spawn(async move { http::request("POST", &url, Some(&token), &body).await });
         async move {
@@ -439,7 +439,7 @@ async fn open(meeting: &Rendezvous, environment: &'static str, seed: u8) -> Rela
         .unwrap()
 }
 
-/// Sends a message and expects it back.
+/// Sends a message and expects the same one back.
 async fn bounce(stream: &mut RelayStream, message: &[u8]) {
     let outgoing = &mut stream.link.outgoing;
     outgoing.push_message(message.len(), |out| out.extend_from_slice(message));
@@ -452,31 +452,31 @@ async fn bounce(stream: &mut RelayStream, message: &[u8]) {
 }
 
 #[tokio::test]
-async fn streams_go_on_when_it_is_killed_and_started_again() {
+async fn streams_continue_after_the_rendezvous_server_restarts() {
     let state = tempfile::tempdir().unwrap();
-    let meeting = meeting::start(state.path()).await;
+    let server = rendezvous_server::start(state.path()).await;
     let identity = identity(1);
-    let registered = register(&meeting, "env-1", identity.public_key()).await;
-    echo(&meeting, "env-1", identity, &registered);
-    meeting.wait_online("env-1", true).await;
+    let registered = register(&server, "env-1", identity.public_key()).await;
+    echo(&server, "env-1", identity, &registered);
+    server.wait_online("env-1", true).await;
     let mut streams = Vec::new();
     for seed in 2..7 {
-        streams.push(open(&meeting, "env-1", seed).await);
+        streams.push(open(&server, "env-1", seed).await);
     }
     for stream in &mut streams {
         bounce(stream, b"before").await;
         bounce(stream, &vec![7; 3 << 20]).await;
     }
-    let listen = format!("127.0.0.1:{}", meeting.port());
-    meeting.signal(Signal::KILL);
-    meeting.ended().await;
+    let listen = format!("127.0.0.1:{}", server.port());
+    server.signal(Signal::KILL);
+    server.ended().await;
 
     let began = Instant::now();
-    let _meeting = meeting::start_with(state.path(), &["--listen", &listen]).await;
+    let _server = rendezvous_server::start_with(state.path(), &["--listen", &listen]).await;
     for stream in &mut streams {
         bounce(stream, b"after").await;
     }
-    // Seconds, though not more of them than it takes a session to end.
+    // Takes seconds, but fewer than a session's grace period.
     assert!(
         began.elapsed() < Duration::from_secs(25),
         "{:?}",

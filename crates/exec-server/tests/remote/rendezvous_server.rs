@@ -6,7 +6,7 @@ pub(crate) use exec_server_testkit::proc::PATIENCE;
 pub(crate) use exec_server_testkit::rendezvous::Rendezvous;
 use tokio::process::Command;
 
-/// The program with nothing in its environment but a `PATH`.
+/// The server binary, with only `PATH` in its environment.
 pub(crate) fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -15,12 +15,12 @@ pub(crate) fn program() -> Command {
     command
 }
 
-/// A meeting point on a free port, with its state in `state`.
+/// A rendezvous server on a free port, with its state in `state`.
 pub(crate) async fn start(state: &Path) -> Rendezvous {
     Rendezvous::start(program(), state).await
 }
 
-/// A meeting point with these options.
+/// A rendezvous server with these options.
 pub(crate) async fn start_with(state: &Path, options: &[&str]) -> Rendezvous {
     Rendezvous::with(program(), state, options).await
 }

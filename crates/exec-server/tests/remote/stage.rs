@@ -1,4 +1,4 @@
-//! The three programs of remote mode, each as a process, and a wire between them that can be cut.
+//! The three programs of remote mode as processes, and a proxy between them that can disconnect.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// The program with nothing in its environment but what it needs.
+/// The program, with only `PATH` and `HOME` in its environment.
 pub(super) fn program(home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command
@@ -30,7 +30,7 @@ pub(super) fn program(home: &Path) -> Command {
     command
 }
 
-/// Runs a program until it ends by itself.
+/// Runs a program until it exits without a signal.
 pub(super) async fn finished(mut command: Command) -> Output {
     timeout(PATIENCE, command.output())
         .await
@@ -38,10 +38,10 @@ pub(super) async fn finished(mut command: Command) -> Output {
         .unwrap()
 }
 
-/// A program that goes on once it has printed a line.
+/// A running program that has printed its first line.
 pub(super) struct Running {
     pub(super) child: Child,
-    /// The line.
+    /// The first line of its output.
     pub(super) line: String,
     stderr: PathBuf,
     _directory: TempDir,
@@ -56,10 +56,10 @@ impl Running {
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
         let line = timeout(PATIENCE, lines.next_line()).await;
         let line = line.ok().and_then(Result::ok).flatten().unwrap_or_else(|| {
-            let said = std::fs::read_to_string(&stderr).unwrap();
-            panic!("{command:?} printed nothing; its stderr:\n{said}")
+            let text = std::fs::read_to_string(&stderr).unwrap();
+            panic!("{command:?} printed nothing; its stderr:\n{text}")
         });
-        // Nobody cares for more, but a full pipe would stop it.
+        // The rest is discarded, but a full pipe would stop the program.
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         Self {
             child,
@@ -78,7 +78,7 @@ impl Running {
         kill_process(Pid::from_raw(pid).unwrap(), signal).unwrap();
     }
 
-    /// As [`Running::signal`], to the server behind its guardian as well.
+    /// As [`Running::signal`], and to the server behind its guardian as well.
     pub(super) fn signal_both(&self, signal: Signal) {
         for server in proc::children(self.child.id().unwrap()) {
             kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
@@ -86,7 +86,7 @@ impl Running {
         self.signal(signal);
     }
 
-    /// Ends it and waits for its end; its exit code.
+    /// Signals the program and waits for its end; returns its exit code.
     pub(super) async fn end(mut self, signal: Signal) -> Option<i32> {
         self.signal(signal);
         let ended = timeout(PATIENCE, self.child.wait()).await;
@@ -94,23 +94,23 @@ impl Running {
     }
 }
 
-/// A meeting point, its state and the homes of those who use it.
-pub(super) struct Meeting {
+/// A rendezvous server, its state, and the home directories of its users.
+pub(super) struct Deployment {
     pub(super) directory: TempDir,
     running: Option<Running>,
     address: SocketAddr,
 }
 
-impl Meeting {
+impl Deployment {
     pub(super) async fn new() -> Self {
-        let mut meeting = Self::prepared().await;
-        meeting.open().await;
-        meeting
+        let mut deployment = Self::prepared().await;
+        deployment.open().await;
+        deployment
     }
 
-    /// One that does not run yet.
+    /// A server that is not started yet.
     pub(super) async fn prepared() -> Self {
-        // The port is free again when it is needed, and stays the same when it comes back.
+        // The port is reserved now, and stays the same after a restart.
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         Self {
             directory: tempfile::tempdir().unwrap(),
@@ -123,7 +123,7 @@ impl Meeting {
         self.open_with(&[]).await;
     }
 
-    /// Opens it with these options too.
+    /// Starts the server with these further options.
     pub(super) async fn open_with(&mut self, options: &[&str]) {
         let mut command = program(self.directory.path());
         command
@@ -136,12 +136,12 @@ impl Meeting {
         self.running = Some(running);
     }
 
-    /// The process.
+    /// The server process.
     pub(super) fn running(&mut self) -> &mut Running {
         self.running.as_mut().unwrap()
     }
 
-    /// What an admin does, with the token that was generated for one.
+    /// A `fleet` command with the generated admin token.
     pub(super) fn fleet(&self, words: &[&str]) -> Command {
         let mut command = program(self.directory.path());
         command
@@ -151,7 +151,7 @@ impl Meeting {
         command
     }
 
-    /// What `fleet` answers, as JSON.
+    /// The JSON output of a `fleet` command.
     pub(super) async fn ask_fleet(&self, words: &[&str]) -> serde_json::Value {
         let mut command = self.fleet(words);
         command.arg("--json");
@@ -161,7 +161,7 @@ impl Meeting {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// A token in a file of its own, with these options of `token-add`.
+    /// Adds a token with these options of `token-add`; returns its file.
     pub(super) async fn add_token(&self, name: &str, options: &[&str]) -> PathBuf {
         let file = self.path(&format!("{name}.token"));
         let mut command = program(self.directory.path());
@@ -175,7 +175,7 @@ impl Meeting {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{stderr}");
         if let Some(running) = &self.running {
-            // It looks by itself, but an executor that comes before that would give up.
+            // The server reloads the file by itself; HUP is for executors that connect before that.
             running.signal(Signal::HUP);
             let token = std::fs::read_to_string(&file).unwrap();
             let url = format!("{}/cloud/environments", self.url());
@@ -189,7 +189,7 @@ impl Meeting {
         file
     }
 
-    /// Dies without a word.
+    /// Kills the server.
     pub(super) async fn die(&mut self) {
         self.running.take().unwrap().end(Signal::KILL).await;
     }
@@ -211,7 +211,7 @@ impl Meeting {
         std::fs::read_to_string(file).unwrap().trim().to_owned()
     }
 
-    /// An executor's command line; `name` is its environment and its home.
+    /// The command line of an executor; `name` is its environment and its home.
     pub(super) fn executor(&self, name: &str) -> Command {
         let home = self.path(name);
         std::fs::create_dir_all(&home).unwrap();
@@ -224,14 +224,14 @@ impl Meeting {
         command
     }
 
-    /// An executor that can be reached.
+    /// An executor that is attached.
     pub(super) async fn attached(&self, name: &str) -> Running {
         let running = Running::start(self.executor(name)).await;
         assert_eq!(running.line, format!("registry://{}/{name}", self.address));
         running
     }
 
-    /// How a harness in this program reaches an environment.
+    /// Connection parameters of a harness in this process.
     pub(super) fn args(&self, environment: &str) -> RegistryConnectArgs {
         let auth = RegistryAuth::bearer(self.token("harness"));
         RegistryConnectArgs::new(self.url(), environment, auth, "test")
@@ -243,7 +243,7 @@ impl Meeting {
             .unwrap()
     }
 
-    /// A harness's command line: this command, in this environment.
+    /// The command line of a harness: this command, in this environment.
     pub(super) fn harness(&self, environment: &str, command: &[&str]) -> Command {
         let mut program = program(&self.path("harness"));
         program
@@ -260,14 +260,14 @@ impl Meeting {
     }
 }
 
-/// A wire to somewhere that can be cut.
-pub(super) struct Wire {
+/// A TCP proxy to `to` whose connections can be cut.
+pub(super) struct CuttableProxy {
     pub(super) address: SocketAddr,
     open: Arc<Mutex<Vec<Arc<Notify>>>>,
     _tasks: JoinSet<()>,
 }
 
-impl Wire {
+impl CuttableProxy {
     pub(super) async fn new(to: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -299,7 +299,7 @@ impl Wire {
         }
     }
 
-    /// Cuts whatever is connected; how much that was.
+    /// Cuts all open connections; returns their number.
     pub(super) fn cut(&self) -> usize {
         let cut = std::mem::take(&mut *self.open.lock().unwrap());
         for connection in &cut {

@@ -1,6 +1,6 @@
-//! A registry and meeting point of a few lines that can be told to misbehave.
+//! A small registry and rendezvous server that can be made to misbehave.
 //!
-//! For what the real one never does: answering wrongly, forwarding changed bytes, being away for some
+//! For behaviour that the real one never shows: wrong responses, changed bytes, failures of some
 //! calls only.
 
 use std::collections::HashMap;
@@ -20,26 +20,26 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
 
-/// Bytes of a frame from which on it holds data of some length.
+/// Frames of at least this many bytes carry data.
 const LONG_FRAME: usize = 2048;
 
 #[derive(Default)]
 pub(super) struct Stub {
     state: Mutex<State>,
-    /// What `validate` answers instead of a yes.
+    /// Response of `validate` instead of an approval.
     pub(super) validate: Mutex<Option<(u16, Value)>>,
-    /// What `register` answers instead.
+    /// Response of `register` instead of success.
     pub(super) register: Mutex<Option<(u16, Value)>>,
-    /// Another key than the executor's, told to harnesses.
+    /// A key that harnesses get instead of the executor's.
     pub(super) key: Mutex<Option<PublicKey>>,
-    /// Whether sockets are refused, as with an address that is too old.
+    /// Whether sockets are refused, as with an expired address.
     pub(super) refuse_sockets: AtomicBool,
     /// Whether to change a byte of the next long frame to a harness.
     pub(super) flip: AtomicBool,
     pub(super) validations: AtomicUsize,
     pub(super) registrations: AtomicUsize,
     pub(super) connects: AtomicUsize,
-    /// Handshakes that passed, either way.
+    /// Handshakes that were forwarded, in both directions.
     pub(super) handshakes: AtomicUsize,
 }
 
@@ -51,14 +51,14 @@ struct State {
     cuts: Vec<(bool, Arc<Notify>)>,
 }
 
-/// A stub that listens; ends when dropped.
-pub(super) struct Listening {
+/// A listening stub; ends when dropped.
+pub(super) struct StubServer {
     pub(super) stub: Arc<Stub>,
     pub(super) address: SocketAddr,
     _tasks: JoinSet<()>,
 }
 
-impl Listening {
+impl StubServer {
     pub(super) async fn new() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -85,7 +85,7 @@ impl Listening {
 }
 
 impl Stub {
-    /// Cuts all sockets of one side; how many there were.
+    /// Cuts all sockets of one side; returns their number.
     pub(super) fn cut(&self, executor: bool) -> usize {
         let mut state = self.state.lock().unwrap();
         let cut = state.cuts.extract_if(.., |(side, _)| *side == executor);
@@ -146,13 +146,13 @@ impl Stub {
         let role = match action {
             "validate" => {
                 self.validations.fetch_add(1, Ordering::Relaxed);
-                let told = self.validate.lock().unwrap().clone();
-                return told.unwrap_or((200, json!({"valid": true})));
+                let reported = self.validate.lock().unwrap().clone();
+                return reported.unwrap_or((200, json!({"valid": true})));
             }
             "register" => {
                 self.registrations.fetch_add(1, Ordering::Relaxed);
-                if let Some(told) = self.register.lock().unwrap().clone() {
-                    return told;
+                if let Some(reported) = self.register.lock().unwrap().clone() {
+                    return reported;
                 }
                 state.executor_key = Some(body["executor_public_key"].clone());
                 "environment"

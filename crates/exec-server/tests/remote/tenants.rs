@@ -1,4 +1,4 @@
-//! Tenants as a person sets them up: tokens, quotas and an issuer, with real ends.
+//! Tenants as an operator configures them: tokens, quotas and an issuer, with real executors.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -16,50 +16,50 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::stage::{Meeting, Running, finished, program};
+use super::stage::{Deployment, Running, finished, program};
 use super::{collect, sh};
 
 /// An executor with this token.
-fn executor(meeting: &Meeting, home: &str, id: &str, token: &std::path::Path) -> Command {
-    let home = meeting.path(home);
+fn executor(deployment: &Deployment, home: &str, id: &str, token: &std::path::Path) -> Command {
+    let home = deployment.path(home);
     std::fs::create_dir_all(&home).unwrap();
     let mut command = program(&home);
     command
-        .args(["--remote", &meeting.url(), "--environment-id", id])
+        .args(["--remote", &deployment.url(), "--environment-id", id])
         .arg("--remote-token-file")
         .arg(token)
         .current_dir(&home);
     command
 }
 
-async fn connect(meeting: &Meeting, id: &str, token: &std::path::Path) -> ExecServerClient {
-    let mut args = meeting.args(id);
+async fn connect(deployment: &Deployment, id: &str, token: &std::path::Path) -> ExecServerClient {
+    let mut args = deployment.args(id);
     args.registry.auth = RegistryAuth::BearerFile(token.to_owned());
     ExecServerClient::connect_registry(args).await.unwrap()
 }
 
 #[tokio::test]
-async fn two_teams_share_a_meeting_point_and_do_not_meet() {
-    let mut meeting = Meeting::prepared().await;
-    meeting.open().await;
+async fn tenants_of_one_rendezvous_server_are_isolated() {
+    let mut deployment = Deployment::prepared().await;
+    deployment.open().await;
     let acme = ["--tenant", "acme"];
     let machine = [&["--role", "executor"][..], &acme].concat();
-    let machine = meeting.add_token("acme-machine", &machine).await;
+    let machine = deployment.add_token("acme-machine", &machine).await;
     let person = [&["--role", "harness"][..], &acme].concat();
-    let person = meeting.add_token("acme-person", &person).await;
-    // Both call it `box`.
-    let _ours = meeting.attached("box").await;
-    let theirs = executor(&meeting, "acme-box", "box", &machine);
+    let person = deployment.add_token("acme-person", &person).await;
+    // Both tenants call it `box`.
+    let _ours = deployment.attached("box").await;
+    let theirs = executor(&deployment, "acme-box", "box", &machine);
     let _theirs = Running::start(theirs).await;
-    let ours = meeting.connect("box").await;
-    let theirs = connect(&meeting, "box", &person).await;
+    let ours = deployment.connect("box").await;
+    let theirs = connect(&deployment, "box", &person).await;
     let (home, _) = collect(&ours, "p", "readlink /proc/$PPID/cwd").await;
     let home = String::from_utf8(home).unwrap();
     assert!(home.trim_end().ends_with("/box"), "{home}");
     let (home, _) = collect(&theirs, "p", "readlink /proc/$PPID/cwd").await;
     let home = String::from_utf8(home).unwrap();
     assert!(home.trim_end().ends_with("/acme-box"), "{home}");
-    let listed = meeting.ask_fleet(&["environments"]).await;
+    let listed = deployment.ask_fleet(&["environments"]).await;
     let tenants: Vec<_> = listed["environments"]
         .as_array()
         .unwrap()
@@ -72,25 +72,25 @@ async fn two_teams_share_a_meeting_point_and_do_not_meet() {
         })
         .collect();
     assert_eq!(tenants, [("acme", "box"), ("default", "box")]);
-    let only = meeting.ask_fleet(&["streams", "--tenant", "acme"]).await;
+    let only = deployment.ask_fleet(&["streams", "--tenant", "acme"]).await;
     let only = only["streams"].as_array().unwrap();
     assert_eq!(only.len(), 1);
     assert_eq!(only[0]["token"], "acme-person");
-    let removed = meeting.fleet(&["environments", "--remove", "box", "--tenant", "acme"]);
+    let removed = deployment.fleet(&["environments", "--remove", "box", "--tenant", "acme"]);
     assert!(finished(removed).await.status.success());
     assert_eq!(collect(&ours, "q", "echo still").await.0, b"still\n");
 }
 
 #[tokio::test]
-async fn a_line_that_is_taken_out_ends_streams_within_a_second() {
-    let mut meeting = Meeting::prepared().await;
-    meeting.open().await;
-    meeting.add_token("ci", &["--role", "harness"]).await;
-    let _box = meeting.attached("box").await;
-    let tokens = meeting.path("rendezvous/tokens");
+async fn token_removed_from_the_file_ends_streams_within_a_second() {
+    let mut deployment = Deployment::prepared().await;
+    deployment.open().await;
+    deployment.add_token("ci", &["--role", "harness"]).await;
+    let _box = deployment.attached("box").await;
+    let tokens = deployment.path("rendezvous/tokens");
     let lines = std::fs::read_to_string(&tokens).unwrap();
-    let other = meeting.connect("box").await;
-    let client = connect(&meeting, "box", &meeting.path("ci.token")).await;
+    let other = deployment.connect("box").await;
+    let client = connect(&deployment, "box", &deployment.path("ci.token")).await;
     let started = client
         .start(sh("p", "while :; do echo x; sleep 0.01; done"))
         .await;
@@ -107,10 +107,10 @@ async fn a_line_that_is_taken_out_ends_streams_within_a_second() {
         .collect();
     std::fs::write(&tokens, without).unwrap();
     let began = Instant::now();
-    meeting.running().signal(Signal::HUP);
+    deployment.running().signal(Signal::HUP);
     let gone = async {
         loop {
-            let streams = meeting.ask_fleet(&["streams"]).await;
+            let streams = deployment.ask_fleet(&["streams"]).await;
             let streams = streams["streams"].as_array().unwrap();
             if streams.iter().all(|stream| stream["token"] != "ci") {
                 break;
@@ -118,7 +118,7 @@ async fn a_line_that_is_taken_out_ends_streams_within_a_second() {
         }
     };
     timeout(PATIENCE, gone).await.unwrap();
-    // Looking takes a part of it.
+    // The limit includes the interval at which the file is read.
     assert!(
         began.elapsed() < Duration::from_secs(2),
         "{:?}",
@@ -128,14 +128,14 @@ async fn a_line_that_is_taken_out_ends_streams_within_a_second() {
 }
 
 #[tokio::test]
-async fn quotas_are_read_while_it_runs_and_named_when_they_are_reached() {
-    let mut meeting = Meeting::prepared().await;
-    let quotas = meeting.path("quotas");
+async fn quotas_are_reloaded_and_named_when_reached() {
+    let mut deployment = Deployment::prepared().await;
+    let quotas = deployment.path("quotas");
     std::fs::write(&quotas, "default environments=1\n").unwrap();
     let file = quotas.to_str().unwrap().to_owned();
-    meeting.open_with(&["--quotas", &file]).await;
-    let _box = meeting.attached("box").await;
-    let output = finished(meeting.executor("more")).await;
+    deployment.open_with(&["--quotas", &file]).await;
+    let _box = deployment.attached("box").await;
+    let output = finished(deployment.executor("more")).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     let expected = "tenant `default` has reached its quota of 1 environments";
     assert!(
@@ -145,7 +145,7 @@ async fn quotas_are_read_while_it_runs_and_named_when_they_are_reached() {
     std::fs::write(&quotas, "default environments=2 streams=1\n").unwrap();
     let more = async {
         loop {
-            let mut command = meeting.executor("more");
+            let mut command = deployment.executor("more");
             command.stdout(std::process::Stdio::piped());
             let mut child = command.spawn().unwrap();
             let mut lines = tokio::io::AsyncBufReadExt::lines(tokio::io::BufReader::new(
@@ -158,8 +158,8 @@ async fn quotas_are_read_while_it_runs_and_named_when_they_are_reached() {
     };
     let (_more, line) = timeout(PATIENCE, more).await.unwrap();
     assert!(line.starts_with("registry://"), "{line}");
-    let client = meeting.connect("box").await;
-    let output = finished(meeting.harness("more", &["run", "--", "true"])).await;
+    let client = deployment.connect("box").await;
+    let output = finished(deployment.harness("more", &["run", "--", "true"])).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     let expected = "tenant `default` has reached its quota of 1 streams";
     assert!(
@@ -167,8 +167,8 @@ async fn quotas_are_read_while_it_runs_and_named_when_they_are_reached() {
         "{stderr}"
     );
     drop(client);
-    // What makes no sense is said at the start.
-    let mut wrong = program(meeting.directory.path());
+    // An invalid quota is reported at start.
+    let mut wrong = program(deployment.directory.path());
     wrong
         .args([
             "rendezvous",
@@ -178,13 +178,13 @@ async fn quotas_are_read_while_it_runs_and_named_when_they_are_reached() {
             "acme cpus=1",
         ])
         .arg("--state-dir")
-        .arg(meeting.path("other"));
+        .arg(deployment.path("other"));
     let output = finished(wrong).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("unknown quota `cpus`"), "{stderr}");
 }
 
-/// Somebody who signs, and publishes its keys.
+/// An issuer that signs tokens, and publishes its keys.
 struct Issuer {
     key: Ed25519KeyPair,
     document: String,
@@ -218,7 +218,7 @@ impl Issuer {
 }
 
 #[tokio::test]
-async fn an_issuer_vouches_for_machines_and_people() {
+async fn tokens_of_an_issuer_are_accepted_for_executors_and_harnesses() {
     let first = Issuer::new("one");
     let published = Arc::new(Mutex::new(first.document.clone()));
     let site = Site::start({
@@ -235,7 +235,7 @@ async fn an_issuer_vouches_for_machines_and_people() {
         }
     })
     .await;
-    let mut meeting = Meeting::prepared().await;
+    let mut deployment = Deployment::prepared().await;
     let jwks = site.url("/keys");
     let options = [
         "--oidc-issuer",
@@ -249,45 +249,45 @@ async fn an_issuer_vouches_for_machines_and_people() {
         "--oidc-role-claim",
         "realm.roles",
     ];
-    meeting.open_with(&options).await;
+    deployment.open_with(&options).await;
     let write = |name: &str, token: String| {
-        let path = meeting.path(name);
+        let path = deployment.path(name);
         std::fs::write(&path, token).unwrap();
         path
     };
     let machine = write("machine.jwt", first.token("one", "machine", "executor"));
-    let _box = Running::start(executor(&meeting, "box", "box", &machine)).await;
+    let _box = Running::start(executor(&deployment, "box", "box", &machine)).await;
     let person = write(
         "person.jwt",
         first.token("one", "ann@example.com", "harness"),
     );
-    let client = connect(&meeting, "box", &person).await;
+    let client = connect(&deployment, "box", &person).await;
     assert_eq!(collect(&client, "p", "echo hi").await.0, b"hi\n");
-    let listed = meeting.ask_fleet(&["environments"]).await;
+    let listed = deployment.ask_fleet(&["environments"]).await;
     let listed = &listed["environments"][0];
     assert_eq!(
         (&listed["tenant"], &listed["owner"]),
         (&json!("acme"), &json!("jwt:machine"))
     );
-    let revoked = meeting
+    let revoked = deployment
         .ask_fleet(&["revoke", "jwt:ann%40example.com", "--tenant", "acme"])
         .await;
     assert_eq!(revoked["sockets_ended"], 1, "{revoked}");
-    // Another key, once it is published; those who signed with the old one are out of date.
+    // A new signing key, once published; tokens signed with the old one are rejected.
     let second = Issuer::new("two");
     published.lock().unwrap().clone_from(&second.document);
-    // The executor reads its file for each call.
+    // The executor reads its token file for each call.
     std::fs::write(&machine, second.token("two", "machine", "executor")).unwrap();
-    meeting.running().signal(Signal::HUP);
-    let bob = meeting.path("bob.jwt");
+    deployment.running().signal(Signal::HUP);
+    let bob = deployment.path("bob.jwt");
     std::fs::write(&bob, second.token("two", "bob", "harness")).unwrap();
     let rotated = async {
         loop {
-            let mut run = program(&meeting.path("bob"));
+            let mut run = program(&deployment.path("bob"));
             run.args(["run", "--", "echo", "rotated"])
                 .env(
                     "EXEC_SERVER_URL",
-                    format!("registry://{}/box", meeting.address()),
+                    format!("registry://{}/box", deployment.address()),
                 )
                 .env("EXEC_SERVER_TOKEN_FILE", &bob);
             let output = finished(run).await;
@@ -301,12 +301,12 @@ async fn an_issuer_vouches_for_machines_and_people() {
 }
 
 #[tokio::test]
-async fn keys_that_cannot_be_used_are_said_at_the_start() {
-    let meeting = Meeting::prepared().await;
-    let keys = meeting.path("keys.json");
+async fn unusable_issuer_keys_are_reported_at_start() {
+    let deployment = Deployment::prepared().await;
+    let keys = deployment.path("keys.json");
     std::fs::write(&keys, r#"{"keys": [{"kty": "oct", "k": "AAAA"}]}"#).unwrap();
     let start = |jwks: &str| {
-        let mut command = program(meeting.directory.path());
+        let mut command = program(deployment.directory.path());
         command
             .args([
                 "rendezvous",
@@ -316,7 +316,7 @@ async fn keys_that_cannot_be_used_are_said_at_the_start() {
                 "i",
             ])
             .args(["--oidc-audience", "a", "--oidc-jwks", jwks, "--state-dir"])
-            .arg(meeting.path("rendezvous"));
+            .arg(deployment.path("rendezvous"));
         command
     };
     let output = finished(start(keys.to_str().unwrap())).await;
@@ -328,8 +328,8 @@ async fn keys_that_cannot_be_used_are_said_at_the_start() {
     let output = finished(start("/no/such/file")).await;
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(stderr.contains("/no/such/file"), "{stderr}");
-    // One without the others is no issuer.
-    let mut half = program(meeting.directory.path());
+    // One issuer option without the others is an error.
+    let mut half = program(deployment.directory.path());
     half.args(["rendezvous", "--oidc-issuer", "i"]);
     assert_eq!(finished(half).await.status.code(), Some(2));
 }
