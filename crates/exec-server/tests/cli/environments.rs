@@ -1,4 +1,4 @@
-//! `exec-server env`, and working in the environments that it knows.
+//! `exec-server env`, and commands in configured environments.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -56,14 +56,14 @@ impl Home {
         seen(&self.command(args).output().unwrap())
     }
 
-    /// What is printed by a command that must succeed.
+    /// The standard output of a command that must succeed.
     fn ok(&self, args: &[&str]) -> String {
         let (out, err, code) = self.run(args);
         assert_eq!(code, 0, "{args:?}: {out}{err}");
         out
     }
 
-    /// What is said by a command that must fail.
+    /// Asserts that a command fails, with these texts on standard error.
     fn fails(&self, args: &[&str], says: &[&str]) {
         let (out, err, code) = self.run(args);
         assert!(code != 0 && code != 101, "{args:?}: {code} {out}{err}");
@@ -73,7 +73,7 @@ impl Home {
     }
 }
 
-/// A server in a directory of its own, which tells us where a command ran.
+/// A server in this directory, so that `pwd` shows where a command ran.
 async fn server_in(directory: &Path, args: &[&str]) -> Server {
     let mut command = tokio::process::Command::new(BINARY);
     command.args(args).current_dir(directory);
@@ -81,7 +81,7 @@ async fn server_in(directory: &Path, args: &[&str]) -> Server {
 }
 
 #[tokio::test]
-async fn every_command_works_in_an_environment() {
+async fn every_command_accepts_an_environment() {
     let home = Home::new();
     let there = tempfile::tempdir().unwrap();
     let directory = there.path().canonicalize().unwrap();
@@ -136,7 +136,7 @@ async fn every_command_works_in_an_environment() {
     home.ok(&["kill", "--on", "worker", &id]);
     assert_eq!(running.wait().unwrap().code(), Some(143));
 
-    // The token is for this environment alone, and the server is not open to everybody.
+    // The token is configured for this environment only; without it the server refuses.
     home.fails(&["ps", "--url", server.url()], &["a token is needed"]);
     home.fails(
         &["ps", "--on", "worker", "--token-file", "token"],
@@ -145,7 +145,7 @@ async fn every_command_works_in_an_environment() {
 }
 
 #[tokio::test]
-async fn the_nearest_choice_wins() {
+async fn flag_overrides_variable_and_variable_overrides_file() {
     let home = Home::new();
     let directories = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let [first, second] = directories
@@ -168,7 +168,7 @@ async fn the_nearest_choice_wins() {
     home.ok(&["env", "add", "first", servers[0].url(), "--default"]);
     assert_eq!(pwd(&[], None), first);
     assert_eq!(pwd(&["--on", "local"], None), Path::new(here));
-    // A variable is nearer than a file, a flag nearer than a variable.
+    // A flag overrides a variable, and a variable overrides the file.
     assert_eq!(pwd(&[], Some(servers[1].url())), second);
     assert_eq!(pwd(&["--on", "first"], Some(servers[1].url())), first);
     assert_eq!(
@@ -192,7 +192,7 @@ async fn the_nearest_choice_wins() {
 }
 
 #[tokio::test]
-async fn a_program_can_be_an_environment() {
+async fn program_can_be_an_environment() {
     let home = Home::new();
     std::fs::create_dir(home.path("work")).unwrap();
     home.ok(&[
@@ -230,7 +230,7 @@ async fn a_program_can_be_an_environment() {
 }
 
 #[tokio::test]
-async fn status_tells_which_are_ready() {
+async fn env_status_reports_ready_and_failed_environments() {
     let home = Home::new();
     let server = server().await;
     home.ok(&["env", "add", "worker", server.url(), "--default"]);
@@ -279,7 +279,7 @@ async fn status_tells_which_are_ready() {
 }
 
 #[test]
-fn the_file_is_changed_with_care() {
+fn env_commands_keep_comments_and_order_of_the_file() {
     let home = Home::new();
     home.write("# mine\ndefault = \"b\" # for now\n\n# the first\n[[environments]]\nid = \"a\"\nurl = \"ws://a:1\"\n\n[[environments]]\nid = \"b\"\nurl = \"ws://b:1\"\n");
     home.fails(&["env", "add", "a", "ws://c:1"], &["`a`", "--force"]);
@@ -340,14 +340,14 @@ fn the_file_is_changed_with_care() {
     assert_eq!(mode & 0o777, 0o600);
     assert_eq!(std::fs::read_dir(home.path("settings")).unwrap().count(), 1);
 
-    // Inline lists are understood, too.
+    // Inline lists are accepted, too.
     home.write("environments = [{ id = \"a\", url = \"ws://a:1\" }]\n");
     home.ok(&["env", "add", "b", "ws://b:1"]);
     assert!(home.ok(&["env", "list"]).contains("ws://a:1"));
 }
 
 #[test]
-fn mistakes_are_explained() {
+fn env_errors_name_the_mistake() {
     let home = Home::new();
     home.fails(
         &["run", "--on", "nobody", "--", "true"],
@@ -384,6 +384,6 @@ fn mistakes_are_explained() {
         home.fails(args, &["environments.toml:4: `url`: `ws://`"]);
     }
     assert_eq!(home.text(), before);
-    // What does not need the file does not care.
+    // A command that does not need the file ignores its errors.
     home.ok(&["run", "--on", "local", "--", "true"]);
 }

@@ -1,17 +1,17 @@
-//! The examples, run as they are: what they promise must work.
+//! Runs the examples of the crate.
 
 use exec_server::environment::ConfiguredEnvironments;
 
 use super::server;
 
-#[expect(dead_code, reason = "the tests have a `main` of their own")]
+#[expect(dead_code, reason = "the test binary defines `main`")]
 #[path = "../../examples/anywhere.rs"]
 mod anywhere;
-#[expect(dead_code, reason = "the tests have a `main` of their own")]
+#[expect(dead_code, reason = "the test binary defines `main`")]
 #[path = "../../examples/everywhere.rs"]
 mod everywhere;
 
-/// A configuration of this text, and of a variable.
+/// A configuration with this file content, and this value of `EXEC_SERVER_URL`.
 fn configured(text: &str, url: Option<&str>) -> (tempfile::TempDir, ConfiguredEnvironments) {
     let home = tempfile::tempdir().unwrap();
     std::fs::write(home.path().join("environments.toml"), text).unwrap();
@@ -23,13 +23,13 @@ fn configured(text: &str, url: Option<&str>) -> (tempfile::TempDir, ConfiguredEn
     (home, configured)
 }
 
-/// A command that tells which process started it.
+/// A command that prints the pid of its parent.
 fn command() -> Vec<String> {
     ["/bin/sh", "-c", "echo $PPID"].map(str::to_owned).to_vec()
 }
 
 #[tokio::test]
-async fn anywhere_follows_the_configuration() {
+async fn example_anywhere_uses_the_configured_environment() {
     let server = server().await;
     for (text, url, place) in [
         (String::new(), None, "local: "),
@@ -55,7 +55,7 @@ async fn anywhere_follows_the_configuration() {
 }
 
 #[tokio::test]
-async fn everywhere_asks_all_of_them() {
+async fn example_everywhere_runs_in_all_environments() {
     let (one, two) = (server().await, server().await);
     let entry = |id: &str, url: &str| format!("[[environments]]\nid = '{id}'\nurl = '{url}'\n");
     let text = format!(
@@ -69,18 +69,18 @@ async fn everywhere_asks_all_of_them() {
     everywhere::run(configured, command(), &mut out)
         .await
         .unwrap();
-    let said = String::from_utf8(out).unwrap();
-    let lines: Vec<_> = said.lines().collect();
-    assert_eq!(lines.len(), 4, "{said}");
+    let printed = String::from_utf8(out).unwrap();
+    let lines: Vec<_> = printed.lines().collect();
+    assert_eq!(lines.len(), 4, "{printed}");
     for (line, start) in lines
         .iter()
         .zip(["one: ", "local: ", "two: ", "gone failed: "])
     {
-        assert!(line.starts_with(start), "{said}");
+        assert!(line.starts_with(start), "{printed}");
     }
-    // Each ran where it should: here, and on two servers.
+    // Each ran in its environment: locally, and on two servers.
     let here = std::process::id().to_string();
     assert_eq!(lines[1], format!("local: {here}"));
     let [one, two] = [lines[0], lines[2]].map(|line| line.split_once(": ").unwrap().1);
-    assert!(one != two && one != here && two != here, "{said}");
+    assert!(one != two && one != here && two != here, "{printed}");
 }

@@ -1,4 +1,4 @@
-//! The command line, as a person or a script uses it: the built binary, its streams and exit codes.
+//! The command line as a person or a script uses it: the built binary, its streams and exit codes.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -17,7 +17,7 @@ use exec_server_testkit::server::Server;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
-/// Runs the binary with this input; `url` is the server it is told of.
+/// Runs the binary with this input; `url` is the value of `EXEC_SERVER_URL`.
 fn run_with(url: Option<&str>, args: &[&str], input: &[u8]) -> Output {
     let mut command = Command::new(BINARY);
     command
@@ -34,7 +34,7 @@ fn run_with(url: Option<&str>, args: &[&str], input: &[u8]) -> Output {
         .stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut stdin = child.stdin.take().unwrap();
-    // A command that takes no input may be gone already.
+    // A command that reads no input may have ended already.
     let _ = stdin.write_all(input);
     drop(stdin);
     child.wait_with_output().unwrap()
@@ -44,7 +44,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What was printed where, and the exit code.
+/// Stdout, stderr and exit code.
 fn seen(output: &Output) -> (String, String, i32) {
     (
         text(&output.stdout),
@@ -57,20 +57,20 @@ async fn server() -> Server {
     Server::start(tokio::process::Command::new(BINARY)).await
 }
 
-/// Here, and on a server.
-async fn places() -> (Server, [Option<String>; 2]) {
+/// A server, and both targets: local, and its URL.
+async fn targets() -> (Server, [Option<String>; 2]) {
     let server = server().await;
     let url = server.url().to_owned();
     (server, [None, Some(url)])
 }
 
 #[tokio::test]
-async fn run_confines_a_command() {
+async fn run_sandbox_restricts_the_command() {
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let at = directory.path().to_str().unwrap();
     std::fs::write(directory.path().join("secret"), "s").unwrap();
-    let (_server, places) = places().await;
-    for place in &places {
+    let (_server, targets) = targets().await;
+    for place in &targets {
         let run = |options: &[&str], script: &str| {
             let mut args = vec!["run", "--no-tty", "--cwd", at];
             args.extend_from_slice(options);
@@ -112,7 +112,7 @@ async fn run_confines_a_command() {
 }
 
 #[test]
-fn doctor_tells_what_can_be_enforced() {
+fn doctor_reports_sandbox_mechanisms_and_watch_limits() {
     let (output, errors, code) = seen(&run_with(None, &["doctor"], b""));
     assert!(code <= 1, "{errors}");
     assert!(
@@ -134,7 +134,7 @@ fn doctor_tells_what_can_be_enforced() {
         let finding = findings.iter().find(|finding| finding["name"] == name);
         assert_eq!(finding.unwrap()["optional"], true, "{name}");
     }
-    // What is in the way comes with a way out.
+    // A failed check comes with a hint.
     for finding in findings.iter().filter(|finding| finding["ok"] == false) {
         assert!(
             !finding["fixes"].as_array().unwrap().is_empty(),
@@ -144,9 +144,9 @@ fn doctor_tells_what_can_be_enforced() {
 }
 
 #[tokio::test]
-async fn run_keeps_streams_apart_and_passes_the_exit_code_on() {
-    let (_server, places) = places().await;
-    for url in &places {
+async fn run_separates_streams_and_returns_the_exit_code() {
+    let (_server, targets) = targets().await;
+    for url in &targets {
         let run = |args: &[&str], input: &[u8]| seen(&run_with(url.as_deref(), args, input));
         let script = "echo out; echo err >&2; exit 7";
         let expected = ("out\n".to_owned(), "err\n".to_owned(), 7);
@@ -182,9 +182,9 @@ async fn run_keeps_streams_apart_and_passes_the_exit_code_on() {
 }
 
 #[tokio::test]
-async fn run_says_why_a_command_did_not_run() {
-    let (_server, places) = places().await;
-    for url in &places {
+async fn run_reports_why_a_command_did_not_start() {
+    let (_server, targets) = targets().await;
+    for url in &targets {
         let run = |args: &[&str]| seen(&run_with(url.as_deref(), args, b""));
         let (out, error, code) = run(&["run", "--", "no-such-program"]);
         assert_eq!((out.as_str(), code), ("", 127));
@@ -211,14 +211,14 @@ async fn run_says_why_a_command_did_not_run() {
 }
 
 #[test]
-fn run_ends_when_nobody_reads_it() {
+fn run_ends_when_its_output_is_closed() {
     let script = format!("{BINARY} run -- yes | head -1; echo ${{PIPESTATUS[0]}}");
     let output = Command::new("bash").args(["-c", &script]).output().unwrap();
     assert_eq!(text(&output.stdout), "y\n0\n");
 }
 
 #[tokio::test]
-async fn ps_lists_and_kill_ends() {
+async fn ps_lists_processes_and_kill_ends_them() {
     let server = server().await;
     let url = Some(server.url());
     let mut running = Command::new(BINARY)
@@ -254,9 +254,9 @@ async fn ps_lists_and_kill_ends() {
 
     let (_, error, code) = seen(&run_with(url, &["kill", "nobody"], b""));
     assert!(code == 1 && error.contains("`nobody`"), "{error}");
-    let (said, error, code) = seen(&run_with(url, &["kill", id], b""));
+    let (printed, error, code) = seen(&run_with(url, &["kill", id], b""));
     assert_eq!(
-        (said, code),
+        (printed, code),
         (format!("{id} ended, nothing of it is left\n"), 0),
         "{error}"
     );
@@ -266,9 +266,9 @@ async fn ps_lists_and_kill_ends() {
 }
 
 #[tokio::test]
-async fn nothing_as_input_is_nothing_there() {
-    let (_server, places) = places().await;
-    for place in places {
+async fn run_without_input_gives_the_command_dev_null() {
+    let (_server, targets) = targets().await;
+    for place in targets {
         let script = "readlink /proc/self/fd/0; cat; echo end";
         let mut command = Command::new(BINARY);
         command
@@ -286,16 +286,16 @@ async fn nothing_as_input_is_nothing_there() {
             &["run", "--", "sh", "-c", script],
             b"in\n",
         );
-        let said = text(&output.stdout);
+        let printed = text(&output.stdout);
         assert!(
-            !said.contains("/dev/null") && said.ends_with("in\nend\n"),
-            "{said}"
+            !printed.contains("/dev/null") && printed.ends_with("in\nend\n"),
+            "{printed}"
         );
     }
 }
 
 #[tokio::test]
-async fn kill_sends_a_signal() {
+async fn kill_sends_the_given_signal() {
     let server = server().await;
     let script = "trap 'exit 9' USR1; echo up; while :; do sleep 0.05; done";
     let mut running = Command::new(BINARY)
@@ -316,14 +316,14 @@ async fn kill_sends_a_signal() {
 }
 
 #[test]
-fn completions_name_the_commands() {
+fn completions_contain_the_commands() {
     for shell in ["bash", "zsh", "fish"] {
         let (script, _, code) = seen(&run_with(None, &["completions", shell], b""));
         assert!(code == 0 && script.contains("completions"), "{shell}");
     }
 }
 
-/// `exec-server run` in a terminal of its own, as a person has it.
+/// `exec-server run` in a new terminal.
 async fn in_terminal(url: Option<&str>, script: &str) -> Process {
     in_terminal_with(url, &[], script).await
 }
@@ -369,16 +369,16 @@ async fn until(process: &Process, wanted: &str) {
 }
 
 #[tokio::test]
-async fn run_asks_about_hosts_on_the_terminal() {
-    let (_server, places) = places().await;
-    for url in &places {
-        // Names that lead nowhere: who is let through learns just that.
+async fn run_net_ask_prompts_for_hosts_on_the_terminal() {
+    let (_server, targets) = targets().await;
+    for url in &targets {
+        // Host names that do not resolve: an allowed request fails with an error of the proxy.
         let script = "for host in one two three three; do \
                       curl -s -o /dev/null -w \"$host=%{http_code}\\n\" http://$host.test/; done; \
                       echo done; read line; echo \"read $line\"";
         let options = ["--net-ask", "--net-deny", "never.test"];
         let process = in_terminal_with(url.as_deref(), &options, script).await;
-        for (host, key, told) in [
+        for (host, key, reported) in [
             ("one", "n", "one=403"),
             ("two", "y", "two=502"),
             ("three", "a", "three=502\r\nthree=502"),
@@ -386,9 +386,9 @@ async fn run_asks_about_hosts_on_the_terminal() {
             let question = format!("may the command reach {host}.test, port 80, in the clear?");
             until(&process, &question).await;
             assert!(process.try_write(Bytes::from(key)).is_ok());
-            until(&process, told).await;
+            until(&process, reported).await;
         }
-        // Keys are the command's again.
+        // Key presses reach the command again.
         until(&process, "done").await;
         assert!(process.try_write(Bytes::from_static(b"words\r")).is_ok());
         until(&process, "read words").await;
@@ -398,7 +398,7 @@ async fn run_asks_about_hosts_on_the_terminal() {
 }
 
 #[tokio::test]
-async fn run_reaches_only_allowed_hosts() {
+async fn run_net_allow_permits_only_listed_hosts() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -413,8 +413,8 @@ async fn run_reaches_only_allowed_hosts() {
         "curl -s http://127.0.0.1:{port}/; curl -s -m 10 --noproxy '*' http://127.0.0.1:{port}/; \
          echo $?; curl -s -o /dev/null -w '%{{http_code}}\\n' http://other.test/"
     );
-    let (_server, places) = places().await;
-    for place in &places {
+    let (_server, targets) = targets().await;
+    for place in &targets {
         let args = [
             "run",
             "--no-tty",
@@ -431,9 +431,9 @@ async fn run_reaches_only_allowed_hosts() {
 }
 
 #[tokio::test]
-async fn run_in_a_terminal_passes_size_keys_and_interrupts_on() {
-    let (_server, places) = places().await;
-    for url in &places {
+async fn run_in_a_terminal_forwards_size_keys_and_interrupts() {
+    let (_server, targets) = targets().await;
+    for url in &targets {
         let script = "stty size; echo $TERM; trap 'stty size; echo resized' WINCH; \
                       trap 'echo interrupted; exit 6' INT; echo ready; while :; do sleep 0.05; done";
         let process = in_terminal(url.as_deref(), script).await;

@@ -1,4 +1,4 @@
-//! Help pages and error messages, as a person reads them: exact text, on the right stream.
+//! Help pages and error messages: exact text, on the right stream.
 
 use std::process::{Command, Stdio};
 
@@ -79,7 +79,7 @@ fn page(command: &[&str], help: &str) -> String {
     out
 }
 
-/// What an error must be, exactly.
+/// Asserts the exact error, with its exit code.
 #[track_caller]
 fn fails(output: &std::process::Output, code: i32, expected: &str) {
     assert_eq!(
@@ -208,7 +208,7 @@ fn man_pages_and_completions_cover_every_command() {
     }
 }
 
-/// The program's output on a terminal of its own, and its exit code.
+/// Runs the program in a new terminal; returns its output and exit code.
 async fn on_terminal(args: &[&str]) -> (String, i32) {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let argv = std::iter::once(BINARY).chain(args.iter().copied());
@@ -230,7 +230,7 @@ async fn on_terminal(args: &[&str]) -> (String, i32) {
 }
 
 #[tokio::test]
-async fn without_arguments_on_a_terminal_it_introduces_itself() {
+async fn no_arguments_on_a_terminal_print_an_introduction() {
     let (shown, code) = on_terminal(&[]).await;
     assert_eq!(code, 0, "{shown}");
     assert!(shown.starts_with("exec-server "), "{shown}");
@@ -242,7 +242,7 @@ async fn without_arguments_on_a_terminal_it_introduces_itself() {
         shown.contains("`exec-server -h` lists all commands"),
         "{shown}"
     );
-    // Without a terminal it serves, as programs expect that start it.
+    // Without a terminal it starts a server, as programs that start it expect.
     let server = Server::start(tokio::process::Command::new(BINARY)).await;
     assert!(
         server.url().starts_with("ws://127.0.0.1:"),
@@ -252,7 +252,7 @@ async fn without_arguments_on_a_terminal_it_introduces_itself() {
 }
 
 #[test]
-fn commands_of_other_programs_are_understood_or_answered() {
+fn commands_of_similar_programs_work_or_get_a_hint() {
     let run = |args: &[&str]| run_with(None, args, b"");
     assert_eq!(
         seen(&run(&["exec", "--", "echo", "hello"])),
@@ -292,7 +292,7 @@ fn commands_of_other_programs_are_understood_or_answered() {
 }
 
 #[test]
-fn a_text_that_is_no_url_is_answered_with_examples() {
+fn invalid_url_error_shows_examples() {
     let expected = "`nonsense` is not a URL; try ws://HOST:PORT or ssh://HOST";
     fails(
         &run_with(None, &["ps", "--url", "nonsense"], b""),
@@ -307,7 +307,7 @@ fn a_text_that_is_no_url_is_answered_with_examples() {
 }
 
 #[test]
-fn a_missing_token_file_is_named_with_its_option() {
+fn missing_token_file_error_names_its_option() {
     let missing = "cannot read the token in /no/such/token: No such file or directory";
     let ps = |options: &[&str], variables: &[(&str, &str)]| {
         let mut command = Command::new(BINARY);
@@ -332,7 +332,7 @@ fn a_missing_token_file_is_named_with_its_option() {
 }
 
 #[tokio::test]
-async fn a_refused_token_is_named_with_its_file() {
+async fn refused_token_error_names_its_file() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str| {
         let path = directory.path().join(name);
@@ -361,7 +361,7 @@ async fn a_refused_token_is_named_with_its_file() {
 }
 
 #[tokio::test]
-async fn a_port_with_or_without_tls_is_answered_with_the_other_scheme() {
+async fn wrong_scheme_error_suggests_the_other_scheme() {
     let plain = server().await;
     let tls_url = plain.url().replacen("ws://", "wss://", 1);
     fails(
@@ -387,7 +387,7 @@ async fn a_port_with_or_without_tls_is_answered_with_the_other_scheme() {
 }
 
 #[test]
-fn a_missing_admin_token_is_answered_with_its_option() {
+fn missing_admin_token_error_names_its_option() {
     let mut command = Command::new(BINARY);
     command
         .args(["fleet", "nodes"])
@@ -398,7 +398,7 @@ fn a_missing_admin_token_is_answered_with_its_option() {
 }
 
 #[tokio::test]
-async fn paths_in_errors_appear_once_and_without_codes() {
+async fn errors_name_the_path_once_without_codes() {
     let server = server().await;
     let url = Some(server.url());
     for (args, expected) in [
@@ -431,7 +431,7 @@ async fn paths_in_errors_appear_once_and_without_codes() {
 }
 
 #[test]
-fn a_line_for_a_shell_is_answered_with_sh() {
+fn shell_command_line_error_suggests_sh() {
     let run = |command: &[&str]| {
         let args = [&["run", "--"], command].concat();
         let (out, error, code) = seen(&run_with(None, &args, b""));
@@ -451,7 +451,7 @@ fn a_line_for_a_shell_is_answered_with_sh() {
 }
 
 #[tokio::test]
-async fn names_from_a_server_cannot_control_the_terminal() {
+async fn control_characters_in_remote_names_are_escaped() {
     let directory = tempfile::tempdir().unwrap();
     let name = "a\x1b]0;title\x07b";
     std::fs::write(directory.path().join(name), "x\n").unwrap();
@@ -476,7 +476,7 @@ async fn names_from_a_server_cannot_control_the_terminal() {
     }
 }
 
-/// What a plain HTTP request for a page gets.
+/// The response of a plain HTTP request for a page.
 async fn browsed(url: &str) -> String {
     let address = url.split_once("://").unwrap().1;
     let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
@@ -491,7 +491,7 @@ async fn browsed(url: &str) -> String {
 }
 
 #[tokio::test]
-async fn a_browser_is_answered_with_one_line() {
+async fn browser_gets_one_line_about_the_server() {
     let server = server().await;
     let answer = browsed(server.url()).await;
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
@@ -524,7 +524,7 @@ async fn a_browser_is_answered_with_one_line() {
 }
 
 #[tokio::test]
-async fn the_log_at_info_has_connections_sessions_and_processes() {
+async fn info_log_has_connections_sessions_and_processes() {
     let mut command = tokio::process::Command::new(BINARY);
     command.args(["--log", "info"]);
     let server = Server::start(command).await;
@@ -547,7 +547,7 @@ async fn the_log_at_info_has_connections_sessions_and_processes() {
 }
 
 #[tokio::test]
-async fn a_stopped_server_is_named_as_the_reason_for_the_end() {
+async fn run_names_a_stopped_server_as_the_reason() {
     let mut server = server().await;
     let mut running = tokio::process::Command::new(BINARY)
         .args(["run", "--url", server.url(), "--", "sh", "-c"])
@@ -574,7 +574,7 @@ async fn a_stopped_server_is_named_as_the_reason_for_the_end() {
 }
 
 #[test]
-fn a_server_that_is_not_there_is_answered_with_a_way_to_start_one() {
+fn refused_connection_error_suggests_serve() {
     let (_, error, code) = seen(&run_with(Some("ws://127.0.0.1:1"), &["ps"], b""));
     assert_eq!(code, 1);
     assert_eq!(
