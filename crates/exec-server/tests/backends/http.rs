@@ -1,4 +1,4 @@
-//! Requests over HTTP from this machine and from a server's: the same answers.
+//! HTTP requests from this process and from a server: the results are the same.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -19,10 +19,10 @@ use tokio::process::Command;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// Who makes requests, and what keeps it alive.
+/// A name, a backend that makes requests, and the value that keeps it alive.
 type Subject = (&'static str, Box<dyn ExecutorHttp>, Box<dyn Any>);
 
-/// Each knows the variable `OWN`.
+/// Each backend has the variable `OWN` in its environment.
 async fn subjects() -> Vec<Subject> {
     let environment: BTreeMap<_, _> = [("OWN".to_owned(), "value".to_owned())].into();
     let config = HttpConfig {
@@ -49,7 +49,7 @@ async fn subjects() -> Vec<Subject> {
 }
 
 #[tokio::test]
-async fn answers_are_the_same() {
+async fn http_responses_are_the_same_on_every_backend() {
     let site = Site::saying(answer(
         "201 Made",
         "x-a: 1\r\nx-b: 2\r\nx-a: 3\r\n",
@@ -90,7 +90,7 @@ async fn answers_are_the_same() {
 }
 
 #[tokio::test]
-async fn failures_have_the_same_codes() {
+async fn http_errors_have_the_same_codes_on_every_backend() {
     let cut = Site::saying("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort").await;
     for (name, http, _keep) in subjects().await {
         let code = |url: &str| {
@@ -114,15 +114,15 @@ async fn failures_have_the_same_codes() {
     }
 }
 
-/// A body of many megabytes is complete, also for a consumer that takes its time, and whoever drops
-/// it ends the request.
+/// A body of many megabytes is complete, also for a slow consumer, and dropping it ends the
+/// request.
 #[tokio::test]
-async fn large_bodies_are_complete_and_dropped_ones_end() {
+async fn large_http_bodies_are_complete_and_dropped_ones_end() {
     const BYTES: usize = 40 << 20;
     let left = Arc::new(Semaphore::new(0));
-    let told = Arc::clone(&left);
+    let reported = Arc::clone(&left);
     let site = Site::start(move |asked, mut stream| {
-        let told = Arc::clone(&told);
+        let reported = Arc::clone(&reported);
         async move {
             if asked.path() == "/large" {
                 let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {BYTES}\r\n\r\n");
@@ -131,11 +131,11 @@ async fn large_bodies_are_complete_and_dropped_ones_end() {
             } else if asked.path() == "/endless" {
                 say(&mut stream, b"HTTP/1.1 200 OK\r\n\r\n").await;
                 while stream.write_all(&[7; 65536]).await.is_ok() {}
-                told.add_permits(1);
+                reported.add_permits(1);
             } else {
-                // Says nothing until the other side is gone.
+                // Sends nothing until the client disconnects.
                 let _ = tokio::io::AsyncReadExt::read(&mut stream, &mut [0]).await;
-                told.add_permits(1);
+                reported.add_permits(1);
             }
         }
     })

@@ -1,5 +1,5 @@
-//! One behaviour, five ways to reach it: in this process, over a link inside it, over standard input
-//! and output, over a unix socket and over a websocket.
+//! Processes on five backends: in this process, over an in-memory link, over standard input and
+//! output, over a unix socket and over a websocket.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -19,7 +19,7 @@ use exec_server::{CollectOptions, ExecProcessEvent, ReadRequest};
 
 use subjects::{Subject, command, exited, read_until, sh};
 
-/// Every case over every subject, as a test of its own.
+/// Makes each case a test for every backend.
 macro_rules! over_all_subjects {
     ($($name:ident;)*) => {$(
         mod $name {
@@ -38,35 +38,35 @@ macro_rules! over_all_subjects {
 }
 
 over_all_subjects! {
-    streams_and_exit_codes;
-    deaths_by_signal;
-    start_errors;
-    duplicate_ids;
-    input_and_its_end;
-    terminals;
-    signals_and_scopes;
-    graceful_and_forced_ends;
-    timeouts;
-    limits;
-    waits;
-    snapshots;
-    reads_with_cursors;
-    lists;
-    large_output_is_exact;
-    a_slow_consumer_loses_nothing;
-    pulled_output_is_exact;
-    communicate_does_not_deadlock;
-    unified_commands_end_when_they_end;
-    unified_sessions_go_on;
-    unified_commands_are_interrupted;
-    unified_output_of_any_size;
+    output_streams_and_exit_code_are_separate;
+    death_by_signal_is_reported;
+    start_errors_have_code_and_path;
+    start_with_an_id_in_use_is_rejected;
+    input_is_delivered_in_order_and_closed;
+    terminal_has_size_input_and_eof;
+    signal_reaches_the_leader;
+    graceful_and_forced_terminate_end_the_tree;
+    timeout_keeps_output_and_is_reported;
+    open_files_limit_is_applied;
+    wait_returns_at_its_timeout_and_at_exit;
+    snapshot_keeps_head_and_tail;
+    read_continues_after_a_cursor;
+    list_contains_the_running_process;
+    large_output_is_complete;
+    slow_consumer_gets_all_output;
+    pulled_output_is_complete;
+    communicate_with_large_input_and_output_does_not_deadlock;
+    unified_command_returns_at_its_exit;
+    unified_session_accepts_further_input;
+    unified_interrupt_ends_the_command;
+    unified_output_beyond_the_budget_uses_bounded_memory;
 }
 
 mod cases {
     pub(super) use super::unified::cases::*;
     use super::*;
 
-    pub(super) async fn streams_and_exit_codes(subject: Subject) {
+    pub(super) async fn output_streams_and_exit_code_are_separate(subject: Subject) {
         let process = subject.start(sh("echo out; echo err >&2; exit 7")).await;
         let output = process.output(CollectOptions::default()).await.unwrap();
         assert_eq!(output.stdout, b"out\n");
@@ -80,7 +80,7 @@ mod cases {
         assert!(exit.usage.unwrap().max_rss_bytes > 0);
     }
 
-    pub(super) async fn deaths_by_signal(subject: Subject) {
+    pub(super) async fn death_by_signal_is_reported(subject: Subject) {
         for tty in [false, true] {
             let process = subject
                 .start(StartParams {
@@ -97,7 +97,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn start_errors(subject: Subject) {
+    pub(super) async fn start_errors_have_code_and_path(subject: Subject) {
         let code = |params: StartParams| async {
             let error = subject.backend.start(params).await.unwrap_err();
             (error.code(), error.to_string())
@@ -132,7 +132,7 @@ mod cases {
             ..Limits::default()
         });
         let (number, text) = code(StartParams {
-            limits,
+            open_files_limit_is_applied,
             ..command(&["true"])
         })
         .await;
@@ -142,7 +142,7 @@ mod cases {
         );
     }
 
-    pub(super) async fn duplicate_ids(subject: Subject) {
+    pub(super) async fn start_with_an_id_in_use_is_rejected(subject: Subject) {
         let params = StartParams {
             process_id: "same".to_owned(),
             ..sh("sleep 60")
@@ -156,7 +156,7 @@ mod cases {
         assert_eq!(exited(&*process).await.exit_code, 137);
     }
 
-    pub(super) async fn input_and_its_end(subject: Subject) {
+    pub(super) async fn input_is_delivered_in_order_and_closed(subject: Subject) {
         let cat = StartParams {
             pipe_stdin: true,
             ..command(&["cat"])
@@ -184,7 +184,7 @@ mod cases {
         );
     }
 
-    pub(super) async fn terminals(subject: Subject) {
+    pub(super) async fn terminal_has_size_input_and_eof(subject: Subject) {
         let size = Some(TerminalSize {
             rows: 33,
             cols: 111,
@@ -232,7 +232,7 @@ mod cases {
         assert_eq!(refused.code(), Some(-32600));
     }
 
-    pub(super) async fn signals_and_scopes(subject: Subject) {
+    pub(super) async fn signal_reaches_the_leader(subject: Subject) {
         let script = "trap 'echo caught; exit 4' USR2; echo ready; while :; do sleep 0.05; done";
         let process = subject.start(sh(script)).await;
         let mut events = process.events().unwrap();
@@ -243,7 +243,7 @@ mod cases {
             .unwrap();
         read_until(&mut events, "caught").await;
         assert_eq!(exited(&*process).await.exit_code, 4);
-        // One that has ended is no error.
+        // A signal to an ended process is no error.
         process
             .signal(SignalName::Interrupt, SignalScope::Group)
             .await
@@ -254,7 +254,7 @@ mod cases {
             .unwrap();
     }
 
-    pub(super) async fn graceful_and_forced_ends(subject: Subject) {
+    pub(super) async fn graceful_and_forced_terminate_end_the_tree(subject: Subject) {
         let polite = "trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.05; done";
         let process = subject.start(sh(polite)).await;
         let mut events = process.events().unwrap();
@@ -279,7 +279,7 @@ mod cases {
         assert!(!again.running);
     }
 
-    pub(super) async fn timeouts(subject: Subject) {
+    pub(super) async fn timeout_keeps_output_and_is_reported(subject: Subject) {
         let slow = StartParams {
             timeout_ms: Some(200),
             grace_ms: Some(50),
@@ -291,14 +291,14 @@ mod cases {
         assert!(output.exit.unwrap().timed_out);
     }
 
-    pub(super) async fn limits(subject: Subject) {
+    pub(super) async fn open_files_limit_is_applied(subject: Subject) {
         let limits = Some(Limits {
             open_files: Some(19),
             ..Limits::default()
         });
         let process = subject
             .start(StartParams {
-                limits,
+                open_files_limit_is_applied,
                 ..sh("ulimit -n")
             })
             .await;
@@ -306,7 +306,7 @@ mod cases {
         assert_eq!(output.stdout, b"19\n");
     }
 
-    pub(super) async fn waits(subject: Subject) {
+    pub(super) async fn wait_returns_at_its_timeout_and_at_exit(subject: Subject) {
         let process = subject
             .start(StartParams {
                 pipe_stdin: true,
@@ -327,7 +327,7 @@ mod cases {
         assert_eq!(process.exited(None).await.unwrap(), Some(6));
     }
 
-    pub(super) async fn snapshots(subject: Subject) {
+    pub(super) async fn snapshot_keeps_head_and_tail(subject: Subject) {
         let process = subject.start(sh("seq 1 1000; echo oops >&2; exit 2")).await;
         process.wait(WaitUntil::Closed, None).await.unwrap();
         let whole = process.snapshot(None).await.unwrap();
@@ -341,7 +341,7 @@ mod cases {
         assert_eq!(cut.stderr.as_slice(), b"oops\n");
     }
 
-    pub(super) async fn reads_with_cursors(subject: Subject) {
+    pub(super) async fn read_continues_after_a_cursor(subject: Subject) {
         let script = "echo one; read x; echo two; read x; exit 1";
         let process = subject
             .start(StartParams {
@@ -385,7 +385,7 @@ mod cases {
         assert_eq!(last.evicted, None);
     }
 
-    pub(super) async fn lists(subject: Subject) {
+    pub(super) async fn list_contains_the_running_process(subject: Subject) {
         let process = subject.start(sh("sleep 60")).await;
         let listed = subject.backend.list().await.unwrap();
         let found = listed
@@ -399,7 +399,7 @@ mod cases {
         assert!(std::path::Path::new(&format!("/proc/{}", found.pid)).exists());
     }
 
-    pub(super) async fn large_output_is_exact(subject: Subject) {
+    pub(super) async fn large_output_is_complete(subject: Subject) {
         let process = subject.start(sh("seq 1 2000000; seq 1 100000 >&2")).await;
         let output = process.output(CollectOptions::default()).await.unwrap();
         let expected = |last: usize| (1..=last).map(|n| format!("{n}\n")).collect::<String>();
@@ -416,8 +416,8 @@ mod cases {
         assert!(output.closed && !output.has_gaps);
     }
 
-    pub(super) async fn a_slow_consumer_loses_nothing(subject: Subject) {
-        // More than every buffer on the way together, so that the process has to wait.
+    pub(super) async fn slow_consumer_gets_all_output(subject: Subject) {
+        // More than all buffers on the way together, so that the process has to wait.
         let process = subject.start(sh("seq 1 4000000")).await;
         let mut events = process.events().unwrap();
         let (mut next_seq, mut bytes) = (1, 0);
@@ -441,7 +441,7 @@ mod cases {
         assert_eq!(bytes, 30_888_896);
     }
 
-    pub(super) async fn pulled_output_is_exact(subject: Subject) {
+    pub(super) async fn pulled_output_is_complete(subject: Subject) {
         let delivery = Some(Delivery::Pull);
         let process = subject
             .start(StartParams {
@@ -471,7 +471,9 @@ mod cases {
         assert_eq!(bytes, 6_888_896);
     }
 
-    pub(super) async fn communicate_does_not_deadlock(subject: Subject) {
+    pub(super) async fn communicate_with_large_input_and_output_does_not_deadlock(
+        subject: Subject,
+    ) {
         let cat = StartParams {
             pipe_stdin: true,
             ..command(&["cat"])

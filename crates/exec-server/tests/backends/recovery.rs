@@ -1,7 +1,7 @@
-//! Connections that are lost: cut anywhere, silent, refused, taken by somebody else.
+//! Lost connections: cut anywhere, silent, refused, or replaced by another client.
 //!
-//! What a consumer sees is compared with what the process wrote: every byte once and in order, or a
-//! gap of exactly the missing size.
+//! The output that a consumer gets is compared with what the process wrote: every byte once and in
+//! order, or a gap of exactly the missing size.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,16 +27,16 @@ use tokio::process::Command;
 
 use crate::subjects::{command, exited, read_until, sh};
 
-/// Longer than anything here takes; hanging is a failure.
+/// Longer than any step here takes; a hang is a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 async fn soon<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future)
         .await
-        .expect("it hangs")
+        .expect("no progress within the time limit")
 }
 
-/// A server in this process, on a port of its own.
+/// A server in this process, on a free port.
 async fn server() -> (Server, String) {
     serve(ExecServerConfig::default()).await
 }
@@ -51,7 +51,7 @@ async fn serve(config: ExecServerConfig) -> (Server, String) {
     (server, url)
 }
 
-/// Options for links that are cut all the time.
+/// Options for links that are cut repeatedly.
 fn options() -> ExecServerClientConnectOptions {
     let mut options = ExecServerClientConnectOptions::new("test");
     options.recovery.first_pause = Duration::from_millis(2);
@@ -60,7 +60,7 @@ fn options() -> ExecServerClientConnectOptions {
     options
 }
 
-/// A client whose every link goes through a proxy.
+/// A client whose connections go through a proxy.
 async fn through(proxy: &Proxy) -> ExecServerClient {
     through_with(proxy, options()).await
 }
@@ -80,7 +80,7 @@ async fn becomes(states: &mut ConnectionStates, wanted: &ConnectionState) {
                 return;
             }
         }
-        panic!("it never is {wanted}");
+        panic!("the state {wanted} was never reached");
     })
     .await;
 }
@@ -93,12 +93,12 @@ async fn fails(client: &ExecServerClient) -> Arc<str> {
                 return reason;
             }
         }
-        panic!("it never fails");
+        panic!("the connection never failed");
     })
     .await
 }
 
-/// What a consumer saw of one process.
+/// The events that a consumer got from one process.
 #[derive(Debug, Default)]
 struct Seen {
     stdout: Vec<u8>,
@@ -108,7 +108,7 @@ struct Seen {
     gaps: Vec<Option<u64>>,
 }
 
-/// Reads a process to its end, holding every number against the one before.
+/// Reads a process to its end, and checks that sequence numbers are consecutive.
 async fn all(mut events: ExecProcessEvents) -> Seen {
     let mut seen = Seen::default();
     let mut last = 0;
@@ -140,7 +140,7 @@ async fn all(mut events: ExecProcessEvents) -> Seen {
     seen
 }
 
-/// A client behind a cutter.
+/// A client whose link a [`Cutter`] can cut.
 async fn cuttable(url: &str, cutter: &Arc<Cutter>) -> ExecServerClient {
     let (url, cutter) = (url.to_owned(), Arc::clone(cutter));
     let dial = move || {
@@ -155,7 +155,7 @@ async fn cuttable(url: &str, cutter: &Arc<Cutter>) -> ExecServerClient {
         .unwrap()
 }
 
-/// One of everything: start, output, write, output of both streams, exit, close, terminate.
+/// One of each: start, output, write, output of both streams, exit, close, terminate.
 async fn session(client: &ExecServerClient, delivery: Delivery) {
     let script = "echo ready; read line; echo got $line; echo bad >&2; exit 7";
     let params = StartParams {
@@ -197,44 +197,44 @@ async fn cut_everywhere(delivery: Delivery, later: &[u64]) {
 }
 
 #[tokio::test]
-async fn a_pushed_session_survives_a_cut_after_every_message() {
+async fn pushed_session_survives_a_cut_after_every_message() {
     cut_everywhere(Delivery::Push, &[]).await;
 }
 
 #[tokio::test]
-async fn a_pulled_session_survives_a_cut_after_every_message() {
+async fn pulled_session_survives_a_cut_after_every_message() {
     cut_everywhere(Delivery::Pull, &[]).await;
 }
 
 /// The second connection is lost before, in and after its handshake, the third a little later.
 #[tokio::test]
-async fn a_session_survives_cuts_of_its_recovery() {
+async fn session_survives_cuts_during_its_recovery() {
     for later in [&[0, 1][..], &[1, 2], &[2, 3], &[3, 5, 4]] {
         cut_everywhere(Delivery::Push, later).await;
     }
 }
 
-/// The numbers from 1, each in a line.
+/// The numbers from 1, one per line.
 fn lines(count: u64) -> Vec<u8> {
     (1..=count)
         .flat_map(|number| format!("{number}\n").into_bytes())
         .collect()
 }
 
-/// Where a piece begins that can only be in one place.
+/// Position of a piece of text that occurs only once.
 fn find(expected: &[u8], piece: &[u8]) -> usize {
     let piece = &piece[..piece.len().min(64)];
     let found = expected.windows(piece.len()).position(|at| at == piece);
-    found.expect("what comes after a gap was written after it")
+    found.expect("output after a gap is not part of the expected output")
 }
 
-/// Reads a process that writes `expected`; how much of it fell into gaps.
+/// Reads a process that writes `expected`; returns the number of bytes lost in gaps.
 async fn compare(events: ExecProcessEvents, expected: &[u8]) -> u64 {
     let gaps = gaps(events, expected).await;
     gaps.into_iter().map(|(bytes, _)| bytes).sum()
 }
 
-/// Reads a process that writes `expected`; the sizes of its gaps, and whether they were told.
+/// Reads a process that writes `expected`; returns its gaps: their sizes, and if each was reported.
 async fn gaps(mut events: ExecProcessEvents, expected: &[u8]) -> Vec<(u64, bool)> {
     let mut at = 0;
     let mut gaps = Vec::new();
@@ -264,16 +264,16 @@ async fn gaps(mut events: ExecProcessEvents, expected: &[u8]) -> Vec<(u64, bool)
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(at, expected.len(), "all of it, or a gap of its size");
+    assert_eq!(at, expected.len(), "all output, or a gap of its size");
     gaps
 }
 
-/// Cuts a link and waits until there is another.
+/// Cuts a link and waits until it is replaced.
 async fn cut_and_resume(proxy: &Proxy, client: &ExecServerClient) {
     let accepted = proxy.accepted();
     proxy.cut();
     soon(async {
-        // States come and go faster than they can be watched.
+        // States change faster than they can be observed.
         while proxy.accepted() == accepted || !client.state().is_connected() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -281,9 +281,9 @@ async fn cut_and_resume(proxy: &Proxy, client: &ExecServerClient) {
     .await;
 }
 
-/// Two hundred cuts while one process floods, one writes slowly and one echoes what it is told.
+/// 200 cuts while one process writes fast, one writes slowly and one echoes its input.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_hundred_cuts_under_load_lose_nothing_silently() {
+async fn two_hundred_cuts_under_load_lose_no_output_unreported() {
     const CUTS: u64 = 200;
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
@@ -317,7 +317,7 @@ async fn two_hundred_cuts_under_load_lose_nothing_silently() {
         }
     });
     for cut in 0..CUTS {
-        // Now and then some requests get through in between.
+        // After every few cuts some requests complete in between.
         if cut % 4 == 0 {
             let root = uri("/").unwrap();
             let files = client.file_system();
@@ -328,13 +328,21 @@ async fn two_hundred_cuts_under_load_lose_nothing_silently() {
     }
     assert!(proxy.accepted() > CUTS);
     typing.await.unwrap();
-    assert_eq!(echoed.await.unwrap(), 0, "an echo that fits is kept");
-    assert_eq!(slowly.await.unwrap(), 0, "what fits is kept");
+    assert_eq!(
+        echoed.await.unwrap(),
+        0,
+        "an echo within the retained size is not lost"
+    );
+    assert_eq!(
+        slowly.await.unwrap(),
+        0,
+        "output within the retained size is not lost"
+    );
     flooded.await.unwrap();
 }
 
 #[tokio::test]
-async fn a_link_that_breaks_in_the_middle_of_messages_is_resumed() {
+async fn link_cut_within_a_message_is_resumed() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -346,7 +354,7 @@ async fn a_link_that_breaks_in_the_middle_of_messages_is_resumed() {
 }
 
 #[tokio::test]
-async fn a_slow_link_is_no_lost_link() {
+async fn slow_link_is_not_replaced() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     proxy.delay(Duration::from_millis(30));
@@ -364,9 +372,9 @@ fn impatient() -> ExecServerClientConnectOptions {
     options
 }
 
-/// The server cannot know that the old connection is dead: the client has to say so.
+/// The server cannot detect that the old connection is dead: the client has to resume the session.
 #[tokio::test]
-async fn a_silent_link_is_noticed_and_replaced() {
+async fn silent_link_is_replaced_after_the_keepalive_deadline() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through_with(&proxy, impatient()).await;
@@ -383,10 +391,10 @@ async fn a_silent_link_is_noticed_and_replaced() {
     assert_eq!(lost, 0);
 }
 
-/// Nothing gets through for twenty seconds, not even a new connection. Who looks after its link makes
-/// others in vain meanwhile; who waits longer than that sees a pause.
+/// Nothing passes for twenty seconds, not even a new connection. A client with a short keepalive
+/// tries new connections meanwhile; a client with a long one only sees a pause.
 #[tokio::test]
-async fn a_network_that_stands_still_for_twenty_seconds_is_survived() {
+async fn twenty_seconds_without_network_lose_no_output() {
     const STILL: Duration = Duration::from_secs(20);
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
@@ -442,7 +450,7 @@ async fn a_network_that_stands_still_for_twenty_seconds_is_survived() {
 }
 
 #[tokio::test]
-async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
+async fn output_evicted_by_the_server_is_a_gap_of_its_size() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -455,7 +463,7 @@ async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
     );
     let process = client.start(sh(&script)).await.unwrap().process;
     let events = process.events().unwrap();
-    // All of it is written while nobody is there.
+    // All of it is written while no client is connected.
     proxy.refuse(true);
     proxy.cut();
     let mut states = client.states();
@@ -472,9 +480,9 @@ async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
     expected.extend_from_slice(b"end\n");
     let gaps = gaps(events, &expected).await;
     let [(lost, true)] = gaps[..] else {
-        panic!("one gap, and its size: {gaps:?}");
+        panic!("expected one gap with its size: {gaps:?}");
     };
-    assert!(lost > 0, "this is more than a server keeps");
+    assert!(lost > 0, "this is more than a server retains");
     assert_eq!(
         process
             .wait(WaitUntil::Closed, None)
@@ -485,10 +493,10 @@ async fn what_the_server_could_not_keep_is_a_gap_of_its_size() {
     );
 }
 
-/// Output falls out on both sides: here, where nobody reads it, and there, where nobody is connected.
+/// Output is lost on both sides: in the client that does not read, and in the disconnected server.
 #[tokio::test]
-async fn what_is_lost_on_both_sides_is_one_gap_of_its_size() {
-    /// Characters of a part, as a link carries them.
+async fn output_lost_on_both_sides_is_one_gap_of_its_size() {
+    /// Characters of a part as encoded on the link.
     fn carried(part: &[u8]) -> u64 {
         part.len() as u64 / 3 * 4
     }
@@ -498,7 +506,7 @@ async fn what_is_lost_on_both_sides_is_one_gap_of_its_size() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str| directory.path().join(name);
     let mut script = String::new();
-    // The last is so long that much of it has arrived when the rest is in the buffers of sockets.
+    // The last part is so long that much of it has arrived when the rest fills the socket buffers.
     let parts: Vec<Vec<u8>> = [1..=900_000, 900_001..=1_800_000, 1_800_001..=4_500_000_u64]
         .into_iter()
         .enumerate()
@@ -524,10 +532,10 @@ async fn what_is_lost_on_both_sides_is_one_gap_of_its_size() {
         })
         .await;
     };
-    // More than is kept here for somebody who may come.
+    // More than the client buffers for a consumer that may still subscribe.
     std::fs::write(file("begin0"), "").unwrap();
     until(&|| proxy.carried() > carried(&parts[0])).await;
-    // More than is kept there.
+    // More than the server retains.
     proxy.refuse(true);
     proxy.cut();
     becomes(&mut states, &ConnectionState::Recovering).await;
@@ -535,20 +543,20 @@ async fn what_is_lost_on_both_sides_is_one_gap_of_its_size() {
     until(&|| file("done1").exists()).await;
     proxy.refuse(false);
     becomes(&mut states, &ConnectionState::Connected).await;
-    // As much again as here: nothing from before the cut is left.
+    // As much again as the client buffers: nothing from before the cut is left.
     let before = proxy.carried();
     std::fs::write(file("begin2"), "").unwrap();
     until(&|| proxy.carried() - before > carried(&parts[2])).await;
     let expected = parts.concat();
     let gaps = gaps(process.events().unwrap(), &expected).await;
     let [(lost, true)] = gaps[..] else {
-        panic!("one gap, and its size: {gaps:?}");
+        panic!("expected one gap with its size: {gaps:?}");
     };
     assert!(lost > (parts[0].len() + parts[1].len()) as u64, "{lost}");
 }
 
 #[tokio::test]
-async fn a_process_that_ended_meanwhile_is_told_of() {
+async fn exit_during_a_disconnect_is_reported_after_the_resume() {
     let config = ExecServerConfig {
         closed_retention: Duration::from_secs(1),
         ..ExecServerConfig::default()
@@ -568,10 +576,10 @@ async fn a_process_that_ended_meanwhile_is_told_of() {
     proxy.cut();
     becomes(&mut states, &ConnectionState::Recovering).await;
     std::fs::write(&go, "").unwrap();
-    // Nothing tells when it has ended. If this is too short, the test only shows less.
+    // There is no notification of its end. If this pause is too short, the test only covers less.
     tokio::time::sleep(Duration::from_millis(1500)).await;
     proxy.refuse(false);
-    // It ended long before anybody could look, and was kept for those who come back.
+    // It ended long before the client resumed, and its record was retained.
     let seen = all(process.process.events().unwrap()).await;
     assert_eq!(
         (&seen.stdout[..], seen.exit_code),
@@ -580,7 +588,7 @@ async fn a_process_that_ended_meanwhile_is_told_of() {
 }
 
 #[tokio::test]
-async fn a_restarted_server_is_a_clear_failure_and_a_new_session_works() {
+async fn restarted_server_fails_the_session_and_accepts_a_new_one() {
     let start = || ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server")));
     let first = start().await;
     let proxy = Proxy::start(first.url()).await;
@@ -588,7 +596,7 @@ async fn a_restarted_server_is_a_clear_failure_and_a_new_session_works() {
     let process = client.start(sh("sleep 600")).await.unwrap().process;
     let second = start().await;
     proxy.lead_to(second.url());
-    // Before anybody could say farewell.
+    // Before the client could end its session.
     proxy.cut();
     drop(first);
     let reason = fails(&client).await;
@@ -602,9 +610,9 @@ async fn a_restarted_server_is_a_clear_failure_and_a_new_session_works() {
     session(&through(&proxy).await, Delivery::Push).await;
 }
 
-/// Nobody waits for it, and it ends nevertheless.
+/// The session ends although no client waits for that.
 #[tokio::test]
-async fn a_session_that_is_left_ends_with_its_processes() {
+async fn abandoned_session_ends_with_its_processes() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -639,7 +647,7 @@ async fn a_session_that_is_left_ends_with_its_processes() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_come_back_is_given_up_in_time() {
+async fn recovery_fails_after_its_budget() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let mut options = options();
@@ -652,9 +660,9 @@ async fn a_server_that_does_not_come_back_is_given_up_in_time() {
     assert!(proxy.accepted() > 3, "{}", proxy.accepted());
 }
 
-/// While a session is driven, nobody else gets it; once it is not, the first who comes does.
+/// An attached session is refused to other clients; a detached one goes to the first that resumes.
 #[tokio::test]
-async fn a_session_belongs_to_one_client_at_a_time() {
+async fn session_is_attached_to_one_client_at_a_time() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let mut patient = options();
@@ -672,7 +680,7 @@ async fn a_session_belongs_to_one_client_at_a_time() {
     proxy.cut();
     let mut states = first.states();
     becomes(&mut states, &ConnectionState::Recovering).await;
-    // Two race for it, and one of them wins.
+    // Two clients race for it, and one wins.
     let second = soon(async {
         loop {
             let (one, two) = tokio::join!(other(first.session_id()), other(first.session_id()));
@@ -681,14 +689,14 @@ async fn a_session_belongs_to_one_client_at_a_time() {
                     assert_eq!(error.code(), Some(-32010), "{error}");
                     return client;
                 }
-                (Ok(_), Ok(_)) => panic!("both have it"),
+                (Ok(_), Ok(_)) => panic!("both clients have the session"),
                 // The server has not noticed the cut yet.
                 (Err(_), Err(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
             }
         }
     })
     .await;
-    // Who lost it cannot take it back, whatever it knows.
+    // The client that lost the session cannot take it back, even with its key.
     proxy.refuse(false);
     let reason = fails(&first).await;
     assert!(reason.contains("already attached"), "{reason}");
@@ -697,18 +705,18 @@ async fn a_session_belongs_to_one_client_at_a_time() {
 }
 
 #[tokio::test]
-async fn a_start_under_way_is_asked_about() {
+async fn start_interrupted_by_a_cut_runs_once() {
     let (_server, url) = server().await;
     let cutter = Cutter::new();
     let directory = tempfile::tempdir().unwrap();
     let log = directory.path().join("log");
-    // The request arrives and its answer does not; or not even the request arrives.
+    // The request arrives and its response does not; or not even the request arrives.
     for passed in [1, 0] {
         let client = cuttable(&url, &cutter).await;
         cutter.arm(passed, &[]);
         let script = format!("echo $$ >> {}; echo hello; sleep 600", log.display());
         let started = soon(client.start(sh(&script))).await.unwrap();
-        assert!(started.sandbox_type.is_some(), "the whole answer is there");
+        assert!(started.sandbox_type.is_some(), "the response is complete");
         let mut events = started.process.events().unwrap();
         read_until(&mut events, "hello\n").await;
         let ended = started.process.terminate(TerminateMode::Force, true);
@@ -724,7 +732,7 @@ async fn a_start_under_way_is_asked_about() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_done_twice_says_so() {
+async fn signal_interrupted_by_a_cut_reports_an_unknown_outcome() {
     let (_server, url) = server().await;
     let cutter = Cutter::new();
     let client = cuttable(&url, &cutter).await;
@@ -742,7 +750,7 @@ async fn what_cannot_be_done_twice_says_so() {
         ),
         "{sent}"
     );
-    // One that has not left yet is simply sent later.
+    // A request that was not sent yet is sent after the resume.
     let mut states = client.states();
     becomes(&mut states, &ConnectionState::Connected).await;
     cutter.arm(0, &[]);
@@ -755,7 +763,7 @@ async fn what_cannot_be_done_twice_says_so() {
 }
 
 #[tokio::test]
-async fn files_are_read_and_written_across_cuts() {
+async fn file_streams_survive_cuts() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -797,7 +805,7 @@ async fn files_are_read_and_written_across_cuts() {
         assert!(std::fs::read(&copy).unwrap() == content, "{mode:?}");
     }
 
-    // What was written aside is gone with its connection: nothing is put in place.
+    // The temporary file is removed with its connection: nothing is replaced.
     let target = directory.path().join("atomic");
     let stream = WriteStream {
         mode: WriteMode::Atomic,
@@ -822,7 +830,7 @@ async fn files_are_read_and_written_across_cuts() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_another_one_by_now_is_not_read_on() {
+async fn read_of_a_replaced_file_fails_after_a_cut() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -847,7 +855,7 @@ async fn a_file_that_is_another_one_by_now_is_not_read_on() {
 }
 
 #[tokio::test]
-async fn watches_go_on_and_say_that_something_may_be_missing() {
+async fn watches_continue_after_a_cut_with_an_overflow() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let client = through(&proxy).await;
@@ -874,7 +882,7 @@ async fn watches_go_on_and_say_that_something_may_be_missing() {
             batch = soon(changes.recv()).await.unwrap();
         }
     }
-    // Nobody knows whether it came and went: whoever waits has to look.
+    // The client cannot know whether the path appeared meanwhile: the consumer has to check.
     soon(waiting.changed()).await.unwrap();
     std::fs::remove_dir_all(directory.path()).unwrap();
     proxy.cut();
@@ -882,7 +890,7 @@ async fn watches_go_on_and_say_that_something_may_be_missing() {
 }
 
 #[tokio::test]
-async fn requests_are_repeated_or_wait() {
+async fn requests_interrupted_by_a_cut_are_repeated() {
     let (_server, url) = server().await;
     let cutter = Cutter::new();
     let client = cuttable(&url, &cutter).await;
@@ -913,7 +921,7 @@ async fn requests_are_repeated_or_wait() {
 }
 
 #[tokio::test]
-async fn a_unix_socket_is_dialled_again_too() {
+async fn unix_socket_is_reconnected() {
     let directory = tempfile::tempdir().unwrap();
     let listener = Listener::unix(&directory.path().join("socket")).unwrap();
     let url = listener.url().to_string();
@@ -927,9 +935,9 @@ async fn a_unix_socket_is_dialled_again_too() {
     }
 }
 
-/// A program that is started for one client takes its sessions with it: there is nothing to resume.
+/// A server that was started for one client ends with its sessions: there is nothing to resume.
 #[tokio::test]
-async fn a_server_of_ones_own_is_not_started_again() {
+async fn stdio_server_is_not_restarted_after_its_end() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.args(["--listen", "stdio"]);
     let client = ExecServerClient::connect_stdio(command, options())
@@ -954,7 +962,7 @@ async fn a_server_of_ones_own_is_not_started_again() {
 }
 
 #[tokio::test]
-async fn run_survives_cuts() {
+async fn run_prints_all_output_across_cuts() {
     let (_server, url) = server().await;
     let proxy = Proxy::start(&url).await;
     let script = "i=0; while [ $i -lt 300 ]; do i=$((i+1)); echo $i; sleep 0.01; done; exit 5";
@@ -980,8 +988,8 @@ async fn run_survives_cuts() {
     }
     soon(stdout.read_to_end(&mut written)).await.unwrap();
     let output = soon(running.wait_with_output()).await.unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(5), "{said}");
-    assert_eq!(written, lines(300), "{said}");
-    assert!(said.contains("session resumed"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(5), "{printed}");
+    assert_eq!(written, lines(300), "{printed}");
+    assert!(printed.contains("session resumed"), "{printed}");
 }

@@ -1,4 +1,4 @@
-//! What the cases run on: one backend each, and whatever keeps it alive.
+//! The backends that the cases run on, each with the value that keeps it alive.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use exec_server::{
 use exec_server_testkit::server::Server as ServerProcess;
 use tokio::process::Command;
 
-/// A backend and what it lives on.
+/// A backend and the value that keeps it alive.
 pub(crate) struct Subject {
     pub(crate) backend: Arc<dyn ExecBackend>,
     _keep: Box<dyn Any + Send>,
@@ -72,14 +72,14 @@ pub(crate) async fn unix() -> Subject {
 
 pub(crate) async fn websocket() -> Subject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
-    // The others are served by one thread.
+    // The other servers use one thread.
     command.args(["--threads", "3"]);
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
     Subject::new(ExecServerClient::connect(args).await.unwrap(), server)
 }
 
-/// Params for a command, under an id of its own.
+/// Params for a command, with a new process id.
 pub(crate) fn command(argv: &[&str]) -> StartParams {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     StartParams {
@@ -95,7 +95,7 @@ pub(crate) fn sh(script: &str) -> StartParams {
     command(&["/bin/sh", "-c", script])
 }
 
-/// Waits for a process to end, beside its events.
+/// Waits for the end of a process, independent of its events.
 pub(crate) async fn exited(process: &dyn ExecProcess) -> ProcessExit {
     let wait = process
         .wait(Default::default(), Some(Duration::from_secs(30)))
@@ -108,7 +108,7 @@ pub(crate) async fn exited(process: &dyn ExecProcess) -> ProcessExit {
     exit
 }
 
-/// Reads output until it holds `wanted`; all of it so far.
+/// Reads output until it contains `wanted`; returns all output so far.
 pub(crate) async fn read_until(events: &mut ExecProcessEvents, wanted: &str) -> String {
     let mut seen = String::new();
     while !seen.contains(wanted) {

@@ -1,4 +1,4 @@
-//! Commands for a model, on real processes.
+//! The commands of `UnifiedExec`, on real processes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ fn launch(backend: &Arc<dyn ExecBackend>, io: ProcessIo, line: &str) -> ExecComm
     let mut request = DirectRequest::shell("/bin/sh", false, line, cwd);
     request.io = io;
     let mut command = ExecCommand::new("call", Launch::direct(Arc::clone(backend), request));
-    // Far more than anything here takes: an answer must come before.
+    // Far more than any step here takes: the result must come before.
     command.yield_time = Some(Duration::from_secs(30));
     command
 }
@@ -33,7 +33,7 @@ pub(crate) mod cases {
     use super::*;
     use crate::subjects::Subject;
 
-    pub(crate) async fn unified_commands_end_when_they_end(subject: Subject) {
+    pub(crate) async fn unified_command_returns_at_its_exit(subject: Subject) {
         let unified = unified();
         let command = launch(
             &subject.backend,
@@ -56,7 +56,7 @@ pub(crate) mod cases {
         assert!(unified.sessions().is_empty());
     }
 
-    pub(crate) async fn unified_sessions_go_on(subject: Subject) {
+    pub(crate) async fn unified_session_accepts_further_input(subject: Subject) {
         let unified = unified();
         let script = "stty -echo; printf 'name? '; read name; echo \"hello $name\"; sleep 600";
         let mut command = launch(&subject.backend, ProcessIo::Terminal(None), script);
@@ -64,7 +64,7 @@ pub(crate) mod cases {
         let mut answer = unified.exec_command(command).await.unwrap();
         let session = answer.session_id.unwrap();
         let mut seen = answer.output;
-        // A slow machine may need another look.
+        // A slow machine may need another read.
         while !seen.contains("name? ") {
             let look = WriteStdin::poll("look", session);
             answer = unified.write_stdin(look).await.unwrap();
@@ -83,7 +83,7 @@ pub(crate) mod cases {
         assert!(gone.is_err());
     }
 
-    pub(crate) async fn unified_commands_are_interrupted(subject: Subject) {
+    pub(crate) async fn unified_interrupt_ends_the_command(subject: Subject) {
         let unified = unified();
         let mut command = launch(&subject.backend, ProcessIo::default(), "exec sleep 600");
         command.yield_time = Some(Duration::from_millis(250));
@@ -94,10 +94,10 @@ pub(crate) mod cases {
         assert_eq!(answer.exit_code, Some(130));
     }
 
-    pub(crate) async fn unified_output_of_any_size(subject: Subject) {
+    pub(crate) async fn unified_output_beyond_the_budget_uses_bounded_memory(subject: Subject) {
         const BYTES: u64 = 100_000_000;
         let unified = unified();
-        // Warm up, so that only the output itself is measured.
+        // Warm-up, so that only the output itself is measured.
         let warm = launch(
             &subject.backend,
             ProcessIo::default(),
@@ -121,18 +121,18 @@ pub(crate) mod cases {
         assert!(head.starts_with("first\ny\n"), "{head}");
         assert!(tail.ends_with("\nlast\n"), "{tail}");
         let shown = (head.len() + tail.len()) as u64;
-        // The head may have got a line end for the marker's sake.
+        // The head may have got a newline before the marker.
         let all = shown + answer.omitted_bytes;
         assert!(all == total || all == total + 1, "{all} of {total}");
-        // Two buffers of a mebibyte, what the log retains, and what is on its way; when the server
-        // is in this process, that as well.
+        // Two buffers of 1 MiB, the retained log, and data in transit; a server in this process adds
+        // its buffers.
         assert!(grown <= 8 << 20, "grew by {grown} bytes");
     }
 }
 
-/// The connection is cut several times in the middle of a call, and nothing is missing.
+/// The connection is cut several times in the middle of a call, and no output is missing.
 #[tokio::test]
-async fn unified_goes_on_over_cuts() {
+async fn unified_call_continues_across_cuts() {
     let server = ServerProcess::start(Command::new(env!("CARGO_BIN_EXE_exec-server"))).await;
     let proxy = Proxy::start(server.url()).await;
     let args = RemoteExecServerConnectArgs::new(proxy.url(), "test");
@@ -155,9 +155,9 @@ async fn unified_goes_on_over_cuts() {
     assert!(proxy.accepted() > 1);
 }
 
-/// The connection dies in the middle of a call: it answers with what came, and says so.
+/// The connection is lost in the middle of a call: the result has its output, and the failure.
 #[tokio::test]
-async fn unified_tells_of_a_lost_connection() {
+async fn unified_call_reports_a_lost_connection() {
     let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");
@@ -187,7 +187,7 @@ async fn unified_tells_of_a_lost_connection() {
     assert!(unified.sessions().is_empty());
 }
 
-/// Kills a server so that it cannot say goodbye; the guardian above it does the rest.
+/// Kills a server without a graceful shutdown; its guardian cleans up.
 fn kill(server: &ServerProcess) {
     for child in proc::children(server.pid()) {
         proc::signal(u32::try_from(child).unwrap(), Signal::KILL);
