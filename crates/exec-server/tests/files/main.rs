@@ -1,5 +1,5 @@
-//! One behaviour of files, five ways to reach it: in this process, over a link inside it, over
-//! standard input and output, over a unix socket and over a websocket.
+//! File operations through five backends: in this process, over an in-memory link, over standard
+//! input and output, over a unix socket and over a websocket.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -26,7 +26,7 @@ use tokio::io::{AsyncReadExt as _, AsyncSeekExt as _, AsyncWriteExt as _};
 
 use subjects::Subject;
 
-/// Every case over every subject, as a test of its own.
+/// Makes each case a test for every backend.
 macro_rules! over_all_subjects {
     ($module:ident: $($name:ident;)*) => {$(
         mod $name {
@@ -46,30 +46,30 @@ macro_rules! over_all_subjects {
 pub(crate) use over_all_subjects;
 
 over_all_subjects! { cases:
-    whole_files;
-    large_files_are_streamed_and_exact;
-    errors_have_codes_and_paths;
-    links_are_refused;
-    streams_read;
-    streams_write;
-    an_uncommitted_stream_leaves_nothing;
-    a_failed_stream_stays_failed;
-    directories;
-    odd_names_round_trip;
-    walks;
-    copies_and_moves;
-    metadata_is_told_and_set;
-    hashes;
+    read_file_returns_what_write_file_wrote;
+    file_larger_than_a_message_is_streamed;
+    file_errors_have_code_and_path;
+    symlinks_are_refused_when_requested;
+    read_stream_returns_any_range;
+    write_stream_replaces_updates_and_truncates;
+    dropped_write_stream_leaves_the_file_unchanged;
+    write_stream_fails_permanently_after_an_error;
+    directories_are_created_listed_and_removed;
+    file_names_with_any_bytes_round_trip;
+    walk_returns_a_bounded_tree;
+    copy_and_rename_move_trees_and_files;
+    metadata_is_set_and_returned;
+    hash_covers_the_file_or_its_beginning;
     listings_have_any_length;
-    sandboxes_are_obeyed_or_refused;
+    sandbox_policy_is_enforced_or_refused;
     policies_bind_every_operation;
     policies_that_cannot_be_resolved_are_refused;
-    searches;
-    watches;
-    waits_for_what_is_missing;
+    search_returns_matches_with_context;
+    watch_reports_changes_except_ignored_ones;
+    watch_missing_reports_a_created_path;
 }
 
-/// Bytes in which no block is like another.
+/// Bytes without repeated blocks.
 pub(crate) fn pattern(len: usize) -> Vec<u8> {
     let piece: Vec<u8> = (0..65_521u32)
         .map(|at| at.wrapping_mul(2_654_435_761).to_be_bytes()[0])
@@ -90,7 +90,7 @@ mod cases {
         outcome.err().unwrap().code()
     }
 
-    pub(super) async fn whole_files(subject: Subject) {
+    pub(super) async fn read_file_returns_what_write_file_wrote(subject: Subject) {
         let uri = subject.uri("f");
         for len in [0, 1, 4096, 1 << 20, (1 << 20) + 1] {
             let data = pattern(len);
@@ -102,7 +102,7 @@ mod cases {
             let read = subject.files.read_file(&uri, Default::default()).await;
             assert!(read.unwrap() == data, "{len}");
         }
-        // What is replaced keeps its mode, unless one is given.
+        // A replaced file keeps its mode, unless a mode is given.
         fs::set_permissions(subject.path("f"), fs::Permissions::from_mode(0o640)).unwrap();
         for (len, mode, expected) in [
             (3, None, 0o640),
@@ -131,7 +131,7 @@ mod cases {
         assert_eq!(fs::read_dir(subject.directory.path()).unwrap().count(), 1);
     }
 
-    pub(super) async fn large_files_are_streamed_and_exact(subject: Subject) {
+    pub(super) async fn file_larger_than_a_message_is_streamed(subject: Subject) {
         // More than one message can hold.
         let data = pattern(70 << 20);
         let uri = subject.uri("large");
@@ -144,7 +144,7 @@ mod cases {
         assert!(read.unwrap() == data);
     }
 
-    pub(super) async fn errors_have_codes_and_paths(subject: Subject) {
+    pub(super) async fn file_errors_have_code_and_path(subject: Subject) {
         let files = &subject.files;
         let missing = subject.uri("missing/f");
         let outcomes = [
@@ -191,7 +191,7 @@ mod cases {
         assert_eq!(code(refused), Some(codes::INVALID_PARAMS));
     }
 
-    pub(super) async fn links_are_refused(subject: Subject) {
+    pub(super) async fn symlinks_are_refused_when_requested(subject: Subject) {
         let files = &subject.files;
         fs::create_dir(subject.path("real")).unwrap();
         fs::write(subject.path("real/f"), "x").unwrap();
@@ -220,7 +220,7 @@ mod cases {
         assert_eq!(read.unwrap(), "x");
     }
 
-    pub(super) async fn streams_read(subject: Subject) {
+    pub(super) async fn read_stream_returns_any_range(subject: Subject) {
         let data = pattern(5_000_001);
         fs::write(subject.path("f"), &data).unwrap();
         let uri = subject.uri("f");
@@ -244,14 +244,14 @@ mod cases {
         let mut some = [0; 100];
         stream.read_exact(&mut some).await.unwrap();
         assert_eq!(some, data[17..117]);
-        // More than may be open at a time: dropped ones are closed.
+        // More streams than may be open at a time: dropped ones are closed.
         for _ in 0..200 {
             let stream = subject.files.open_read(&uri, Default::default()).await;
             stream.unwrap().next_chunk().await.unwrap().unwrap();
         }
     }
 
-    pub(super) async fn streams_write(subject: Subject) {
+    pub(super) async fn write_stream_replaces_updates_and_truncates(subject: Subject) {
         let data = pattern(5_000_001);
         let uri = subject.uri("f");
         for mode in [WriteMode::Replace, WriteMode::Atomic, WriteMode::Update] {
@@ -287,7 +287,7 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"");
     }
 
-    pub(super) async fn an_uncommitted_stream_leaves_nothing(subject: Subject) {
+    pub(super) async fn dropped_write_stream_leaves_the_file_unchanged(subject: Subject) {
         fs::write(subject.path("f"), "old").unwrap();
         let uri = subject.uri("f");
         let stream = subject.files.open_write(&uri, Default::default()).await;
@@ -296,7 +296,7 @@ mod cases {
         stream.flush().await.unwrap();
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"old");
         drop(stream);
-        // What was written aside goes when the server hears of it.
+        // The server removes the temporary file when it processes the close.
         exec_server_testkit::proc::eventually("nothing but the file", || {
             let names: Vec<_> = fs::read_dir(subject.directory.path())
                 .unwrap()
@@ -312,11 +312,11 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"old");
     }
 
-    pub(super) async fn a_failed_stream_stays_failed(subject: Subject) {
+    pub(super) async fn write_stream_fails_permanently_after_an_error(subject: Subject) {
         let uri = subject.uri("f");
         let stream = subject.files.open_write(&uri, Default::default()).await;
         let mut stream = stream.unwrap();
-        // No file can reach there.
+        // An offset beyond the largest file size.
         let options = WriteStream {
             offset: u64::MAX >> 1,
             ..WriteStream::default()
@@ -332,7 +332,7 @@ mod cases {
         assert_eq!(fs::read(subject.path("f")).unwrap(), b"fine");
     }
 
-    pub(super) async fn directories(subject: Subject) {
+    pub(super) async fn directories_are_created_listed_and_removed(subject: Subject) {
         let files = &subject.files;
         let deep = subject.uri("a/b/c");
         let once = CreateDirectory {
@@ -421,7 +421,7 @@ mod cases {
         files.remove(&subject.uri("a"), force).await.unwrap();
     }
 
-    pub(super) async fn odd_names_round_trip(subject: Subject) {
+    pub(super) async fn file_names_with_any_bytes_round_trip(subject: Subject) {
         let names: [&[u8]; 7] = [
             b"with space",
             b"new\nline",
@@ -466,7 +466,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn walks(subject: Subject) {
+    pub(super) async fn walk_returns_a_bounded_tree(subject: Subject) {
         for directory in ["a/b", "c", ".hidden/d"] {
             fs::create_dir_all(subject.path(directory)).unwrap();
         }
@@ -510,7 +510,7 @@ mod cases {
         assert_eq!(code(refused), Some(codes::INVALID_REQUEST));
     }
 
-    pub(super) async fn copies_and_moves(subject: Subject) {
+    pub(super) async fn copy_and_rename_move_trees_and_files(subject: Subject) {
         let files = &subject.files;
         fs::create_dir(subject.path("d")).unwrap();
         fs::write(subject.path("d/f"), "x").unwrap();
@@ -543,7 +543,7 @@ mod cases {
         assert_eq!(canonical, subject.uri("d/f"));
     }
 
-    pub(super) async fn metadata_is_told_and_set(subject: Subject) {
+    pub(super) async fn metadata_is_set_and_returned(subject: Subject) {
         let files = &subject.files;
         fs::write(subject.path("f"), "hello").unwrap();
         let uri = subject.uri("f");
@@ -576,7 +576,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn hashes(subject: Subject) {
+    pub(super) async fn hash_covers_the_file_or_its_beginning(subject: Subject) {
         fs::write(subject.path("f"), "abcdef").unwrap();
         let uri = subject.uri("f");
         let hash = async |length| {
@@ -593,7 +593,7 @@ mod cases {
         assert_eq!(hash(Some(100)).await, hash(None).await);
     }
 
-    pub(super) async fn searches(subject: Subject) {
+    pub(super) async fn search_returns_matches_with_context(subject: Subject) {
         fs::create_dir(subject.path("sub")).unwrap();
         fs::write(subject.path("a.rs"), "one\nneedle (1)\nthree\n").unwrap();
         fs::write(subject.path("sub/b.txt"), "NEEDLE\n").unwrap();
@@ -635,7 +635,7 @@ mod cases {
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
     }
 
-    pub(super) async fn watches(subject: Subject) {
+    pub(super) async fn watch_reports_changes_except_ignored_ones(subject: Subject) {
         fs::create_dir(subject.path("quiet")).unwrap();
         let options = Watch {
             ignore: WatchIgnore {
@@ -683,7 +683,7 @@ mod cases {
         let missing = subject.uri("missing");
         let refused = subject.files.watch(&missing, Watch::default()).await;
         assert_eq!(code(refused), Some(codes::NOT_FOUND));
-        // More than there may be at a time: dropped ones are ended. One that stays keeps the tree
+        // More watches than allowed at a time: dropped ones are ended. One stays, so the tree stays
         // registered, so that the kernel's own limits do not matter.
         let _stays = subject.files.watch(&root, Watch::default()).await.unwrap();
         for _ in 0..MAX_WATCHES * 3 {
@@ -692,7 +692,7 @@ mod cases {
         }
     }
 
-    pub(super) async fn waits_for_what_is_missing(subject: Subject) {
+    pub(super) async fn watch_missing_reports_a_created_path(subject: Subject) {
         let files = &subject.files;
         let (missing, present) = (subject.uri("a/b"), subject.uri(""));
         let wait = async |missing: &[PathUri]| {
@@ -986,7 +986,7 @@ mod cases {
         assert!(whole.truncated && whole.entries.len() <= 50_000 && whole.next.is_none());
     }
 
-    pub(super) async fn sandboxes_are_obeyed_or_refused(subject: Subject) {
+    pub(super) async fn sandbox_policy_is_enforced_or_refused(subject: Subject) {
         let access = |permissions| Access {
             links: Links::Follow,
             sandbox: Some(Sandbox::new(permissions)),

@@ -1,4 +1,4 @@
-//! What the cases run on: a filesystem each, whatever keeps it alive, and a directory to work in.
+//! The file systems that the cases run on, each with the value that keeps it alive and a directory.
 
 use std::any::Any;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use exec_server_testkit::server::Server as ServerProcess;
 use tempfile::TempDir;
 use tokio::process::Command;
 
-/// A filesystem, and a directory in it that is looked at from outside too.
+/// A file system, and a directory in it that the test also accesses directly.
 pub(crate) struct Subject {
     pub(crate) files: Arc<dyn ExecutorFileSystem>,
     pub(crate) directory: TempDir,
@@ -33,7 +33,7 @@ impl Subject {
 
     /// A path in the directory.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        // Without links, so that none may be refused.
+        // Without links in the path, which some calls refuse.
         self.directory.path().canonicalize().unwrap().join(name)
     }
 
@@ -90,7 +90,7 @@ pub(crate) async fn unix() -> Subject {
 
 pub(crate) async fn websocket() -> Subject {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
-    // The others are served by one thread.
+    // The other servers use one thread.
     command.args(["--threads", "3"]);
     let server = ServerProcess::start(command).await;
     let args = RemoteExecServerConnectArgs::new(server.url(), "test");

@@ -1,4 +1,4 @@
-//! Whole trees, there and back.
+//! Uploads and downloads of whole trees.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -15,12 +15,12 @@ use crate::pattern;
 use crate::subjects::Subject;
 
 crate::over_all_subjects! { transfers:
-    a_tree_goes_there_and_back;
-    partial_failures_are_listed;
-    existing_links_are_never_written_through;
-    a_cut_upload_goes_on;
-    a_cut_download_goes_on;
-    many_small_files;
+    uploaded_tree_is_downloaded_unchanged;
+    failures_of_single_files_are_listed;
+    transfer_does_not_write_through_existing_links;
+    interrupted_upload_is_resumed;
+    interrupted_download_is_resumed;
+    two_thousand_small_files_are_transferred;
 }
 
 fn options(archive: bool) -> TransferOptions {
@@ -55,7 +55,7 @@ fn set(path: &Path, mode: u32, seconds: u64) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
-/// What is below a directory: names, kinds, contents, and modes and times if asked.
+/// All entries below a directory: names, kinds, contents; with `marks` also modes and times.
 fn picture(root: &Path, marks: bool) -> Vec<String> {
     fn look(root: &Path, directory: &Path, marks: bool, lines: &mut Vec<String>) {
         for entry in fs::read_dir(directory).unwrap() {
@@ -82,7 +82,7 @@ fn picture(root: &Path, marks: bool) -> Vec<String> {
     lines
 }
 
-/// Length and a checksum of sorts.
+/// Length and a hash.
 fn digest(data: &[u8]) -> (usize, u64) {
     use std::hash::{DefaultHasher, Hasher as _};
     let mut hasher = DefaultHasher::new();
@@ -94,7 +94,7 @@ fn complete(report: &TransferReport) {
     assert!(report.failures.is_empty(), "{:?}", report.failures);
 }
 
-/// Odd names, links of every kind, modes, times, empty and large files.
+/// Unusual names, links of every kind, modes, times, empty and large files.
 fn tree(root: &Path) {
     fs::create_dir_all(root.join("sub/empty")).unwrap();
     fs::create_dir_all(root.join("sub/deep/er")).unwrap();
@@ -123,12 +123,12 @@ fn tree(root: &Path) {
     ] {
         symlink(target, root.join(name)).unwrap();
     }
-    // A directory that nobody but root may write to, once it is there.
+    // A directory that only root may write to, once it exists.
     set(&root.join("sub/deep/er"), 0o555, 1_400_000_000);
     set(&root.join("sub"), 0o750, 1_400_000_001);
 }
 
-pub(crate) async fn a_tree_goes_there_and_back(subject: Subject) {
+pub(crate) async fn uploaded_tree_is_downloaded_unchanged(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir(&source).unwrap();
@@ -170,7 +170,7 @@ pub(crate) async fn a_tree_goes_there_and_back(subject: Subject) {
         assert_eq!(picture(&source, archive), picture(&back, archive));
         assert_eq!(mode(&back.join("script")), 0o111);
     }
-    // Once more, onto what is there: links and all.
+    // Once more, onto the existing tree, including links.
     let again = send(&subject, &source, "plain", options(true));
     complete(&again.await.unwrap());
     assert_eq!(
@@ -179,7 +179,7 @@ pub(crate) async fn a_tree_goes_there_and_back(subject: Subject) {
     );
 }
 
-pub(crate) async fn partial_failures_are_listed(subject: Subject) {
+pub(crate) async fn failures_of_single_files_are_listed(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir_all(source.join("d")).unwrap();
@@ -188,14 +188,17 @@ pub(crate) async fn partial_failures_are_listed(subject: Subject) {
     }
     let _socket = std::os::unix::net::UnixListener::bind(source.join("socket")).unwrap();
     symlink(OsStr::from_bytes(b"\xff"), source.join("odd")).unwrap();
-    // A directory where a file should go.
+    // A directory in place of a file.
     fs::create_dir_all(subject.path("there/b/x")).unwrap();
     let sent = send(&subject, &source, "there", options(false));
     let sent = sent.await.unwrap();
     assert_eq!((sent.files, sent.failures.len()), (2, 3), "{sent:?}");
-    let told: Vec<String> = sent.failures.iter().map(ToString::to_string).collect();
+    let reported: Vec<String> = sent.failures.iter().map(ToString::to_string).collect();
     for name in ["there/b", "source/socket", "there/odd"] {
-        assert!(told.iter().any(|text| text.contains(name)), "{told:?}");
+        assert!(
+            reported.iter().any(|text| text.contains(name)),
+            "{reported:?}"
+        );
     }
     assert_eq!(fs::read(subject.path("there/d/c")).unwrap(), b"d/c");
 
@@ -225,13 +228,13 @@ pub(crate) async fn partial_failures_are_listed(subject: Subject) {
     ));
 }
 
-pub(crate) async fn existing_links_are_never_written_through(subject: Subject) {
+pub(crate) async fn transfer_does_not_write_through_existing_links(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     fs::create_dir_all(source.join("sub")).unwrap();
     fs::write(source.join("sub/f"), "new").unwrap();
     fs::write(source.join("g"), "new").unwrap();
-    // Where a directory should go is a link that leads elsewhere.
+    // A link to outside in place of a directory.
     for root in [subject.path("there"), here.path().join("back")] {
         let outside = root.with_extension("outside");
         fs::create_dir_all(&outside).unwrap();
@@ -254,7 +257,7 @@ pub(crate) async fn existing_links_are_never_written_through(subject: Subject) {
     assert_eq!(fs::read(outside).unwrap(), b"old");
 }
 
-pub(crate) async fn a_cut_upload_goes_on(subject: Subject) {
+pub(crate) async fn interrupted_upload_is_resumed(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("image");
     let data = pattern(12 << 20);
@@ -271,7 +274,7 @@ pub(crate) async fn a_cut_upload_goes_on(subject: Subject) {
         (None, 0),
         (Some(&data[..5_000_001]), 5_000_001),
         (Some(&data[..]), data.len() as u64),
-        // Not the beginning of it.
+        // A partial file with other content.
         (Some(&other[..]), 0),
         (Some(&longer[..]), 0),
         (Some(&b""[..]), 0),
@@ -286,10 +289,10 @@ pub(crate) async fn a_cut_upload_goes_on(subject: Subject) {
         assert!(fs::read(subject.path("image")).unwrap() == data);
         assert!(!part.exists());
         let mode = fs::metadata(subject.path("image")).unwrap().mode();
-        assert_eq!(mode & 0o777, 0o600, "what is there keeps its mode");
+        assert_eq!(mode & 0o777, 0o600, "an existing file keeps its mode");
         fs::write(subject.path("image"), "old").unwrap();
     }
-    // A link in the way of the part is not followed.
+    // A link with the name of the partial file is not followed.
     symlink("elsewhere", &part).unwrap();
     fs::write(subject.path("elsewhere"), "mine").unwrap();
     let sent = upload(&source, subject.files.clone(), &to, Default::default()).await;
@@ -298,7 +301,7 @@ pub(crate) async fn a_cut_upload_goes_on(subject: Subject) {
     assert_eq!(fs::read(subject.path("image")).unwrap(), b"old");
 }
 
-pub(crate) async fn a_cut_download_goes_on(subject: Subject) {
+pub(crate) async fn interrupted_download_is_resumed(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let data = pattern(12 << 20);
     fs::write(subject.path("image"), &data).unwrap();
@@ -324,7 +327,7 @@ pub(crate) async fn a_cut_download_goes_on(subject: Subject) {
     assert!(fs::read(&target).unwrap() == data);
 }
 
-pub(crate) async fn many_small_files(subject: Subject) {
+pub(crate) async fn two_thousand_small_files_are_transferred(subject: Subject) {
     let here = tempfile::tempdir().unwrap();
     let source = here.path().join("source");
     for directory in 0..20 {
