@@ -1,4 +1,4 @@
-//! One test for each kind of object: after many of them, live bytes are as before.
+//! One test for each kind of object: after many of them, as many bytes are allocated as before.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -49,7 +49,7 @@ async fn leaves_nothing(count: usize, mut object: impl AsyncFnMut(usize)) {
     .await;
 }
 
-/// Parameters of a shell script under an id of its own.
+/// Parameters of a shell script with a process id made from `number`.
 fn sh(number: usize, script: &str) -> StartParams {
     StartParams {
         process_id: format!("p{number}"),
@@ -173,7 +173,7 @@ async fn sessions_leave_no_memory() {
     .await;
 }
 
-/// A session that waits for its client costs one task for each absence, not for the whole grace.
+/// A detached session uses one task per disconnect, not one for the whole grace period.
 #[tokio::test]
 async fn cuts_of_one_session_leave_no_memory() {
     let _one = serially().await;

@@ -1,6 +1,6 @@
-//! Memory of a server that lives for weeks: what an object costs is given back with the object.
+//! Memory of a server that runs for weeks: the memory of an object is freed with the object.
 //!
-//! This binary counts every allocation, so each kind of object has a test of its own: create and
+//! This binary counts every allocation, so each kind of object has a separate test: create and
 //! drop many of them, then compare the live bytes with those before. The runner gives each test a
 //! process, so tests do not see each other's memory; `serially` does the same for `cargo test`.
 
@@ -20,10 +20,10 @@ use tokio::sync::{Mutex, MutexGuard};
 #[global_allocator]
 static ALLOCATOR: Cap<System> = Cap::new(System, usize::MAX);
 
-/// How long memory may take to be given back: tasks end after the answers that they cause.
+/// How long freeing may take: tasks end after the responses that they cause.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Keeps tests of one process apart, where the runner does not.
+/// Runs the tests of one process one after the other, where the runner does not.
 async fn serially() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::const_new(());
     ONE.lock().await

@@ -1,4 +1,4 @@
-//! Records of closed processes: what they cost, and when they give way to new processes.
+//! Records of closed processes: their memory, and when new processes evict them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::{eventually, live_bytes, serially, served};
 /// The most that the record of a closed process without output may cost.
 const RECORD_BYTES: usize = 5 * 1024;
 
-/// Settings under which records stay until they give way.
+/// Settings under which records stay until they are evicted.
 fn config() -> ExecServerConfig {
     ExecServerConfig {
         closed_retention: Duration::from_secs(3600),
@@ -29,7 +29,7 @@ fn command(number: usize, argv: &[&str]) -> StartParams {
 }
 
 #[tokio::test]
-async fn records_of_closed_processes_cost_little() {
+async fn record_of_a_closed_process_uses_at_most_5_kib() {
     const COUNT: usize = 200;
     let _one = serially().await;
     let (_server, client) = served(config()).await;
@@ -55,7 +55,7 @@ async fn records_of_closed_processes_cost_little() {
 }
 
 #[tokio::test]
-async fn delivered_records_give_way_to_new_processes_oldest_first() {
+async fn oldest_delivered_records_are_evicted_for_new_processes() {
     let _one = serially().await;
     let config = ExecServerConfig {
         max_processes_per_session: 4,
@@ -94,7 +94,7 @@ async fn delivered_records_give_way_to_new_processes_oldest_first() {
 }
 
 #[tokio::test]
-async fn live_processes_are_limited_per_session() {
+async fn live_processes_per_session_are_limited() {
     let _one = serially().await;
     let config = ExecServerConfig {
         max_processes_per_session: 2,
@@ -113,7 +113,7 @@ async fn live_processes_are_limited_per_session() {
 }
 
 #[tokio::test]
-async fn records_that_are_still_to_be_read_do_not_give_way() {
+async fn records_with_unread_output_are_not_evicted() {
     let _one = serially().await;
     let config = ExecServerConfig {
         max_processes_per_session: 2,
@@ -133,7 +133,7 @@ async fn records_that_are_still_to_be_read_do_not_give_way() {
     let refused = client.start(command(2, &["true"])).await.unwrap_err();
     let wanted = "limit of 2 processes per session reached";
     assert!(refused.to_string().contains(wanted), "{refused}");
-    // Read to its end, the first gives way; the other stays.
+    // Read to its end, the first is evicted; the other stays.
     let read = processes[0].read(ReadRequest::default()).await.unwrap();
     assert!(read.closed && read.chunks.len() == 1, "{read:?}");
     client.start(command(3, &["true"])).await.unwrap();
@@ -145,7 +145,7 @@ async fn records_that_are_still_to_be_read_do_not_give_way() {
 }
 
 #[tokio::test]
-async fn delivered_output_gives_way_where_retained_output_has_reached_its_limit() {
+async fn delivered_output_is_evicted_at_the_retained_output_limit() {
     let _one = serially().await;
     let config = ExecServerConfig {
         max_retained_bytes: 1 << 20,
@@ -159,7 +159,7 @@ async fn delivered_output_gives_way_where_retained_output_has_reached_its_limit(
         assert_eq!(output.stdout.len(), 500_000);
     }
     assert!(server.executor().retained_bytes() <= 2 << 20);
-    // Output of live processes stays, and beyond the limit nothing is started.
+    // Output of live processes stays, and beyond the limit no process is started.
     for number in 20..23 {
         let script = "head -c 500000 /dev/zero; exec sleep 600";
         let params = command(number, &["sh", "-c", script]);
