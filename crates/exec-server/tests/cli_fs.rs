@@ -1,5 +1,5 @@
-//! `exec-server fs` and `exec-server cp`, as a person or a script uses them: the built binary, its
-//! streams and exit codes, here and on a server.
+//! `exec-server fs` and `exec-server cp` as a person or a script uses them: the built binary, its
+//! streams and exit codes, locally and on a server.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -20,14 +20,14 @@ use tempfile::TempDir;
 
 const BINARY: &str = env!("CARGO_BIN_EXE_exec-server");
 
-/// A server, the directory that it was started in, and a directory of ours.
-struct Test {
+/// A server, its directory, and a local directory.
+struct CliFixture {
     server: Server,
     there: TempDir,
     here: TempDir,
 }
 
-/// What was printed where, and the exit code.
+/// Stdout, stderr and exit code.
 #[derive(Debug)]
 struct Seen {
     out: Vec<u8>,
@@ -67,7 +67,7 @@ fn crowd(count: usize) -> TempDir {
     directory
 }
 
-impl Test {
+impl CliFixture {
     async fn new() -> Self {
         let there = tempfile::tempdir().unwrap();
         let mut command = tokio::process::Command::new(BINARY);
@@ -87,7 +87,7 @@ impl Test {
         self.here.path().canonicalize().unwrap().join(name)
     }
 
-    /// The binary, started in our directory and told of the server.
+    /// The binary, started in the local directory with `EXEC_SERVER_URL` set.
     fn command<S: AsRef<OsStr>>(&self, args: &[S]) -> Command {
         let mut command = Command::new(BINARY);
         command
@@ -112,7 +112,7 @@ fn see(command: &mut Command) -> Seen {
     }
 }
 
-/// Bytes in which no block is like another.
+/// Bytes without repeated blocks.
 fn pattern(len: usize) -> Vec<u8> {
     let piece: Vec<u8> = (0..65_521u32)
         .map(|at| at.wrapping_mul(2_654_435_761).to_be_bytes()[0])
@@ -127,8 +127,8 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn files_of_a_server_and_of_this_machine() {
-    let test = Test::new().await;
+async fn fs_commands_work_locally_and_on_a_server() {
+    let test = CliFixture::new().await;
     // The same commands, with a server and without one.
     for (remote, directory) in [(true, test.there("")), (false, test.here(""))] {
         let run = |args: &[&str]| {
@@ -166,10 +166,10 @@ async fn files_of_a_server_and_of_this_machine() {
             (&stat[0]["size"], &stat[0]["isFile"]),
             (&4.into(), &true.into())
         );
-        let told = run(&["fs", "stat", "a"]).ok().text();
+        let reported = run(&["fs", "stat", "a"]).ok().text();
         assert!(
-            told.contains("size  4 bytes") && told.contains("kind  file"),
-            "{told}"
+            reported.contains("size  4 bytes") && reported.contains("kind  file"),
+            "{reported}"
         );
 
         symlink(directory.join("d"), directory.join("d/self")).unwrap();
@@ -201,8 +201,8 @@ async fn files_of_a_server_and_of_this_machine() {
 }
 
 #[tokio::test]
-async fn cp_puts_things_where_cp_would() {
-    let test = Test::new().await;
+async fn cp_chooses_the_same_targets_as_cp() {
+    let test = CliFixture::new().await;
     fs::create_dir_all(test.here("tree/sub")).unwrap();
     fs::write(test.here("tree/sub/f"), "deep").unwrap();
     fs::write(test.here("a"), "one").unwrap();
@@ -254,8 +254,8 @@ async fn cp_puts_things_where_cp_would() {
 }
 
 #[tokio::test]
-async fn standard_input_and_output() {
-    let test = Test::new().await;
+async fn put_and_get_use_stdin_and_stdout() {
+    let test = CliFixture::new().await;
     let data = pattern(3 << 20);
     let mut putting = test.command(&["fs", "put", "-", "stream"]);
     let mut putting = putting.stdin(Stdio::piped()).spawn().unwrap();
@@ -264,7 +264,7 @@ async fn standard_input_and_output() {
     assert!(fs::read(test.there("stream")).unwrap() == data);
     assert!(test.run(&["fs", "get", "stream", "-"]).ok().out == data);
     test.run(&["fs", "put", "-"]).fails(1, &["one file"]);
-    // A reader that has seen enough is no failure.
+    // A reader that closes early is no failure.
     let script = format!("{BINARY} fs cat stream | head -c 5 >/dev/null; exit ${{PIPESTATUS[0]}}");
     let mut head = Command::new("bash");
     head.args(["-c", &script])
@@ -273,8 +273,8 @@ async fn standard_input_and_output() {
 }
 
 #[tokio::test]
-async fn archives_keep_everything_and_odd_names_survive() {
-    let test = Test::new().await;
+async fn cp_archive_keeps_modes_times_links_and_any_name() {
+    let test = CliFixture::new().await;
     let names: [&[u8]; 6] = [
         b"plain",
         b"with space",
@@ -318,7 +318,7 @@ async fn archives_keep_everything_and_odd_names_survive() {
         let link = fs::read_link(root.join("sub/link")).unwrap();
         assert_eq!(link, Path::new("../plain"));
     }
-    // One by one, as a shell passes them on.
+    // One by one, as a shell passes them.
     for name in names {
         let mut argument = OsString::from(":copy/");
         argument.push(OsStr::from_bytes(name));
@@ -336,8 +336,8 @@ async fn archives_keep_everything_and_odd_names_survive() {
 }
 
 #[tokio::test]
-async fn what_fails_is_named_and_the_rest_is_copied() {
-    let test = Test::new().await;
+async fn cp_names_failed_files_and_copies_the_rest() {
+    let test = CliFixture::new().await;
     fs::create_dir(test.here("tree")).unwrap();
     for number in 0..50 {
         fs::write(test.here(format!("tree/{number}")), "x").unwrap();
@@ -351,8 +351,8 @@ async fn what_fails_is_named_and_the_rest_is_copied() {
 }
 
 #[tokio::test]
-async fn a_large_upload_that_was_cut_goes_on() {
-    let test = Test::new().await;
+async fn cp_resumes_an_interrupted_upload() {
+    let test = CliFixture::new().await;
     let data = pattern(192 << 20);
     fs::write(test.here("image"), &data).unwrap();
     fs::write(test.there("image"), "old").unwrap();
@@ -367,7 +367,7 @@ async fn a_large_upload_that_was_cut_goes_on() {
     cut.kill().unwrap();
     cut.wait().unwrap();
     assert_eq!(fs::read(test.there("image")).unwrap(), b"old");
-    // The server may still write what it has received.
+    // The server may still write data that it has received.
     let mut length = 0;
     eventually("a part that no longer grows", || {
         let before = std::mem::replace(&mut length, fs::metadata(&part).unwrap().len());
@@ -380,18 +380,18 @@ async fn a_large_upload_that_was_cut_goes_on() {
     .await;
     assert!(length < data.len() as u64, "the cut came too late");
 
-    // What has arrived is older than what is sent now.
+    // The partial file is older than the file that is sent now.
     let before = fs::metadata(&part).unwrap().ino();
     test.run(&["cp", "image", ":"]).ok();
     assert!(fs::read(test.there("image")).unwrap() == data);
     assert_eq!(
         fs::metadata(test.there("image")).unwrap().ino(),
         before,
-        "the part was gone on with"
+        "the upload was resumed"
     );
     assert!(!part.exists());
 
-    // And back, with a part that is not its beginning.
+    // And back, with a partial file that has other content.
     fs::write(test.here(".image.exec-server-part"), pattern(1000)).unwrap();
     fs::remove_file(test.here("image")).unwrap();
     test.run(&["cp", ":image", "."]).ok();
@@ -399,8 +399,8 @@ async fn a_large_upload_that_was_cut_goes_on() {
     assert!(!test.here(".image.exec-server-part").exists());
 }
 
-/// What a person with a terminal of so many columns sees.
-async fn in_terminal(test: &Test, args: &[&str], cols: u16) -> String {
+/// The output of a command in a terminal with this many columns.
+async fn in_terminal(test: &CliFixture, args: &[&str], cols: u16) -> String {
     let executor = Executor::new(ExecutorConfig::default()).unwrap();
     let mut argv = vec![BINARY.to_owned()];
     argv.extend(args.iter().map(|&arg| arg.to_owned()));
@@ -425,10 +425,10 @@ async fn in_terminal(test: &Test, args: &[&str], cols: u16) -> String {
 }
 
 #[tokio::test]
-async fn a_terminal_shows_how_far_a_copy_is() {
-    /// Takes back the line before.
+async fn cp_shows_progress_on_a_terminal() {
+    /// Erases the previous line.
     const ERASE: &str = "\r\x1b[K";
-    let test = Test::new().await;
+    let test = CliFixture::new().await;
     let name = "image\x1b[31m";
     fs::write(test.here(name), pattern(16 << 20)).unwrap();
     for (args, target) in [
@@ -437,7 +437,7 @@ async fn a_terminal_shows_how_far_a_copy_is() {
     ] {
         let shown = in_terminal(&test, &args, 200).await;
         assert_eq!(fs::read(target).unwrap().len(), 16 << 20);
-        // Nothing of it stays.
+        // The progress line is erased at the end.
         let lines = shown
             .strip_suffix(ERASE)
             .and_then(|s| s.strip_prefix(ERASE));
@@ -454,13 +454,13 @@ async fn a_terminal_shows_how_far_a_copy_is() {
         assert!(narrow.contains("%"), "{narrow:?}");
     }
     assert_eq!(in_terminal(&test, &["cp", "-q", name, ":up"], 80).await, "");
-    // Elsewhere nothing is drawn.
+    // Without a terminal no progress is shown.
     test.run(&["cp", name, ":up"]).ok();
 }
 
 #[tokio::test]
-async fn searching_prints_as_grep_does() {
-    let test = Test::new().await;
+async fn fs_search_prints_lines_like_grep() {
+    let test = CliFixture::new().await;
     fs::write(test.there("a.rs"), "one\ntwo needle\nthree\n").unwrap();
     fs::write(test.there("b.txt"), "needle\n").unwrap();
     let line = |name: &str, rest: &str| format!("{}{rest}\n", test.there(name).display());
@@ -483,16 +483,16 @@ async fn searching_prints_as_grep_does() {
 }
 
 #[tokio::test]
-async fn watching_prints_what_happens() {
-    let test = Test::new().await;
+async fn fs_watch_prints_changes() {
+    let test = CliFixture::new().await;
     let mut watching = test
         .command(&["fs", "watch", "--ignore", "*.log"])
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut said = BufReader::new(watching.stderr.take().unwrap()).lines();
-    assert!(said.next().unwrap().unwrap().starts_with("watching "));
+    let mut printed = BufReader::new(watching.stderr.take().unwrap()).lines();
+    assert!(printed.next().unwrap().unwrap().starts_with("watching "));
     fs::write(test.there("x.log"), "").unwrap();
     fs::write(test.there("new file"), "").unwrap();
     let mut lines = BufReader::new(watching.stdout.take().unwrap()).lines();
@@ -501,7 +501,7 @@ async fn watching_prints_what_happens() {
         line,
         format!("created   {}", test.there("new file").display())
     );
-    // When nobody reads any more, it ends.
+    // When its output is closed, it ends.
     drop(lines);
     fs::write(test.there("another"), "").unwrap();
     let mut number = 0;
@@ -519,8 +519,8 @@ async fn watching_prints_what_happens() {
 }
 
 #[tokio::test]
-async fn help_teaches() {
-    let test = Test::new().await;
+async fn fs_help_has_examples_and_explanations() {
+    let test = CliFixture::new().await;
     for (args, words) in [
         (&["cp", "--help"][..], &["ws://", "./NAME", "-part"][..]),
         (&["fs", "--help"], &["EXEC_SERVER_URL", "relative"]),

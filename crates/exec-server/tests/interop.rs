@@ -33,7 +33,7 @@ async fn ours() -> ((), Server) {
     ((), Server::start(command).await)
 }
 
-/// A home of its own, so that neither configuration nor start-up files of ours are in the way.
+/// A server with a separate home: the user's configuration and start-up files are not read.
 async fn ours_at(variable: &str, home: &std::path::Path) -> Server {
     let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
     command.env_remove("CODEX_HOME").env(variable, home);
@@ -41,31 +41,31 @@ async fn ours_at(variable: &str, home: &std::path::Path) -> Server {
 }
 
 #[tokio::test]
-async fn tools_in_configuration_of_the_server_are_offered() {
+async fn real_client_offers_tools_of_the_server_configuration() {
     let home = tempfile::tempdir().unwrap();
     let server = ours_at("CODEX_HOME", home.path()).await;
     interop::tools_in_configuration_of_the_server_are_offered(server.url(), home.path()).await;
 }
 
 #[tokio::test]
-async fn shell_start_up_files_run_once_per_conversation() {
+async fn start_up_files_run_once_for_the_real_client() {
     let home = tempfile::tempdir().unwrap();
     let server = ours_at("HOME", home.path()).await;
     interop::shell_start_up_files_run_once_per_conversation(server.url(), home.path()).await;
 }
 
-/// Every decision about the network of a command is told to the real CLI, and nothing is asked of it.
+/// The real CLI is notified of every network decision about a command, and gets no request.
 #[tokio::test]
-async fn the_real_client_is_told_of_decisions() {
+async fn real_client_is_notified_of_network_decisions() {
     let (_, server) = ours().await;
     let proxy = proxy::Proxy::start(server.url()).await;
     proxy.listen();
     interop::managed_network_allows_only_hosts_of_the_cli(&proxy.url()).await;
-    let told: Vec<_> = proxy
+    let decisions: Vec<_> = proxy
         .sent("network/policyDecision")
         .into_iter()
-        .map(|told| {
-            ["host", "protocol", "decision", "reason"].map(|name| told["params"][name].clone())
+        .map(|decisions| {
+            ["host", "protocol", "decision", "reason"].map(|name| decisions["params"][name].clone())
         })
         .collect();
     let expected = [
@@ -75,15 +75,15 @@ async fn the_real_client_is_told_of_decisions() {
         ["denied.example", "http", "deny", "denied"],
         ["missed.example", "http", "deny", "not_allowed"],
     ];
-    assert_eq!(told, expected);
+    assert_eq!(decisions, expected);
     assert!(proxy.sent("network/policyRequest").is_empty());
 }
 
-/// The real CLI is asked about a host that no rule names, and its word is final.
+/// The real CLI decides about a host that no rule names, and its decision is final.
 #[tokio::test]
-async fn the_real_client_is_asked_about_a_host() {
+async fn real_client_decides_about_an_unlisted_host() {
     for (outcome, reason) in [("allow", "allow"), ("deny", "not_allowed")] {
-        // Stands for the rest of the world.
+        // Represents the rest of the internet.
         let world = Site::saying(answer("200 OK", "", "the world\n")).await;
         let mut command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
         command.arg("--set");
@@ -91,7 +91,7 @@ async fn the_real_client_is_asked_about_a_host() {
         let server = Server::start(command).await;
         let proxy = proxy::Proxy::start(server.url()).await;
         proxy.listen();
-        let said =
+        let printed =
             interop::model_review_decides_about_an_unlisted_host(&proxy.url(), outcome).await;
         let questions = proxy.sent("network/policyRequest");
         assert_eq!(questions.len(), 1, "{questions:?}");
@@ -100,12 +100,12 @@ async fn the_real_client_is_asked_about_a_host() {
             *asked,
             serde_json::json!({"protocol": "http", "host": "93.184.216.34", "port": 80})
         );
-        let told = proxy.sent("network/policyDecision");
-        assert_eq!(told.len(), 1, "{told:?}");
-        assert_eq!(told[0]["params"]["decision"], outcome, "{told:?}");
-        assert_eq!(told[0]["params"]["source"], "decider", "{told:?}");
-        assert_eq!(told[0]["params"]["reason"], reason, "{told:?}");
-        let reached = said.contains("the world\n");
+        let decisions = proxy.sent("network/policyDecision");
+        assert_eq!(decisions.len(), 1, "{decisions:?}");
+        assert_eq!(decisions[0]["params"]["decision"], outcome, "{decisions:?}");
+        assert_eq!(decisions[0]["params"]["source"], "decider", "{decisions:?}");
+        assert_eq!(decisions[0]["params"]["reason"], reason, "{decisions:?}");
+        let reached = printed.contains("the world\n");
         assert_eq!(
             (reached, world.asked().len()),
             if outcome == "allow" {
@@ -113,14 +113,14 @@ async fn the_real_client_is_asked_about_a_host() {
             } else {
                 (false, 0)
             },
-            "{said}"
+            "{printed}"
         );
     }
 }
 
-/// Both kinds of tokens, brought by the real CLI.
+/// The real CLI sends both kinds of tokens.
 #[tokio::test]
-async fn the_real_client_brings_tokens() {
+async fn real_client_sends_tokens() {
     let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
         let path = directory.path().join(name);
@@ -149,9 +149,9 @@ async fn the_real_client_brings_tokens() {
     interop::command_runs_with_a_token(server.url(), token.trim()).await;
 }
 
-/// Our client brings the token that the real server asks for.
+/// Our client sends the token that the real server requires.
 #[tokio::test]
-async fn the_real_server_takes_our_tokens() {
+async fn real_server_accepts_tokens_of_our_client() {
     let home = codex::Home::new();
     let file = home.path().join("token");
     std::fs::write(&file, "tok123\n").unwrap();
@@ -170,14 +170,14 @@ async fn the_real_server_takes_our_tokens() {
     ExecServerClient::connect(args).await.unwrap();
 }
 
-/// The real server, a client of ours on it, and the home that it needs.
-struct Theirs {
+/// The real server, a client connected to it, and its home directory.
+struct RealServer {
     client: ExecServerClient,
     server: Server,
     _home: codex::Home,
 }
 
-impl Theirs {
+impl RealServer {
     async fn new() -> Self {
         let home = codex::Home::new();
         let server = codex::exec_server(&home, &[]).await;
@@ -203,9 +203,9 @@ impl Theirs {
 }
 
 #[tokio::test]
-async fn our_client_starts_and_streams() {
-    let theirs = Theirs::new().await;
-    let process = theirs.sh("p", "seq 1 500000; echo err >&2; exit 3").await;
+async fn our_client_starts_processes_on_the_real_server() {
+    let real = RealServer::new().await;
+    let process = real.sh("p", "seq 1 500000; echo err >&2; exit 3").await;
     let output = process.output(CollectOptions::default()).await.unwrap();
     let expected: String = (1..=500_000).map(|n| format!("{n}\n")).collect();
     assert!(
@@ -220,14 +220,14 @@ async fn our_client_starts_and_streams() {
         argv: vec!["/no/such".to_owned()],
         ..StartParams::default()
     };
-    let error = theirs.client.start(missing).await.unwrap_err();
+    let error = real.client.start(missing).await.unwrap_err();
     assert_eq!(error.code(), Some(-32603));
 }
 
 #[tokio::test]
-async fn our_client_writes_and_signals() {
-    let theirs = Theirs::new().await;
-    let process = theirs
+async fn our_client_writes_and_signals_on_the_real_server() {
+    let real = RealServer::new().await;
+    let process = real
         .sh(
             "p",
             "trap 'echo caught; exit 4' INT; while read x; do echo got $x; done",
@@ -251,7 +251,7 @@ async fn our_client_writes_and_signals() {
         .signal(SignalName::Interrupt, SignalScope::Group)
         .await
         .unwrap();
-    // The server knows no `process/wait`; the client makes do.
+    // The real server has no `process/wait`; the client emulates it.
     let wait = process
         .wait(WaitUntil::Exited, Some(Duration::from_secs(20)))
         .await
@@ -265,9 +265,9 @@ async fn our_client_writes_and_signals() {
 }
 
 #[tokio::test]
-async fn our_client_terminates() {
-    let theirs = Theirs::new().await;
-    let process = theirs.sh("p", "trap '' TERM; sleep 100; sleep 100").await;
+async fn our_client_terminates_processes_on_the_real_server() {
+    let real = RealServer::new().await;
+    let process = real.sh("p", "trap '' TERM; sleep 100; sleep 100").await;
     let result = process
         .terminate(TerminateMode::Force, false)
         .await
@@ -281,17 +281,17 @@ async fn our_client_terminates() {
 }
 
 #[tokio::test]
-async fn our_client_resumes() {
-    let theirs = Theirs::new().await;
-    let process = theirs.sh("p", "echo one; read x; echo two; exit 5").await;
+async fn our_client_resumes_a_session_of_the_real_server() {
+    let real = RealServer::new().await;
+    let process = real.sh("p", "echo one; read x; echo two; exit 5").await;
     let mut events = process.events().unwrap();
     let first = events.recv().await.unwrap();
     assert_eq!(first.seq(), Some(1));
-    let Theirs {
+    let RealServer {
         client,
         server,
         _home,
-    } = theirs;
+    } = real;
     let session = client.session_id().to_owned();
     drop((client, process, events));
 
@@ -300,7 +300,7 @@ async fn our_client_resumes() {
     let client = loop {
         match ExecServerClient::connect(args.clone()).await {
             Ok(client) => break client,
-            // The server has not noticed yet that the first connection is gone.
+            // The server has not noticed yet that the first connection is closed.
             Err(error) => assert_eq!(error.code(), Some(-32010), "{error}"),
         }
     };
@@ -334,12 +334,12 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn our_client_reads_and_writes_files() {
-    let theirs = Theirs::new().await;
-    let files = theirs.client.file_system();
+async fn our_client_reads_and_writes_files_on_the_real_server() {
+    let real = RealServer::new().await;
+    let files = real.client.file_system();
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| uri(directory.path().join(name)).unwrap();
-    // One request; a stream for writing; streams both ways, beyond what their frames could carry.
+    // One request; a write stream; streams both ways, beyond what their frames can carry.
     for len in [0, 5, 5_000_000, 30 << 20] {
         let data = pattern(len);
         let file = path("f");
@@ -359,9 +359,9 @@ async fn our_client_reads_and_writes_files() {
 }
 
 #[tokio::test]
-async fn our_client_streams_files() {
-    let theirs = Theirs::new().await;
-    let files = theirs.client.file_system();
+async fn our_client_streams_files_on_the_real_server() {
+    let real = RealServer::new().await;
+    let files = real.client.file_system();
     let directory = tempfile::tempdir().unwrap();
     let path = uri(directory.path().join("f")).unwrap();
     let data = pattern(5_000_000);
@@ -388,9 +388,9 @@ async fn our_client_streams_files() {
 }
 
 #[tokio::test]
-async fn our_client_uses_directories() {
-    let theirs = Theirs::new().await;
-    let files = theirs.client.file_system();
+async fn our_client_uses_directories_on_the_real_server() {
+    let real = RealServer::new().await;
+    let files = real.client.file_system();
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path().canonicalize().unwrap();
     let path = |name: &str| uri(root.join(name)).unwrap();
@@ -420,11 +420,11 @@ async fn our_client_uses_directories() {
     assert_eq!(canonical, path("c/b"));
 }
 
-/// `fs/watchMissing` came with 0.166; of an older server the client says that it has none.
+/// `fs/watchMissing` came with 0.166; with an older server the client reports it as unsupported.
 #[tokio::test]
-async fn our_client_watches_for_what_is_missing() {
-    let theirs = Theirs::new().await;
-    let files = theirs.client.file_system();
+async fn our_client_watches_missing_paths_on_the_real_server() {
+    let real = RealServer::new().await;
+    let files = real.client.file_system();
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| uri(directory.path().join(name)).unwrap();
     std::fs::create_dir(directory.path().join("there")).unwrap();
@@ -446,9 +446,9 @@ async fn our_client_watches_for_what_is_missing() {
 }
 
 #[tokio::test]
-async fn our_client_says_what_their_files_lack() {
-    let theirs = Theirs::new().await;
-    let files = theirs.client.file_system();
+async fn our_client_reports_file_features_that_the_real_server_lacks() {
+    let real = RealServer::new().await;
+    let files = real.client.file_system();
     let path = uri("/tmp/no-such-file").unwrap();
     let mode = WriteOptions {
         mode: Some(0o600),
@@ -474,10 +474,10 @@ async fn our_client_says_what_their_files_lack() {
 }
 
 #[tokio::test]
-async fn our_client_moves_trees_to_and_from_their_server() {
+async fn our_client_transfers_trees_to_and_from_the_real_server() {
     use exec_server::transfer::{TransferOptions, download, upload};
-    let theirs = Theirs::new().await;
-    let files = Arc::new(theirs.client.file_system());
+    let real = RealServer::new().await;
+    let files = Arc::new(real.client.file_system());
     let directory = tempfile::tempdir().unwrap();
     let root = directory.path();
     std::fs::create_dir_all(root.join("source/sub")).unwrap();
@@ -513,13 +513,13 @@ async fn our_client_moves_trees_to_and_from_their_server() {
     assert!(refused.is_err(), "modes and times cannot be kept there");
 }
 
-/// Our meeting point, and what the two real ends are told of it.
-struct Meeting {
+/// Our rendezvous server, and the registry settings of both real ends.
+struct Deployment {
     rendezvous: Rendezvous,
     state: tempfile::TempDir,
 }
 
-impl Meeting {
+impl Deployment {
     async fn start() -> Self {
         let state = tempfile::tempdir().unwrap();
         let command = Command::new(env!("CARGO_BIN_EXE_exec-server"));
@@ -545,13 +545,13 @@ impl Meeting {
     }
 }
 
-/// A real executor registers at our meeting point, and comes back to it when that has gone.
+/// A real executor registers at our rendezvous server, and reconnects after it restarts.
 #[tokio::test]
-async fn a_real_executor_registers_and_comes_back() {
-    let meeting = Meeting::start().await;
+async fn real_executor_registers_and_reconnects() {
+    let deployment = Deployment::start().await;
     let home = codex::Home::new();
-    let mut executor = meeting.executor(&home).await;
-    let Meeting { rendezvous, state } = meeting;
+    let mut executor = deployment.executor(&home).await;
+    let Deployment { rendezvous, state } = deployment;
     let listen = format!("127.0.0.1:{}", rendezvous.port());
     let command = || Command::new(env!("CARGO_BIN_EXE_exec-server"));
     let options = ["--listen", &listen];
@@ -559,7 +559,7 @@ async fn a_real_executor_registers_and_comes_back() {
     rendezvous.ended().await;
     let rendezvous = Rendezvous::with(command(), state.path(), &options).await;
     rendezvous.wait_online("env-1", true).await;
-    // With another secret its address is void, and it registers anew.
+    // With another secret its address is invalid, and it registers again.
     rendezvous.signal(rustix::process::Signal::TERM);
     rendezvous.ended().await;
     std::fs::write(state.path().join("secret"), "z".repeat(32)).unwrap();
@@ -569,24 +569,24 @@ async fn a_real_executor_registers_and_comes_back() {
     assert!(executor.is_running());
 }
 
-/// The real executor and the real CLI through our meeting point.
+/// The real executor and the real CLI through our rendezvous server.
 #[tokio::test]
-async fn real_ends_meet() {
-    let meeting = Meeting::start().await;
+async fn real_executor_and_client_connect_through_our_server() {
+    let deployment = Deployment::start().await;
     let home = codex::Home::new();
-    let mut executor = meeting.executor(&home).await;
-    interop::command_runs_through_a_registry(&meeting.registry("harness")).await;
+    let mut executor = deployment.executor(&home).await;
+    interop::command_runs_through_a_registry(&deployment.registry("harness")).await;
     assert!(executor.is_running());
 }
 
 /// A harness's socket is cut while a command runs for ten seconds.
 #[tokio::test]
-async fn real_ends_survive_a_cut_socket() {
-    let meeting = Meeting::start().await;
+async fn real_executor_and_client_survive_a_cut_socket() {
+    let deployment = Deployment::start().await;
     let home = codex::Home::new();
-    let _executor = meeting.executor(&home).await;
-    let proxy = Proxy::start(meeting.rendezvous.port()).await;
-    let mut registry = meeting.registry("harness");
+    let _executor = deployment.executor(&home).await;
+    let proxy = Proxy::start(deployment.rendezvous.port()).await;
+    let mut registry = deployment.registry("harness");
     registry.url = format!("http://127.0.0.1:{}", proxy.port);
     let connections = Arc::clone(&proxy.connections);
     interop::command_survives_a_cut(&registry, async move {
@@ -599,7 +599,7 @@ async fn real_ends_survive_a_cut_socket() {
     .await;
 }
 
-/// Forwards connections, which can be cut.
+/// A TCP proxy whose connections can be cut.
 struct Proxy {
     port: u16,
     connections: Arc<std::sync::Mutex<Vec<tokio::task::AbortHandle>>>,
@@ -639,9 +639,9 @@ impl Drop for Proxy {
     }
 }
 
-/// The real server has none of our extensions: sessions are resumed with what it knows.
+/// The real server has none of our extensions: sessions are resumed without them.
 #[tokio::test]
-async fn our_client_resumes_their_sessions() {
+async fn our_client_resumes_sessions_of_the_real_server_repeatedly() {
     let home = codex::Home::new();
     let server = codex::exec_server(&home, &[]).await;
     let proxy = proxy::Proxy::start(server.url()).await;
@@ -660,25 +660,25 @@ async fn our_client_resumes_their_sessions() {
     let echo = "stty -echo -onlcr; echo up; read a; echo got $a; read b; echo got $b";
     let echo = client.start(params("echo", echo)).await.unwrap().process;
     let mut echoed = echo.events().unwrap();
-    let mut heard = String::new();
-    let mut hear = async |wanted: &str| {
-        while !heard.contains(wanted) {
+    let mut seen = String::new();
+    let mut wait_for_output = async |wanted: &str| {
+        while !seen.contains(wanted) {
             match echoed.recv().await {
                 Some(ExecProcessEvent::Output { chunk, .. }) => {
-                    heard.push_str(&String::from_utf8_lossy(&chunk));
+                    seen.push_str(&String::from_utf8_lossy(&chunk));
                 }
-                // Theirs may tell of the end before the last of the output.
+                // The real server may report the exit before the last output.
                 Some(ExecProcessEvent::Exited { .. }) => {}
-                other => panic!("{other:?} before {wanted:?} in {heard:?}"),
+                other => panic!("{other:?} before {wanted:?} in {seen:?}"),
             }
         }
     };
-    hear("up").await;
+    wait_for_output("up").await;
     for line in ["one", "two"] {
         proxy.cut();
         let written = echo.write(Bytes::from(format!("{line}\n"))).await.unwrap();
         assert_eq!(written, WriteStatus::Accepted);
-        hear(&format!("got {line}")).await;
+        wait_for_output(&format!("got {line}")).await;
     }
     assert!(proxy.accepted() >= 3);
     let output = slow.output(CollectOptions::default()).await.unwrap();
@@ -687,7 +687,7 @@ async fn our_client_resumes_their_sessions() {
     assert!(!output.has_gaps);
     assert_eq!(output.exit.unwrap().exit_code, 6);
 
-    // A session that is gone is a failure at once, and the next client works.
+    // A session that has ended fails immediately, and the next client works.
     proxy.refuse(true);
     proxy.cut();
     let other = codex::Home::new();
