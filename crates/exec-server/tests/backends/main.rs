@@ -132,7 +132,7 @@ mod cases {
             ..Limits::default()
         });
         let (number, text) = code(StartParams {
-            open_files_limit_is_applied,
+            limits,
             ..command(&["true"])
         })
         .await;
@@ -298,7 +298,7 @@ mod cases {
         });
         let process = subject
             .start(StartParams {
-                open_files_limit_is_applied,
+                limits,
                 ..sh("ulimit -n")
             })
             .await;

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::stub::Listening;
+use super::stub::StubServer;
 use super::{collect, lines, sh};
 
 /// An executor whose state a test can inspect.
@@ -29,7 +29,7 @@ struct Executor {
 }
 
 impl Executor {
-    fn new(at: &Listening, change: impl FnOnce(&mut RemoteEnvironmentConfig)) -> Self {
+    fn new(at: &StubServer, change: impl FnOnce(&mut RemoteEnvironmentConfig)) -> Self {
         let registry = RegistryOptions::new(RegistryAuth::bearer("token"));
         let identity = identity::generate();
         let key = identity.public_key().fingerprint();
@@ -59,7 +59,7 @@ impl Drop for Executor {
     }
 }
 
-fn args(at: &Listening) -> RegistryConnectArgs {
+fn args(at: &StubServer) -> RegistryConnectArgs {
     RegistryConnectArgs::new(at.url(), "env", RegistryAuth::bearer("token"), "test")
 }
 
@@ -72,7 +72,7 @@ fn refusal(error: ExecServerError) -> RegistryConnectError {
 
 #[tokio::test]
 async fn command_over_the_relay_returns_all_output() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |config| config.name = Some("here".to_owned()));
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
@@ -87,7 +87,7 @@ async fn command_over_the_relay_returns_all_output() {
 
 #[tokio::test]
 async fn cut_sockets_are_replaced_without_a_new_handshake() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();
@@ -116,7 +116,7 @@ async fn cut_sockets_are_replaced_without_a_new_handshake() {
 
 #[tokio::test]
 async fn changed_bytes_end_the_stream_but_not_the_session() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
     let mut args = args(&at);
@@ -179,7 +179,7 @@ async fn changed_bytes_end_the_stream_but_not_the_session() {
 
 #[tokio::test]
 async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |config| config.validation.cache = Duration::ZERO);
     executor.attached().await;
     let known = args(&at);
@@ -211,7 +211,7 @@ async fn only_approved_harnesses_connect_while_the_registry_is_unreachable() {
 
 #[tokio::test]
 async fn approval_of_a_harness_is_cached() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
     let args = args(&at);
@@ -225,7 +225,7 @@ async fn approval_of_a_harness_is_cached() {
 
 #[tokio::test]
 async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
     let impostor = identity::generate().public_key().clone();
@@ -251,7 +251,7 @@ async fn key_of_a_known_environment_cannot_be_replaced_by_the_registry() {
 
 #[tokio::test]
 async fn registration_is_retried_without_limit_after_a_temporary_failure() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     *at.stub.register.lock().unwrap() = Some((503, json!({})));
     let mut executor = Executor::new(&at, |_| {});
     let asked = async |times| {
@@ -278,7 +278,7 @@ async fn registration_is_retried_without_limit_after_a_temporary_failure() {
 
 #[tokio::test]
 async fn first_registration_reports_a_permanent_failure() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     for (answer, part) in [
         (
             (
@@ -313,7 +313,7 @@ fn anyhow_text(error: &dyn std::error::Error) -> String {
 
 #[tokio::test]
 async fn session_cannot_be_resumed_by_another_harness() {
-    let at = Listening::new().await;
+    let at = StubServer::new().await;
     let mut executor = Executor::new(&at, |_| {});
     executor.attached().await;
     let client = ExecServerClient::connect_registry(args(&at)).await.unwrap();

@@ -20,7 +20,7 @@ use tokio::net::TcpStream;
 use tokio::process::Command;
 use tokio::time::timeout;
 
-use super::operators::{block, items, shipped};
+use super::operators::{block, dist_file, items};
 use super::stage::{Running, finished, program};
 use super::{collect, lines, sh};
 
@@ -1449,7 +1449,7 @@ async fn node_hands_over_its_sockets_on_sigterm() {
 
 #[tokio::test]
 async fn fleet_manifest_for_kubernetes_starts_nodes() {
-    let manifest = shipped("kubernetes/fleet.yaml");
+    let manifest = dist_file("kubernetes/fleet.yaml");
     let home = tempfile::tempdir().unwrap();
     let path = |name: &str| home.path().join(name).display().to_string();
     // nats-server accepts its configuration.
@@ -1466,7 +1466,7 @@ async fn fleet_manifest_for_kubernetes_starts_nodes() {
     // Nodes with these arguments cooperate, here over a single NATS server.
     let nats =
         Nats::configured(|_| "authorization { user: meet, password: geheim }\n".to_owned()).await;
-    let other = shipped("kubernetes/rendezvous.yaml");
+    let other = dist_file("kubernetes/rendezvous.yaml");
     std::fs::write(path("tokens"), block(&other, "tokens: |")).unwrap();
     std::fs::write(path("quotas"), block(&other, "quotas: |")).unwrap();
     let mut nodes = Vec::new();
