@@ -536,7 +536,7 @@ async fn fs_help_has_examples_and_explanations() {
 
 #[tokio::test]
 async fn ls_and_walk_list_directories_of_any_size() {
-    let test = Test::new().await;
+    let test = CliFixture::new().await;
     let crowd = crowd(120_000);
     let path = crowd.path().to_str().unwrap();
     let expected: String = (0..120_000).map(|n| format!("{n:06}\n")).collect();
@@ -564,7 +564,7 @@ async fn ls_and_walk_list_directories_of_any_size() {
 
 #[tokio::test]
 async fn cp_copies_directories_with_more_entries_than_one_answer_holds() {
-    let test = Test::new().await;
+    let test = CliFixture::new().await;
     let crowd = tempfile::tempdir_in("/dev/shm").unwrap();
     for n in 0..50_010 {
         symlink("nowhere", crowd.path().join(format!("{n:05}"))).unwrap();
