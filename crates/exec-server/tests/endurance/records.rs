@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use exec_server::protocol::process::{Delivery, StartParams, WaitUntil};
+use exec_server::protocol::sandbox::{
+    Access, Entry, EntryPath, FileSystem, Network, Permissions, Sandbox, Special,
+};
 use exec_server::{CollectOptions, ExecBackend as _, ExecServerConfig, ReadRequest};
 
 use super::{eventually, live_bytes, serially, served};
@@ -50,6 +53,66 @@ async fn record_of_a_closed_process_uses_at_most_5_kib() {
     eventually("tasks of closed processes end", || {
         let each = live_bytes().saturating_sub(before) / COUNT;
         (each <= RECORD_BYTES).then_some(()).ok_or(each)
+    })
+    .await;
+}
+
+/// A policy that allows reading everything and nothing else.
+fn read_only() -> Sandbox {
+    let entry = Entry {
+        path: EntryPath::Special {
+            value: Special::Root,
+        },
+        access: Access::Read,
+        missing_path_behavior: None,
+    };
+    Sandbox::new(Permissions::Managed {
+        file_system: FileSystem::Restricted {
+            entries: vec![entry],
+            glob_scan_max_depth: None,
+        },
+        network: Network::Restricted,
+    })
+}
+
+/// Open descriptors of this process, the server's included.
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[tokio::test]
+async fn records_of_closed_processes_hold_no_descriptors() {
+    const COUNT: usize = 60;
+    /// Launchers and helpers that are kept for the next sandbox.
+    const SLACK: usize = 5;
+    let _one = serially().await;
+    let config = ExecServerConfig {
+        sandbox_launcher: Some(env!("CARGO_BIN_EXE_exec-server").into()),
+        ..config()
+    };
+    let (_server, client) = served(config).await;
+    let mut before = 0;
+    for number in 0..2 * COUNT {
+        if number == COUNT {
+            before = descriptors();
+        }
+        let mut params = command(number, &["true"]);
+        match number % 3 {
+            0 => params.tty = true,
+            1 => params.sandbox = Some(read_only()),
+            _ => {}
+        }
+        let process = client.start(params).await.unwrap().process;
+        let output = process.output(CollectOptions::default()).await.unwrap();
+        assert_eq!(output.exit.unwrap().exit_code, 0);
+    }
+    assert_eq!(client.list().await.unwrap().len(), 2 * COUNT);
+    eventually("descriptors of closed processes are closed", || {
+        let now = descriptors();
+        let allowed = before + SLACK;
+        (now <= allowed)
+            .then_some(())
+            .ok_or(format!("{before} before, {now} now"))
     })
     .await;
 }

@@ -29,7 +29,6 @@ use tokio::sync::Notify;
 use crate::limits::{self, Group};
 use crate::log::{Exit, Log};
 use crate::process::stdin::{Push, Stdin};
-use crate::sandbox::Inside;
 use crate::spec::{PrivateNetwork, Size, StartError};
 use crate::tree::{self, Ending, Leader, Left, Trees};
 
@@ -51,8 +50,10 @@ pub struct Process {
 #[derive(Debug)]
 struct Shared {
     pid: Pid,
-    /// The command itself, where `pid` only watches over it.
-    inside: Option<Inside>,
+    /// The command itself, where `pid` is the sandbox's first process, which waits for it.
+    inside: Option<Pid>,
+    /// Refers to `inside`, until the log is closed: a record of a closed process holds no descriptor.
+    inside_pidfd: Mutex<Option<OwnedFd>>,
     /// How much of a sandbox's policy is enforced.
     enforcement: Option<Enforcement>,
     /// Of its own network, until somebody takes them.
@@ -384,13 +385,14 @@ impl Process {
             Scope::Leader => {
                 let life = self.shared.life.lock();
                 if *life == Life::Running {
-                    match &self.shared.inside {
-                        Some(inside) => match pidfd_send_signal(&inside.pidfd, signal) {
-                            // It has ended, and what watches over it is about to.
+                    match (&*self.shared.inside_pidfd.lock(), self.shared.inside) {
+                        (Some(pidfd), _) => match pidfd_send_signal(pidfd, signal) {
+                            // The command has ended, and the sandbox's first process is about to.
                             Err(Errno::SRCH) => {}
                             sent => sent?,
                         },
-                        None => kill_process(self.shared.pid, signal)?,
+                        (None, Some(_)) => {}
+                        (None, None) => kill_process(self.shared.pid, signal)?,
                     }
                 }
             }
@@ -474,15 +476,15 @@ impl Shared {
             return;
         }
         // Fails only if the group is gone already, which is fine.
-        match &self.inside {
+        match self.inside {
             // Its end is the end of everything inside.
             Some(_) if signal == Signal::KILL => {
                 let _ = rustix::process::kill_process_group(self.pid, signal);
             }
             // Its number is its own until it is reaped inside.
             Some(inside) => {
-                if is_there(inside) {
-                    let _ = rustix::process::kill_process_group(inside.pid, signal);
+                if self.inside_pidfd.lock().as_ref().is_some_and(is_there) {
+                    let _ = rustix::process::kill_process_group(inside, signal);
                 }
             }
             None => {
@@ -495,7 +497,7 @@ impl Shared {
     fn group(self: &Arc<Self>) -> tree::Group {
         let shared = Arc::clone(self);
         tree::Group {
-            id: self.inside.as_ref().map_or(self.pid, |inside| inside.pid),
+            id: self.inside.unwrap_or(self.pid),
             signal: Box::new(move |signal| shared.signal_group(signal)),
         }
     }
@@ -535,9 +537,9 @@ impl Shared {
 }
 
 /// Whether a process has not been reaped yet.
-fn is_there(inside: &Inside) -> bool {
+fn is_there(pidfd: &OwnedFd) -> bool {
     // A descriptor of a process that was reaped has no number any more.
-    let number = inside.pidfd.as_raw_fd();
+    let number = pidfd.as_raw_fd();
     let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}"));
     info.is_ok_and(|info| !info.contains("Pid:\t-1"))
 }

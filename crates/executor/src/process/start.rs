@@ -364,9 +364,11 @@ fn adopt(
         }
         None => Default::default(),
     };
+    let (inside, inside_pidfd) = inside.map(|Inside { pid, pidfd }| (pid, pidfd)).unzip();
     let shared = Arc::new(Shared {
         pid,
         inside,
+        inside_pidfd: Mutex::new(inside_pidfd),
         enforcement,
         listeners: Mutex::new(listeners),
         leader,

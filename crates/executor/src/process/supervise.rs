@@ -380,6 +380,7 @@ impl Supervisor {
     fn release_files(&self) {
         *self.shared.terminal.lock() = None;
         self.shared.stdin.lock().close();
+        *self.shared.inside_pidfd.lock() = None;
         self.shared.groups.lock().clear();
     }
 
