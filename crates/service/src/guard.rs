@@ -203,7 +203,7 @@ mod tests {
                 assert!(guard.admit(&head("good"), from).is_ok(), "{attempt}");
             }
         }
-        assert_eq!(slowed, 990);
+        assert!((900..=990).contains(&slowed), "{slowed}");
     }
 
     #[test]

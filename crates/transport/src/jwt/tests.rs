@@ -206,7 +206,8 @@ fn any_json() -> impl Strategy<Value = Value> {
         any::<i64>().prop_map(Value::from),
         any::<u64>().prop_map(Value::from),
         any::<f64>().prop_map(Value::from),
-        ".{0,300}".prop_map(Value::from),
+        ".{0,20}".prop_map(Value::from),
+        "x{250,260}".prop_map(Value::from),
     ];
     leaf.prop_recursive(2, 8, 3, |inner| {
         prop_oneof![
