@@ -211,7 +211,7 @@ impl Budget {
                 account,
                 bytes,
                 granted: sender,
-            } = state.waiting.swap_remove(at);
+            } = state.waiting.remove(at);
             granted.push((sender, account.hold(&mut state, bytes)));
         }
         drop(state);
