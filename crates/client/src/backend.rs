@@ -1,7 +1,7 @@
-//! The traits that embedders program against.
+//! Process backend traits: [`ExecBackend`] starts processes, [`ExecProcess`] controls one.
 //!
-//! Owns what one can do with a process. Knows nothing of where it runs: a backend may be a
-//! connection to a server or the machine itself.
+//! The traits do not state where a process runs: a backend is a connection to a server or the local
+//! machine.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,25 +19,26 @@ use crate::error::{ExecServerError, Reply};
 use crate::event::ExecProcessEvents;
 use crate::network::NetworkPolicyDecider;
 
-/// Something that runs processes.
+/// Backend that starts processes, on this machine or on a server.
 pub trait ExecBackend: Send + Sync + fmt::Debug {
     /// Starts a process.
     ///
-    /// A caller that stops waiting leaves nothing behind: a process that was started nevertheless
-    /// is terminated.
+    /// If the caller drops the future before it completes, a process that was started is
+    /// terminated.
     ///
     /// # Errors
     ///
-    /// When the process cannot be started, or this backend has a handle with the same id.
+    /// When the process cannot be started, or when this backend already has a handle with the same
+    /// id.
     fn start(&self, params: StartParams) -> Reply<'_, StartedProcess>;
 
-    /// Starts a process whose `networkProxy` asks about hosts that no rule is about: `decider` is
-    /// asked for as long as the process has a handle.
+    /// Starts a process whose `networkProxy` asks the client about hosts that no rule covers. The
+    /// backend calls `decider` for these hosts as long as the process has a handle.
     ///
     /// # Errors
     ///
-    /// As [`start`](Self::start); [`ExecServerError::Decider`] when the request does not say that
-    /// anybody is to be asked.
+    /// As [`start`](Self::start); [`ExecServerError::Decider`] when the request does not enable
+    /// client decisions.
     fn start_with_network_policy_decider(
         &self,
         params: StartParams,
@@ -47,53 +48,55 @@ pub trait ExecBackend: Send + Sync + fmt::Debug {
         Box::pin(async { Err(ExecServerError::Unsupported("network/policyRequest")) })
     }
 
-    /// The processes that this backend runs, in the order they were started.
+    /// Lists the processes that this backend runs, in the order in which they were started.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where there is no such list.
+    /// [`ExecServerError::Unsupported`] if the backend cannot list processes.
     fn list(&self) -> Reply<'_, Vec<ListedProcess>> {
         Box::pin(async { Err(ExecServerError::Unsupported("process/list")) })
     }
 }
 
-/// A process that was just started.
+/// Result of starting a process.
 #[derive(Debug, Clone)]
 pub struct StartedProcess {
-    /// The handle.
+    /// Handle of the process.
     pub process: Arc<dyn ExecProcess>,
-    /// What kind of sandbox holds it; absent if the server is too old to say.
+    /// Kind of sandbox that confines the process; absent if the server is too old to report it.
     pub sandbox_type: Option<SandboxType>,
-    /// How much of its policy is enforced; absent without a sandbox, or if the server does not say.
+    /// How much of the sandbox policy is enforced; absent without a sandbox, or if the server does
+    /// not report it.
     pub enforcement: Option<Enforcement>,
 }
 
-/// What to read of a process's retained output.
+/// Parameters of a read of a process's retained output.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ReadRequest {
-    /// Return what comes after this number; 0 for everything.
+    /// Return events after this sequence number; 0 for all retained events.
     pub after_seq: u64,
-    /// Stop before exceeding this many bytes, but return one chunk at least.
+    /// Stop before the result exceeds this many bytes, but return at least one chunk.
     pub max_bytes: Option<usize>,
-    /// How long to wait if there is nothing yet.
+    /// How long to wait if no output is available yet.
     pub wait: Duration,
 }
 
-/// What to wait for.
+/// Parameters of [`ExecProcess::wait_for`]: conditions, start position and timeout.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WaitForRequest {
-    /// The first of them that happens ends the wait.
+    /// The wait ends when the first of these conditions is met.
     pub any: Vec<Condition>,
-    /// Search output after this number; 0 for all that is retained.
+    /// Search output after this sequence number; 0 for all retained output.
     pub after_seq: u64,
-    /// How long, if not for ever.
+    /// Longest time to wait; without it, the wait has no limit.
     pub timeout: Option<Duration>,
 }
 
-/// A handle of a process.
+/// Handle of a process.
 ///
-/// Dropping it does not end the process: use [`terminate`](Self::terminate). Helpers that collect
-/// everything, such as [`output`](trait.ExecProcess.html#method.output), are on `dyn ExecProcess`.
+/// Dropping the handle does not end the process: use [`terminate`](Self::terminate). Helpers that
+/// collect all output, such as [`output`](trait.ExecProcess.html#method.output), are on `dyn
+/// ExecProcess`.
 ///
 /// ```no_run
 /// use exec_server_client::protocol::process::{TerminateMode, WaitUntil};
@@ -105,88 +108,92 @@ pub struct WaitForRequest {
 /// }
 /// ```
 pub trait ExecProcess: Send + Sync + fmt::Debug {
-    /// The id that it was started with.
+    /// Returns the id that the process was started with.
     fn process_id(&self) -> &str;
 
-    /// What happens to the process, in order, for one consumer.
+    /// Returns the ordered event stream of the process, for one consumer.
     ///
-    /// A consumer that does not read holds the process back and loses nothing. Until there is a
-    /// consumer, only the latest output is kept for it and what fell out is stated as a gap; after
-    /// the consumer is dropped, nothing is kept.
+    /// A consumer that does not read applies backpressure to the process and loses no events.
+    /// Before a consumer attaches, only the latest output is kept and the discarded output is
+    /// reported as a gap. After the consumer is dropped, nothing is kept.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::EventsTaken`] if there has been a consumer.
+    /// [`ExecServerError::EventsTaken`] if the events were taken before.
     fn events(&self) -> Result<ExecProcessEvents, ExecServerError>;
 
-    /// Reads retained output, beside the events.
+    /// Reads retained output, independently of the event stream.
     ///
     /// # Errors
     ///
-    /// When the process is unknown by now.
+    /// When the server no longer knows the process.
     fn read(&self, request: ReadRequest) -> Reply<'_, ReadResult>;
 
-    /// Writes to the process's input, after all earlier writes.
+    /// Writes to the process's standard input, after all earlier writes.
     ///
-    /// Waits for as long as the process does not read; a caller that stops waiting does not know
-    /// how much was written.
+    /// The future waits until the process reads its input. If the caller drops the future, it does
+    /// not learn how many bytes were written.
     ///
     /// # Errors
     ///
-    /// When no answer can come; input that is not open is a [`WriteStatus`], no error.
+    /// When no response can arrive. A standard input that is not open is reported as a
+    /// [`WriteStatus`], not as an error.
     fn write(&self, bytes: Bytes) -> Reply<'_, WriteStatus>;
 
-    /// Ends the process's input after all earlier writes; a terminal gets its end-of-file character.
+    /// Closes the process's standard input after all earlier writes; a terminal receives its
+    /// end-of-file character.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where there is no way to say it.
+    /// [`ExecServerError::Unsupported`] if the server cannot close standard input.
     fn close_stdin(&self) -> Reply<'_, WriteStatus>;
 
-    /// Gives the process's terminal a new size.
+    /// Sets the size of the process's terminal.
     ///
     /// # Errors
     ///
-    /// When there is no terminal, or [`ExecServerError::Unsupported`].
+    /// When the process has no terminal, or [`ExecServerError::Unsupported`].
     fn resize(&self, size: TerminalSize) -> Reply<'_, ()>;
 
-    /// Sends a signal; a process that has ended is no error.
+    /// Sends a signal; signalling a process that has ended is not an error.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] for what the server cannot send.
+    /// [`ExecServerError::Unsupported`] for signals and scopes that the server does not support.
     fn signal(&self, signal: SignalName, scope: SignalScope) -> Reply<'_, ()>;
 
-    /// Ends the process; with `wait`, answers only when its whole tree is gone.
+    /// Terminates the process. With `wait`, returns only after the process and all its descendants
+    /// have ended.
     ///
     /// # Errors
     ///
-    /// When no answer can come; a process that has ended already is no error.
+    /// When no response can arrive; a process that has already ended is not an error.
     fn terminate(&self, mode: TerminateMode, wait: bool) -> Reply<'_, TerminateResult>;
 
-    /// Waits until the process has exited or is closed, at most `timeout` if there is one.
+    /// Waits until the process has exited or its output is closed, for at most `timeout` if it is
+    /// set.
     ///
     /// # Errors
     ///
-    /// When no answer can come; running out of time is part of the result.
+    /// When no response can arrive; a timeout is reported in the result, not as an error.
     fn wait(&self, until: WaitUntil, timeout: Option<Duration>) -> Reply<'_, WaitResult>;
 
-    /// Waits until the first of several things has happened: an exit, a match in the output, silence,
-    /// a port that is listened on, or a process that wants input.
+    /// Waits until the first of several conditions is met: an exit, a match in the output, a time
+    /// without output, a listening port, or a process that waits for input.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where one cannot wait so, or when a condition makes no sense;
-    /// running out of time is part of the result.
+    /// [`ExecServerError::Unsupported`] if the backend does not support such waits, or when a
+    /// condition is invalid. A timeout is reported in the result, not as an error.
     fn wait_for(&self, request: WaitForRequest) -> Reply<'_, WaitForResult> {
         drop(request);
         Box::pin(async { Err(ExecServerError::Unsupported("process/waitFor")) })
     }
 
-    /// Head and tail of everything that the process wrote; `max_bytes` bounds each stream.
+    /// Returns the first and the last part of each output stream; `max_bytes` limits each stream.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where heads are not kept.
+    /// [`ExecServerError::Unsupported`] if the server does not keep the first part of the output.
     fn snapshot(&self, max_bytes: Option<u64>) -> Reply<'_, SnapshotResult>;
 }

@@ -1,7 +1,7 @@
-//! Requests with deadlines, over whichever connection there is.
+//! Requests with timeouts over the current connection of a session.
 //!
-//! Owns how long to wait for an answer, and what becomes of a request whose connection is lost: those
-//! that may be sent twice are sent again, the others fail.
+//! Also decides what happens to a request whose connection is lost: idempotent requests are sent
+//! again, others fail.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,20 +14,20 @@ use crate::error::ExecServerError;
 use crate::line::Line;
 use crate::recovery::is_repeatable;
 
-/// How often one request is sent again. A connection that is lost that often while the same request
-/// waits may well be lost because of it.
+/// Maximum number of times one request is sent again. If the connection is lost this often while
+/// the same request waits, the request itself may be the cause.
 const MAX_REPEATS: u32 = 16;
 
-/// Makes requests; cheap to clone.
+/// Sends requests over the current connection; cheap to clone.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
     pub(crate) line: Arc<Line>,
-    /// For requests that the server answers at once.
+    /// Timeout of requests that the server answers without waiting.
     pub(crate) timeout: Duration,
 }
 
 impl Caller {
-    /// Waits as long as a request that the server answers at once may take.
+    /// Sends a request that the server answers without waiting, and waits for at most `timeout`.
     pub(crate) async fn call<M: Method>(
         &self,
         params: &M::Params,
@@ -37,7 +37,7 @@ impl Caller {
         Ok(noted.await?.0)
     }
 
-    /// Waits for a request that takes up to `wait` by nature.
+    /// Sends a request that by design takes up to `wait`, which is added to the timeout.
     pub(crate) async fn call_waiting<M: Method>(
         &self,
         params: &M::Params,
@@ -51,7 +51,7 @@ impl Caller {
             .0)
     }
 
-    /// Waits for as long as the session lives.
+    /// Sends a request and waits for its response for as long as the session lives.
     pub(crate) async fn call_unbounded<M: Method>(
         &self,
         params: &M::Params,
@@ -60,11 +60,11 @@ impl Caller {
         Ok(self.call_noting::<M>(params, None, repeat).await?.0)
     }
 
-    /// Waits at most `timeout` on each connection that the request is sent on; the result, and the
-    /// generation of the connection that it came over.
+    /// Sends a request and waits at most `timeout` on each connection that it is sent on. Returns
+    /// the result and the generation of the connection that delivered it.
     ///
-    /// A request that could not leave is always sent again, one that may have been heard only if
-    /// `repeat` says so.
+    /// A request that was not sent is always sent again. A request that the server may have
+    /// received is sent again only if `repeat` is set.
     pub(crate) async fn call_noting<M: Method>(
         &self,
         params: &M::Params,
@@ -87,17 +87,19 @@ impl Caller {
                 error => return Err(error.into()),
             }
             let generation = connection.generation;
-            // Lets go of what is left of the old one before waiting.
+            // Releases the lost connection before waiting for the next one.
             drop(connection);
             connection = self.line.after(generation).await?;
         }
     }
 
-    /// The answer to a call that was made on the first connection before it was ours.
+    /// Returns the response to a call that was sent on the first connection before this `Caller`
+    /// existed.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Interrupted`] if that connection was lost, or whatever the server answers.
+    /// [`ExecServerError::Interrupted`] if that connection was lost, or the error that the server
+    /// returned.
     pub(crate) async fn first_answer<M: Method>(
         &self,
         call: FirstCall,
@@ -114,7 +116,7 @@ impl Caller {
         }
     }
 
-    /// Sends a request on the connection of this generation or not at all.
+    /// Sends a request on the connection of this generation only; fails if it is no longer current.
     pub(crate) async fn call_at<M: Method>(
         &self,
         generation: u64,

@@ -1,7 +1,7 @@
-//! A session with a server.
+//! Client session with an execution server.
 //!
-//! Owns the session's identity and what the server says of itself. Its connections are the business
-//! of `line`; what can be done with processes is in `remote`.
+//! Owns the session's identity and the facts that the server reports about itself. `line` manages
+//! the connections; `remote` has the operations on processes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,29 +28,29 @@ use crate::remote::unique;
 use crate::route::Routes;
 use crate::state::{ConnectionState, ConnectionStates};
 
-/// How long a server that was started for us may take to clean up after its input ends.
+/// Time that a server started by this client has to clean up after its standard input is closed.
 const CHILD_GRACE: Duration = Duration::from_secs(2);
 
 /// A session with an execution server; cheap to clone.
 ///
-/// A connection that is lost is opened again and its session resumed, as
-/// [`RecoveryOptions`](crate::RecoveryOptions) say. Processes go on meanwhile: their events continue
-/// where they were, and what the server could not keep is a
-/// [`Gap`](crate::ExecProcessEvent::Gap). Requests wait; those under way are sent again where doing
-/// them twice is the same as doing them once, and otherwise fail with
-/// [`ExecServerError::Interrupted`]. [`states`](Self::states) tells of all this.
+/// When a connection is lost, the client opens a new one and resumes the session, as
+/// [`RecoveryOptions`](crate::RecoveryOptions) configure. Processes keep running meanwhile: their
+/// events continue after the last one received, and output that the server could not keep is
+/// reported as a [`Gap`](crate::ExecProcessEvent::Gap). New requests wait. Requests in flight are
+/// sent again if they are idempotent, and otherwise fail with [`ExecServerError::Interrupted`].
+/// [`states`](Self::states) reports these state changes.
 ///
-/// When the session cannot be resumed, or there is no way to dial again ([`connect_stdio`],
-/// [`from_link`]), it is lost to this client: every request fails with [`ExecServerError::Closed`]
-/// and every process with
+/// When the session cannot be resumed, or the client has no way to reconnect ([`connect_stdio`],
+/// [`from_link`]), the session is lost to this client: every request fails with
+/// [`ExecServerError::Closed`] and every process with
 /// [`ProcessFailure::ConnectionClosed`](crate::ProcessFailure::ConnectionClosed).
 ///
 /// [`connect_stdio`]: Self::connect_stdio
 /// [`from_link`]: Self::from_link
 ///
-/// Pushed output is never dropped. A consumer that does not read its events makes the whole
-/// connection wait once some megabytes have piled up, answers to requests included; a process
-/// started with `delivery: pull` only ever holds up itself.
+/// Pushed output is never dropped. If a consumer does not read its events, the whole connection
+/// stalls once some megabytes are buffered, including responses to requests; a process started with
+/// `delivery: pull` only stalls itself.
 ///
 /// ```no_run
 /// use exec_server_client::{ExecServerClient, RemoteExecServerConnectArgs};
@@ -75,11 +75,12 @@ pub(crate) struct Inner {
     pub(crate) repair_delay: Duration,
     session_id: String,
     detach_grace: Option<Duration>,
-    /// Nothing if the server does not know the question.
+    /// `None` if the server does not implement `environment/info`.
     environment: OnceCell<Option<EnvironmentInfo>>,
-    /// Replaces lost connections, and fails everything when there can be no more.
+    /// Task that replaces lost connections, and fails all requests and processes when it cannot
+    /// reconnect.
     _keeper: AbortOnDropHandle<()>,
-    /// Dropped last, when the server's input has ended.
+    /// Dropped last, after the server's standard input is closed.
     _server: Option<ServerChild>,
 }
 
@@ -94,8 +95,9 @@ impl ExecServerClient {
         Self::connect_with(UrlDial(args), options).await
     }
 
-    /// Starts a program that serves its standard input and output, and ends it with the last clone
-    /// of this client: its input is closed, and it is killed if it does not end soon.
+    /// Starts a program that serves the protocol on its standard input and output. When the last
+    /// clone of this client is dropped, the client closes the program's standard input and kills
+    /// the program if it does not exit soon.
     ///
     /// ```no_run
     /// use exec_server_client::{ExecServerClient, ExecServerClientConnectOptions};
@@ -128,7 +130,7 @@ impl ExecServerClient {
         Self::open(link.into(), None, options, Some(child)).await
     }
 
-    /// Speaks over a link that somebody else has opened.
+    /// Opens a session over a link that the caller has already opened.
     ///
     /// # Errors
     ///
@@ -140,11 +142,13 @@ impl ExecServerClient {
         Self::open(link.into(), None, options, None).await
     }
 
-    /// Connects to a server in a way of one's own, and again when the connection is lost.
+    /// Connects to a server with a custom [`Dial`], and reconnects with it when the connection is
+    /// lost.
     ///
     /// # Errors
     ///
-    /// When there is no link or the handshake fails; the first try is the only one.
+    /// When no link can be opened or the handshake fails; the first connection is attempted once
+    /// only.
     pub async fn connect_with(
         dial: impl Dial,
         options: ExecServerClientConnectOptions,
@@ -155,13 +159,13 @@ impl ExecServerClient {
         Self::open(dialled, Some(dial), options, None).await
     }
 
-    /// As [`connect_with`](Self::connect_with), and starts a process there. Where the dial can send
-    /// messages before it knows that there is a link, both are asked for in one breath.
+    /// As [`connect_with`](Self::connect_with), and starts a process. If the dial can send messages
+    /// before it knows that the link is open, the handshake and the start are sent together.
     ///
     /// # Errors
     ///
-    /// When there is no link or the handshake fails; if that was after the start was sent, the
-    /// process may have been started. What became of the start is told apart.
+    /// When no link can be opened or the handshake fails. If this happens after the start was sent,
+    /// the process may have been started. The result of the start itself is returned separately.
     pub async fn connect_and_start(
         dial: impl Dial,
         options: ExecServerClientConnectOptions,
@@ -172,7 +176,7 @@ impl ExecServerClient {
         let words = line::introduction(&options, Some(&params));
         let dialled = dial.dial_saying(words).await?;
         let routes = Arc::new(Routes::default());
-        // Before anything is read, so that nothing of the process is missed.
+        // Registered before anything is read, so that no event of the process is missed.
         let registration = match dialled.said {
             true => Some(routes.register(&params.process_id, 0)?),
             false => None,
@@ -194,7 +198,8 @@ impl ExecServerClient {
         opened.map(|(client, _)| client)
     }
 
-    /// With the start that was said before, if there is one: there are processes already then.
+    /// Opens a session on a link, together with the start that was already sent, if there was one:
+    /// `routes` then already has a process.
     async fn open_on(
         routes: Arc<Routes>,
         dialled: Dialled,
@@ -230,21 +235,23 @@ impl ExecServerClient {
         Ok((client, start))
     }
 
-    /// The session, for resuming it on another connection.
+    /// Returns the session id, with which another connection can resume the session.
     pub fn session_id(&self) -> &str {
         &self.inner.session_id
     }
 
-    /// How long the server keeps the session without a connection, if it says so.
+    /// Returns how long the server keeps the session without a connection, if it reports this.
     pub fn detach_grace(&self) -> Option<Duration> {
         self.inner.detach_grace
     }
 
-    /// The machine behind the server; asked for once, if the handshake did not tell.
+    /// Returns facts about the server's machine; requested once if the handshake did not include
+    /// them.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] if the server cannot tell, or no answer comes.
+    /// [`ExecServerError::Unsupported`] if the server cannot report them, or an error if no
+    /// response arrives.
     pub async fn environment_info(&self) -> Result<&EnvironmentInfo, ExecServerError> {
         let ask = async || match self.call::<environment::Info>(&NoParams).await {
             Ok(info) => Ok(Some(info)),
@@ -256,16 +263,17 @@ impl ExecServerClient {
             .ok_or(ExecServerError::Unsupported(environment::Info::NAME))
     }
 
-    /// The files of the machine behind the server.
+    /// Returns the file system of the server's machine.
     pub fn file_system(&self) -> RemoteFileSystem {
         RemoteFileSystem::new(self.clone())
     }
 
-    /// Whether the server implements an extension: a method, or a field as `method#field`.
+    /// Returns whether the server implements an extension: a method, or a field written as
+    /// `method#field`.
     ///
     /// # Errors
     ///
-    /// When no answer can come; a server that cannot tell has no extensions.
+    /// When no response can arrive; a server that cannot list its extensions counts as having none.
     pub async fn supports(&self, extension: &str) -> Result<bool, ExecServerError> {
         match self.environment_info().await {
             Ok(info) => Ok(info.extensions.iter().any(|name| name == extension)),
@@ -274,7 +282,7 @@ impl ExecServerClient {
         }
     }
 
-    /// Calls any method, within the deadline of the connect options.
+    /// Calls any method, with the call timeout of the connect options.
     ///
     /// ```no_run
     /// use exec_server_client::ExecServerClient;
@@ -289,16 +297,16 @@ impl ExecServerClient {
     ///
     /// # Errors
     ///
-    /// Whatever the server answers, or that no answer came.
+    /// Any error that the server returns, or that no response arrived.
     pub async fn call<M: Method>(&self, params: &M::Params) -> Result<M::Result, ExecServerError> {
         self.inner.caller.call::<M>(params).await
     }
 
-    /// Calls any method that takes up to `wait` by nature.
+    /// Calls any method that by design takes up to `wait`, which is added to the timeout.
     ///
     /// # Errors
     ///
-    /// Whatever the server answers, or that no answer came.
+    /// Any error that the server returns, or that no response arrived.
     pub async fn call_waiting<M: Method>(
         &self,
         params: &M::Params,
@@ -307,38 +315,39 @@ impl ExecServerClient {
         self.inner.caller.call_waiting::<M>(params, wait).await
     }
 
-    /// Ends the session with all its processes, and the connection with it.
+    /// Ends the session with all its processes, and closes the connection.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] if the session can only be left to expire.
+    /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
     pub async fn end_session(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
         let Caller { line, timeout } = &self.inner.caller;
         let ended = self.call::<End>(&NoParams).await;
         let connection = line.ready().await.ok();
         ended?;
-        // First: what ends now must not be recovered.
+        // First of all, so that the keeper does not try to recover the connection.
         let reason: Arc<str> = "the session was ended".into();
         line.fail(&reason);
         if let Some(connection) = connection {
-            // A farewell that cannot be said in time is no failure: the session has ended.
+            // If the close message cannot be sent in time, that is not an error: the session has
+            // already ended.
             let farewell = connection.peer.close(&reason);
             let _ = tokio::time::timeout(*timeout, farewell).await;
         }
         Ok(())
     }
 
-    /// As [`ExecServerClient::end_session`], without waiting until the server has done it.
+    /// As [`ExecServerClient::end_session`], without waiting for the server's response.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] if the session can only be left to expire.
+    /// [`ExecServerError::Unsupported`] if the server can only end a session by expiry.
     pub async fn leave(&self) -> Result<(), ExecServerError> {
         self.require(extension::SESSION_END).await?;
         let Caller { line, timeout } = &self.inner.caller;
         let connection = line.ready().await?;
-        // First: what ends now must not be recovered.
+        // First of all, so that the keeper does not try to recover the connection.
         let reason: Arc<str> = "the session was left".into();
         line.fail(&reason);
         let farewell = connection.peer.close_with::<End>(&NoParams, &reason);
@@ -346,17 +355,18 @@ impl ExecServerClient {
         Ok(())
     }
 
-    /// How the connection is doing.
+    /// Returns the current state of the connection.
     pub fn state(&self) -> ConnectionState {
         self.inner.caller.line.states().borrow().clone()
     }
 
-    /// How the connection is doing, from now on.
+    /// Returns a stream of connection states, starting with the current one.
     pub fn states(&self) -> ConnectionStates {
         ConnectionStates::new(self.inner.caller.line.states())
     }
 
-    /// Turns to the reason when the session is lost to this client for good.
+    /// Returns a receiver that changes to the reason when the session is permanently lost to this
+    /// client.
     pub fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
         self.inner.caller.line.closed()
     }
@@ -370,14 +380,15 @@ impl ExecServerClient {
     }
 }
 
-/// A server that was started for one client.
+/// Server process that was started for one client.
 #[derive(Debug)]
 struct ServerChild(Option<Child>);
 
 impl Drop for ServerChild {
     fn drop(&mut self) {
-        // Its input ends with the connection, and a server that sees this takes its processes with
-        // it. Only one that does not end by itself is killed, by the drop of the handle.
+        // The server's input is closed together with the connection, and a server that detects this
+        // terminates its processes and exits. Dropping the handle kills a server that does not exit
+        // by itself.
         if let Some(mut child) = self.0.take()
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {

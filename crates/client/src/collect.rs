@@ -1,6 +1,6 @@
-//! Helpers on top of a process: everything it writes, with an end in sight.
+//! Helpers that collect all output of a process, within limits.
 //!
-//! Owns the bounds of collecting. Works on any [`ExecProcess`], wherever it runs.
+//! They work on any [`ExecProcess`], wherever it runs.
 
 use std::time::Duration;
 
@@ -12,11 +12,11 @@ use crate::backend::ExecProcess;
 use crate::error::ExecServerError;
 use crate::event::{ExecProcessEvent, ExecProcessEvents, ProcessExit};
 
-/// Bytes handed over in one write: enough to keep a pipe busy, little enough to notice soon when
-/// the process has had enough.
+/// Bytes in one write: enough to keep a pipe full, and few enough to detect early that the process
+/// has closed its input.
 const WRITE_BYTES: usize = 1 << 20;
 
-/// The bounds of collecting.
+/// Limits of collecting output.
 ///
 /// ```
 /// use std::time::Duration;
@@ -29,12 +29,12 @@ const WRITE_BYTES: usize = 1 << 20;
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct CollectOptions {
-    /// When to return with what there is; the process goes on.
+    /// Return with the output so far after this time; the process continues to run.
     pub deadline: Option<Duration>,
-    /// Bytes to keep of all streams together; the rest is counted.
+    /// Maximum number of bytes to keep, all streams together; further bytes are only counted.
     pub max_bytes: usize,
-    /// How much silence after the exit ends the collecting, for servers that never close the output
-    /// while a descendant holds it.
+    /// How long to wait without output after the exit, for servers that never close the output
+    /// while a descendant holds it open.
     pub drain: Duration,
 }
 
@@ -48,32 +48,34 @@ impl Default for CollectOptions {
     }
 }
 
-/// What was collected of a process.
+/// Collected output of a process and how it ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessOutput {
-    /// What came on standard output.
+    /// Bytes from standard output.
     pub stdout: Vec<u8>,
-    /// What came on standard error.
+    /// Bytes from standard error.
     pub stderr: Vec<u8>,
-    /// What came on the terminal.
+    /// Bytes from the terminal.
     pub terminal: Vec<u8>,
-    /// How the process ended; absent if the deadline came first.
+    /// How the process ended; absent if the deadline passed first.
     pub exit: Option<ProcessExit>,
-    /// All output has come. Otherwise the deadline came first, or a descendant holds it open.
+    /// Whether all output was received. If not, the deadline passed first, or a descendant still
+    /// holds the output open.
     pub closed: bool,
-    /// Events stated that output is missing.
+    /// Whether an event reported missing output.
     pub has_gaps: bool,
-    /// Bytes beyond the limit, which were not kept.
+    /// Bytes over the limit, which were not kept.
     pub omitted_bytes: u64,
 }
 
 impl dyn ExecProcess + '_ {
-    /// Waits for the process to exit, at most until the deadline; `None` if that came first.
+    /// Waits for the process to exit, at most until the deadline; returns `None` if the deadline
+    /// passes first.
     ///
     /// # Errors
     ///
-    /// When the process cannot be followed to its end.
+    /// When the events of the process cannot be followed to its end.
     pub async fn exited(&self, deadline: Option<Duration>) -> Result<Option<i32>, ExecServerError> {
         Ok(self.wait(WaitUntil::Exited, deadline).await?.exit_code)
     }
@@ -96,20 +98,21 @@ impl dyn ExecProcess + '_ {
         collect(self.events()?, options).await
     }
 
-    /// Writes all of the input, ends it, and collects everything that the process writes meanwhile.
+    /// Writes all of the input, closes standard input, and collects everything that the process
+    /// writes.
     ///
-    /// A process that ends or closes its input early is no error.
+    /// A process that exits or closes its input early is not an error.
     ///
     /// # Errors
     ///
-    /// As for [`output`](#method.output), or when the input cannot be ended.
+    /// As for [`output`](#method.output), or when the input cannot be closed.
     pub async fn communicate(
         &self,
         input: Bytes,
         options: CollectOptions,
     ) -> Result<ProcessOutput, ExecServerError> {
         let collecting = collect(self.events()?, options);
-        // Side by side: a process that waits for us to read would not read what we write.
+        // Concurrently: a process that blocks on writing its output would not read its input.
         tokio::pin!(collecting);
         tokio::select! {
             output = &mut collecting => output,

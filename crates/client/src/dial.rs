@@ -1,6 +1,7 @@
-//! Ways to open a link to a server, again and again.
+//! Connection factory: the [`Dial`] trait that opens a link to a server, and its implementation for
+//! URLs.
 //!
-//! Owns the trait that recovery dials with, and its form for URLs. Knows nothing of when to dial.
+//! It does not decide when to dial; `recovery` does.
 
 use std::any::Any;
 use std::fmt;
@@ -12,12 +13,13 @@ pub use crate::error::DialError;
 use crate::error::ExecServerError;
 use crate::options::RemoteExecServerConnectArgs;
 
-/// Opens links to one server; a client dials once to connect and again whenever its link is lost.
+/// Factory of links to one server: a client dials once to connect and again whenever its link is
+/// lost.
 ///
-/// Every link must lead to the server that knows the session: a program that is started for one
-/// link takes its sessions with it, so starting another is no way to recover.
+/// Every link must lead to the server that holds the session. A program that is started for one
+/// link holds sessions only while it runs, so starting another instance cannot recover a session.
 ///
-/// Functions that return a future of a [`Dialled`] are dials too:
+/// Functions that return a future of a [`Dialled`] also implement this trait:
 ///
 /// ```no_run
 /// use exec_server_client::{Dialled, ExecServerClient, ExecServerClientConnectOptions, ExecServerError};
@@ -34,33 +36,36 @@ use crate::options::RemoteExecServerConnectArgs;
 /// # }
 /// ```
 pub trait Dial: Send + Sync + 'static {
-    /// Opens a link. Dropping the future gives up; it is given up when recovery runs out of time.
+    /// Opens a link. Dropping the future cancels the attempt; recovery does so when its time is
+    /// used up.
     ///
     /// # Errors
     ///
-    /// Failures that may pass are tried again: of [`ExecServerError::Connect`] those of the network,
-    /// of [`ExecServerError::Dial`] those that say so. All others end the recovery.
+    /// Transient failures are retried: network failures in [`ExecServerError::Connect`], and those
+    /// in [`ExecServerError::Dial`] that are marked as transient. All others end the recovery.
     fn dial(&self) -> BoxFuture<'_, Result<Dialled, ExecServerError>>;
 
-    /// As [`Dial::dial`], for one that can send messages before it knows that there is a link: that
-    /// saves a round trip. Whether it did, [`Dialled`] tells; left alone, nothing is sent.
+    /// As [`Dial::dial`], for an implementation that can send messages before it knows that the
+    /// link is open, which saves a round trip. [`Dialled`] reports whether it sent them; the
+    /// default implementation sends nothing.
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As for [`Dial::dial`].
     fn dial_saying(&self, first: FirstWords) -> BoxFuture<'_, Result<Dialled, ExecServerError>> {
         drop(first);
         self.dial()
     }
 }
 
-/// Messages for a link that is not there yet.
+/// Messages to send on a link that is not open yet.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct FirstWords {
-    /// Each of them, in their order.
+    /// The messages, in sending order.
     pub messages: Vec<Vec<u8>>,
-    /// They may be said again on another link even though they may have been heard on this one.
+    /// Whether the messages may be sent again on another link although the server may have received
+    /// them on this one.
     pub repeatable: bool,
 }
 
@@ -74,16 +79,17 @@ where
     }
 }
 
-/// A link that was opened, and whatever has to live as long as it.
+/// Open link, together with a value that must live as long as the link.
 pub struct Dialled {
     pub(crate) link: Link,
     pub(crate) keep: Option<Box<dyn Any + Send + Sync>>,
-    /// The first messages have left.
+    /// Whether the first messages were sent.
     pub(crate) said: bool,
 }
 
 impl Dialled {
-    /// A link that needs `keep`, such as the process behind it; dropped after the link.
+    /// Creates a link that needs `keep`, such as the process behind it; `keep` is dropped after the
+    /// link.
     pub fn with(link: Link, keep: impl Any + Send + Sync) -> Self {
         Self {
             link,

@@ -1,7 +1,7 @@
-//! Why a request has no result.
+//! Errors of requests to an execution server.
 //!
-//! Holds the errors of every way to a server as well, so that no module needs another one for its
-//! errors alone.
+//! Also holds the errors of every connection method, so that no module depends on another one only
+//! for its errors.
 
 mod dial;
 #[cfg(feature = "local")]
@@ -28,21 +28,21 @@ pub use process::ProcessFailure;
 pub use registry::{KnownEnvironmentsError, RegistryConnectError};
 pub use ssh::SshError;
 
-/// What most methods of the traits return.
+/// Future that most methods of the traits return.
 pub type Reply<'a, T> = BoxFuture<'a, Result<T, ExecServerError>>;
 
-/// Why a request to an execution server has no result.
+/// Error of a request to an execution server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExecServerError {
-    /// The server cannot be reached.
+    /// The client could not connect to the server.
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// The environment cannot be reached through its registry.
     #[cfg(feature = "registry")]
     #[error(transparent)]
     Registry(#[from] RegistryConnectError),
-    /// A dial of the embedder's own has no link.
+    /// The embedder's own [`Dial`](crate::Dial) could not open a link.
     #[error(transparent)]
     Dial(#[from] DialError),
     /// The machine cannot be reached by ssh, or cannot be used.
@@ -54,101 +54,101 @@ pub enum ExecServerError {
     /// The program that should speak the protocol cannot be started.
     #[error("cannot start `{program}`")]
     Spawn {
-        /// The program.
+        /// Program that could not be started.
         program: String,
-        /// What the system said.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
     /// The file that should hold the token for the server cannot be used.
     #[error("cannot read the token in {}", path.display())]
     TokenFile {
-        /// The file.
+        /// Path of the token file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
     /// An environment cannot be used.
     #[error("environment `{id}` is unavailable")]
     Environment {
-        /// Which environment.
+        /// Id of the environment.
         id: String,
-        /// Why; everybody who waited for it gets the same.
+        /// Cause; all callers that waited for the environment receive the same one.
         #[source]
         source: Arc<Self>,
     },
-    /// Whoever prepares an environment has given up.
+    /// The provisioner of an environment reported a failure.
     #[error("environment `{id}` could not be prepared: {reason}")]
     Provisioning {
-        /// Which environment.
+        /// Id of the environment.
         id: String,
-        /// What was reported.
+        /// Failure that the provisioner reported.
         reason: Arc<str>,
     },
     /// The server did not finish the handshake in time.
     #[error("the server did not finish the handshake within {0:?}")]
     InitializeTimedOut(Duration),
-    /// The server answered with an error.
+    /// The server returned an error.
     #[error("{message} (code {code})")]
     Server {
-        /// The wire code.
+        /// Error code on the wire.
         code: i64,
-        /// What the server said.
+        /// Error message of the server.
         message: String,
     },
-    /// The connection is gone, and the session with it.
+    /// The connection is closed, and the session is lost.
     #[error("connection closed: {0}")]
     Closed(Arc<str>),
-    /// The connection was lost before the answer came, and the request is not one that can be sent
-    /// twice: it may have been done or not. The session goes on.
+    /// The connection was lost before the response arrived, and the request is not idempotent: the
+    /// server may have executed it or not. The session continues.
     #[error(
         "the connection was lost while `{method}` was under way, which may have been done: {reason}"
     )]
     Interrupted {
-        /// Which method.
+        /// Method of the request.
         method: &'static str,
         /// Why the connection was lost.
         reason: Arc<str>,
     },
-    /// No answer came in time; the server may still act on the request.
+    /// No response arrived in time; the server may still execute the request.
     #[error("no answer to `{method}` within {timeout:?}")]
     Timeout {
-        /// Which method.
+        /// Method of the request.
         method: &'static str,
-        /// How long we waited.
+        /// How long the client waited.
         timeout: Duration,
     },
-    /// The server said something that the protocol does not allow.
+    /// The server sent a message that violates the protocol.
     #[error("the server broke the protocol in `{method}`: {reason}")]
     Protocol {
-        /// Which method.
+        /// Method of the request.
         method: &'static str,
-        /// What is wrong.
+        /// Description of the violation.
         reason: String,
     },
-    /// Somebody is there to be asked about hosts, but the request does not say so.
+    /// A decider was passed, but the request does not enable client decisions.
     #[error("a decider needs a `policyDecisionTimeoutMs` that is not zero in the request")]
     Decider,
-    /// The server does not implement this, and nothing else can stand in for it.
+    /// The server does not implement this, and the client has no substitute for it.
     #[error("this server does not support `{0}`")]
     Unsupported(&'static str),
-    /// Too many requests wait for their answers already.
+    /// Too many requests are waiting for their responses.
     #[error("too many requests are waiting for their answers")]
     TooManyCalls,
-    /// This client has a handle of a process with this id already.
+    /// This client already has a handle of a process with this id.
     #[error("process id `{0}` is already in use")]
     DuplicateProcess(String),
-    /// The events of a process go to one consumer, and there has been one.
+    /// The events of a process have one consumer only, and they were already taken.
     #[error("the events of process `{0}` were taken already")]
     EventsTaken(String),
-    /// The events of a process cannot be followed any longer.
+    /// The client can no longer follow the events of a process.
     #[error(transparent)]
     Process(ProcessFailure),
 }
 
 impl ExecServerError {
-    /// The wire code, if the server answered with an error.
+    /// Returns the wire code, if the server returned an error.
     pub fn code(&self) -> Option<i64> {
         match self {
             Self::Server { code, .. } => Some(*code),
@@ -157,7 +157,7 @@ impl ExecServerError {
         }
     }
 
-    /// Whether connecting once more may succeed where it failed with this.
+    /// Returns whether another connection attempt may succeed after this error.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Connect(error) => match error {
@@ -181,7 +181,7 @@ impl ExecServerError {
         }
     }
 
-    /// The same once more, for those who ask again after a failure that lasts.
+    /// Returns a copy of the error, for further callers of an operation that failed permanently.
     pub(crate) fn again(&self) -> Self {
         match self {
             Self::Server { code, message } => Self::Server {
