@@ -1,6 +1,6 @@
-//! What happens to a process, as its consumer sees it.
+//! Process events (output, exit, close, gap, failure) as their consumer receives them.
 //!
-//! Owns the events and the type that hands them out. Knows nothing of where they come from.
+//! Has the event type and the stream of events, independent of the backend that produces them.
 
 use std::fmt;
 
@@ -13,55 +13,56 @@ use futures_util::future::BoxFuture;
 
 pub use crate::error::ProcessFailure;
 
-/// Something that happened to a process.
+/// Process event, with its sequence number.
 ///
-/// Events come in the order of their numbers, each once. Numbers begin at 1 and have no holes: what
-/// can no longer be had is stated by a [`Gap`](Self::Gap).
+/// Events arrive in the order of their sequence numbers, each once. Numbers begin at 1 and have no
+/// holes: events that are no longer available are reported as a [`Gap`](Self::Gap).
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExecProcessEvent {
-    /// The process, or a descendant, wrote something.
+    /// The process or one of its descendants wrote output.
     Output {
-        /// The event's number.
+        /// Sequence number of the event.
         seq: u64,
-        /// Where it came from.
+        /// Stream that the output was written to.
         stream: Stream,
-        /// What was written.
+        /// Bytes that were written.
         chunk: Bytes,
     },
-    /// The process ended; output may still follow.
+    /// The process exited; output may still follow.
     ///
-    /// An exit whose own number fell into a gap comes after that gap.
+    /// If the exit's own number falls into a gap, the exit follows that gap.
     Exited {
-        /// The event's number.
+        /// Sequence number of the event.
         seq: u64,
-        /// How it ended.
+        /// Exit status and related facts.
         exit: ProcessExit,
     },
-    /// Nothing more will come.
+    /// The output is closed: no further events follow.
     Closed {
-        /// The event's number.
+        /// Sequence number of the event.
         seq: u64,
-        /// A descendant still holds the output open; what it writes from now on is discarded.
+        /// Whether a descendant still holds the output open; the server discards what it writes
+        /// from now on.
         inherited_output: bool,
-        /// Bytes discarded so far.
+        /// Number of bytes discarded so far.
         discarded_bytes: u64,
     },
-    /// Output that can no longer be had, instead of the events that carried it.
+    /// Output that is no longer available; replaces the events that carried it.
     Gap {
-        /// The number before the first lost event.
+        /// Sequence number before the first lost event.
         after_seq: u64,
-        /// The number of the last lost event.
+        /// Sequence number of the last lost event.
         through_seq: u64,
-        /// How many bytes they carried, if that is known.
+        /// Number of bytes that the lost events carried, if known.
         bytes: Option<u64>,
     },
-    /// The process can no longer be followed; it may well go on without us.
+    /// The client can no longer follow the process, which may still be running.
     Failed(ProcessFailure),
 }
 
 impl ExecProcessEvent {
-    /// The last sequence number that this event accounts for.
+    /// Returns the last sequence number that this event covers.
     pub fn seq(&self) -> Option<u64> {
         match self {
             Self::Output { seq, .. } | Self::Exited { seq, .. } | Self::Closed { seq, .. } => {
@@ -72,7 +73,7 @@ impl ExecProcessEvent {
         }
     }
 
-    /// Bytes of output that this event carries.
+    /// Returns the number of output bytes in this event.
     pub(crate) fn bytes(&self) -> usize {
         match self {
             Self::Output { chunk, .. } => chunk.len(),
@@ -127,26 +128,26 @@ impl From<ClosedParams> for ExecProcessEvent {
     }
 }
 
-/// How a process ended.
+/// Exit of a process: status, signal and resource usage.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ProcessExit {
-    /// Exit status, or 128 + N for a death by signal N.
+    /// Exit status, or 128 + N if signal N killed the process.
     pub exit_code: i32,
-    /// The signal that ended it, if the server says so.
+    /// Signal that killed the process, if the server reports it.
     pub signal: Option<String>,
-    /// It was ended because its time was up.
+    /// Whether the process was terminated because its timeout expired.
     pub timed_out: bool,
-    /// The sandbox refused something; absent if the server does not say.
+    /// Whether the sandbox denied an operation; absent if the server does not report it.
     pub sandbox_denied: Option<bool>,
-    /// What the sandbox refused, where the server knows.
+    /// Operations that the sandbox denied, if the server knows them.
     pub denials: Vec<Denial>,
-    /// What it used, if the server says so.
+    /// Resource usage of the process, if the server reports it.
     pub usage: Option<Usage>,
 }
 
 impl ProcessExit {
-    /// A process that ended with this status.
+    /// Creates the exit of a process with this status.
     pub fn with_code(exit_code: i32) -> Self {
         Self {
             exit_code,
@@ -154,14 +155,14 @@ impl ProcessExit {
         }
     }
 
-    /// Whether the status is zero.
+    /// Returns whether the exit status is zero.
     pub fn success(&self) -> bool {
         self.exit_code == 0
     }
 
-    /// What `process/read` tells about the exit of a process that has exited.
+    /// Returns the exit in a `process/read` response, if the process has exited.
     pub(crate) fn from_read(read: &ReadResult) -> Option<Self> {
-        /// Stands for a status that the server could not learn, as on the wire.
+        /// Stands for a status that the server could not determine, as on the wire.
         const UNKNOWN: i32 = -1;
         read.exited.then(|| Self {
             exit_code: read.exit_code.unwrap_or(UNKNOWN),
@@ -174,15 +175,16 @@ impl ProcessExit {
     }
 }
 
-/// Where [`ExecProcessEvents`] come from; for implementors of [`ExecProcess`](crate::ExecProcess).
+/// Source of [`ExecProcessEvents`], for implementors of [`ExecProcess`](crate::ExecProcess).
 pub trait EventSource: Send {
-    /// The next event, or `None` after [`ExecProcessEvent::Closed`] or [`ExecProcessEvent::Failed`].
+    /// Returns the next event, or `None` after [`ExecProcessEvent::Closed`] or
+    /// [`ExecProcessEvent::Failed`].
     ///
-    /// Must be cancel safe: a future that is dropped has taken no event.
+    /// Must be cancel safe: a future that is dropped has not consumed an event.
     fn recv(&mut self) -> BoxFuture<'_, Option<ExecProcessEvent>>;
 }
 
-/// The events of one process, in order, for its one consumer.
+/// Ordered event stream of one process, for its one consumer.
 ///
 /// ```no_run
 /// use exec_server_client::{ExecProcess, ExecProcessEvent, ExecServerError};
@@ -202,12 +204,13 @@ pub trait EventSource: Send {
 pub struct ExecProcessEvents(Box<dyn EventSource>);
 
 impl ExecProcessEvents {
-    /// Hands out what `source` has.
+    /// Creates a stream that returns the events of `source`.
     pub fn new(source: impl EventSource + 'static) -> Self {
         Self(Box::new(source))
     }
 
-    /// The next event, or `None` after [`ExecProcessEvent::Closed`] or [`ExecProcessEvent::Failed`].
+    /// Returns the next event, or `None` after [`ExecProcessEvent::Closed`] or
+    /// [`ExecProcessEvent::Failed`].
     ///
     /// Cancel safe.
     pub async fn recv(&mut self) -> Option<ExecProcessEvent> {

@@ -1,4 +1,4 @@
-//! Names of the extensions that this client makes use of, as `environment/info` lists them.
+//! Names of the protocol extensions that this client uses, as `environment/info` lists them.
 
 use exec_server_protocol::MethodId;
 
@@ -13,7 +13,7 @@ pub(crate) const LIST: &str = MethodId::ProcessList.extension("process/list");
 pub(crate) const DELIVERY: &str = MethodId::ProcessStart.extension("process/start#delivery");
 /// `startId` of `process/start`.
 pub(crate) const START_ID: &str = MethodId::ProcessStart.extension("process/start#startId");
-/// `scope` of `process/signal`; it came together with the signals beside `interrupt`.
+/// `scope` of `process/signal`; servers that have it also support signals other than `interrupt`.
 pub(crate) const SIGNAL_SCOPE: &str = MethodId::ProcessSignal.extension("process/signal#scope");
 /// `mode` of `process/terminate`.
 pub(crate) const TERMINATE_MODE: &str =

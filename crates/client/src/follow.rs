@@ -1,7 +1,7 @@
-//! The task beside each process that reads what is not pushed.
+//! Per-process task that reads output which the server does not push.
 //!
-//! Owns when to read: to repair a hole, after a resume, or all the time where output is only pulled.
-//! Knows nothing of how an answer is put in order.
+//! It reads to fill a gap, after a session is resumed, or continuously in pull mode. `order` puts
+//! the results in order.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,38 +15,38 @@ use crate::options::millis;
 use crate::order::ReadRules;
 use crate::route::Route;
 
-/// Bytes asked for at once: large enough that the way there and back hardly counts.
+/// Bytes to request in one read: large enough that the round-trip time hardly matters.
 const READ_BYTES: usize = 1 << 20;
 
-/// How long one read waits for output; only bounds how long a lost answer goes unnoticed.
+/// How long one read waits for output; it only limits how long a lost response stays undetected.
 const PULL_WAIT: Duration = Duration::from_secs(20);
 
-/// Repairs that may bring nothing before the process is given up.
+/// Maximum number of consecutive reads without progress before the process is reported as failed.
 const MAX_FRUITLESS: u32 = 3;
 
-/// Reads for one process.
+/// Reads the missing output of one process with `process/read`.
 #[derive(Debug)]
 pub(crate) struct Follower {
     pub(crate) route: Arc<Route>,
     pub(crate) caller: Caller,
-    /// How long a missing event may be on its way.
+    /// How long to wait for a missing event to arrive before reading it.
     pub(crate) repair_delay: Duration,
-    /// The server says in its answers what is gone.
+    /// Whether the server reports evicted output in its responses.
     pub(crate) states_evicted: bool,
-    /// The connection up to which nothing was missed: on every later one, what the server sends
-    /// unasked begins wherever the process was when the session was resumed.
+    /// Generation of the connection up to which no event was missed. On every later connection, the
+    /// notifications begin at the event that the process had reached when the session was resumed.
     pub(crate) generation: u64,
 }
 
 impl Follower {
-    /// Fills holes between notifications, and reads what happened between connections.
+    /// Fills gaps between notifications, and reads the output that was written between connections.
     pub(crate) async fn repair(mut self) {
         let mut fruitless = 0;
         loop {
             let after = tokio::select! {
                 biased;
                 resumed = self.caller.line.after(self.generation) => {
-                    // The session's end fails all processes together.
+                    // The end of the session fails all processes at once.
                     let Ok(connection) = resumed else { return };
                     self.generation = connection.generation;
                     drop(connection);
@@ -71,23 +71,25 @@ impl Follower {
                         return self.fail(after, "the server does not know of them");
                     }
                 }
-                // The answer may wait behind output that some consumer does not read.
+                // The response may be queued behind output that another consumer does not read.
                 Err(error) if may_pass(&error) => {}
-                // The session's end fails all processes together.
+                // The end of the session fails all processes at once.
                 Err(ExecServerError::Closed(_)) => return,
                 Err(error) => return self.fail(after, &error.to_string()),
             }
         }
     }
 
-    /// Reads until nothing is new: the endings, too, may never be told any more.
+    /// Reads until no output is new. The exit and the close may not be notified again either, so
+    /// they are taken from the responses.
     async fn catch_up(&self) {
         while !self.route.is_finished() {
             self.route.room().await;
             let after = self.route.last();
             match self.read(after, Duration::ZERO).await {
                 Ok(read) => {
-                    // An answer of a server that was not asked for a part is the whole.
+                    // A server without `evicted` was asked for all output, so its response is
+                    // complete.
                     let last = !self.states_evicted || read.chunks.is_empty();
                     self.fill(after, read, true);
                     if last {
@@ -101,7 +103,7 @@ impl Follower {
         }
     }
 
-    /// Reads everything, once there is a consumer.
+    /// Reads all output, once a consumer is attached.
     pub(crate) async fn pull(mut self) {
         self.route.consumer().await;
         let mut make_endings = false;
@@ -111,13 +113,14 @@ impl Follower {
             match self.read(after, PULL_WAIT).await {
                 Ok(read) => {
                     let generation = self.caller.line.generation();
-                    // Endings between two connections are told by nobody else.
+                    // The server does not notify an exit or close that happened between two
+                    // connections.
                     make_endings |= generation != self.generation;
                     self.generation = generation;
                     let moved = self.fill(after, read, make_endings);
                     make_endings = false;
                     if !moved && self.route.hole().is_some() {
-                        // What is missing is an ending, and its notification is on its way.
+                        // Only an exit or close is missing, and its notification is expected soon.
                         let news = self.route.progress(after);
                         make_endings = tokio::time::timeout(self.repair_delay, news).await.is_err();
                     }
@@ -131,7 +134,7 @@ impl Follower {
         }
     }
 
-    /// Reads what comes after a number.
+    /// Sends one `process/read` for the output after a sequence number.
     pub(crate) async fn read(
         &self,
         after: u64,
@@ -147,7 +150,7 @@ impl Follower {
         self.caller.call_waiting::<Read>(&params, wait).await
     }
 
-    /// Takes an answer; says whether it brought the process on.
+    /// Applies a `process/read` response; returns whether the process made progress.
     pub(crate) fn fill(&self, after: u64, read: ReadResult, make_endings: bool) -> bool {
         let states_evicted = self.states_evicted;
         self.route.fill(
@@ -168,7 +171,7 @@ impl Follower {
     }
 }
 
-/// Whether asking again may help.
+/// Returns whether the read can be retried.
 fn may_pass(error: &ExecServerError) -> bool {
     matches!(
         error,

@@ -1,7 +1,7 @@
-//! What waits for the consumer of one process.
+//! Bounded queue of events waiting for one process's consumer.
 //!
-//! Owns the queue of ordered events, its bound in bytes and what happens when it is full. Knows no
-//! connection and no waiting: that is the route's part.
+//! It limits the queued bytes and decides what happens when the queue is full. It does not wait;
+//! `route` does.
 
 use std::collections::VecDeque;
 
@@ -10,38 +10,38 @@ use exec_server_protocol::process::ReadResult;
 use crate::event::{ExecProcessEvent, ProcessFailure};
 use crate::order::{Order, ReadRules};
 
-/// Bytes that may wait for a consumer: a second or so of a busy link, and little enough that a
-/// hundred idle consumers do not hurt.
+/// Maximum number of bytes that wait for a consumer: about a second of a busy link, and small
+/// enough that a hundred idle consumers need little memory.
 pub(crate) const MAX_WAITING_BYTES: usize = 4 << 20;
 
-/// Charged for each event beside its bytes, so that tiny chunks are bounded too.
+/// Cost added for each event beside its bytes, so that many tiny chunks are limited too.
 const EVENT_COST: usize = 128;
 
-/// The ordered events of one process on their way to its consumer.
+/// Ordered events of one process that its consumer has not read yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
     order: Order,
     queue: VecDeque<ExecProcessEvent>,
-    /// What the queue is charged for.
+    /// Sum of the costs of the queued events.
     cost: usize,
     consumer: Consumer,
-    /// Why nothing more can come.
+    /// Failure after which no further event is accepted.
     failure: Option<ProcessFailure>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Consumer {
-    /// None yet: the latest events are kept for it.
+    /// Not attached yet: the latest events are kept.
     #[default]
     Awaited,
-    /// Reads: whoever delivers waits for room.
+    /// Attached: deliverers wait until the queue has room.
     Attached,
-    /// Will not read any more: nothing is kept.
+    /// Detached: no events are kept.
     Gone,
 }
 
 impl Inbox {
-    /// Begins after a number; 0 for a new process.
+    /// Creates an inbox that begins after a sequence number; 0 for a new process.
     pub(crate) fn after(last: u64) -> Self {
         Self {
             order: Order::after(last),
@@ -53,14 +53,14 @@ impl Inbox {
         &self.order
     }
 
-    /// Whether more output should wait.
+    /// Returns whether deliverers of output should wait.
     pub(crate) fn is_full(&self) -> bool {
         self.consumer == Consumer::Attached
             && self.cost >= MAX_WAITING_BYTES
             && self.failure.is_none()
     }
 
-    /// Nothing more will come in.
+    /// Returns whether no further event can arrive.
     pub(crate) fn is_finished(&self) -> bool {
         self.failure.is_some() || self.order.is_closed()
     }
@@ -85,7 +85,7 @@ impl Inbox {
         }
     }
 
-    /// Ends the stream, unless it has come to its own end.
+    /// Ends the stream with a failure, unless it has already ended.
     pub(crate) fn fail(&mut self, failure: ProcessFailure) {
         if self.is_finished() {
             return;
@@ -104,7 +104,7 @@ impl Inbox {
         Some(event)
     }
 
-    /// Lets the consumer in, unless there has been one.
+    /// Attaches the consumer; returns `false` if one was attached before.
     pub(crate) fn attach(&mut self) -> bool {
         let first = self.consumer == Consumer::Awaited;
         if first {
@@ -143,7 +143,7 @@ impl Inbox {
         }
     }
 
-    /// Turns the oldest output into a gap, or makes the gap before it longer.
+    /// Replaces the oldest output by a gap, or extends the gap before it.
     fn evict(&mut self) -> bool {
         let is_output = |event: &ExecProcessEvent| matches!(event, ExecProcessEvent::Output { .. });
         let Some(at) = self.queue.iter().position(is_output) else {
@@ -166,8 +166,8 @@ impl Inbox {
         true
     }
 
-    /// Makes one gap of the event at this place and the one before, if both are gaps and nothing is
-    /// between them. Its size is known if both were.
+    /// Joins the event at this index and the one before it if both are adjacent gaps. The size of
+    /// the joined gap is known if both sizes were known.
     fn join(&mut self, at: usize) {
         let Some(ExecProcessEvent::Gap {
             after_seq: middle,
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_consumer_the_oldest_output_becomes_a_gap() {
+    fn inbox_without_consumer_replaces_oldest_output_by_gap() {
         let mut inbox = Inbox::default();
         for seq in 1..=10 {
             inbox.accept(output(seq));
@@ -237,15 +237,16 @@ mod tests {
         assert_eq!(inbox.cost, 0);
     }
 
-    /// What fell out here and what the server no longer had are one gap as soon as they meet.
+    /// Locally evicted output and output that the server evicted become one gap when they are
+    /// adjacent.
     #[test]
-    fn gaps_that_meet_are_one() {
+    fn inbox_joins_adjacent_gaps() {
         for known in [true, false] {
             let mut inbox = Inbox::default();
             for seq in 1..=10 {
                 inbox.accept(output(seq));
             }
-            // The server has evicted what came between two connections.
+            // The server has evicted the output between two connections.
             let read = ReadResult {
                 next_seq: 31,
                 chunks: vec![ReadChunk {
@@ -281,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_consumer_makes_it_full_and_reading_makes_room() {
+    fn inbox_with_consumer_is_full_at_limit_until_read() {
         let mut inbox = Inbox::default();
         assert!(inbox.attach());
         assert!(!inbox.attach());
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn tiny_chunks_fill_it_too() {
+    fn inbox_limit_counts_each_tiny_chunk() {
         let mut inbox = Inbox::default();
         inbox.attach();
         let mut seq = 0;
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_consumer_that_left_costs_nothing() {
+    fn inbox_with_detached_consumer_keeps_no_events() {
         let mut inbox = Inbox::default();
         inbox.attach();
         for seq in 1..=20 {
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn failing_comes_last_and_once() {
+    fn inbox_failure_follows_queued_events_once() {
         let mut inbox = Inbox::default();
         let failure = ProcessFailure::ConnectionClosed("gone".into());
         inbox.accept(output(1));
@@ -338,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_process_cannot_fail() {
+    fn inbox_ignores_failure_after_close() {
         let mut inbox = Inbox::default();
         inbox.accept(ExecProcessEvent::Closed {
             seq: 1,

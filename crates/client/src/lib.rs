@@ -1,9 +1,10 @@
-//! Run processes and use files on some machine as if they were your own.
+//! Client library for execution servers: run processes and use files on any machine through the
+//! same traits.
 //!
-//! Owns the traits that embedders program against ([`ExecBackend`], [`ExecProcess`],
-//! [`ExecutorFileSystem`], [`ExecutorHttp`]), the connection to a server ([`ExecServerClient`]), the order of events and
-//! the transfer of whole trees ([`transfer`]). Knows nothing of how a server keeps its sessions, nor
-//! of what carries the messages.
+//! Has the traits that embedders use ([`ExecBackend`], [`ExecProcess`], [`ExecutorFileSystem`],
+//! [`ExecutorHttp`]), the connection to a server ([`ExecServerClient`]), the ordering of events and
+//! the transfer of whole trees ([`transfer`]). It does not depend on how a server stores its
+//! sessions or which transport carries the messages.
 //!
 //! ```no_run
 //! use std::collections::BTreeMap;

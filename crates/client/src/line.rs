@@ -1,8 +1,7 @@
-//! The connection of a session, whichever it is at the moment.
+//! Current connection of a session, the handshake, and the reconnect task.
 //!
-//! Owns the handshake, the current connection and the task that replaces it when it is lost. What
-//! is to be done when is decided in `recovery`; what a new connection means for processes, files and
-//! watches is theirs to know: they look at the generation.
+//! `recovery` decides when to reconnect and when to stop. Processes, files and watches compare the
+//! generation to detect a new connection.
 
 use std::any::Any;
 use std::fmt;
@@ -32,9 +31,9 @@ use crate::state::ConnectionState;
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) peer: Peer,
-    /// Counts the connections of the session, from 1.
+    /// Number of the connection within the session, from 1.
     pub(crate) generation: u64,
-    /// What the link needs; dropped after it.
+    /// Value that the link needs; dropped after the link.
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -46,21 +45,22 @@ impl fmt::Debug for Connection {
     }
 }
 
-/// Whichever connection the session has.
+/// Holder of the session's current connection.
 #[derive(Debug)]
 pub(crate) struct Line {
     current: watch::Sender<Current>,
-    /// For those who look on: without the connection, which must not outlive its client.
+    /// Connection states for observers. They do not contain the connection, which must not outlive
+    /// its client.
     states: watch::Sender<ConnectionState>,
     closed: watch::Sender<Option<Arc<str>>>,
-    /// A lost connection is replaced, if the server keeps the session.
+    /// Whether a lost connection is replaced; this requires that the server keeps the session.
     recovers: bool,
 }
 
 #[derive(Debug)]
 enum Current {
     Up(Connection),
-    /// Lost, after this generation.
+    /// The connection of this generation was lost.
     Down(u64),
     Failed(Arc<str>),
 }
@@ -79,12 +79,12 @@ impl Line {
         self.states.subscribe()
     }
 
-    /// Turns to the reason when there will be no more connections.
+    /// Returns a receiver that changes to the reason when there will be no more connections.
     pub(crate) fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
         self.closed.subscribe()
     }
 
-    /// The generation of the last connection.
+    /// Returns the generation of the current or last connection.
     pub(crate) fn generation(&self) -> u64 {
         match &*self.current.borrow() {
             Current::Up(connection) => connection.generation,
@@ -93,20 +93,20 @@ impl Line {
         }
     }
 
-    /// The connection, as soon as there is one.
+    /// Waits for a connection and returns it.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Closed`] when there will be none.
+    /// [`ExecServerError::Closed`] when there will be no more connections.
     pub(crate) async fn ready(&self) -> Result<Connection, ExecServerError> {
         self.after(0).await
     }
 
-    /// The first connection after this generation, as soon as there is one.
+    /// Waits for the first connection after this generation and returns it.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Closed`] when there will be none.
+    /// [`ExecServerError::Closed`] when there will be no more connections.
     pub(crate) async fn after(&self, generation: u64) -> Result<Connection, ExecServerError> {
         let settled = |current: &Current| match current {
             Current::Up(connection) if connection.generation > generation => {
@@ -122,16 +122,16 @@ impl Line {
         let found = current.wait_for(|current| settled(current).is_some());
         match found.await.map(|current| settled(&current)) {
             Ok(Some(settled)) => settled,
-            // The sender is ours, and what was waited for has been seen.
+            // Cannot happen: `self` owns the sender, and the predicate accepts only settled states.
             Ok(None) | Err(_) => Err(ExecServerError::Closed("connection dropped".into())),
         }
     }
 
-    /// The connection of this generation, if it is still the current one.
+    /// Returns the connection of this generation, if it is still the current one.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Interrupted`] if it is not.
+    /// [`ExecServerError::Interrupted`] if it is not the current one.
     pub(crate) fn at(
         &self,
         generation: u64,
@@ -149,7 +149,7 @@ impl Line {
         }
     }
 
-    /// What to say of a request whose connection was lost before the answer.
+    /// Returns the error for a request whose connection was lost before the response.
     pub(crate) fn interrupted(&self, method: &'static str, reason: Arc<str>) -> ExecServerError {
         match self.recovers {
             true => ExecServerError::Interrupted { method, reason },
@@ -157,7 +157,8 @@ impl Line {
         }
     }
 
-    /// There will be no more connections; the first reason stays.
+    /// Marks the session as failed: there will be no more connections. Only the first reason is
+    /// kept.
     pub(crate) fn fail(&self, reason: &Arc<str>) {
         let first = self.current.send_if_modified(|current| {
             let first = !matches!(current, Current::Failed(_));
@@ -173,10 +174,10 @@ impl Line {
         }
     }
 
-    /// Replaces the current connection, unless there will be no more of them.
+    /// Replaces the current connection, unless the session has failed.
     fn replace(&self, next: Current, state: ConnectionState) -> Result<(), Arc<str>> {
         let mut failed = None;
-        // Dropped after the lock is: a connection's end runs code of others.
+        // Dropped after the lock is released: dropping a connection runs code of other modules.
         let mut replaced = None;
         self.current.send_if_modified(|current| {
             if let Current::Failed(reason) = current {
@@ -197,26 +198,26 @@ impl Line {
     }
 }
 
-/// What identifies a session to its server.
+/// Credentials that identify a session to its server.
 #[derive(Debug, Clone)]
 struct Identity {
     session_id: String,
-    /// With it the session is ours even while the server believes in the old connection.
+    /// Allows resuming the session even while the server considers the old connection alive.
     resume_key: Option<String>,
 }
 
-/// A session that was opened.
+/// Session that was opened, with its reconnect task and first call.
 pub(crate) struct Opened {
     pub(crate) line: Arc<Line>,
     pub(crate) answer: InitializeResponse,
-    /// Replaces connections; to be run until the client is gone.
+    /// Replaces lost connections; must run for as long as the client exists.
     pub(crate) keeper: Keeper,
-    /// The start that was said with the introduction, if both were.
+    /// The start that was sent together with the handshake, if there was one.
     pub(crate) start: Option<FirstCall>,
 }
 
-/// Opens a session, or the one that the options name; `dial` is for later connections. If something
-/// was said, a start may have been.
+/// Opens a new session, or resumes the one that the options name; `dial` opens later connections.
+/// If the first messages were sent on the link, they may have included a start.
 pub(crate) async fn open(
     dialled: Dialled,
     dial: Option<Box<dyn Dial>>,
@@ -261,7 +262,8 @@ fn initialize(
     }
 }
 
-/// What the handshake on a first link says, for a dial that can send it at once, and a start behind it.
+/// Builds the handshake messages for a dial that can send them with the first link, followed by a
+/// start.
 pub(crate) fn introduction(
     options: &ExecServerClientConnectOptions,
     start: Option<&StartParams>,
@@ -290,7 +292,7 @@ pub(crate) fn introduction(
     }
 }
 
-/// The session that the options name.
+/// Returns the identity of the session that the options name.
 fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
     let session_id = options.resume_session_id.clone()?;
     Some(Identity {
@@ -299,7 +301,8 @@ fn resumed(options: &ExecServerClientConnectOptions) -> Option<Identity> {
     })
 }
 
-/// The handshake on a new link, of this generation; so many calls were made if anything was said.
+/// Performs the handshake on a new link with this generation; `calls` requests were sent already if
+/// the dial sent the first messages.
 async fn introduce(
     dialled: Dialled,
     (generation, calls): (u64, usize),
@@ -355,7 +358,7 @@ fn random() -> u64 {
     uuid::Uuid::new_v4().as_u64_pair().1
 }
 
-/// Replaces lost connections of one session.
+/// Task that replaces lost connections of one session.
 pub(crate) struct Keeper {
     line: Arc<Line>,
     routes: Arc<Routes>,
@@ -367,7 +370,8 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// Ends when the session is lost to this client; its task is ended with the client.
+    /// Runs until the session is lost to this client; the task is aborted when the client is
+    /// dropped.
     pub(crate) async fn run(mut self) {
         loop {
             let lost = ended(self.connection.peer.closed()).await;
@@ -384,7 +388,7 @@ impl Keeper {
             });
             if let Err(reason) = up {
                 self.line.fail(&reason);
-                // Whoever failed the line first has said why.
+                // If the line had already failed, report that first reason.
                 let reason = self.line.closed.borrow().clone().unwrap_or(reason);
                 return self.routes.close(reason);
             }
@@ -392,7 +396,7 @@ impl Keeper {
         }
     }
 
-    /// Lets go of the lost connection, so that the server notices its end too.
+    /// Releases the lost connection, so that the server detects its end too.
     fn down(&self) -> Result<(), Arc<str>> {
         if self.dial.is_none() || self.recovery.budget().is_zero() {
             return Ok(());
@@ -401,7 +405,7 @@ impl Keeper {
         self.line.replace(down, ConnectionState::Recovering)
     }
 
-    /// Opens connections until one resumes the session.
+    /// Opens connections until one of them resumes the session.
     async fn recover(&mut self, lost: &str) -> Result<Connection, Arc<str>> {
         let Some(dial) = self.dial.take() else {
             return Err(lost.into());
@@ -465,7 +469,7 @@ impl Keeper {
     }
 }
 
-/// Waits for a connection's end; why it ended.
+/// Waits until a connection ends, and returns the reason.
 async fn ended(mut closed: watch::Receiver<Option<Arc<str>>>) -> Arc<str> {
     let reason = match closed.wait_for(Option::is_some).await {
         Ok(reason) => reason.clone(),
@@ -474,13 +478,13 @@ async fn ended(mut closed: watch::Receiver<Option<Arc<str>>>) -> Arc<str> {
     reason.unwrap_or_else(|| "connection dropped".into())
 }
 
-/// An error with what caused it, in one line.
+/// Formats an error and its causes in one line.
 fn with_causes(error: &ExecServerError) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
         let next = error.to_string();
-        // Errors that only pass another one on say the same.
+        // A transparent error has the same text as its source; do not repeat it.
         if !text.ends_with(&next) {
             text.push_str(": ");
             text.push_str(&next);

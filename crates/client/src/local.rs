@@ -1,7 +1,7 @@
-//! Processes of this machine, behind the same traits as those of another.
+//! Process backend for this machine, behind the same traits as remote backends.
 //!
-//! Straight onto the executor: no connection, no messages. What a request means is decided by the
-//! executor's own translation, which a server uses too.
+//! It calls the executor directly, without a connection or messages. The executor translates the
+//! requests, with the code that a server uses too.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,9 +33,10 @@ use crate::error::{ExecServerError, Reply};
 use crate::event::{EventSource, ExecProcessEvent, ExecProcessEvents};
 use crate::network::{self, NetworkPolicyDecider};
 
-/// Runs processes on this machine.
+/// Backend that runs processes on this machine.
 ///
-/// A process lives as long as its handle: dropping the last one ends it and its whole tree.
+/// A process lives as long as its handle: dropping the last handle terminates the process and all
+/// its descendants.
 ///
 /// ```no_run
 /// use exec_server_client::{ExecBackend, LocalBackend};
@@ -57,11 +58,11 @@ use crate::network::{self, NetworkPolicyDecider};
 #[derive(Debug, Clone)]
 pub struct LocalBackend {
     executor: Executor,
-    /// Processes by id; an id is free again when its handle is gone.
+    /// Processes by id; an id is free again when its handle is dropped.
     table: Arc<Mutex<Table>>,
-    /// What shells begin with.
+    /// Shell snapshots that shells are started from.
     snapshots: Arc<Snapshots>,
-    /// Whom processes with a managed network may reach at most, and by which proxy.
+    /// HTTP client whose rules and proxy limit which hosts a managed network may reach.
     http: HttpClient,
 }
 
@@ -71,7 +72,7 @@ struct Table {
     started: u64,
 }
 
-/// A process of this machine.
+/// Process of this machine, and the resources tied to its handle.
 #[derive(Debug)]
 struct Local {
     id: String,
@@ -82,7 +83,7 @@ struct Local {
     delivery: Delivery,
     events_taken: AtomicBool,
     table: Weak<Mutex<Table>>,
-    /// Serves its network for as long as there is a handle.
+    /// Proxy of the process's network; runs for as long as there is a handle.
     _proxy: Option<Proxy>,
 }
 
@@ -95,7 +96,7 @@ impl Drop for Local {
 }
 
 impl LocalBackend {
-    /// A backend on this executor.
+    /// Creates a backend on this executor.
     pub fn new(executor: Executor) -> Self {
         let http = HttpClient::new(HttpConfig {
             environment: executor.config().environment.clone(),
@@ -174,7 +175,7 @@ impl LocalBackend {
     }
 }
 
-/// Whoever decides about hosts, as a proxy on this machine asks.
+/// Adapts the caller's decider to the interface of a local proxy.
 #[derive(Debug)]
 struct Deciding {
     process_id: String,
@@ -214,7 +215,7 @@ impl PolicyDecider for Deciding {
     }
 }
 
-/// An id that is being started.
+/// Reserved id of a process that is being started.
 struct Reservation<'a>(&'a Mutex<Table>, Option<String>);
 
 impl Reservation<'_> {
@@ -291,7 +292,8 @@ impl Local {
         if self.delivery == Delivery::Pull {
             self.process.advance(after_seq);
         }
-        // Nothing here need ever wait; a caller in a loop must not starve the process's own task.
+        // This path may never have to wait; yield so that a caller in a loop does not starve the
+        // process's own task.
         tokio::task::coop::consume_budget().await;
         if !wait.is_zero() {
             let news = self
@@ -351,7 +353,7 @@ impl ExecProcess for Local {
         if self.events_taken.swap(true, Ordering::AcqRel) {
             return Err(ExecServerError::EventsTaken(self.id.clone()));
         }
-        // From what is still there; what is not is stated as a gap.
+        // Starts at the oldest retained event; evicted output is reported as a gap.
         self.process.hold(0);
         Ok(ExecProcessEvents::new(LocalEvents {
             process: self.process.clone(),
@@ -438,19 +440,19 @@ fn status(written: Written) -> WriteStatus {
     }
 }
 
-/// The events of a local process: a cursor over its log.
+/// Events of a local process: a cursor over its log.
 struct LocalEvents {
     process: Process,
     id: String,
     delivery: Delivery,
-    /// The last entry that was handed out.
+    /// Sequence number of the last entry that was returned.
     cursor: AtomicU64,
     ended: bool,
 }
 
 impl Drop for LocalEvents {
     fn drop(&mut self) {
-        // A consumer that has gone holds nothing back.
+        // A dropped consumer must not apply backpressure.
         if self.delivery == Delivery::Push {
             self.process.release();
         }

@@ -1,4 +1,4 @@
-//! Networks that the caller manages: who is asked about hosts that no rule is about.
+//! Network policy decisions made by the embedder.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,17 +9,17 @@ use futures_util::future::BoxFuture;
 
 use crate::error::ExecServerError;
 
-/// Questions that are worked on at one time; the answer to further ones is no.
+/// Maximum number of policy requests that are decided concurrently; further ones are denied.
 pub(crate) const MAX_QUESTIONS: usize = 256;
 
-/// The longest names and reasons that cross the wire, in bytes.
+/// Maximum length in bytes of host names and reasons on the wire.
 const MAX_HOST_BYTES: usize = 253;
 const MAX_REASON_BYTES: usize = 1024;
 
-/// Decides whether a process may reach a host that no rule of its network is about.
+/// Decides whether a process may reach a host that no rule of its network covers.
 ///
-/// Passed to [`start_with_network_policy_decider`]; asked any number of times at once, for as long as
-/// the process runs.
+/// Passed to [`start_with_network_policy_decider`]; called any number of times concurrently, for as
+/// long as the process runs.
 ///
 /// ```
 /// use exec_server_client::protocol::network::{PolicyAnswer, PolicyTarget};
@@ -43,21 +43,22 @@ const MAX_REASON_BYTES: usize = 1024;
 ///
 /// [`start_with_network_policy_decider`]: crate::ExecBackend::start_with_network_policy_decider
 pub trait NetworkPolicyDecider: Send + Sync + fmt::Debug + 'static {
-    /// Decides. A future that takes longer than the request allowed is dropped, and so is one whose
-    /// process or connection has ended: the answer is no then.
+    /// Decides one request. The future is dropped, and the request denied, if it takes longer than
+    /// the process's start request allows or if the process or its connection ends.
     fn decide(&self, target: PolicyTarget) -> BoxFuture<'_, PolicyAnswer>;
 
-    /// Hears of each decision about the process, whoever took it; best effort. Must not wait.
+    /// Receives each decision about the process, including those made by rules; best effort. Must
+    /// not block.
     fn decided(&self, decision: &PolicyDecisionParams) {
         let _ = decision;
     }
 }
 
-/// How long a decider has, as the request says.
+/// Returns the time limit for one decision, as the start request states it.
 ///
 /// # Errors
 ///
-/// When the request does not say that anybody is to be asked.
+/// When the request does not enable client decisions.
 pub(crate) fn patience(params: &StartParams) -> Result<Duration, ExecServerError> {
     let proxy = params.network_proxy.as_ref();
     match proxy.and_then(|proxy| proxy.policy_decision_timeout_ms) {
@@ -66,7 +67,7 @@ pub(crate) fn patience(params: &StartParams) -> Result<Duration, ExecServerError
     }
 }
 
-/// An answer as the wire takes it.
+/// Returns an answer that the wire format accepts: an invalid reason becomes a plain denial.
 pub(crate) fn sayable(answer: PolicyAnswer) -> PolicyAnswer {
     match &answer {
         PolicyAnswer::Deny { reason } | PolicyAnswer::Ask { reason }
@@ -80,7 +81,7 @@ pub(crate) fn sayable(answer: PolicyAnswer) -> PolicyAnswer {
     }
 }
 
-/// Whether a question can be one.
+/// Returns whether the host name of a policy request is valid.
 pub(crate) fn is_sane(target: &PolicyTarget) -> bool {
     let odd = |c: char| c.is_control() || c.is_whitespace();
     (1..=MAX_HOST_BYTES).contains(&target.host.len()) && !target.host.contains(odd)
@@ -93,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_wire_does_not_take_is_a_plain_no() {
+    fn invalid_reason_becomes_plain_denial_and_invalid_host_is_rejected() {
         let deny = |reason: &str| PolicyAnswer::Deny {
             reason: reason.to_owned(),
         };

@@ -1,4 +1,4 @@
-//! What can be chosen about a connection.
+//! Connection options: names, timeouts, keepalive and recovery.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use exec_server_transport::{ConnectOptions, Secret};
 
 use crate::recovery::RecoveryOptions;
 
-/// What can be chosen about a session with a server, however it is reached.
+/// Options of a session with a server, independent of the transport.
 ///
 /// ```
 /// use std::time::Duration;
@@ -22,34 +22,35 @@ use crate::recovery::RecoveryOptions;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ExecServerClientConnectOptions {
-    /// What this client calls itself.
+    /// Name that this client sends to the server.
     pub client_name: String,
-    /// For the whole handshake.
+    /// Timeout of the whole handshake.
     pub initialize_timeout: Duration,
-    /// A session to take up again.
+    /// Id of an existing session to resume.
     pub resume_session_id: Option<String>,
-    /// How long the session should outlive its connection; the server's choice if absent.
+    /// How long the server keeps the session without a connection; the server decides if absent.
     pub detach_grace: Option<Duration>,
-    /// How long to wait for an answer; requests that wait by nature add their own time.
+    /// Timeout of a request; requests that wait by design add their own time.
     pub call_timeout: Duration,
-    /// How long an event may be late before it is read from the server.
+    /// How long to wait for a missing event before it is read from the server.
     pub repair_delay: Duration,
-    /// When to ping the server and when to give its connection up: how soon a link that is dead but
-    /// not closed is noticed. Links without pings, such as pipes, are trusted.
+    /// When to ping the server and when to close an unresponsive connection: this determines how
+    /// soon a link that is dead but not closed is detected. Links without pings, such as pipes, are
+    /// not checked.
     pub keepalive: KeepaliveConfig,
     /// How to resume the session when its connection is lost.
     pub recovery: RecoveryOptions,
 }
 
-/// Sooner than servers ping: a session is only kept for a while, and much of it must be left when a
-/// dead link is noticed.
+/// Shorter than the interval of servers: a server keeps a session for a limited time only, and most
+/// of that time must remain when a dead link is detected.
 const KEEPALIVE: KeepaliveConfig = KeepaliveConfig {
     interval: Duration::from_secs(5),
     deadline: Duration::from_secs(15),
 };
 
 impl ExecServerClientConnectOptions {
-    /// The defaults, under this client name.
+    /// Returns the defaults, with this client name.
     pub fn new(client_name: impl Into<String>) -> Self {
         Self {
             client_name: client_name.into(),
@@ -70,7 +71,7 @@ impl Default for ExecServerClientConnectOptions {
     }
 }
 
-/// How to reach a server by URL.
+/// Parameters to connect to a server by URL.
 ///
 /// ```
 /// use exec_server_client::RemoteExecServerConnectArgs;
@@ -84,18 +85,18 @@ impl Default for ExecServerClientConnectOptions {
 pub struct RemoteExecServerConnectArgs {
     /// `ws://HOST:PORT[/PATH]`, `wss://HOST:PORT[/PATH]` or `unix:///PATH`.
     pub url: String,
-    /// For the whole of name lookup, connection and upgrade.
+    /// Timeout of name lookup, connection and upgrade together.
     pub connect_timeout: Duration,
-    /// Sent as `Authorization: Bearer`.
+    /// Token sent as `Authorization: Bearer`.
     pub bearer_token: Option<Secret>,
-    /// Whom to believe behind a `wss://` URL.
+    /// TLS options of a `wss://` URL: trusted certificates and client certificate.
     pub tls: TlsClientOptions,
-    /// What to ask for once connected.
+    /// Options of the session.
     pub options: ExecServerClientConnectOptions,
 }
 
 impl RemoteExecServerConnectArgs {
-    /// The defaults, for this URL and client name.
+    /// Returns the defaults, with this URL and client name.
     pub fn new(url: impl Into<String>, client_name: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -115,7 +116,7 @@ impl RemoteExecServerConnectArgs {
     }
 }
 
-/// A duration as the wire has it.
+/// Returns a duration in milliseconds, as on the wire.
 pub(crate) fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,7 +1,7 @@
-//! The order of one process's events.
+//! Sequence ordering, de-duplication and gap detection of process events (no IO, no clock).
 //!
-//! Owns which numbers were released, what is held back behind a missing one, and how an answer to
-//! `process/read` stands in for events that did not come. Knows no connection, clock or consumer.
+//! It tracks which numbers were released and which events are held behind a missing one, and uses
+//! `process/read` responses to replace missing events.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -11,14 +11,14 @@ use exec_server_protocol::process::{Evicted, ReadResult};
 
 use crate::event::{ExecProcessEvent, ProcessExit};
 
-/// Events held back behind a missing one; what compatible clients allow.
+/// Maximum number of events held behind a missing one; compatible clients use the same limit.
 pub(crate) const MAX_HELD_EVENTS: usize = 256;
 
-/// Bytes held back behind a missing event; as much as a server retains at least, so that what is
-/// dropped beyond it can be read again.
+/// Maximum number of bytes held behind a missing event. A server retains at least this much, so
+/// output dropped above the limit can be read again.
 pub(crate) const MAX_HELD_BYTES: usize = 1 << 20;
 
-/// Puts events into order, drops repeats and knows when one is missing.
+/// Puts events in order, drops duplicates and detects missing ones.
 ///
 /// ```text
 ///   accept, fill ──► held (by number) ──► poll: the next number, as long as it is there
@@ -27,31 +27,31 @@ pub(crate) const MAX_HELD_BYTES: usize = 1 << 20;
 /// ```
 #[derive(Debug, Default)]
 pub(crate) struct Order {
-    /// Every number up to here was released.
+    /// Every number up to this one was released.
     last: u64,
-    /// The highest number heard of.
+    /// Highest number known from any event or response.
     seen: u64,
-    /// What came too early, and what is about to be released, by its first number.
+    /// Events that arrived early or are about to be released, by their first number.
     held: BTreeMap<u64, ExecProcessEvent>,
     /// Bytes of output in `held`.
     held_bytes: usize,
     exit: ExitState,
     /// The log is closed and its last event released.
     closed: bool,
-    /// Bytes of all output that was released or stated as a gap.
+    /// Bytes of all output that was released or reported as a gap.
     counted: u64,
-    /// Some of it could not be counted: a gap of unknown size, or what was before the beginning.
+    /// Whether some output could not be counted: a gap of unknown size, or output before the start.
     uncounted: bool,
 }
 
 #[derive(Debug, Default)]
 enum ExitState {
-    /// Nothing is known; or the event is held, waiting for its number.
+    /// No exit is known, or its event is held until its number is next.
     #[default]
     Ahead,
-    /// Known only from an answer, without a number of its own: it has to come before `Closed`.
+    /// Known only from a response, without its own number: it must be released before `Closed`.
     Told(ProcessExit),
-    /// Its number was passed by a gap: to be released at once.
+    /// A gap has covered its number: to be released next.
     Late {
         seq: u64,
         exit: ProcessExit,
@@ -59,21 +59,21 @@ enum ExitState {
     Released,
 }
 
-/// How to understand an answer to `process/read`.
+/// Rules for interpreting a response to `process/read`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ReadRules {
-    /// What the read asked for as `afterSeq`.
+    /// `afterSeq` of the read.
     pub(crate) after: u64,
-    /// The server says in `evicted` what is gone. If not, the read must not have been cut short by
-    /// `maxBytes`: only the whole picture tells an exit from evicted output.
+    /// Whether the server reports evicted output in `evicted`. If not, the read must not be limited
+    /// by `maxBytes`: only a complete response distinguishes an exit from evicted output.
     pub(crate) states_evicted: bool,
-    /// Make `Exited` and `Closed` from the answer, instead of leaving their numbers to the
-    /// notifications, which say more.
+    /// Create `Exited` and `Closed` from the response, instead of leaving their numbers to the
+    /// notifications, which carry more details.
     pub(crate) make_endings: bool,
 }
 
 impl Order {
-    /// Begins after a number; 0 for a new process.
+    /// Creates an order that begins after a number; 0 for a new process.
     pub(crate) fn after(last: u64) -> Self {
         Self {
             last,
@@ -83,22 +83,23 @@ impl Order {
         }
     }
 
-    /// The number of the last event that was released.
+    /// Returns the number of the last event that was released.
     pub(crate) fn last(&self) -> u64 {
         self.last
     }
 
-    /// `Closed` was released: there is nothing to wait for.
+    /// Returns whether `Closed` was released: no further events follow.
     pub(crate) fn is_closed(&self) -> bool {
         self.closed
     }
 
-    /// Whether a later event is known of while the next one has not come. Poll first.
+    /// Returns whether a later event is known while the next one has not arrived. Call
+    /// [`Order::poll`] first.
     pub(crate) fn has_hole(&self) -> bool {
         !self.closed && self.seen > self.last && !self.held.contains_key(&self.next())
     }
 
-    /// An event arrived; to be followed by [`Order::poll`] until there is nothing.
+    /// Accepts an event; the caller then calls [`Order::poll`] until it returns `None`.
     pub(crate) fn accept(&mut self, event: ExecProcessEvent) {
         let Some(seq) = event.seq() else { return };
         if self.closed {
@@ -120,8 +121,8 @@ impl Order {
         }
     }
 
-    /// An event arrived that may be released at once: the usual case, without looking at anything
-    /// held. Gives it back if that is not so.
+    /// Releases an event directly if it is the next one: the usual case, without access to held
+    /// events. Returns the event if it cannot be released yet.
     pub(crate) fn pass(
         &mut self,
         event: ExecProcessEvent,
@@ -142,10 +143,11 @@ impl Order {
         }
     }
 
-    /// An answer to `process/read` arrived; to be followed by [`Order::poll`] until there is nothing.
+    /// Applies a response to `process/read`; the caller then calls [`Order::poll`] until it returns
+    /// `None`.
     ///
-    /// Afterwards every number that the answer accounts for can be released, as output, ending or
-    /// gap, except for endings that the rules leave to the notifications.
+    /// Afterwards every number that the response covers can be released, as output, exit, close or
+    /// gap, except for an exit and close that the rules leave to the notifications.
     pub(crate) fn fill(&mut self, read: ReadResult, rules: ReadRules) {
         if self.closed {
             return;
@@ -162,7 +164,7 @@ impl Order {
         }
         let mut missing = self.missing(through);
         if rules.make_endings {
-            // Closing is always the last number. An answer that was cut short by `maxBytes` ends
+            // `Closed` always has the last number. A response that was limited by `maxBytes` ends
             // with output, which is held by now.
             if read.closed && end_of(&missing) == Some(through) {
                 let closed = ExecProcessEvent::Closed {
@@ -177,7 +179,8 @@ impl Order {
                 && matches!(self.exit, ExitState::Ahead | ExitState::Told(_))
                 && !self.holds_exit()
             {
-                // Servers evict from the front: of the missing numbers the last is the exit's.
+                // Servers evict the oldest events first, so the last missing number belongs to the
+                // exit.
                 let gone = match evicted {
                     Some(evicted) if rules.states_evicted => evicted.through_seq,
                     _ => 0,
@@ -211,7 +214,7 @@ impl Order {
         }
     }
 
-    /// Stops waiting for what is missing: it becomes gaps between what is held.
+    /// Stops waiting for missing events: they become gaps between the held events.
     pub(crate) fn give_up(&mut self) {
         let Some(end) = self.held.last_key_value().map(|(&start, _)| start) else {
             return;
@@ -221,7 +224,7 @@ impl Order {
         }
     }
 
-    /// The next event in order; to be polled after every other call.
+    /// Returns the next event in order; to be called after every other call.
     #[must_use]
     pub(crate) fn poll(&mut self) -> Option<ExecProcessEvent> {
         if let ExitState::Late { .. } = self.exit
@@ -251,7 +254,7 @@ impl Order {
             self.last = event.seq().unwrap_or(next);
             self.count(&event);
             match event {
-                // A second exit takes up a number, but nobody wants to hear of it.
+                // A second exit uses up a number, but is not delivered to the consumer.
                 ExecProcessEvent::Exited { .. } if matches!(self.exit, ExitState::Released) => {}
                 ExecProcessEvent::Exited { .. } => {
                     self.exit = ExitState::Released;
@@ -304,19 +307,20 @@ impl Order {
         }
     }
 
-    /// How many bytes after the released ones are gone, if that can be told.
+    /// Returns how many bytes after the released ones are lost, if this is known.
     fn lost(&self, evicted: Evicted) -> Option<u64> {
         let behind = evicted.through_seq.saturating_sub(self.last);
         if self.last == 0 || behind <= EVICTED_SIZES {
             return Some(evicted.bytes);
         }
-        // The server counts from the beginning.
+        // The server counts from the start of the output.
         let counted = (!self.uncounted).then_some(self.counted)?;
         evicted.bytes.checked_sub(counted)
     }
 
-    /// Gives up held output that lies among what the server has evicted: with it there would be
-    /// several gaps, and nobody could tell the size of any. Nothing is done if an ending is among it.
+    /// Drops held output within the range that the server has evicted: keeping it would create
+    /// several gaps of unknown size. Returns `false` and drops no events if an exit or close is in
+    /// the range.
     fn forget_output(&mut self, through: u64) -> bool {
         let is_output = |(_, event): (&u64, &ExecProcessEvent)| {
             matches!(event, ExecProcessEvent::Output { .. })
@@ -330,7 +334,7 @@ impl Order {
         true
     }
 
-    /// Bytes that the server has evicted, but we have.
+    /// Returns the number of held bytes that the server has evicted.
     fn held_bytes_through(&self, seq: u64) -> u64 {
         self.held
             .range(..=seq)
@@ -338,8 +342,8 @@ impl Order {
             .sum()
     }
 
-    /// Forgets the farthest output while too much is held; its numbers stay known, so that it is
-    /// read again when its turn comes.
+    /// Drops the output with the highest numbers while the limits are exceeded. Its numbers stay
+    /// recorded, so it is read again when they are next.
     fn trim(&mut self) {
         while self.held.len() > MAX_HELD_EVENTS || self.held_bytes > MAX_HELD_BYTES {
             let farthest = self.held.iter().rev().find_map(|(&seq, event)| {
@@ -352,7 +356,7 @@ impl Order {
         }
     }
 
-    /// Runs of numbers after the released ones, up to `through`, that are not held.
+    /// Returns the runs of numbers after the released ones, up to `through`, that are not held.
     fn missing(&self, through: u64) -> Vec<RangeInclusive<u64>> {
         let mut missing = Vec::new();
         let mut next = self.next();
@@ -372,7 +376,7 @@ impl Order {
     }
 }
 
-/// How many runs begin with a number up to `through`.
+/// Returns how many runs begin with a number up to `through`.
 fn runs_through(missing: &[RangeInclusive<u64>], through: u64) -> usize {
     missing
         .iter()

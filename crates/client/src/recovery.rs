@@ -1,7 +1,7 @@
-//! What to do about a lost connection, without IO, clock or randomness of its own.
+//! Reconnect and retry decisions (no IO, no clock, no random source).
 //!
-//! Owns when to try again and when to give up, which failures are worth another try, and which
-//! requests may be sent twice. Knows no link: `line` acts on what is decided here.
+//! Decides when to reconnect and when to stop, which failures are transient, and which requests are
+//! idempotent. `line` executes these decisions.
 
 use std::time::{Duration, Instant};
 
@@ -11,31 +11,32 @@ use exec_server_transport::backoff::Backoff;
 
 use crate::error::ExecServerError;
 
-/// How long sessions are tried to be resumed with servers that do not say how long they keep them:
-/// compatible ones do so for 30 s, and some of that is gone before a loss is noticed.
+/// How long to try resuming a session with a server that does not report how long it keeps
+/// sessions: compatible servers keep them for 30 s, and part of that passes before the loss is
+/// detected.
 const USUAL_BUDGET: Duration = Duration::from_secs(25);
 
-/// A connection that lived as long as this was a good one.
+/// Minimum lifetime of a connection that counts as stable.
 const STEADY: Duration = Duration::from_secs(1);
 
-/// Connections that may die young before the next one is no longer opened at once: something that
-/// ends every connection must not be met with a storm of them.
+/// Number of consecutive short-lived connections after which reconnecting is delayed: if something
+/// closes every connection, the client must not flood the server with new ones.
 const MAX_SHORT_LIVED: u32 = 8;
 
-/// How to resume a session whose connection was lost.
+/// Options for resuming a session whose connection was lost.
 ///
-/// The first try is made at once; the pauses between the following ones double from `first_pause`
-/// to `longest_pause`, and up to half of each is left out by chance, so that the clients of a server
-/// that comes back do not all come at the same moment.
+/// The first attempt is immediate. The delays between the following attempts double from
+/// `first_pause` to `longest_pause`. Each delay is shortened by a random amount of up to half, so
+/// that the clients of a restarted server do not reconnect all at the same moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RecoveryOptions {
-    /// How long to try; never longer than the server keeps the session, which is also the default.
-    /// Nothing is tried if this is zero.
+    /// How long to try. The effective time never exceeds the time that the server keeps the
+    /// session, which is also the default. If this is zero, the client does not try to reconnect.
     pub budget: Option<Duration>,
-    /// Between the first try and the second, at most.
+    /// Longest delay between the first attempt and the second.
     pub first_pause: Duration,
-    /// Between two tries, at most.
+    /// Longest delay between two attempts.
     pub longest_pause: Duration,
 }
 
@@ -49,18 +50,18 @@ impl Default for RecoveryOptions {
     }
 }
 
-/// What is to be done now.
+/// Next action of the reconnect task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Nothing before this moment; then ask again.
+    /// Wait until this moment, then poll again.
     Wait(Instant),
-    /// Try to resume, at most until this moment, and tell how it went.
+    /// Try to resume, at most until this moment, and report the result.
     Try { until: Instant },
-    /// The session is lost.
+    /// Stop: the session is lost.
     GiveUp,
 }
 
-/// Decides about the connections of one session.
+/// Reconnect state machine of one session.
 ///
 /// ```text
 ///   (connected) ── lost ──► Try ── failed ──► Wait ──► Try …  ──► GiveUp
@@ -70,20 +71,20 @@ pub(crate) enum Step {
 #[derive(Debug)]
 pub(crate) struct Recovery {
     options: RecoveryOptions,
-    /// How long the server keeps the session, if it says so.
+    /// How long the server keeps the session, if it reports this.
     granted: Option<Duration>,
-    /// When the last connection came up.
+    /// Time when the last connection was established.
     up: Instant,
-    /// Connections in a row that died young.
+    /// Number of consecutive short-lived connections.
     short_lived: u32,
-    /// Tries in a row that failed.
+    /// Number of consecutive failed attempts.
     failures: u32,
     next: Instant,
     end: Instant,
 }
 
 impl Recovery {
-    /// Begins with a connection that is up now.
+    /// Creates the state machine for a connection that is established at `now`.
     pub(crate) fn new(options: RecoveryOptions, granted: Option<Duration>, now: Instant) -> Self {
         Self {
             options,
@@ -96,7 +97,7 @@ impl Recovery {
         }
     }
 
-    /// How long to try.
+    /// Returns how long to try.
     pub(crate) fn budget(&self) -> Duration {
         let granted = self.granted.unwrap_or(USUAL_BUDGET);
         self.options
@@ -104,7 +105,7 @@ impl Recovery {
             .map_or(granted, |budget| budget.min(granted))
     }
 
-    /// The connection was lost; `random` is any number.
+    /// Records that the connection was lost; `random` is any number.
     pub(crate) fn lost(&mut self, now: Instant, random: u64) {
         if now.saturating_duration_since(self.up) < STEADY {
             self.short_lived = self.short_lived.saturating_add(1);
@@ -119,8 +120,8 @@ impl Recovery {
         };
     }
 
-    /// What is to be done; to be asked after every other call, and at the moment that the last
-    /// [`Step::Wait`] named.
+    /// Returns the next action; to be called after every other call, and at the moment that the
+    /// last [`Step::Wait`] named.
     pub(crate) fn poll(&self, now: Instant) -> Step {
         if now >= self.end || self.next >= self.end {
             Step::GiveUp
@@ -131,13 +132,13 @@ impl Recovery {
         }
     }
 
-    /// A try failed in a way that may pass; `random` is any number.
+    /// Records that an attempt failed with a transient error; `random` is any number.
     pub(crate) fn failed(&mut self, now: Instant, random: u64) {
         self.next = now + self.pause(self.failures, random);
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// A try succeeded.
+    /// Records that an attempt succeeded.
     pub(crate) fn recovered(&mut self, now: Instant, granted: Option<Duration>) {
         self.up = now;
         self.granted = granted;
@@ -152,12 +153,13 @@ impl Recovery {
     }
 }
 
-/// Whether a try that failed like this is worth another.
+/// Returns whether the error of an attempt is transient, so that another attempt may succeed.
 pub(crate) fn may_pass(error: &ExecServerError) -> bool {
     match error {
         ExecServerError::Connect(error) => match error {
             ConnectError::Timeout { .. } | ConnectError::Io { .. } => true,
-            // A server that is not what it should be stays so; a connection that broke does not.
+            // A server with an invalid certificate or protocol stays invalid; a broken connection
+            // may recover.
             ConnectError::Tls { source, .. } => source.kind() != std::io::ErrorKind::InvalidData,
             ConnectError::Refused { status, .. } => matches!(status, 408 | 429 | 500..),
             _ => false,
@@ -166,7 +168,7 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
         #[cfg(feature = "registry")]
         ExecServerError::Registry(error) => error.is_retryable(),
         ExecServerError::Server { code, message } => {
-            /// How compatible servers say that a connection behind them is gone.
+            /// Error with which compatible servers report that a connection behind them is closed.
             const TRANSPORT_CLOSED: (i64, &str) = (-32000, "JSON-RPC transport closed");
             *code == codes::ALREADY_ATTACHED || (*code, message.as_str()) == TRANSPORT_CLOSED
         }
@@ -179,7 +181,8 @@ pub(crate) fn may_pass(error: &ExecServerError) -> bool {
     }
 }
 
-/// Whether a request of this method may be sent again when nobody knows what became of the first.
+/// Returns whether a request of this method may be sent again when the client does not know whether
+/// the server executed the first one.
 pub(crate) fn is_repeatable(method: &str) -> bool {
     MethodId::of(method).is_some_and(|method| method.row().repeatable)
 }
@@ -197,7 +200,7 @@ mod tests {
         Duration::from_millis(millis)
     }
 
-    /// A recovery whose connection was good and is lost at the returned moment.
+    /// Creates a recovery whose stable connection is lost at the returned moment.
     fn lost(options: RecoveryOptions, granted: Option<Duration>) -> (Recovery, Instant) {
         let start = Instant::now();
         let mut recovery = Recovery::new(options, granted, start);
@@ -206,7 +209,8 @@ mod tests {
         (recovery, now)
     }
 
-    /// The moments of all tries that fail at once, from the loss on, and when it is given up.
+    /// Returns the times of all attempts after the loss if each fails immediately, and the time
+    /// when recovery stops.
     fn tries(recovery: &mut Recovery, start: Instant, random: u64) -> (Vec<Duration>, Duration) {
         let mut now = start;
         let mut tries = Vec::new();
@@ -226,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_try_is_at_once_and_the_pauses_double() {
+    fn recovery_tries_immediately_then_doubles_delay() {
         let (mut recovery, now) = lost(RecoveryOptions::default(), None);
         let end = now + USUAL_BUDGET;
         assert_eq!(recovery.poll(now), Step::Try { until: end });
@@ -239,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn chance_takes_up_to_half_of_a_pause() {
+    fn recovery_delay_is_shortened_by_up_to_half() {
         for (random, expected) in [(0, 50), (MAX / 2, 38), (MAX, 25)] {
             let (mut recovery, now) = lost(RecoveryOptions::default(), None);
             recovery.failed(now, random);
@@ -252,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn it_never_tries_for_longer_than_the_server_keeps_the_session() {
+    fn recovery_budget_is_limited_by_session_lifetime() {
         let seconds = Duration::from_secs;
         for (budget, granted, expected) in [
             (None, None, seconds(25)),
@@ -276,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_try_that_takes_too_long_is_the_last() {
+    fn recovery_stops_after_attempt_that_exceeds_budget() {
         let (mut recovery, now) = lost(RecoveryOptions::default(), Some(ms(1000)));
         assert!(matches!(recovery.poll(now), Step::Try { .. }));
         recovery.failed(now + ms(1000), 0);
@@ -284,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn each_loss_has_the_whole_budget() {
+    fn recovery_after_new_loss_has_full_budget() {
         let (mut recovery, now) = lost(RecoveryOptions::default(), Some(ms(1000)));
         for _ in 0..3 {
             recovery.failed(now, 0);
@@ -299,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_that_keep_dying_young_are_opened_ever_more_slowly() {
+    fn recovery_of_short_lived_connections_backs_off() {
         let mut now = Instant::now();
         let mut recovery = Recovery::new(RecoveryOptions::default(), None, now);
         let mut waits = Vec::new();
@@ -322,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_pass_is_tried_again() {
+    fn recovery_retries_transient_errors_only() {
         let url = || "ws://host".to_owned();
         let io = |kind: io::ErrorKind| io::Error::from(kind);
         let refused = |status| ConnectError::Refused {
@@ -376,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_known_to_be_harmless_is_sent_twice() {
+    fn only_idempotent_methods_are_repeatable() {
         for method in ["process/read", "process/write", "fs/getMetadata", "fs/walk"] {
             assert!(is_repeatable(method), "{method}");
         }

@@ -1,7 +1,7 @@
-//! Processes behind a connection.
+//! Process backend for a server, over a client session.
 //!
-//! Owns the translation of the traits into requests, and what stands in for extensions that a
-//! server lacks. Knows nothing of the order of events.
+//! Translates the traits into requests, and substitutes extensions that a server lacks. `route` and
+//! `order` deliver the events.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -38,13 +38,14 @@ use crate::network::{self, NetworkPolicyDecider};
 use crate::options::millis;
 use crate::route::{Registration, Route, Status};
 
-/// Bytes in one `process/write`; more would keep other requests waiting for the line.
+/// Bytes in one `process/write`; a larger write would delay other requests on the same connection.
 const WRITE_BYTES: usize = 128 * 1024;
 
-/// Writes under way at once, so that much input does not wait for one answer after the other.
+/// Maximum number of writes in flight, so that a large input does not wait for one response after
+/// the other.
 const WRITES: usize = 8;
 
-/// What a terminal takes for the end of its input, unless a program changed that.
+/// Character that a terminal interprets as end of input, unless a program changed the setting.
 const TERMINAL_EOF: &[u8] = b"\x04";
 
 impl ExecBackend for ExecServerClient {
@@ -73,7 +74,7 @@ impl ExecBackend for ExecServerClient {
 }
 
 impl ExecServerClient {
-    /// Starts a process, unless that was asked for already.
+    /// Starts a process, unless its start was sent already.
     pub(crate) async fn start_remote(
         &self,
         mut params: StartParams,
@@ -88,8 +89,8 @@ impl ExecServerClient {
             registration.route.decided_by(decider);
         }
         let generation = self.inner.caller.line.generation();
-        // A name lets the server tell a repeat from another start, so that a start under way
-        // when its connection is lost can be asked about.
+        // With a start id the server can distinguish a repeated request from a new start, so a
+        // start whose connection was lost can be sent again.
         match self.supports(extension::START_ID).await? {
             true => drop(params.start_id.get_or_insert_with(unique)),
             false => params.start_id = None,
@@ -99,8 +100,8 @@ impl ExecServerClient {
         let states_evicted = self.supports(extension::READ_EVICTED).await?;
         let (sender, receiver) = oneshot::channel();
         let client = self.clone();
-        // In a task that ends with its request: a caller that stops waiting must not keep us
-        // from learning that there is a process to terminate.
+        // Runs in a task that ends with its request: if the caller drops its future, the client
+        // must still learn that a process was started, in order to terminate it.
         tokio::spawn(async move {
             let Caller { timeout, .. } = client.inner.caller;
             let repeat = params.start_id.is_some();
@@ -108,7 +109,7 @@ impl ExecServerClient {
             let result = async {
                 if let Some(said) = said {
                     match caller.first_answer::<Start>(said).await {
-                        // Asked for again, by its name.
+                        // Sent again below, with the same start id.
                         Err(ExecServerError::Interrupted { .. }) if repeat => {}
                         answer => return answer,
                     }
@@ -156,11 +157,12 @@ impl ExecServerClient {
         }
     }
 
-    /// A handle of a process that runs in this session already, as after resuming it.
+    /// Returns a handle of a process that already runs in this session, for example after resuming
+    /// it.
     ///
     /// # Errors
     ///
-    /// When there is no such process, or this client has a handle of it.
+    /// When there is no such process, or this client already has a handle of it.
     pub async fn attach(
         &self,
         request: AttachRequest,
@@ -192,20 +194,20 @@ impl ExecServerClient {
     }
 }
 
-/// Which process to attach to, and how it was started.
+/// Parameters of [`ExecServerClient::attach`]: the process, and how it was started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AttachRequest {
-    /// Which process.
+    /// Id of the process.
     pub process_id: String,
-    /// Its events go on after this number; 0 for everything that is still retained.
+    /// Its events continue after this sequence number; 0 for everything that is still retained.
     pub after_seq: u64,
-    /// How it was started: whether output is pushed or only read.
+    /// Whether the process was started with pushed or pulled output.
     pub delivery: Delivery,
-    /// How it was started: whether it has a terminal.
+    /// Whether the process was started with a terminal.
     pub tty: bool,
 }
 
-/// A name that nobody else uses.
+/// Returns a unique id.
 pub(crate) fn unique() -> String {
     uuid::Uuid::new_v4().to_string()
 }
@@ -220,7 +222,8 @@ async fn terminate(client: &ExecServerClient, process_id: String) {
     }
 }
 
-/// A process on its way to the caller of `start`; terminated if it does not arrive.
+/// Started process that was not yet returned to the caller of `start`; dropping it terminates the
+/// process.
 struct Unclaimed {
     process: Option<RemoteProcess>,
     sandbox_type: Option<SandboxType>,
@@ -254,10 +257,10 @@ impl Drop for Unclaimed {
     }
 }
 
-/// A process behind a connection.
+/// Handle of a process on a server.
 #[derive(Debug)]
 struct RemoteProcess {
-    /// Shared with the consumer of the events, either of which keeps the process in the table.
+    /// Shared with the consumer of the events; each of the two keeps the process in the table.
     inner: Arc<Inner>,
 }
 
@@ -265,9 +268,9 @@ struct Inner {
     client: ExecServerClient,
     registration: Registration,
     details: Details,
-    /// Held while a write is under way, which keeps writes in the order of their calls.
+    /// Locked while a write is in flight, which keeps writes in the order of their calls.
     writes: tokio::sync::Mutex<WriteIds>,
-    /// Ends with the process's last handle.
+    /// Aborted when the process's last handle is dropped.
     _follower: AbortOnDropHandle<()>,
 }
 
@@ -280,17 +283,17 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// How a process was started.
+/// Facts about a process that follow from how it was started and from the server's extensions.
 #[derive(Debug, Clone)]
 struct Details {
     delivery: Delivery,
-    /// The server says in `evicted` what is gone.
+    /// Whether the server reports evicted output in `evicted`.
     states_evicted: bool,
     tty: bool,
     write_ids: WriteIds,
 }
 
-/// Names writes, so that repeating one after a lost connection does not write twice.
+/// Generator of write ids: a write that is repeated after a lost connection is not executed twice.
 #[derive(Debug, Clone)]
 struct WriteIds {
     prefix: String,
@@ -305,7 +308,8 @@ impl WriteIds {
         }
     }
 
-    /// The ids that earlier handles have used are not known: these are like none of them.
+    /// The ids used by earlier handles are unknown, so the random prefix makes these ids distinct
+    /// from them.
     fn of_attached_process() -> Self {
         Self {
             prefix: format!("{}-", uuid::Uuid::new_v4()),
@@ -320,7 +324,7 @@ impl WriteIds {
     }
 }
 
-/// Writes whose answers are waited for, in their order.
+/// Writes in flight, in their order.
 #[derive(Default)]
 struct UnderWay(VecDeque<Waiting>);
 
@@ -332,7 +336,8 @@ enum Waiting {
 }
 
 impl UnderWay {
-    /// Sends a write behind the others; no deadline, as the answer may wait until the process reads.
+    /// Sends a write after the others, without a timeout: the response may wait until the process
+    /// reads its input.
     fn begin(&mut self, connection: &Connection, params: WriteParams) {
         let peer = connection.peer.clone();
         self.0.push_back(Waiting::Yet(Box::pin(async move {
@@ -341,10 +346,10 @@ impl UnderWay {
         })));
     }
 
-    /// Waits for the answer of the first.
+    /// Waits for the response to the oldest write.
     async fn next(&mut self) -> Option<Written> {
         poll_fn(|context| {
-            // Each of them, from the front: the first look at one is what sends it.
+            // Polls each future from the front: the first poll of a future sends its request.
             for waiting in &mut self.0 {
                 if let Waiting::Yet(future) = waiting
                     && let Poll::Ready(written) = future.as_mut().poll(context)
@@ -413,14 +418,16 @@ impl Inner {
                     None => break,
                     Some((_, Ok(result))) if result.status == WriteStatus::Accepted => {}
                     Some((_, Ok(result))) => return Ok(result.status),
-                    // Whether it was heard is not known, nor of those behind it.
+                    // The server may or may not have received this write, and the same holds for
+                    // the writes after it.
                     Some((params, Err(CallError::Closed(_) | CallError::Unsent(_)))) => {
                         again.push(params);
                     }
                     Some((_, Err(error))) => return Err(error.into()),
                 }
             }
-            // Under the same ids, which the server knows if it has heard them, and in their order.
+            // Sends the writes again in order and with the same ids, by which the server recognizes
+            // those that it has executed.
             for params in again {
                 let result = caller.call_unbounded::<Write>(&params).await?;
                 if result.status != WriteStatus::Accepted {
@@ -447,7 +454,7 @@ impl Inner {
         let before = caller.line.generation();
         let closing = caller.call_noting::<CloseStdin>(&params, None, true);
         let (result, generation) = closing.await?;
-        // After a repeat it may well be us who closed it.
+        // If the request was repeated, the first one may have closed standard input.
         let repeated = generation != before;
         Ok(match result.status {
             WriteStatus::StdinClosed if repeated => WriteStatus::Accepted,
@@ -459,7 +466,7 @@ impl Inner {
         let plain = signal == SignalName::Interrupt && scope == SignalScope::Group;
         if !plain && !self.client.supports(extension::SIGNAL_SCOPE).await? {
             if signal == SignalName::Kill && scope == SignalScope::Group {
-                // What `process/terminate` does where there is nothing but that.
+                // `process/terminate` kills the group on servers without this extension.
                 let process_id = self.process_id();
                 let params = TerminateParams {
                     process_id,
@@ -476,7 +483,8 @@ impl Inner {
             scope: (scope != SignalScope::Group).then_some(scope),
             session_id: None,
         };
-        // Programs count most signals, but not these.
+        // Programs count most signals, so sending them twice is not harmless; these three are
+        // idempotent.
         let repeat = matches!(
             signal,
             SignalName::Kill | SignalName::Stop | SignalName::Continue
@@ -507,7 +515,7 @@ impl Inner {
             if self.client.supports(extension::TERMINATE_MODE).await? {
                 params.mode = Some(mode);
             } else if self.route().status().borrow().exit.is_none() {
-                // Servers without a graceful end can still interrupt.
+                // Servers without graceful termination can still send an interrupt.
                 self.signal(SignalName::Interrupt, SignalScope::Group)
                     .await?;
                 was_running = true;
@@ -521,7 +529,8 @@ impl Inner {
             .await?;
         result.running |= was_running;
         if wait && !params.wait {
-            // The next best thing to knowing that the tree is gone; `gone` stays unsaid.
+            // The server cannot report that the process tree has ended. The close of the output is
+            // the closest substitute; `gone` stays unset.
             self.wait_for_news(WaitUntil::Closed, Some(self.client.inner.caller.timeout))
                 .await?;
         }
@@ -549,14 +558,14 @@ impl Inner {
             };
             let limit = left.map(|left| caller.timeout.saturating_add(left));
             match caller.call_noting::<Wait>(&params, limit, false).await {
-                // Asked again for what is left of the time.
+                // Sent again with the remaining time.
                 Err(ExecServerError::Interrupted { .. }) => {}
                 answer => return Ok(answer?.0),
             }
         }
     }
 
-    /// Waits by listening to what the server sends unasked.
+    /// Waits for notifications of the process instead of sending a request.
     async fn wait_for_news(
         &self,
         until: WaitUntil,
@@ -607,7 +616,7 @@ fn follower(
 }
 
 impl RemoteProcess {
-    /// Follows a process from the connection of `generation` on.
+    /// Follows a process, starting with the connection of `generation`.
     fn new(
         client: ExecServerClient,
         registration: Registration,
@@ -731,7 +740,7 @@ impl ExecProcess for RemoteProcess {
     }
 }
 
-/// The consumer's end.
+/// Event source of the consumer.
 #[derive(Debug)]
 struct RemoteEvents(Arc<Inner>);
 

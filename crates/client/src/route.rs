@@ -1,7 +1,7 @@
-//! From what the server sends unasked to the process or the watch that it concerns.
+//! Dispatch of server notifications to process, watch and HTTP-body queues.
 //!
-//! Owns the table of processes, the waiting of deliverers and consumers, and what is known of each
-//! process's end. Knows no request: whoever holds a route asks the server what it needs.
+//! Owns the table of processes and the status of each process's exit and close, and blocks
+//! deliverers and consumers where necessary. It sends no requests; the holders of a route do.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -29,16 +29,16 @@ use crate::inbox::Inbox;
 use crate::network::{self, MAX_QUESTIONS, NetworkPolicyDecider};
 use crate::order::ReadRules;
 
-/// The processes of one client, by id, and its watches.
+/// Processes of one client, by id, and its watches and HTTP bodies.
 #[derive(Debug)]
 pub(crate) struct Routes {
     /// Never held across an await.
     table: Mutex<Table>,
-    /// Those who watch files.
+    /// Queues of file watches.
     pub(crate) watches: WatchRoutes,
-    /// Those who wait for bodies.
+    /// Queues of HTTP response bodies.
     pub(crate) bodies: BodyRoutes,
-    /// Bounds the questions that are worked on, over all connections.
+    /// Limits the number of concurrent policy decisions, over all connections.
     questions: Arc<Semaphore>,
 }
 
@@ -55,18 +55,18 @@ impl Default for Routes {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// A route lives as long as its registration.
+    /// Weak: a route lives as long as its registration.
     routes: HashMap<String, Weak<Route>>,
-    /// Why no more can be added.
+    /// Reason why no more processes can be added.
     closed: Option<Arc<str>>,
 }
 
 impl Routes {
-    /// Adds a process whose events up to `after` are known.
+    /// Registers a process whose events up to `after` are known.
     ///
     /// # Errors
     ///
-    /// When the id is taken or the connection is gone.
+    /// When the id is already in use or the session is closed.
     pub(crate) fn register(
         self: &Arc<Self>,
         process_id: &str,
@@ -93,7 +93,7 @@ impl Routes {
         self.table.lock().routes.is_empty()
     }
 
-    /// Fails every process, now and from now on.
+    /// Fails every process, current and future.
     pub(crate) fn close(&self, reason: Arc<str>) {
         let routes: Vec<_> = {
             let mut table = self.table.lock();
@@ -116,13 +116,13 @@ impl Routes {
     }
 }
 
-/// Takes the notifications of one connection to their routes.
+/// Handler that dispatches the notifications of one connection.
 #[derive(Debug)]
 pub(crate) struct Dispatch(pub(crate) Arc<Routes>);
 
 impl Handler for Dispatch {
-    /// Waits while the consumer of the process has too much to read: nothing is lost, but whatever
-    /// comes later on the same connection waits too.
+    /// Waits while the consumer of the process has too many unread events. No event is lost, but
+    /// all later messages on the same connection wait too.
     async fn notification(&mut self, method: &str, params: Option<&str>) -> Result<(), String> {
         let (process_id, event) = match method {
             Output::NAME => {
@@ -148,7 +148,8 @@ impl Handler for Dispatch {
                 return Ok(());
             }
             PolicyDecision::NAME => {
-                // Only ever a record: one that cannot be read costs nobody the connection.
+                // The decision is only recorded: a malformed notification must not close the
+                // connection.
                 let decoded = decode::<PolicyDecision>(params).ok();
                 if let Some(decision) = decoded
                     && let Some(route) = self.0.find(&decision.process_id)
@@ -178,7 +179,7 @@ impl Handler for Dispatch {
         Ok(())
     }
 
-    /// Asks whoever decides about a process; no other question is known.
+    /// Answers a policy request with the decider of its process; other requests are not supported.
     fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
         if method != PolicyRequest::NAME {
             return None;
@@ -210,7 +211,7 @@ impl Handler for Dispatch {
     }
 }
 
-/// Says no to a question, whoever it is about.
+/// Denies a policy request.
 fn no() -> Answer {
     let decision = PolicyAnswer::not_allowed();
     Box::pin(async move { Ok(json!(PolicyRequestResult { decision })) })
@@ -221,7 +222,7 @@ fn decode<N: Notification>(params: Option<&str>) -> Result<N::Params, String> {
     serde_json::from_str(params).map_err(|error| format!("malformed `{}`: {error}", N::NAME))
 }
 
-/// Keeps a process in the table.
+/// Registration that keeps a process in the table.
 #[derive(Debug)]
 pub(crate) struct Registration {
     routes: Arc<Routes>,
@@ -239,7 +240,7 @@ impl Drop for Registration {
     }
 }
 
-/// What is known of the end of a process.
+/// Known facts about the end of a process.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Status {
     pub(crate) exit: Option<ProcessExit>,
@@ -260,21 +261,21 @@ impl Status {
     }
 }
 
-/// One process, between the connection and its consumer.
+/// Queue and state of one process, between the connection and its consumer.
 #[derive(Debug)]
 pub(crate) struct Route {
     process_id: String,
     /// Never held across an await.
     inbox: Mutex<Inbox>,
-    /// There may be something to take.
+    /// Notified when an event may be available.
     readable: Notify,
-    /// There may be room, or no need for it any more.
+    /// Notified when the queue may have room, or no longer needs it.
     writable: Notify,
-    /// A hole opened, closed or moved, or a consumer came.
+    /// Notified when a gap opens, closes or moves, or when a consumer attaches.
     moved: Notify,
-    /// Noted as soon as it is heard of, before its turn in the order.
+    /// Updated as soon as an exit or close is received, before it is next in the order.
     status: watch::Sender<Status>,
-    /// Who is asked about hosts, and how long that may take.
+    /// Decider of network policy requests, and its time limit per request.
     decider: OnceLock<(Arc<dyn NetworkPolicyDecider>, Duration)>,
 }
 
@@ -291,13 +292,13 @@ impl Route {
         }
     }
 
-    /// Has somebody asked about hosts that the process wants to reach.
+    /// Sets the decider of network policy requests of the process.
     pub(crate) fn decided_by(&self, decider: (Arc<dyn NetworkPolicyDecider>, Duration)) {
-        // A route has one process, and a process one start.
+        // A route has one process, and a process is started once.
         let _ = self.decider.set(decider);
     }
 
-    /// Asks about a host.
+    /// Decides about a host with the decider, within its time limit.
     async fn decide(&self, target: PolicyTarget) -> PolicyAnswer {
         let mut status = self.status.subscribe();
         let Some((decider, patience)) = self.decider.get() else {
@@ -320,24 +321,24 @@ impl Route {
         self.status.subscribe()
     }
 
-    /// The number of the last event that was put in order.
+    /// Returns the number of the last event that was put in order.
     pub(crate) fn last(&self) -> u64 {
         self.inbox.lock().order().last()
     }
 
-    /// Nothing more will come.
+    /// Returns whether no further event can arrive.
     pub(crate) fn is_finished(&self) -> bool {
         self.inbox.lock().is_finished()
     }
 
-    /// The last number before a missing event, if one is missing.
+    /// Returns the last number before a missing event, if one is missing.
     pub(crate) fn hole(&self) -> Option<u64> {
         let inbox = self.inbox.lock();
         let order = inbox.order();
         (!inbox.is_finished() && order.has_hole()).then(|| order.last())
     }
 
-    /// Takes an event, waiting for room first if it is output.
+    /// Delivers an event; output first waits until the queue has room.
     pub(crate) async fn deliver(&self, event: ExecProcessEvent) {
         match event {
             ExecProcessEvent::Output { .. } => self.room().await,
@@ -348,7 +349,7 @@ impl Route {
         self.change(|inbox| inbox.accept(event));
     }
 
-    /// Takes an answer to `process/read`; says whether it brought the process on.
+    /// Applies a response to `process/read`; returns whether the process made progress.
     pub(crate) fn fill(&self, read: ReadResult, rules: ReadRules) -> bool {
         self.status.send_if_modified(|status| {
             let exit = ProcessExit::from_read(&read).filter(|_| status.exit.is_none());
@@ -363,7 +364,7 @@ impl Route {
         self.change(|inbox| inbox.fill(read, rules))
     }
 
-    /// Ends the stream, unless it has come to its own end.
+    /// Ends the stream with a failure, unless it has already ended.
     pub(crate) fn fail(&self, failure: ProcessFailure) {
         self.change(|inbox| inbox.fail(failure.clone()));
         self.status.send_modify(|status| {
@@ -373,7 +374,7 @@ impl Route {
         self.moved.notify_waiters();
     }
 
-    /// The next event for the consumer; cancel safe.
+    /// Returns the next event for the consumer; cancel safe.
     pub(crate) async fn recv(&self) -> Option<ExecProcessEvent> {
         loop {
             let readable = self.readable.notified();
@@ -394,14 +395,14 @@ impl Route {
         }
     }
 
-    /// Lets the consumer in, unless there has been one.
+    /// Attaches the consumer; returns `false` if one was attached before.
     pub(crate) fn attach(&self) -> bool {
         let first = self.inbox.lock().attach();
         self.moved.notify_waiters();
         first
     }
 
-    /// The consumer will not read any more.
+    /// Detaches the consumer, which will not read any more events.
     pub(crate) fn detach(&self) {
         self.inbox.lock().detach();
         self.writable.notify_waiters();
@@ -413,12 +414,12 @@ impl Route {
         self.until(&self.writable, |inbox| !inbox.is_full()).await;
     }
 
-    /// Waits until there has been a consumer.
+    /// Waits until a consumer has been attached.
     pub(crate) async fn consumer(&self) {
         self.until(&self.moved, Inbox::has_had_consumer).await;
     }
 
-    /// Waits until an event is missing; the number before it.
+    /// Waits until an event is missing; returns the number before it.
     pub(crate) async fn hole_opened(&self) -> u64 {
         loop {
             let moved = self.moved.notified();
@@ -429,7 +430,7 @@ impl Route {
         }
     }
 
-    /// Waits until the order has gone beyond a number.
+    /// Waits until an event after this number was put in order.
     pub(crate) async fn progress(&self, after: u64) {
         self.until(&self.moved, |inbox| {
             inbox.order().last() > after || inbox.is_finished()
@@ -439,7 +440,7 @@ impl Route {
 
     async fn until(&self, news: &Notify, holds: impl Fn(&Inbox) -> bool) {
         loop {
-            // Made before looking, so that no news in between is missed.
+            // Created before the check, so that no notification in between is missed.
             let news = news.notified();
             if holds(&self.inbox.lock()) {
                 return;
@@ -448,7 +449,8 @@ impl Route {
         }
     }
 
-    /// Changes the inbox and wakes whom it concerns; says whether the order moved on.
+    /// Changes the inbox and notifies the waiters that the change affects; returns whether the
+    /// order advanced.
     fn change(&self, change: impl FnOnce(&mut Inbox)) -> bool {
         let (moved, had_hole, has_hole) = {
             let mut inbox = self.inbox.lock();
@@ -461,9 +463,10 @@ impl Route {
                 inbox.order().has_hole(),
             )
         };
-        // There is one consumer: a permit is enough for it, and cheaper than looking for waiters.
+        // There is only one consumer: a permit is sufficient, and cheaper than iterating over
+        // waiters.
         self.readable.notify_one();
-        // The usual case, one event after the other, wakes the consumer alone.
+        // In the usual case, without gaps, only the consumer is notified.
         if had_hole || has_hole {
             self.moved.notify_waiters();
         }

@@ -1,37 +1,37 @@
-//! How the connection of a session is doing.
+//! Connection state of a session (`Connected`, `Recovering`, `Failed`) and its change stream.
 //!
-//! Owns the noun and its stream. Knows nothing of how a connection is opened again.
+//! `line` opens connections and sets the state.
 
 use std::fmt;
 use std::sync::Arc;
 
 use tokio::sync::watch;
 
-/// How the connection of a session is doing.
+/// Connection state of a session.
 ///
 /// ```text
 /// Connected ──► Recovering ──► Connected
 ///     │              └───────► Failed
-///     └──────────────────────► Failed    (nothing to recover with, or the session was ended)
+///     └──────────────────────► Failed    (no way to reconnect, or the session was ended)
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConnectionState {
-    /// Requests are sent at once.
+    /// Requests are sent immediately.
     Connected,
-    /// The connection was lost and is being opened again; requests wait.
+    /// The connection was lost and is being reopened; requests wait.
     Recovering,
-    /// The session is lost to this client, for this reason; every request fails with it. A new
-    /// client opens a new session.
+    /// The session is lost to this client, for this reason; every request fails with it. To
+    /// continue, create a new client, which opens a new session.
     Failed(Arc<str>),
 }
 
 impl ConnectionState {
-    /// Whether requests are sent at once.
+    /// Returns whether requests are sent immediately.
     pub fn is_connected(&self) -> bool {
         *self == Self::Connected
     }
 
-    /// Whether nothing can be asked any more.
+    /// Returns whether the session is lost, so that every request fails.
     pub fn is_failed(&self) -> bool {
         matches!(self, Self::Failed(_))
     }
@@ -47,11 +47,11 @@ impl fmt::Display for ConnectionState {
     }
 }
 
-/// The states of a connection as they follow each other: the present one first, nothing after
+/// Stream of connection states: the current one first, and no more after
 /// [`ConnectionState::Failed`].
 ///
-/// Whoever is slow may miss states that came and went, but hears that something did: a connection
-/// that was lost and resumed meanwhile is told as [`ConnectionState::Connected`] once more.
+/// A slow reader may miss intermediate states, but learns that the state changed: if the connection
+/// was lost and resumed in between, the stream returns [`ConnectionState::Connected`] once more.
 ///
 /// ```no_run
 /// use exec_server_client::{ConnectionState, ExecServerClient};
@@ -86,7 +86,7 @@ impl ConnectionStates {
         }
     }
 
-    /// The next state; nothing after a failure, or when the client is gone. Cancel safe.
+    /// Returns the next state; `None` after a failure, or when the client was dropped. Cancel safe.
     pub async fn recv(&mut self) -> Option<ConnectionState> {
         match self.told {
             Told::Nothing => {}
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn begins_with_the_present_and_ends_with_a_failure() {
+    async fn states_start_with_current_and_end_after_failure() {
         let sender = watch::Sender::new(ConnectionState::Connected);
         let mut states = ConnectionStates::new(sender.subscribe());
         assert_eq!(states.recv().await, Some(ConnectionState::Connected));
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn ends_with_its_client() {
+    async fn states_end_when_client_is_dropped() {
         let sender = watch::Sender::new(ConnectionState::Recovering);
         let mut states = ConnectionStates::new(sender.subscribe());
         drop(sender);

@@ -1,4 +1,4 @@
-//! Errors of requests: the only place where a failure becomes a wire code.
+//! Errors of requests, and their wire codes; no other module chooses a code for a failure.
 
 use std::io;
 
@@ -12,16 +12,16 @@ use exec_server_protocol::codes::{
     ALREADY_ATTACHED, INTERNAL, INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND, NOT_FOUND,
 };
 
-/// The error that a request ends with: a code of the wire and a message.
+/// Error of a request: a wire code and a message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message} (code {code})")]
 #[non_exhaustive]
 pub struct ApiError {
-    /// The wire code.
+    /// Error code on the wire.
     pub code: i64,
-    /// What went wrong.
+    /// Description of the failure.
     pub message: String,
-    /// The policy of the request is not or cannot be enforced.
+    /// Whether the request failed because its policy is not or cannot be enforced.
     pub is_refusal: bool,
 }
 
@@ -34,39 +34,39 @@ impl ApiError {
         }
     }
 
-    /// The request does not fit the state of things.
+    /// Creates an error for a request that is invalid in the current state.
     pub fn invalid_request(message: impl Into<String>) -> Self {
         Self::new(INVALID_REQUEST, message)
     }
 
-    /// The parameters cannot be.
+    /// Creates an error for invalid parameters.
     pub fn invalid_params(message: impl Into<String>) -> Self {
         Self::new(INVALID_PARAMS, message)
     }
 
-    /// The machine failed.
+    /// Creates an error for a failure of the machine or the server.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(INTERNAL, message)
     }
 
-    /// There is no such thing.
+    /// Creates an error for an object that does not exist.
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(NOT_FOUND, message)
     }
 
-    /// There is no such method.
+    /// Creates an error for an unknown method.
     pub fn method_not_found(method: &str) -> Self {
         let message = format!("exec-server does not implement `{method}`");
         Self::new(METHOD_NOT_FOUND, message)
     }
 
-    /// Another connection drives the session.
+    /// Creates an error for a session that another connection uses.
     pub fn already_attached(session_id: &str) -> Self {
         let message = format!("session {session_id} is already attached to another connection");
         Self::new(ALREADY_ATTACHED, message)
     }
 
-    /// There is no process of this id.
+    /// Creates an error for an unknown process id.
     pub fn unknown_process(process_id: &str) -> Self {
         Self::invalid_request(format!("unknown process id {process_id}"))
     }
@@ -147,7 +147,7 @@ impl From<HttpError> for ApiError {
     }
 }
 
-/// The code for an error of the system.
+/// Returns the wire code for an operating system error.
 fn io_code(error: &io::Error) -> i64 {
     match error.kind() {
         io::ErrorKind::NotFound => NOT_FOUND,
@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_of_libraries_have_the_codes_of_the_wire() {
+    fn library_errors_map_to_wire_codes() {
         let link = |at| FsError::Symlink {
             path: PathBuf::from("/x"),
             at,
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_that_is_not_enforced_is_a_refusal() {
+    fn unenforced_policy_error_is_refusal() {
         let error = ApiError::from(FsError::Policy("no such root".to_owned()));
         assert!(error.is_refusal, "{error:?}");
     }

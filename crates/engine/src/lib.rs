@@ -1,8 +1,8 @@
-//! What a request does on this machine, without a connection.
+//! Execution of requests on this machine, without a connection.
 //!
-//! So far it holds the error that a request ends with, and the conversions from the errors of the
-//! libraries that do the work. Servers and the client's local backend share them, so that an error has
-//! the same code and message wherever the work is done.
+//! So far it has only the error type of requests, and the conversions from the errors of the
+//! libraries that execute them. Servers and the client's local backend share it, so that an error
+//! has the same code and message in both.
 
 mod error;
 

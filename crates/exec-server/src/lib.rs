@@ -1,7 +1,7 @@
-//! Run commands on any machine, from any program, without losing a byte.
+//! Execution server and client as a library: run processes and use files on any machine.
 //!
-//! This crate is the front door: what embedders use is at its root, the rest by module path of the
-//! crates that it re-exports.
+//! This crate re-exports the other crates: the types that embedders use are at its root, the others
+//! in one module per crate.
 //!
 //! ```no_run
 //! use exec_server::{CollectOptions, ExecBackend, ExecServerConfig, Server, in_process};
@@ -47,9 +47,9 @@ pub use exec_server_service::{
 pub use exec_server_transport as transport;
 pub use exec_server_transport::Secret;
 
-/// A client of a server in this same program.
+/// Creates a client of a server in the same program.
 ///
-/// The session ends with the client.
+/// The session ends when the client is dropped.
 ///
 /// # Errors
 ///
@@ -57,16 +57,16 @@ pub use exec_server_transport::Secret;
 pub async fn in_process(server: &Server) -> Result<ExecServerClient, ExecServerError> {
     let (here, there) = transport::Link::pair();
     let connection = server.serve(there, "in-process client".to_owned(), Lifetime::Connection);
-    // Ends with the client, whose end of the link it reads.
+    // Ends when the client, which holds the other end of the link, is dropped.
     tokio::spawn(connection);
     let options = ExecServerClientConnectOptions::new("in-process");
     ExecServerClient::from_link(here, options).await
 }
 
-/// Runs the server of the `exec-server` binary in this program, until it is told to stop.
+/// Runs the server of the `exec-server` binary in this program, until it is stopped.
 ///
-/// Reads its arguments and its environment, and forks a guardian first: for binaries that are
-/// nothing but a server.
+/// Reads the program's arguments and environment, and forks a guardian process first: only for
+/// binaries that run nothing but a server.
 pub fn run_main() -> std::process::ExitCode {
     cli::main()
 }

@@ -1,4 +1,4 @@
-//! The `exec-server` binary.
+//! Entry point of the `exec-server` binary.
 
 use std::process::ExitCode;
 

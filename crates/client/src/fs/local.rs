@@ -1,7 +1,7 @@
-//! Files of this machine, behind the same trait as those of another.
+//! Files of this machine, behind the same trait as remote files.
 //!
-//! Requests go straight to the executor, on threads that may block: no connection, no messages. Errors
-//! have the codes of the wire, so that a caller need not care where a file is.
+//! Calls the executor directly, on blocking threads, without a connection or messages. Errors have
+//! the codes of the wire, so that a caller handles local and remote files alike.
 
 use std::future::poll_fn;
 use std::path::PathBuf;
@@ -30,12 +30,13 @@ use super::{
 };
 use crate::error::{ExecServerError, Reply};
 
-/// A content of at most so many bytes is read without another thread, if it is in memory.
+/// Largest file in bytes that is read without a blocking thread, if its content is in the page
+/// cache.
 const AT_ONCE_BYTES: usize = 32 * 1024;
 
-/// Files of this machine.
+/// File system of this machine.
 ///
-/// Policies are enforced as a server does, by confined processes: see [`LocalFileSystem::on`].
+/// Confined processes enforce sandbox policies, as on a server: see [`LocalFileSystem::on`].
 ///
 /// ```
 /// use exec_server_client::fs::{ExecutorFileSystem, LocalFileSystem, uri};
@@ -49,22 +50,23 @@ const AT_ONCE_BYTES: usize = 32 * 1024;
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct LocalFileSystem {
-    /// What starts confined processes; made when it is first needed, unless it was given.
+    /// Starts confined processes; created on first use, unless the caller passed one.
     executor: Arc<OnceLock<Executor>>,
-    /// What watches trees for all clones.
+    /// Directory watcher that all clones share.
     hub: Arc<Hub>,
-    /// The one watch for something missing. Never held across an await.
+    /// Task of the only active [`ExecutorFileSystem::watch_missing`]. Never held across an await.
     missing: Arc<Mutex<Option<AbortOnDropHandle<()>>>>,
 }
 
 impl LocalFileSystem {
-    /// The files of this machine, with an executor of default settings for work under policies.
+    /// Creates a file system that uses an executor with default settings for operations under a
+    /// policy.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The files of this machine, with the executor that starts the processes that do file work under a
-    /// policy: its launcher, its environment and the paths that it hides count.
+    /// Creates a file system that uses this executor for operations under a policy: its launcher,
+    /// its environment and its hidden paths apply.
     pub fn on(executor: Executor) -> Self {
         Self {
             executor: Arc::new(OnceLock::from(executor)),
@@ -81,7 +83,7 @@ impl LocalFileSystem {
         Ok(self.executor.get_or_init(|| made))
     }
 
-    /// Where streams of a file are opened.
+    /// Returns the native path, and the direct or confined access under which a stream is opened.
     fn admit(
         &self,
         path: &PathUri,
@@ -117,7 +119,7 @@ impl LocalFileSystem {
     }
 }
 
-/// Runs file work where it may block.
+/// Runs a file operation on a blocking thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ExecServerError> + Send + 'static,
 ) -> Result<T, ExecServerError> {
@@ -130,7 +132,7 @@ async fn blocking<T: Send + 'static>(
     }
 }
 
-/// Tells work when the future that waits for it is dropped.
+/// Cancellation flag: set when the future that waits for the operation is dropped.
 #[derive(Debug, Default)]
 struct Tell(Arc<AtomicBool>);
 
@@ -212,7 +214,7 @@ impl ExecutorFileSystem for LocalFileSystem {
             let paths: Option<Vec<_>> = missing.iter().map(native).collect();
             let usable = paths.filter(|paths| (1..=MAX_MISSING_PATHS).contains(&paths.len()));
             let there = present.map(native);
-            // Even a watch that comes to nothing ends the one before it.
+            // A new call ends the previous watch even if it fails.
             self.replace_missing(None);
             let (Some(paths), Some(present)) = (usable, there.map_or(Some(None), |p| p.map(Some)))
             else {
@@ -222,7 +224,7 @@ impl ExecutorFileSystem for LocalFileSystem {
                 return Ok(None);
             };
             let (mut sender, receiver) = oneshot::channel();
-            // Ends with the change, with whoever waits for it, or with the next watch.
+            // Ends with the change, when the caller drops the watch, or with the next watch.
             let task = tokio::spawn(async move {
                 let changed = tokio::select! {
                     changed = watch.changed() => changed.is_ok(),
@@ -238,7 +240,7 @@ impl ExecutorFileSystem for LocalFileSystem {
     }
 }
 
-/// A watch of this machine.
+/// Change source of a watch on this machine.
 #[derive(Debug)]
 struct LocalChanges(Subscription);
 
@@ -254,15 +256,16 @@ impl ChangeSource for LocalChanges {
     }
 }
 
-/// An open file of this machine.
+/// Open file of this machine.
 #[derive(Debug)]
 struct LocalFile {
-    /// None when it was closed. Held while a block is read or written, on threads that may block.
+    /// `None` after the file was closed. Locked while a block is read or written, on blocking
+    /// threads.
     file: Arc<Mutex<Option<OpenFile>>>,
 }
 
 impl LocalFile {
-    /// Does something with the file, where it may block.
+    /// Runs an operation on the open file, on a blocking thread.
     async fn with<T: Send + 'static>(
         &self,
         work: impl FnOnce(&mut OpenFile) -> Result<T, FsError> + Send + 'static,
@@ -316,7 +319,7 @@ mod tests {
     use crate::fs::{Access, Links, uri};
 
     #[tokio::test]
-    async fn a_policy_without_a_launcher_is_refused_and_nothing_is_read() {
+    async fn read_under_policy_without_launcher_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("f");
         std::fs::write(&path, "x").unwrap();

@@ -1,7 +1,7 @@
-//! Files of some machine.
+//! File system trait [`ExecutorFileSystem`] and the options of its methods.
 //!
-//! Owns the trait that embedders program against and the options of its methods. Where the files are
-//! is decided by its implementations: behind a server ([`RemoteFileSystem`]) or on this machine.
+//! Implementations access the files of a server's machine ([`RemoteFileSystem`]) or of this
+//! machine.
 
 #[cfg(feature = "local")]
 mod local;
@@ -35,11 +35,11 @@ pub use stream::{Block, FileBlocks, FileReader, FileWriter};
 pub(crate) use watch::WatchRoutes;
 pub use watch::{ChangeBatch, ChangeSource, FileChanges, MissingWatch};
 
-/// Files of some machine.
+/// File system of one machine.
 ///
-/// Paths are [`PathUri`]s, so that any name can be said; [`uri`] makes one of a native path. The
-/// options of each method begin with what is usual, and carry the sandbox to run under where the
-/// machine can enforce one.
+/// Paths are [`PathUri`]s, which can represent any file name; [`uri`] converts a native path. The
+/// options of each method have the usual defaults, and carry the sandbox under which the operation
+/// runs where the machine can enforce one.
 ///
 /// ```no_run
 /// use exec_server_client::fs::{ExecutorFileSystem, uri};
@@ -55,63 +55,64 @@ pub use watch::{ChangeBatch, ChangeSource, FileChanges, MissingWatch};
 /// # }
 /// ```
 pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
-    /// Whether this filesystem can do something that not all can.
+    /// Returns whether this file system supports an optional feature.
     ///
     /// # Errors
     ///
-    /// When no answer can come.
+    /// When no response can arrive.
     fn supports(&self, feature: Feature) -> Reply<'_, bool>;
 
-    /// Does one file operation; the methods below are these requests with arguments.
+    /// Executes one file operation; the methods below build these requests from their arguments.
     ///
-    /// A file of any size is read and written, as a stream where one message could not hold it.
+    /// Files of any size can be read and written: a file that does not fit into one message is
+    /// streamed.
     ///
     /// # Errors
     ///
     /// Those of the operation; [`ExecServerError::Unsupported`] if the server lacks it.
     fn call(&self, request: FsRequest) -> Reply<'_, FsResponse>;
 
-    /// Opens a regular file to be read as a stream.
+    /// Opens a regular file for reading as a stream.
     ///
     /// # Errors
     ///
-    /// When it is no regular file or cannot be opened.
+    /// When it is not a regular file or cannot be opened.
     fn open_read<'a>(&'a self, path: &'a PathUri, options: ReadStream) -> Reply<'a, FileReader>;
 
-    /// Opens a file to be written as a stream.
+    /// Opens a file for writing as a stream.
     ///
     /// # Errors
     ///
-    /// When it cannot be opened; [`ExecServerError::Unsupported`] for a way of writing that the
-    /// server lacks.
+    /// When it cannot be opened; [`ExecServerError::Unsupported`] for a write mode that the server
+    /// lacks.
     fn open_write<'a>(&'a self, path: &'a PathUri, options: WriteStream) -> Reply<'a, FileWriter>;
 
-    /// Tells of changes until the stream is dropped.
+    /// Reports changes below a path until the returned stream is dropped.
     ///
     /// # Errors
     ///
     /// When the path cannot be watched, or [`ExecServerError::Unsupported`].
     fn watch<'a>(&'a self, path: &'a PathUri, options: Watch) -> Reply<'a, FileChanges>;
 
-    /// Tells once when something that is `missing` appears, or what is `present` changes.
+    /// Reports once when one of the `missing` paths is created, or `present` changes.
     ///
-    /// Nothing if there is nothing to wait for: something is not as it was said to be. A newer
-    /// watch ends an older one.
+    /// Returns `None` if there is nothing to wait for, because a path is not in the stated
+    /// condition. A newer call ends an older watch.
     ///
     /// # Errors
     ///
-    /// When no answer can come, or [`ExecServerError::Unsupported`].
+    /// When no response can arrive, or [`ExecServerError::Unsupported`].
     fn watch_missing<'a>(
         &'a self,
         missing: &'a [PathUri],
         present: Option<&'a PathUri>,
     ) -> Reply<'a, Option<MissingWatch>>;
 
-    /// Reads a whole file, however large; it is streamed where one answer could not hold it.
+    /// Reads a whole file of any size; a file that does not fit into one response is streamed.
     ///
     /// # Errors
     ///
-    /// When it is no regular file or cannot be read.
+    /// When it is not a regular file or cannot be read.
     fn read_file<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Bytes> {
         let params = wire::ReadFileParams {
             path: path.clone(),
@@ -122,9 +123,10 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         Box::pin(async move { Ok(asked.await?.data_base64.0) })
     }
 
-    /// Creates or replaces a file; readers see the old content or the new, never a part.
+    /// Creates or replaces a file atomically: readers see the old content or the new, never a part.
     ///
-    /// Only a server that lacks [`Feature::AtomicStreams`] writes more than 1 MiB in place.
+    /// Exception: on a server that lacks [`Feature::AtomicStreams`], contents over 1 MiB are
+    /// written in place.
     ///
     /// # Errors
     ///
@@ -147,11 +149,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::WriteFile, _>(self, params))
     }
 
-    /// Makes a directory.
+    /// Creates a directory.
     ///
     /// # Errors
     ///
-    /// When it cannot be made.
+    /// When it cannot be created.
     fn create_directory<'a>(
         &'a self,
         path: &'a PathUri,
@@ -166,11 +168,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::CreateDirectory, _>(self, params))
     }
 
-    /// What is at a path; of a link, what it leads to and that it is one.
+    /// Returns the metadata of a path; for a link, the metadata of its target and the fact that it
+    /// is a link.
     ///
     /// # Errors
     ///
-    /// When nothing is there, or [`Links::Refuse`] meets a link.
+    /// When the path does not exist, or [`Links::Refuse`] meets a link.
     fn metadata<'a>(&'a self, path: &'a PathUri, options: Access) -> Reply<'a, Metadata> {
         let params = wire::GetMetadataParams {
             path: path.clone(),
@@ -180,11 +183,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         ask::<wire::GetMetadata, _>(self, params)
     }
 
-    /// The path without links.
+    /// Returns the path with all symbolic links resolved.
     ///
     /// # Errors
     ///
-    /// When nothing is there.
+    /// When the path does not exist.
     fn canonicalize<'a>(
         &'a self,
         path: &'a PathUri,
@@ -195,12 +198,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         Box::pin(async move { Ok(asked.await?.path) })
     }
 
-    /// What is in a directory, in no order; [`DirectoryPages`] lists it piece by piece.
+    /// Lists a directory, in no order; [`DirectoryPages`] lists it page by page.
     ///
     /// # Errors
     ///
-    /// When it is no directory or cannot be read, or if the server lacks [`Feature::Pages`] and it holds
-    /// more than 50,000 entries.
+    /// When it is not a directory or cannot be read, or if the server lacks [`Feature::Pages`] and
+    /// the directory has more than 50,000 entries.
     fn read_directory<'a>(
         &'a self,
         path: &'a PathUri,
@@ -219,11 +222,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         })
     }
 
-    /// A tree, breadth first and within bounds; [`WalkPages`] lists one of any size.
+    /// Lists a tree, breadth first and within limits; [`WalkPages`] lists a tree of any size.
     ///
     /// # Errors
     ///
-    /// When nothing is there; what cannot be looked at below it is part of the result.
+    /// When the path does not exist; entries below it that cannot be read are reported in the
+    /// result.
     fn walk<'a>(&'a self, path: &'a PathUri, options: Walk) -> Reply<'a, WalkResult> {
         let params = wire::WalkParams {
             path: path.clone(),
@@ -235,7 +239,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         ask::<wire::Walk, _>(self, params)
     }
 
-    /// Removes a file, a link or a directory; a link at the end is removed itself.
+    /// Removes a file, a link or a directory; if the path is a link, the link itself is removed.
     ///
     /// # Errors
     ///
@@ -251,11 +255,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::Remove, _>(self, params))
     }
 
-    /// Copies within the machine; links are copied as links.
+    /// Copies files or directories within the machine; links are copied as links.
     ///
     /// # Errors
     ///
-    /// When it cannot be copied.
+    /// When the copy fails.
     fn copy<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Copy) -> Reply<'a, ()> {
         let params = wire::CopyParams {
             source_path: from.clone(),
@@ -266,11 +270,12 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::Copy, _>(self, params))
     }
 
-    /// Moves within the machine; a link at the end is moved itself.
+    /// Renames a file or directory within the machine; if the path is a link, the link itself is
+    /// moved.
     ///
     /// # Errors
     ///
-    /// When something is there already, or [`ExecServerError::Unsupported`].
+    /// When the target exists and must not be replaced, or [`ExecServerError::Unsupported`].
     fn rename<'a>(&'a self, from: &'a PathUri, to: &'a PathUri, options: Rename) -> Reply<'a, ()> {
         let params = wire::RenameParams {
             from: from.clone(),
@@ -281,7 +286,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::Rename, _>(self, params))
     }
 
-    /// Sets mode and time of last change.
+    /// Sets the permission bits and the modification time.
     ///
     /// # Errors
     ///
@@ -297,11 +302,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::SetMetadata, _>(self, params))
     }
 
-    /// Makes a symbolic link that says `target`.
+    /// Creates a symbolic link to `target`.
     ///
     /// # Errors
     ///
-    /// When something is there already, or [`ExecServerError::Unsupported`].
+    /// When the path already exists, or [`ExecServerError::Unsupported`].
     fn create_symlink<'a>(
         &'a self,
         path: &'a PathUri,
@@ -316,11 +321,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         done(ask::<wire::CreateSymlink, _>(self, params))
     }
 
-    /// SHA-256 of a file or of its beginning.
+    /// Returns the SHA-256 of a file or of its first bytes.
     ///
     /// # Errors
     ///
-    /// When it cannot be read, or [`ExecServerError::Unsupported`].
+    /// When the file cannot be read, or [`ExecServerError::Unsupported`].
     fn hash<'a>(&'a self, path: &'a PathUri, options: Hash) -> Reply<'a, HashResult> {
         let params = wire::HashParams {
             path: path.clone(),
@@ -330,11 +335,11 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
         ask::<wire::Hash, _>(self, params)
     }
 
-    /// Lines that match, in a file or below a directory.
+    /// Returns the lines that match a pattern, in a file or below a directory.
     ///
     /// # Errors
     ///
-    /// When the pattern is bad, or [`ExecServerError::Unsupported`].
+    /// When the pattern is invalid, or [`ExecServerError::Unsupported`].
     fn search<'a>(
         &'a self,
         path: &'a PathUri,
@@ -356,7 +361,7 @@ pub trait ExecutorFileSystem: Send + Sync + fmt::Debug {
     }
 }
 
-/// Calls one method; the result is of its type.
+/// Calls one method and converts the response to its result type.
 fn ask<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
     files: &F,
     params: M::Params,
@@ -370,26 +375,26 @@ fn ask<M: FsMethod, F: ExecutorFileSystem + ?Sized>(
     })
 }
 
-/// The outcome of a method whose result says nothing.
+/// Discards the empty result of a method.
 fn done(asked: Reply<'_, Empty>) -> Reply<'_, ()> {
     Box::pin(async move { asked.await.map(drop) })
 }
 
-/// What not every filesystem can do.
+/// Optional feature of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Feature {
-    /// [`WriteMode::Atomic`].
+    /// Streams of mode [`WriteMode::Atomic`].
     AtomicStreams,
-    /// [`WriteMode::Update`].
+    /// Streams of mode [`WriteMode::Update`].
     UpdateStreams,
-    /// Modes and times, with [`WriteOptions`] and [`ExecutorFileSystem::set_metadata`].
+    /// Permission bits and times, set by [`WriteOptions`] and [`ExecutorFileSystem::set_metadata`].
     Metadata,
     /// [`ExecutorFileSystem::create_symlink`].
     CreateSymlink,
     /// [`ReadDirectory::links`].
     ListLinks,
-    /// Listings of any length, page by page: [`DirectoryPages`] and [`WalkPages`].
+    /// Paged listings of any size: [`DirectoryPages`] and [`WalkPages`].
     Pages,
     /// [`ExecutorFileSystem::rename`].
     Rename,
@@ -401,13 +406,13 @@ pub enum Feature {
     Watch,
 }
 
-/// Whether a path may lead through symbolic links.
+/// Whether a path may contain symbolic links.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Links {
-    /// It may.
+    /// Links are followed.
     #[default]
     Follow,
-    /// No component may be one.
+    /// The operation fails if any component is a link.
     Refuse,
 }
 
@@ -417,68 +422,70 @@ impl Links {
     }
 }
 
-/// How to look at a path.
+/// Options for access to one path.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Access {
     /// Whether links are followed.
     pub links: Links,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to write a whole file.
+/// Options for writing a whole file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct WriteOptions {
     /// Whether links are followed.
     pub links: Links,
-    /// Permission bits to have afterwards; those it has, or usual ones, if absent.
+    /// Permission bits after the write; if absent, an existing file keeps its bits and a new one
+    /// gets the default.
     pub mode: Option<u32>,
-    /// The time of last change to have afterwards, in milliseconds since 1970.
+    /// Modification time after the write, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to read a stream.
+/// Options for reading a stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ReadStream {
-    /// Where to start.
+    /// File offset of the first byte.
     pub offset: u64,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to write a stream.
+/// Options for writing a stream.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct WriteStream {
-    /// What becomes of the file meanwhile.
+    /// How the file is written: atomically or in place.
     pub mode: WriteMode,
-    /// Where to start; a gap before it reads as zeros.
+    /// File offset of the first byte; a gap before it reads as zeros.
     pub offset: u64,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// What becomes of a file while a stream writes it.
+/// How a stream writes its file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WriteMode {
-    /// Nothing until [`FileWriter::commit`]; without it, nothing at all.
+    /// The target stays unchanged until [`FileWriter::commit`]; without a commit it is never
+    /// changed.
     #[default]
     Atomic,
-    /// It is created or emptied at once and written in place.
+    /// The file is created or truncated immediately and written in place.
     Replace,
-    /// It is created if missing, its content is kept and written over in place.
+    /// The file is created if missing. Existing content is kept and overwritten in place.
     Update,
 }
 
-/// How to make a directory.
+/// Options for creating a directory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CreateDirectory {
-    /// Make missing parents too, and take an existing directory as success; the default.
+    /// Create missing parents too, and accept an existing directory; the default.
     pub recursive: bool,
     /// Whether links are followed.
     pub links: Links,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
@@ -492,36 +499,37 @@ impl Default for CreateDirectory {
     }
 }
 
-/// How to list a directory.
+/// Options for listing a directory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ReadDirectory {
-    /// List links as links, with what they say and dangling ones too; needs
+    /// List links as links, with their targets and including dangling ones; needs
     /// [`Feature::ListLinks`].
     pub links: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How far to walk; by default as far as is allowed.
+/// Limits and options of a walk; the default limits are the highest allowed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Walk {
-    /// Directories between the root and what is listed; 0 lists the root's children only.
+    /// Maximum number of directories between the root and a listed entry; 0 lists the root's
+    /// children only.
     pub max_depth: usize,
-    /// Directories to enter, the root included.
+    /// Maximum number of directories to enter, including the root.
     pub max_directories: usize,
-    /// Entries to look at.
+    /// Maximum number of entries to examine.
     pub max_entries: usize,
     /// Enter links to directories, each target once.
     pub follow_directory_symlinks: bool,
     /// List directories whose name begins with a dot, but do not enter them.
     pub prune_hidden_directories: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
 impl Default for Walk {
     fn default() -> Self {
-        // What compatible servers allow at most.
+        // The highest limits that compatible servers allow.
         Self {
             max_depth: 64,
             max_directories: 10_000,
@@ -534,7 +542,7 @@ impl Default for Walk {
 }
 
 impl Walk {
-    /// The bounds, as the wire has them.
+    /// Returns the limits as on the wire.
     fn bounds(&self) -> WalkOptions {
         WalkOptions {
             max_depth: self.max_depth,
@@ -546,75 +554,75 @@ impl Walk {
     }
 }
 
-/// How to remove; by default one thing that must be there.
+/// Options for removing; by default one existing file, link or empty directory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Remove {
-    /// With everything below it.
+    /// Remove a directory with all its content.
     pub recursive: bool,
-    /// Take a missing path as success.
+    /// Do not fail if the path is missing.
     pub force: bool,
-    /// Whether links in front of the last component are followed.
+    /// Whether links before the last path component are followed.
     pub links: Links,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to copy.
+/// Options for copying.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Copy {
-    /// Directories with everything below them.
+    /// Copy a directory with all its content.
     pub recursive: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to move.
+/// Options for renaming.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rename {
-    /// Replace what is there.
+    /// Replace an existing target.
     pub overwrite: bool,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// What to set.
+/// Metadata to set.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SetMetadata {
     /// Permission bits, at most 0o7777.
     pub mode: Option<u32>,
-    /// Time of last change, in milliseconds since 1970.
+    /// Modification time, in milliseconds since 1970.
     pub modified_at_ms: Option<i64>,
     /// Whether links are followed.
     pub links: Links,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// What to hash.
+/// Options for hashing.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Hash {
-    /// How many bytes from the beginning; the whole file if absent.
+    /// Number of bytes to hash from the beginning; the whole file if absent.
     pub length: Option<u64>,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
-/// How to search.
+/// Options for searching.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Search {
-    /// Take the pattern as a regular expression; the default.
+    /// Interpret the pattern as a regular expression; the default.
     pub regex: bool,
-    /// Tell upper from lower case; the default.
+    /// Distinguish upper case from lower case; the default.
     pub case_sensitive: bool,
-    /// Which files: `*.rs` to have them, `!target` not to.
+    /// Files to search: `*.rs` includes matching files, `!target` excludes them.
     pub globs: Vec<String>,
-    /// Leave out hidden files and what `.gitignore` files name; the default.
+    /// Skip hidden files and files that `.gitignore` files exclude; the default.
     pub gitignore: bool,
-    /// Stop after this many matching lines.
+    /// Stop after this number of matching lines.
     pub max_matches: usize,
-    /// Lines to show around each match.
+    /// Number of lines to return before and after each match.
     pub context_lines: usize,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
@@ -632,16 +640,16 @@ impl Default for Search {
     }
 }
 
-/// How to watch.
+/// Options for watching.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Watch {
-    /// With everything below; the default.
+    /// Watch all directories below the path too; the default.
     pub recursive: bool,
-    /// What not to tell of.
+    /// Changes that are not reported.
     pub ignore: WatchIgnore,
-    /// How long to gather changes before telling of them.
+    /// How long to collect changes before they are reported together.
     pub debounce: Duration,
-    /// The policy to run under.
+    /// Sandbox policy of the operation.
     pub sandbox: Option<Sandbox>,
 }
 
@@ -656,11 +664,11 @@ impl Default for Watch {
     }
 }
 
-/// The URI of a native absolute path.
+/// Converts a native absolute path to a URI.
 ///
 /// # Errors
 ///
-/// When the path is relative, or holds NUL.
+/// When the path is relative, or contains NUL.
 ///
 /// ```
 /// # use exec_server_client::fs::uri;
@@ -671,11 +679,11 @@ pub fn uri(path: impl AsRef<Path>) -> Result<PathUri, ExecServerError> {
     PathUri::from_native(path.as_ref()).map_err(bad_path)
 }
 
-/// The URI of something in a directory.
+/// Returns the URI of an entry in a directory.
 ///
 /// # Errors
 ///
-/// When the directory is a path of another platform, or the name is not one name.
+/// When the directory is a path of another platform, or `name` is not a single file name.
 pub fn child(directory: &PathUri, name: impl AsRef<OsStr>) -> Result<PathUri, ExecServerError> {
     let name = name.as_ref();
     if !is_plain_name(name) {
@@ -684,7 +692,7 @@ pub fn child(directory: &PathUri, name: impl AsRef<OsStr>) -> Result<PathUri, Ex
     uri(directory.to_native().map_err(bad_path)?.join(name))
 }
 
-/// Whether something is the name of one thing in a directory, and cannot lead elsewhere.
+/// Returns whether a name is a single path component that cannot lead out of its directory.
 pub(crate) fn is_plain_name(name: &OsStr) -> bool {
     let bytes = name.as_encoded_bytes();
     !bytes.is_empty()
@@ -710,7 +718,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn children_stay_in_their_directory() {
+    fn child_rejects_names_that_leave_the_directory() {
         let root = uri("/srv/x").unwrap();
         assert_eq!(child(&root, "a b").unwrap().as_str(), "file:///srv/x/a%20b");
         for bad in ["", ".", "..", "a/b", "/a", "a\0b", "../x"] {

@@ -1,4 +1,4 @@
-//! Listings of any length, page by page.
+//! Paged listings of directories and trees of any size.
 
 use std::sync::Arc;
 
@@ -11,11 +11,12 @@ use exec_server_protocol::limits::MAX_PAGE_ENTRIES;
 use super::{ExecutorFileSystem, Feature, ReadDirectory, Walk, ask};
 use crate::error::ExecServerError;
 
-/// The entries of a directory, page by page.
+/// Paged listing of a directory.
 ///
-/// An entry that exists during all requests is returned exactly once, and no entry twice. Names are ordered
-/// by their text from page to page: all names of a page come before those of the next. Within a page
-/// they have no order. A server that lacks [`Feature::Pages`] has one page, of at most 50,000 entries.
+/// An entry that exists during all requests is returned exactly once, and no entry twice. Pages are
+/// in the order of the names: all names of a page come before those of the next. Within a page the
+/// names have no order. A server that lacks [`Feature::Pages`] returns one page, of at most 50,000
+/// entries.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -33,12 +34,12 @@ use crate::error::ExecServerError;
 #[derive(Debug)]
 pub struct DirectoryPages {
     files: Arc<dyn ExecutorFileSystem>,
-    /// The request for the next page; nothing after the last one.
+    /// Request for the next page; `None` after the last one.
     next: Option<ReadDirectoryParams>,
 }
 
 impl DirectoryPages {
-    /// Those of the directory at this path.
+    /// Creates a listing of the directory at this path.
     pub fn new(files: Arc<dyn ExecutorFileSystem>, path: &PathUri, options: ReadDirectory) -> Self {
         Self {
             files,
@@ -46,17 +47,17 @@ impl DirectoryPages {
         }
     }
 
-    /// The next page, which may be empty; nothing after the last one.
+    /// Returns the next page, which may be empty; `None` after the last one.
     ///
     /// # Errors
     ///
-    /// As for [`ExecutorFileSystem::read_directory`]; the same page can be asked for again.
+    /// As for [`ExecutorFileSystem::read_directory`]; the next call requests the same page again.
     pub async fn next(&mut self) -> Result<Option<Vec<DirectoryEntry>>, ExecServerError> {
         directory_page(&*self.files, &mut self.next).await
     }
 }
 
-/// The request for the first page of a directory.
+/// Builds the request for the first page of a directory.
 pub(super) fn directory(path: &PathUri, options: ReadDirectory) -> ReadDirectoryParams {
     ReadDirectoryParams {
         path: path.clone(),
@@ -67,7 +68,7 @@ pub(super) fn directory(path: &PathUri, options: ReadDirectory) -> ReadDirectory
     }
 }
 
-/// Asks for the next page of a directory.
+/// Requests the next page of a directory.
 pub(super) async fn directory_page<F: ExecutorFileSystem + ?Sized>(
     files: &F,
     next: &mut Option<ReadDirectoryParams>,
@@ -86,23 +87,23 @@ pub(super) async fn directory_page<F: ExecutorFileSystem + ?Sized>(
     Ok(Some(result.entries))
 }
 
-/// A tree, page by page.
+/// Paged listing of a tree.
 ///
-/// Depth first: a directory is followed by what is below it, and the names of each directory come in the
-/// order of their text. An entry that exists during all requests is returned exactly once, and no entry
-/// twice. The bounds in [`Walk`], but for the depth, are those of a page.
+/// Depth first: a directory is followed by its content, and the names in each directory are in text
+/// order. An entry that exists during all requests is returned exactly once, and no entry twice.
+/// The limits in [`Walk`], except the depth, apply to each page.
 ///
-/// A server that lacks [`Feature::Pages`], and a walk that follows links to directories, have one page:
-/// that of [`ExecutorFileSystem::walk`].
+/// A server that lacks [`Feature::Pages`], and a walk that follows links to directories, return one
+/// page: the result of [`ExecutorFileSystem::walk`].
 #[derive(Debug)]
 pub struct WalkPages {
     files: Arc<dyn ExecutorFileSystem>,
-    /// The request for the next page; nothing after the last one.
+    /// Request for the next page; `None` after the last one.
     next: Option<WalkParams>,
 }
 
 impl WalkPages {
-    /// Those of the tree at this path.
+    /// Creates a listing of the tree at this path.
     pub fn new(files: Arc<dyn ExecutorFileSystem>, path: &PathUri, options: Walk) -> Self {
         let next = Some(WalkParams {
             path: path.clone(),
@@ -114,11 +115,11 @@ impl WalkPages {
         Self { files, next }
     }
 
-    /// The next page, which may be empty; nothing after the last one.
+    /// Returns the next page, which may be empty; `None` after the last one.
     ///
     /// # Errors
     ///
-    /// As for [`ExecutorFileSystem::walk`]; the same page can be asked for again.
+    /// As for [`ExecutorFileSystem::walk`]; the next call requests the same page again.
     pub async fn next(&mut self) -> Result<Option<WalkResult>, ExecServerError> {
         let Some(params) = &mut self.next else {
             return Ok(None);
@@ -138,7 +139,7 @@ impl WalkPages {
     }
 }
 
-/// Moves a cursor to the next page; whether there is one.
+/// Sets the cursor to the next page; returns whether there is one.
 fn further<M: wire::FsMethod>(
     after: &mut Option<String>,
     next: Option<String>,

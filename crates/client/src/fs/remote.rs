@@ -1,11 +1,11 @@
-//! Files behind a connection.
+//! Files of a server's machine, over a client session.
 //!
-//! Owns the translation of the trait into requests, the choice between one request and a stream,
-//! and what stands in for extensions that a server lacks. File work waits for as long as the
-//! session lives: a disk may be slow and a tree large, and keepalive tells when a server is gone.
+//! Translates the trait into requests, chooses between one request and a stream, and substitutes
+//! extensions that a server lacks. A file request waits for as long as the session lives: a disk
+//! may be slow and a tree large, and keepalive detects a dead server.
 //!
-//! Handles and watches are of one connection. Owns how they are had again on the next one, and when
-//! that is not possible.
+//! Handles and watches belong to one connection. This module opens them again on the next
+//! connection, and reports when that is not possible.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,19 +35,19 @@ use crate::extension;
 use crate::options::millis;
 use crate::recovery::is_repeatable;
 
-/// Bytes that are read or written in one request of a server whose limits are not known to be ours:
-/// in base64 well below the 16 MiB that a compatible peer takes and we accept in one frame.
+/// Maximum number of bytes in one read or write request to a server whose limits are unknown: in
+/// base64 well below 16 MiB, the largest frame that both compatible peers and this client accept.
 const PLAIN_BYTES: u64 = 8 << 20;
 
-/// Bytes that one `fs/writeFile` carries; more is streamed.
+/// Maximum number of bytes in one `fs/writeFile`; larger contents are streamed.
 const WRITE_FILE_BYTES: usize = 1 << 20;
 
-/// The largest content that a message can hold, in base64 and with its envelope.
+/// Largest file content that fits into one message, in base64 and with its envelope.
 const MESSAGE_CONTENT_BYTES: usize = (MAX_MESSAGE_BYTES - (64 << 10)) / 4 * 3;
 
-/// Files of the machine behind a server; cheap to clone.
+/// File system of a server's machine; cheap to clone.
 ///
-/// Works with any compatible server. What such a server lacks is
+/// Works with any compatible server. Operations that such a server lacks fail with
 /// [`ExecServerError::Unsupported`], except that large files are then written in place.
 #[derive(Debug, Clone)]
 pub struct RemoteFileSystem {
@@ -55,12 +55,12 @@ pub struct RemoteFileSystem {
 }
 
 impl RemoteFileSystem {
-    /// The files of the machine behind a client's server.
+    /// Creates the file system of a client's server.
     pub fn new(client: ExecServerClient) -> Self {
         Self { client }
     }
 
-    /// The client that it uses.
+    /// Returns the client that it uses.
     pub fn client(&self) -> &ExecServerClient {
         &self.client
     }
@@ -69,10 +69,10 @@ impl RemoteFileSystem {
         self.client.inner.caller.call_unbounded::<M>(params).await
     }
 
-    /// Sends a request as it is.
+    /// Sends a request unchanged.
     fn send(&self, request: FsRequest) -> Reply<'_, FsResponse> {
         let repeat = match &request {
-            // Sending them twice is no error: the directory may exist, the file may be gone.
+            // Repeating these is not an error: an existing directory or a missing file is accepted.
             FsRequest::CreateDirectory(params) => params.recursive,
             FsRequest::Remove(params) => params.force,
             request => is_repeatable(request.method()),
@@ -84,8 +84,9 @@ impl RemoteFileSystem {
     async fn read_whole(&self, params: ReadFileParams) -> Result<FsResponse, ExecServerError> {
         let follows = params.follow_symlinks;
         let (path, sandbox) = (params.path.clone(), params.sandbox.clone());
-        // A server that streams atomically continues long answers; of others the size comes first,
-        // since an answer that we cannot take would cost the connection.
+        // A server with atomic streams supports streaming when a file is too large for one
+        // response. For other servers the client reads the size first, since a response larger than
+        // a frame would break the connection.
         let ours = self.client.supports(extension::OPEN_ATOMIC).await?;
         let large = async |this: &Self| {
             let access = Access {
@@ -102,7 +103,7 @@ impl RemoteFileSystem {
         }
         match self.send(FsRequest::ReadFile(params)).await {
             Err(error) if ours && error.code() == Some(codes::INVALID_REQUEST) => {
-                // Perhaps only because it is large.
+                // The file may be too large for one response.
                 match large(self).await {
                     Ok(Some(size)) => self.read_streamed(&path, follows, sandbox, size).await,
                     _ => Err(error),
@@ -122,7 +123,7 @@ impl RemoteFileSystem {
         refuse_no_follow(follows)?;
         let offset = 0;
         let mut reader = self.open_read(path, ReadStream { offset, sandbox }).await?;
-        // A hint only: the file may be of any size by now.
+        // Only a hint: the size of the file may have changed.
         let mut data = BytesMut::with_capacity(usize::try_from(size).unwrap_or(0).min(1 << 30));
         while let Some(chunk) = reader.next_chunk().await? {
             data.extend_from_slice(&chunk);
@@ -133,7 +134,7 @@ impl RemoteFileSystem {
     }
 
     async fn write_whole(&self, params: WriteFileParams) -> Result<FsResponse, ExecServerError> {
-        // Only whole files can be written without following links.
+        // Streams always follow links, so a write that refuses links must fit into one message.
         let limit = match params.follow_symlinks {
             true => WRITE_FILE_BYTES,
             false => MESSAGE_CONTENT_BYTES,
@@ -183,7 +184,7 @@ impl RemoteFileSystem {
         mode: OpenMode,
         sandbox: Option<Sandbox>,
     ) -> Result<Arc<RemoteFile>, ExecServerError> {
-        // Before the request: whoever stops waiting for it leaves no handle behind.
+        // Created before the request: if the caller drops the future, no handle stays open.
         let mut file = RemoteFile {
             files: self.clone(),
             path: path.clone(),
@@ -212,7 +213,8 @@ impl RemoteFileSystem {
         Ok(Arc::new(file))
     }
 
-    /// Opens a file on whichever connection there is; what the server says and the generation.
+    /// Opens a file on the current connection; returns the response and the generation of the
+    /// connection.
     async fn open_handle(
         &self,
         handle_id: &str,
@@ -227,19 +229,20 @@ impl RemoteFileSystem {
             identity: self.client.supports(extension::OPEN_IDENTITY).await?,
             sandbox: sandbox.clone(),
         };
-        // Handles end with their connection: nothing is left of a first try.
+        // Handles are closed with their connection, so a first attempt on a lost connection leaves
+        // none open.
         let caller = &self.client.inner.caller;
         caller.call_noting::<wire::Open>(&params, None, true).await
     }
 }
 
-/// The generation of a handle that no connection has.
+/// Generation that no connection has, for a handle without a connection.
 const NEVER: u64 = u64::MAX;
 
-/// Sends the request that it visits.
+/// Visitor that sends the request.
 struct Send<'a> {
     caller: &'a Caller,
-    /// It may be sent again when its connection is lost.
+    /// Whether the request may be sent again when its connection is lost.
     repeat: bool,
 }
 
@@ -254,7 +257,7 @@ impl<'a> FsVisitor for Send<'a> {
     }
 }
 
-/// The extensions that a request needs.
+/// Returns the extensions that a request needs.
 fn extensions(request: &FsRequest) -> Vec<&'static str> {
     match request {
         FsRequest::Rename(_)
@@ -282,7 +285,7 @@ fn extensions(request: &FsRequest) -> Vec<&'static str> {
     }
 }
 
-/// Streams are opened through links, always.
+/// Returns an error if links must not be followed: streams always follow them.
 fn refuse_no_follow(follows: bool) -> Result<(), ExecServerError> {
     match follows {
         true => Ok(()),
@@ -369,8 +372,8 @@ impl ExecutorFileSystem for RemoteFileSystem {
         Box::pin(async move {
             self.client.require(extension::WATCH).await?;
             let watch_id = uuid::Uuid::new_v4().simple().to_string();
-            // Before the request: changes may come before its answer, and whoever stops waiting
-            // leaves no watch behind.
+            // Created before the request: changes may arrive before its response, and if the caller
+            // drops the future, no watch stays active.
             let mut changes = RemoteChanges {
                 files: self.clone(),
                 queue: self.client.inner.routes.watches.register(&watch_id),
@@ -390,7 +393,7 @@ impl ExecutorFileSystem for RemoteFileSystem {
             let (result, generation) = watching.await?;
             let (queue, caller) = (Arc::clone(&changes.queue), caller.clone());
             let keeper = keep_watching(caller, queue, params, generation);
-            // Ends with the watch.
+            // Aborted together with the watch.
             changes._keeper = Some(AbortOnDropHandle::new(tokio::spawn(keeper)));
             Ok(FileChanges::new(result.path, changes))
         })
@@ -419,23 +422,24 @@ impl ExecutorFileSystem for RemoteFileSystem {
     }
 }
 
-/// A file behind a connection, opened again on the next one where that is the same file for sure.
+/// Open file on a server; opened again on the next connection if its identity proves that it is the
+/// same file.
 struct RemoteFile {
     files: RemoteFileSystem,
     path: PathUri,
     mode: OpenMode,
     sandbox: Option<Sandbox>,
-    /// What the server knows the file by; absent from servers that cannot tell.
+    /// Identity of the file on the server; absent if the server does not support it.
     identity: Option<String>,
-    /// Held while it is opened again, so that this is done once.
+    /// Locked while the file is opened again, so that this happens only once.
     open: tokio::sync::Mutex<Handle>,
 }
 
-/// What a connection knows an open file by.
+/// Handle of an open file on one connection.
 #[derive(Debug, Clone)]
 struct Handle {
     id: String,
-    /// Of that connection; 0 while it is being opened.
+    /// Generation of that connection; 0 while the file is being opened.
     generation: u64,
 }
 
@@ -449,8 +453,8 @@ impl fmt::Debug for RemoteFile {
 }
 
 impl RemoteFile {
-    /// Calls a method about the open file, and again on the next connection if the file can be had
-    /// there.
+    /// Calls a method on the open file, and calls it again on the next connection if the same file
+    /// can be opened there.
     async fn call<M: Method>(
         &self,
         params: impl Fn(String) -> M::Params,
@@ -474,13 +478,13 @@ impl RemoteFile {
         }
     }
 
-    /// The handle on the current connection, or on the first one after `lost`.
+    /// Returns the handle on the current connection, or on the first one after `lost`.
     async fn handle(&self, lost: Option<u64>) -> Result<Handle, ExecServerError> {
         let mut handle = self.open.lock().await;
         if lost != Some(handle.generation) {
             return Ok(handle.clone());
         }
-        // What was to be replaced is empty no more.
+        // A file that was opened to be replaced was already emptied, and now has content to keep.
         let mode = match self.mode {
             OpenMode::Replace => OpenMode::Update,
             mode => mode,
@@ -492,7 +496,7 @@ impl RemoteFile {
         let opening = self.files.open_handle(&id, &self.path, mode, &self.sandbox);
         let (opened, generation) = opening.await?;
         if opened.identity != self.identity {
-            // Our handle stays the lost one: whoever asks next gets the same answer.
+            // The stored handle stays the lost one, so that the next caller gets the same error.
             let params = wire::CloseParams {
                 handle_id: id,
                 commit: false,
@@ -552,7 +556,7 @@ impl FileBlocks for RemoteFile {
             let caller = &self.files.client.inner.caller;
             let closed = caller.call_at::<wire::Close>(handle.generation, &params);
             match closed.await {
-                // Its connection has closed it.
+                // The server closed the handle when its connection was lost.
                 Err(ExecServerError::Interrupted { .. }) if !commit => {}
                 answer => drop(answer?),
             }
@@ -575,9 +579,10 @@ impl Drop for RemoteFile {
                 commit: false,
             };
             runtime.spawn(async move {
-                // Closing ends with the connection too.
+                // The result is ignored: the server also closes the handle when the connection
+                // ends.
                 let _ = match generation {
-                    // Whoever asked for it has stopped waiting.
+                    // The open request is still pending, because its caller dropped the future.
                     0 => caller.call_unbounded::<wire::Close>(&params).await,
                     generation => caller.call_at::<wire::Close>(generation, &params).await,
                 };
@@ -586,17 +591,17 @@ impl Drop for RemoteFile {
     }
 }
 
-/// A watch behind a connection.
+/// Change source of a watch on a server.
 struct RemoteChanges {
     files: RemoteFileSystem,
     queue: Arc<Queue>,
     watch_id: String,
-    /// Asks for it again on later connections.
+    /// Requests the watch again on later connections.
     _keeper: Option<AbortOnDropHandle<()>>,
 }
 
-/// Asks for a watch on every connection after `generation`; ends when it is not to be had, or there
-/// are no more connections.
+/// Requests a watch on every connection after `generation`; ends when the server refuses it, or
+/// when there are no more connections.
 async fn keep_watching(
     caller: Caller,
     queue: Arc<Queue>,
@@ -612,7 +617,7 @@ async fn keep_watching(
         queue.renew();
         match caller.call_at::<wire::Watch>(generation, &params).await {
             Ok(_) => queue.overflowed(),
-            // Lost once more.
+            // The connection was lost again.
             Err(ExecServerError::Interrupted { .. } | ExecServerError::Closed(_)) => {}
             Err(error) => {
                 tracing::warn!(path = %params.path, %error, "the watch ended");
@@ -644,7 +649,7 @@ impl Drop for RemoteChanges {
             let files = self.files.clone();
             let watch_id = std::mem::take(&mut self.watch_id);
             runtime.spawn(async move {
-                // A watch ends with the connection too.
+                // The result is ignored: the server also ends a watch when the connection ends.
                 let _ = files
                     .request::<wire::Unwatch>(&wire::UnwatchParams { watch_id })
                     .await;

@@ -1,7 +1,8 @@
-//! Files as streams of blocks.
+//! Block-based file streams: read-ahead and write-behind.
 //!
-//! Owns the requests in flight, the order of their answers and what a failure means for the rest.
-//! Knows nothing of who reads or writes a block: a server or this machine.
+//! Manages the requests in flight, the order of their responses and the effect of a failure on
+//! later requests. A [`FileBlocks`] implementation reads and writes the blocks, on a server or on
+//! this machine.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -19,17 +20,17 @@ use tokio_util::task::AbortOnDropHandle;
 
 use crate::error::{ExecServerError, Reply};
 
-/// Blocks in flight: enough to hide the way there and back, and at most some megabytes.
+/// Number of blocks in flight: enough to hide the round-trip time, and at most some megabytes.
 const DEPTH: usize = 4;
 
-/// Bytes of one block.
+/// Size of one block in bytes.
 const BLOCK_BYTES: usize = MAX_BLOCK_BYTES;
 
-/// An open file that is read or written in blocks; dropping it closes it without a commit.
+/// Open file that is read or written in blocks; dropping it closes the file without a commit.
 ///
-/// What a filesystem of your own has to provide for [`FileReader`] and [`FileWriter`].
+/// To be implemented by a custom file system that provides [`FileReader`] and [`FileWriter`].
 pub trait FileBlocks: Send + Sync + fmt::Debug {
-    /// Reads up to `len` bytes at `offset`; fewer only at the end of the file.
+    /// Reads up to `len` bytes at `offset`; returns fewer only at the end of the file.
     ///
     /// # Errors
     ///
@@ -43,40 +44,42 @@ pub trait FileBlocks: Send + Sync + fmt::Debug {
     /// When they cannot be written.
     fn write(&self, offset: u64, data: Bytes) -> Reply<'_, ()>;
 
-    /// Ends it; what was written atomically is put in place if `commit` says so.
+    /// Closes the file. If `commit` is set, an atomic write replaces the target file.
     ///
     /// # Errors
     ///
-    /// When it cannot be put in place.
+    /// When an atomic write cannot replace the target file.
     fn close(&self, commit: bool) -> Reply<'_, ()>;
 }
 
-/// What was at an offset of a file.
+/// Content of a file at an offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Block {
-    /// The bytes.
+    /// Bytes that were read.
     pub data: Bytes,
-    /// The file ends after them.
+    /// Whether the file ends after these bytes.
     pub eof: bool,
 }
 
-/// Reads a file as a stream, some blocks ahead.
+/// File reader that reads some blocks ahead.
 ///
-/// After a failure every further read fails the same way. Seeking works from the start and from
-/// the current position; the end of a file that others may change is not known.
+/// After a failure every further read returns the same error. Seeking is relative to the start or
+/// the current position; seeking from the end is not supported, because the size of the file may
+/// change.
 pub struct FileReader {
     file: Arc<dyn FileBlocks>,
-    /// Blocks asked for, in the order of their offsets, each with its length.
+    /// Requested blocks in the order of their offsets, each with its length.
     ahead: VecDeque<(usize, Pending<Block>)>,
-    /// How many may be asked for: grows with use, so that a small file costs one request.
+    /// Maximum number of blocks to request ahead: it grows with use, so that a small file costs one
+    /// request.
     depth: usize,
-    /// What is next for the reader.
+    /// Bytes that the reader returns next.
     current: Bytes,
-    /// Where `current` begins.
+    /// File offset at which `current` begins.
     position: u64,
-    /// Where the next block to ask for begins.
+    /// File offset of the next block to request.
     next: u64,
-    /// The end was seen.
+    /// Whether the end of the file was reached.
     ended: bool,
     failure: Option<ExecServerError>,
 }
@@ -92,7 +95,7 @@ impl fmt::Debug for FileReader {
 }
 
 impl FileReader {
-    /// Reads an open file from an offset on.
+    /// Creates a reader of an open file that starts at an offset.
     pub fn new(file: Arc<dyn FileBlocks>, offset: u64) -> Self {
         Self {
             file,
@@ -106,12 +109,12 @@ impl FileReader {
         }
     }
 
-    /// Where the next byte comes from.
+    /// Returns the file offset of the next byte.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// The next bytes as they came, without copying; nothing at the end. Cancel safe.
+    /// Returns the next bytes as they arrived, without copying; `None` at the end. Cancel safe.
     ///
     /// # Errors
     ///
@@ -123,7 +126,7 @@ impl FileReader {
         Ok((!chunk.is_empty()).then_some(chunk))
     }
 
-    /// Waits until there is something in `current`, or the end.
+    /// Waits until `current` has bytes, or the end is reached.
     fn poll_current(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ExecServerError>> {
         if let Some(failure) = &self.failure {
             return Poll::Ready(Err(failure.again()));
@@ -171,7 +174,8 @@ impl FileReader {
     }
 }
 
-/// Holds a block against what was asked for: a hole in the stream must not go unnoticed.
+/// Compares a block with its request: a short block that is not the last would leave an undetected
+/// hole in the stream.
 fn check(block: Block, asked: usize) -> Result<Block, ExecServerError> {
     let len = block.data.len();
     if len > asked || (len < asked && !block.eof) {
@@ -231,18 +235,19 @@ impl AsyncSeek for FileReader {
     }
 }
 
-/// Writes a file as a stream, some blocks ahead.
+/// File writer that sends some blocks without waiting for their responses.
 ///
-/// Nothing is sure before [`commit`](Self::commit) has returned; a writer that is dropped without
-/// it leaves an atomically written file as it was. `flush` and `shutdown` wait for everything that
-/// was written, and do not commit. After a failure everything further fails the same way.
+/// The content is guaranteed to be written only after [`commit`](Self::commit) has returned. A
+/// writer that is dropped without it leaves an atomically written file unchanged. `flush` and
+/// `shutdown` wait until everything was written, and do not commit. After a failure every further
+/// operation returns the same error.
 pub struct FileWriter {
     file: Arc<dyn FileBlocks>,
-    /// Blocks on their way.
+    /// Blocks in flight.
     ahead: VecDeque<Pending<()>>,
-    /// What does not fill a block yet.
+    /// Bytes that do not fill a block yet.
     buffer: BytesMut,
-    /// Where the next byte goes.
+    /// File offset of the next byte.
     position: u64,
     failure: Option<ExecServerError>,
 }
@@ -258,7 +263,7 @@ impl fmt::Debug for FileWriter {
 }
 
 impl FileWriter {
-    /// Writes an open file from an offset on.
+    /// Creates a writer of an open file that starts at an offset.
     pub fn new(file: Arc<dyn FileBlocks>, offset: u64) -> Self {
         Self {
             file,
@@ -269,14 +274,14 @@ impl FileWriter {
         }
     }
 
-    /// Where the next byte goes.
+    /// Returns the file offset of the next byte.
     pub fn position(&self) -> u64 {
         self.position
     }
 
-    /// Writes bytes without copying them, where they make whole blocks.
+    /// Writes bytes; those that form whole blocks are not copied.
     ///
-    /// Not cancel safe: a caller that stops waiting does not know how much was taken.
+    /// Not cancel safe: a caller that drops the future does not learn how many bytes were accepted.
     ///
     /// # Errors
     ///
@@ -295,11 +300,11 @@ impl FileWriter {
         Ok(())
     }
 
-    /// Waits for everything that was written, and puts it in place.
+    /// Waits until everything was written, and commits the file.
     ///
     /// # Errors
     ///
-    /// When anything could not be written; an atomically written file is then as it was.
+    /// When a write failed; an atomically written file is then unchanged.
     pub async fn commit(mut self) -> Result<(), ExecServerError> {
         poll_fn(|cx| self.poll_drained(cx)).await?;
         self.file.close(true).await
@@ -330,12 +335,12 @@ impl FileWriter {
         if self.ahead.len() < DEPTH {
             Poll::Ready(Ok(()))
         } else {
-            // `reap` has left word with the first of them.
+            // `reap` has registered the waker with the first of them.
             Poll::Pending
         }
     }
 
-    /// Sends what is left and waits for all answers.
+    /// Sends the remaining bytes and waits for all responses.
     fn poll_drained(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), ExecServerError>> {
         if !self.buffer.is_empty() {
             ready!(self.poll_room(cx))?;
@@ -349,7 +354,7 @@ impl FileWriter {
         }
     }
 
-    /// Takes the answers that are there.
+    /// Removes the requests that have completed.
     fn reap(&mut self, cx: &mut Context<'_>) -> Result<(), ExecServerError> {
         if let Some(failure) = &self.failure {
             return Err(failure.again());
@@ -374,7 +379,7 @@ impl FileWriter {
         self.send(block);
     }
 
-    /// Sends a block that ends where the stream does so far.
+    /// Sends a block that ends at the current position.
     fn send(&mut self, block: Bytes) {
         let file = Arc::clone(&self.file);
         let offset = self.position - block.len() as u64;
@@ -402,7 +407,7 @@ impl AsyncWrite for FileWriter {
     }
 }
 
-/// A request of its own task, which ends with this handle.
+/// Request in its own task, which is aborted when this handle is dropped.
 struct Pending<T>(AbortOnDropHandle<Result<T, ExecServerError>>);
 
 impl<T> Pending<T> {
@@ -417,7 +422,7 @@ impl<T> Pending<T> {
     }
 }
 
-/// For callers that know streams only.
+/// Converts an error for callers that use the IO traits.
 fn into_io(error: ExecServerError) -> io::Error {
     let kind = match &error {
         ExecServerError::Server { code, .. } if *code == codes::NOT_FOUND => {
@@ -442,7 +447,7 @@ mod tests {
 
     use super::*;
 
-    /// A file in memory that fails at an offset and answers when it is told to.
+    /// In-memory file for tests: fails at a given offset and responds when the test permits it.
     #[derive(Debug)]
     struct Memory {
         content: Mutex<Vec<u8>>,
@@ -516,7 +521,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reading_is_exact_at_every_size() {
+    async fn reader_returns_exact_content_at_every_size() {
         for len in [
             0,
             1,
@@ -537,7 +542,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn seeking_goes_on_from_there() {
+    async fn reader_continues_at_seek_target() {
         let content = pattern(3 * BLOCK_BYTES);
         let mut reader = FileReader::new(Arc::new(Memory::new(content.clone())), 10);
         let mut byte = [0; 4];
@@ -560,7 +565,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_read_stays_failed_and_loses_nothing_before() {
+    async fn reader_returns_blocks_before_failure_then_fails_always() {
         let mut file = Memory::new(pattern(8 * BLOCK_BYTES));
         file.fails_at = Some(2 * BLOCK_BYTES as u64);
         let mut reader = FileReader::new(Arc::new(file), 0);
@@ -573,7 +578,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_block_that_is_too_short_is_no_end() {
+    async fn check_rejects_block_of_unexpected_length() {
         let short = Block {
             data: Bytes::from_static(b"abc"),
             eof: false,
@@ -584,7 +589,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn writing_is_exact_and_never_more_than_the_depth_ahead() {
+    async fn writer_writes_exact_content_with_limited_blocks_in_flight() {
         let file = Arc::new(Memory::new(Vec::new()));
         file.answers.forget_permits(1 << 20);
         let mut writer = FileWriter::new(file.clone(), 0);
@@ -615,7 +620,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_write_stays_failed_and_is_never_committed() {
+    async fn writer_after_failure_fails_always_and_never_commits() {
         let mut file = Memory::new(Vec::new());
         file.fails_at = Some(BLOCK_BYTES as u64);
         let file = Arc::new(file);

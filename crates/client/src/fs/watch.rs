@@ -1,7 +1,7 @@
-//! What happens to files, told as it happens.
+//! File-change subscriptions with bounded queues.
 //!
-//! Owns the streams that consumers read, and the queues between them and the connection: bounded,
-//! and never a reason for the connection to wait. What a queue cannot hold is told as an overflow.
+//! The connection never waits for a queue: when a queue is full, its changes are dropped and
+//! reported as an overflow.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -15,27 +15,28 @@ use tokio::sync::{Notify, oneshot};
 
 use crate::error::ExecServerError;
 
-/// Changes that may wait for a consumer; at some hundred bytes each, a few megabytes.
+/// Maximum number of changes that wait for a consumer: a few megabytes, at some hundred bytes per
+/// change.
 const MAX_WAITING: usize = 16_384;
 
-/// Changes that were gathered over a short while.
+/// Changes that were collected over a short time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ChangeBatch {
-    /// What happened, in order.
+    /// Changes in the order in which they happened.
     pub changes: Vec<Change>,
-    /// Changes before these were lost: look at everything again.
+    /// Whether changes before these were lost: the consumer must scan the tree again.
     pub overflow: bool,
 }
 
-/// Where changes come from; dropping it ends the watch.
+/// Source of changes; dropping it ends the watch.
 ///
-/// What a filesystem of your own has to provide for [`FileChanges`].
+/// To be implemented by a custom file system that provides [`FileChanges`].
 pub trait ChangeSource: Send + fmt::Debug {
-    /// The next changes; nothing when there can be no more. Cancel safe.
+    /// Returns the next changes; `None` when no more can arrive. Cancel safe.
     fn recv(&mut self) -> BoxFuture<'_, Option<ChangeBatch>>;
 }
 
-/// Changes below a path; dropping it ends the watch.
+/// Stream of changes below a path; dropping it ends the watch.
 #[derive(Debug)]
 pub struct FileChanges {
     path: PathUri,
@@ -43,7 +44,7 @@ pub struct FileChanges {
 }
 
 impl FileChanges {
-    /// A stream from a source; `path` is what it watches, without links.
+    /// Creates a stream from a source; `path` is the watched path, with symbolic links resolved.
     pub fn new(path: PathUri, source: impl ChangeSource + 'static) -> Self {
         Self {
             path,
@@ -51,13 +52,13 @@ impl FileChanges {
         }
     }
 
-    /// What is watched, without links; changes are told below it.
+    /// Returns the watched path, with symbolic links resolved; all changes are below it.
     pub fn path(&self) -> &PathUri {
         &self.path
     }
 
-    /// The next changes; nothing when the session is lost, or the watch was not to be had again
-    /// after its connection was. Cancel safe.
+    /// Returns the next changes; `None` when the session is lost, or when the watch could not be
+    /// renewed after its connection was lost. Cancel safe.
     ///
     /// After a connection was lost and resumed, an empty batch with `overflow` comes first.
     pub async fn recv(&mut self) -> Option<ChangeBatch> {
@@ -65,22 +66,23 @@ impl FileChanges {
     }
 }
 
-/// Waits for what [`watch_missing`](crate::ExecutorFileSystem::watch_missing) was asked for.
+/// Pending result of [`watch_missing`](crate::ExecutorFileSystem::watch_missing).
 #[derive(Debug)]
 pub struct MissingWatch(oneshot::Receiver<()>);
 
 impl MissingWatch {
-    /// A watch that is over when something is sent, and void when the sender is dropped.
+    /// Creates a watch that completes when a message is sent, and fails when the sender is dropped.
     pub fn new(receiver: oneshot::Receiver<()>) -> Self {
         Self(receiver)
     }
 
-    /// Waits until something has changed, or may have: a connection that was lost and resumed is told
-    /// as a change.
+    /// Waits until something has changed, or may have: a connection that was lost and resumed
+    /// counts as a change.
     ///
     /// # Errors
     ///
-    /// When that will never be told: a newer watch took over, or the session is lost.
+    /// When no change can be reported any more: a newer watch replaced this one, or the session is
+    /// lost.
     pub async fn changed(self) -> Result<(), ExecServerError> {
         self.0
             .await
@@ -88,7 +90,7 @@ impl MissingWatch {
     }
 }
 
-/// The watches of one client.
+/// Watches of one client.
 #[derive(Debug, Default)]
 pub(crate) struct WatchRoutes {
     /// Never held across an await.
@@ -104,7 +106,7 @@ struct Table {
 }
 
 impl WatchRoutes {
-    /// Makes room for the changes of a watch, before it is asked for.
+    /// Creates the queue of a watch, before the watch is requested.
     pub(crate) fn register(&self, watch_id: &str) -> Arc<Queue> {
         let queue = Arc::new(Queue::default());
         let mut table = self.table();
@@ -122,7 +124,7 @@ impl WatchRoutes {
         self.table().watches.remove(watch_id);
     }
 
-    /// Replaces the watch for missing things; its id and what tells of its end.
+    /// Replaces the current watch for missing paths; returns its id and the receiver of its result.
     pub(crate) fn expect_missing(&self) -> (u64, oneshot::Receiver<()>) {
         let (sender, receiver) = oneshot::channel();
         let mut table = self.table();
@@ -134,7 +136,7 @@ impl WatchRoutes {
         (id, receiver)
     }
 
-    /// Takes what a server tells; never waits.
+    /// Queues the changes of a notification; never waits.
     pub(crate) fn changed(&self, params: ChangedParams) {
         let queue = self.table().watches.get(&params.watch_id).cloned();
         match queue {
@@ -150,14 +152,15 @@ impl WatchRoutes {
         }
     }
 
-    /// What happened while there was no connection was told by nobody: whoever waits is told to look.
+    /// Completes the pending watch: the server does not report changes that happened without a
+    /// connection, so the waiting caller must check the paths again.
     pub(crate) fn missing_may_have_changed(&self) {
         if let Some((_, sender)) = self.table().missing.take() {
             let _ = sender.send(());
         }
     }
 
-    /// Ends every watch, now and from now on.
+    /// Ends every watch, current and future.
     pub(crate) fn close(&self) {
         let watches = {
             let mut table = self.table();
@@ -175,7 +178,7 @@ impl WatchRoutes {
     }
 }
 
-/// What waits for the consumer of one watch.
+/// Bounded queue of changes for the consumer of one watch.
 #[derive(Debug, Default)]
 pub(crate) struct Queue {
     /// Never held across an await.
@@ -186,11 +189,11 @@ pub(crate) struct Queue {
 #[derive(Debug, Default)]
 struct Waiting {
     batches: VecDeque<ChangeBatch>,
-    /// Changes in the batches.
+    /// Number of changes in the batches.
     count: usize,
-    /// The last number that came.
+    /// Sequence number of the last notification.
     seq: u64,
-    /// Changes were lost since the last batch.
+    /// Whether changes were lost since the last batch.
     overflow: bool,
     closed: bool,
 }
@@ -200,7 +203,8 @@ impl Waiting {
         self.overflow |= params.overflow || params.seq != self.seq + 1;
         self.seq = params.seq;
         if self.count + params.changes.len() > MAX_WAITING {
-            // Whoever is this late has to look at everything again anyway.
+            // After an overflow the consumer must scan the tree again, so queued changes are
+            // useless.
             self.batches.clear();
             self.count = 0;
             self.overflow = true;
@@ -211,7 +215,7 @@ impl Waiting {
             changes: params.changes,
             overflow: std::mem::take(&mut self.overflow),
         });
-        // Empty ones say nothing; many of them would be held against nothing else.
+        // Empty batches carry no information, and the limit on changes does not count them.
         if self.batches.back().is_some_and(is_silent) {
             self.batches.pop_back();
         }
@@ -234,10 +238,10 @@ fn is_silent(batch: &ChangeBatch) -> bool {
 }
 
 impl Queue {
-    /// The next changes; nothing when the connection has ended. Cancel safe.
+    /// Returns the next changes; `None` when the watch has ended. Cancel safe.
     pub(crate) async fn recv(&self) -> Option<ChangeBatch> {
         loop {
-            // Made before looking, so that no news in between is missed.
+            // Created before the check, so that no notification in between is missed.
             let news = self.news.notified();
             {
                 let mut waiting = self.lock();
@@ -252,17 +256,18 @@ impl Queue {
         }
     }
 
-    /// The watch is about to be asked for again: its numbers begin anew.
+    /// Resets the sequence number: the watch is about to be requested again, and its numbers begin
+    /// anew.
     pub(crate) fn renew(&self) {
         self.lock().seq = 0;
     }
 
-    /// The watch is there again: what happened meanwhile is not known.
+    /// Reports an overflow: the watch was renewed, and changes made before that are unknown.
     pub(crate) fn overflowed(&self) {
         self.change(|waiting| waiting.overflow = true);
     }
 
-    /// Nothing more will come.
+    /// Ends the watch: no further changes arrive.
     pub(crate) fn end(&self) {
         self.change(|waiting| {
             waiting.overflow = true;
@@ -301,7 +306,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_late_consumer_is_told_to_look_again() {
+    async fn full_queue_and_sequence_gap_report_overflow() {
         let routes = WatchRoutes::default();
         let queue = routes.register("w");
         routes.changed(changed(1, 2));
@@ -330,7 +335,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_newer_watch_voids_the_older() {
+    async fn newer_missing_watch_fails_older_one() {
         let routes = WatchRoutes::default();
         let (first, old) = routes.expect_missing();
         let (second, new) = routes.expect_missing();
