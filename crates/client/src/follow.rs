@@ -46,7 +46,7 @@ impl Follower {
             let after = tokio::select! {
                 biased;
                 resumed = self.caller.line.after(self.generation) => {
-                    // The end of the session fails all processes at once.
+                    // When the session ends, `Routes::close` fails all processes.
                     let Ok(connection) = resumed else { return };
                     self.generation = connection.generation;
                     drop(connection);
@@ -73,7 +73,7 @@ impl Follower {
                 }
                 // The response may be queued behind output that another consumer does not read.
                 Err(error) if may_pass(&error) => {}
-                // The end of the session fails all processes at once.
+                // When the session ends, `Routes::close` fails all processes.
                 Err(ExecServerError::Closed(_)) => return,
                 Err(error) => return self.fail(after, &error.to_string()),
             }

@@ -25,7 +25,7 @@ const MAX_REASON_BYTES: usize = 1024;
 /// use exec_server_client::protocol::network::{PolicyAnswer, PolicyTarget};
 /// use exec_server_client::{BoxFuture, NetworkPolicyDecider};
 ///
-/// /// Only what is encrypted.
+/// /// Allows encrypted connections only.
 /// #[derive(Debug)]
 /// struct Encrypted;
 ///

@@ -21,9 +21,9 @@ pub(crate) const MAX_HELD_BYTES: usize = 1 << 20;
 /// Puts events in order, drops duplicates and detects missing ones.
 ///
 /// ```text
-///   accept, fill ──► held (by number) ──► poll: the next number, as long as it is there
+///   accept, fill ──► held (by number) ──► poll: releases the next number if it is held
 ///                        │
-///                        └─ the next number is not there: hole() ──► process/read ──► fill
+///                        └─ the next number is missing: has_hole() ──► process/read ──► fill
 /// ```
 #[derive(Debug, Default)]
 pub(crate) struct Order {

@@ -56,7 +56,7 @@ impl fmt::Display for ConnectionState {
 /// ```no_run
 /// use exec_server_client::{ConnectionState, ExecServerClient};
 ///
-/// async fn tell(client: &ExecServerClient) {
+/// async fn print_states(client: &ExecServerClient) {
 ///     let mut states = client.states();
 ///     while let Some(state) = states.recv().await {
 ///         if let ConnectionState::Recovering = state {
