@@ -84,9 +84,9 @@ impl RemoteFileSystem {
     async fn read_whole(&self, params: ReadFileParams) -> Result<FsResponse, ExecServerError> {
         let follows = params.follow_symlinks;
         let (path, sandbox) = (params.path.clone(), params.sandbox.clone());
-        // A server with atomic streams supports streaming when a file is too large for one
-        // response. For other servers the client reads the size first, since a response larger than
-        // a frame would break the connection.
+        // A server with atomic streams sends long responses as continuation frames. For other
+        // servers the client reads the size first: a response in one frame that exceeds the frame
+        // limit would break the connection.
         let ours = self.client.supports(extension::OPEN_ATOMIC).await?;
         let large = async |this: &Self| {
             let access = Access {
@@ -236,7 +236,7 @@ impl RemoteFileSystem {
     }
 }
 
-/// Generation that no connection has, for a handle without a connection.
+/// Generation that no connection has: marks a handle that must not be closed again when dropped.
 const NEVER: u64 = u64::MAX;
 
 /// Visitor that sends the request.
