@@ -1,22 +1,24 @@
-//! Sockets that the program which started us has opened for us.
+//! Inherited listening sockets of socket activation (`LISTEN_FDS`).
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
 
 use rustix::io::FdFlags;
 
-/// The first descriptor that is handed over.
+/// The number of the first inherited descriptor.
 const FIRST: RawFd = 3;
 
-/// Takes the descriptors that a service manager has handed over (`LISTEN_FDS`), once.
+/// Takes ownership of the descriptors that a service manager passes to this program (`LISTEN_FDS`).
+/// Can be called once.
 ///
 /// # Errors
 ///
-/// When there are not as many as were announced.
+/// If fewer descriptors are open than the service manager announced.
 ///
 /// # Panics
 ///
-/// When called a second time: what it took the first time belongs to somebody else.
+/// If it is called a second time: the first call has already transferred ownership of the
+/// descriptors.
 pub fn take(count: usize) -> io::Result<Vec<OwnedFd>> {
     use std::sync::atomic::{AtomicBool, Ordering};
     static TAKEN: AtomicBool = AtomicBool::new(false);
@@ -35,8 +37,8 @@ pub fn take(count: usize) -> io::Result<Vec<OwnedFd>> {
             ))
         })?;
     }
-    // SAFETY: they are open, were opened for this program by whoever started it, and nobody else
-    // in it knows of them: this happens once.
+    // SAFETY: the descriptors are open, and the parent process opened them for this program. No
+    // other code in this program uses them: this function runs once.
     Ok((FIRST..end)
         .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) })
         .collect())

@@ -1,7 +1,8 @@
-//! Notice of children that end, without a signal handler.
+//! SIGCHLD notification through a signalfd, without a signal handler.
 //!
-//! A handler would run for every child, and wake the runtime each time. A descriptor is readable from
-//! the first SIGCHLD on until it is read, and signals in between cost nothing.
+//! A handler would run for every child and wake the runtime each time. A signalfd becomes readable
+//! with the first SIGCHLD and stays readable until it is read; further signals before the read cost
+//! nothing.
 
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd};
@@ -9,16 +10,17 @@ use std::ptr;
 
 /// Adds SIGCHLD to a set of blocked signals.
 pub(super) fn block_in(mask: &mut libc::sigset_t) {
-    // SAFETY: a pointer to a set that is filled.
+    // SAFETY: a pointer to an initialised signal set.
     unsafe { libc::sigaddset(mask, libc::SIGCHLD) };
 }
 
-/// A descriptor that can be read without waiting once a child has ended; `None` unless this thread
-/// blocks SIGCHLD, since it then goes to handlers, or is lost.
+/// Returns a descriptor that becomes readable when a child has ended. Returns `None` if this thread
+/// does not block SIGCHLD: the signal is then handled or discarded and never reaches the
+/// descriptor.
 ///
 /// # Errors
 ///
-/// When the kernel refuses.
+/// If the kernel cannot create the signalfd.
 pub(crate) fn descriptor() -> io::Result<Option<OwnedFd>> {
     // SAFETY: sigset_t is plain data; both sets are filled before use. A null new mask changes nothing.
     let (child, is_blocked) = unsafe {
@@ -32,11 +34,11 @@ pub(crate) fn descriptor() -> io::Result<Option<OwnedFd>> {
     if !is_blocked {
         return Ok(None);
     }
-    // SAFETY: a pointer to a live local; the flags are those that the call knows.
+    // SAFETY: a pointer to a live local; the flags are valid for signalfd.
     let fd = unsafe { libc::signalfd(-1, &child, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made it, and nothing else knows of it.
+    // SAFETY: the kernel has just created the descriptor, and no other code uses it.
     Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) }))
 }

@@ -1,7 +1,7 @@
-//! What the sandbox launcher asks of the kernel and no safe wrapper offers.
+//! System calls of the sandbox launcher that no safe wrapper offers.
 //!
-//! The launcher is a program with one thread that does nothing else; [`OneThread`] is the proof, and
-//! what would be unsound beside other threads asks for it.
+//! The launcher is a single-threaded program. [`OneThread`] is the proof of that: functions that
+//! would be unsound beside other threads require it as an argument.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::io;
@@ -18,26 +18,27 @@ use super::reap::Usage;
 pub(crate) struct OneThread(());
 
 impl OneThread {
-    /// Looks, and is `None` if there are others or nobody can tell.
+    /// Counts the threads. Returns `None` if there are others or if `/proc` cannot be read.
     pub(crate) fn check() -> Option<Self> {
         let threads = std::fs::read_dir("/proc/self/task").ok()?.count();
         (threads == 1).then_some(Self(()))
     }
 }
 
-/// Where a fork is.
+/// The process in which a fork returned.
 pub(crate) enum Fork {
-    /// In the new process.
+    /// In the child process.
     Child,
-    /// In the old one, which has this child now.
+    /// In the parent process, with the pid of the child.
     Parent(Pid),
 }
 
-/// Forks; `flags` are the namespaces that the child gets.
+/// Forks; `flags` are the namespaces that are created for the child.
 pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
     let flags = flags | libc::SIGCHLD;
-    // SAFETY: without CLONE_VM and a stack this is fork: the child has a copy of everything. There
-    // is one thread, so no lock is held by a thread that the child does not have.
+    // SAFETY: without CLONE_VM and without a stack this is fork: the child has a copy of all
+    // memory. This process has one thread, so no lock is held by a thread that does not exist in
+    // the child.
     let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
     match pid {
         0 => Ok(Fork::Child),
@@ -50,14 +51,16 @@ pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
     }
 }
 
-/// Does this in a new process, which has our memory until it is another program or has ended, with what
-/// the work returns; only then we go on. Nothing is copied for it, which is most of what forking takes.
+/// Runs `work` in a new process that shares this process's memory (CLONE_VM and CLONE_VFORK). This
+/// process continues only after the child has executed another program or has exited with the
+/// return value of `work`. No memory is copied; the copy is the largest part of the cost of fork.
 pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<Pid> {
-    /// Words of its stack: 256 KiB, of which pages that are used exist.
+    /// Size of the child's stack in words: 256 KiB, of which only touched pages are allocated.
     const STACK: usize = 16 << 10;
 
     extern "C" fn enter<F: FnMut() -> c_int>(work: *mut c_void) -> c_int {
-        // SAFETY: it is the closure of the caller, who waits and has lent it to nobody else.
+        // SAFETY: this is the caller's closure. The caller waits and has passed it to no other
+        // code.
         let work = unsafe { &mut *work.cast::<F>() };
         work()
     }
@@ -69,10 +72,10 @@ pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<
     let entry = entry(&work);
     let mut stack: Vec<u128> = Vec::with_capacity(STACK);
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
-    // SAFETY: the stack is large enough for work that ends in a system call, aligned, and lives
-    // longer than the child uses it, as this thread sleeps until then. It is the only one, so nobody
-    // else sees memory change, and the child never returns to a frame of ours. Descriptors, signals
-    // and directories are copies.
+    // SAFETY: the stack is large enough for work that ends in a system call, is aligned, and lives
+    // longer than the child uses it, because this thread sleeps until then. It is the only thread,
+    // so no other thread sees memory change, and the child never returns to a stack frame of this
+    // process. Descriptors, signal handlers and the working directory are copies.
     let pid = unsafe {
         let top = stack.as_mut_ptr().add(STACK).cast();
         libc::clone(entry, top, flags, ptr::from_mut(&mut work).cast())
@@ -83,46 +86,47 @@ pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<
     Pid::from_raw(pid).ok_or_else(|| io::Error::other("kernel returned an odd pid"))
 }
 
-/// Forks a process that is a child of this one's parent.
+/// Forks a process whose parent is the parent of this process.
 pub(crate) fn fork_sibling(token: OneThread) -> io::Result<Fork> {
     fork(token, libc::CLONE_PARENT)
 }
 
-/// Gives these the numbers from 0 on, and closes everything else.
+/// Gives these descriptors the numbers from 0 on, and closes all others.
 pub(crate) fn only(_: OneThread, files: Vec<OwnedFd>) -> io::Result<()> {
     let count = c_int::try_from(files.len()).map_err(io::Error::other)?;
-    // Out of the way of the numbers that they will have.
+    // Move them above the numbers that they will get.
     let high: io::Result<Vec<OwnedFd>> = files
         .iter()
         .map(|file| Ok(rustix::io::fcntl_dupfd_cloexec(file, count)?))
         .collect();
     let high: Vec<RawFd> = high?.into_iter().map(IntoRawFd::into_raw_fd).collect();
     for file in files {
-        // Whatever it is, it is closed or replaced below.
+        // Ownership ends here: the descriptor is closed or replaced below.
         let _ = file.into_raw_fd();
     }
     for (target, file) in (0..).zip(high) {
-        // SAFETY: open descriptors; nothing in this process refers to the target any more: the
-        // standard streams are the only others, and are used by number.
+        // SAFETY: the descriptors are open. Nothing in this process refers to the target any more:
+        // only the standard streams have such numbers, and they are used by number.
         if unsafe { libc::dup2(file, target) } < 0 {
             return Err(io::Error::last_os_error());
         }
     }
-    // SAFETY: plain system call without pointers; nothing in this process refers to them any more.
+    // SAFETY: plain system call without pointers; nothing in this process refers to the closed
+    // descriptors any more.
     if unsafe { libc::syscall(libc::SYS_close_range, count, c_int::MAX, 0) } < 0 {
         return Err(io::Error::last_os_error());
     }
     Ok(())
 }
 
-/// Copies of the standard streams.
+/// Returns duplicates of the standard streams.
 pub(crate) fn streams() -> io::Result<[OwnedFd; 3]> {
     use rustix::stdio::{stderr, stdin, stdout};
     let copy = |stream| rustix::io::fcntl_dupfd_cloexec(stream, 3);
     Ok([copy(stdin())?, copy(stdout())?, copy(stderr())?])
 }
 
-/// Makes the first three of these the standard streams.
+/// Makes the first three of these descriptors the standard streams.
 pub(crate) fn take_streams(
     _: OneThread,
     files: &mut impl Iterator<Item = OwnedFd>,
@@ -136,28 +140,28 @@ pub(crate) fn take_streams(
     Ok(())
 }
 
-/// Takes charge of a descriptor that this program was started with, and keeps it from the next.
+/// Takes ownership of an inherited descriptor, and sets close-on-exec on it.
 pub(crate) fn inherited(_: OneThread, fd: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: plain system call; a number that is no descriptor gives an error.
+    // SAFETY: plain system call; a number that is not an open descriptor gives an error.
     if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, and the caller is the only one who knows of it: the program has just
-    // begun and opened nothing at this number.
+    // SAFETY: the descriptor is open, and the caller is its only user: the program has just begun
+    // and has opened nothing at this number.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Ends every other process of this one's namespace, whose first process this is.
+/// Kills every other process of the PID namespace, if this process is its first process.
 ///
-/// Nobody but the first process may do that: from any other it would reach all of the user's.
+/// In any other process the call does nothing: `kill(-1)` would reach all processes of the user.
 pub(crate) fn end_namespace(_: OneThread) {
     if std::process::id() == 1 {
-        // SAFETY: plain system call; it spares the caller.
+        // SAFETY: plain system call; it does not signal the caller.
         unsafe { libc::kill(-1, libc::SIGKILL) };
     }
 }
 
-/// What the children that this process has reaped used, with all of theirs.
+/// Returns the resource usage of the children that this process has reaped, with their descendants.
 pub(crate) fn used_by_children() -> Usage {
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
     let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
@@ -166,16 +170,16 @@ pub(crate) fn used_by_children() -> Usage {
     Usage::from(usage)
 }
 
-/// Closes the standard streams: they belong to the command, whoever else holds them would keep
-/// their other ends waiting.
+/// Closes the standard streams. They belong to the command: while another process holds them,
+/// readers at the other end do not see the end of the stream.
 pub(crate) fn close_streams(_: OneThread) {
     for fd in 0..3 {
-        // SAFETY: nothing in this process uses them from here on.
+        // SAFETY: nothing in this process uses the standard streams after this call.
         unsafe { libc::close(fd) };
     }
 }
 
-/// Sets and clears attributes of a mount, and with `AT_RECURSIVE` of all below.
+/// Sets and clears attributes of a mount, and with `AT_RECURSIVE` of all mounts below it.
 pub(crate) fn mount_attributes(
     at: impl AsFd,
     path: &CStr,
@@ -196,7 +200,7 @@ pub(crate) fn mount_attributes(
         propagation,
         namespace: 0,
     };
-    // SAFETY: pointers to live values; the size is that of the structure.
+    // SAFETY: pointers to live values; the size is the size of the structure.
     let result = unsafe {
         libc::syscall(
             libc::SYS_mount_setattr,
@@ -213,10 +217,10 @@ pub(crate) fn mount_attributes(
     Ok(())
 }
 
-/// The version of Landlock, or 0.
+/// Returns the Landlock ABI version, or 0 without Landlock.
 pub(crate) fn landlock_version() -> u32 {
     const VERSION: c_int = 1;
-    // SAFETY: with this flag the kernel reads no memory of ours.
+    // SAFETY: with this flag the kernel reads no memory of this process.
     let version = unsafe {
         libc::syscall(
             libc::SYS_landlock_create_ruleset,
@@ -228,7 +232,7 @@ pub(crate) fn landlock_version() -> u32 {
     u32::try_from(version).unwrap_or(0)
 }
 
-/// Whether the kernel filters system calls.
+/// Returns whether the kernel supports seccomp filters.
 pub(crate) fn has_seccomp() -> bool {
     let action = libc::SECCOMP_RET_ERRNO;
     // SAFETY: the kernel reads one word from a live local.
@@ -243,13 +247,14 @@ pub(crate) fn has_seccomp() -> bool {
     result == 0
 }
 
-/// Gives up capabilities for every program that this process will ever execute.
+/// Drops all capabilities from the bounding set, for this process and every program that it
+/// executes.
 pub(crate) fn empty_bounding_set() -> io::Result<()> {
     for capability in 0..64 {
         // SAFETY: plain system call without pointers.
         if unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) } < 0 {
             let error = io::Error::last_os_error();
-            // Past the last one that this kernel knows.
+            // The number is higher than the last capability of this kernel.
             return match error.raw_os_error() {
                 Some(libc::EINVAL) => Ok(()),
                 _ => Err(error),
@@ -259,7 +264,7 @@ pub(crate) fn empty_bounding_set() -> io::Result<()> {
     Ok(())
 }
 
-/// Sets a resource limit, soft and hard.
+/// Sets the soft and hard value of a resource limit.
 pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
     let limit = libc::rlimit64 {
         rlim_cur: value,
@@ -272,18 +277,19 @@ pub(crate) fn limit(resource: u32, value: u64) -> io::Result<()> {
     }
 }
 
-/// Has every signal do what it does by itself, in this process and those that come from it.
+/// Sets every signal to its default action, in this process and its future children.
 pub(crate) fn default_signals(_: OneThread) {
     static DONE: AtomicBool = AtomicBool::new(false);
-    // Nothing here sets one to anything else afterwards, and a fork inherits both.
+    // Nothing in this program changes an action afterwards, and forked processes inherit both the
+    // actions and this flag.
     if DONE.swap(true, Ordering::Relaxed) {
         return;
     }
-    // By the bare system call: the C library hides the two signals that it uses itself.
+    // Raw system call: the C library does not allow changes to the two signals that it uses itself.
     let action = [0_u64; 8];
     for signal in 1..=64 {
-        // SAFETY: reads a live local that is at least as large as the kernel's structure; no handler
-        // is set. The two that cannot be changed give an error.
+        // SAFETY: reads a live local that is at least as large as the kernel's structure; no
+        // handler is set. The two signals that cannot be changed give an error.
         unsafe {
             libc::syscall(
                 libc::SYS_rt_sigaction,
@@ -296,19 +302,19 @@ pub(crate) fn default_signals(_: OneThread) {
     }
 }
 
-/// Keeps all signals waiting but the two that cannot be, here and in what comes from here.
+/// Blocks all signals that can be blocked, in this process and its future children.
 pub(crate) fn hold_signals(_: OneThread) {
     mask(libc::SIG_SETMASK, u64::MAX);
 }
 
-/// Lets all signals do what they do.
+/// Unblocks all signals.
 pub(crate) fn release_signals(_: OneThread) {
     mask(libc::SIG_SETMASK, 0);
 }
 
 fn mask(how: c_int, signals: u64) {
-    // By the bare system call, as above.
-    // SAFETY: reads a live local of the size that is named; the old mask is not asked for.
+    // Raw system call, for the same reason as above.
+    // SAFETY: reads a live local of the given size; the old mask is not requested.
     unsafe {
         libc::syscall(
             libc::SYS_rt_sigprocmask,
@@ -320,28 +326,29 @@ fn mask(how: c_int, signals: u64) {
     };
 }
 
-/// Ends this process without running anything of it.
+/// Exits immediately, without running exit handlers.
 pub(crate) fn exit(code: c_int) -> ! {
     // SAFETY: ends the process.
     unsafe { libc::_exit(code) }
 }
 
-/// Ends this process by a signal, as another has ended.
+/// Ends this process by a signal, to report the same death as another process.
 pub(crate) fn die_by(token: OneThread, signal: c_int) -> ! {
     default_signals(token);
     if (1..=64).contains(&signal) {
-        // No other: one that was held would be quicker.
+        // Only this signal: another pending signal could end the process first.
         mask(libc::SIG_UNBLOCK, 1 << (signal - 1));
     }
-    // SAFETY: plain system calls; the signal is not held and has its default effect.
+    // SAFETY: plain system calls; the signal is not blocked and has its default action.
     unsafe {
         libc::kill(libc::getpid(), signal);
     }
-    // It was one that does not end a process by default.
+    // The default action of this signal does not end a process.
     exit(128 + signal)
 }
 
-/// Executes the first of the candidates that is there; returns only to tell why none was.
+/// Executes the first candidate that exists. Returns only if none could be executed, with the
+/// error.
 pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString]) -> io::Error {
     let pointers = |list: &[CString]| -> Vec<*const c_char> {
         list.iter()
@@ -350,11 +357,11 @@ pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString])
             .collect()
     };
     let (argv, env) = (pointers(argv), pointers(env));
-    // As execvp: go on past what is not there, but remember that something was forbidden.
+    // As execvp: continue after a candidate that does not exist, but remember a permission error.
     let mut forbidden = false;
     let mut last = io::Error::from_raw_os_error(libc::ENOENT);
     for candidate in candidates {
-        // SAFETY: NUL-terminated strings and NULL-terminated arrays of them, all alive.
+        // SAFETY: NUL-terminated strings and NULL-terminated arrays of pointers to them, all alive.
         unsafe { libc::execve(candidate.as_ptr(), argv.as_ptr(), env.as_ptr()) };
         last = io::Error::last_os_error();
         match last.raw_os_error() {
@@ -369,7 +376,7 @@ pub(crate) fn execute(candidates: &[CString], argv: &[CString], env: &[CString])
     last
 }
 
-/// Has every descriptor but the standard streams closed when a program is executed.
+/// Sets close-on-exec on every descriptor except the standard streams.
 pub(crate) fn close_on_exec() {
     const CLOEXEC: c_int = 4;
     // SAFETY: plain system call without pointers.
@@ -384,14 +391,14 @@ pub(crate) fn loopback_up() -> io::Result<()> {
         rustix::net::SocketFlags::CLOEXEC,
         None,
     )?;
-    // SAFETY: plain numbers, for which zero is a value.
+    // SAFETY: the structure holds only numbers, for which zero is valid.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     for (to, from) in request.ifr_name.iter_mut().zip(*b"lo") {
         *to = c_char::try_from(from).unwrap_or_default();
     }
     let up = libc::IFF_UP | libc::IFF_RUNNING;
     request.ifr_ifru.ifru_flags = libc::c_short::try_from(up).unwrap_or_default();
-    // SAFETY: the kernel reads a live structure that names an interface and its flags.
+    // SAFETY: the kernel reads a live structure that holds an interface name and its flags.
     let result = unsafe {
         libc::ioctl(
             socket.as_raw_fd(),

@@ -1,15 +1,17 @@
-//! A guardian: a tiny process in front of a server, so that nothing outlives the server's death.
+//! Guardian process: a small parent of the server that kills the server's descendants if the server
+//! dies.
 //!
-//! The server's descendants that lose their parent become children of the server (it adopts
-//! orphans), and if the server itself dies without a chance to clean up, of the guardian, which ends
-//! them all. It also passes signals on and exits as the server did. It never executes anything and
-//! holds no secrets, sockets or threads.
+//! The server adopts descendants that lose their parent. If the server itself dies without cleaning
+//! up, the guardian becomes their parent and kills them all. It also forwards signals to the server
+//! and exits with the server's status. It never executes a program and holds no secrets, sockets or
+//! threads.
 //!
-//! The server has a session of its own, so that SIGKILL to the process group or the session that
-//! was started reaches the guardian alone. The server then gets SIGTERM and cleans up.
+//! The server runs in a separate session, so that SIGKILL to the process group or session of the
+//! original command reaches only the guardian. The kernel then sends SIGTERM to the server, which
+//! cleans up.
 //!
 //! ```text
-//! guardian ── forwards signals ──► server ──► processes, and what they left behind
+//! guardian ── forwards signals ──► server ──► processes and their orphans
 //!    ▲                                │ killed
 //!    └────── becomes the parent of ◄──┘ and kills them
 //! ```
@@ -23,17 +25,17 @@ use rustix::process::Signal;
 
 /// Splits this process into guardian and server; returns in the server only.
 ///
-/// If the guardian dies, the server gets SIGTERM. The server has a session of its own, and no
-/// controlling terminal: it can read and write the terminal that its standard streams are, and
-/// what the terminal signals comes by way of the guardian.
+/// If the guardian dies, the server receives SIGTERM. The server runs in a new session without a
+/// controlling terminal: it can read and write the terminal behind its standard streams, and
+/// signals of that terminal reach it through the guardian.
 ///
 /// # Errors
 ///
-/// When the process cannot fork; nothing has changed then.
+/// If the process cannot fork; nothing has changed then.
 ///
 /// # Panics
 ///
-/// If this process has more than one thread already: call it first thing in `main`.
+/// If this process has more than one thread: call it at the beginning of `main`.
 pub fn split() -> io::Result<()> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     assert!(
@@ -51,14 +53,14 @@ pub fn split() -> io::Result<()> {
         }
         0 => {
             let mut mask = mask;
-            // For this thread and those that it will start: see `child_ends`.
+            // For this thread and the threads that it will start: see `child_ends`.
             super::child_ends::block_in(&mut mask);
             restore(&mask);
-            // A process that was just forked leads no group.
+            // A process that was just forked is not a group leader, so setsid succeeds.
             rustix::process::setsid()?;
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             if rustix::process::getppid() != Some(parent) {
-                // The guardian died before it could be watched.
+                // The guardian died before the death signal was set.
                 return Err(io::Error::other("the guardian died at once"));
             }
             Ok(())
@@ -71,10 +73,10 @@ pub fn split() -> io::Result<()> {
     }
 }
 
-/// Waits for the server to end, forwarding signals, and then ends what it left behind.
+/// Waits for the server to end and forwards signals to it, then kills the remaining descendants.
 fn guard(server: c_int) -> c_int {
-    // The server's standard streams are not ours to hold open: whoever reads them must see the
-    // end when the server ends them.
+    // The guardian must not hold the server's standard streams open: their readers must see the end
+    // of the stream when the server closes them.
     for fd in 0..3 {
         // SAFETY: closing a standard stream that nothing in this process will use again.
         unsafe { libc::close(fd) };
@@ -86,7 +88,7 @@ fn guard(server: c_int) -> c_int {
     let status = loop {
         // SAFETY: siginfo_t is plain data, valid when zeroed.
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-        // SAFETY: pointers to live locals; all signals are blocked, as sigwaitinfo wants.
+        // SAFETY: pointers to live locals; all signals are blocked, which sigwaitinfo requires.
         let signal = unsafe { libc::sigwaitinfo(&all, &mut info) };
         match signal {
             libc::SIGCHLD => {
@@ -94,7 +96,7 @@ fn guard(server: c_int) -> c_int {
                     break status;
                 }
             }
-            // Of other processes, or of the terminal, which does not reach the server.
+            // Sent by another process, or by the terminal, whose signals do not reach the server.
             signal if signal > 0 => {
                 // SAFETY: plain system call; the server is our unreaped child.
                 unsafe { libc::kill(server, signal) };
@@ -110,7 +112,7 @@ fn guard(server: c_int) -> c_int {
     }
 }
 
-/// Reaps every ended child; the status of the server if it was among them.
+/// Reaps every child that has ended; returns the server's status if the server was one of them.
 fn reap(server: c_int) -> Option<c_int> {
     let mut found = None;
     loop {
@@ -125,10 +127,10 @@ fn reap(server: c_int) -> Option<c_int> {
     }
 }
 
-/// Kills descendants until there are none.
+/// Kills descendants until none is left.
 fn end_orphans() {
-    /// How long to reap before looking for descendants again, if no more end: at first, and at most
-    /// where something cannot be killed.
+    /// Time to wait for more children to end before descendants are listed again: the first pause,
+    /// and the longest, for processes that cannot be killed.
     const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_secs(1));
     let own = rustix::process::getpid();
     let mut pause = PAUSES.0;
@@ -136,7 +138,7 @@ fn end_orphans() {
         for pid in crate::tree::descendants_of(own) {
             let _ = rustix::process::kill_process(pid, Signal::KILL);
         }
-        // Looking takes long where there are many: everything that ends is reaped first.
+        // Listing is slow if there are many descendants, so reap every child that ends first.
         loop {
             match reap_all() {
                 Reaped::NoChildren => return,
@@ -170,14 +172,14 @@ fn reap_all() -> Reaped {
     }
 }
 
-/// Waits for SIGCHLD, which is blocked; false if it does not come in time.
+/// Waits for SIGCHLD, which is blocked; returns false on timeout.
 fn child_ends_within(pause: Duration) -> bool {
     let pause = libc::timespec {
         tv_sec: libc::time_t::try_from(pause.as_secs()).unwrap_or(1),
         tv_nsec: pause.subsec_nanos().into(),
     };
     // SAFETY: sigset_t is plain data; sigemptyset fills it before use. All pointers are to live
-    // locals, and no information about the signal is asked for.
+    // locals, and the signal information is not requested.
     unsafe {
         let mut child: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut child);

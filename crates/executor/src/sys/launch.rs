@@ -1,8 +1,9 @@
-//! Starting a child the way vfork does: it borrows this process's memory until it executes.
+//! Process launch with vfork semantics: the child uses this process's memory until it executes the
+//! program.
 //!
-//! `posix_spawn` works like this too, but cannot set resource limits or join a control group before
-//! the program runs, and does not say which step failed. The cost does not depend on how much memory
-//! this process has.
+//! `posix_spawn` works the same way, but it cannot set resource limits or join a control group
+//! before the program runs, and it does not report which step failed. The cost does not depend on
+//! the memory size of this process.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -12,9 +13,9 @@ use std::ptr;
 
 use rustix::process::Pid;
 
-/// Everything the child needs; all of it is read by the child while the parent waits.
+/// Parameters of a launch. The child reads them while the parent waits.
 pub(crate) struct Launch<'a> {
-    /// What to execute: the first that exists, as a search of `PATH` would have it.
+    /// Paths to execute: the first that exists is used, as in a search of `PATH`.
     pub(crate) candidates: &'a [&'a CStr],
     pub(crate) argv: &'a [&'a CStr],
     pub(crate) env: &'a [&'a CStr],
@@ -24,15 +25,16 @@ pub(crate) struct Launch<'a> {
     pub(crate) stderr: BorrowedFd<'a>,
     /// Make standard input the controlling terminal.
     pub(crate) controlling_terminal: bool,
-    /// Resource limits, as (resource, soft and hard value).
+    /// Resource limits: resource, and the value for both the soft and the hard limit.
     pub(crate) limits: &'a [(u32, u64)],
     /// Open `cgroup.procs` files of the groups to join.
     pub(crate) groups: &'a [BorrowedFd<'a>],
-    /// More descriptors for the program, from 3 on; none of them may have such a number here.
+    /// Additional descriptors for the program, numbered from 3 on. In this process none of them may
+    /// have one of these target numbers.
     pub(crate) extra: &'a [BorrowedFd<'a>],
 }
 
-/// The step at which a child could not become the program.
+/// The step at which a launch failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Clone,
@@ -44,14 +46,15 @@ pub(crate) enum Step {
     Execute,
 }
 
-/// A child that could not become the program; it has been reaped.
+/// Launch failure. The child has been reaped.
 #[derive(Debug)]
 pub(crate) struct LaunchError {
     pub(crate) step: Step,
     pub(crate) source: io::Error,
 }
 
-/// What the child writes into the parent's memory before it gives up.
+/// Launch parameters, and the failure that the child writes into the parent's memory before it
+/// exits.
 struct Plan<'a> {
     launch: &'a Launch<'a>,
     argv: Vec<*const c_char>,
@@ -67,11 +70,11 @@ thread_local! {
     static STACK: RefCell<Vec<u8>> = RefCell::new(vec![0; STACK_BYTES]);
 }
 
-/// Starts the program in a session of its own and returns once it has been executed.
+/// Starts the program in a new session and returns after the program has been executed.
 ///
 /// # Errors
 ///
-/// Names the step that failed; nothing is left behind.
+/// The step that failed; no process is left.
 pub(crate) fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError> {
     let pointers = |list: &[&CStr]| -> Vec<*const c_char> {
         list.iter()
@@ -91,10 +94,10 @@ pub(crate) fn launch(launch: &Launch<'_>) -> Result<(Pid, OwnedFd), LaunchError>
     if pid < 0 {
         return fail(Step::Clone, io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just put a new descriptor there, and nobody else knows of it.
+    // SAFETY: the kernel has just created this descriptor, and no other code uses it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
     if let Some((step, errno)) = plan.failed {
-        // SAFETY: waits for our own child, which is exiting; a null status is allowed.
+        // SAFETY: waits for a child of this process that is exiting; a null status is allowed.
         unsafe { libc::waitpid(pid, ptr::null_mut(), 0) };
         return fail(step, io::Error::from_raw_os_error(errno));
     }
@@ -112,10 +115,11 @@ fn clone_child(stack: &mut [u8], plan: &mut Plan<'_>, pidfd: &mut c_int) -> c_in
     // SAFETY: sigset_t is plain data; sigfillset fills it before use.
     let (mut all, mut old): (libc::sigset_t, libc::sigset_t) =
         unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
-    // SAFETY: CLONE_VFORK suspends this thread until the child has executed or exited, so the
-    // child has the stack, `plan` and everything it points to for itself. All signals are blocked
-    // across the call: no handler of ours can run in the child on the shared memory. The child
-    // calls only functions that are safe after vfork, and never returns from `child`.
+    // SAFETY: CLONE_VFORK suspends this thread until the child has executed or exited, so the child
+    // has exclusive use of the stack, of `plan` and of everything it points to. All signals are
+    // blocked across the call: no signal handler of this process can run in the child on the shared
+    // memory. The child calls only functions that are safe after vfork, and never returns from
+    // `child`.
     unsafe {
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
@@ -131,19 +135,19 @@ fn clone_child(stack: &mut [u8], plan: &mut Plan<'_>, pidfd: &mut c_int) -> c_in
 extern "C" fn child(plan: *mut c_void) -> c_int {
     // SAFETY: `clone_child` passes a valid, exclusive pointer that outlives the child's use of it.
     let plan = unsafe { &mut *plan.cast::<Plan<'_>>() };
-    // SAFETY: see `clone_child`; `become_program` keeps to functions that are safe after vfork.
+    // SAFETY: see `clone_child`; `become_program` calls only functions that are safe after vfork.
     let failed = unsafe { become_program(plan) };
     plan.failed = Some(failed);
     // SAFETY: ends the child without running any of the parent's exit handlers.
     unsafe { libc::_exit(127) }
 }
 
-/// Turns this child into the program; returns only to tell what failed.
+/// Executes the program in this child; returns only if a step failed.
 ///
 /// # Safety
 ///
-/// Must run in a vfork-like child with all signals blocked: it changes descriptors, signal
-/// dispositions, limits and the working directory of the calling process.
+/// Must run in a vfork-like child with all signals blocked: it changes descriptors, signal actions,
+/// limits and the working directory of the calling process.
 unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
     // SAFETY: always valid to read the calling thread's errno.
     let errno = || unsafe { *libc::__errno_location() };
@@ -152,7 +156,8 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
     // strings and arrays that `plan` keeps alive. The signal table and the descriptor table are
     // the child's own copies (neither CLONE_SIGHAND nor CLONE_FILES is set).
     unsafe {
-        // By the bare system call: the C library hides the two signals that it uses itself.
+        // Raw system call: the C library does not allow changes to the two signals that it uses
+        // itself.
         let default = [0u64; 8];
         for signal in 1..=64 {
             libc::syscall(libc::SYS_rt_sigaction, signal, default.as_ptr(), 0, 8);
@@ -199,7 +204,8 @@ unsafe fn become_program(plan: &Plan<'_>) -> (Step, c_int) {
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());
-        // As execvp: go on past what is not there, but remember that something was forbidden.
+        // As execvp: continue after a candidate that does not exist, but remember a permission
+        // error.
         let mut forbidden = false;
         let mut last = libc::ENOENT;
         for candidate in launch.candidates {

@@ -1,8 +1,8 @@
-//! The system calls that no safe wrapper offers: starting a child without copying this process,
-//! reaping with resource usage, a few socket options, sockets that a service manager hands over, the
-//! guardian in front of a server, and its memory.
+//! System calls that no safe wrapper offers: launching a child without copying this process,
+//! reaping with resource usage, socket options, inherited sockets, the guardian process and
+//! allocator settings.
 //!
-//! The only module of the workspace with unsafe code; each block says why it is sound.
+//! The only module of the workspace with unsafe code; each block states why it is sound.
 
 #![allow(unsafe_code)]
 

@@ -1,21 +1,23 @@
-//! What a server changes about itself, and takes back in its children: whom the kernel ends first
-//! when memory runs out, and how many files may be open.
+//! Out-of-memory score and open-file limit of the server, and their original values for its
+//! children.
 
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::OnceLock;
 
-/// Far below everything that is not protected, and above what must never be ended.
+/// An `oom_score_adj` far below every unprotected process, and above the value that protects a
+/// process completely.
 const PROTECTED: &str = "-900";
 
-/// What the out-of-memory score was before, as text for those who get it back.
+/// The original out-of-memory score, as text, which children get back.
 static SCORE: OnceLock<Vec<u8>> = OnceLock::new();
 
-/// What the limit of open files was before: soft and hard.
+/// The original limit of open files: soft and hard.
 static OPEN_FILES: OnceLock<(u64, u64)> = OnceLock::new();
 
-/// Has the kernel end other processes before this one; children of ours start with the score that
-/// this one had. Returns whether that was allowed, which needs a privilege.
+/// Lowers this process's out-of-memory score, so that the kernel kills other processes first.
+/// Children start with the original score. Returns whether the kernel allowed it, which requires a
+/// privilege.
 pub fn protect_from_lack_of_memory() -> bool {
     const FILE: &str = "/proc/self/oom_score_adj";
     let Ok(before) = std::fs::read_to_string(FILE) else {
@@ -29,8 +31,8 @@ pub fn protect_from_lack_of_memory() -> bool {
     protected
 }
 
-/// Lets this process open as many files as it may; children of ours start with the soft limit that
-/// it had, since some programs cannot cope with more. Returns the limit.
+/// Raises the soft limit of open files to the hard limit and returns it. Children start with the
+/// original soft limit, since some programs fail with a higher one.
 pub fn raise_open_files() -> u64 {
     let mut limit = libc::rlimit64 {
         rlim_cur: 0,
@@ -51,12 +53,12 @@ pub fn raise_open_files() -> u64 {
     limit.rlim_cur
 }
 
-/// Takes both back, in a child.
+/// Restores the original score and limit in a child.
 ///
 /// # Safety
 ///
-/// Must run in a child that has a descriptor to spare; it calls nothing but system calls. A child
-/// that shares our memory after vfork has a score and limits of its own.
+/// Must run in a child that has an unused descriptor number; it makes only system calls. The score
+/// and the limits of a child are separate, even if it shares memory with this process after vfork.
 pub(super) unsafe fn restore() {
     if let Some(before) = SCORE.get() {
         // SAFETY: a NUL-terminated path, and a buffer that lives as long as the program.

@@ -1,4 +1,4 @@
-//! Registering descriptors with the runtime's poller.
+//! Registration of descriptors with tokio's poller.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,24 +7,25 @@ use std::sync::Arc;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Has the runtime watch a descriptor.
+/// Registers a descriptor with the runtime.
 ///
 /// # Errors
 ///
-/// When the poller refuses it.
+/// If the poller rejects it.
 pub fn register(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
     // SAFETY: the `OwnedFd` moves into the `AsyncFd` and always names the same open file, which is
     // closed only after it was deregistered; nothing here hands out mutable access to it.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }
 
-/// As [`register`], for both directions of a descriptor that others use as well.
+/// Registers a shared descriptor for both directions, see [`register`].
 ///
 /// # Errors
 ///
-/// When the poller refuses it.
+/// If the poller rejects it.
 pub fn register_shared(fd: Arc<OwnedFd>) -> io::Result<AsyncFd<Arc<OwnedFd>>> {
-    // SAFETY: the `AsyncFd` has a share of the `OwnedFd`, which is thus open until it was
-    // deregistered and always names the same open file: nobody gets mutable access to what is shared.
+    // SAFETY: the `AsyncFd` holds a share of the `OwnedFd`, which therefore stays open until it is
+    // deregistered and always names the same open file: no code gets mutable access to a shared
+    // value.
     Ok(unsafe { AsyncFd::register(fd) }?)
 }

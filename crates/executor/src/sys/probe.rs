@@ -1,21 +1,21 @@
-//! Whether a process is there, and the unit of its times in `/proc`.
+//! Existence check for process ids, and the clock tick unit of `/proc`.
 
 use std::io;
 
-/// Whether a process has this number; false for a free number and for that of a thread beside the
-/// first of its process.
+/// Returns whether a process has this id. Returns false for an unused id, and for the id of a
+/// thread other than the main thread of its process.
 pub(crate) fn is_process(number: i32) -> bool {
-    // SAFETY: signal 0 is not sent, and the call has no pointers.
+    // SAFETY: signal 0 is not delivered, and the call takes no pointers.
     let result = unsafe { libc::syscall(libc::SYS_tgkill, number, number, 0) };
-    // One that may not be signalled is there all the same.
+    // A process exists even if this user may not signal it.
     result == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
 }
 
-/// The unit of times in `/proc`.
+/// Clock ticks per second, the unit of times in `/proc`.
 pub(crate) fn ticks_per_second() -> u64 {
-    // SAFETY: has no pointers.
+    // SAFETY: takes no pointers.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
-    // The kernel's constant on nearly all architectures, should the C library not know it.
+    // If the C library does not report it: the kernel's constant on nearly all architectures.
     u64::try_from(ticks)
         .ok()
         .filter(|&ticks| ticks > 0)

@@ -1,21 +1,21 @@
-//! Reaping a child together with what it used.
+//! Reaping of children together with their resource usage.
 
 use std::io;
 
 use rustix::process::Pid;
 use serde::{Deserialize, Serialize};
 
-/// How a reaped child ended and what it used.
+/// How a reaped child ended, and its resource usage.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reaped {
-    /// Exit status, or `None` after a death by signal.
+    /// Exit status, or `None` if a signal ended the child.
     pub(crate) code: Option<i32>,
     /// The signal that ended it.
     pub(crate) signal: Option<i32>,
     pub(crate) usage: Usage,
 }
 
-/// What a process used, with those of its children that it has waited for.
+/// Resource usage of a process, including the children that it has waited for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Usage {
     pub(crate) user_micros: u64,
@@ -28,17 +28,17 @@ impl From<libc::rusage> for Usage {
         Self {
             user_micros: micros(usage.ru_utime),
             system_micros: micros(usage.ru_stime),
-            // The kernel counts in KiB.
+            // The kernel reports KiB.
             max_rss_bytes: usage.ru_maxrss.unsigned_abs() * 1024,
         }
     }
 }
 
-/// Reaps `pid` if it has ended; `Ok(None)` while it lives.
+/// Reaps `pid` if it has ended; returns `Ok(None)` while it runs.
 ///
 /// # Errors
 ///
-/// `ECHILD` when it is not a child of this process or was reaped by someone else.
+/// `ECHILD` if it is not a child of this process, or if other code has already reaped it.
 pub(crate) fn try_reap(pid: Pid) -> io::Result<Option<Reaped>> {
     let mut status = 0;
     // SAFETY: `rusage` is a plain C struct for which all zeroes is a valid value.
@@ -67,7 +67,7 @@ fn micros(time: libc::timeval) -> u64 {
     time.tv_sec.unsigned_abs() * 1_000_000 + time.tv_usec.unsigned_abs()
 }
 
-/// Any ended child that nobody has reaped yet, left as it is.
+/// Returns an ended child that has not been reaped, and does not reap it.
 pub(crate) fn any_ended() -> Option<Pid> {
     // SAFETY: siginfo_t is plain data, valid when zeroed.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
@@ -77,6 +77,6 @@ pub(crate) fn any_ended() -> Option<Pid> {
     if result != 0 {
         return None;
     }
-    // SAFETY: waitid fills the fields of SIGCHLD; with WNOHANG and nobody there the pid is 0.
+    // SAFETY: waitid fills the fields of SIGCHLD; with WNOHANG and no ended child the pid is 0.
     Pid::from_raw(unsafe { info.si_pid() })
 }

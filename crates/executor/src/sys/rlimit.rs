@@ -1,15 +1,15 @@
-//! Reading another process's resource limit.
+//! Resource limits of another process.
 
 use std::io;
 use std::ptr;
 
 use rustix::process::Pid;
 
-/// The hard limit of `pid`, or of this process.
+/// Returns the hard limit of `pid`, or of this process.
 ///
 /// # Errors
 ///
-/// When there is no such process, or it belongs to someone else.
+/// If the process does not exist or belongs to another user.
 pub(crate) fn hard(pid: Option<Pid>, resource: u32) -> io::Result<u64> {
     let mut limit = libc::rlimit64 {
         rlim_cur: 0,

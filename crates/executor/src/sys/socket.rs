@@ -1,5 +1,5 @@
-//! What no safe wrapper offers for sockets: options, which hold for every connection that a listening
-//! socket accepts, and receiving into memory that nobody has cleared.
+//! Socket options that every connection inherits from its listening socket, and receiving into
+//! uninitialised memory.
 
 use std::ffi::{c_int, c_void};
 use std::io;
@@ -8,22 +8,22 @@ use std::os::fd::{AsFd, AsRawFd as _};
 use rustix::net::{RecvFlags, recv};
 use tokio::io::ReadBuf;
 
-/// Has the kernel report a connection only when its peer has sent something, at the latest after
-/// `seconds`: one wake-up instead of two for each new client.
+/// Makes the kernel report a connection only after its peer has sent data, or after `seconds`: one
+/// wake-up instead of two for each new client (`TCP_DEFER_ACCEPT`).
 ///
 /// # Errors
 ///
-/// When the socket is not a TCP socket.
+/// If the socket is not a TCP socket.
 pub fn defer_accept(socket: impl AsFd, seconds: u16) -> io::Result<()> {
     set(socket, libc::TCP_DEFER_ACCEPT, c_int::from(seconds))
 }
 
-/// Bounds the bytes that wait in the kernel for their turn on the wire, so that what comes up
-/// later does not have to wait behind megabytes.
+/// Limits the bytes that wait unsent in the kernel, so that later data does not queue behind
+/// megabytes.
 ///
 /// # Errors
 ///
-/// When the socket is not a TCP socket.
+/// If the socket is not a TCP socket.
 pub fn limit_unsent(socket: impl AsFd, bytes: u32) -> io::Result<()> {
     set(
         socket,
@@ -53,14 +53,13 @@ fn set(socket: impl AsFd, option: c_int, value: c_int) -> io::Result<()> {
     }
 }
 
-/// Receives what has come, without waiting; how much.
+/// Receives available data without waiting; returns the number of bytes.
 ///
 /// # Errors
 ///
-/// `WouldBlock` when nothing has, and what the socket failed with.
+/// `WouldBlock` if there is no data, or the error of the socket.
 pub fn receive(socket: impl AsFd, buffer: &mut ReadBuf<'_>) -> io::Result<usize> {
-    // SAFETY: nothing is written through this slice but by the kernel, so that what was initialised
-    // stays so.
+    // SAFETY: only the kernel writes through this slice, so initialised bytes stay initialised.
     let free = unsafe { buffer.unfilled_mut() };
     let ((received, _), _) = recv(socket, free, RecvFlags::DONTWAIT)?;
     let received = received.len();
