@@ -1,25 +1,25 @@
-//! Whether a sandbox was in the way of a command that failed.
+//! Sandbox denial detection: classifies failed commands from exit status and output.
 //!
-//! The kernel tells nobody about what it refused, but for a death by SIGSYS. For the rest there is
-//! what the command printed: its errors are looked for in the words of the C library, and only
-//! those that this very sandbox can cause.
+//! The kernel does not report what it refused, except for a death by SIGSYS. Everything else is
+//! detected in the command's output: the module searches for the error texts of the C library, and
+//! only for errors that this sandbox can cause.
 
 use exec_server_protocol::sandbox::{Denial, DenialKind};
 
-/// What refusals of a sandbox look like.
+/// Properties of a sandbox that determine which errors it can cause.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Facts {
-    /// Something is enforced at all.
+    /// Whether anything is enforced.
     pub(crate) confined: bool,
-    /// There is something that cannot be written to.
+    /// Whether some paths are not writable.
     pub(crate) read_only: bool,
-    /// There is something that cannot even be looked at.
+    /// Whether some paths are not accessible at all.
     pub(crate) refuses_access: bool,
-    /// There is no network.
+    /// Whether the network is blocked.
     pub(crate) network: bool,
 }
 
-/// Texts of errors, in lower case.
+/// Error texts, in lower case.
 const READ_ONLY: &[&str] = &["read-only file system"];
 const ACCESS: &[&str] = &["permission denied"];
 const PERMITTED: &[&str] = &["operation not permitted"];
@@ -30,13 +30,14 @@ const NETWORK: &[&str] = &[
     "name or service not known",
 ];
 
-/// More than anyone wants to read.
+/// Maximum number of reported denials, enough for a reader.
 const MAX_DENIALS: usize = 16;
 
-/// The longest line that is looked at: an error is short.
+/// Longest line that is searched, in bytes: error messages are short.
 const MAX_LINE: usize = 4096;
 
-/// What a sandbox refused, as far as a failed command shows; `None` if it was not in the way.
+/// Returns what the sandbox denied, as far as the output of a failed command shows; `None` if there
+/// is no sign of a denial.
 pub(crate) fn classify<'a>(
     facts: Facts,
     code: i32,
@@ -46,13 +47,13 @@ pub(crate) fn classify<'a>(
     if !facts.confined || code == 0 {
         return None;
     }
-    // Shells pass a child's death on as a code.
+    // Shells report a child's death by signal as an exit code.
     if signal == Some(libc::SIGSYS) || code == 128 + libc::SIGSYS {
         return Some(vec![denial(DenialKind::Syscall)]);
     }
     let mut found = Vec::new();
     let mut denied = false;
-    // Chunks may end inside a line; lines of one stream are mostly whole.
+    // Chunks may end inside a line; the lines of one stream are mostly complete.
     let mut line = Vec::new();
     for chunk in output {
         for part in chunk.split_inclusive(|&byte| byte == b'\n') {
@@ -69,7 +70,7 @@ pub(crate) fn classify<'a>(
     denied.then_some(found)
 }
 
-/// Whether a line tells of a refusal.
+/// Searches one line for a denial and adds it to `found`; returns whether it contained one.
 fn look(facts: Facts, line: &[u8], found: &mut Vec<Denial>) -> bool {
     let lower = String::from_utf8_lossy(line).to_lowercase();
     let has = |texts: &[&str]| texts.iter().any(|text| lower.contains(text));
@@ -78,7 +79,7 @@ fn look(facts: Facts, line: &[u8], found: &mut Vec<Denial>) -> bool {
     } else if facts.network && has(NETWORK) {
         DenialKind::Network
     } else if has(PERMITTED) {
-        // Files refuse otherwise; this is what filters answer.
+        // File access fails with other errors; this is the error of system call filters.
         if facts.network {
             DenialKind::Network
         } else {
@@ -106,16 +107,16 @@ fn denial(kind: DenialKind) -> Denial {
     }
 }
 
-/// The absolute path that an error message names, if it names one.
+/// Returns the absolute path that an error message contains.
 fn path_in(line: &str) -> Option<String> {
     let quotes = ['\'', '"', '`', '‘', '’'];
     let quoted = line
         .split(quotes)
         .nth(1)
         .filter(|text| text.starts_with('/'));
-    // Otherwise as in `sh: 1: cannot create /x: Read-only file system`.
+    // Otherwise the form `sh: 1: cannot create /x: Read-only file system`.
     let plain = || {
-        // The first part is who complains.
+        // The first part is the name of the program.
         line.split(": ")
             .skip(1)
             .filter_map(|part| part.split_whitespace().last())
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_that_a_sandbox_causes_are_told() {
+    fn classify_reports_kind_and_path_of_errors_that_the_sandbox_can_cause() {
         let denials = told(
             ALL,
             1,
@@ -159,13 +160,13 @@ mod tests {
         assert_eq!(denials[0].kind, DenialKind::Network);
         assert!(told(ALL, 159, "").is_some());
         assert!(classify(ALL, 159, Some(libc::SIGSYS), std::iter::empty()).is_some());
-        // Across chunks.
+        // The text is split across two chunks.
         let parts = [&b"x: Read-only"[..], &b" file system"[..]];
         assert!(classify(ALL, 1, None, parts.into_iter()).is_some());
     }
 
     #[test]
-    fn what_it_cannot_cause_is_not() {
+    fn classify_ignores_errors_that_the_sandbox_cannot_cause() {
         let nothing = Facts::default();
         assert_eq!(told(nothing, 1, "Permission denied"), None);
         assert_eq!(told(ALL, 0, "Permission denied"), None);

@@ -1,40 +1,41 @@
-//! What this machine lets us enforce.
+//! Host capabilities for sandboxes: namespaces, mounts, Landlock, seccomp.
 //!
-//! Asked of the kernel by trying, in a process of its own, once.
+//! Determined once, by trying each kernel feature in a separate process.
 
 use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-/// What this machine lets us enforce.
+/// Sandbox features of this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Host {
-    /// The kernel's release.
+    /// Kernel release.
     pub kernel: String,
-    /// A user namespace with a mount namespace in it, or why not.
+    /// Whether a user namespace with a mount namespace can be created, or why not.
     pub user_namespaces: Result<(), String>,
-    /// A mount namespace by privilege, or why not.
+    /// Whether a mount namespace can be created with the server's privileges, or why not.
     pub privileged_mounts: Result<(), String>,
-    /// Changing whole trees of mounts at once, or why not.
+    /// Whether attributes of a whole mount tree can be changed in one call, or why not.
     pub mount_api: Result<(), String>,
-    /// A network namespace, or why not.
+    /// Whether a network namespace can be created, or why not.
     pub network_namespaces: Result<(), String>,
-    /// A network namespace whose loopback interface works, or why not.
+    /// Whether a network namespace with a working loopback interface can be created, or why not.
     pub private_networks: Result<(), String>,
-    /// Whether a fresh `/proc` can be mounted.
+    /// Whether a new `/proc` can be mounted.
     pub proc_mountable: bool,
-    /// The version of Landlock; 0 if there is none.
+    /// Landlock ABI version; 0 without Landlock.
     pub landlock: u32,
     /// Whether system calls can be filtered.
     pub seccomp: bool,
 }
 
 impl Host {
-    /// Whether a view can be built from mounts: in a user namespace (true) or by privilege.
+    /// Returns whether a mount view needs a user namespace (true) or can be built with the server's
+    /// privileges (false).
     ///
     /// # Errors
     ///
-    /// Says what is in the way.
+    /// The reason why neither works.
     pub fn mounts(&self) -> Result<bool, String> {
         self.mount_api.clone()?;
         let user = match (&self.user_namespaces, &self.privileged_mounts) {
@@ -48,11 +49,11 @@ impl Host {
         Ok(user)
     }
 
-    /// Whether a process can be given a network of its own, which it cannot leave.
+    /// Checks that a process can run in a private network that it cannot leave.
     ///
     /// # Errors
     ///
-    /// Says what is in the way.
+    /// The reason why it cannot.
     pub fn private_network(&self) -> Result<(), String> {
         self.mounts()?;
         self.private_networks
@@ -64,7 +65,7 @@ impl Host {
         Ok(())
     }
 
-    /// Nothing at all, for this reason.
+    /// Returns a host without any sandbox feature, for this reason.
     pub fn nothing(why: &str) -> Self {
         let no = || Err(why.to_owned());
         Self {
@@ -81,13 +82,13 @@ impl Host {
     }
 }
 
-/// The kernel's release.
+/// Returns the kernel release.
 pub fn kernel_release() -> String {
     let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     text.trim().to_owned()
 }
 
-/// Settings of a system that keep user namespaces from its users, each with the way out.
+/// Returns system settings that prevent unprivileged user namespaces, each with the fix.
 pub fn namespace_obstacles() -> Vec<(&'static str, &'static str)> {
     let setting = |path: &str| {
         let text = fs::read_to_string(path).ok()?;
@@ -123,7 +124,7 @@ pub fn namespace_obstacles() -> Vec<(&'static str, &'static str)> {
     found
 }
 
-/// Whether this looks like a container.
+/// Returns whether this process probably runs in a container.
 pub fn in_container() -> bool {
     let marks = ["/.dockerenv", "/run/.containerenv"];
     let environ = fs::read("/proc/1/environ").unwrap_or_default();

@@ -1,11 +1,13 @@
-//! Running under a policy: resolved, planned, enforced by the kernel, and reported as it is.
+//! Sandbox of a command: resolves the policy, plans the mechanisms, starts the launcher that
+//! enforces them, and reports what is enforced.
 //!
 //! ```text
 //! wire ──► policy ──► plan ──► launcher ──► command
 //!            │          │         └ mounts (view), Landlock, seccomp, capabilities
 //!            disk       host: what this kernel can enforce
 //! ```
-//! What cannot be enforced does not run, unless the request allows less and is told what is missing.
+//! A policy that cannot be enforced completely is refused, unless the request allows partial
+//! enforcement; the response then lists what is missing.
 
 pub(crate) mod denial;
 pub mod files;
@@ -52,23 +54,24 @@ use crate::sys::launch::{Launch, launch};
 use crate::sys::reap::Usage;
 use crate::tree::{TAG_RESOURCE, Tag};
 
-/// Processes of a sandbox that are not the command's: the launcher and the first in its namespace.
+/// Processes of a sandbox besides the command: the launcher and the first process of its
+/// namespaces.
 const OWN_PROCESSES: u64 = 2;
 
-/// How a command will be confined.
+/// Prepared confinement of a command, with what to report about it.
 #[derive(Debug)]
 pub(crate) struct Prison {
     confinement: Confinement,
-    /// What can be said of it.
+    /// The enforcement that is reported to the client.
     pub(crate) enforcement: Enforcement,
-    /// What its refusals look like.
+    /// Properties of the sandbox that denial detection uses.
     pub(crate) facts: Facts,
     /// Held until the command has ended.
     pub(crate) placeholders: Vec<Placeholder>,
 }
 
 impl Prison {
-    /// One without walls.
+    /// Returns a sandbox that restricts nothing.
     pub(crate) fn open() -> Self {
         Self {
             confinement: Confinement::default(),
@@ -82,22 +85,23 @@ impl Prison {
         }
     }
 
-    /// Whether anything has to be done.
+    /// Returns whether this sandbox restricts nothing.
     pub(crate) fn is_open(&self) -> bool {
         self.confinement == Confinement::default()
     }
 
-    /// Whether the command gets a session and a group of its own inside.
+    /// Returns whether the command runs in new namespaces, and thus in a separate session and
+    /// process group.
     pub(crate) fn has_namespaces(&self) -> bool {
         self.confinement.namespaces.is_some()
     }
 
-    /// The namespaces that the command gets.
+    /// Returns the namespaces of the command.
     fn base(&self) -> Option<Base> {
         self.confinement.namespaces.as_ref().map(Base::of)
     }
 
-    /// Processes that count against limits and are not the command's.
+    /// Returns the number of processes that count against limits but do not belong to the command.
     pub(crate) fn own_processes(&self) -> u64 {
         if self.has_namespaces() {
             OWN_PROCESSES
@@ -107,9 +111,9 @@ impl Prison {
     }
 }
 
-/// Decides how to enforce a policy on this machine, and holds the places that this takes.
+/// Decides how to enforce a policy on this machine, and creates the placeholders that it needs.
 ///
-/// Looks at the disk: not for an async worker.
+/// Reads the disk, so it must not run on an async worker.
 pub(crate) fn prepare(
     sandbox: &Sandbox,
     spec: &Spec,
@@ -129,7 +133,7 @@ pub(crate) fn prepare(
     confine(policy, sandbox.allow_partial_enforcement, host, network)
 }
 
-/// Decides how to give a command a network of its own and leave everything else as it is.
+/// Decides how to give a command a private network, without other restrictions.
 pub(crate) fn prepare_network(network: &PrivateNetwork, host: &Host) -> Result<Prison, StartError> {
     let policy = Policy {
         view: None,
@@ -138,7 +142,7 @@ pub(crate) fn prepare_network(network: &PrivateNetwork, host: &Host) -> Result<P
     confine(policy, false, host, Some(network))
 }
 
-/// Decides how to enforce a resolved policy, and holds the places that this takes.
+/// Decides how to enforce a resolved policy, and creates the placeholders that it needs.
 fn confine(
     mut policy: Policy,
     allow_partial: bool,
@@ -187,7 +191,7 @@ fn confine(
             .view
             .as_ref()
             .is_some_and(|view| view.access(Path::new("/")) != Access::Write),
-        // Without capabilities even root meets closed doors.
+        // Without capabilities, even root is denied access to files.
         refuses_access: policy
             .view
             .as_ref()
@@ -203,23 +207,23 @@ fn confine(
     })
 }
 
-/// An order on its way to a launcher, and our ear for its reports.
+/// Order for a launcher, with the socket on which its reports arrive.
 pub(crate) struct Errand {
     order: OwnedFd,
     theirs: OwnedFd,
     ours: OwnedFd,
-    /// Where file work is asked for.
+    /// The launcher's end of the socket for file requests.
     work: Option<OwnedFd>,
-    /// The namespaces that it is to make.
+    /// The namespaces that the launcher creates.
     base: Option<Base>,
 }
 
-/// The command inside, as seen from here.
+/// Process of a sandboxed command, identified in the server's PID namespace.
 #[derive(Debug)]
 pub(crate) struct Inside {
-    /// Leads a session and a group of its own.
+    /// Leader of a separate session and process group.
     pub(crate) pid: Pid,
-    /// Refers to it even if its number is used again.
+    /// Still refers to this process if its pid is used again.
     pub(crate) pidfd: OwnedFd,
 }
 
@@ -236,7 +240,7 @@ impl Errand {
             None,
         )?;
         rustix::net::sockopt::set_socket_passcred(&ours, true)?;
-        // Out of the way of the numbers that they will have there.
+        // Above the descriptor numbers that they get in the launcher.
         let high = |fd: OwnedFd| rustix::io::fcntl_dupfd_cloexec(&fd, 16);
         Ok(Self {
             order: high(file.into())?,
@@ -247,7 +251,7 @@ impl Errand {
         })
     }
 
-    /// An order to do file work, and the socket to ask for it.
+    /// Creates an order to serve file requests, and the server's end of the socket for them.
     pub(crate) fn serve(prison: &Prison) -> io::Result<(OwnedFd, Self)> {
         let mut errand = Self::new(&Order::Serve(Box::new(prison.confinement.clone())))?;
         let (ours, theirs) = rustix::net::socketpair(
@@ -261,7 +265,7 @@ impl Errand {
         Ok((ours, errand))
     }
 
-    /// An order to run a command.
+    /// Creates an order to run a command.
     pub(crate) fn run(
         prison: &Prison,
         prepared: &Prepared,
@@ -290,7 +294,7 @@ impl Errand {
         })
     }
 
-    /// The descriptors that the launcher expects, in order.
+    /// Returns the descriptors that the launcher expects, in order.
     pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         let work = self.work.as_ref().map(OwnedFd::as_fd);
         [self.order.as_fd(), self.theirs.as_fd()]
@@ -299,16 +303,16 @@ impl Errand {
             .collect()
     }
 
-    /// Waits for a process that does file work to be ready; blocks.
+    /// Waits until a process that serves file requests is ready. Blocks.
     pub(crate) fn wait_served(self) -> Result<(), StartError> {
         self.wait(&Spec::default()).map(drop)
     }
 
-    /// Waits for the command to run; blocks.
+    /// Waits until the command runs. Blocks.
     ///
     /// # Errors
     ///
-    /// What kept it from running. The launcher has ended then, or is about to.
+    /// The failure that prevented the start. The launcher has ended then, or is about to end.
     pub(crate) fn wait(self, spec: &Spec) -> Result<Begun, StartError> {
         let Self {
             theirs,
@@ -356,32 +360,32 @@ impl Errand {
     }
 }
 
-/// What a launcher has begun.
+/// Result of a successful start by a launcher.
 pub(crate) struct Begun {
-    /// The command, by a number that means something here.
+    /// Pid of the command in the server's PID namespace.
     pub(crate) leader: Option<Pid>,
-    /// Listeners of its network, in the order of the plan.
+    /// Listeners in the command's network namespace, in the order of the plan.
     pub(crate) listeners: Vec<OwnedFd>,
     pub(crate) ledger: Ledger,
 }
 
-/// The file that an order came in: whoever has read it says there, at the end, what its command
-/// used.
+/// File that contains the order, and later the resource usage of the command. The launcher
+/// overwrites the order with the usage after the command has ended.
 #[derive(Debug)]
 pub(crate) struct Ledger(OwnedFd);
 
 impl Ledger {
-    /// More than numbers need.
+    /// Larger than any encoded usage.
     const MAX_BYTES: usize = 64;
 
-    /// Nothing, if the launcher did not come to it.
+    /// Returns the usage; `None` if the launcher ended before it wrote it.
     pub(crate) fn usage(&self) -> Option<Usage> {
         let mut bytes = [0; Self::MAX_BYTES];
         let read = rustix::io::pread(&self.0, &mut bytes, 0).ok()?;
         postcard::from_bytes(&bytes[..read]).ok()
     }
 
-    /// Makes room for what is to be said.
+    /// Deletes the order, so that the usage can be written.
     fn clear(&self) -> rustix::io::Result<()> {
         rustix::fs::ftruncate(&self.0, 0)
     }
@@ -389,20 +393,20 @@ impl Ledger {
     fn tell(&self, usage: &Usage) {
         let mut bytes = [0; Self::MAX_BYTES];
         if let Ok(bytes) = postcard::to_slice(usage, &mut bytes) {
-            // Nothing is left to do if it fails.
+            // A failed write cannot be reported anywhere.
             let _ = rustix::io::pwrite(&self.0, bytes, 0);
         }
     }
 }
 
-/// A report, who sent it and what came with it.
+/// Report of a launcher, with its sender and the attached descriptors.
 struct Received {
     report: Report,
     from: Option<Pid>,
     files: Vec<OwnedFd>,
 }
 
-/// The next report; `None` at the end.
+/// Returns the next report; `None` at the end of the stream.
 fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
     const SPACE: usize = rustix::cmsg_space!(ScmCredentials(1), ScmRights(launcher::MAX_LISTENERS));
     let mut bytes = vec![0; 64 * 1024];
@@ -414,7 +418,7 @@ fn receive(socket: &OwnedFd) -> io::Result<Option<Received>> {
         let received = match rustix::net::recvmsg(socket, &mut parts, &mut ancillary, flags) {
             Ok(received) => received,
             Err(Errno::INTR) => continue,
-            // The other end went without a word.
+            // The launcher closed its end without a report.
             Err(Errno::CONNRESET) => return Ok(None),
             Err(error) => return Err(error.into()),
         };
@@ -470,13 +474,13 @@ fn explain(failure: Failure, spec: &Spec) -> StartError {
     }
 }
 
-/// Makes sure of who is inside: a number may have been used again.
+/// Opens a pidfd and then checks the identity of the process: the pid may have been used again.
 pub(crate) fn inside(pid: Pid, is_ours: impl FnOnce(Pid) -> bool) -> Option<Inside> {
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
     is_ours(pid).then_some(Inside { pid, pidfd })
 }
 
-/// The executable that launches sandboxes.
+/// Executable that launches sandboxes.
 #[derive(Debug, Default)]
 pub(crate) struct Launcher {
     path: Option<CString>,
@@ -485,11 +489,11 @@ pub(crate) struct Launcher {
 }
 
 impl Launcher {
-    /// The one that was given, or this program if it has said that it can be one.
+    /// Uses the given executable, or this program if it called [`launcher::dispatch`].
     pub(crate) fn new(path: Option<&Path>) -> Self {
         let path = match path {
             Some(path) => CString::new(path.as_os_str().as_bytes()).ok(),
-            // Not by name: what is there under its name may be another version by now.
+            // Not by path: the file at that path may have been replaced by another version.
             None => launcher::is_dispatched().then(|| c"/proc/self/exe".to_owned()),
         };
         Self {
@@ -499,11 +503,11 @@ impl Launcher {
         }
     }
 
-    /// Has a launcher forked by one that stands by. Blocks.
+    /// Requests a launcher from the standby process. Blocks.
     ///
     /// # Errors
     ///
-    /// When that does not work; executing one may.
+    /// If that fails; executing a launcher may still succeed.
     pub(crate) fn fork(
         &self,
         null: BorrowedFd<'_>,
@@ -514,12 +518,12 @@ impl Launcher {
             .fork(request, |errand| launch_alone(path, null, errand))
     }
 
-    /// Ends what stands by; the next sandbox starts another.
+    /// Ends the standby process; the next sandbox starts another one.
     pub(crate) fn end_standby(&self) {
         self.standby.end();
     }
 
-    /// The executable.
+    /// Returns the path of the executable.
     pub(crate) fn path(&self) -> Result<&CStr, StartError> {
         self.path.as_deref().ok_or_else(|| {
             StartError::Refused(
@@ -530,7 +534,7 @@ impl Launcher {
         })
     }
 
-    /// What this machine can enforce; asks the first time, and blocks then.
+    /// Returns what this machine can enforce. The first call probes the kernel and blocks.
     pub(crate) fn host(&self, null: &OwnedFd) -> Result<&Host, StartError> {
         let path = self.path()?;
         let found = self.host.get_or_init(|| {
@@ -543,7 +547,7 @@ impl Launcher {
     }
 }
 
-/// Starts a launcher that has nothing to do with any process.
+/// Starts a launcher that belongs to no command.
 pub(crate) fn launch_alone(
     path: &CStr,
     null: BorrowedFd<'_>,
@@ -558,7 +562,8 @@ pub(crate) fn launch_alone(
         stdout: null,
         stderr: null,
         controlling_terminal: false,
-        // Told from descendants of commands; those that become a command's get its tag instead.
+        // The server's tag separates the launcher from descendants of commands. A launcher that
+        // later runs a command gets the tag of that command.
         limits: &[(TAG_RESOURCE, Tag::of_server().0)],
         groups: &[],
         extra: &errand.descriptors(),
@@ -566,14 +571,14 @@ pub(crate) fn launch_alone(
     .map_err(|error| error.source)
 }
 
-/// Has a launcher find out what can be enforced.
+/// Runs a launcher that reports what this machine can enforce.
 fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
     let errand = Errand::new(&Order::Probe)?;
     let (pid, _pidfd) = launch_alone(path, null.as_fd(), &errand)?;
     let Errand { ours, theirs, .. } = errand;
     drop(theirs);
     let report = receive(&ours);
-    // It has nothing more to do.
+    // The launcher exits after the report.
     let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
     match report? {
         Some(Received {
@@ -584,11 +589,12 @@ fn probe(path: &CStr, null: &OwnedFd) -> io::Result<Host> {
     }
 }
 
-/// What this machine can enforce, as a launcher finds out; `None` means this program.
+/// Returns what this machine can enforce, as a launcher reports it; without a path, this program is
+/// the launcher.
 ///
 /// # Errors
 ///
-/// When there is no launcher or it cannot be run.
+/// If there is no launcher or it cannot be run.
 pub fn examine(path: Option<&Path>) -> io::Result<Host> {
     let launcher = Launcher::new(path);
     let null: OwnedFd = File::options()

@@ -1,12 +1,12 @@
-//! Empty directories that hold the place of a protected name while a sandbox runs.
+//! Placeholder directories for protected names that do not exist while a sandbox runs.
 //!
-//! A name that is not there cannot be mounted over, so nothing but its existence keeps a process
-//! from making it where it may write. The directory is empty, cannot be written to and bears a
-//! mode that nothing else has, so that one that was left behind is known as ours. Everyone who
-//! needs it holds a shared lock on it; the last to go removes it. Never follows a link.
+//! A name that does not exist cannot be mounted over, so only an existing directory prevents the
+//! sandboxed process from creating it where it may write. The directory is empty and not writable,
+//! and has a mode that no other directory has, so that one left by a crash can be recognised. Every
+//! user holds a shared lock on it; the last one removes it. Never follows a link.
 //!
-//! Making and removing directories costs more than all the rest of a sandbox, so one that is no
-//! longer needed stays for a moment: commands mostly come one after the other.
+//! Creating and removing directories is the most expensive part of a sandbox, so an unused
+//! placeholder stays for a moment: commands usually follow each other.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -22,20 +22,20 @@ use exec_server_sync::{Mutex, MutexGuard};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
-/// Readable, not writable, and sticky: who would make such a directory and leave it empty?
+/// Readable, not writable, and sticky: unlikely for an empty directory of any other program.
 const MODE: u32 = 0o1555;
 
-/// How often to begin again when someone else removes what we are about to use.
+/// Number of attempts if another process removes the directory meanwhile.
 const ATTEMPTS: usize = 16;
 
-/// A directory that this program needs.
+/// Placeholder directory that this program uses or has used recently.
 struct Held {
     users: usize,
-    /// Since when nobody needs it.
+    /// When its last user released it; `None` while it is used.
     idle_since: Option<Instant>,
     parent: OwnedFd,
     name: OsString,
-    /// Bears the shared lock.
+    /// Carries the shared lock.
     directory: OwnedFd,
 }
 
@@ -44,7 +44,7 @@ fn table() -> MutexGuard<'static, HashMap<PathBuf, Held>> {
     HELD.lock()
 }
 
-/// A place that is held until this is dropped.
+/// Placeholder directory that is held until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Placeholder(PathBuf);
 
@@ -66,16 +66,16 @@ impl Drop for Placeholder {
     }
 }
 
-/// How long a directory that nobody needs stays.
+/// How long an unused directory stays.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Those who will call [`clear`] before the program ends.
+/// Number of [`Keeper`]s: code that will call [`clear`] before the program ends.
 static KEEPERS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether a thread looks after idle directories.
+/// Whether a thread removes idle directories.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// Lets idle directories stay for a moment as long as this is around.
+/// While a value of this type exists, idle directories stay for a moment.
 #[derive(Debug)]
 pub(crate) struct Keeper(());
 
@@ -94,12 +94,13 @@ impl Drop for Keeper {
     }
 }
 
-/// Removes every directory that nobody needs, now.
+/// Removes every unused directory now.
 pub(crate) fn clear() {
     sweep(Duration::ZERO);
 }
 
-/// Removes those that have been idle for so long; whether others are idle still.
+/// Removes directories that have been idle for at least `age`; returns whether others are still
+/// idle.
 fn sweep(age: Duration) -> bool {
     let mut table = table();
     let is_old = |held: &Held| held.idle_since.is_some_and(|since| since.elapsed() >= age);
@@ -109,7 +110,7 @@ fn sweep(age: Duration) -> bool {
         .map(|(path, _)| path.clone())
         .collect();
     for path in old {
-        // Under the lock: whoever wants it meanwhile must find it gone or held.
+        // Under the lock: a concurrent user must find the entry either removed or held.
         if let Some(held) = table.remove(&path) {
             remove(&held);
         }
@@ -117,7 +118,7 @@ fn sweep(age: Duration) -> bool {
     table.values().any(|held| held.idle_since.is_some())
 }
 
-/// Makes sure that a thread removes idle directories; it ends when there are none.
+/// Makes sure that a thread removes idle directories; the thread exits when there are none.
 fn watch() -> bool {
     if WATCHED.swap(true, Ordering::SeqCst) {
         return true;
@@ -128,7 +129,7 @@ fn watch() -> bool {
             std::thread::sleep(LINGER / 2);
             if !sweep(LINGER) {
                 WATCHED.store(false, Ordering::SeqCst);
-                // One may have become idle between the look and the word.
+                // A directory may have become idle between the sweep and the store.
                 if !sweep(LINGER) || WATCHED.swap(true, Ordering::SeqCst) {
                     return;
                 }
@@ -141,38 +142,38 @@ fn watch() -> bool {
     spawned.is_ok()
 }
 
-/// What became of an attempt to hold a place.
+/// Result of an attempt to hold a path.
 #[derive(Debug)]
 pub(crate) enum Hold {
-    /// It is held.
+    /// The placeholder is held.
     Held(Placeholder),
-    /// Something is there by now.
+    /// Something else exists at the path now.
     Exists,
-    /// It cannot be made here, so the process cannot make it either.
+    /// The directory cannot be created, so the sandboxed process cannot create it either.
     Impossible,
 }
 
-/// Whether a directory with this mode may hold the place of a name: if it is empty, it does.
+/// Returns whether a directory with this mode may be a placeholder: it is one if it is empty.
 pub(super) fn may_be_one(mode: u32) -> bool {
     mode & 0o7777 == MODE
 }
 
-/// Whether this directory is one of these, of whichever server or user.
+/// Returns whether this directory is a placeholder, of any server or user.
 pub(crate) fn is_one(path: &Path) -> bool {
     std::fs::symlink_metadata(path)
         .is_ok_and(|metadata| metadata.is_dir() && may_be_one(metadata.mode()))
         && std::fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_none())
 }
 
-/// Holds the place of a name.
+/// Holds a path with a placeholder directory.
 ///
 /// # Errors
 ///
-/// When the disk fails in a way that says nothing about what the process could do.
+/// If the disk fails with an error that does not show what the process could do.
 pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
     let mut table = table();
     if let Some(held) = table.get_mut(path) {
-        // Someone may have removed it behind our back.
+        // Another process may have removed the directory.
         if rustix::fs::fstat(&held.directory)?.st_nlink > 0 {
             held.users += 1;
             held.idle_since = None;
@@ -197,13 +198,13 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
         };
         let directory = match open_directory(&parent, Path::new(name)) {
             Ok(directory) => directory,
-            // Removed by whoever held it, or a file, or a link.
+            // Removed by its previous user, or it is a file or a link.
             Err(Errno::NOENT) => continue,
             Err(_) => return Ok(Hold::Exists),
         };
         let stat = rustix::fs::fstat(&directory)?;
         let marked = stat.st_mode & 0o7777 == MODE;
-        // One of another user is as good: it stays as long as we hold our lock on it.
+        // A placeholder of another user works as well: it stays while the lock is held.
         if !made && (!marked || !is_empty(&directory)?) {
             return Ok(Hold::Exists);
         }
@@ -216,7 +217,7 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
             continue;
         }
         if !marked {
-            // A strict umask has taken bits away.
+            // A strict umask has cleared bits of the mode.
             rustix::fs::fchmod(&directory, Mode::from_raw_mode(MODE))?;
         }
         let held = Held {
@@ -229,7 +230,7 @@ pub(crate) fn hold(path: &Path) -> io::Result<Hold> {
         table.insert(path.to_owned(), held);
         return Ok(Hold::Held(Placeholder(path.to_owned())));
     }
-    // Someone keeps the lock to himself: then it is there, and not ours to remove.
+    // Another process holds an exclusive lock: the directory exists, and must not be removed here.
     Ok(Hold::Exists)
 }
 
@@ -252,7 +253,7 @@ fn is_empty(directory: &OwnedFd) -> io::Result<bool> {
     Ok(true)
 }
 
-/// Removes a directory unless someone else still needs it or has put something there.
+/// Removes a directory, unless another process still uses it or has put a file into it.
 fn remove(held: &Held) {
     if rustix::fs::flock(&held.directory, FlockOperation::NonBlockingLockExclusive).is_err() {
         return;
@@ -263,7 +264,7 @@ fn remove(held: &Held) {
         Ok((ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino))
     };
     if same().unwrap_or(false) {
-        // Fails if something is in it, which is then not ours to remove.
+        // Fails if the directory is not empty; it must stay then.
         let _ = rustix::fs::unlinkat(&held.parent, &held.name, AtFlags::REMOVEDIR);
     }
 }
@@ -273,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_idle_one_is_used_again_and_then_removed() {
+    fn idle_placeholder_is_reused_and_then_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".codex");
         let keeper = Keeper::new();
@@ -285,13 +286,13 @@ mod tests {
         assert!(path.is_dir());
         drop(held);
         drop(keeper);
-        // Another test may have a keeper too.
+        // A concurrent test may have a keeper too.
         clear();
         assert!(!path.exists());
     }
 
     #[test]
-    fn the_last_user_removes_it() {
+    fn placeholder_is_removed_after_its_last_user() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".codex");
         let Hold::Held(first) = hold(&path).unwrap() else {
@@ -309,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_was_left_behind_is_used_and_removed() {
+    fn stale_placeholder_is_reused_and_removed() {
         use std::os::unix::fs::PermissionsExt as _;
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(".git");
@@ -324,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn what_someone_else_made_is_left_alone() {
+    fn hold_leaves_existing_files_and_directories_unchanged() {
         let directory = tempfile::tempdir().unwrap();
         for (name, is_dir) in [("dir", true), ("file", false)] {
             let path = directory.path().join(name);

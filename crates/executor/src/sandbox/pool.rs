@@ -1,7 +1,8 @@
-//! Confined processes that do file work, kept for the next request under the same policy.
+//! Pool of confined file helpers, reused for requests under the same policy.
 //!
-//! Owns how many there are and how long they stay. A process does one thing at a time; who asks
-//! while all of a policy are busy gets another one, or waits. One that fails is not used again.
+//! Limits their number and their idle time. A helper handles one request at a time; while all
+//! helpers of a policy are busy, a request starts another one or waits. A helper that fails is not
+//! used again.
 
 use std::collections::VecDeque;
 use std::io;
@@ -28,58 +29,60 @@ use crate::fs::{Cancelled, FsError};
 use crate::spec::StartError;
 use crate::sys::poll;
 
-/// Processes that wait for work.
+/// Maximum number of idle helpers.
 const MAX_IDLE: usize = 16;
 
-/// Processes at work, all policies together.
+/// Maximum number of busy helpers under all policies.
 const MAX_BUSY: usize = 64;
 
-/// Processes at work under one policy.
+/// Maximum number of busy helpers under one policy.
 const MAX_PER_POLICY: usize = 4;
 
-/// How long one stays without work.
+/// Idle time after which a helper is ended.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// The same for one that holds places on the host's disk, which others can see.
+/// Idle time for a helper that holds placeholders, because other processes can see these
+/// directories on the host's disk.
 const IDLE_WITH_PLACES: Duration = Duration::from_secs(1);
 
-/// Between two looks at whether anybody still waits for an answer.
+/// Interval at which a waiting request checks whether it was cancelled.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// How long to look for an answer before sleeping: being woken takes as long, where that has to wake
-/// a core as well.
+/// How long to poll for a response before sleeping: a wake-up takes as long if it also has to wake
+/// a sleeping core.
 const LOOK: Duration = Duration::from_micros(100);
 
-/// How many answers are waited for in the usual way after one that did not come while we looked.
+/// Number of responses that are awaited without polling, after polling once was not successful.
 const LOOKS_SKIPPED: u32 = 15;
 
-/// The same after somebody else has had our core for long: everybody here has waited for that.
+/// The same after another thread used this core for long: that delay affects every task of this
+/// thread.
 const LOOKS_SKIPPED_WHEN_BUSY: u32 = 1023;
 
-/// How long one may take to end by itself.
+/// Time in which a helper may exit by itself before it is killed.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// How often one is replaced because the host changes what its view is made of.
+/// Number of helpers that one request tries, if the host keeps changing mounts below their view.
 const ATTEMPTS: usize = 4;
 
-/// What a process is confined by.
+/// Identity of a helper: the confinement that it runs under.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Key {
-    /// As it is resolved now.
+    /// The policy, resolved against the current disk.
     pub(crate) policy: Policy,
-    /// Whether less will do.
+    /// Whether partial enforcement is allowed.
     pub(crate) allow_partial: bool,
 }
 
-/// All of them.
+/// Pool of all file helpers.
 #[derive(Debug, Default)]
 pub(crate) struct Helpers {
     shared: Arc<Shared>,
-    /// What policies meant, the last one last.
+    /// Cached policy resolutions, the latest last.
     remembered: Mutex<VecDeque<Remembered>>,
 }
 
-/// What a policy meant, and what of the disk made it mean that.
+/// Cached policy resolution, with the state of the disk that it depends on.
 #[derive(Debug)]
 pub(super) struct Remembered {
     pub(super) sandbox: Arc<Sandbox>,
@@ -88,26 +91,26 @@ pub(super) struct Remembered {
     pub(super) key: Arc<Key>,
 }
 
-/// How many are remembered.
+/// Maximum number of cached resolutions.
 const MAX_REMEMBERED: usize = 16;
 
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
-    /// One has become idle or gone.
+    /// Notified when a helper becomes idle or ends.
     changed: Condvar,
-    /// Answers that are not worth looking for.
+    /// Number of responses that will still be awaited without polling.
     unlooked: AtomicU32,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// The least recently used first.
+    /// Least recently used first.
     idle: Vec<(Helper, Instant)>,
     busy: Vec<Arc<Key>>,
-    /// Threads that wait for one to become idle or go.
+    /// Number of threads that wait for a helper to become idle or to end.
     waiting: usize,
-    /// A thread looks after idle ones.
+    /// Whether a thread ends helpers that are idle for too long.
     watched: bool,
 }
 
@@ -117,21 +120,21 @@ impl Shared {
     }
 }
 
-/// One process, as seen from here.
+/// Handle to one helper process.
 #[derive(Debug)]
 struct Helper {
     key: Arc<Key>,
     socket: Option<Socket>,
     pidfd: OwnedFd,
-    /// Held as long as it lives: its view lies on them.
+    /// Held while the helper lives: its view contains mounts on them.
     places: Vec<Placeholder>,
 }
 
-/// The way to a process.
+/// Connection to a helper.
 #[derive(Debug)]
 enum Socket {
     Plain(OwnedFd),
-    /// The runtime looks after it, for those who must not block.
+    /// Registered with the runtime, for callers that must not block.
     Watched(AsyncFd<OwnedFd>),
 }
 
@@ -145,7 +148,7 @@ impl AsFd for Socket {
 }
 
 impl Socket {
-    /// The same, looked after by this runtime.
+    /// Registers the socket with the current runtime.
     fn watched(self) -> Option<Self> {
         match self {
             Self::Plain(fd) => poll::register(fd, Interest::READABLE)
@@ -158,17 +161,17 @@ impl Socket {
 
 impl Drop for Helper {
     fn drop(&mut self) {
-        // It ends when nobody can ask any more.
+        // The helper exits when its socket is closed.
         self.socket = None;
         if !ready(self.pidfd.as_fd(), PollFlags::IN, FAREWELL) {
             let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
         }
-        // Someone who reaps orphans may have been faster.
+        // The orphan reaper may have reaped it already.
         let _ = rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
     }
 }
 
-/// Waits until something can be said of a descriptor; whether it can.
+/// Waits until a descriptor is ready; returns false on timeout.
 fn ready(fd: BorrowedFd<'_>, what: PollFlags, patience: Duration) -> bool {
     let until = Instant::now() + patience;
     loop {
@@ -207,7 +210,7 @@ impl Helper {
         Ok(helper)
     }
 
-    /// Whether it can be asked.
+    /// Returns whether the helper still accepts requests.
     fn is_alive(&self) -> bool {
         let socket = self.socket.as_ref();
         socket.is_some_and(|socket| !ready(socket.as_fd(), PollFlags::IN, Duration::ZERO))
@@ -251,7 +254,7 @@ fn failed(error: io::Error) -> FsError {
 }
 
 impl Helpers {
-    /// Has something done under a policy; blocks.
+    /// Runs a request in a helper for this policy. Blocks.
     pub(super) fn call(
         &self,
         executor: &Executor,
@@ -267,7 +270,7 @@ impl Helpers {
                 Some(helper) => helper,
                 None => Helper::start(executor, Arc::clone(key))?,
             };
-            // Dropped, and so ended, if it fails.
+            // On failure the helper is dropped, which ends it.
             let frame = helper.call(request, tail, descriptors, cancelled)?;
             if !matches!(frame.head, Reply::Stale) {
                 turn.place.give_back(helper);
@@ -279,8 +282,8 @@ impl Helpers {
         )))
     }
 
-    /// What a policy meant, if that is known, and what has to be as it was for it to mean the same;
-    /// never waits.
+    /// Returns the cached resolution of a policy and the state of the disk that it depends on.
+    /// Never waits.
     pub(super) fn remembered(
         &self,
         sandbox: &Sandbox,
@@ -293,7 +296,7 @@ impl Helpers {
         Some((Arc::clone(&found.key), Arc::clone(&found.answers)))
     }
 
-    /// Keeps what a policy means for the next request under it.
+    /// Caches the resolution of a policy.
     pub(super) fn remember(&self, new: Remembered) {
         let Some(mut remembered) = self.remembered.try_lock() else {
             return;
@@ -305,7 +308,7 @@ impl Helpers {
         remembered.push_back(new);
     }
 
-    /// Asks one that waits, if there is one and that takes no waiting.
+    /// Sends a request to an idle helper, if there is one and sending does not have to wait.
     pub(super) fn ask_soon(&self, key: &Key, request: &Request) -> Option<Asking> {
         let mut state = self.shared.state.try_lock()?;
         let position = state.idle.iter().rposition(|(one, _)| *one.key == *key)?;
@@ -322,18 +325,18 @@ impl Helpers {
         };
         let helper = asking.helper.as_mut()?;
         helper.socket = helper.socket.take().and_then(Socket::watched);
-        // One that has ended takes nothing.
+        // Sending to a helper that has exited fails.
         helper::send_at_once(helper.socket.as_ref()?, request).ok()?;
         Some(asking)
     }
 
-    /// Ends those that wait for work.
+    /// Ends all idle helpers.
     pub(crate) fn clear(&self) {
         let idle = std::mem::take(&mut self.shared.state().idle);
         drop(idle);
     }
 
-    /// Takes one that waits, or leave to start one.
+    /// Takes an idle helper, or the permission to start one.
     fn turn(&self, key: &Arc<Key>, cancelled: Cancelled<'_>) -> Result<Turn, FsError> {
         let mut state = self.shared.state();
         loop {
@@ -380,7 +383,7 @@ impl Helpers {
     }
 }
 
-/// A process that was asked something from where nothing may block.
+/// Request that an async task has sent to a helper.
 #[derive(Debug)]
 pub(super) struct Asking {
     helper: Option<Helper>,
@@ -389,12 +392,13 @@ pub(super) struct Asking {
 
 impl Drop for Asking {
     fn drop(&mut self) {
-        // Whatever it was asked, nobody will hear the answer: it ends, which may take a moment.
+        // The response of the cancelled request will not be read, so the helper is ended, which may
+        // take a moment.
         drop_apart(self.helper.take());
     }
 }
 
-/// Drops helpers where that may take a moment.
+/// Drops helpers on a blocking thread, because their end may take a moment.
 fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
     let helpers: Vec<_> = helpers.into_iter().collect();
     if helpers.is_empty() {
@@ -406,8 +410,8 @@ fn drop_apart(helpers: impl IntoIterator<Item = Helper>) {
 }
 
 impl Asking {
-    /// What it answers; nothing if it does not, or not to this. Whoever has nothing else to do may look
-    /// for it for a moment.
+    /// Waits for the response. Returns `None` if the helper failed or its view is stale. With
+    /// `look`, polls for a moment first; only for callers that have no other work.
     pub(super) async fn answer(mut self, look: bool) -> Option<Frame<Reply>> {
         let frame = self.receive(look).await?;
         if matches!(frame.head, Reply::Stale) {
@@ -431,7 +435,7 @@ impl Asking {
             let mut ready = socket.readable().await.ok()?;
             match receiving.receive(socket.get_ref(), RecvFlags::DONTWAIT) {
                 Ok(frame) => {
-                    // Nothing more comes unless it is asked for.
+                    // The helper sends nothing more until the next request.
                     ready.clear_ready();
                     return frame;
                 }
@@ -441,7 +445,7 @@ impl Asking {
         }
     }
 
-    /// Looks for an answer for as long as it would take to be woken by it.
+    /// Polls for a response, for about the time of a wake-up.
     fn look(
         &self,
         receiving: &mut Receiving,
@@ -456,7 +460,7 @@ impl Asking {
             return None;
         }
         let begun = Instant::now();
-        // The kernel may have it wait for us to sleep, on this core.
+        // The kernel may schedule the helper on this core after this thread yields.
         std::thread::yield_now();
         if begun.elapsed() >= 10 * LOOK {
             unlooked.store(LOOKS_SKIPPED_WHEN_BUSY, Ordering::Relaxed);
@@ -467,7 +471,7 @@ impl Asking {
                 received => return Some(received),
             }
             if begun.elapsed() >= LOOK {
-                // It is busy, or waits for the core that we are on.
+                // The helper is busy, or waits for the core of this thread.
                 unlooked.fetch_max(LOOKS_SKIPPED, Ordering::Relaxed);
                 return None;
             }
@@ -476,13 +480,13 @@ impl Asking {
     }
 }
 
-/// Leave to use a process.
+/// Permission to use a helper: an idle one, or one to be started.
 struct Turn {
     idle: Option<Helper>,
     place: Place,
 }
 
-/// A place among the busy.
+/// Slot among the busy helpers.
 #[derive(Debug)]
 struct Place {
     shared: Arc<Shared>,
@@ -508,12 +512,12 @@ impl Drop for Place {
 }
 
 impl Place {
-    /// Keeps a process for the next request.
+    /// Returns a helper to the pool.
     fn give_back(self, helper: Helper) {
         drop(self.keep(helper));
     }
 
-    /// As [`Place::give_back`]; what has to go for it is left to the caller to drop.
+    /// As [`Place::give_back`], but returns the evicted helpers, which the caller must drop.
     fn keep(self, helper: Helper) -> Vec<Helper> {
         let mut state = self.shared.state();
         state.idle.push((helper, Instant::now()));
@@ -531,7 +535,8 @@ impl Place {
     }
 }
 
-/// Has a thread end those that have been idle for too long; it ends with the last of them.
+/// Starts a thread that ends helpers after their idle time. The thread exits when no helper is
+/// idle.
 fn start_watch(shared: &Arc<Shared>) -> bool {
     let weak = Arc::downgrade(shared);
     std::thread::Builder::new()
@@ -544,7 +549,7 @@ fn start_watch(shared: &Arc<Shared>) -> bool {
         .is_ok()
 }
 
-/// Ends those that have been idle for too long; whether there are others.
+/// Ends helpers whose idle time is over; returns whether others are still idle.
 fn sweep(shared: &Weak<Shared>) -> bool {
     let Some(shared) = shared.upgrade() else {
         return false;

@@ -1,16 +1,17 @@
-//! A launcher that is there already, and forks the next one.
+//! Standby launcher: a running process that forks sandbox launchers on demand.
 //!
-//! Executing this program costs more than everything else a launcher does until its command runs.
-//! So one of them stays, as small as it was at its beginning, and forks on demand; the new process is
-//! no child of its own but of whoever asked (`CLONE_PARENT`), who waits for it like for any other.
+//! Executing this program costs more than all other work of a launcher before its command runs. So
+//! one launcher keeps running in its small initial state and forks on demand. The new process is
+//! not its child but a child of the server (`CLONE_PARENT`), which waits for it as for any other
+//! child.
 //!
-//! When nobody asks it forks one in advance, which makes namespaces like those that were asked for
-//! last, with a first process in them that waits to learn what for.
+//! When there are no requests, it forks one spare launcher in advance. The spare creates namespaces
+//! of the kind that was last requested, with a first process in them that waits for its task.
 //!
 //! ```text
-//! server ──► standby                   one, from the first sandbox on; ends with its socket
+//! server ──► standby                   one, started with the first sandbox; ends with its socket
 //!        ├─► launcher, launcher, …     siblings that it has forked
-//!        └─► launcher (exec-spare)     the next one
+//!        └─► launcher (exec-spare)     the spare
 //!               └─► first process
 //! ```
 
@@ -36,32 +37,33 @@ use super::launcher::{self, Order};
 use super::plan::Base;
 use crate::sys::confine::{self, Fork, OneThread};
 
-/// What lists of processes show.
+/// Process name of the standby launcher.
 pub(super) const NAME: &CStr = c"exec-standby";
 
-/// What they show of one that waits for its command.
+/// Process name of a spare launcher.
 pub(super) const SPARE_NAME: &CStr = c"exec-spare";
 
-/// How long a fork may take before something else is tried.
+/// Time limit of a fork, after which the caller uses another way.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Descriptors that go with one request: streams, an order, two sockets, groups to join.
+/// Maximum number of descriptors of a request: streams, an order, two sockets, control groups.
 const MAX_FILES: usize = 16;
 
-/// What a new launcher is to be, before it reads its order.
+/// Setup of a new launcher before it reads its order.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Birth {
     /// Its resource limits.
     pub(super) limits: Vec<(u32, u64)>,
-    /// Whether its standard input becomes its controlling terminal.
+    /// Whether standard input becomes its controlling terminal.
     pub(super) terminal: bool,
-    /// The namespaces that it is to have.
+    /// The namespaces to create.
     pub(super) base: Option<Base>,
-    /// How many of the descriptors it keeps, from number 0 on; the others are groups to join.
+    /// Number of descriptors that it keeps, from number 0 on; the others are control groups to
+    /// join.
     pub(super) kept: usize,
 }
 
-/// A launcher that is to be forked.
+/// Request to fork a launcher.
 pub(crate) struct Request<'a> {
     pub(crate) streams: [BorrowedFd<'a>; 3],
     pub(crate) errand: &'a Errand,
@@ -70,7 +72,7 @@ pub(crate) struct Request<'a> {
     pub(crate) terminal: bool,
 }
 
-/// The one that waits, if there is one.
+/// Handle to the standby launcher, if one runs.
 #[derive(Debug, Default)]
 pub(crate) struct Standby(Mutex<Option<Waiting>>);
 
@@ -78,16 +80,16 @@ pub(crate) struct Standby(Mutex<Option<Waiting>>);
 struct Waiting {
     control: OwnedFd,
     pidfd: OwnedFd,
-    /// It has answered so far.
+    /// Whether every request so far was answered.
     answers: bool,
 }
 
 impl Standby {
-    /// Has a launcher forked; `start` starts the one that forks, if there is none. Blocks.
+    /// Requests a fork; `start` starts the standby launcher if none runs. Blocks.
     ///
     /// # Errors
     ///
-    /// When it does not answer or cannot fork: a launcher is to be executed then.
+    /// If the standby launcher does not answer or cannot fork: the caller then executes a launcher.
     pub(crate) fn fork(
         &self,
         request: &Request<'_>,
@@ -102,12 +104,12 @@ impl Standby {
         };
         match current.ask(request) {
             Ok(Answer { born, ended }) => {
-                // It has nothing more to do, and nobody else knows of it.
+                // The discarded spare has no other user, so it is reaped here.
                 if let Some(ended) = ended {
                     reap(ended);
                 }
                 let pid = born.map_err(io::Error::from_raw_os_error)?;
-                // Nobody has reaped it: it is not known to anybody else yet.
+                // Not reaped yet: no other code has this pid.
                 let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
                 Ok((pid, pidfd))
             }
@@ -119,7 +121,7 @@ impl Standby {
         }
     }
 
-    /// Ends the one that waits.
+    /// Ends the standby launcher.
     pub(crate) fn end(&self) {
         *self.0.lock() = None;
     }
@@ -145,7 +147,7 @@ impl Waiting {
         })
     }
 
-    /// Has one forked.
+    /// Requests a fork and waits for the response.
     fn ask(&self, request: &Request<'_>) -> io::Result<Answer> {
         let mut files = request.streams.to_vec();
         files.extend(request.errand.descriptors());
@@ -177,21 +179,21 @@ impl Waiting {
     }
 }
 
-/// What the one that stands by says.
+/// Response of the standby launcher.
 struct Answer {
-    /// The new process, or why there is none.
+    /// The new process, or the error number.
     born: Result<Pid, i32>,
-    /// One that is not needed any more, and is ours to reap.
+    /// A discarded spare, which the server must reap.
     ended: Option<Pid>,
 }
 
-/// Reaps a spare launcher that is about to end. One that does not is left to whoever reaps orphans,
-/// and so is a number that is somebody else's by now.
+/// Reaps a spare launcher that is about to end. One that does not end in time is left to the orphan
+/// reaper, and so is a pid that now belongs to another process.
 fn reap(pid: Pid) {
     const ROUNDS: u32 = 100;
     let comm = format!("/proc/{}/comm", pid.as_raw_nonzero());
     for _ in 0..ROUNDS {
-        // Those who have ended keep their names.
+        // Ended processes keep their names.
         let name = std::fs::read(&comm).unwrap_or_default();
         let is_spare = [NAME, SPARE_NAME]
             .map(CStr::to_bytes)
@@ -206,7 +208,7 @@ fn reap(pid: Pid) {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        // It says what it leaves behind.
+        // It responds with the pid of the spare that it leaves.
         if self.answers
             && send(&self.control, &Birth::default(), &[]).is_ok()
             && let Ok(Answer {
@@ -215,28 +217,28 @@ impl Drop for Waiting {
         {
             reap(ended);
         }
-        // It ends by itself when its socket does; one that hangs would not.
+        // It exits when its socket is closed; SIGKILL covers one that hangs.
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
         let own = WaitId::PidFd(self.pidfd.as_fd());
         let _ = rustix::process::waitid(own, WaitIdOptions::EXITED);
     }
 }
 
-/// Makes launchers with namespaces, and has one more than is asked for.
+/// Creates launchers with namespaces, and keeps one spare in advance.
 #[derive(Debug)]
 pub(super) struct Spares {
     token: OneThread,
     spare: Option<Spare>,
-    /// What was asked for last, if there will be one like it.
+    /// The namespaces of the last request, if a spare may be created for them.
     wanted: Option<Base>,
-    /// Tells of changes to what is mounted where. A spare would not show them, and would hold on to
-    /// what was unmounted.
+    /// Reports changes of the mount table. A spare would not see them, and would keep unmounted
+    /// file systems busy.
     mounts: Option<OwnedFd>,
-    /// One that is not needed any more.
+    /// Pid of a discarded spare.
     ended: Option<Pid>,
 }
 
-/// A launcher that waits, and the first process of its namespaces.
+/// Waiting launcher and the first process of its namespaces.
 #[derive(Debug)]
 struct Spare {
     base: Base,
@@ -257,9 +259,10 @@ impl Spares {
         }
     }
 
-    /// The next request; `None` when there will be no more.
+    /// Returns the next request; `None` at the end.
     pub(super) fn next(&mut self, control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
-        // For the next one, when nobody waits: not while the last one is still being born.
+        // Create the spare only while there is no request: the start of the previous launcher comes
+        // first.
         if let (Some(base), None) = (self.wanted.take(), &self.spare)
             && is_quiet(control)
         {
@@ -271,7 +274,7 @@ impl Spares {
         }
         let (birth, files) = receive(control)?;
         if files.is_empty() {
-            // No more will be asked for.
+            // The server requests nothing more.
             self.discard();
             self.answer(control, Err(Errno::CANCELED.into()));
             return None;
@@ -279,7 +282,7 @@ impl Spares {
         Some((birth, files))
     }
 
-    /// Waits for a request or a change of mounts; whether it was a change.
+    /// Waits for a request or a change of mounts; returns whether mounts have changed.
     fn mounts_change_before(&self, control: &OwnedFd) -> bool {
         let Some(mounts) = &self.mounts else {
             return false;
@@ -289,11 +292,11 @@ impl Spares {
             PollFd::new(mounts, PollFlags::PRI),
         ];
         let _ = retry(|| rustix::event::poll(&mut fds, None));
-        // Told once.
+        // The kernel reports each change once.
         !fds[1].revents().is_empty()
     }
 
-    /// Whether mounts have changed since the last call, as far as anybody can tell.
+    /// Returns whether mounts have changed since the last call; true if that cannot be determined.
     fn mounts_changed(&self) -> bool {
         let Some(mounts) = &self.mounts else {
             return true;
@@ -305,11 +308,11 @@ impl Spares {
         )
     }
 
-    /// Has a launcher with these namespaces do what it is told.
+    /// Assigns a task to a launcher with these namespaces.
     ///
     /// # Errors
     ///
-    /// When it cannot be made.
+    /// If it cannot be created.
     pub(super) fn assign(
         &mut self,
         base: Base,
@@ -328,13 +331,13 @@ impl Spares {
         };
         let told = spare.tell(birth, files);
         if told.is_err() {
-            // It ends without us.
+            // It exits without a task.
             self.ended = Some(spare.pid);
         }
         told
     }
 
-    /// Ends the spare; its parent will be told, unless it has ended by itself.
+    /// Discards the spare. Its pid is reported to the server, unless it has already exited.
     fn discard(&mut self) {
         if let Some(spare) = self.spare.take()
             && spare.is_there()
@@ -367,7 +370,7 @@ impl Spares {
         }
     }
 
-    /// Tells of a new process, or why there is none.
+    /// Sends the pid of a new process, or the error.
     pub(super) fn answer(&mut self, control: &OwnedFd, born: io::Result<Pid>) {
         let number = |pid: Pid| pid.as_raw_nonzero().get();
         let born = match born {
@@ -378,13 +381,13 @@ impl Spares {
         let mut bytes = [0; 8];
         bytes[..4].copy_from_slice(&born.to_ne_bytes());
         bytes[4..].copy_from_slice(&ended.to_ne_bytes());
-        // Whoever asked may be gone.
+        // The server may have closed its end.
         let _ = retry(|| rustix::net::send(control, &bytes, SendFlags::NOSIGNAL));
     }
 }
 
 impl Spare {
-    /// Whether both processes wait.
+    /// Returns whether both processes still wait.
     fn is_there(&self) -> bool {
         let ends = [&self.launcher, &self.first];
         let mut fds = ends.map(|end| PollFd::new(end, PollFlags::empty()));
@@ -394,11 +397,11 @@ impl Spare {
         )
     }
 
-    /// Tells both processes what they need to know.
+    /// Sends the task to both processes.
     fn tell(&self, birth: &Birth, files: &[OwnedFd]) -> io::Result<Pid> {
         let all: Vec<_> = files.iter().map(OwnedFd::as_fd).collect();
-        // The launcher has no use for streams and sockets, and others wait for the last who has them
-        // to let go.
+        // The launcher needs neither streams nor sockets, and readers at the other end would wait
+        // until the last process has closed them.
         let (order, groups) = (all.get(launcher::ORDER_FD as usize), &all[birth.kept..]);
         let own: Vec<_> = order.into_iter().chain(groups).copied().collect();
         let own_birth = Birth {
@@ -406,15 +409,15 @@ impl Spare {
             kept: 1,
             ..Birth::default()
         };
-        // In this order: the one that runs the command knows last, so that after a failure it has
-        // not been run, and somebody else can be asked.
+        // The process that runs the command receives the task last: after a failure the command has
+        // not run, and another launcher can be used.
         send(&self.launcher, &own_birth, &own)?;
         send(&self.first, birth, &all)?;
         Ok(self.pid)
     }
 }
 
-/// Whether nobody asks for a moment.
+/// Returns whether no request arrives for a moment.
 fn is_quiet(control: &OwnedFd) -> bool {
     const MOMENT: Timespec = Timespec {
         tv_sec: 0,
@@ -439,7 +442,7 @@ fn send(socket: &OwnedFd, birth: &Birth, files: &[BorrowedFd<'_>]) -> io::Result
     Ok(())
 }
 
-/// The next request; `None` when there will be no more.
+/// Returns the next request; `None` at the end.
 pub(super) fn receive(control: &OwnedFd) -> Option<(Birth, Vec<OwnedFd>)> {
     let mut bytes = vec![0; 4096];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
