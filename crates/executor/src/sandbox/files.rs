@@ -1,6 +1,6 @@
-//! File requests under a policy: done in this process, or in a confined one.
+//! File operations under a policy, run in this process or in a confined helper.
 //!
-//! What a request does is the same in both, and lies in [`crate::fs`].
+//! The operations are the same in both cases and are implemented in [`crate::fs`].
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -19,17 +19,17 @@ use crate::executor::Executor;
 use crate::fs::wire::text;
 use crate::fs::{self, Answer, Cancelled, FsError, Letter, OpenFile, Opened};
 
-/// What file work does to files.
+/// Access that a file operation needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Intent {
-    /// It only looks.
+    /// The operation only reads.
     Read,
-    /// It changes something.
+    /// The operation changes files.
     Write,
 }
 
 impl Intent {
-    /// What a request does.
+    /// Returns the access that a request needs.
     pub fn of(request: &FsRequest) -> Self {
         if request.writes() {
             Self::Write
@@ -39,11 +39,11 @@ impl Intent {
     }
 }
 
-/// Where file work is done; cheap to clone.
+/// File operations of one policy, run directly or in a confined helper. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Files(Option<Confined>);
 
-/// File work that a policy binds.
+/// File operations that must run in a confined helper.
 #[derive(Debug, Clone)]
 pub(crate) struct Confined {
     executor: Executor,
@@ -51,9 +51,10 @@ pub(crate) struct Confined {
     intent: Intent,
 }
 
-/// Whether a policy lets everything be read: then reading needs nobody else.
+/// Returns whether a policy allows reading every path, so that reading needs no helper.
 ///
-/// What the server hides from sandboxed commands is no secret from whoever may name a policy.
+/// Paths that the server hides from sandboxed commands are readable then: a client that may choose
+/// the policy may read them anyway.
 fn reads_everything(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
         file_system: FileSystem::Restricted { entries, .. },
@@ -76,7 +77,7 @@ fn reads_everything(sandbox: &Sandbox) -> bool {
         && entries.iter().all(|entry| entry.access != Access::Deny)
 }
 
-/// Whether what a policy means depends on where its caller is.
+/// Returns whether the meaning of a policy depends on the working directory of the caller.
 fn depends_on_directory(sandbox: &Sandbox) -> bool {
     let Permissions::Managed {
         file_system: FileSystem::Restricted { entries, .. },
@@ -93,7 +94,7 @@ fn depends_on_directory(sandbox: &Sandbox) -> bool {
 }
 
 impl Files {
-    /// Where work under this policy is done. Touches nothing yet.
+    /// Selects where operations under this policy run. Does not access the disk.
     pub(crate) fn new(
         executor: &Executor,
         sandbox: Option<Sandbox>,
@@ -123,16 +124,16 @@ impl Files {
         })))
     }
 
-    /// Whether the work is done in this process.
+    /// Returns whether operations run in this process.
     pub fn is_direct(&self) -> bool {
         self.0.is_none()
     }
 
-    /// Does what a request asks. May block.
+    /// Runs a request. May block.
     ///
     /// # Errors
     ///
-    /// Whatever the system says, or what keeps the work from being done under its policy.
+    /// The error of the system, or the reason why the policy cannot be enforced.
     pub fn call(&self, request: FsRequest, cancelled: Cancelled<'_>) -> Result<Answer, FsError> {
         let Some(Work { confined, key }) = self.work()? else {
             let learnt = match &request {
@@ -156,11 +157,11 @@ impl Files {
         answer_to(&request, frame)
     }
 
-    /// As [`Files::call`], with the result of one method.
+    /// As [`Files::call`], with the result type of one method.
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`Files::call`].
     pub fn ask<M: FsMethod>(
         &self,
         params: M::Params,
@@ -170,7 +171,8 @@ impl Files {
         M::result(answer.into_response()?).ok_or_else(odd)
     }
 
-    /// As [`Files::call`], if that is possible without waiting, for a content of at most so many bytes.
+    /// As [`Files::call`], if that is possible without waiting. Returns at most `most` bytes of
+    /// content.
     pub fn call_at_once(
         &self,
         request: &FsRequest,
@@ -194,8 +196,8 @@ impl Files {
         }
     }
 
-    /// Begins to read a file, if everything that takes is at hand: may be called where nothing may
-    /// block, inside a runtime. A content of at most so many bytes is read, a longer file opened.
+    /// Starts to read a file, if that is possible without waiting: may be called from async code. A
+    /// file of at most `most` bytes is read; a longer one is only opened.
     pub fn call_soon(&self, request: &FsRequest, most: u32) -> Option<Reading> {
         let confined = self.0.as_ref()?;
         if !matches!(request, FsRequest::ReadFile(_)) {
@@ -205,7 +207,8 @@ impl Files {
         let call = Request::call(request, most);
         if let Some((key, answers)) = helpers.remembered(&confined.sandbox, confined.intent) {
             let asking = helpers.ask_soon(&key, &call)?;
-            // Looked at while it reads: nobody hears what it finds if the policy means something else.
+            // Checked while the helper reads: if the policy resolves differently now, the response
+            // is dropped.
             if answers.still_hold() {
                 return Some(Reading(asking));
             }
@@ -218,7 +221,7 @@ impl Files {
     ///
     /// # Errors
     ///
-    /// As there, or what keeps the work from being done under its policy.
+    /// As [`OpenFile::open`], or the reason why the policy cannot be enforced.
     pub fn open(&self, path: &Path, mode: OpenMode) -> Result<OpenFile, FsError> {
         let Some(Work { confined, key }) = self.work()? else {
             return OpenFile::open(path, mode);
@@ -235,11 +238,11 @@ impl Files {
         Ok(OpenFile::received(path, opened, confined.clone()))
     }
 
-    /// Refuses a policy under which nothing can be watched.
+    /// Rejects a policy that does not allow watches.
     ///
     /// # Errors
     ///
-    /// [`FsError::Params`].
+    /// [`FsError::Params`] if the policy does not allow reading every path.
     pub fn check_watchable(&self) -> Result<(), FsError> {
         if self.is_direct() {
             return Ok(());
@@ -251,7 +254,8 @@ impl Files {
         ))
     }
 
-    /// What has to be done elsewhere, if it has to be. Looks at the disk.
+    /// Returns the helper key of an operation, or `None` if it runs in this process. Reads the
+    /// disk.
     fn work(&self) -> Result<Option<Work<'_>>, FsError> {
         let Some(confined) = &self.0 else {
             return Ok(None);
@@ -261,13 +265,13 @@ impl Files {
     }
 }
 
-/// Work that a policy binds, and who may do it.
+/// Operation that needs a helper, and the key of that helper.
 struct Work<'a> {
     confined: &'a Confined,
     key: Arc<Key>,
 }
 
-/// What a confined process has answered to a request.
+/// Converts the response of a helper to the result of a request.
 fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError> {
     Ok(match (request, frame.head) {
         (FsRequest::ReadFile(_), Reply::Content) => Answer::Content(frame.tail),
@@ -294,13 +298,13 @@ fn answer_to(request: &FsRequest, frame: Frame<Reply>) -> Result<Answer, FsError
     })
 }
 
-/// A file that a confined process was asked to read.
+/// File read that runs in a confined helper.
 #[derive(Debug)]
 pub struct Reading(Asking);
 
 impl Reading {
-    /// The answer to the request; nothing if it has to be asked again with [`Files::call`]. If `look` is
-    /// set, looks for it for a moment before waiting.
+    /// Waits for the response. Returns `None` if the request must be repeated with [`Files::call`].
+    /// With `look`, polls for a moment before it waits.
     pub async fn finish(self, request: &FsRequest, look: bool) -> Option<Result<Answer, FsError>> {
         let frame = self.0.answer(look).await?;
         if let Reply::Failed(error) = frame.head {
@@ -311,12 +315,12 @@ impl Reading {
 }
 
 impl Confined {
-    /// What the policy means right now; `None` if it binds nothing.
+    /// Resolves the policy against the current disk; `None` if it restricts nothing.
     fn key(&self) -> Result<Option<Arc<Key>>, FsError> {
         Ok(self.key_on(&RealDisk)?.map(Arc::new))
     }
 
-    /// The same, as a disk has it.
+    /// The same for a given disk.
     fn key_on(&self, disk: &dyn Disk) -> Result<Option<Key>, FsError> {
         let config = self.executor.config();
         let context = Context {
@@ -331,7 +335,7 @@ impl Confined {
             return Ok(None);
         };
         if self.intent == Intent::Read {
-            // Who only looks needs neither leave to write nor places for what must not be made.
+            // Reading needs neither write access nor placeholders for missing names.
             for path in std::mem::take(&mut view.missing) {
                 view.rules.remove(&path);
             }
@@ -348,16 +352,17 @@ impl Confined {
         }))
     }
 
-    /// What the policy means right now, if that can be told without waiting for the disk.
+    /// Resolves the policy, if that is possible without waiting for the disk.
     fn key_soon(&self) -> Option<Arc<Key>> {
         let helpers = self.executor.helpers();
-        // What others would have to wait for is done elsewhere.
+        // A long policy would delay other tasks of this thread, so it is resolved on another
+        // thread.
         if !self.sandbox.is_short() {
             return None;
         }
         let disk = CachedDisk::default();
         let key = Arc::new(self.key_on(&disk).ok()??);
-        // Whatever was made of what could not be told is worth nothing.
+        // A result that is based on missing answers must not be used.
         if !disk.has_told_all() {
             return None;
         }
@@ -391,7 +396,7 @@ impl Confined {
         }
     }
 
-    /// Puts in place what was written aside.
+    /// Renames a file that was written under a temporary name to its final name.
     pub(crate) fn place(
         &self,
         path: &Path,

@@ -1,7 +1,7 @@
-//! Denials by pattern: which files they mean right now.
+//! Expansion of deny patterns to the files that match them now.
 //!
-//! Owns the walk and its bounds. Files that come to be later are not found, which is a limit that
-//! patterns share with the reference.
+//! Owns the directory walk and its limits. Files that are created later are not matched; the
+//! reference implementation has the same limitation.
 
 use std::path::PathBuf;
 
@@ -9,38 +9,39 @@ use globset::{GlobBuilder, GlobSet, GlobSetBuilder};
 
 use super::policy::{Disk, Kind};
 
-/// Stands for each project root at the beginning of a pattern.
+/// Prefix of a pattern that stands for each project root.
 const ROOTS: &str = "codex-project-roots://";
 
-/// More files than this are not masked one by one.
+/// Maximum number of matches: each one is masked by a separate mount.
 pub(crate) const MAX_MATCHES: usize = 8192;
 
-/// Directories and files that one walk looks at: a pattern must not keep a start waiting for long.
+/// Maximum number of files and directories of one walk, so that a pattern cannot delay a start for
+/// long.
 const MAX_VISITED: usize = 1_000_000;
 
-/// Why a pattern cannot be looked for.
+/// Why a pattern cannot be expanded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum GlobError {
-    /// It is none.
+    /// The pattern is not valid.
     #[error("invalid deny pattern `{pattern}`: {reason}")]
     Invalid {
-        /// As given.
+        /// The pattern as given.
         pattern: String,
         /// What is wrong.
         reason: String,
     },
-    /// It begins with a wildcard.
+    /// The pattern begins with a wildcard.
     #[error("deny pattern `{0}` cannot be expanded: it needs a directory other than / in front")]
     NoPrefix(String),
-    /// It means too much.
+    /// Too many files match, or the walk is too long.
     #[error(
         "deny patterns match more than {MAX_MATCHES} files, or the walk meets more than {MAX_VISITED}"
     )]
     TooMany,
 }
 
-/// A pattern for each root, if it is relative to roots.
+/// Replaces the prefix of a relative pattern by each root.
 pub(super) fn expand_roots(pattern: &str, roots: &[PathBuf]) -> Vec<String> {
     match pattern.strip_prefix(ROOTS) {
         None => vec![pattern.to_owned()],
@@ -58,7 +59,7 @@ pub(super) fn expand_roots(pattern: &str, roots: &[PathBuf]) -> Vec<String> {
     }
 }
 
-/// A path in which no character is special.
+/// Escapes all special characters of a path.
 fn escape(path: &str) -> String {
     let mut escaped = String::with_capacity(path.len());
     for character in path.chars() {
@@ -70,7 +71,7 @@ fn escape(path: &str) -> String {
     escaped
 }
 
-/// The part of a pattern that holds no wildcard, up to a directory.
+/// Returns the directory part of a pattern before its first wildcard.
 fn prefix(pattern: &str) -> PathBuf {
     let mut prefix = String::new();
     for part in pattern.split_inclusive('/') {
@@ -85,11 +86,11 @@ fn prefix(pattern: &str) -> PathBuf {
         }
         prefix += &plain;
     }
-    // No wildcard at all: the pattern is a path.
+    // Without a wildcard the pattern is a path.
     PathBuf::from(prefix)
 }
 
-/// Every path that a pattern means, links not followed.
+/// Returns every path that matches a pattern; links are not followed.
 pub(super) fn matches(
     patterns: &[String],
     depth: Option<usize>,
@@ -109,7 +110,7 @@ pub(super) fn matches(
             if visited > MAX_VISITED {
                 return Err(GlobError::TooMany);
             }
-            // What cannot be looked at by us cannot be read by the process either.
+            // A path that this process cannot read cannot be read by the sandboxed process either.
             let Ok(Some(kind)) = disk.kind(&path) else {
                 continue;
             };
@@ -117,7 +118,8 @@ pub(super) fn matches(
                 if found.len() == MAX_MATCHES {
                     return Err(GlobError::TooMany);
                 }
-                // Without links: a mask cannot lie on one, and what it leads to is to be hidden.
+                // Resolve links: a mask cannot be mounted on a link, and the target must be hidden
+                // as well.
                 if let Ok(target) = super::policy::resolved(&path, disk) {
                     found.extend(target);
                 }
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_find_files() {
+    fn matches_expands_wildcards_alternatives_and_escapes() {
         assert_eq!(found("/w/*.env", None), ["/w/a.env", "/w/sub/c.env"]);
         assert_eq!(
             found("/w/sub/**/*.env", None),
@@ -188,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_need_a_place_to_begin() {
+    fn matches_rejects_patterns_without_a_directory_prefix() {
         let tree = Tree::new(&["/x"]);
         for pattern in ["/*.x", "*.x", "/**", ""] {
             let refused = matches(&[pattern.to_owned()], None, &tree);
@@ -199,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn roots_take_the_place_of_their_name() {
+    fn expand_roots_replaces_the_prefix_by_each_escaped_root() {
         let roots = ["/w".into(), "/odd[1]".into()];
         let expanded = expand_roots("codex-project-roots://**/*.env", &roots);
         assert_eq!(expanded, ["/w/**/*.env", "/odd\\[1\\]/**/*.env"]);

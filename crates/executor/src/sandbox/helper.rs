@@ -1,8 +1,8 @@
-//! File work under a policy: what the process that does it is asked and answers, and that process.
+//! Confined file helper: its request protocol and main loop.
 //!
-//! It is confined once, before the first request, and does for each what [`crate::fs`] does
-//! elsewhere. Whatever a path leads to there, the kernel decides: no path is checked by us. Open
-//! files go back as descriptors.
+//! The helper is confined once, before the first request, and runs the operations of [`crate::fs`].
+//! It does not check paths itself: the kernel decides about access to each path. Open files are
+//! returned as descriptors.
 //!
 //! ```text
 //! frame: length of head, length of tail (u32 each), head (postcard), tail (content to be written)
@@ -30,26 +30,26 @@ use crate::fs::wire::path_of;
 use crate::fs::{self, Answer, Directory, FsError, Letter, Links, OpenFile, Walked};
 use crate::sys::confine;
 
-/// More than any request or answer has.
+/// Maximum size of a frame, larger than any request or response.
 const MAX_FRAME_BYTES: usize = 1 << 30;
 
-/// Descriptors that a frame may bring.
+/// Maximum number of descriptors attached to a frame.
 const MAX_DESCRIPTORS: usize = 2;
 
-/// What is to be done.
+/// Request to a helper.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Request {
-    /// A request of the wire; the content of `fs/writeFile` is the tail.
+    /// A request of the client protocol; the content of `fs/writeFile` is the tail.
     Call {
         method: String,
-        /// As JSON.
+        /// JSON text.
         params: String,
-        /// The content of a file of at most so many bytes is the answer to `fs/readFile`; a longer one is
+        /// `fs/readFile` returns the content of a file of at most this many bytes; a longer file is
         /// opened.
         most: u32,
     },
     Open(Text, OpenMode),
-    /// With the directory and the file.
+    /// With descriptors of the directory and the file.
     Place(Text, Letter),
 }
 
@@ -63,23 +63,24 @@ impl Request {
     }
 }
 
-/// What came of it.
+/// Response of a helper.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Reply {
-    /// The result, as JSON. With a descriptor of the entry for `fs/getMetadata`: owners are seen through
-    /// the namespace of the process that looks.
+    /// The result, as JSON. For `fs/getMetadata`, with a descriptor of the entry: the helper would
+    /// see owners through its user namespace, so the server reads them.
     Response(String),
-    /// With the file.
+    /// With a descriptor of the file.
     File,
-    /// With the content.
+    /// With the content as the tail.
     Content,
-    /// With the directory and the file.
+    /// With descriptors of the directory and the temporary file.
     Aside(Letter),
     Placed,
     Directory(Directory),
     Walked(Walked),
     Failed(FsError),
-    /// Something of the view is gone: the host has replaced what it lay on. Nothing was done.
+    /// The host has replaced a file or directory below a mount of the view, which removed the
+    /// mount. The request was not run.
     Stale,
 }
 
@@ -93,7 +94,7 @@ pub(super) fn send(
     send_with(socket, head, tail, descriptors, SendFlags::NOSIGNAL)
 }
 
-/// As [`send`], for what surely fits: fails rather than waits.
+/// As [`send`], but fails instead of waiting; for frames that surely fit into the socket buffer.
 pub(super) fn send_at_once(socket: impl AsFd, head: &impl Serialize) -> io::Result<()> {
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
     send_with(socket, head, &[], &[], flags)
@@ -136,7 +137,7 @@ fn send_with(
     Ok(())
 }
 
-/// A frame that arrived.
+/// Received frame.
 #[derive(Debug)]
 pub(super) struct Frame<T> {
     pub(super) head: T,
@@ -144,7 +145,7 @@ pub(super) struct Frame<T> {
     pub(super) descriptors: Vec<OwnedFd>,
 }
 
-/// The next frame; `None` at the end.
+/// Receives the next frame; `None` at the end.
 pub(super) fn receive<T: DeserializeOwned>(socket: impl AsFd) -> io::Result<Option<Frame<T>>> {
     Receiving::new().receive(socket, RecvFlags::empty())
 }
@@ -153,19 +154,19 @@ fn odd(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-/// A frame that may have arrived in part.
+/// Frame that may have been received in part.
 pub(super) struct Receiving {
     bytes: Vec<u8>,
     filled: usize,
     descriptors: Vec<OwnedFd>,
-    /// How long it is, once that is known.
+    /// Total length, once it is known.
     wanted: Option<usize>,
 }
 
 impl Receiving {
     pub(super) fn new() -> Self {
         Self {
-            // Most fit; the rest is read when its length is known.
+            // Most frames fit; the rest of a longer one is read when its length is known.
             bytes: vec![0; 8 * 1024],
             filled: 0,
             descriptors: Vec::new(),
@@ -173,8 +174,8 @@ impl Receiving {
         }
     }
 
-    /// The frame, or `None` at the end; with [`RecvFlags::DONTWAIT`] it may have to be called again
-    /// when there is more.
+    /// Returns the frame, or `None` at the end. With [`RecvFlags::DONTWAIT`] it may return
+    /// `WouldBlock`; call it again when there is more data.
     pub(super) fn receive<T: DeserializeOwned>(
         &mut self,
         socket: impl AsFd,
@@ -205,7 +206,7 @@ impl Receiving {
         }))
     }
 
-    /// Takes in what is there; false at the end.
+    /// Receives available data; returns false at the end.
     fn receive_more(&mut self, socket: impl AsFd, flags: RecvFlags) -> io::Result<bool> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -244,9 +245,9 @@ fn length_at(bytes: &[u8], at: usize) -> usize {
     u32::from_ne_bytes([word[0], word[1], word[2], word[3]]) as usize
 }
 
-/// Does file work until nobody asks any more. This process is confined already.
+/// Serves file requests until the server closes the socket. This process is already confined.
 ///
-/// `laid` are the paths that something of the view lies on.
+/// `laid` are the paths of the mounts in the view.
 pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
     let view = View::remember(laid);
     loop {
@@ -267,10 +268,11 @@ pub(super) fn serve(socket: &OwnedFd, laid: &[Text]) -> ! {
     }
 }
 
-/// What the view was made of.
+/// Mount ids of the paths in the view, to detect removed mounts.
 ///
-/// The host can replace what something lies on: the kernel takes that away then, and what is there
-/// now is not covered. A sandbox of a command has the same hole, but does not live on.
+/// If the host replaces a mounted-over file or directory, the kernel removes the mount, and the new
+/// file is not covered. The sandbox of a command has the same weakness, but does not serve later
+/// requests.
 struct View(Vec<(PathBuf, Option<u64>)>);
 
 impl View {
@@ -294,7 +296,7 @@ fn mount_at(path: &Path) -> Option<u64> {
     Some(found.stx_mnt_id)
 }
 
-/// A reply and what goes with it.
+/// Response with its content and descriptors.
 struct Done {
     reply: Reply,
     content: Vec<u8>,
@@ -367,7 +369,7 @@ fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<Done, FsError
         }
         FsRequest::GetMetadata(params) => {
             let links = fs::links(params.follow_symlinks);
-            // If it cannot be opened, the request itself reports why.
+            // If the entry cannot be opened, the request itself reports why.
             if let Ok(entry) = fs::entry(&fs::native(&params.path)?, links) {
                 descriptors.push(entry.into());
             }
@@ -386,12 +388,12 @@ fn call(request: FsRequest, most: u32, socket: &OwnedFd) -> Result<Done, FsError
     })
 }
 
-/// Reads a file of at most so many bytes, or opens it.
+/// Reads a file of at most `most` bytes, or opens a longer one.
 fn read_file(path: &Path, links: Links, most: u32) -> Result<Done, FsError> {
     let (file, size) = fs::open_sized(path, links)?;
     if size <= u64::from(most) {
         let size = size as usize;
-        // One more shows whether it has grown meanwhile.
+        // One extra byte shows whether the file has grown meanwhile.
         let mut content = vec![0; size + 1];
         if file.read_at(&mut content, 0).is_ok_and(|read| read == size) {
             content.truncate(size);
@@ -401,6 +403,6 @@ fn read_file(path: &Path, links: Links, most: u32) -> Result<Done, FsError> {
             });
         }
     }
-    // Too long, or not what it was a moment ago.
+    // The file is too long, or has changed its size.
     Ok(Done::with(Reply::File, vec![file.into()]))
 }

@@ -1,16 +1,16 @@
-//! What runs between the server and a sandboxed command.
+//! Sandbox launcher: the process between the server and a sandboxed command.
 //!
-//! This same executable, started with one hidden argument, an order in a file without a name and a
-//! socket to report to. It takes the steps of a plan and becomes the command, or watches over it:
-//!
+//! The launcher is this same executable, started with a hidden argument, an order in an anonymous
+//! file (memfd) and a socket for reports. It executes the steps of a plan, then becomes the command
+//! or waits for it:
 //! ```text
-//! server ──► launcher                     ends as the command ends; its death is the end of all
-//!               └──► first process         of namespaces of their own; reaps
-//!                       └──► command       leads a session, a group and its terminal
+//! server ──► launcher                     exits as the command does; its death ends the sandbox
+//!               └──► first process         of the new namespaces; reaps
+//!                       └──► command       leader of a session, a process group and its terminal
 //! ```
 //!
-//! Everything here runs in a process with one thread and no secrets. The first process has given up
-//! whatever the command must not have before the command is forked.
+//! All code here runs in a process with one thread and no secrets. The first process drops every
+//! right that the command must not have before it forks the command.
 
 use std::ffi::{CStr, CString, OsStr, c_int};
 use std::fs::File;
@@ -40,58 +40,58 @@ use super::{Ledger, helper, view};
 use crate::sys::confine::{self, Fork, OneThread};
 use crate::sys::reap::Usage;
 
-/// The first argument of an executable that is to be a launcher.
+/// First argument that makes an executable a launcher.
 pub(crate) const ARGUMENT: &CStr = c"--exec-server-sandbox-launcher";
 
-/// Where the order and the socket for reports are.
+/// Descriptors of the order and of the socket for reports.
 pub(super) const ORDER_FD: i32 = 3;
 const REPORT_FD: i32 = 4;
 
-/// Where file work is asked for, if that is the order.
+/// Descriptor of the socket for file requests, if the order is to serve them.
 const WORK_FD: i32 = 5;
 
-/// Listeners that are handed over at once.
+/// Maximum number of listeners that are sent to the server.
 pub(super) const MAX_LISTENERS: usize = 32;
 
-/// Connections to a listener that may wait to be taken; the kernel has its own bound.
+/// Backlog of a listener; the kernel limits it further.
 const BACKLOG: i32 = 4096;
 
-/// What lists of processes show.
+/// Process name of a launcher.
 const NAME: &CStr = c"exec-server";
 
-/// What a launcher that fails exits with; whoever started it has been told more.
+/// Exit status of a launcher that fails; the report contains the reason.
 const FAILED: c_int = 125;
 
-/// Whether this program would be a launcher if it were asked to.
+/// Whether this program called [`dispatch`], so that it can be a launcher.
 static DISPATCHES: AtomicBool = AtomicBool::new(false);
 
-/// What a launcher is told.
+/// Order of a launcher: what it must do.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Run a command.
     Run(Box<Plan>),
-    /// Do file work, confined like this.
+    /// Serve file requests with this confinement.
     Serve(Box<Confinement>),
-    /// Find out what can be enforced.
+    /// Report what this machine can enforce.
     Probe,
-    /// Stay, and fork launchers.
+    /// Keep running, and fork launchers on request.
     StandBy,
 }
 
-/// What a launcher tells.
+/// Report of a launcher to the server.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Report {
-    /// The sender is about to become the command.
+    /// The sender is about to execute the command.
     Started,
-    /// It failed.
+    /// A step failed.
     Failed(Failure),
-    /// What can be enforced.
+    /// What this machine can enforce.
     Host(Host),
-    /// Listeners of the new network come with this.
+    /// The listeners of the new network are attached.
     Listening,
 }
 
-/// What failed.
+/// Failed step of a launcher, with path and error number.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Failure {
     pub(crate) step: Step,
@@ -99,43 +99,43 @@ pub(crate) struct Failure {
     pub(crate) errno: i32,
 }
 
-/// The step that failed.
+/// Step of a launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Step {
-    /// Understand the order.
+    /// Decode the order.
     Order,
-    /// Enter new namespaces.
+    /// Create namespaces.
     Namespaces,
-    /// Map the user.
+    /// Map the user and group.
     Map,
     /// Set up the network.
     Network,
-    /// Find what is to be mounted.
+    /// Find a path to mount.
     Find,
-    /// Mount it.
+    /// Mount a file system.
     Mount,
-    /// Give up capabilities.
+    /// Drop capabilities.
     Capabilities,
-    /// Restrict by Landlock.
+    /// Apply Landlock rules.
     Landlock,
-    /// Install filters.
+    /// Install system call filters.
     Filter,
-    /// Start a session.
+    /// Create a session.
     Session,
-    /// Fork.
+    /// Fork a process.
     Fork,
-    /// Set a limit.
+    /// Set a resource limit.
     Limit,
     /// Join a control group.
     Group,
-    /// Enter the working directory.
+    /// Change the working directory.
     Directory,
     /// Execute the command.
     Execute,
 }
 
 impl Step {
-    /// In words, after "cannot".
+    /// Returns the step as text that follows "cannot" in a message.
     pub(crate) fn words(self) -> &'static str {
         match self {
             Self::Order => "understand its order",
@@ -157,7 +157,7 @@ impl Step {
     }
 }
 
-/// A step's failure, from an error of the system.
+/// Creates the failure of a step from a system error.
 pub(crate) fn failed(step: Step, path: impl AsRef<[u8]>, error: impl Into<io::Error>) -> Failure {
     Failure {
         step,
@@ -166,10 +166,10 @@ pub(crate) fn failed(step: Step, path: impl AsRef<[u8]>, error: impl Into<io::Er
     }
 }
 
-/// Becomes a launcher if this program was started as one; returns `None` if not.
+/// Runs the launcher if this program was started as one; returns `None` otherwise.
 ///
-/// To be called at the very beginning of `main`, before any thread is started. A program that calls
-/// it can start sandboxed processes with its own executable.
+/// Call it at the beginning of `main`, before any thread is started. A program that calls it can
+/// start sandboxed processes with its own executable.
 pub fn dispatch() -> Option<ExitCode> {
     DISPATCHES.store(true, Ordering::Relaxed);
     let asked = std::env::args_os()
@@ -184,7 +184,7 @@ pub fn dispatch() -> Option<ExitCode> {
     })
 }
 
-/// Whether [`dispatch`] was called in this program.
+/// Returns whether [`dispatch`] was called in this program.
 pub(crate) fn is_dispatched() -> bool {
     DISPATCHES.load(Ordering::Relaxed)
 }
@@ -214,13 +214,13 @@ fn run(token: OneThread) -> ! {
     }
 }
 
-/// Forks launchers until nobody can ask for more.
+/// Forks launchers until the server closes the control socket.
 fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
     drop(report);
-    // Our memory is nobody's business.
+    // Other processes must not read this memory.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let _ = rustix::thread::set_name(standby::NAME);
-    // Once for all that will be forked.
+    // Once here, for all forked launchers.
     confine::default_signals(token);
     let mut spares = Spares::new(token);
     while let Some((birth, files)) = spares.next(&control) {
@@ -235,14 +235,15 @@ fn stand_by(token: OneThread, control: OwnedFd, report: OwnedFd) -> ! {
                 Err(error) => Err(error),
             },
         };
-        // Those who listen at them wait for the last to let go.
+        // Close the command's streams: readers at the other end wait until the last process closes
+        // them.
         drop(files);
         spares.answer(&control, born);
     }
     confine::exit(0)
 }
 
-/// Becomes a launcher like one that was executed: a session, streams, limits and an order.
+/// Runs as a launcher with the same state as an executed one: session, streams, limits, order.
 fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
     let groups = files.split_off(birth.kept);
     let prepared = || -> Result<(), Failure> {
@@ -259,22 +260,23 @@ fn be_born(token: OneThread, birth: &Birth, mut files: Vec<OwnedFd>) -> ! {
     }
     match confine::only(token, files) {
         Ok(()) => run(token),
-        // There is nobody to tell: it ends without a word, which is an error there.
+        // The report socket may be closed, so exit without a report; the server treats that as an
+        // error.
         Err(_) => confine::exit(FAILED),
     }
 }
 
-/// Makes a process that was forked by one that stands by a launcher.
+/// Turns a process that the standby launcher forked into a launcher with a new session.
 fn begin_session(name: &CStr) -> Result<(), Failure> {
     let _ = rustix::thread::set_name(name);
-    // Its own files in `/proc` are its own again.
+    // Makes this process the owner of its files in `/proc` again.
     let begun = rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)
         .and_then(|()| rustix::process::setsid());
     begun.map_err(|error| failed(Step::Session, b"", error))?;
     Ok(())
 }
 
-/// Joins groups and takes limits, for this process and those that come from it.
+/// Joins control groups and sets limits, for this process and its future children.
 fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), Failure> {
     for group in groups {
         rustix::io::write(group, b"0").map_err(|error| failed(Step::Group, b"", error))?;
@@ -285,10 +287,10 @@ fn submit(groups: &[OwnedFd], limits: &[(u32, u64)]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Becomes a launcher whose namespaces are there before anybody needs them.
+/// Runs as a spare launcher, whose namespaces exist before a request needs them.
 ///
-/// It and the first process in them are told separately, at the same time, by whom they are needed;
-/// they end when nobody can tell them any more.
+/// The launcher and the first process receive their task separately, at the same time. They exit
+/// when the other ends of their sockets are closed.
 pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd) -> ! {
     let files = confine::streams().map(|streams| streams.into_iter().chain([own, firsts]));
     let kept = files.and_then(|files| confine::only(token, files.collect()));
@@ -303,7 +305,7 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
     let mut split = split(token, base);
     let mut told = None;
     if split.is_err() {
-        // It may be possible when it is needed; whoever needs it is told if not.
+        // The step may succeed at the time of the request; otherwise the failure is reported then.
         told = standby::receive(&own);
         split = self::split(token, base);
     }
@@ -334,7 +336,7 @@ pub(super) fn attend(token: OneThread, base: Base, own: OwnedFd, firsts: OwnedFd
             };
             let _ = rustix::thread::set_name(NAME);
             let groups = files.split_off(birth.kept);
-            // The first process tells of the same failure.
+            // The first process reports the same failure.
             let (Ok(()), Some(order)) = (submit(&groups, &birth.limits), files.pop()) else {
                 confine::exit(FAILED)
             };
@@ -367,14 +369,14 @@ fn read_order(order: &OwnedFd) -> io::Result<Order> {
     postcard::from_bytes(&bytes).map_err(|_| io::Error::from_raw_os_error(libc::EBADMSG))
 }
 
-/// Nothing is left to do if nobody listens.
+/// Sends a report; errors are ignored, because the server may have closed its end.
 fn tell(report: &OwnedFd, what: &Report) {
     if let Ok(bytes) = postcard::to_allocvec(what) {
         let _ = rustix::net::send(report, &bytes, SendFlags::NOSIGNAL);
     }
 }
 
-/// Opens the listeners of a new network, and hands them over.
+/// Opens the listeners of a new network and sends them to the server.
 fn listen(report: &OwnedFd, listeners: &Listeners) -> Result<(), Failure> {
     if listeners.count() == 0 {
         return Ok(());
@@ -416,11 +418,11 @@ fn give_up(report: &OwnedFd, failure: Failure) -> ! {
     confine::exit(FAILED)
 }
 
-/// What is done once everything is in place.
+/// Work that begins after the confinement is complete.
 enum Work {
-    /// A command, and where to say what it used.
+    /// Run a command, and write its usage to this file.
     Command(Command, Ledger),
-    /// File work, for whoever is at the other end.
+    /// Serve file requests on this socket.
     Files(OwnedFd),
 }
 
@@ -430,7 +432,7 @@ impl Work {
     }
 }
 
-/// What a launcher was started for, and whom to tell.
+/// Task of a launcher: confinement, work and the socket for reports.
 struct Charge {
     confinement: Confinement,
     work: Work,
@@ -438,7 +440,8 @@ struct Charge {
 }
 
 impl Charge {
-    /// From what was read from `order`; gives up if it makes no sense.
+    /// Creates the task from a decoded order; reports a failure and exits if the order is not
+    /// valid.
     fn new(asked: Order, order: OwnedFd, socket: Option<OwnedFd>, report: OwnedFd) -> Self {
         let (confinement, work) = match (asked, socket) {
             (Order::Run(plan), _) => {
@@ -492,7 +495,7 @@ fn begin(token: OneThread, charge: Charge) -> ! {
     }
 }
 
-/// Does file work in this process, which is confined already.
+/// Serves file requests in this process, which is already confined.
 fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     let _ = confine::limit(libc::RLIMIT_CORE, 0);
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
@@ -503,23 +506,24 @@ fn serve(confinement: &Confinement, socket: &OwnedFd, report: OwnedFd) -> ! {
     helper::serve(socket, &laid)
 }
 
-/// What the first process tells when its command has ended, and all others of the namespace have.
+/// Final message of the first process, sent after the command and all other processes of the
+/// namespaces have ended.
 #[derive(Debug, Serialize, Deserialize)]
 struct End {
-    /// As from `wait`.
+    /// Status as `wait` returns it.
     status: i32,
     usage: Usage,
 }
 
 impl End {
-    /// Waits for it; nothing if the first process has ended without.
+    /// Waits for the message; `None` if the first process ended without one.
     fn read(pipe: OwnedFd) -> Option<Self> {
         let mut bytes = Vec::new();
         File::from(pipe).read_to_end(&mut bytes).ok()?;
         postcard::from_bytes(&bytes).ok()
     }
 
-    /// So that it can be read without waiting for this process to end.
+    /// Sends the message; the launcher can read it before this process has exited.
     fn write(&self, pipe: OwnedFd) {
         if let Ok(bytes) = postcard::to_allocvec(self) {
             let _ = rustix::io::write(&pipe, &bytes);
@@ -527,24 +531,24 @@ impl End {
     }
 }
 
-/// Which network the first process is in.
+/// Network namespace of the first process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Net {
-    /// One that it has rights over, or that of the server.
+    /// The server's network, or a new one over which this process has privileges.
     Given,
-    /// One that nobody else is in, and that nobody inside has rights over.
+    /// A separate network without other processes, over which no process inside has privileges.
     Own,
 }
 
-/// Where a launcher goes on.
+/// The process in which [`split`] returned.
 enum Side {
-    /// In the first process of new namespaces.
+    /// The first process of the new namespaces.
     First {
         ids: Ids,
         end: OwnedFd,
         network: Net,
     },
-    /// In the launcher, which hears of the end there.
+    /// The launcher, which reads the final message from `end`.
     Launcher { first: Pid, end: OwnedFd },
 }
 
@@ -558,7 +562,8 @@ fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
         flags |= libc::CLONE_NEWUSER;
     }
     let mut network = Net::Given;
-    // Who may not do this gets one together with the right to.
+    // Without the privilege for this call, the network is created together with the user namespace,
+    // which grants it.
     if base.network && try_unshare(UnshareFlags::NEWNET) == 0 {
         network = Net::Own;
         if base.loopback {
@@ -567,8 +572,8 @@ fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
     } else if base.network {
         flags |= libc::CLONE_NEWNET;
     }
-    // What is sent to the whole tree is for the command, which begins with none ignored and none held;
-    // we only pass its end on.
+    // Signals to the whole process tree are meant for the command, which starts with default
+    // actions and no blocked signals. The launcher only reports how the command ended.
     confine::default_signals(token);
     confine::hold_signals(token);
     match confine::fork(token, flags) {
@@ -582,11 +587,11 @@ fn split(token: OneThread, base: Base) -> Result<Side, Failure> {
     }
 }
 
-/// Waits for the command's end and ends like it.
+/// Waits for the command and exits with the same status or signal.
 fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<Ledger>) -> ! {
     confine::close_streams(token);
-    // The first process ends with its namespaces, which takes the kernel a while. Nobody else is
-    // left in them once it has told.
+    // Read the final message instead of waiting for the first process: the kernel takes a while to
+    // remove the namespaces. When the message arrives, no other process is left in them.
     let status = match End::read(end) {
         Some(told) => {
             if let Some(ledger) = ledger {
@@ -597,7 +602,8 @@ fn watch(token: OneThread, first: Pid, end: OwnedFd, ledger: Option<Ledger>) -> 
         None => wait_for(first),
     };
     if libc::WIFSIGNALED(status) {
-        // No core file of this one: the command has left its own, or none.
+        // This process must not dump core: the command has already dumped its own core if it had
+        // to.
         let _ = confine::limit(libc::RLIMIT_CORE, 0);
         confine::die_by(token, libc::WTERMSIG(status))
     }
@@ -618,7 +624,7 @@ fn raw(status: WaitStatus) -> i32 {
     status.as_raw()
 }
 
-/// Who this process is, outside.
+/// User and group of this process outside the namespaces.
 #[derive(Clone, Copy)]
 struct Ids {
     user: u32,
@@ -633,7 +639,7 @@ impl Ids {
         }
     }
 
-    /// Makes this process the same user inside a new user namespace.
+    /// Maps this user and group to the same ids in a new user namespace.
     fn map(self) -> Result<(), Failure> {
         let Self { user, group } = self;
         for (path, text) in [
@@ -651,8 +657,8 @@ impl Ids {
     }
 }
 
-/// The first process of new namespaces: makes ready, learns what for, builds the view, confines
-/// itself, forks the command or does file work itself.
+/// Main function of the first process of new namespaces: prepares the namespaces, receives the
+/// task, builds the view, confines itself, then forks the command or serves file requests.
 fn first(
     token: OneThread,
     base: Base,
@@ -660,7 +666,7 @@ fn first(
     end: OwnedFd,
     learn: impl FnOnce() -> Option<Charge>,
 ) -> ! {
-    // If the launcher dies, so does this process, and with it everything in its namespace.
+    // If the launcher dies, this process must die too, and with it every process in its namespaces.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if launcher_is_gone(&end) {
         confine::exit(FAILED)
@@ -676,7 +682,7 @@ fn first(
     };
     let entered = entered();
     let parts = view::Parts::make(base);
-    // Our memory is nobody's business; what the command becomes has its own.
+    // Other processes must not read this memory; the command is a new program with its own setting.
     let _ = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     let Some(charge) = learn() else {
         confine::exit(FAILED)
@@ -688,7 +694,7 @@ fn first(
     } = charge;
     let built = || -> Result<view::Kept, Failure> {
         entered?;
-        // What could not be made then may be possible now.
+        // A step that failed in advance may succeed now.
         let parts = parts.or_else(|_| view::Parts::make(base))?;
         let Some(namespaces) = &confinement.namespaces else {
             return Err(failed(Step::Order, b"", Errno::BADMSG));
@@ -710,7 +716,7 @@ fn first(
         Ok(pid) => pid,
         Err(error) => give_up(&report, failed(Step::Fork, b"", error)),
     };
-    // Whoever listens waits for the command to let go of it.
+    // The server waits until the report socket is closed, also by this process.
     drop(report);
     confine::close_streams(token);
     let mut status = None;
@@ -718,7 +724,7 @@ fn first(
         match rustix::process::wait(WaitOptions::empty()) {
             Ok(Some((pid, ended))) if pid == command => {
                 status = Some(raw(ended));
-                // What the command has left behind ends with it.
+                // Processes that the command left running end with it.
                 confine::end_namespace(token);
             }
             Ok(_) | Err(Errno::INTR) => {}
@@ -734,7 +740,7 @@ fn first(
     confine::exit(0)
 }
 
-/// Whether nobody will read what we write at the end.
+/// Returns whether the launcher has closed its end of the pipe for the final message.
 fn launcher_is_gone(end: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(end, PollFlags::empty())];
     let now = rustix::event::Timespec::default();
@@ -756,11 +762,11 @@ fn lead_session(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
     execute(token, command, report)
 }
 
-/// Gives up, for this process and all that come from it, what the command must not have.
+/// Drops, for this process and all its future children, every right that the command must not have.
 fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
     if confinement.drop_capabilities {
         let dropped = || -> io::Result<()> {
-            // Without the right to do so there are none to give up.
+            // Without the privilege to do so, this process has no capabilities to drop.
             if let Err(error) = confine::empty_bounding_set()
                 && error.raw_os_error() != Some(libc::EPERM)
             {
@@ -803,7 +809,8 @@ fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Applies rules of Landlock, as far as this kernel knows them: the plan has seen to the rest.
+/// Applies Landlock rules as far as this kernel supports them; the plan has already reported the
+/// rest as missing.
 fn restrict(plan: &Landlock) -> io::Result<()> {
     use landlock::{
         ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible as _, PathBeneath, Ruleset,
@@ -834,13 +841,13 @@ fn restrict(plan: &Landlock) -> io::Result<()> {
     for (path, writable) in &plan.rules {
         let flags = rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC;
         let path = Path::new(OsStr::from_bytes(path));
-        // What is not there needs no rule.
+        // A path that does not exist needs no rule.
         let Ok(fd) = rustix::fs::open(path, flags, rustix::fs::Mode::empty()) else {
             continue;
         };
         ruleset = add(ruleset, fd, |is_directory| grants(is_directory, *writable))?;
     }
-    // The terminal was opened outside; programs open it again by `/dev/stderr`.
+    // The terminal was opened outside; programs open it again through `/dev/stderr`.
     if rustix::termios::isatty(rustix::stdio::stdin()) {
         let terminal = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
         ruleset = add(ruleset, terminal, |is_directory| grants(is_directory, true))?;
@@ -865,7 +872,7 @@ fn restrict(plan: &Landlock) -> io::Result<()> {
     }
 }
 
-/// Becomes the command.
+/// Executes the command in this process.
 fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
     for &(resource, value) in &command.limits {
         if let Err(error) = confine::limit(resource, value) {
@@ -889,7 +896,7 @@ fn execute(token: OneThread, command: &Command, report: &OwnedFd) -> ! {
     give_up(report, failed(Step::Execute, b"", error))
 }
 
-/// Finds out what can be enforced, by trying.
+/// Determines what this machine can enforce, by trying it.
 fn probe(token: OneThread) -> Host {
     let mut found = Host {
         kernel: host::kernel_release(),
@@ -920,7 +927,7 @@ fn probe(token: OneThread) -> Host {
     found
 }
 
-/// Whether namespaces can be entered, and what can be done in them, by error number.
+/// Tries to create namespaces, and then each operation in them; returns the error numbers.
 fn try_namespaces(token: OneThread, user: bool) -> (Result<(), String>, [i32; 4]) {
     let nothing = [libc::EPERM; 4];
     let Ok((read, write)) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC) else {
@@ -981,7 +988,7 @@ fn try_unshare(flags: UnshareFlags) -> i32 {
         .map_or(0, Errno::raw_os_error)
 }
 
-/// A borrowed descriptor of the current directory, for calls that want one.
+/// Returns `AT_FDCWD` as a borrowed descriptor, for functions that require one.
 pub(crate) fn here() -> BorrowedFd<'static> {
     rustix::fs::CWD.as_fd()
 }

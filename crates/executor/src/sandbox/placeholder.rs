@@ -118,7 +118,7 @@ fn sweep(age: Duration) -> bool {
     table.values().any(|held| held.idle_since.is_some())
 }
 
-/// Makes sure that a thread removes idle directories; the thread exits when there are none.
+/// Makes sure that a thread removes idle directories; the thread exits when none is left.
 fn watch() -> bool {
     if WATCHED.swap(true, Ordering::SeqCst) {
         return true;

@@ -1,7 +1,7 @@
-//! From a resolved policy and what this machine can do to the steps that enforce it.
+//! Sandbox plan: the enforcement steps for a resolved policy on this machine.
 //!
-//! Owns the choice of mechanisms and the order of mounts, and says what cannot be enforced and why.
-//! Touches nothing: the launcher takes the steps.
+//! Chooses mechanisms and the order of mounts, and reports what cannot be enforced and why. Changes
+//! nothing itself: the launcher executes the steps.
 
 use std::collections::BTreeSet;
 use std::os::unix::ffi::OsStrExt as _;
@@ -15,22 +15,22 @@ use super::policy::{Policy, View};
 use super::seccomp::{self, Filter, Instruction, Traffic};
 use crate::spec::PrivateNetwork;
 
-/// A path or another text of the system.
+/// A path or another system string, which need not be UTF-8.
 pub type Text = Vec<u8>;
 
-/// Everything that the launcher needs to know.
+/// Complete task of a launcher.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
-    /// What to run.
+    /// The command to run.
     pub command: Command,
-    /// How to confine it.
+    /// Its confinement.
     pub confinement: Confinement,
 }
 
-/// What to run.
+/// Command to run.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Command {
-    /// What to try to execute, in order.
+    /// Paths to try to execute, in order.
     pub candidates: Vec<Text>,
     /// Its arguments.
     pub argv: Vec<Text>,
@@ -40,48 +40,48 @@ pub struct Command {
     pub cwd: Text,
     /// Resource limits, as (resource, value).
     pub limits: Vec<(u32, u64)>,
-    /// Standard input becomes the controlling terminal.
+    /// Whether standard input becomes the controlling terminal.
     pub terminal: bool,
 }
 
-/// How to confine a command.
+/// Confinement of a command.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confinement {
-    /// A view of its own, in namespaces of its own.
+    /// A separate mount view in new namespaces.
     pub namespaces: Option<Namespaces>,
-    /// Give up every capability for good.
+    /// Drop every capability irrevocably.
     pub drop_capabilities: bool,
-    /// Rules of Landlock.
+    /// Landlock rules.
     pub landlock: Option<Landlock>,
-    /// Filters of system calls, in the order in which they are installed.
+    /// System call filters, in the order in which they are installed.
     pub seccomp: Vec<Vec<Instruction>>,
 }
 
-/// Namespaces of its own, and what is seen in them.
+/// New namespaces, and the mount view in them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Namespaces {
-    /// Users as well; without, the launcher must have the privilege to mount.
+    /// Also create a user namespace; otherwise the launcher needs the privilege to mount.
     pub user: bool,
-    /// The network as well.
+    /// Also create a network namespace.
     pub network: bool,
-    /// Listeners in that network, for whoever starts the command.
+    /// Listeners in that network, which are sent to the server.
     pub listeners: Listeners,
-    /// What `/` is.
+    /// The root of the view.
     pub root: Root,
-    /// What lies on it, what is above before what is below.
+    /// Mounts on the root; a directory comes before the paths in it.
     pub mounts: Vec<Mount>,
-    /// Whether `/proc` shows the processes of the sandbox, or is the host's, for reading.
+    /// Whether `/proc` shows the processes of the sandbox; otherwise it is the host's, read-only.
     pub fresh_proc: bool,
-    /// Cover what root may write in a fresh `/proc` by owning it.
+    /// Whether to cover the entries of a new `/proc` that root could write as their owner.
     pub cover_proc: bool,
 }
 
-/// What has to be known of namespaces to make them before the rest is.
+/// Properties of namespaces that must be known to create them before the rest of the plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Base {
     pub(crate) user: bool,
     pub(crate) network: bool,
-    /// With a loopback interface that works.
+    /// With a working loopback interface.
     pub(crate) loopback: bool,
     pub(crate) fresh_proc: bool,
     pub(crate) cover_proc: bool,
@@ -99,89 +99,90 @@ impl Base {
     }
 }
 
-/// Ports of the loopback interface to listen at.
+/// Ports of the loopback interface for listeners.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Listeners {
-    /// For streams.
+    /// TCP ports.
     pub tcp: Vec<u16>,
-    /// For datagrams.
+    /// UDP ports.
     pub udp: Vec<u16>,
 }
 
 impl Listeners {
-    /// How many there are.
+    /// Returns the number of listeners.
     pub fn count(&self) -> usize {
         self.tcp.len() + self.udp.len()
     }
 }
 
-/// What `/` is.
+/// Root of a view.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Root {
-    /// The host's, for reading.
+    /// The host's root, read-only.
     ReadOnly,
-    /// The host's, as it is.
+    /// The host's root, unchanged.
     Writable,
-    /// Empty but for these links and the places of mounts.
+    /// Empty except for these links and mount points.
     Empty {
-        /// Where a link is, and what it holds.
+        /// Path and target of each link.
         links: Vec<(Text, Text)>,
-        /// Where something will be mounted, and whether it is a directory.
+        /// Path of each mount point, and whether it is a directory.
         points: Vec<(Text, bool)>,
     },
 }
 
-/// Something that lies over a path.
+/// Mount over a path of the view.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mount {
-    /// Where.
+    /// The path.
     pub path: Text,
-    /// What.
+    /// The kind of mount.
     pub what: What,
 }
 
-/// What lies over a path.
+/// Kind of a mount over a path.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum What {
-    /// Itself, for reading.
+    /// The path itself, read-only.
     ReadOnly,
-    /// Itself, as it is on the host.
+    /// The path itself, as it is on the host.
     Writable,
-    /// Itself, a link, so that it cannot be replaced.
+    /// The path itself, which is a link, so that it cannot be replaced.
     Pin,
-    /// Nothing that can be looked at.
+    /// An inaccessible file or directory.
     Mask {
-        /// Relative paths in it that are open again, and whether they are directories.
+        /// Relative paths in it that are accessible again, and whether they are directories.
         points: Vec<(Text, bool)>,
     },
 }
 
-/// Rules of Landlock: what may be done below which path; what is handled and not granted is denied.
+/// Landlock rules: allowed access below each path. Access that is handled but not granted is
+/// denied.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Landlock {
-    /// Reading is restricted too, and not only writing.
+    /// Whether reading is restricted as well as writing.
     pub handle_read: bool,
-    /// Keep signals and abstract sockets inside.
+    /// Whether signals and abstract unix sockets are confined to the sandbox.
     pub scoped: bool,
-    /// Paths, and whether they may be written to.
+    /// Paths, and whether they are writable.
     pub rules: Vec<(Text, bool)>,
 }
 
-/// Why a policy is not enforced.
+/// Reason why a policy cannot be enforced.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("sandbox intent cannot be enforced on this executor: {0}")]
 pub struct Refusal(pub String);
 
-/// What the plan depends on beside policy and host.
+/// Inputs of the plan besides policy and host.
 #[derive(Clone, Copy)]
 pub struct Options<'a> {
-    /// Whether the server's user is root, who owns more than it should.
+    /// Whether the server runs as root, which owns more files than the command may write.
     pub root: bool,
-    /// Enforce what can be enforced, and say what is missing.
+    /// Whether to enforce what is possible and report the rest as missing.
     pub allow_partial: bool,
-    /// Whether a path that a rule names is a directory.
+    /// Returns whether a path of a rule is a directory.
     pub is_directory: &'a dyn Fn(&Path) -> bool,
-    /// A network of the command's own, whatever the policy says.
+    /// A private network for the command, independent of the policy.
     pub network: Option<&'a PrivateNetwork>,
 }
 
@@ -189,7 +190,7 @@ pub struct Options<'a> {
 ///
 /// # Errors
 ///
-/// When a part of it cannot be enforced here and that is not allowed.
+/// If a part of it cannot be enforced on this machine and partial enforcement is not allowed.
 pub fn build(
     policy: &Policy,
     host: &Host,
@@ -204,11 +205,11 @@ pub fn build(
         return Ok((confinement, enforcement(mechanisms, missing)));
     }
     if private.is_some() {
-        // Nothing less would do, whatever else may be left out.
+        // A private network is required even if partial enforcement is allowed.
         let told = |why| Refusal(format!("managed network: {why}"));
         host.private_network().map_err(told)?;
     }
-    // A network of one's own takes namespaces, in which all files can be as they are.
+    // A private network needs namespaces; without a view, all files stay as they are in them.
     let everything = private.map(|_| View {
         rules: [(PathBuf::from("/"), Access::Write)].into(),
         ..View::default()
@@ -247,7 +248,7 @@ pub fn build(
             None if restricted => Traffic::None,
             None => Traffic::All,
         },
-        // Whoever could enter other namespaces would have their network.
+        // A process that could enter other namespaces could use their network.
         view_restricted: policy.view.is_some() || private.is_some(),
     };
     match seccomp::programs(filter) {
@@ -282,7 +283,7 @@ fn text(path: impl AsRef<Path>) -> Text {
     path.as_ref().as_os_str().as_bytes().to_vec()
 }
 
-/// Where the sandbox has something of its own instead of the host's.
+/// Returns whether the sandbox has a separate file system at this path instead of the host's.
 fn is_synthetic(path: &Path) -> bool {
     path == Path::new("/dev") || path == Path::new("/proc")
 }
@@ -295,7 +296,7 @@ fn namespaces(
     options: Options<'_>,
 ) -> Namespaces {
     let root = view.access(Path::new("/"));
-    // In the order of names, a directory comes before what is in it.
+    // In lexical order, a directory comes before its content.
     let mut paths: BTreeSet<&Path> = view.rules.keys().map(PathBuf::as_path).collect();
     paths.extend(view.pins.iter().map(PathBuf::as_path));
     paths.remove(Path::new("/"));
@@ -304,14 +305,15 @@ fn namespaces(
         .filter(|path| {
             let access = view.access(path);
             let covered = is_synthetic(path) && access != Access::Deny;
-            // A writable root is laid even over a writable place, so that it cannot be renamed.
+            // A writable root gets a mount even inside a writable directory, so that it cannot be
+            // renamed.
             let differs = access != view.inherited(path) || access == Access::Write;
             let pinned = view.pins.contains(*path);
             !covered && (differs || pinned || view.missing.contains(*path))
         })
         .collect();
-    // Nor may a directory above be renamed, and another put in its place with what is protected
-    // in it: what lies on something cannot be.
+    // Parent directories must not be renamed either: a process could replace one by another that
+    // has no protected content. A mount point cannot be renamed.
     for path in laid.clone() {
         let above = path.ancestors().skip(1);
         laid.extend(
@@ -321,7 +323,7 @@ fn namespaces(
     let laid: Vec<&Path> = laid.into_iter().collect();
     let points_below = |above: &Path| -> Vec<(Text, bool)> {
         let below = laid.iter().filter(|path| {
-            // Only what lies on this very layer: the rest lies on something that is there.
+            // Only paths directly on this mount: others lie on mounts that already contain them.
             let layer = laid
                 .iter()
                 .rev()
@@ -384,10 +386,11 @@ fn namespaces(
     }
 }
 
-/// What programs write to whatever the policy: devices of the sandbox's own, and themselves.
+/// Paths that programs write under every policy: the sandbox's devices, and process files.
 const ALWAYS_WRITABLE: [&str; 2] = ["/dev", "/proc"];
 
-/// Landlock behind namespaces: writing only, where the mounts allow it too.
+/// Landlock rules in addition to namespaces: they restrict writing to the paths that the mounts
+/// make writable.
 fn second_wall(view: &View, host: &Host) -> Landlock {
     let writable = view
         .rules
@@ -402,13 +405,14 @@ fn second_wall(view: &View, host: &Host) -> Landlock {
     }
 }
 
-/// The version of Landlock that can keep signals and abstract sockets inside.
+/// First Landlock ABI version that can confine signals and abstract unix sockets.
 const SCOPED_ABI: u32 = 6;
 
-/// The version of Landlock that knows truncation: before, a file could be emptied.
+/// First Landlock ABI version that handles truncation: before, any file could be emptied.
 const TRUNCATE_ABI: u32 = 3;
 
-/// Landlock alone: what a policy takes away again inside what it gives cannot be expressed.
+/// Landlock without namespaces: rules that restrict access inside a granted path cannot be
+/// expressed.
 fn only_landlock(
     view: &View,
     host: &Host,

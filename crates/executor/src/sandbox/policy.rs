@@ -1,7 +1,7 @@
-//! From a policy of the wire to rules about paths that exist.
+//! Policy resolution: converts a policy of the protocol to rules about existing paths.
 //!
-//! Owns what entries mean: special paths, precedence, protected names, patterns and links. Knows of
-//! the disk only what [`Disk`] tells, and nothing of how rules are enforced.
+//! Defines the meaning of entries: special paths, precedence, protected names, patterns and links.
+//! Accesses the disk only through [`Disk`], and does not enforce rules.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -19,11 +19,11 @@ use rustix::io::Errno;
 
 use super::glob;
 
-/// Names directly under a writable root that steer tools of the host: never writable unless an
-/// entry says so.
+/// Names directly under a writable root whose content controls tools of the host: read-only unless
+/// an entry makes them writable.
 pub const PROTECTED: [&str; 4] = [".git", ".agents", ".codex", ".aws"];
 
-/// What `minimal` makes readable.
+/// Paths that the special path `minimal` makes readable.
 pub const PLATFORM: [&str; 8] = [
     "/bin",
     "/sbin",
@@ -35,127 +35,129 @@ pub const PLATFORM: [&str; 8] = [
     "/run/current-system/sw",
 ];
 
-/// As many links as the kernel follows in one path.
+/// Maximum number of links in one path, the same as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// Why a policy cannot be resolved.
+/// Reason why a policy cannot be resolved.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PolicyError {
-    /// A path that cannot be one here.
+    /// A path that is not valid on this machine.
     #[error("invalid sandbox permission path URI: {0}")]
     Uri(String),
-    /// A path below a root that leaves it.
+    /// A subpath that leaves its root.
     #[error(
         "invalid sandbox permission path: subpath `{0}` must be relative and stay below its root"
     )]
     Subpath(String),
-    /// A path could be moved by the process that it binds.
+    /// A path that the sandboxed process could redirect.
     #[error(
         "cannot enforce sandbox for `{path}` because it crosses writable symlink `{link}`",
         path = path.display(),
         link = link.display()
     )]
     WritableLink {
-        /// As the entry has it.
+        /// The path of the entry.
         path: PathBuf,
         /// The link that the process could replace.
         link: PathBuf,
     },
-    /// A pattern that cannot be looked for.
+    /// A pattern that cannot be expanded.
     #[error(transparent)]
     Glob(#[from] glob::GlobError),
-    /// The disk does not answer.
+    /// The disk could not be read.
     #[error("cannot look at `{path}`: {source}", path = path.display())]
     Disk {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system error.
         source: io::Error,
     },
 }
 
-/// What is at a path, the last link not followed.
+/// Type of the file at a path; the last link is not followed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     /// A directory.
     Directory,
-    /// A link to this.
+    /// A link with this target.
     Link(PathBuf),
-    /// Anything else.
+    /// Any other file.
     File,
 }
 
-/// What policies need to know of the disk.
+/// Disk access of policy resolution.
 pub trait Disk {
-    /// What is there, or nothing.
+    /// Returns the type of the file at a path; `None` if it does not exist.
     ///
     /// # Errors
     ///
-    /// When the system does not tell.
+    /// If the system cannot determine it.
     fn kind(&self, path: &Path) -> io::Result<Option<Kind>>;
 
-    /// The beginning of a small file.
+    /// Returns the beginning of a small file.
     ///
     /// # Errors
     ///
-    /// When it cannot be read.
+    /// If it cannot be read.
     fn head(&self, path: &Path) -> io::Result<Vec<u8>>;
 
-    /// The names in a directory.
+    /// Returns the names in a directory.
     ///
     /// # Errors
     ///
-    /// When it cannot be read.
+    /// If it cannot be read.
     fn names(&self, path: &Path) -> io::Result<Vec<OsString>>;
 
-    /// Whether this directory only holds the place of a protected name.
+    /// Returns whether this directory is a placeholder of a protected name.
     fn is_placeholder(&self, path: &Path) -> bool;
 }
 
-/// What entries are resolved against.
+/// Context of policy resolution.
 pub struct Context<'a> {
     /// The environment of the command.
     pub env: &'a BTreeMap<String, String>,
     /// The disk.
     pub disk: &'a dyn Disk,
-    /// What no sandbox may see, whatever its policy.
+    /// Paths that are hidden from every sandbox, independent of its policy.
     pub hidden: &'a [PathBuf],
-    /// Nothing will be written: what may be and what may not is of no interest.
+    /// Whether only reading is needed, so that the difference between read and write access does
+    /// not matter.
     pub reads_only: bool,
 }
 
-/// A resolved policy.
+/// Resolved policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Policy {
-    /// Which files; `None`: all.
+    /// File access; `None` if it is not restricted.
     pub view: Option<View>,
-    /// Whether the network.
+    /// Network access.
     pub network: Network,
 }
 
-/// Rules about paths: the longest that holds a path counts, and without one it is denied.
+/// File access rules by path: the longest path that contains a file decides; without a rule, access
+/// is denied.
 ///
-/// Paths have no links in them.
+/// Paths contain no links.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct View {
-    /// What may be done where.
+    /// The access to each path.
     pub rules: BTreeMap<PathBuf, Access>,
-    /// Links that lead to granted paths, and what they hold.
+    /// Links that lead to granted paths, and their targets.
     pub links: BTreeMap<PathBuf, PathBuf>,
-    /// Links that must stay as they are although their directory is writable.
+    /// Links that must not change although their directory is writable.
     pub pins: BTreeSet<PathBuf>,
-    /// Rules whose path is not there: it must not come to be.
+    /// Paths with a rule that do not exist and must not be created.
     pub missing: BTreeSet<PathBuf>,
 }
 
 impl View {
-    /// What may be done with a path.
+    /// Returns the access to a path.
     pub fn access(&self, path: &Path) -> Access {
         self.rule_above(path.ancestors())
     }
 
-    /// What could be done with a path if it had no rule of its own.
+    /// Returns the access to a path without its own rule.
     pub fn inherited(&self, path: &Path) -> Access {
         self.rule_above(path.ancestors().skip(1))
     }
@@ -166,16 +168,16 @@ impl View {
             .unwrap_or(Access::Deny)
     }
 
-    /// Rules that take away what the rule around them gives.
+    /// Returns the rules that restrict the access of the rule around them.
     pub fn carve_outs(&self) -> impl Iterator<Item = (&Path, Access)> {
         self.rules.iter().filter_map(|(path, &access)| {
-            // The root has nothing around it.
+            // The root has no rule around it.
             path.parent()?;
             (grants(access) < grants(self.inherited(path))).then_some((path.as_path(), access))
         })
     }
 
-    /// Whether anything is hidden that could otherwise be read.
+    /// Returns whether a path is hidden although the rule around it allows reading.
     pub fn hides(&self) -> bool {
         self.rules
             .get(Path::new("/"))
@@ -183,14 +185,15 @@ impl View {
             || self.rules.values().any(|&access| access == Access::Deny)
     }
 
-    /// Adds a rule; of two for the same path, a denial counts most and reading least.
+    /// Adds a rule. Of two rules for the same path, deny has the highest precedence and read the
+    /// lowest.
     fn add(&mut self, path: PathBuf, access: Access) {
         let slot = self.rules.entry(path).or_insert(access);
         *slot = (*slot).max(access);
     }
 }
 
-/// How much an access gives; its own order is one of precedence.
+/// Returns how much access a rule grants; the order of [`Access`] itself is precedence.
 fn grants(access: Access) -> u8 {
     match access {
         Access::Deny => 0,
@@ -199,7 +202,7 @@ fn grants(access: Access) -> u8 {
     }
 }
 
-/// An entry with its path spelled out.
+/// Entry with an absolute path.
 #[derive(Debug, Clone)]
 struct Spelled {
     path: PathBuf,
@@ -211,8 +214,8 @@ struct Spelled {
 ///
 /// # Errors
 ///
-/// When a path cannot be one on this machine, when the process could move what binds it, or when
-/// the disk does not tell.
+/// If a path is not valid on this machine, if the sandboxed process could redirect a path of a
+/// rule, or if the disk cannot be read.
 pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, PolicyError> {
     let (entries, depth, network) = match &sandbox.permissions {
         Permissions::Disabled => {
@@ -274,7 +277,7 @@ pub fn resolve(sandbox: &Sandbox, context: &Context<'_>) -> Result<Policy, Polic
     })
 }
 
-/// Whether everything is writable and nothing narrows that.
+/// Returns whether everything is writable and no entry restricts that.
 fn writes_everywhere(entries: &[Spelled]) -> bool {
     let writes = |path: &Path| {
         entries
@@ -294,7 +297,7 @@ fn roots(sandbox: &Sandbox) -> Result<Vec<PathBuf>, PolicyError> {
     sandbox.project_roots().iter().map(native).collect()
 }
 
-/// The paths that an entry is about.
+/// Returns the absolute paths of an entry.
 fn spell(
     entry: &Entry,
     sandbox: &Sandbox,
@@ -349,25 +352,25 @@ fn spell(
         .collect())
 }
 
-/// Without `.` and doubled or trailing slashes.
+/// Removes `.` components, and repeated and trailing slashes.
 fn clean(path: &Path) -> PathBuf {
     path.components()
         .filter(|part| !matches!(part, Component::CurDir))
         .collect()
 }
 
-/// What a path leads to.
+/// Target of a path after all links are followed.
 #[derive(Debug)]
 struct Target {
-    /// Without links, as far as it exists.
+    /// The path without links, as far as it exists.
     path: PathBuf,
     /// Whether all of it exists; if not, `path` ends with the first name that does not.
     exists: bool,
-    /// The links on the way and what they hold.
+    /// The links on the way, and their targets.
     links: Vec<(PathBuf, PathBuf)>,
 }
 
-/// Follows a path.
+/// Follows all links of a path.
 fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
     let mut here = PathBuf::from("/");
     let mut links = Vec::new();
@@ -380,7 +383,7 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
         let next = here.join(&name);
         let kind = match disk.kind(&next) {
             Ok(kind) => kind,
-            // Below a file there is nothing.
+            // Nothing exists below a file.
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => None,
             Err(source) => return Err(PolicyError::Disk { path: next, source }),
         };
@@ -421,13 +424,13 @@ fn follow(path: &Path, disk: &dyn Disk) -> Result<Target, PolicyError> {
     })
 }
 
-/// What a path leads to, if it is there.
+/// Returns the target of a path, if it exists.
 pub(super) fn resolved(path: &Path, disk: &dyn Disk) -> Result<Option<PathBuf>, PolicyError> {
     let target = follow(path, disk)?;
     Ok(target.exists.then_some(target.path))
 }
 
-/// The names of a path, the last first.
+/// Returns the components of a path, the last first.
 fn parts(path: &Path) -> Vec<OsString> {
     let mut parts: Vec<OsString> = path
         .components()
@@ -450,7 +453,8 @@ fn view(
 ) -> Result<View, PolicyError> {
     let disk = context.disk;
     let mut view = View::default();
-    // Which links an entry depends on; whether the process could replace one is known at the end.
+    // Links that an entry depends on. Whether the process could replace one is known only at the
+    // end.
     let mut crossed: Vec<(PathBuf, PathBuf)> = Vec::new();
     let mut absent = Vec::new();
     for entry in entries {
@@ -482,12 +486,12 @@ fn view(
     for path in glob::matches(patterns, depth, disk)? {
         view.rules.insert(path, Access::Deny);
     }
-    // A link on the way to an entry may be one of those that are held in place.
+    // A link in the path of an entry may be one of the pinned links.
     if !context.reads_only || !crossed.is_empty() {
         protect(&mut view, entries, disk)?;
     }
     for (path, access) in absent {
-        // Where nothing can be made there is nothing to prevent.
+        // Where the process cannot create files, no placeholder is needed.
         if view.inherited(&path) == Access::Write {
             view.add(path.clone(), access);
             view.missing.insert(path);
@@ -499,8 +503,8 @@ fn view(
             view.rules.insert(target.path, Access::Deny);
         }
     }
-    // A link that is held in place cannot be replaced any more, but it may have been planted
-    // before: where not everything may be read, it would open what it leads to.
+    // A pinned link cannot be replaced any more, but may have been created by an earlier command:
+    // if reading is restricted, it would grant access to its target.
     let reads_all = view.access(Path::new("/")) != Access::Deny;
     for (path, link) in crossed {
         let held = reads_all && view.pins.contains(&link);
@@ -573,7 +577,7 @@ fn protect(view: &mut View, entries: &[Spelled], disk: &dyn Disk) -> Result<(), 
     Ok(())
 }
 
-/// Takes the right to write from what a path leads to.
+/// Removes write access to the target of a path.
 fn read_only(view: &mut View, path: &Path, disk: &dyn Disk) -> Result<(), PolicyError> {
     let target = follow(path, disk)?;
     for (link, _) in target.links {
@@ -590,7 +594,7 @@ fn read_only(view: &mut View, path: &Path, disk: &dyn Disk) -> Result<(), Policy
     Ok(())
 }
 
-/// What a `.git` file points to.
+/// Returns the directory that a `.git` file points to.
 fn git_directory(path: &Path, disk: &dyn Disk) -> Option<PathBuf> {
     let head = disk.head(path).ok()?;
     let line = head.split(|&byte| byte == b'\n').next()?;
@@ -621,10 +625,10 @@ impl Disk for RealDisk {
     fn head(&self, path: &Path) -> io::Result<Vec<u8>> {
         use std::io::Read as _;
         use std::os::unix::fs::OpenOptionsExt as _;
-        /// More than any path.
+        /// Longer than any path.
         const BYTES: u64 = 8192;
         let mut head = Vec::new();
-        // Whatever has taken the file's place must not make us wait.
+        // The file may have been replaced by one on which opening or reading blocks.
         let file = std::fs::OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -644,29 +648,30 @@ impl Disk for RealDisk {
     }
 }
 
-/// The disk as far as the kernel has it in memory: never waits for it.
+/// Disk access from kernel caches only, which never waits for the disk.
 ///
-/// What it cannot tell is an error, and to be asked for again properly; some errors are nothing to
-/// whoever asks, so [`CachedDisk::has_told_all`] has the last word.
+/// A path that is not cached gives an error, and the caller must then resolve the policy with
+/// [`RealDisk`]. Resolution ignores some errors, so the result is valid only if
+/// [`CachedDisk::has_told_all`] returns true.
 #[derive(Debug, Default)]
 pub(super) struct CachedDisk {
-    /// What was asked already: paths have their beginnings in common.
+    /// Known answers: paths often have parent directories in common.
     known: RefCell<HashMap<PathBuf, Option<Kind>>>,
     unknown: Cell<bool>,
 }
 
 impl CachedDisk {
-    /// Looks that are short enough together; a policy as clients send them takes about ten.
+    /// Maximum number of lookups without yielding; a typical policy of a client needs about ten.
     const MAX_LOOKS: usize = 256;
 
-    /// Whether there was an answer to every question.
+    /// Returns whether every lookup was answered from the cache.
     pub(super) fn has_told_all(&self) -> bool {
         !self.unknown.get()
     }
 
-    /// What the answers were: as long as they are the same, so is what was made of them.
+    /// Returns the answers: while they are the same, so is the resolution that is based on them.
     ///
-    /// What holds of a path holds of the directories above it too, so those are left out.
+    /// An existing path implies that its parents are directories, so these are left out.
     pub(super) fn answers(self) -> Answers {
         let known = self.known.into_inner();
         let above = |path: &Path| {
@@ -699,10 +704,10 @@ impl CachedDisk {
         let wanted = StatxFlags::TYPE | StatxFlags::MODE;
         let found = rustix::fs::statx(&fd, c"", flags, wanted).ok()?;
         match FileType::from_raw_mode(found.stx_mode.into()) {
-            // Whether it is one takes a look inside.
+            // It may be a placeholder; that depends on its content.
             FileType::Directory if super::placeholder::may_be_one(found.stx_mode.into()) => None,
             FileType::Directory => Some(Some(Kind::Directory)),
-            // What a link holds may have to be read.
+            // The target of a link may have to be read from the disk.
             FileType::Symlink => None,
             _ => Some(Some(Kind::File)),
         }
@@ -714,12 +719,12 @@ impl CachedDisk {
     }
 }
 
-/// What a disk has told.
+/// Recorded answers of a disk.
 #[derive(Debug)]
 pub(super) struct Answers(Vec<(PathBuf, Option<Kind>)>);
 
 impl Answers {
-    /// Whether it would tell the same, without waiting for it.
+    /// Returns whether the disk still gives the same answers, without waiting for it.
     pub(super) fn still_hold(&self) -> bool {
         self.0
             .iter()
@@ -753,7 +758,7 @@ impl Disk for CachedDisk {
     }
 
     fn is_placeholder(&self, _: &Path) -> bool {
-        // One that may be is not told of as a directory.
+        // A possible placeholder is never reported as a directory.
         false
     }
 }

@@ -549,7 +549,7 @@ fn start_watch(shared: &Arc<Shared>) -> bool {
         .is_ok()
 }
 
-/// Ends helpers whose idle time is over; returns whether others are still idle.
+/// Ends helpers that were idle for too long; returns whether others are still idle.
 fn sweep(shared: &Weak<Shared>) -> bool {
     let Some(shared) = shared.upgrade() else {
         return false;

@@ -1,8 +1,8 @@
-//! System calls that a sandboxed process may not make, as programs for the kernel.
+//! Seccomp filters: system calls that a sandboxed process must not make.
 //!
-//! Everything is allowed but what is listed: a filter that forbids what it does not know breaks
-//! with every new library. What reaches beyond the sandbox is refused with `EPERM`, what libraries
-//! have an older way for with `ENOSYS`.
+//! Every call that is not listed is allowed: a filter that rejects unknown calls breaks with every
+//! new library. Calls that reach outside the sandbox fail with `EPERM`; calls for which libraries
+//! have an older alternative fail with `ENOSYS`.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -13,43 +13,44 @@ use seccompiler::{
 };
 use serde::{Deserialize, Serialize};
 
-/// What a filter is for.
+/// Purpose of a filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Filter {
-    /// What becomes of the network.
+    /// The allowed network access.
     pub traffic: Traffic,
-    /// Files are restricted: whatever could change the view of them is off.
+    /// Whether file access is restricted: then calls that could change the mount view are rejected.
     pub view_restricted: bool,
 }
 
-/// Which sockets there may be.
+/// Sockets that a process may create.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Traffic {
-    /// All.
+    /// All sockets.
     All,
-    /// Only pairs that stay inside.
+    /// Only socket pairs inside the sandbox.
     None,
-    /// Those of a network namespace of its own, and such pairs: a unix socket that the file system
-    /// shows leads out of it, and other kinds do not know of namespaces.
+    /// Sockets of a private network namespace, and socket pairs. Not unix sockets, because a socket
+    /// file can belong to a process outside; not other families, because they ignore network
+    /// namespaces.
     Private,
     /// The same, and unix sockets.
     PrivateAndUnix,
 }
 
-/// One instruction, as the kernel has it.
+/// One BPF instruction, in the kernel's layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Instruction(pub u16, pub u8, pub u8, pub u32);
 
-/// Why there is no filter.
+/// Reason why a filter cannot be compiled.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("no system call filter for this machine: {0}")]
 pub struct FilterError(String);
 
-/// The programs to install, in order.
+/// Returns the programs to install, in order.
 ///
 /// # Errors
 ///
-/// On an architecture that the compiler of filters does not know.
+/// On an architecture that the filter compiler does not support.
 pub fn programs(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
     type Compiled = Result<Vec<Vec<Instruction>>, FilterError>;
     static PROGRAMS: [OnceLock<Compiled>; 8] = [const { OnceLock::new() }; 8];
@@ -83,7 +84,8 @@ fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
         let line = |line: sock_filter| Instruction(line.code, line.jt, line.jf, line.k);
         Ok(lines.into_iter().map(line).collect())
     };
-    // Its flags are in memory, where a filter cannot look; libraries fall back to `clone`.
+    // The flags of `clone3` are in memory, which a filter cannot read; libraries fall back to
+    // `clone`.
     let unseen = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let mut programs = vec![program(denied(filter)?, libc::EPERM)?];
     if filter.view_restricted {
@@ -92,11 +94,11 @@ fn compile(filter: Filter) -> Result<Vec<Vec<Instruction>>, FilterError> {
     Ok(programs)
 }
 
-/// Calls that one section of a program knows. The kernel tries a program with every call there is
-/// when it is installed, and the compiler makes one that compares one number after the other.
+/// Number of calls in one section of a program. The kernel runs a program for every possible call
+/// when it is installed, and the compiler creates code that compares the numbers one by one.
 const SECTION_CALLS: usize = 8;
 
-/// Skips a section of so many lines, for calls with a higher number than its last.
+/// Skips a section of this many lines if the call number is higher than its last one.
 fn only_up_to(last: i64, lines: usize) -> Result<[sock_filter; 3], FilterError> {
     let number = |_| FilterError("a number is out of range".to_owned());
     let (last, lines) = (
@@ -104,7 +106,7 @@ fn only_up_to(last: i64, lines: usize) -> Result<[sock_filter; 3], FilterError> 
         u32::try_from(lines).map_err(number)?,
     );
     Ok([
-        // The number of the call is the first word.
+        // The call number is the first field.
         line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
         line(libc::BPF_JMP | libc::BPF_JGT | libc::BPF_K, 0, 1, last),
         line(libc::BPF_JMP | libc::BPF_JA, 0, 0, lines),
@@ -120,15 +122,15 @@ fn line(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
     }
 }
 
-/// Refuses the calls of x32, which are other numbers on the same architecture: no rule would match
-/// them. Where the kernel has none of them this changes nothing.
+/// Rejects x32 calls, which have different numbers on the same architecture: no rule would match
+/// them. On kernels without x32 this changes nothing.
 fn foreign_numbers() -> Vec<sock_filter> {
     if !cfg!(target_arch = "x86_64") {
         return Vec::new();
     }
     const X32_BIT: u32 = 0x4000_0000;
     vec![
-        // The number of the call is the first word.
+        // The call number is the first field.
         line(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
         line(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, 0, 1, X32_BIT),
         line(
@@ -144,7 +146,7 @@ type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 fn denied(filter: Filter) -> Result<Rules, FilterError> {
     let mut rules = Rules::new();
-    // Another process's memory, and rings that make calls on our behalf.
+    // Calls that access the memory of other processes, and io_uring, which bypasses filters.
     for call in [
         libc::SYS_ptrace,
         libc::SYS_process_vm_readv,
@@ -161,7 +163,7 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
         for &call in KERNEL {
             rules.insert(call, Vec::new());
         }
-        // A user namespace would bring capabilities, and with them mounts.
+        // A user namespace would grant capabilities, and with them mounts.
         let user_namespace = condition(
             0,
             Len::Qword,
@@ -172,7 +174,7 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
             rules.insert(call, vec![rule(vec![user_namespace.clone()])?]);
         }
     }
-    // Typing into the terminal that others will read, and the console's clipboard.
+    // Injection of terminal input, and the clipboard of the console.
     let mut typing = Vec::new();
     for request in [libc::TIOCSTI, libc::TIOCLINUX] {
         #[allow(
@@ -209,8 +211,8 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
         let unix = u64::from(libc::AF_UNIX.unsigned_abs());
         for call in [libc::SYS_socket, libc::SYS_socketpair] {
             let mut each = vec![rule(vec![condition(0, Len::Dword, Op::Ne, unix)?])?];
-            // A datagram socket can be told an address with each message, where no filter sees
-            // it: it could reach the sockets of the host. Raw ones are datagrams by another name.
+            // A datagram socket accepts an address with each message in memory that a filter cannot
+            // read, so it could reach sockets of the host. Raw unix sockets are datagram sockets.
             for kind in [libc::SOCK_DGRAM, libc::SOCK_RAW] {
                 let kind = u64::from(kind.unsigned_abs());
                 each.push(rule(vec![condition(
@@ -229,8 +231,8 @@ fn denied(filter: Filter) -> Result<Rules, FilterError> {
     Ok(rules)
 }
 
-/// What changes the machine or the view of it. Most need a capability that is gone anyway; this is
-/// the second lock on the door, and keeps the kernel's less trodden paths out of reach.
+/// Calls that change the machine or its mounts. Most need a capability that the process does not
+/// have; the filter is a second barrier, and keeps rarely used kernel code out of reach.
 const KERNEL: &[i64] = &[
     libc::SYS_mount,
     libc::SYS_umount2,
@@ -294,7 +296,7 @@ mod tests {
     #[cfg(target_arch = "aarch64")]
     const ARCH: u32 = 0xc000_00b7;
 
-    /// What the kernel would answer: runs a program on a call.
+    /// Interprets a program for one call and returns its result.
     fn run(program: &[Instruction], arch: u32, call: u32, args: [u64; 6]) -> u32 {
         let mut data = vec![call, arch, 0, 0];
         for arg in args {
@@ -329,7 +331,7 @@ mod tests {
         }
     }
 
-    /// The strictest answer of all programs.
+    /// Returns the strictest result of all programs.
     fn verdict(filter: Filter, arch: u32, call: u32, args: [u64; 6]) -> u32 {
         let programs = programs(filter).unwrap();
         let answers = programs
@@ -354,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_network_is_off_but_for_pairs_that_stay_inside() {
+    fn filter_without_network_allows_only_unix_stream_sockets_and_pairs() {
         let unix = 1;
         for (call, args, expected) in [
             (libc::SYS_socket, [unix, 1, 0, 0, 0, 0], ALLOW),
@@ -365,7 +367,7 @@ mod tests {
             (libc::SYS_socket, [10, 2, 0, 0, 0, 0], EPERM),
             (libc::SYS_socket, [16, 3, 0, 0, 0, 0], EPERM),
             (libc::SYS_socket, [40, 1, 0, 0, 0, 0], EPERM),
-            // Only the low half counts as the family.
+            // The kernel uses only the lower 32 bits as the family.
             (libc::SYS_socket, [unix | 1 << 32, 1, 0, 0, 0, 0], ALLOW),
             (libc::SYS_socketpair, [unix, 1, 0, 0, 0, 0], ALLOW),
             (libc::SYS_socketpair, [unix, 5, 0, 0, 0, 0], ALLOW),
@@ -385,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_network_has_sockets_that_know_of_it() {
+    fn filter_for_private_network_allows_only_namespaced_socket_families() {
         let pair = libc::SYS_socketpair;
         for (call, family, private, and_unix) in [
             (libc::SYS_socket, 2, ALLOW, ALLOW),
@@ -415,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn what_reaches_beyond_is_refused() {
+    fn filter_rejects_calls_that_reach_outside_the_sandbox() {
         let newuser = libc::CLONE_NEWUSER as u64;
         for (call, args, expected) in [
             (libc::SYS_ptrace, [0; 6], EPERM),
@@ -437,14 +439,14 @@ mod tests {
     }
 
     #[test]
-    fn other_ways_to_number_a_call_do_not_help() {
+    fn filter_rejects_x32_and_32_bit_call_numbers() {
         #[cfg(target_arch = "x86_64")]
         {
             let x32 = 0x4000_0000 + u32::try_from(libc::SYS_connect).unwrap();
             assert_eq!(verdict(STRICT, ARCH, x32, [0; 6]), ENOSYS);
             assert_eq!(verdict(STRICT, ARCH, u32::MAX, [0; 6]), ENOSYS);
         }
-        // A 32-bit call is not looked at, its process is ended.
+        // A 32-bit call is not compared with the rules; the kernel kills the process.
         assert_eq!(verdict(STRICT, 0x4000_0003, 11, [0; 6]), KILL);
     }
 }

@@ -1,8 +1,9 @@
-//! The view of files that a sandboxed command has, built from mounts.
+//! Mount view of a sandboxed command: the files that it sees, built from mounts.
 //!
-//! Runs in the first process of new namespaces, before it gives up its rights there. The host's own
-//! mounts are a copy by then: nothing here is seen outside. Paths are found without following
-//! links, so that what was swapped for one after the policy was resolved is an error.
+//! Runs in the first process of new namespaces, before that process drops its privileges. The
+//! host's mounts are already a private copy there, so no change is visible outside. Paths are
+//! resolved without following links: if a path was replaced by a link after the policy was
+//! resolved, the build fails.
 
 use std::ffi::{CStr, OsStr};
 use std::fmt::Write as _;
@@ -26,16 +27,16 @@ const NO_SUID: u64 = 2;
 const NO_DEVICES: u64 = 4;
 const RECURSIVE: u32 = 0x8000;
 const EMPTY_PATH: u32 = 0x1000;
-/// Mounts that come and go outside stay outside.
+/// `MS_PRIVATE`: mounts and unmounts outside are not propagated into the view.
 const PRIVATE: u64 = 1 << 18;
 
-/// Where a root that is not the host's is put together.
+/// Where a root other than the host's is assembled.
 const WORKBENCH: &CStr = c"/proc";
 
 /// Devices that every program may expect.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
-/// What root may write in `/proc` by owning it, and would change the whole machine with.
+/// Entries of `/proc` that root could write as their owner, with effect on the whole machine.
 const PROC_COVERS: [&str; 9] = [
     "sys",
     "sysrq-trigger",
@@ -48,14 +49,14 @@ const PROC_COVERS: [&str; 9] = [
     "kcore",
 ];
 
-/// Terminals with a higher number keep their name to themselves: taking numbers until it is
-/// reached would take longer than it is worth.
+/// Highest terminal number that keeps its name in the view: all lower numbers must be allocated
+/// first, which would take too long for higher ones.
 const MAX_TERMINAL: u32 = 256;
 
-/// What must stay open as long as the view is used.
+/// Descriptors that must stay open while the view is used.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    /// Holds the number of the command's terminal.
+    /// Reserves the number of the command's terminal.
     _terminal: Option<OwnedFd>,
 }
 
@@ -65,21 +66,21 @@ fn path_of(text: &Text) -> &Path {
     Path::new(OsStr::from_bytes(text))
 }
 
-/// Something that is to be laid over its path.
+/// Mount that will be attached over its path.
 struct Piece<'a> {
     mount: &'a Mount,
-    /// A copy of what is there; masks have none.
+    /// A detached copy of the mount at the path; masks have none.
     source: Option<OwnedFd>,
 }
 
-/// What every view has, made before it is known which: mounted nowhere yet.
+/// Detached mounts that every view needs, created before the plan is known.
 pub(super) struct Parts {
     dev: OwnedFd,
     terminals: OwnedFd,
     proc: OwnedFd,
-    /// What could not be put together yet, by its place in the view.
+    /// Mounts that could not be attached yet, by path in the view.
     loose: Vec<(PathBuf, OwnedFd)>,
-    /// Whether `/proc` is still to be covered.
+    /// Whether `/proc` must still be covered.
     uncovered: bool,
 }
 
@@ -102,7 +103,7 @@ impl Parts {
         for (name, part) in parts {
             match find(&dev, Path::new(name)).and_then(|at| attach(&part, at, c"")) {
                 Ok(()) => {}
-                // Kernels before 6.15 want something to be mounted before anything is laid on it.
+                // Kernels before 6.15 cannot attach a mount to a detached one.
                 Err(Errno::INVAL) => loose.push((Path::new("dev").join(name), part)),
                 Err(error) => return Err(failed(Step::Mount, name, error)),
             }
@@ -126,7 +127,7 @@ impl Parts {
 }
 
 pub(super) fn build(plan: &Namespaces, parts: Parts, terminal: bool) -> Built<Kept> {
-    // Everything is found while all of it is still there.
+    // Copy all sources before the first mount hides any of them.
     let mut pieces = Vec::with_capacity(plan.mounts.len());
     for mount in &plan.mounts {
         let source = match mount.what {
@@ -163,7 +164,7 @@ pub(super) fn build(plan: &Namespaces, parts: Parts, terminal: bool) -> Built<Ke
     Ok(kept)
 }
 
-/// Makes what `/` is to be; a descriptor of it.
+/// Creates the root of the view; returns a descriptor of it.
 fn prepare_root(root: &Root) -> Built<OwnedFd> {
     let whole = |set| {
         confine::mount_attributes(here(), c"/", RECURSIVE, set, PRIVATE)
@@ -173,7 +174,7 @@ fn prepare_root(root: &Root) -> Built<OwnedFd> {
         Root::ReadOnly => whole(READ_ONLY | NO_SUID | NO_DEVICES)?,
         Root::Writable => {
             whole(NO_SUID | NO_DEVICES)?;
-            // The machine's knobs are not files.
+            // Files in `/sys` change machine settings, so they stay read-only.
             let knobs = confine::mount_attributes(here(), c"/sys", RECURSIVE, READ_ONLY, 0);
             if let Err(error) = knobs
                 && error.kind() != io::ErrorKind::NotFound
@@ -217,12 +218,12 @@ struct View {
 }
 
 impl View {
-    /// Finds a path of the view.
+    /// Opens a path in the view.
     fn find(&self, path: &Path) -> rustix::io::Result<OwnedFd> {
         find(&self.root, relative(path))
     }
 
-    /// Lays a mount over a path of the view.
+    /// Attaches a mount over a path in the view.
     fn lay(&self, mount: &OwnedFd, path: &Path) -> Built<()> {
         let laid = self
             .find(path)
@@ -230,7 +231,7 @@ impl View {
         laid.map_err(|error| failed(Step::Mount, path.as_os_str().as_bytes(), error))
     }
 
-    /// Terminals of the sandbox's own, and among them the command's, by its own number.
+    /// Mounts a separate devpts instance, in which the command's terminal keeps its number.
     fn lay_terminals(&self, pts: &OwnedFd, slave: Option<Slave>) -> Built<Kept> {
         self.lay(pts, Path::new("dev/pts"))?;
         let Some(slave) = slave else {
@@ -247,7 +248,7 @@ impl View {
             match number {
                 Some(number) if number == slave.number => break ptmx,
                 Some(number) if number < slave.number => taken.push(ptmx),
-                // The number is taken, which cannot be in a new instance.
+                // The number is in use, which cannot happen in a new instance.
                 _ => return Ok(Kept::default()),
             }
         };
@@ -276,7 +277,7 @@ impl View {
                         set |= READ_ONLY;
                     }
                     if path.starts_with("/dev") {
-                        // Whoever names a device means to use it.
+                        // A rule that names a device is meant to allow its use.
                         set &= !NO_DEVICES;
                         self.make_place_in_dev(path, &source)?;
                     }
@@ -307,7 +308,7 @@ impl View {
         Ok(())
     }
 
-    /// Hides a path behind something that cannot be looked at.
+    /// Hides a path behind an inaccessible file or directory.
     fn mask(&self, path: &Path, points: &[(Text, bool)]) -> io::Result<()> {
         let target = self.find(path)?;
         if points.is_empty() {
@@ -327,11 +328,11 @@ impl View {
         Ok(attach(&mask, &target, c"")?)
     }
 
-    /// Takes the tools away and enters the view.
+    /// Removes the mask sources and enters the view.
     fn finish(self, root: &Root) -> Built<()> {
         let done = || -> io::Result<()> {
             let dev = self.find(Path::new("dev"))?;
-            // They may be masked themselves.
+            // Other mounts may cover them.
             let _ = rustix::fs::unlinkat(&dev, MASK_DIRECTORY, AtFlags::REMOVEDIR);
             let _ = rustix::fs::unlinkat(&dev, MASK_FILE, AtFlags::empty());
             confine::mount_attributes(&dev, c"", EMPTY_PATH, READ_ONLY | NO_SUID, 0)?;
@@ -351,14 +352,14 @@ impl View {
 const MASK_DIRECTORY: &str = ".mask";
 const MASK_FILE: &str = ".masked";
 
-/// The command's terminal as the host knows it.
+/// The command's terminal, in the host's devpts instance.
 struct Slave {
     number: u32,
     copy: OwnedFd,
 }
 
 impl Slave {
-    /// Finds the terminal on standard input, if it can be shown by name.
+    /// Finds the terminal on standard input, if it has a name.
     fn find() -> Option<Self> {
         let mut link = String::new();
         write!(link, "/proc/self/fd/{}", rustix::stdio::stdin().as_raw_fd()).ok()?;
@@ -398,7 +399,7 @@ fn relative(path: &Path) -> &Path {
     }
 }
 
-/// Finds a path below a directory, no component of which may be a link.
+/// Opens a path below a directory; fails if any component is a link.
 fn find(below: impl AsFd, path: &Path) -> rustix::io::Result<OwnedFd> {
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let flags = OFlags::PATH | OFlags::CLOEXEC;
@@ -410,7 +411,7 @@ fn is_directory(fd: &OwnedFd) -> io::Result<bool> {
     Ok(FileType::from_raw_mode(stat.st_mode) == FileType::Directory)
 }
 
-/// A mount of its own of what is there, and of everything mounted below.
+/// Creates a detached copy of the mounts at a path, with all mounts below it.
 fn copy(path: &Path) -> Built<OwnedFd> {
     let copied = root_directory()
         .and_then(|root| find(root, relative(path)))
@@ -426,7 +427,7 @@ fn clone(found: &OwnedFd) -> rustix::io::Result<OwnedFd> {
     rustix::mount::open_tree(found, c"", flags)
 }
 
-/// As [`copy`], of a link itself.
+/// As [`copy`], for a link itself.
 fn copy_link(path: &Path) -> Built<OwnedFd> {
     let copied = || -> rustix::io::Result<OwnedFd> {
         let above = find(root_directory()?, relative(path.parent().unwrap_or(path)))?;
@@ -438,7 +439,7 @@ fn copy_link(path: &Path) -> Built<OwnedFd> {
     copied().map_err(|error| failed(Step::Find, path.as_os_str().as_bytes(), error))
 }
 
-/// What `/dev` is, without what is mounted in it.
+/// Creates `/dev`, without the mounts in it.
 fn make_dev() -> rustix::io::Result<OwnedFd> {
     let dev = fresh_raw("tmpfs", &[("mode", "0755")])?;
     for name in DEVICES {
@@ -447,7 +448,7 @@ fn make_dev() -> rustix::io::Result<OwnedFd> {
     for name in ["pts", "shm"] {
         rustix::fs::mkdirat(&dev, name, Mode::from_raw_mode(0o755))?;
     }
-    // What masks are copies of; gone again before the command runs.
+    // Sources of masks, removed before the command runs.
     rustix::fs::mkdirat(&dev, MASK_DIRECTORY, Mode::empty())?;
     make_file(&dev, Path::new(MASK_FILE), 0)?;
     for (link, to) in [
@@ -462,7 +463,7 @@ fn make_dev() -> rustix::io::Result<OwnedFd> {
     Ok(dev)
 }
 
-/// Makes a fresh `/proc` read-only where its owner could change the machine.
+/// Makes parts of a new `/proc` read-only, if writing to them could change the machine.
 fn cover_proc(proc: &OwnedFd) -> Built<()> {
     for name in PROC_COVERS {
         let Ok(found) = find(proc, Path::new(name)) else {
@@ -483,7 +484,7 @@ fn copy_devices() -> Built<Vec<(&'static str, OwnedFd)>> {
     for name in DEVICES {
         match copy(&Path::new("/dev").join(name)) {
             Ok(device) => devices.push((name, device)),
-            // Some containers lack one or the other.
+            // Some containers have only a part of these entries.
             Err(failure) if failure.errno == libc::ENOENT => {}
             Err(failure) => return Err(failure),
         }
@@ -491,7 +492,7 @@ fn copy_devices() -> Built<Vec<(&'static str, OwnedFd)>> {
     Ok(devices)
 }
 
-/// A new file system that is mounted nowhere yet.
+/// Creates a new detached file system.
 fn fresh(kind: &str, options: &[(&str, &str)]) -> Built<OwnedFd> {
     fresh_raw(kind, options).map_err(|error| failed(Step::Mount, kind, error))
 }
@@ -523,7 +524,7 @@ fn attach(mount: &OwnedFd, at: impl AsFd, path: &CStr) -> rustix::io::Result<()>
     rustix::mount::move_mount(mount, c"", at, path, flags)
 }
 
-/// Makes the places where something will be mounted.
+/// Creates mount points.
 fn fill(root: &OwnedFd, points: &[(Text, bool)], mode: u32) -> Built<()> {
     for (point, is_directory) in points {
         let path = path_of(point);
@@ -544,7 +545,8 @@ fn fill(root: &OwnedFd, points: &[(Text, bool)], mode: u32) -> Built<()> {
     Ok(())
 }
 
-/// Directories that may be passed but not read; not earlier, or nothing could be made in them.
+/// Makes directories searchable but not readable. Must run last: nothing can be created in them
+/// afterwards.
 fn restrict_directories(root: &OwnedFd, points: &[(Text, bool)]) -> rustix::io::Result<()> {
     for (point, _) in points {
         for above in path_of(point).ancestors().skip(1) {
@@ -574,14 +576,14 @@ fn make_file(root: &OwnedFd, path: &Path, mode: u32) -> rustix::io::Result<()> {
     rustix::fs::fchmod(&file, Mode::from_raw_mode(mode))
 }
 
-/// Tries to change all mounts at once.
+/// Tries to change the attributes of all mounts in one call.
 pub(super) fn try_attributes() -> Built<()> {
     let set = READ_ONLY | NO_SUID | NO_DEVICES;
     confine::mount_attributes(here(), c"/", RECURSIVE, set, PRIVATE)
         .map_err(|error| failed(Step::Mount, b"/", error))
 }
 
-/// Tries to mount a fresh `/proc`.
+/// Tries to mount a new `/proc`.
 pub(super) fn try_proc() -> Built<()> {
     let proc = fresh("proc", &[])?;
     attach(&proc, here(), c"/proc").map_err(|error| failed(Step::Mount, b"/proc", error))

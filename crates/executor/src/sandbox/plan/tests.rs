@@ -61,7 +61,7 @@ fn mounts(policy: &Policy) -> Vec<(String, What)> {
 }
 
 #[test]
-fn nothing_to_enforce_is_nothing_to_do() {
+fn unrestricted_policy_needs_no_confinement() {
     let all = Policy {
         view: None,
         network: Network::Enabled,
@@ -72,7 +72,7 @@ fn nothing_to_enforce_is_nothing_to_do() {
 }
 
 #[test]
-fn the_network_alone_needs_a_filter_alone() {
+fn restricted_network_alone_uses_only_a_seccomp_filter() {
     let policy = Policy {
         view: None,
         network: Network::Restricted,
@@ -85,7 +85,7 @@ fn the_network_alone_needs_a_filter_alone() {
 }
 
 #[test]
-fn carve_outs_lie_over_what_they_take_from() {
+fn carve_outs_are_mounted_after_the_writable_root() {
     let policy = policy(&[
         ("/", Read),
         ("/w", Write),
@@ -118,7 +118,7 @@ fn directories_above_a_carve_out_cannot_be_renamed() {
 }
 
 #[test]
-fn what_is_open_below_a_mask_has_a_place_in_it() {
+fn mask_has_mount_points_for_accessible_paths_below_it() {
     let policy = policy(&[
         ("/", Read),
         ("/a", Deny),
@@ -138,7 +138,7 @@ fn what_is_open_below_a_mask_has_a_place_in_it() {
 }
 
 #[test]
-fn an_empty_root_has_places_for_what_is_granted() {
+fn empty_root_has_links_and_mount_points_for_granted_paths() {
     let mut policy = policy(&[("/usr", Read), ("/w", Write), ("/w/.git", Read)]);
     let view = policy.view.as_mut().unwrap();
     view.links.insert("/bin".into(), "usr/bin".into());
@@ -152,7 +152,7 @@ fn an_empty_root_has_places_for_what_is_granted() {
 }
 
 #[test]
-fn landlock_alone_does_what_it_can_express() {
+fn landlock_without_namespaces_enforces_the_rules_it_can_express() {
     let read_only = policy(&[("/", Read)]);
     let (confinement, enforcement) = build(&read_only, &without_namespaces(), options()).unwrap();
     assert!(confinement.namespaces.is_none());
@@ -178,7 +178,7 @@ fn landlock_alone_does_what_it_can_express() {
 }
 
 #[test]
-fn a_network_of_ones_own_takes_namespaces_and_nothing_less() {
+fn private_network_requires_namespaces_even_with_partial_enforcement() {
     let network = PrivateNetwork {
         tcp: vec![1, 2],
         udp: vec![3],
@@ -221,7 +221,7 @@ fn a_network_of_ones_own_takes_namespaces_and_nothing_less() {
 }
 
 #[test]
-fn without_anything_it_is_refused_even_partly() {
+fn build_refuses_policy_on_host_without_any_mechanism() {
     let host = Host::nothing("no");
     let partial = Options {
         allow_partial: true,
@@ -236,7 +236,7 @@ fn without_anything_it_is_refused_even_partly() {
     assert!(refused.0.contains("truncation"), "{refused}");
 }
 
-/// What a path is like after all mounts, by the rule that the last one over it counts.
+/// Returns the access to a path after all mounts: the last mount over it decides.
 fn effective(root: &Root, mounts: &[Mount], path: &Path) -> Access {
     let base = match root {
         Root::ReadOnly => Read,
@@ -256,7 +256,7 @@ fn effective(root: &Root, mounts: &[Mount], path: &Path) -> Access {
 
 proptest! {
     #[test]
-    fn mounts_amount_to_the_policy(
+    fn mounts_give_the_same_access_as_the_policy(
         rules in prop::collection::btree_map("(/[ab]){0,4}", 0..3u8, 1..10),
         path in "(/[abc]){1,5}",
     ) {
@@ -276,7 +276,7 @@ proptest! {
         prop_assert_eq!(enforcement.level, EnforcementLevel::Full);
         let path = Path::new(&path);
         prop_assert_eq!(effective(&namespaces.root, &namespaces.mounts, path), view.access(path));
-        // Whatever is laid over something synthetic has a place in it.
+        // Every mount below a mask needs a mount point in the mask.
         for mount in &namespaces.mounts {
             let mounted = Path::new(std::ffi::OsStr::from_bytes(&mount.path));
             if matches!(mount.what, What::Mask { .. }) {

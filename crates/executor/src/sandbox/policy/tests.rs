@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// A disk that is nothing but a list.
+/// In-memory disk, defined by a list of paths.
 #[derive(Debug, Default)]
 pub(crate) struct Tree {
     kinds: BTreeMap<PathBuf, Kind>,
@@ -13,7 +13,8 @@ pub(crate) struct Tree {
 }
 
 impl Tree {
-    /// `/dir/`, `/file`, `/file = text` and `/link -> target`; what is above comes by itself.
+    /// Accepts `/dir/`, `/file`, `/file = text` and `/link -> target`; parents are added
+    /// automatically.
     pub(crate) fn new(items: &[&str]) -> Self {
         let mut tree = Self::default();
         for item in items {
@@ -140,7 +141,7 @@ fn access(view: &View, path: &str) -> Access {
 
 use Access::{Deny, Read, Write};
 
-/// What the real client sends for a workspace.
+/// Entries that the real client sends for a workspace.
 fn workspace() -> Vec<Entry> {
     let mut entries = vec![
         entry("root", Read),
@@ -153,7 +154,7 @@ fn workspace() -> Vec<Entry> {
 }
 
 #[test]
-fn a_workspace_is_writable_but_for_what_steers_tools() {
+fn workspace_is_writable_except_for_protected_names() {
     let view = view_of(
         &["/w/.git/config", "/w/src/x", "/tmp/", "/var/t/"],
         workspace(),
@@ -186,7 +187,7 @@ fn a_workspace_is_writable_but_for_what_steers_tools() {
 }
 
 #[test]
-fn special_paths_that_are_not_there_grant_nothing() {
+fn missing_special_paths_grant_nothing() {
     let view = view_of(&["/w/"], workspace());
     assert_eq!(access(&view, "/tmp/x"), Read);
     assert_eq!(access(&view, "/var/t/x"), Read);
@@ -203,7 +204,7 @@ fn special_paths_that_are_not_there_grant_nothing() {
 }
 
 #[test]
-fn the_longest_entry_wins_and_a_tie_goes_to_denial() {
+fn longest_entry_decides_and_deny_wins_for_equal_paths() {
     let view = view_of(
         &["/w/a/b/c/", "/x/"],
         vec![
@@ -233,7 +234,7 @@ fn the_longest_entry_wins_and_a_tie_goes_to_denial() {
 }
 
 #[test]
-fn writing_everywhere_restricts_nothing_unless_something_narrows_it() {
+fn writable_root_restricts_nothing_without_narrower_entries() {
     let all = |more: &[Entry]| {
         let mut entries = vec![entry("root", Write)];
         entries.extend_from_slice(more);
@@ -256,13 +257,13 @@ fn writing_everywhere_restricts_nothing_unless_something_narrows_it() {
 }
 
 #[test]
-fn an_entry_may_grant_what_is_protected() {
+fn explicit_entry_makes_a_protected_name_writable() {
     let mut entries = workspace();
     entries.push(entry("roots:.git", Write));
     let view = view_of(&["/w/.git/x", "/w/.codex/"], entries);
     assert_eq!(access(&view, "/w/.git/x"), Write);
     assert_eq!(access(&view, "/w/.codex"), Read);
-    // Also when only something below is granted.
+    // The same if only a path below it is granted.
     let mut entries = workspace();
     entries.retain(|entry| entry.access == Write || entry.path == self::entry("root", Read).path);
     entries.push(entry("/w/.git/objects", Write));
@@ -271,7 +272,7 @@ fn an_entry_may_grant_what_is_protected() {
 }
 
 #[test]
-fn a_git_file_protects_what_it_points_to() {
+fn git_file_makes_its_target_directory_read_only() {
     // With an entry for `.git`, as clients send it, and without.
     for entries in [workspace(), workspace_without_git()] {
         let view = view_of(
@@ -285,7 +286,7 @@ fn a_git_file_protects_what_it_points_to() {
 }
 
 #[test]
-fn a_protected_link_is_pinned_with_its_target() {
+fn protected_link_is_pinned_and_its_target_read_only() {
     let view = view_of(
         &["/w/.git -> real", "/w/real/config"],
         workspace_without_git(),
@@ -295,7 +296,7 @@ fn a_protected_link_is_pinned_with_its_target() {
 }
 
 #[test]
-fn a_planted_link_does_not_open_what_is_hidden() {
+fn resolve_rejects_planted_protected_link_to_hidden_files() {
     let entries = vec![
         entry("minimal", Read),
         entry("roots:", Write),
@@ -311,7 +312,7 @@ fn workspace_without_git() -> Vec<Entry> {
 }
 
 #[test]
-fn a_link_that_the_process_could_replace_is_refused() {
+fn resolve_rejects_links_that_the_process_could_replace() {
     let refused = |entries: Vec<Entry>| {
         let items = ["/w/link -> /etc", "/etc/x", "/safe -> /w/dir", "/w/dir/"];
         try_view(&items, entries).unwrap_err().to_string()
@@ -325,7 +326,7 @@ fn a_link_that_the_process_could_replace_is_refused() {
             "{message}"
         );
     }
-    // A link that nobody in the sandbox can replace is followed.
+    // A link that the sandboxed process cannot replace is followed.
     let mut entries = vec![entry("root", Read)];
     entries.push(entry("/safe", Write));
     let view = view_of(&["/safe -> /w/dir", "/w/dir/"], entries);
@@ -334,7 +335,7 @@ fn a_link_that_the_process_could_replace_is_refused() {
 }
 
 #[test]
-fn what_is_missing_must_not_come_to_be_where_it_could() {
+fn missing_read_only_path_in_writable_directory_must_not_be_created() {
     let mut entries = workspace();
     entries.push(entry("/w/not/there", Read));
     entries.push(entry("/etc/not/there", Deny));
@@ -350,7 +351,7 @@ fn what_is_missing_must_not_come_to_be_where_it_could() {
 }
 
 #[test]
-fn what_holds_a_place_counts_as_missing() {
+fn placeholder_directory_counts_as_missing() {
     let items = ["/w/.codex = placeholder", "/w/.codex/"];
     let mut tree = Tree::new(&items);
     tree.kinds.insert("/w/.codex".into(), Kind::Directory);
@@ -368,7 +369,7 @@ fn what_holds_a_place_counts_as_missing() {
 }
 
 #[test]
-fn minimal_gives_the_platform_and_its_links() {
+fn minimal_makes_platform_paths_and_their_links_readable() {
     let view = view_of(
         &["/bin -> usr/bin", "/usr/bin/sh", "/etc/x", "/home/me"],
         vec![entry("minimal", Read), entry("roots:", Read)],
@@ -381,7 +382,7 @@ fn minimal_gives_the_platform_and_its_links() {
 }
 
 #[test]
-fn paths_that_cannot_be_are_refused() {
+fn resolve_rejects_subpaths_outside_the_root_and_foreign_uris() {
     for subpath in ["../x", "/etc", "a/../../b"] {
         let error = try_view(&["/w/"], vec![entry(&format!("roots:{subpath}"), Read)]).unwrap_err();
         assert!(matches!(error, PolicyError::Subpath(_)), "{subpath}");
@@ -401,7 +402,7 @@ fn paths_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn hidden_files_are_denied_whatever_the_policy() {
+fn hidden_files_are_denied_despite_a_write_entry() {
     let tree = Tree::new(&["/w/token", "/etc/x"]);
     let hidden = ["/w/token".into(), "/not/there".into()];
     let context = Context {
@@ -420,10 +421,10 @@ fn hidden_files_are_denied_whatever_the_policy() {
 }
 
 proptest! {
-    /// Against the rule as it is written: longest prefix, then denial before writing before
-    /// reading; protected names may only take away.
+    /// Compares the result with the documented rule: the longest prefix decides, then deny before
+    /// write before read; protected names may only restrict access.
     #[test]
-    fn never_gives_more_than_was_asked(
+    fn resolved_access_never_exceeds_the_entries(
         entries in prop::collection::vec(("(/[ab]){0,3}", 0..3u8), 1..8),
         path in "(/[abc]){1,4}",
     ) {
