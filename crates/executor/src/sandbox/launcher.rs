@@ -809,8 +809,8 @@ fn confine_self(confinement: &Confinement) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Applies Landlock rules as far as this kernel supports them; the plan has already reported the
-/// rest as missing.
+/// Applies Landlock rules as far as this kernel supports them. The plan has already refused the
+/// policy or reported the rest as missing.
 fn restrict(plan: &Landlock) -> io::Result<()> {
     use landlock::{
         ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible as _, PathBeneath, Ruleset,

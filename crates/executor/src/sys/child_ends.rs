@@ -22,7 +22,8 @@ pub(super) fn block_in(mask: &mut libc::sigset_t) {
 ///
 /// If the kernel cannot create the signalfd.
 pub(crate) fn descriptor() -> io::Result<Option<OwnedFd>> {
-    // SAFETY: sigset_t is plain data; both sets are filled before use. A null new mask changes nothing.
+    // SAFETY: sigset_t is plain data; both sets are filled before use. A null new mask changes
+    // nothing.
     let (child, is_blocked) = unsafe {
         let (mut child, mut own): (libc::sigset_t, libc::sigset_t) =
             (std::mem::zeroed(), std::mem::zeroed());

@@ -51,9 +51,10 @@ pub(crate) fn fork(_: OneThread, flags: c_int) -> io::Result<Fork> {
     }
 }
 
-/// Runs `work` in a new process that shares this process's memory (CLONE_VM and CLONE_VFORK). This
-/// process continues only after the child has executed another program or has exited with the
-/// return value of `work`. No memory is copied; the copy is the largest part of the cost of fork.
+/// Runs `work` in a new process that shares this process's memory (`CLONE_VM` and `CLONE_VFORK`).
+///
+/// This process continues only after the child has executed another program or has exited with the
+/// return value of `work`. It avoids copying memory, which is the largest part of the cost of fork.
 pub(crate) fn lend(_: OneThread, mut work: impl FnMut() -> c_int) -> io::Result<Pid> {
     /// Size of the child's stack in words: 256 KiB, of which only touched pages are allocated.
     const STACK: usize = 16 << 10;
