@@ -1,23 +1,24 @@
-//! Durations of the pauses between failing attempts. Has no clock and draws no random numbers.
+//! Retry backoff: how long to pause after failed attempts. Has no clock and draws no random
+//! numbers.
 //!
-//! Decides how long one pause is. Whether to try again, and what counts as a failure, is up to the
-//! caller: `client::recovery` for sessions, `relay` for sockets to a rendezvous server.
+//! Computes the length of one pause. The caller decides whether to retry and what counts as a
+//! failure: `client::recovery` for sessions, `relay` for sockets to a rendezvous server.
 
 use std::time::Duration;
 
-/// Pauses that double.
+/// Exponential backoff: the pause doubles with each failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Backoff {
-    /// The pause after the first failure, at most.
+    /// Maximum length of the first pause.
     pub first: Duration,
-    /// No pause is longer.
+    /// Maximum length of any pause.
     pub longest: Duration,
 }
 
 impl Backoff {
-    /// The pause after `failures` earlier ones. `less`, from 0 to 1, says how much of its half is
-    /// left out: chosen by chance, it keeps clients that lost the same server from returning at the
-    /// same moment.
+    /// Returns the pause after `failures` earlier failures. `less`, from 0 to 1, is the part of the
+    /// pause's second half to leave out. A random value prevents clients that lost the same server
+    /// from reconnecting at the same moment.
     #[must_use]
     pub fn pause(&self, failures: u32, less: f64) -> Duration {
         let factor = 1_u32.checked_shl(failures).unwrap_or(u32::MAX);
@@ -31,7 +32,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_longest_and_chance_halves_them_at_most() {
+    fn pauses_double_up_to_the_longest_and_jitter_removes_at_most_half() {
         let backoff = Backoff {
             first: Duration::from_millis(50),
             longest: Duration::from_secs(1),

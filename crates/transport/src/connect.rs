@@ -1,4 +1,4 @@
-//! Dialling: from a URL to a link.
+//! Outgoing connections: opens a link to a URL.
 
 use std::io;
 use std::path::PathBuf;
@@ -18,15 +18,15 @@ use crate::secret::Secret;
 use crate::tcp;
 use crate::tls::{self, TlsClientOptions, TlsError};
 
-/// How to dial.
+/// Options for an outgoing connection.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ConnectOptions {
-    /// For the whole of name lookup, connection and handshake.
+    /// Time limit for name lookup, connection and handshake together.
     pub timeout: Duration,
-    /// Sent as `Authorization: Bearer`.
+    /// Token that is sent as `Authorization: Bearer`.
     pub bearer_token: Option<Secret>,
-    /// Whom to believe behind a `wss://` URL.
+    /// TLS options for `wss://` URLs.
     pub tls: TlsClientOptions,
 }
 
@@ -40,67 +40,68 @@ impl Default for ConnectOptions {
     }
 }
 
-/// Why dialling failed.
+/// Reason why a connection failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
-    /// The URL cannot be dialled.
+    /// The URL is not supported.
     #[error("cannot connect to `{url}`: {reason}")]
     Url {
-        /// As given.
+        /// URL as given.
         url: String,
-        /// What is wrong with it.
+        /// What is wrong with the URL.
         reason: String,
     },
-    /// Nobody answered in time.
+    /// The server did not answer in time.
     #[error("no answer from `{url}` within {timeout:?}")]
     Timeout {
-        /// As given.
+        /// URL as given.
         url: String,
-        /// How long we waited.
+        /// Time limit that expired.
         timeout: Duration,
     },
     /// The connection failed.
     #[error("cannot connect to `{url}`")]
     Io {
-        /// As given.
+        /// URL as given.
         url: String,
-        /// What the system said.
+        /// Error of the operating system.
         #[source]
         source: io::Error,
     },
-    /// The server could not prove who it is, or did not like who we are.
+    /// The TLS handshake failed: one side did not accept the certificate of the other.
     #[error("no trusted TLS connection to `{url}`")]
     Tls {
-        /// As given.
+        /// URL as given.
         url: String,
-        /// What the TLS library said.
+        /// Error of the TLS library.
         #[source]
         source: io::Error,
     },
-    /// Our own certificates or keys cannot be used.
+    /// The configured certificates or keys cannot be used.
     #[error(transparent)]
     TlsSetup(#[from] TlsError),
-    /// The token cannot be sent in a header.
+    /// The token has characters that a header cannot contain.
     #[error("the token for `{url}` holds characters that no HTTP header can carry")]
     Token {
-        /// As given.
+        /// URL as given.
         url: String,
     },
     /// The server answered, but did not open a websocket.
     #[error("`{url}` refused the websocket: HTTP {status} {reason}")]
     Refused {
-        /// As given.
+        /// URL as given.
         url: String,
-        /// The HTTP status.
+        /// HTTP status.
         status: u16,
-        /// The beginning of the body.
+        /// Beginning of the response body.
         reason: String,
     },
 }
 
 impl ConnectError {
-    /// Whether the server's answer to the TLS handshake was not TLS at all, as of a `ws://` port.
+    /// Returns whether the server's answer to the TLS handshake was not TLS at all, as from a
+    /// `ws://` port.
     pub fn is_without_tls(&self) -> bool {
         let Self::Tls { source, .. } = self else {
             return false;
@@ -119,7 +120,7 @@ impl ConnectError {
 ///
 /// # Errors
 ///
-/// When the URL is of another kind, nobody answers in time, or the websocket is refused.
+/// If the URL has another scheme, the server does not answer in time, or it refuses the websocket.
 pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError> {
     match tokio::time::timeout(options.timeout, dial(url, options)).await {
         Ok(result) => result,
@@ -130,14 +131,15 @@ pub async fn connect(url: &str, options: &ConnectOptions) -> Result<Link, Connec
     }
 }
 
-/// As [`connect`], over a stream that somebody else has opened to a server; `url` is for messages.
+/// Like [`connect`], over a stream that the caller has already opened to a server; `url` is used in
+/// messages only.
 ///
-/// `first` are messages that leave with the request: a server that is known to take them so hears
-/// them a round trip earlier.
+/// `first` are messages that are sent together with the upgrade request. A server that is known to
+/// accept this receives them one round trip earlier.
 ///
 /// # Errors
 ///
-/// When nobody answers in time, or the websocket is refused.
+/// If the server does not answer in time or refuses the websocket.
 pub async fn connect_over<R, W>(
     url: &str,
     options: &ConnectOptions,
@@ -159,11 +161,11 @@ where
     }
 }
 
-/// Whether this is a URL that can be dialled at all.
+/// Checks whether a URL is supported.
 ///
 /// # Errors
 ///
-/// What is wrong with it.
+/// What is wrong with the URL.
 pub fn check_url(url: &str) -> Result<(), ConnectError> {
     match url.strip_prefix("unix://") {
         Some(path) => socket_path(url, path).map(drop),
@@ -187,7 +189,7 @@ fn socket_path(url: &str, path: &str) -> Result<PathBuf, ConnectError> {
     Ok(path)
 }
 
-/// The URL, and whether it asks for TLS.
+/// Parses a websocket URL; returns it and whether it requires TLS.
 fn websocket_url(url: &str) -> Result<(Url, bool), ConnectError> {
     let parsed = Url::parse(url).map_err(|error| bad_url(url, &error.to_string()))?;
     let secure = match parsed.scheme() {
@@ -213,7 +215,8 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
     }
     let (parsed, secure) = websocket_url(url)?;
     let target = Target::of(url, &parsed)?;
-    // Before anything is sent: files that cannot be read are no fault of the server.
+    // Load the TLS files before sending anything, so that an unreadable file is not reported as a
+    // server error.
     let tls = secure.then(|| tls::connector(&options.tls)).transpose()?;
     let stream = TcpStream::connect((target.bare(), target.port))
         .await
@@ -222,10 +225,10 @@ async fn dial(url: &str, options: &ConnectOptions) -> Result<Link, ConnectError>
     target.upgrade(options, stream, tls).await
 }
 
-/// Where a websocket's URL leads.
+/// Host, port and path of a websocket URL.
 struct Target<'a> {
     url: &'a str,
-    /// As in the URL, an IPv6 address in brackets.
+    /// Host as in the URL; an IPv6 address is in brackets.
     host: &'a str,
     port: u16,
     path: String,
@@ -274,8 +277,9 @@ impl<'a> Target<'a> {
     }
 }
 
-/// As [`connect`], to a websocket by way of others: `tls` gives the connector for `wss://`, and `tcp`
-/// a connection to a host and port, and whether TLS will be spoken over it.
+/// Like [`connect`], over connections that the caller supplies, for example through a proxy. `tls`
+/// returns the connector for `wss://`. `tcp` opens a connection to a host and port; its last
+/// argument says whether TLS will be used over it.
 #[cfg(feature = "relay")]
 pub(crate) async fn connect_by(
     url: &str,
@@ -303,7 +307,7 @@ pub(crate) async fn connect_by(
     }
 }
 
-/// The client's half of the websocket handshake, with messages right behind its request.
+/// Runs the client side of the websocket handshake; sends `first` directly after the request.
 async fn upgrade<R, W>(
     url: &str,
     (host, target): (&str, &str),
@@ -331,7 +335,7 @@ where
             let url = url.to_owned();
             return Err(ConnectError::Token { url });
         }
-        // At its full size at once: growing would leave a copy behind.
+        // Reserve the full size: reallocation would leave a copy of the token in freed memory.
         request.reserve(token.len() + 64);
         request.push_str("Authorization: Bearer ");
         request.push_str(token);
@@ -354,7 +358,7 @@ where
         writer.write_all(&bytes).await.map_err(io)?;
     }
     writer.flush().await.map_err(io)?;
-    // While the answer is on its way.
+    // Compute this while the response is on its way.
     let expected = http::accept_key(&key);
     let head = http::read_head(&mut reader, Kind::Response)
         .await

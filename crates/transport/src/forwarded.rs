@@ -7,22 +7,22 @@ use ipnet::IpNet;
 
 use crate::http::Head;
 
-/// Addresses of reverse proxies whose `X-Forwarded-For` is believed; none by default, as any client
-/// can send that header.
+/// Addresses of reverse proxies whose `X-Forwarded-For` header is trusted. Empty by default,
+/// because any client can send that header.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrustedProxies(Vec<IpNet>);
 
-/// Neither an address nor a network.
+/// Error for a text that is neither an address nor a network.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is neither an IP address nor a network such as `10.0.0.0/8`")]
 pub struct TrustedProxiesParseError(String);
 
 impl TrustedProxies {
-    /// Proxies by their addresses, or by networks.
+    /// Parses the addresses or networks of trusted proxies.
     ///
     /// # Errors
     ///
-    /// For a text that is neither.
+    /// If a text is neither an address nor a network.
     pub fn parse<'a>(
         texts: impl IntoIterator<Item = &'a str>,
     ) -> Result<Self, TrustedProxiesParseError> {
@@ -44,8 +44,9 @@ impl TrustedProxies {
         self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// The address that a request came from. Each proxy appends the address of its own peer, so the
-    /// list is read from its end, as far as trusted proxies have written it.
+    /// Returns the address that a request came from. Each proxy appends the address of its own
+    /// peer, so the list is read from its end, as long as the entries were written by trusted
+    /// proxies.
     pub fn client(&self, peer: IpAddr, head: &Head) -> IpAddr {
         let mut client = peer;
         let lines: Vec<_> = head.headers_named("x-forwarded-for").collect();
@@ -60,7 +61,8 @@ impl TrustedProxies {
     }
 }
 
-/// An address as proxies write it: with or without a port, IPv6 with or without brackets.
+/// Parses an address in the forms that proxies use: with or without a port, IPv6 with or without
+/// brackets.
 fn address(hop: &str) -> Option<IpAddr> {
     let hop = hop.trim();
     let bare = hop
@@ -88,7 +90,7 @@ mod tests {
     #[test]
     fn forwarded_addresses_are_read_from_trusted_proxies_only() {
         for (trusted, peer, lines, expected) in [
-            // Without configured proxies, and from others than these, the header counts for nothing.
+            // Without configured proxies, and from untrusted peers, the header is ignored.
             (&[][..], "192.0.2.1", &["203.0.113.9"][..], "192.0.2.1"),
             (&["10.0.0.0/8"], "192.0.2.1", &["203.0.113.9"], "192.0.2.1"),
             (&["10.0.0.0/8"], "10.1.2.3", &["203.0.113.9"], "203.0.113.9"),
@@ -99,7 +101,7 @@ mod tests {
                 &["203.0.113.9"],
                 "203.0.113.9",
             ),
-            // What the client itself sent is before what the proxy appended.
+            // The client's own header value precedes the address that the proxy appended.
             (
                 &["10.0.0.0/8"],
                 "10.1.2.3",
@@ -140,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_are_no_address_are_refused() {
+    fn invalid_proxy_addresses_are_refused() {
         for bad in ["", "proxy", "10.0.0.0/33", "*"] {
             let error = TrustedProxies::parse([bad]).unwrap_err();
             assert!(error.to_string().contains(bad), "{error}");

@@ -1,7 +1,7 @@
-//! The bodies of the fuzz targets for websocket frames and JSON Web Tokens.
+//! Fuzz target bodies for websocket frames and JSON Web Tokens.
 //!
-//! Each takes arbitrary bytes and panics when a promise of the decoder is broken; `fuzz/` runs them
-//! under a fuzzer, and ordinary tests over the committed seeds.
+//! Each function takes arbitrary bytes and panics if the decoder breaks a guarantee. `fuzz/` runs
+//! them under a fuzzer; ordinary tests run them over the committed seeds.
 
 use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES};
 
@@ -11,12 +11,13 @@ use crate::Secret;
 use crate::frame::{Decoder, FrameError, Opcode, Role, Step, push_frame, push_message};
 use crate::jwt;
 
-/// Decodes a byte stream whole and in pieces; the first two bytes choose the role and the pieces.
+/// Decodes a byte stream whole and in pieces; the first two bytes choose the role and the piece
+/// sizes.
 ///
 /// # Panics
 ///
-/// When the pieces change what is received, a size limit is exceeded, or a message does not survive
-/// being sent again.
+/// If the piece sizes change what is received, a size limit is exceeded, or a message differs after
+/// it is sent again.
 pub fn frames(data: &[u8]) {
     let [role, pieces, wire @ ..] = data else {
         return;
@@ -52,7 +53,8 @@ enum Received {
     Text(Vec<u8>),
 }
 
-/// What a link would receive if its `n`th read brought `size(n)` bytes, and what ended it.
+/// Returns the messages that a link receives if its `n`th read returns `size(n)` bytes, and the
+/// result that ends the link.
 fn receive(
     role: Role,
     mut wire: &[u8],
@@ -60,7 +62,7 @@ fn receive(
 ) -> (Vec<Received>, Option<FrameError>) {
     let mut decoder = Decoder::new(role);
     let (mut buffer, mut at, mut received) = (Vec::new(), 0, Vec::new());
-    // The length that the buffer must reach before anything else can happen.
+    // Length that the buffer must reach before the decoder can make progress.
     let mut needed = 0;
     for n in 0.. {
         let (piece, rest) = wire.split_at(size(n).min(wire.len()));
@@ -98,7 +100,7 @@ fn receive(
                 }
             }
         }
-        // As a link does: what was consumed makes room.
+        // Remove the consumed bytes, as a link does.
         buffer.drain(..at);
         needed -= at;
         at = 0;
@@ -114,13 +116,13 @@ fn message(text: bool, payload: &[u8]) -> Received {
     }
 }
 
-/// Reads a token; then signs a header and claims, separated by a line break, and verifies them. The
-/// first byte chooses a character of the signed token to change.
+/// Parses a token; then signs a header and claims, separated by a line break, and verifies the
+/// result. The first byte chooses a character of the signed token to change.
 ///
 /// # Panics
 ///
-/// When a token verifies that was not signed, a claim is accepted with the wrong type or value, or
-/// a changed token is accepted.
+/// If an unsigned token verifies, a claim with the wrong type or value is accepted, or a changed
+/// token is accepted.
 pub fn jwt(data: &[u8]) {
     let Ok(text) = str::from_utf8(data) else {
         return;
@@ -182,12 +184,12 @@ mod tests {
     use super::{frames, jwt};
 
     #[test]
-    fn frames_keep_their_promises() {
+    fn frame_decoder_keeps_its_guarantees_on_all_seeds() {
         replay("frames", frames);
     }
 
     #[test]
-    fn tokens_keep_their_promises() {
+    fn token_decoder_keeps_its_guarantees_on_all_seeds() {
         replay("jwt", jwt);
     }
 }

@@ -1,6 +1,7 @@
-//! The little HTTP/1.1 that a websocket needs: one head each way.
+//! Minimal HTTP/1.1 for the websocket handshake: reads one head per direction.
 //!
-//! Owns reading a bounded head, its headers and the upgrade's key arithmetic. Knows no route.
+//! Reads a head of bounded size, gives access to its headers and computes the accept key. Does not
+//! route requests.
 
 use std::fmt;
 use std::io;
@@ -8,28 +9,28 @@ use std::io;
 use sha1::{Digest as _, Sha1};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
-/// Bytes of a request or response head; browsers and proxies stay well below.
+/// Maximum size of a request or response head in bytes; browsers and proxies send far less.
 pub const MAX_HEAD_BYTES: usize = 16 * 1024;
-/// Header lines in one head.
+/// Maximum number of header lines in one head.
 const MAX_HEADERS: usize = 64;
 
-/// A parsed head and what was received after it.
+/// Parsed head, and the bytes that were received after it.
 #[derive(Clone, Default)]
 pub struct Head {
-    /// Method of a request, empty in a response.
+    /// Method of a request; empty in a response.
     pub method: String,
-    /// Target of a request, empty in a response.
+    /// Target of a request; empty in a response.
     pub target: String,
-    /// Status of a response, 0 in a request.
+    /// Status of a response; 0 in a request.
     pub status: u16,
     /// Header names in lower case, with their values.
     pub headers: Vec<(String, String)>,
-    /// Bytes received beyond the head.
+    /// Bytes received after the head.
     pub rest: Vec<u8>,
 }
 
 impl fmt::Debug for Head {
-    /// Without the values of headers: one of them may be a token.
+    /// Omits header values, because one of them may be a token.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let names: Vec<&str> = self.headers.iter().map(|(name, _)| name.as_str()).collect();
         f.debug_struct("Head")
@@ -43,7 +44,7 @@ impl fmt::Debug for Head {
 }
 
 impl Head {
-    /// The first header of this (lower case) name.
+    /// Returns the first header with this (lower-case) name.
     pub fn header(&self, name: &str) -> Option<&str> {
         self.headers
             .iter()
@@ -51,7 +52,7 @@ impl Head {
             .map(|(_, value)| value.as_str())
     }
 
-    /// All headers of this (lower case) name.
+    /// Returns all headers with this (lower-case) name.
     pub fn headers_named<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a str> {
         self.headers
             .iter()
@@ -59,7 +60,7 @@ impl Head {
             .map(|(_, value)| value.as_str())
     }
 
-    /// Whether a comma-separated header holds a token, without regard to case.
+    /// Returns whether a comma-separated header contains a token; ignores case.
     pub fn has_token(&self, name: &str, token: &str) -> bool {
         self.headers
             .iter()
@@ -68,7 +69,8 @@ impl Head {
             .any(|part| part.trim().eq_ignore_ascii_case(token))
     }
 
-    /// Whether a browser asks for a page, rather than a program for a websocket or an answer.
+    /// Returns whether a browser requests a page, as opposed to a program that requests a websocket
+    /// or data.
     pub fn is_of_browser(&self) -> bool {
         self.method == "GET"
             && self.header("upgrade").is_none()
@@ -77,11 +79,11 @@ impl Head {
                 .is_some_and(|accept| accept.contains("text/html"))
     }
 
-    /// The key of a websocket that a request asks for.
+    /// Returns the key of a websocket upgrade request.
     ///
     /// # Errors
     ///
-    /// What is missing, as a text for the one who asks.
+    /// What is missing in the request, as a text for the client.
     pub fn websocket_key(&self) -> Result<&str, &'static str> {
         if !self.has_token("connection", "upgrade") {
             return Err("Connection header did not include 'upgrade'");
@@ -96,18 +98,18 @@ impl Head {
             .ok_or("Sec-WebSocket-Key header is missing")
     }
 
-    /// The target without its query.
+    /// Returns the target without its query.
     pub fn path(&self) -> &str {
         self.target.split(['?', '#']).next().unwrap_or("")
     }
 }
 
-/// Which kind of head is expected.
+/// Kind of head: request or response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// From a client.
+    /// Head sent by a client.
     Request,
-    /// From a server.
+    /// Head sent by a server.
     Response,
 }
 
@@ -115,22 +117,24 @@ pub enum Kind {
 ///
 /// # Errors
 ///
-/// `InvalidData` when it is not HTTP or too large, `UnexpectedEof` when the peer leaves before its end.
+/// `InvalidData` if the head is not HTTP or too large, `UnexpectedEof` if the peer closes the
+/// connection before its end.
 pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io::Result<Head> {
     read_next_head(reader, kind, Vec::new()).await
 }
 
-/// As [`read_head`], after another one; `received` is what came behind that.
+/// Like [`read_head`], for a second head; `received` are the bytes that were received after the
+/// first.
 ///
 /// # Errors
 ///
-/// As [`read_head`].
+/// Like [`read_head`].
 pub async fn read_next_head(
     reader: &mut (impl AsyncRead + Unpin),
     kind: Kind,
     received: Vec<u8>,
 ) -> io::Result<Head> {
-    /// Enough for a head with a short body, and little enough for a connection that idles.
+    /// 2 KiB: enough for a head with a short body, and small enough to keep for an idle connection.
     const READ_BYTES: usize = 2048;
     let invalid = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let mut buffer = received;
@@ -181,7 +185,7 @@ fn parse_head(bytes: &[u8], kind: Kind) -> Result<Option<Head>, httparse::Error>
     Ok(Some(head))
 }
 
-/// The `Sec-WebSocket-Accept` value that proves a key was read.
+/// Returns the `Sec-WebSocket-Accept` value for a key.
 pub fn accept_key(key: &str) -> String {
     const GUID: &str = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
     let mut hash = Sha1::new();
@@ -190,8 +194,9 @@ pub fn accept_key(key: &str) -> String {
     base64(&hash.finalize())
 }
 
-/// Standard base64 of a few bytes. The library would first ask the processor what it can do, which
-/// takes longer than all of this, and in a virtual machine as long as a round trip.
+/// Standard base64 for short inputs. The library would first detect CPU features with `cpuid`,
+/// which takes longer than the whole encoding, and in a virtual machine as long as a network round
+/// trip.
 pub(crate) fn base64(bytes: &[u8]) -> String {
     const LETTERS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
@@ -215,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn short_texts_are_those_of_the_library() {
+    fn base64_of_short_inputs_equals_the_library() {
         for len in 0..64 {
             let bytes: Vec<u8> = (0..len).map(|at| (at * 37 + len) as u8).collect();
             assert_eq!(base64(&bytes), base64_turbo::STANDARD.encode(&bytes));
@@ -223,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn accepts_the_key_of_the_rfc() {
+    fn accept_key_matches_the_example_of_the_rfc() {
         assert_eq!(
             accept_key("dGhlIHNhbXBsZSBub25jZQ=="),
             "s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
@@ -231,7 +236,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn reads_a_head_and_keeps_the_rest() {
+    async fn read_head_keeps_the_bytes_after_the_head() {
         let mut bytes: &[u8] =
             b"GET /a?b HTTP/1.1\r\nConnection: keep-alive, Upgrade\r\nX: y\r\n\r\nrest";
         let head = read_head(&mut bytes, Kind::Request).await.unwrap();
@@ -244,7 +249,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn refuses_heads_that_never_end() {
+    async fn read_head_refuses_endless_heads() {
         let long = vec![b'a'; MAX_HEAD_BYTES + 10];
         let mut bytes = [b"GET /".as_slice(), &long].concat();
         let error = read_head(&mut bytes.as_slice(), Kind::Request)

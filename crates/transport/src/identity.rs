@@ -1,7 +1,7 @@
-//! A party's long-term keys on disk.
+//! Identity file: the long-term keys of an executor or a harness on disk.
 //!
-//! Owns the file and who may read it. A key that others could have read is refused rather than used:
-//! whoever has it can be us.
+//! Reads, creates and checks the file. A key file that other users could read is refused, because a
+//! copy of the key is enough to impersonate its owner.
 
 use std::fs::{self, File};
 use std::io::{self, Read as _};
@@ -15,67 +15,68 @@ use zeroize::Zeroizing;
 
 use crate::private_file::{directory_of, make_directory, write_new};
 
-/// How a file begins.
+/// Prefix of the file content.
 const MARK: &str = "exec-server-identity-v1 ";
 
-/// Bytes of a file that are read; a real one has 153.
+/// Maximum file size that is read, in bytes; a valid file has 153.
 const MAX_FILE_BYTES: u64 = 4096;
 
-/// Why there are no keys.
+/// Reason why the keys cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IdentityError {
     /// The file cannot be read or written.
     #[error("cannot {action} the identity file {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// Action that failed.
         action: &'static str,
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// Others could have read it.
+    /// Other users could read the file.
     #[error(
         "the identity file {} has mode {mode:04o}: others could have read it; delete it for a new key, or `chmod 600` it if nobody has",
         path.display()
     )]
     Permissions {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Its permissions.
+        /// Permission bits of the file.
         mode: u32,
     },
-    /// It is somebody else's.
+    /// The file belongs to another user.
     #[error("the identity file {} belongs to user {owner}, not to us", path.display())]
     Owner {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Whose it is.
+        /// User id of the owner.
         owner: u32,
     },
-    /// There is something else in it. Does not say what.
+    /// The file is not an identity file. The error does not quote its content.
     #[error("{} is no identity file", path.display())]
     Malformed {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
     },
 }
 
-/// New keys, which nobody has seen.
+/// Generates new keys.
 pub fn generate() -> Identity {
     Identity::generate(&mut |out: &mut [u8]| {
         getrandom::fill(out).expect("the system has randomness");
     })
 }
 
-/// The keys in a file; new ones are written there if there is none.
+/// Loads the keys from a file; if the file does not exist, generates keys and writes them.
 ///
-/// Two that find no file at the same time end up with the same keys.
+/// Processes that create the file at the same time all return the same keys.
 ///
 /// # Errors
 ///
-/// When the file is not ours alone, is no such file, or cannot be made.
+/// If other users could read the file or own it, it is not an identity file, or it cannot be
+/// created.
 pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
     match load(path) {
         Err(IdentityError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
@@ -95,7 +96,8 @@ pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
     ));
     let aside = directory.join(format!(".identity-{}", uuid::Uuid::new_v4()));
     let written = write_new(&aside, text.as_bytes())
-        // A link does not replace what another has put there meanwhile, as a rename would.
+        // `link` fails if another process has created the file meanwhile; `rename` would replace
+        // it.
         .and_then(|()| fs::hard_link(&aside, path));
     let _ = fs::remove_file(&aside);
     match written {
@@ -115,7 +117,7 @@ fn load(path: &Path) -> Result<Identity, IdentityError> {
         path: path.to_owned(),
     };
     let file = File::open(path).map_err(failed)?;
-    // Of what was opened, not of what may be there by now.
+    // Check the open file: the path may lead to another file by now.
     let meta = file.metadata().map_err(failed)?;
     if !meta.is_file() {
         return Err(malformed());
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_stay_the_same_and_are_for_us_alone() {
+    fn keys_are_stable_and_the_file_is_private() {
         let directory = Directory::new();
         let path = directory.0.join("deep/identity");
         let made = load_or_create(&path).unwrap();
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn many_that_begin_together_agree() {
+    fn concurrent_creation_returns_the_same_keys() {
         let directory = Directory::new();
         let path = directory.0.join("identity");
         let keys: Vec<_> = std::thread::scope(|scope| {
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_others_could_read_or_that_are_none_are_refused() {
+    fn readable_and_malformed_files_are_refused() {
         let directory = Directory::new();
         let path = directory.0.join("identity");
         load_or_create(&path).unwrap();

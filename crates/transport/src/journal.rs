@@ -1,7 +1,8 @@
-//! An append-only file of JSON lines that nobody waits for.
+//! Append-only JSON-lines file with a bounded queue (audit log).
 //!
-//! Lines go through a bounded queue to a thread of its own. If that is full or the disk is, lines are
-//! lost, counted, and the loss is written down as soon as there is room again.
+//! Callers never block: lines go through the queue to a writer thread. If the queue or the disk is
+//! full, lines are dropped and counted, and the writer records the number of lost lines as soon as
+//! it can write again.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -14,10 +15,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Value, json};
 
-/// Lines that wait for the disk; about a megabyte of usual ones.
+/// Capacity of the queue in lines; about 1 MiB for lines of usual length.
 const QUEUE_LINES: usize = 4096;
 
-/// A file of lines; cheap to clone.
+/// Append-only file of JSON lines; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Journal {
     lines: SyncSender<String>,
@@ -25,11 +26,11 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Appends to this file, which only its owner can read.
+    /// Opens a file for appending. A new file is readable only by its owner.
     ///
     /// # Errors
     ///
-    /// When the file cannot be opened or its thread not be started.
+    /// If the file cannot be opened or the writer thread cannot be started.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = open(path)?;
         let (lines, queue) = sync_channel(QUEUE_LINES);
@@ -40,14 +41,14 @@ impl Journal {
             lost: Arc::clone(&lost),
             complained: false,
         };
-        // Ends when the last clone of this journal is dropped.
+        // The thread ends when the last clone of this journal is dropped.
         std::thread::Builder::new()
             .name("audit".to_owned())
             .spawn(move || writer.run(&queue))?;
         Ok(Self { lines, lost })
     }
 
-    /// Appends a line, soon.
+    /// Queues a line for writing; does not block.
     pub fn append(&self, line: &Value) {
         let mut text = line.to_string();
         text.push('\n');
@@ -57,7 +58,7 @@ impl Journal {
     }
 }
 
-/// Milliseconds since 1970, as lines say when they were written.
+/// Returns the current time in milliseconds since 1970, as used in journal lines.
 pub fn now() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     u64::try_from(since.unwrap_or_default().as_millis()).unwrap_or(u64::MAX)
@@ -71,12 +72,12 @@ fn open(path: &Path) -> io::Result<File> {
         .open(path)
 }
 
-/// The thread that writes.
+/// State of the writer thread.
 struct Writer {
     file: File,
     path: PathBuf,
     lost: Arc<AtomicU64>,
-    /// The disk's trouble is told once, until it is over.
+    /// A write error was logged. It is logged once, and again only after a write has succeeded.
     complained: bool,
 }
 
@@ -94,7 +95,7 @@ impl Writer {
     }
 
     fn write(&mut self, batch: &str) {
-        // Somebody may have moved the file away to begin a new one.
+        // If log rotation moved the file away, create a new one.
         if !self.path.exists()
             && let Ok(fresh) = open(&self.path)
         {
@@ -132,8 +133,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_is_survived_and_told() {
-        // `/dev/full` is a disk without room.
+    fn write_errors_on_a_full_disk_are_survived_and_reported() {
+        // Every write to `/dev/full` fails with ENOSPC.
         let journal = Journal::open(Path::new("/dev/full")).unwrap();
         for _ in 0..3 {
             journal.append(&json!({"x": 1}));
@@ -146,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_was_moved_away_is_begun_anew() {
+    fn a_file_that_was_moved_away_is_created_again() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("journal");
         let file = open(&path).unwrap();

@@ -2,11 +2,12 @@
 //!
 //! Verifies HS256, RS256, ES256 and EdDSA (Ed25519) with ring, and signs HS256. Claims can be read
 //! only after the signature was verified ([`Token::verify`]), except for display ([`inspect`]).
-//! What a token allows is decided by the server (`service::auth`) and by the rendezvous server
-//! (`rendezvous::oidc`).
+//! The server (`service::auth`) and the rendezvous server (`rendezvous::oidc`) decide what a token
+//! allows.
 //!
-//! A claim that is present must have its type: `null`, a number as text or a list instead of a text
-//! is refused and never treated as absent, because an absent claim often means "no restriction".
+//! A claim that is present must have its type. `null`, a number as text, or a list instead of a
+//! text is refused and never treated as absent, because an absent claim often means "no
+//! restriction".
 
 use base64_turbo::URL_SAFE_NO_PAD;
 use exec_server_protocol::scan;
@@ -21,35 +22,37 @@ use serde_json::{Map, Value};
 use crate::Secret;
 use crate::http::MAX_HEAD_BYTES;
 
-/// Bytes of a token. It arrives in the head of a request.
+/// Maximum length of a token in bytes. A token must fit into the head of a request.
 pub const MAX_TOKEN_BYTES: usize = MAX_HEAD_BYTES;
 
-/// Bytes of `sub`: the limit of OpenID Connect Core 1.0, section 2.
+/// Maximum length of `sub` in bytes: the limit of OpenID Connect Core 1.0, section 2.
 pub const MAX_SUBJECT_BYTES: usize = 255;
 
-/// JSON values of a header, and of the claims. More do not fit into [`MAX_TOKEN_BYTES`].
+/// Maximum number of JSON values in a header or in the claims. More do not fit into
+/// [`MAX_TOKEN_BYTES`].
 const MAX_VALUES: usize = MAX_TOKEN_BYTES;
 
-/// Why a token is refused.
+/// Reason why a token is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Not three parts of canonical base64url, a header that breaks the rules, or no JSON object.
+    /// The token is not three parts of canonical base64url, its header breaks the rules, or a part
+    /// is not a JSON object.
     #[error("malformed token")]
     Malformed,
-    /// Signed with an algorithm that is not accepted here.
+    /// The token is signed with an algorithm that is not accepted.
     #[error("algorithm `{0}` is not accepted")]
     Algorithm(String),
     /// No key has the token's algorithm and key id.
     #[error("no key fits the token's algorithm and key id")]
     UnknownKey,
-    /// The signature does not fit the key.
+    /// The signature does not match the key.
     #[error("wrong signature")]
     Signature,
     /// A required claim is missing, or a claim has the wrong type.
     #[error("the claim `{0}` is missing or has the wrong type")]
     Claim(&'static str),
-    /// `sub` cannot name anyone.
+    /// `sub` is not a valid subject.
     #[error("`sub` is empty, longer than {MAX_SUBJECT_BYTES} bytes or has control characters")]
     Subject,
     /// `exp` is in the past.
@@ -66,7 +69,7 @@ pub enum Error {
     Audience,
 }
 
-/// A signature algorithm, as `alg` names it.
+/// Signature algorithm, as named by the header field `alg`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Algorithm {
     /// HMAC with SHA-256.
@@ -80,10 +83,10 @@ pub enum Algorithm {
 }
 
 impl Algorithm {
-    /// The algorithms with public keys.
+    /// Algorithms with public keys.
     pub const PUBLIC: [Self; 3] = [Self::Rs256, Self::Es256, Self::EdDsa];
 
-    /// The algorithm of this name, if it is one of these.
+    /// Returns the algorithm with this name, if it is supported.
     pub fn parse(name: &str) -> Option<Self> {
         match name {
             "HS256" => Some(Self::Hs256),
@@ -95,35 +98,35 @@ impl Algorithm {
     }
 }
 
-/// The bytes of a key. Each kind belongs to exactly one algorithm, whatever a token's header says.
+/// Key material. Each kind belongs to exactly one algorithm, whatever the header of a token says.
 #[derive(Debug)]
 pub enum Material {
-    /// For HS256.
+    /// Secret for HS256.
     Hmac(hmac::Key),
-    /// For RS256: modulus and exponent, big-endian, without leading zeros.
+    /// Public key for RS256: modulus and exponent, big-endian, without leading zeros.
     Rsa {
-        /// The modulus.
+        /// Modulus.
         n: Vec<u8>,
-        /// The public exponent.
+        /// Public exponent.
         e: Vec<u8>,
     },
-    /// For ES256: an uncompressed point.
+    /// Public key for ES256: an uncompressed point.
     P256(Vec<u8>),
-    /// For EdDSA.
+    /// Public key for EdDSA.
     Ed25519(Vec<u8>),
 }
 
-/// A key that verifies signatures.
+/// Key that verifies signatures.
 #[derive(Debug)]
 pub struct Key {
-    /// `kid` of the tokens that it signs; `None` if it has no id.
+    /// `kid` of the tokens that this key signs; `None` if the key has no id.
     pub id: Option<String>,
-    /// Its bytes.
+    /// Key material.
     pub material: Material,
 }
 
 impl Key {
-    /// A shared secret, for HS256.
+    /// Creates an HS256 key from a shared secret.
     pub fn hmac(secret: &Secret) -> Self {
         let material = hmac::Key::new(hmac::HMAC_SHA256, secret.expose().as_bytes());
         Self {
@@ -132,7 +135,7 @@ impl Key {
         }
     }
 
-    /// The only algorithm that it is used with.
+    /// Returns the only algorithm that this key can be used with.
     pub fn algorithm(&self) -> Algorithm {
         match self.material {
             Material::Hmac(_) => Algorithm::Hs256,
@@ -161,19 +164,19 @@ impl Key {
     }
 }
 
-/// A token whose signature was not verified yet.
+/// Parsed token whose signature is not verified yet.
 #[derive(Debug)]
 pub struct Token<'a> {
     algorithm: Algorithm,
     key_id: Option<String>,
-    /// Header and claims, as they are signed.
+    /// Header and claims in the encoded form that the signature covers.
     message: &'a str,
     claims: &'a str,
     signature: Vec<u8>,
 }
 
 impl<'a> Token<'a> {
-    /// Reads the header of a token that must be signed with one of these algorithms.
+    /// Parses the header of a token that must be signed with one of these algorithms.
     ///
     /// # Errors
     ///
@@ -184,7 +187,8 @@ impl<'a> Token<'a> {
         }
         let [header, claims, signature] = parts(text).ok_or(Error::Malformed)?;
         let header_members = object(header).ok_or(Error::Malformed)?;
-        // Names extensions that must be understood (RFC 7515, section 4.1.11); none is supported.
+        // `crit` names extensions that must be understood (RFC 7515, section 4.1.11); none is
+        // supported.
         if header_members.contains_key("crit") {
             return Err(Error::Malformed);
         }
@@ -205,12 +209,12 @@ impl<'a> Token<'a> {
         })
     }
 
-    /// The claims, if one of these keys has signed them. A key without an id fits any key id.
+    /// Returns the claims if one of these keys signed them. A key without an id matches any key id.
     ///
     /// # Errors
     ///
-    /// [`Error::UnknownKey`], also when the token names no key and none fits; [`Error::Signature`],
-    /// [`Error::Malformed`], [`Error::Claim`] and [`Error::Subject`].
+    /// [`Error::UnknownKey`], also if the token names no key and no key matches;
+    /// [`Error::Signature`], [`Error::Malformed`], [`Error::Claim`] and [`Error::Subject`].
     pub fn verify(&self, keys: &[Key]) -> Result<Claims, Error> {
         let mut named = false;
         for key in keys.iter().filter(|key| key.algorithm() == self.algorithm) {
@@ -231,7 +235,7 @@ impl<'a> Token<'a> {
     }
 }
 
-/// What a verified token says.
+/// Claims of a verified token.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Claims {
     members: Map<String, Value>,
@@ -240,16 +244,16 @@ pub struct Claims {
     issued_at: Option<i64>,
 }
 
-/// What a token must say.
+/// Expected values of the registered claims.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Expected<'a> {
-    /// `iss`; any if `None`.
+    /// Expected `iss`; any issuer if `None`.
     pub issuer: Option<&'a str>,
-    /// One of `aud`; any if `None`.
+    /// Expected member of `aud`; any audience if `None`.
     pub audience: Option<&'a str>,
-    /// The time, in seconds since 1970.
+    /// Current time in seconds since 1970.
     pub now: i64,
-    /// Seconds by which the clocks of issuer and server may differ.
+    /// Allowed difference between the clocks of issuer and server, in seconds.
     pub leeway: i64,
 }
 
@@ -274,8 +278,8 @@ impl Claims {
         })
     }
 
-    /// Compares the claims with what is expected. A token is valid up to and including the second
-    /// `exp + leeway`.
+    /// Compares the claims with the expected values. A token is valid up to and including the
+    /// second `exp + leeway`.
     ///
     /// # Errors
     ///
@@ -306,38 +310,38 @@ impl Claims {
         meant.then_some(()).ok_or(Error::Audience)
     }
 
-    /// A claim of any type.
+    /// Returns a claim of any type.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.members.get(name)
     }
 
-    /// All claims.
+    /// Returns all claims.
     pub fn members(&self) -> &Map<String, Value> {
         &self.members
     }
 
-    /// `sub`: not empty, at most [`MAX_SUBJECT_BYTES`], without control characters.
+    /// Returns `sub`: not empty, at most [`MAX_SUBJECT_BYTES`], without control characters.
     pub fn subject(&self) -> Option<&str> {
         self.get("sub").and_then(Value::as_str)
     }
 
-    /// `exp`, in seconds since 1970.
+    /// Returns `exp`, in seconds since 1970.
     pub fn expires(&self) -> i64 {
         self.expires
     }
 
-    /// `iat`, in seconds since 1970.
+    /// Returns `iat`, in seconds since 1970.
     pub fn issued_at(&self) -> Option<i64> {
         self.issued_at
     }
 }
 
-/// Whether this can be a token's `sub`.
+/// Returns whether this text is a valid `sub`.
 pub fn is_subject(text: &str) -> bool {
     (1..=MAX_SUBJECT_BYTES).contains(&text.len()) && !text.chars().any(char::is_control)
 }
 
-/// A claim that must be a text if it is there.
+/// Returns a claim that must be a text if it is present.
 fn text_of<'a>(
     members: &'a Map<String, Value>,
     name: &'static str,
@@ -349,7 +353,7 @@ fn text_of<'a>(
     }
 }
 
-/// A claim that must be a whole number of seconds if it is there.
+/// Returns a claim that must be a whole number of seconds if it is present.
 fn seconds(members: &Map<String, Value>, name: &'static str) -> Result<Option<i64>, Error> {
     match members.get(name) {
         None => Ok(None),
@@ -363,49 +367,50 @@ fn parts(text: &str) -> Option<[&str; 3]> {
     parts.next().is_none().then_some(found)
 }
 
-/// Decodes base64url without padding; only the canonical form, so that a token has one spelling.
+/// Decodes base64url without padding. Accepts only the canonical form, so that each token has
+/// exactly one encoding.
 fn decode(text: &str) -> Option<Vec<u8>> {
     let bytes = URL_SAFE_NO_PAD.decode(text).ok()?;
     (URL_SAFE_NO_PAD.encode(&bytes) == text).then_some(bytes)
 }
 
-/// A JSON object that repeats no key.
+/// Decodes a JSON object; refuses repeated keys.
 fn object(part: &str) -> Option<Map<String, Value>> {
     let text = String::from_utf8(decode(part)?).ok()?;
     scan::members(&text, MAX_VALUES).ok()?;
     serde_json::from_str(&text).ok()
 }
 
-/// The claims of a new token; see [`sign`].
+/// Claims of a new token; see [`sign`].
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct TokenClaims {
-    /// Valid until, in seconds since 1970.
+    /// Expiry time, in seconds since 1970.
     pub exp: i64,
-    /// Valid from.
+    /// Start of validity, in seconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nbf: Option<i64>,
-    /// When it was made.
+    /// Time of issue, in seconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iat: Option<i64>,
-    /// Who made it.
+    /// Issuer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iss: Option<String>,
-    /// For which server.
+    /// Server that the token is for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub aud: Option<String>,
-    /// For whom.
+    /// User that the token identifies.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sub: Option<String>,
-    /// What for; everything if absent.
+    /// Permissions; all of them if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scope: Option<String>,
 }
 
-/// Makes a token that is signed with HS256.
+/// Creates a token that is signed with HS256.
 ///
 /// # Errors
 ///
-/// When the claims cannot be written as JSON.
+/// If the claims cannot be encoded as JSON.
 pub fn sign(claims: &impl Serialize, secret: &Secret) -> serde_json::Result<Secret> {
     let claims = serde_json::to_string(claims)?;
     Ok(sign_text(r#"{"alg":"HS256","typ":"JWT"}"#, &claims, secret))
@@ -422,11 +427,11 @@ pub(crate) fn sign_text(header: &str, claims: &str, secret: &Secret) -> Secret {
     Secret::from(token)
 }
 
-/// Header and claims of a token, whether or not it is genuine; for display only.
+/// Returns header and claims of a token without verifying its signature; for display only.
 ///
 /// # Errors
 ///
-/// [`Error::Malformed`] when it is not three parts, the first two of them JSON.
+/// [`Error::Malformed`] if the token is not three parts, or one of the first two is not JSON.
 pub fn inspect(token: &Secret) -> Result<(Value, Value), Error> {
     let [header, claims, _] = parts(token.expose()).ok_or(Error::Malformed)?;
     let read = |part: &str| serde_json::from_slice(&URL_SAFE_NO_PAD.decode(part).ok()?).ok();

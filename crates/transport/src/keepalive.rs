@@ -1,13 +1,14 @@
-//! When to ping and when to give a peer up, without a clock of its own.
+//! Keepalive timing: when to send a ping and when to close an idle connection. Has no clock of its
+//! own.
 
 use std::time::{Duration, Instant};
 
-/// How long to wait for signs of life.
+/// Ping interval and idle deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeepaliveConfig {
-    /// From one ping to the next.
+    /// Time between two pings.
     pub interval: Duration,
-    /// From the last sign of life to the end of the connection.
+    /// Time without data from the peer after which the connection is closed.
     pub deadline: Duration,
 }
 
@@ -20,18 +21,18 @@ impl Default for KeepaliveConfig {
     }
 }
 
-/// What to do now.
+/// Action that is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Nothing before this moment; then ask again.
+    /// No action before this time; then call [`Keepalive::poll`] again.
     Wait(Instant),
-    /// Send a ping and ask again.
+    /// Send a ping, then call [`Keepalive::poll`] again.
     Ping,
-    /// The peer is gone.
+    /// The deadline has passed: close the connection.
     GiveUp,
 }
 
-/// Watches one connection.
+/// Keepalive state of one connection.
 #[derive(Debug, Clone)]
 pub struct Keepalive {
     config: KeepaliveConfig,
@@ -40,7 +41,7 @@ pub struct Keepalive {
 }
 
 impl Keepalive {
-    /// Starts watching a connection that is alive now.
+    /// Starts the timers of a connection that is alive at `now`.
     pub fn new(config: KeepaliveConfig, now: Instant) -> Self {
         Self {
             config,
@@ -49,17 +50,18 @@ impl Keepalive {
         }
     }
 
-    /// From one sign of life of ours to the next.
+    /// Returns the time between two pings.
     pub fn interval(&self) -> Duration {
         self.config.interval
     }
 
-    /// The peer sent something.
+    /// Records that data from the peer was received.
     pub fn heard(&mut self, now: Instant) {
         self.heard = now;
     }
 
-    /// What is due; to be asked at the moment that the last [`Action::Wait`] named.
+    /// Returns the action that is due. The caller calls it at the time of the last
+    /// [`Action::Wait`].
     pub fn poll(&mut self, now: Instant) -> Action {
         let end = self.heard + self.config.deadline;
         if now >= end {
@@ -79,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pings_and_gives_up() {
+    fn pings_at_the_interval_and_gives_up_at_the_deadline() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut keepalive = Keepalive::new(KeepaliveConfig::default(), start);

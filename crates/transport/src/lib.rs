@@ -1,7 +1,7 @@
-//! The tokio edges that both sides share.
+//! Transport layer of client and server: links, frames, TLS and dialling on tokio.
 //!
-//! Owns framing (websocket and lines), the handshake of a websocket, keepalive and the pairing of
-//! requests with answers. Knows no method, no session and no process.
+//! Implements framing (websocket and lines), the websocket handshake, keepalive, and the matching
+//! of responses to requests. Does not depend on methods, sessions or processes.
 
 pub mod backoff;
 pub mod connect;

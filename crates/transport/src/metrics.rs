@@ -1,38 +1,38 @@
-//! Counters, and the text format in which Prometheus reads them.
+//! Counters and gauges, and the Prometheus text format.
 //!
-//! Which numbers there are is defined in the `metrics` modules of `service` and `rendezvous`.
+//! The `metrics` modules of `service` and `rendezvous` define which metrics exist.
 
 use std::fmt::{Display, Write as _};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A number that costs one atomic addition to change.
+/// Counter or gauge; an update costs one atomic addition.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds to it.
+    /// Adds an amount.
     pub fn add(&self, amount: u64) {
         self.0.fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// Subtracts from it, where it counts what there is now.
+    /// Subtracts an amount; for gauges only.
     pub fn sub(&self, amount: u64) {
         self.0.fetch_sub(amount, Ordering::Relaxed);
     }
 
-    /// Its value.
+    /// Returns the current value.
     pub fn value(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Counts one until the guard is dropped.
+    /// Adds one until the returned guard is dropped.
     pub fn hold(&self) -> Held<'_> {
         self.add(1);
         Held(self)
     }
 }
 
-/// One more, until dropped.
+/// Guard that subtracts one on drop.
 #[derive(Debug)]
 pub struct Held<'a>(&'a Counter);
 
@@ -42,7 +42,7 @@ impl Drop for Held<'_> {
     }
 }
 
-/// Writes the text that Prometheus reads.
+/// Writer of the Prometheus text format.
 #[derive(Debug)]
 pub struct Page {
     prefix: &'static str,
@@ -50,7 +50,7 @@ pub struct Page {
 }
 
 impl Page {
-    /// An empty page. Every name on it begins with `prefix`.
+    /// Creates an empty page; all metric names on it begin with `prefix`.
     pub fn new(prefix: &'static str) -> Self {
         Self {
             prefix,
@@ -58,25 +58,25 @@ impl Page {
         }
     }
 
-    /// Announces a family, before its samples.
+    /// Writes the help and type lines of a metric family; call it before writing its samples.
     pub fn family(&mut self, name: &str, kind: &str, help: &str) {
         let prefix = self.prefix;
         let _ = writeln!(self.text, "# HELP {prefix}{name} {help}");
         let _ = writeln!(self.text, "# TYPE {prefix}{name} {kind}");
     }
 
-    /// One sample; `labels` stand in braces, or are empty.
+    /// Writes one sample; `labels` are in braces, or empty.
     pub fn sample(&mut self, name: &str, labels: &str, value: impl Display) {
         let _ = writeln!(self.text, "{}{name}{labels} {value}", self.prefix);
     }
 
-    /// A family of one sample without labels.
+    /// Writes a family with one sample without labels.
     pub fn single(&mut self, name: &str, kind: &str, help: &str, value: impl Display) {
         self.family(name, kind, help);
         self.sample(name, "", value);
     }
 
-    /// A family of counters that differ in one label.
+    /// Writes a family of counters that differ in one label.
     pub fn counters<'a>(
         &mut self,
         name: &str,
@@ -90,13 +90,13 @@ impl Page {
         }
     }
 
-    /// The whole text.
+    /// Returns the complete text.
     pub fn into_text(self) -> String {
         self.text
     }
 }
 
-/// A text as it may stand between the quotes of a label.
+/// Escapes a text for use as a label value.
 pub fn label(text: &str) -> String {
     text.replace('\\', "\\\\")
         .replace('"', "\\\"")

@@ -1,11 +1,11 @@
-//! Files and directories that only this user can use: keys, known keys, locks.
+//! Files and directories that only the current user can access: keys, known keys, locks.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-/// The directory of a file; the working directory for a bare name.
+/// Returns the directory of a file; the working directory for a bare name.
 pub fn directory_of(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -13,20 +13,20 @@ pub fn directory_of(path: &Path) -> &Path {
     }
 }
 
-/// Makes a directory and those above it, with mode 0700, unless they exist.
+/// Creates a directory and its missing parents with mode 0700.
 ///
 /// # Errors
 ///
-/// When one of them cannot be made.
+/// If a directory cannot be created.
 pub fn make_directory(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// Writes a file that does not exist yet, with mode 0600, and waits until it is on the disk.
+/// Creates a new file with mode 0600, writes its content and syncs it to disk.
 ///
 /// # Errors
 ///
-/// When the file exists, or cannot be written.
+/// If the file exists or cannot be written.
 pub fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
     let mut file = OpenOptions::new()
         .write(true)
@@ -37,11 +37,11 @@ pub fn write_new(path: &Path, content: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Opens a file to lock it, made with mode 0600 if it does not exist. Its content stays.
+/// Opens a lock file; creates it with mode 0600 if it does not exist. Keeps the content.
 ///
 /// # Errors
 ///
-/// When it cannot be opened.
+/// If the file cannot be opened.
 pub fn open_lock(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .create(true)
@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_made_is_private_and_not_replaced() {
+    fn created_files_are_private_and_never_replaced() {
         let place =
             std::env::temp_dir().join(format!("exec-server-private-{}", std::process::id()));
         let file = place.join("inner/file");

@@ -1,4 +1,4 @@
-//! Text that must not be seen: tokens and keys, redacted from their birth.
+//! Secret text, such as tokens and keys: redacted in debug output and zeroed when dropped.
 
 use std::fmt;
 use std::fs::File;
@@ -7,7 +7,7 @@ use std::path::Path;
 
 use zeroize::Zeroizing;
 
-/// A secret text. It never shows in debug output and its memory is overwritten when it goes.
+/// Secret text. Debug output shows `[redacted]`, and the memory is zeroed on drop.
 ///
 /// ```
 /// use exec_server_transport::Secret;
@@ -20,25 +20,26 @@ use zeroize::Zeroizing;
 pub struct Secret(Zeroizing<String>);
 
 impl Secret {
-    /// Bytes that a file of a secret may hold; real ones are far smaller.
+    /// Maximum size of a secret file in bytes; real secrets are far smaller.
     pub const MAX_FILE_BYTES: u64 = 64 * 1024;
 
-    /// Reads a secret from a file, a pipe or `/dev/fd/N`; white space around it is not part of it.
+    /// Reads a secret from a file, a pipe or `/dev/fd/N`; removes white space around it.
     ///
     /// # Errors
     ///
-    /// When it cannot be read, is no text, or is longer than [`Secret::MAX_FILE_BYTES`].
+    /// If the file cannot be read, is not UTF-8, or is longer than [`Secret::MAX_FILE_BYTES`].
     pub fn read(path: &Path) -> io::Result<Self> {
         Self::read_from(File::open(path)?)
     }
 
-    /// As [`Secret::read`], from something that is open already.
+    /// Like [`Secret::read`], from an open reader.
     ///
     /// # Errors
     ///
     /// As [`Secret::read`].
     pub fn read_from(input: impl io::Read) -> io::Result<Self> {
-        // At its full size from the beginning: growing would leave copies behind.
+        // Allocate the buffer before reading: reallocation would leave copies of the secret in
+        // freed memory.
         let mut text = Zeroizing::new(String::with_capacity(4096));
         input
             .take(Self::MAX_FILE_BYTES + 1)
@@ -53,7 +54,7 @@ impl Secret {
         Ok(Self::from(text.trim()))
     }
 
-    /// The text itself. Not to be printed, logged or put into an error.
+    /// Returns the secret text. Callers must not print it, log it or put it into an error.
     pub fn expose(&self) -> &str {
         &self.0
     }

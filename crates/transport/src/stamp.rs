@@ -1,12 +1,11 @@
-//! Stamps that show whether a file was replaced or changed, without reading its content.
+//! File stamps that show whether a file was replaced or changed, without reading its content.
 
 use std::fmt;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-/// Inode, size and time of the last change of a file. Two that are equal mean that it is the same
-/// as before.
+/// Inode, size and modification time of a file. Two equal stamps mean that the file did not change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stamp {
     inode: u64,
@@ -16,11 +15,11 @@ pub struct Stamp {
 }
 
 impl Stamp {
-    /// The stamp of the file that a path leads to.
+    /// Returns the stamp of the file at a path; follows symbolic links.
     ///
     /// # Errors
     ///
-    /// When its metadata cannot be read.
+    /// If the metadata of the file cannot be read.
     pub fn of(path: &Path) -> io::Result<Self> {
         let found = path.metadata()?;
         Ok(Self {

@@ -1,4 +1,4 @@
-//! Links over standard input and output: our own, and those of a child.
+//! Links over standard input and output, of this process and of child processes.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,14 +9,14 @@ use tokio::process::{Child, Command};
 
 use crate::link::Link;
 
-/// A link over this process's standard input and output.
+/// Opens a link over the standard input and output of this process.
 ///
-/// Pipes are polled like sockets. Terminals and files, whose flags are shared with other programs,
-/// go through a helper thread instead.
+/// Pipes are polled like sockets. Terminals and files share their flags with other programs, so a
+/// helper thread reads and writes them instead.
 ///
 /// # Errors
 ///
-/// When the descriptors cannot be duplicated.
+/// If the descriptors cannot be duplicated.
 pub fn own() -> io::Result<Link> {
     let input = duplicate(rustix::stdio::stdin())?;
     let output = duplicate(rustix::stdio::stdout())?;
@@ -42,11 +42,11 @@ fn is_pipe(fd: &OwnedFd) -> bool {
 
 /// Starts a program that speaks the protocol on its standard input and output.
 ///
-/// The child ends when the link is dropped, or is killed when the returned handle is.
+/// The child exits when the link is dropped, and is killed when the returned handle is dropped.
 ///
 /// # Errors
 ///
-/// When the program cannot be started.
+/// If the program cannot be started.
 pub fn spawn(mut command: Command) -> io::Result<(Link, Child)> {
     command
         .stdin(Stdio::piped())

@@ -1,4 +1,4 @@
-//! What is set on TCP connections.
+//! TCP socket options.
 
 use std::io;
 use std::net::SocketAddr;
@@ -6,19 +6,19 @@ use std::os::fd::AsFd;
 
 use rustix::net::sockopt;
 
-/// Prepares a connection with this address, or a listener on it, for messages that wait for nothing.
+/// Sets socket options for low latency on a connection with this address or a listener on it.
 ///
-/// Between programs of one machine nothing is lost and nothing is shared, so there a sender that
-/// paces itself, as BBR does, only keeps both sides waiting.
+/// On the loopback interface no packet is lost and no bandwidth is shared. A paced congestion
+/// control such as BBR would only delay both sides, so these connections use Reno.
 ///
 /// # Errors
 ///
-/// When it is no TCP socket.
+/// If the descriptor is not a TCP socket.
 pub fn prepare(socket: impl AsFd, address: io::Result<SocketAddr>) -> io::Result<()> {
     sockopt::set_tcp_nodelay(&socket, true)?;
     #[cfg(target_os = "linux")]
     if address.is_ok_and(|address| address.ip().is_loopback()) {
-        // Every kernel has it; one that does not let us choose does its own.
+        // Every Linux kernel has Reno; if it may not be selected, the default stays in use.
         let _ = sockopt::set_tcp_congestion(&socket, "reno");
     }
     #[cfg(not(target_os = "linux"))]
@@ -33,7 +33,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_inherit_it_from_their_listener() {
+    fn accepted_connections_inherit_options_from_their_listener() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         prepare(&listener, listener.local_addr()).unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();

@@ -1,10 +1,11 @@
-//! Rate limit for failed authentication, by address, with the time as an argument.
+//! Rate limit for failed authentication by client address. Takes the time as an argument.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// Whom an address counts as: with IPv6 one customer has a whole network of them.
+/// Returns the address under which failures are counted. For IPv6 this is the /64 prefix, because
+/// one customer has all addresses of a network.
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {
@@ -15,11 +16,12 @@ pub fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Remembers failures by address.
+/// Failed authentications by address.
 ///
-/// The first few cost nothing; then each doubles the time in which further failures are answered with
-/// 429. Requests that succeed are not affected: callers ask only after one has failed. An address
-/// without failures for a while is forgotten.
+/// The first failures cause no delay; after those, each failure doubles the time during which
+/// further failures are answered with status 429. Successful requests are not affected, because
+/// callers consult the limit only after a failure. An address without failures for some time is
+/// forgotten.
 #[derive(Debug, Default)]
 pub struct Throttle(HashMap<IpAddr, Failures>);
 
@@ -30,17 +32,17 @@ struct Failures {
 }
 
 impl Throttle {
-    /// Failures that cost nothing: a person who mistypes, a few clients with an old token.
+    /// Failures without delay: enough for typing errors and for a few clients with an old token.
     const FREE: u32 = 10;
-    /// The longest wait.
+    /// Maximum delay.
     const LONGEST: Duration = Duration::from_secs(30);
-    /// After this long without a failure it is as if there had been none.
+    /// Time without failures after which an address is forgotten.
     const MEMORY: Duration = Duration::from_secs(300);
-    /// Addresses remembered, about a hundred bytes each.
+    /// Maximum number of addresses; each takes about 100 bytes.
     const CAPACITY: usize = 4096;
 
-    /// Records a failure. While the address has to wait, returns for how long; what fails then is
-    /// not counted.
+    /// Records a failure. Returns the remaining delay if the address is blocked; a failure during
+    /// that time is not counted.
     pub fn fail(&mut self, from: IpAddr, now: Instant) -> Option<Duration> {
         let wait = self.wait(from, now);
         if wait.is_none() {
@@ -49,7 +51,7 @@ impl Throttle {
         wait
     }
 
-    /// How long an address still has to wait.
+    /// Returns how long the address is still blocked.
     fn wait(&self, from: IpAddr, now: Instant) -> Option<Duration> {
         let failures = self.0.get(&from)?;
         let excess = failures.count.checked_sub(Self::FREE)?;
@@ -77,7 +79,8 @@ impl Throttle {
         failures.last = now;
     }
 
-    /// Forgets what is old, and if nothing is, whoever failed longest ago.
+    /// Removes expired addresses; if none has expired, removes the address with the oldest last
+    /// failure.
     fn make_room(&mut self, now: Instant) {
         self.0
             .retain(|_, failures| now.duration_since(failures.last) <= Self::MEMORY);
@@ -95,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn failures_are_slowed_and_forgotten() {
+    fn repeated_failures_are_delayed_and_expire() {
         let mut throttle = Throttle::default();
         let (bad, good): (IpAddr, IpAddr) =
             ("192.0.2.1".parse().unwrap(), "192.0.2.2".parse().unwrap());
@@ -120,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_is_bounded() {
+    fn number_of_addresses_is_bounded() {
         let mut throttle = Throttle::default();
         let start = Instant::now();
         for number in 0..2 * u32::try_from(Throttle::CAPACITY).unwrap() {
@@ -131,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_counts_as_one() {
+    fn ipv6_addresses_of_one_network_share_a_limit() {
         let of = |text: &str| network(text.parse().unwrap());
         assert_eq!(of("2001:db8::1"), of("2001:db8::2:3"));
         assert_ne!(of("2001:db8::1"), of("2001:db8:0:1::1"));

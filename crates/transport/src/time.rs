@@ -1,13 +1,13 @@
-//! Times as text.
+//! RFC 3339 timestamps.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A time as RFC 3339 has it: in UTC and whole seconds.
+/// Formats a time as RFC 3339 in UTC, with whole seconds.
 pub fn timestamp(time: SystemTime) -> String {
     format!("{}Z", date_and_time(since_epoch(time).0, 'T'))
 }
 
-/// A time as RFC 3339 has it: in UTC and with milliseconds.
+/// Formats a time as RFC 3339 in UTC, with milliseconds.
 pub fn timestamp_millis(time: SystemTime) -> String {
     let (seconds, millis) = since_epoch(time);
     format!("{}.{millis:03}Z", date_and_time(seconds, 'T'))
@@ -19,11 +19,11 @@ fn since_epoch(time: SystemTime) -> (i64, u32) {
     (seconds, since.subsec_millis())
 }
 
-/// The date and the time of day in UTC, so many seconds after 1970 or before it.
+/// Formats date and time of day in UTC; `seconds` are counted from 1970 and may be negative.
 pub fn date_and_time(seconds: i64, separator: char) -> String {
     let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
-    // Howard Hinnant's calendar: years begin in March, so that leap days come last; 400 of them
-    // make an era.
+    // Howard Hinnant's calendar algorithm: years begin in March, so that a leap day is the last day
+    // of its year. An era has 400 years.
     let shifted = days + 719_468;
     let (era, day) = (shifted.div_euclid(146_097), shifted.rem_euclid(146_097));
     let year_of_era = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn milliseconds_are_told_with_three_digits() {
+    fn timestamp_millis_writes_three_digits() {
         let time = UNIX_EPOCH + Duration::from_millis(1_709_210_096_007);
         assert_eq!(timestamp(time), "2024-02-29T12:34:56Z");
         assert_eq!(timestamp_millis(time), "2024-02-29T12:34:56.007Z");

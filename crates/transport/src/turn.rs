@@ -1,25 +1,26 @@
-//! Turns by bytes: a task that moves much at once lets others run as often as many that move little.
+//! Cooperative yielding by bytes moved (tokio coop budget).
 //!
-//! The runtime counts operations, whatever their size: a stream of long frames would otherwise be
-//! served for megabytes on end while a keystroke waits.
+//! Tokio counts operations, whatever their size. A stream of long frames would otherwise run for
+//! megabytes before it yields, while a keystroke waits.
 
 use std::task::{Context, Poll};
 
 use tokio::task::coop;
 
-/// Bytes that count as one operation. With the runtime's hundred and more operations a turn is one
-/// frame of the largest kind. A keystroke passes a dozen tasks on its way and waits for a turn of the
-/// flood at each, so a longer one is felt; the end of a turn costs about a microsecond.
+/// Number of bytes that count as one operation. With tokio's budget of 128 operations, a task moves
+/// about 64 KiB before it yields. A keystroke passes through a dozen tasks and may wait for the
+/// bulk transfer at each of them, so a larger budget adds a noticeable delay; one yield costs about
+/// a microsecond.
 const OPERATION_BYTES: usize = 512;
 
-/// Accounts for bytes that were moved; waits for the next turn if this one is over.
+/// Charges the task's budget for bytes that were moved; yields if the budget is used up.
 pub async fn spend(bytes: usize) {
     for _ in 0..bytes / OPERATION_BYTES {
         coop::consume_budget().await;
     }
 }
 
-/// As [`spend`], where nothing can be waited for: the turn ends before the next operation.
+/// Like [`spend`], for code that cannot await: the task yields at its next operation.
 pub fn charge(cx: &mut Context<'_>, bytes: usize) {
     for _ in 0..bytes / OPERATION_BYTES {
         match coop::poll_proceed(cx) {
@@ -37,7 +38,7 @@ mod tests {
 
     use super::*;
 
-    /// Bytes that a task moves before another one, which is ready all the time, has run.
+    /// Returns how many bytes a task moves before another task that is always ready has run.
     async fn moved_by(mut step: impl AsyncFnMut()) -> usize {
         let others = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&others);
@@ -47,7 +48,7 @@ mod tests {
                 tokio::task::yield_now().await;
             }
         });
-        // A turn of its own to begin with.
+        // Begin with a full budget.
         tokio::task::yield_now().await;
         let before = others.load(Ordering::Relaxed);
         let mut steps = 0;
@@ -61,7 +62,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn long_work_ends_a_turn_and_short_work_does_not() {
+    async fn large_transfers_yield_and_small_ones_do_not() {
         let long = moved_by(async || spend(60 << 10).await).await;
         assert!((1..10).contains(&long), "{long}");
         let short = moved_by(async || spend(4 << 10).await).await;

@@ -9,7 +9,7 @@ fn secret() -> Secret {
     "s".repeat(32).into()
 }
 
-/// Verifies a token with these header and claims, signed with the right secret.
+/// Verifies a token with this header and these claims, signed with the right secret.
 fn verified(header: &str, claims: &str) -> Result<Claims, Error> {
     let token = sign_text(header, claims, &secret());
     Token::parse(token.expose(), &[Algorithm::Hs256])?.verify(&[Key::hmac(&secret())])
