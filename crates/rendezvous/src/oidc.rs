@@ -1,10 +1,10 @@
-//! Tokens that an OIDC issuer signed: who they speak for, and the keys that tell.
+//! OIDC access tokens: JWKS cache, signature and claim checks.
 //!
-//! Owns the keys that were last fetched and when they may be fetched again. Tokens are parsed and
-//! verified by [`exec_server_transport::jwt`]; where keys come from is up to a [`KeySource`].
+//! Keeps the last fetched keys and limits how often they are fetched.
+//! [`exec_server_transport::jwt`] parses and verifies tokens; a [`KeySource`] downloads the keys.
 //!
-//! A subject is known as `jwt:SUBJECT`, so that it can never be taken for a token of the file. What
-//! it is given lasts no longer than its token; nothing about it is remembered.
+//! A subject has the caller name `jwt:SUBJECT`, so that it cannot be confused with a name in the
+//! token file. Permissions expire with the token; nothing about a subject is stored.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,42 +20,43 @@ use serde_json::{Map, Value};
 use crate::tenants;
 use crate::tokens::{Caller, Role};
 
-/// What the names of subjects begin with.
+/// Prefix of subject names.
 const PREFIX: &str = "jwt:";
 
-/// Bytes of a subject's name, escapes and all: it goes into addresses.
+/// Maximum length of a subject's name in bytes, after escaping; the name is used in URLs.
 const MAX_NAME_BYTES: usize = 255;
 
-/// Keys of one issuer; real ones have two or three.
+/// Maximum number of keys of one issuer; real issuers have two or three.
 const MAX_KEYS: usize = 64;
 
-/// How far clocks may be apart.
+/// Allowed clock difference in seconds.
 const LEEWAY: i64 = 60;
 
-/// How long nobody asks for keys again, whatever they bring: anybody can name a key that is not
-/// there.
+/// Minimum time between two fetches of the keys. Any client can send a token with an unknown key
+/// id, so unknown ids must not cause unlimited fetches.
 const REFRESH_PAUSE: Duration = Duration::from_secs(10);
 
-/// What an issuer's tokens must say, and where they say it.
+/// Expected issuer and audience, and the names of the claims to read.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct OidcConfig {
-    /// Who signs, exactly as in `iss`.
+    /// Required value of `iss`.
     pub issuer: String,
-    /// Whom the tokens must be for: one of `aud`.
+    /// Required member of `aud`.
     pub audience: String,
-    /// Where the tenant is; one who has none is of [`tenants::DEFAULT`]. A name, or names with dots
-    /// between them. A claim cannot make an operator: [`tenants::ALL`] is refused.
+    /// Claim with the tenant: a name, or the path of a nested claim with dots. Without this claim
+    /// the tenant is [`tenants::DEFAULT`]. The value [`tenants::ALL`] is refused, because a claim
+    /// must not grant operator rights.
     pub tenant_claim: String,
-    /// Where the roles are: an array, or a text with spaces or commas. Others than ours do not
-    /// matter.
+    /// Claim with the roles: an array, or a text separated by spaces or commas. Unknown roles are
+    /// ignored.
     pub role_claim: String,
-    /// Where the environments are, if they are limited.
+    /// Claim with the environments, if access is limited to some.
     pub environments_claim: String,
 }
 
 impl OidcConfig {
-    /// For the tokens of an issuer for an audience, with claims of the usual names.
+    /// Creates a configuration for an issuer and an audience, with the usual claim names.
     pub fn new(issuer: impl Into<String>, audience: impl Into<String>) -> Self {
         Self {
             issuer: issuer.into(),
@@ -67,41 +68,42 @@ impl OidcConfig {
     }
 }
 
-/// Where an issuer's keys come from: the text of a JWKS document.
+/// Source of an issuer's keys, as the text of a JWKS document.
 pub trait KeySource: fmt::Debug + Send + Sync {
-    /// Gets it; the error is for the log.
+    /// Fetches the document; the error is a text for the log.
     fn fetch(&self) -> BoxFuture<'_, Result<Vec<u8>, String>>;
 }
 
-/// Why a signed token speaks for nobody.
+/// Reason why an OIDC token is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JwtError {
-    /// Not three parts of base64 and JSON.
+    /// The token is not three parts of base64 and JSON.
     #[error("malformed token")]
     Malformed,
-    /// Signed in a way that is not for public keys, or not ours.
+    /// The token is signed with an algorithm that is not supported.
     #[error("the token is signed with `{0}`; RS256, ES256 and EdDSA are known")]
     Algorithm(String),
-    /// No key of that name.
+    /// The issuer has no key with the token's key id.
     #[error("the token's key is none of the issuer's")]
     UnknownKey,
-    /// Somebody else wrote it.
+    /// The signature does not match the key.
     #[error("the token's signature is wrong")]
     Signature,
-    /// Of somebody else, or for somebody else.
+    /// The token has expired, is not valid yet, has another issuer or audience, or allows no
+    /// environment.
     #[error("the token is {0}")]
     Claim(&'static str),
-    /// A claim is missing, or is not of its type. `null` is of no type.
+    /// A claim is missing or has the wrong type. `null` is always a wrong type.
     #[error("the token's claim `{0}` is missing or has the wrong type")]
     Type(String),
-    /// It says nothing about what its bearer may do here.
+    /// The token has no known role.
     #[error("the token has no role of ours in its claim `{0}`")]
     NoRole(String),
-    /// Its tenant can be none.
+    /// The tenant is not a valid name.
     #[error("the token's claim `{0}` names no tenant that it could be of")]
     Tenant(String),
-    /// Its subject cannot be named.
+    /// The subject is missing, too long or has control characters.
     #[error("the token's subject is missing or longer than {MAX_NAME_BYTES} bytes")]
     Subject,
 }
@@ -128,7 +130,7 @@ struct Document {
     keys: Vec<Value>,
 }
 
-/// One key of a document, as far as it concerns us.
+/// One key of a JWKS document, with the fields that are used here.
 #[derive(Deserialize)]
 struct Jwk {
     kty: String,
@@ -151,7 +153,7 @@ struct Jwk {
 }
 
 impl Jwk {
-    /// `None` if it is of no use to us.
+    /// Converts the key; `None` if its type, use or algorithm is not supported.
     fn key(self) -> Option<Key> {
         let bytes = |text: &Option<String>| decode(text.as_deref()?);
         let material = match (&*self.kty, self.crv.as_deref()) {
@@ -185,13 +187,13 @@ fn decode(text: &str) -> Option<Vec<u8>> {
     URL_SAFE_NO_PAD.decode(text).ok()
 }
 
-/// Numbers of some issuers begin with zeros, which ring does not want.
+/// Removes leading zeros, which some issuers add and ring refuses.
 fn unpadded(bytes: Vec<u8>) -> Vec<u8> {
     let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
     bytes[zeros..].to_vec()
 }
 
-/// Keys of a document; those that are of no use to us are left out.
+/// Parses the keys of a JWKS document; skips unsupported keys.
 fn parse_keys(document: &[u8]) -> Result<Vec<Key>, String> {
     let Document { keys } = serde_json::from_slice(document)
         .map_err(|error| format!("this is no JWKS document: {error}"))?;
@@ -206,12 +208,12 @@ fn parse_keys(document: &[u8]) -> Result<Vec<Key>, String> {
     Ok(keys)
 }
 
-/// Whether a token looks like one that an issuer signed.
+/// Returns whether a token has the form of a JWT.
 pub(crate) fn is_jwt(token: &str) -> bool {
     token.bytes().filter(|byte| *byte == b'.').count() == 2 && token.starts_with("eyJ")
 }
 
-/// Whether a name is that of an issuer's subject.
+/// Returns whether a name is that of an OIDC subject.
 pub(crate) fn is_subject(name: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~%".contains(&byte);
     name.strip_prefix(PREFIX).is_some_and(|rest| {
@@ -219,7 +221,8 @@ pub(crate) fn is_subject(name: &str) -> bool {
     })
 }
 
-/// The name of a subject: what is not a letter, a digit or one of `-_.~` is escaped, as in a URL.
+/// Returns the name of a subject. Characters other than letters, digits and `-_.~` are
+/// percent-encoded.
 fn subject_name(subject: &str) -> Option<String> {
     let mut name = PREFIX.to_owned();
     for byte in subject.bytes() {
@@ -232,25 +235,25 @@ fn subject_name(subject: &str) -> Option<String> {
     is_subject(&name).then_some(name)
 }
 
-/// One issuer.
+/// Token verifier for one OIDC issuer.
 #[derive(Debug)]
 pub struct Oidc {
     config: OidcConfig,
     source: Arc<dyn KeySource>,
     keys: RwLock<Arc<Vec<Key>>>,
-    /// Held while keys are fetched, so that all who wait for the same ones ask once.
+    /// Locked while keys are fetched, so that concurrent requests share one fetch.
     refreshing: tokio::sync::Mutex<()>,
-    /// When they were last asked for.
+    /// Time of the last fetch.
     asked: Mutex<Option<Instant>>,
 }
 
 fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Use tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
 impl Oidc {
-    /// An issuer whose keys are not known yet; see [`Oidc::refresh`].
+    /// Creates a verifier without keys; see [`Oidc::refresh`].
     pub fn new(config: OidcConfig, source: Arc<dyn KeySource>) -> Self {
         Self {
             config,
@@ -265,11 +268,11 @@ impl Oidc {
         Arc::clone(&self.keys.read())
     }
 
-    /// Fetches the keys; how many there are now. Keys that are not there any more are forgotten.
+    /// Fetches the keys and replaces the previous ones; returns how many there are now.
     ///
     /// # Errors
     ///
-    /// When they cannot be had; those that were known stay.
+    /// If the keys cannot be fetched; the previous keys stay in use.
     pub async fn refresh(&self) -> Result<usize, String> {
         let _alone = self.refreshing.lock().await;
         self.fetch().await
@@ -283,12 +286,13 @@ impl Oidc {
         Ok(count)
     }
 
-    /// Fetches the keys because one is missing, unless they were asked for just now.
+    /// Fetches the keys because one is missing, unless they were fetched within the last 10
+    /// seconds.
     async fn look_again(&self) {
         let before = self.keys();
         let _alone = self.refreshing.lock().await;
         let recent = |asked: Instant| now().duration_since(asked) < REFRESH_PAUSE;
-        // Somebody may have been faster.
+        // Another task may have fetched the keys meanwhile.
         if !Arc::ptr_eq(&before, &self.keys()) || self.asked.lock().is_some_and(recent) {
             return;
         }
@@ -298,7 +302,7 @@ impl Oidc {
         }
     }
 
-    /// Whom a token speaks for, at `unix_now` seconds since 1970.
+    /// Verifies a token at `unix_now` seconds since 1970; returns the caller it identifies.
     pub(crate) async fn caller(&self, token: &str, unix_now: u64) -> Result<Caller, JwtError> {
         let token = Token::parse(token, &Algorithm::PUBLIC)?;
         let mut claims = token.verify(&self.keys());
@@ -351,8 +355,8 @@ impl Oidc {
     }
 }
 
-/// A claim by its name, or by names with dots between them; an error if what should contain it is
-/// no object.
+/// Returns a claim by its name, or by the path of a nested claim with dots. Returns an error if the
+/// containing claim is not an object.
 fn claim<'a>(claims: &'a Map<String, Value>, path: &str) -> Result<Option<&'a Value>, JwtError> {
     if let Some(found) = claims.get(path) {
         return Ok(Some(found));
@@ -367,7 +371,8 @@ fn claim<'a>(claims: &'a Map<String, Value>, path: &str) -> Result<Option<&'a Va
     }
 }
 
-/// The texts of an array, or the words of a text; an error if the claim is anything else.
+/// Returns the strings of an array, or a text split at spaces and commas; an error for any other
+/// type.
 fn words(claims: &Map<String, Value>, path: &str) -> Result<Option<Vec<String>>, JwtError> {
     let wrong = || JwtError::Type(path.to_owned());
     let mut words: Vec<String> = match claim(claims, path)? {
@@ -395,7 +400,7 @@ mod tests {
 
     const NOW: u64 = 1_000_000;
 
-    /// Ways to sign, each with a key.
+    /// Private key for each signature algorithm.
     enum Signer {
         Ed25519(Ed25519KeyPair),
         P256(EcdsaKeyPair),
@@ -486,7 +491,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn tokens_speak_for_their_subject() {
+    async fn valid_token_identifies_its_subject() {
         let (first, second) = (Signer::ed25519(), Signer::p256());
         let (oidc, _) = issuer(json!([
             first.jwk("a"),
@@ -502,7 +507,7 @@ mod tests {
             assert_eq!(&*caller.tenant, "acme");
             assert!(caller.is(Role::Harness) && !caller.is(Role::Executor));
             assert!(caller.may_use("anything"));
-            // Nothing that it gets outlives it.
+            // Nothing that is granted to the caller outlives its token.
             assert_eq!(caller.until(NOW, 60), NOW + 60);
             assert_eq!(caller.until(NOW, 3600), NOW + 360);
         }
@@ -523,7 +528,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn claims_may_have_other_names() {
+    async fn claim_names_are_configurable() {
         let key = Signer::ed25519();
         let source = Arc::new(Source::default());
         *source.document.lock() = json!({"keys": [key.jwk("a")]});
@@ -535,14 +540,14 @@ mod tests {
             "iss": "i", "aud": "meet", "sub": "s", "exp": NOW + 1,
             "realm_access": {"roles": ["executor"]}, "https://example.com/tenant": "t",
         });
-        // The keys are fetched when they are first needed.
+        // The first token causes a fetch of the keys.
         let caller = oidc.caller(&key.token("a", &claims), NOW).await.unwrap();
         assert!(caller.is(Role::Executor));
         assert_eq!(&*caller.tenant, "t");
     }
 
     #[tokio::test]
-    async fn others_are_refused() {
+    async fn tokens_with_wrong_key_issuer_audience_or_time_are_refused() {
         let (key, stranger) = (Signer::ed25519(), Signer::ed25519());
         let (oidc, _) = issuer(json!([key.jwk("a")])).await;
         let refused = async |token: &str| oidc.caller(token, NOW).await.unwrap_err();
@@ -611,7 +616,7 @@ mod tests {
             let token = key.sign(&json!({"alg": alg, "kid": "a"}), &claims());
             assert_eq!(refused(&token).await, JwtError::Algorithm(alg.to_owned()));
         }
-        // A key is good for its own way to sign alone.
+        // A key is valid only for its own algorithm.
         let token = key.sign(&json!({"alg": "ES256", "kid": "a"}), &claims());
         assert_eq!(refused(&token).await, JwtError::UnknownKey);
         let token = key.sign(&json!({"alg": "EdDSA", "crit": ["x"]}), &claims());
@@ -652,14 +657,14 @@ mod tests {
                 assert_eq!(refused, Err(JwtError::Type(name.to_owned())), "{claims}");
             }
         }
-        // An issuer's subject is escaped to three bytes for each, so fewer of them fit.
+        // Characters of an OIDC subject are escaped to three bytes each, so the maximum is shorter.
         for subject in ["@".repeat(84), "x".repeat(252), "a\nb".to_owned()] {
             let mut claims = claims();
             claims["sub"] = json!(subject);
             let refused = oidc.caller(&key.token("a", &claims), NOW).await;
             assert_eq!(refused, Err(JwtError::Subject), "{subject}");
         }
-        // Two long subjects stay two.
+        // Two long subjects get different names.
         let name = async |last: &str| {
             let mut claims = claims();
             claims["sub"] = json!(format!("{}{last}", "x".repeat(250)));
@@ -670,7 +675,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_nested_claim_inside_something_else_is_not_absent() {
+    async fn nested_claim_in_a_non_object_is_an_error() {
         let key = Signer::ed25519();
         let source = Arc::new(Source::default());
         *source.document.lock() = json!({"keys": [key.jwk("a")]});
@@ -692,25 +697,25 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn keys_rotate_and_are_not_asked_for_too_often() {
+    async fn keys_rotate_and_fetches_are_rate_limited() {
         let (old, new) = (Signer::ed25519(), Signer::p256());
         let (oidc, source) = issuer(json!([old.jwk("old")])).await;
         let fetched = || *source.fetched.lock();
         *source.document.lock() = json!({"keys": [new.jwk("new")]});
-        // They were fetched just now.
+        // The keys were fetched less than 10 seconds ago.
         let token = new.token("new", &claims());
         assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
         assert_eq!(fetched(), 1);
         tokio::time::advance(REFRESH_PAUSE).await;
         oidc.caller(&token, NOW).await.unwrap();
         assert_eq!(fetched(), 2);
-        // The old one is forgotten, and asking for it costs nothing.
+        // The old key was removed, and tokens that use it cause no further fetch.
         for _ in 0..5 {
             let token = old.token("old", &claims());
             assert_eq!(oidc.caller(&token, NOW).await, Err(JwtError::UnknownKey));
         }
         assert_eq!(fetched(), 2);
-        // What cannot be understood changes nothing.
+        // An invalid document leaves the keys unchanged.
         *source.document.lock() = json!({"keys": []});
         assert!(oidc.refresh().await.is_err());
         oidc.caller(&token, NOW).await.unwrap();
@@ -718,7 +723,7 @@ mod tests {
 
     #[test]
     fn rsa_signatures_are_checked() {
-        // Made with OpenSSL; the key was thrown away.
+        // Created with OpenSSL; the private key was deleted.
         let n = "wksSpDI7yMHWPhRygzAVOt3HNe2NT7tR1NPjBQHbXQF0MO607SbWatE-SZNy9SxNM_gIT2zH3kYSoEqF\
                  Zbe5bZ7BrRqeYp9T9l1z0aWT5Jhi3Pm40WVyeoEHADtq1f4sxR2Z9sQ4cdsxmpZDM38iAkZAfMxT-Ie2\
                  tjubrg8WDkCkgU7ttjETUfoFNCVf1YjLZHyXgahtKBfCSHbZgMhUnqCD6WjVpnpukrO2_UobAkDyBB64\
@@ -733,7 +738,7 @@ mod tests {
                      Mh-cQ-0ZlaTvyoHcWZalxJsjQkzz62qL8ACIteqlStvWXKaXB2JZLl98jc9g1SsyKAmgy-\
                      NUxG87Z620iMN8L0iepqifKR22HYXvSZ_CMA";
         let verify = |token: &str| Token::parse(token, &Algorithm::PUBLIC)?.verify(&keys);
-        // The signature is right; the claims lack what is looked at after it.
+        // The signature is valid; the error is about the next check.
         assert_eq!(verify(token), Err(jwt::Error::Claim("exp")));
         let (rest, signature) = token.rsplit_once('.').unwrap();
         let forged = format!("{rest}AA.{signature}");

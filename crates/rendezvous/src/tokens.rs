@@ -1,4 +1,4 @@
-//! Who may use a meeting point, and as what: bearer tokens from a file.
+//! Token file of a rendezvous server: bearer tokens with names, roles and environments.
 //!
 //! ```text
 //! # name    roles             token                  environments     tenant
@@ -8,10 +8,11 @@
 //! ops       admin             sha256:fd61a03a…                        tenant=*
 //! ```
 //!
-//! One token a line. The token itself may stand in place of its hash, without `sha256:`; whoever
-//! can read the file can then use it. Environments are ids or beginnings of ids with a `*`; without
-//! any the token is good for all of its tenant. The tenant is `default` if none is named; `tenant=*`
-//! is for admins who look after all tenants, and after the meeting point itself.
+//! Each line has one token. A line may contain the token itself instead of its hash, without
+//! `sha256:`; every user who can read the file can then use it. Environments are ids, or prefixes
+//! of ids followed by `*`; without this field the token is valid for all environments of its
+//! tenant. The default tenant is `default`; `tenant=*` is for operators: admins of all tenants and
+//! of the rendezvous server itself.
 
 use std::fmt;
 use std::str::FromStr;
@@ -23,25 +24,25 @@ use subtle::ConstantTimeEq as _;
 
 use crate::tenants::{self, is_tenant};
 
-/// Bytes of a token's name.
+/// Maximum length of a token name in bytes.
 const MAX_NAME_BYTES: usize = 64;
 
-/// What a token is good for.
+/// Role of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// Registering environments, and asking who comes in.
+    /// May register environments and validate harnesses.
     Executor,
-    /// Connecting to environments.
+    /// May connect to environments.
     Harness,
-    /// Seeing everything, removing environments and revoking harnesses.
+    /// May list everything, remove environments and revoke harnesses.
     Admin,
 }
 
 impl Role {
-    /// Every role there is.
+    /// All roles.
     pub const ALL: [Self; 3] = [Self::Executor, Self::Harness, Self::Admin];
 
-    /// Its name in the file.
+    /// Returns the name used in the token file.
     pub fn name(self) -> &'static str {
         match self {
             Self::Executor => "executor",
@@ -66,25 +67,26 @@ impl FromStr for Role {
     }
 }
 
-/// Whom a request speaks for.
+/// Identity and permissions of an authenticated request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
-    /// The name of the token.
+    /// Name of the token.
     pub name: Arc<str>,
-    /// Whose it is.
+    /// Tenant of the token.
     pub tenant: Arc<str>,
-    /// Whether it looks after all tenants.
+    /// Whether the token is valid for all tenants.
     everywhere: bool,
     roles: Arc<[Role]>,
-    /// None: all.
+    /// Patterns of allowed environments; all environments if empty.
     environments: Arc<[String]>,
-    /// Until when its word counts, in seconds since 1970; for ever, while there is its line.
+    /// Expiry time in seconds since 1970. `None` for a token of the file, which is valid while its
+    /// line exists.
     expires: Option<u64>,
 }
 
 impl Caller {
-    /// The caller that an issuer's token identifies, until `expires`. `None` if this is no name of a
-    /// tenant; [`tenants::ALL`] is for tokens of the file alone.
+    /// Creates a caller for an OIDC token that is valid until `expires`. Returns `None` if `tenant`
+    /// is not a tenant name; [`tenants::ALL`] is accepted only in the token file.
     pub(crate) fn vouched(
         name: String,
         tenant: &str,
@@ -102,33 +104,34 @@ impl Caller {
         })
     }
 
-    /// Whether it may look after this tenant.
+    /// Returns whether the caller may administer this tenant.
     pub fn is_admin_of(&self, tenant: &str) -> bool {
         self.is(Role::Admin) && (self.everywhere || *self.tenant == *tenant)
     }
 
-    /// Whether it looks after all tenants and the meeting point itself.
+    /// Returns whether the caller may administer all tenants and the rendezvous server itself.
     pub fn is_operator(&self) -> bool {
         self.is(Role::Admin) && self.everywhere
     }
 
-    /// Until when its token is accepted, in seconds since 1970; `None` for one without an end.
+    /// Returns the expiry time of the token in seconds since 1970; `None` if it does not expire.
     pub(crate) fn expires(&self) -> Option<u64> {
         self.expires
     }
 
-    /// When something that is given to it now for `lifetime` seconds ends.
+    /// Returns the expiry time of a grant that starts now and lasts `lifetime` seconds, limited by
+    /// the expiry of the token.
     pub(crate) fn until(&self, now: u64, lifetime: u64) -> u64 {
         let end = now.saturating_add(lifetime);
         self.expires.map_or(end, |expires| end.min(expires))
     }
 
-    /// Whether it may act as this.
+    /// Returns whether the caller has this role.
     pub fn is(&self, role: Role) -> bool {
         self.roles.contains(&role)
     }
 
-    /// Whether its token is good for this environment.
+    /// Returns whether the token is valid for this environment.
     pub fn may_use(&self, environment: &str) -> bool {
         self.environments.is_empty()
             || self
@@ -147,7 +150,7 @@ struct Token {
     caller: Caller,
 }
 
-/// All tokens that a meeting point knows.
+/// All tokens of the token file.
 #[derive(Clone, Default)]
 pub struct Tokens(Vec<Token>);
 
@@ -159,26 +162,26 @@ impl fmt::Debug for Tokens {
     }
 }
 
-/// A line that makes no sense. Never says what the token is.
+/// Error for an invalid line. Never quotes the token.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {problem}")]
 pub struct TokensParseError {
-    /// Which, counted from 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// What is wrong with it.
+    /// What is wrong with the line.
     pub problem: String,
 }
 
-/// Why a request speaks for nobody.
+/// Reason why a request is not authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum TokenError {
-    /// No token.
+    /// The request has no token.
     #[error("missing bearer token")]
     Missing,
-    /// Not one bearer token.
+    /// The header does not contain exactly one bearer token.
     #[error("invalid authorization header")]
     Header,
-    /// Not one of ours.
+    /// The token is not in the file.
     #[error("unknown bearer token")]
     Unknown,
 }
@@ -213,7 +216,7 @@ impl FromStr for Tokens {
 
 fn parse_line(line: &str) -> Result<Token, String> {
     let mut fields: Vec<&str> = line.split_ascii_whitespace().collect();
-    // No pattern of environments has a `=` in it.
+    // Environment patterns cannot contain `=`.
     let tenant = fields
         .iter()
         .skip(3)
@@ -267,7 +270,7 @@ fn parse_line(line: &str) -> Result<Token, String> {
     Ok(Token { hash, caller })
 }
 
-/// Whose a token is, and whether it is for all.
+/// Returns the tenant of a token and whether the token is valid for all tenants; `None` if invalid.
 fn checked_tenant<'a>(tenant: &'a str, roles: &[Role]) -> Option<(&'a str, bool)> {
     if tenant == tenants::ALL {
         let admin = roles.iter().all(|role| *role == Role::Admin);
@@ -276,15 +279,15 @@ fn checked_tenant<'a>(tenant: &'a str, roles: &[Role]) -> Option<(&'a str, bool)
     is_tenant(tenant).then_some((tenant, false))
 }
 
-/// Whether a token may have this name; it goes into addresses as it is.
+/// Returns whether a token may have this name; names are used in URLs without escaping.
 pub fn is_name(name: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(allowed)
 }
 
 impl Tokens {
-    /// Whether there is a token of this name for this role and environment, which is named as
-    /// [`tenants::scoped`] does.
+    /// Returns whether a token with this name still has this role for this environment. The
+    /// environment is named as by [`tenants::scoped`].
     pub fn still_allows(&self, name: &str, role: Role, environment: &str) -> bool {
         let (tenant, environment) = tenants::split(environment);
         self.0.iter().any(|token| {
@@ -295,26 +298,26 @@ impl Tokens {
         })
     }
 
-    /// Whether the token of this name has `tenant=*`.
+    /// Returns whether the token with this name has `tenant=*`.
     pub(crate) fn is_operator(&self, name: &str) -> bool {
         let mut named = self.0.iter().filter(|token| *token.caller.name == *name);
         named.any(|token| token.caller.is_operator())
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whom the head of a request speaks for.
+    /// Authenticates a request by its head.
     ///
     /// # Errors
     ///
-    /// Why it speaks for nobody.
+    /// If the token is missing, malformed or unknown.
     pub fn caller(&self, head: &Head) -> Result<Caller, TokenError> {
         let token = bearer(head)?;
         let hash: [u8; 32] = Sha256::digest(token).into();
-        // All are compared, so that time tells nothing.
+        // Compare with all tokens in constant time, so that the response time reveals nothing.
         let mut found = None;
         for known in &self.0 {
             if known.hash.ct_eq(&hash).into() {
@@ -325,11 +328,11 @@ impl Tokens {
     }
 }
 
-/// The bearer token in the head of a request.
+/// Returns the bearer token in the head of a request.
 pub(crate) fn bearer(head: &Head) -> Result<&str, TokenError> {
     let mut headers = head.headers_named("authorization");
     let header = headers.next().ok_or(TokenError::Missing)?;
-    // Which of two would count is not for us to guess.
+    // With two headers it is not defined which one applies, so both are refused.
     if headers.next().is_some() {
         return Err(TokenError::Header);
     }
@@ -354,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_have_roles_and_environments() {
+    fn tokens_limit_roles_and_environments() {
         let hash = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae"; // foo
         let text = format!(
             "# comment\n\n  all executor,harness plain \n  alice harness sha256:{hash} a,b-*\n"
@@ -383,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_belong_to_tenants() {
+    fn tokens_are_limited_to_their_tenant() {
         let text = "a harness,admin one\nb harness two x-* tenant=acme\n\
                     c admin three tenant=acme\nops admin four tenant=*\n";
         let tokens: Tokens = text.parse().unwrap();
@@ -394,7 +397,7 @@ mod tests {
         assert!(caller("three").is_admin_of("acme") && !caller("three").is_admin_of("default"));
         assert!(!caller("one").is_operator() && !caller("three").is_operator());
         assert!(caller("four").is_operator() && caller("four").is_admin_of("acme"));
-        // A token of one tenant does not keep anybody in at another.
+        // A token of one tenant does not keep access alive in another tenant.
         assert!(tokens.still_allows("b", Role::Harness, "acme/x-1"));
         assert!(!tokens.still_allows("b", Role::Harness, "x-1"));
         assert!(!tokens.still_allows("b", Role::Harness, "acme/y"));
@@ -414,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_lines_are_named_and_not_quoted() {
+    fn invalid_lines_are_reported_without_quoting_them() {
         for (text, line, problem) in [
             ("a executor", 1, "expected"),
             ("#\na executor secret x y", 2, "expected"),

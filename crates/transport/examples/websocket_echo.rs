@@ -1,8 +1,8 @@
 //! Websocket echo endpoint for conformance suites, on the same codec and link as the product.
 //!
-//! `websocket_echo server` listens on a free port of 127.0.0.1, prints its URL and echoes messages until it
-//! is killed. `websocket_echo client URL AGENT` runs all cases of an Autobahn fuzzing server at `URL`. The
-//! suite is installed and its verdicts are checked by `scripts/autobahn`.
+//! `websocket_echo server` listens on a free port of 127.0.0.1, prints its URL and echoes messages
+//! until it is killed. `websocket_echo client URL AGENT` runs all cases of an Autobahn fuzzing
+//! server at `URL`. `scripts/autobahn` installs the suite and checks its results.
 
 #![expect(clippy::print_stdout, reason = "the caller reads the URL")]
 
@@ -32,7 +32,7 @@ async fn serve() -> Result<(), Box<dyn std::error::Error>> {
     println!("ws://{}", listener.local_addr()?);
     loop {
         let (stream, _) = listener.accept().await?;
-        // Ends with its connection.
+        // The task ends with its connection.
         tokio::spawn(async move {
             if let Err(error) = accept(stream).await {
                 eprintln!("{error}");
@@ -41,7 +41,7 @@ async fn serve() -> Result<(), Box<dyn std::error::Error>> {
     }
 }
 
-/// The server's half of the handshake, then the echo.
+/// Runs the server side of the handshake, then the echo.
 async fn accept(mut stream: TcpStream) -> Result<(), LinkError> {
     let head = read_head(&mut stream, Kind::Request).await?;
     let key = head
@@ -70,7 +70,8 @@ async fn run_cases(url: &str, agent: &str) -> Result<(), Box<dyn std::error::Err
     for case in 1..=count {
         let url = format!("{url}/runCase?case={case}&agent={agent}");
         let link = connect(&url, &options).await?;
-        // The suite breaks the protocol on purpose: it judges what it receives, not this error.
+        // The suite violates the protocol on purpose and checks what it receives, so this error is
+        // only printed.
         if let Err(error) = echo(link).await {
             eprintln!("case {case}: {error}");
         }
@@ -79,7 +80,7 @@ async fn run_cases(url: &str, agent: &str) -> Result<(), Box<dyn std::error::Err
     Ok(echo(link).await?)
 }
 
-/// Sends every message back as it came, until the peer closes or breaks the protocol.
+/// Sends every message back unchanged, until the peer closes or violates the protocol.
 async fn echo(mut link: Link) -> Result<(), LinkError> {
     let ended = echo_messages(&mut link.incoming, &mut link.outgoing).await;
     let code = match &ended {

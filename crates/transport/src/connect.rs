@@ -165,7 +165,7 @@ where
 ///
 /// # Errors
 ///
-/// What is wrong with the URL.
+/// If the URL is not supported.
 pub fn check_url(url: &str) -> Result<(), ConnectError> {
     match url.strip_prefix("unix://") {
         Some(path) => socket_path(url, path).map(drop),

@@ -44,9 +44,8 @@ impl TrustedProxies {
         self.0.iter().any(|network| network.contains(&address))
     }
 
-    /// Returns the address that a request came from. Each proxy appends the address of its own
-    /// peer, so the list is read from its end, as long as the entries were written by trusted
-    /// proxies.
+    /// Returns the address that a request came from. Each proxy appends the address of its peer,
+    /// so the list is read from its end, as long as the entries were written by trusted proxies.
     pub fn client(&self, peer: IpAddr, head: &Head) -> IpAddr {
         let mut client = peer;
         let lines: Vec<_> = head.headers_named("x-forwarded-for").collect();

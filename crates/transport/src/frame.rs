@@ -1,40 +1,40 @@
-//! Websocket frames (RFC 6455) without IO.
+//! Websocket frame codec (RFC 6455) without IO.
 //!
-//! Owns parsing, masking, reassembly and the size limits. A frame codec of our own rather than a
-//! websocket crate: reading and writing must not share a lock, messages are encoded straight into
-//! the frame buffer, and long ones leave as continuation frames.
+//! Parses, masks and reassembles frames and enforces the size limits. Used instead of a websocket
+//! crate for three reasons: reading and writing share no lock, messages are encoded directly into
+//! the frame buffer, and long messages are sent as continuation frames.
 
 use std::ops::Range;
 
 use bytes::Bytes;
 use exec_server_protocol::limits::{MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, SEND_FRAME_BYTES};
 
-/// The longest header: two bytes, a length of eight, a mask of four.
+/// Maximum header length: 2 bytes, 8 bytes of length, 4 bytes of mask.
 pub(crate) const MAX_HEADER_BYTES: usize = 14;
 
-/// Which end of the websocket this side is; clients mask, servers do not.
+/// Role of this endpoint; clients mask their frames, servers do not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// The side that dialled.
+    /// Endpoint that opened the connection.
     Client,
-    /// The side that answered.
+    /// Endpoint that accepted the connection.
     Server,
 }
 
-/// The kinds of frame.
+/// Frame opcode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Opcode {
-    /// Goes on with a fragmented message.
+    /// Continuation of a fragmented message.
     Continuation,
-    /// A text message or its first fragment.
+    /// Text message or its first fragment.
     Text,
-    /// A binary message or its first fragment.
+    /// Binary message or its first fragment.
     Binary,
-    /// The peer is leaving.
+    /// Close frame.
     Close,
-    /// The peer wants a pong.
+    /// Ping.
     Ping,
-    /// The answer to a ping.
+    /// Pong.
     Pong,
 }
 
@@ -67,57 +67,58 @@ impl Opcode {
     }
 }
 
-/// A violation of the websocket protocol, after which the connection cannot go on.
+/// Violation of the websocket protocol; the connection cannot be used afterwards.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// An opcode that RFC 6455 reserves.
+    /// The opcode is reserved by RFC 6455.
     #[error("reserved websocket opcode {0}")]
     Opcode(u8),
-    /// A reserved bit is set although no extension was agreed on.
+    /// A reserved bit is set although no extension was negotiated.
     #[error("reserved websocket bits are set")]
     ReservedBits,
-    /// A client frame without a mask, or a server frame with one.
+    /// A client frame has no mask, or a server frame has one.
     #[error("websocket frame is {} but must not be", if *.0 { "masked" } else { "unmasked" })]
     Mask(bool),
-    /// A control frame that is fragmented or longer than 125 bytes.
+    /// A control frame is fragmented or longer than 125 bytes.
     #[error("websocket control frame is fragmented or longer than 125 bytes")]
     Control,
-    /// A continuation of nothing, or a new message inside another.
+    /// A continuation frame without a first fragment, or a new message inside a fragmented one.
     #[error("websocket fragments are out of order")]
     Fragments,
-    /// One frame is too large.
+    /// A frame exceeds the size limit.
     #[error("websocket frame of {bytes} bytes exceeds the limit of {limit}")]
     FrameTooLarge {
-        /// How long it is.
+        /// Length of the frame.
         bytes: u64,
-        /// How long it may be.
+        /// Limit in bytes.
         limit: usize,
     },
-    /// One message is too large.
+    /// A message exceeds the size limit.
     #[error("websocket message of {bytes} bytes exceeds the limit of {limit}")]
     MessageTooLarge {
-        /// How long it is.
+        /// Length of the message so far.
         bytes: usize,
-        /// How long it may be.
+        /// Limit in bytes.
         limit: usize,
     },
-    /// A text message that is not UTF-8.
+    /// A text message is not valid UTF-8.
     #[error("websocket text message is not valid UTF-8")]
     Utf8,
-    /// A close frame with a payload of one byte, a code that no peer may send, or a reason that is not UTF-8.
+    /// A close frame has a payload of one byte, a code that must not be sent, or a reason that is
+    /// not UTF-8.
     #[error("websocket close frame has an invalid code or reason")]
     Close,
-    /// There is no memory for a message.
+    /// Memory for a message cannot be allocated.
     #[error("no memory for a websocket message of {bytes} bytes or more")]
     OutOfMemory {
-        /// How much of it is known so far.
+        /// Known minimum length of the message.
         bytes: usize,
     },
 }
 
 impl FrameError {
-    /// The code of the close frame that reports this to the peer, as RFC 6455 has it.
+    /// Returns the code of the close frame that reports this error to the peer (RFC 6455).
     pub fn close_code(&self) -> u16 {
         match self {
             Self::FrameTooLarge { .. } | Self::MessageTooLarge { .. } => close_code::TOO_BIG,
@@ -133,27 +134,27 @@ impl FrameError {
     }
 }
 
-/// Codes of close frames, RFC 6455, section 7.4.1.
+/// Close frame codes (RFC 6455, section 7.4.1).
 pub mod close_code {
-    /// A normal end.
+    /// Normal closure.
     pub const NORMAL: u16 = 1000;
-    /// The endpoint is going away.
+    /// The endpoint is shutting down.
     pub const GOING_AWAY: u16 = 1001;
     /// The peer broke the websocket protocol.
     pub const PROTOCOL_ERROR: u16 = 1002;
-    /// The payload does not fit its kind, as text that is not UTF-8.
+    /// The payload does not match the message type, for example a text message that is not UTF-8.
     pub const INVALID_PAYLOAD: u16 = 1007;
-    /// The peer may not use the connection, or no longer.
+    /// The peer may not, or may no longer, use the connection.
     pub const POLICY_VIOLATION: u16 = 1008;
-    /// A frame or a message is too large.
+    /// A frame or a message exceeds the size limit.
     pub const TOO_BIG: u16 = 1009;
-    /// The endpoint failed.
+    /// Internal error of the endpoint.
     pub const INTERNAL_ERROR: u16 = 1011;
 }
 
-/// The payload of a close frame; of a long reason as much as fits.
+/// Encodes the payload of a close frame; truncates a long reason.
 pub fn close_payload(code: u16, reason: &str) -> Vec<u8> {
-    /// The payload of a control frame has at most 125 bytes, two of them for the code.
+    /// A control frame has at most 125 bytes of payload, two of them for the code.
     const MAX_REASON_BYTES: usize = 123;
     let mut payload = code.to_be_bytes().to_vec();
     let end = reason.floor_char_boundary(MAX_REASON_BYTES);
@@ -161,71 +162,72 @@ pub fn close_payload(code: u16, reason: &str) -> Vec<u8> {
     payload
 }
 
-/// The code and the reason in the payload of a close frame, if it has any.
+/// Decodes code and reason from the payload of a close frame; `None` if it is empty.
 pub fn parse_close(payload: &[u8]) -> Option<(u16, String)> {
     let (code, reason) = payload.split_first_chunk()?;
     let reason = String::from_utf8_lossy(reason).into_owned();
     Some((u16::from_be_bytes(*code), reason))
 }
 
-/// What [`Decoder::step`] found in the buffer.
+/// Result of [`Decoder::step`].
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
-    /// The next frame is not complete; at least this many more bytes are needed.
+    /// The next frame is incomplete; at least this many more bytes are needed.
     NeedMore(usize),
-    /// A control frame whose payload lies in this range of the buffer.
+    /// Control frame with its payload in this range of the buffer.
     Control(Opcode, Range<usize>),
-    /// A whole message whose payload lies in this range of the buffer.
+    /// Unfragmented message with its payload in this range of the buffer.
     Whole {
-        /// It was sent as text.
+        /// The message was sent as text.
         text: bool,
-        /// Where its payload is.
+        /// Range of the payload.
         payload: Range<usize>,
     },
-    /// A whole message that came in fragments; [`Decoder::assembled`] has its payload.
+    /// Message reassembled from fragments or from a long frame; [`Decoder::assembled`] returns its
+    /// payload.
     Assembled {
-        /// It was sent as text.
+        /// The message was sent as text.
         text: bool,
     },
-    /// A fragment was taken in; call again.
+    /// A fragment was consumed; call [`Decoder::step`] again.
     Fragment,
 }
 
-/// Finds frames in a buffer and puts messages together that came in fragments, or in a frame longer
-/// than a buffer should be.
+/// Frame decoder: finds frames in a buffer and reassembles messages that arrive in fragments or in
+/// a frame longer than the buffer should be.
 #[derive(Debug)]
 pub struct Decoder {
     role: Role,
-    /// Bytes of one message.
+    /// Maximum message size in bytes.
     limit: usize,
     /// Payload of the fragments so far.
     assembly: Vec<u8>,
-    /// The same, once it is whole and somebody wants to keep it.
+    /// Payload of the complete message, after [`Decoder::share`].
     shared: Bytes,
-    /// Kind of the fragmented message being assembled, if any.
+    /// Type of the message that is being reassembled, if any.
     assembling: Option<Opcode>,
-    /// The long frame that is being taken in, if any.
+    /// Long frame whose payload is still arriving, if any.
     partial: Option<Partial>,
 }
 
-/// What is known of a frame whose payload is taken in as it comes.
+/// State of a long frame whose payload is consumed as it arrives.
 #[derive(Debug, Clone, Copy)]
 struct Partial {
-    /// It is the last of its message.
+    /// The frame is the last of its message.
     fin: bool,
-    /// Bytes that are still to come.
+    /// Number of payload bytes still missing.
     left: usize,
-    /// The mask, turned to where the payload goes on.
+    /// Mask, rotated to the position of the next payload byte.
     key: [u8; 4],
 }
 
 impl Decoder {
-    /// A frame longer than this is taken out of the buffer before it is complete.
+    /// Frames longer than this are moved out of the buffer before they are complete.
     const LONG_FRAME_BYTES: usize = 256 * 1024;
-    /// Room for assembled messages that is kept from one to the next, until a short one comes.
+    /// Maximum capacity that is kept for the next reassembled message; a short message frees it.
     const KEPT_BYTES: usize = 2 << 20;
 
-    /// A decoder for what `role` receives.
+    /// Creates a decoder for the frames that `role` receives.
     pub fn new(role: Role) -> Self {
         Self {
             role,
@@ -237,14 +239,14 @@ impl Decoder {
         }
     }
 
-    /// Takes no message longer than `bytes`, where less than usual is allowed.
+    /// Lowers the message size limit to `bytes`.
     #[must_use]
     pub fn limited(self, bytes: usize) -> Self {
         let limit = self.limit.min(bytes);
         Self { limit, ..self }
     }
 
-    /// Bytes that are kept of a message which is not complete.
+    /// Returns how many bytes of an incomplete message are held.
     pub fn unfinished(&self) -> usize {
         match self.assembling.is_some() {
             true => self.assembly.len(),
@@ -252,23 +254,23 @@ impl Decoder {
         }
     }
 
-    /// Appends to the message that is being assembled.
+    /// Appends bytes to the message that is being reassembled.
     fn assemble(&mut self, bytes: &[u8]) -> Result<(), FrameError> {
-        // Fragments grow it by doubling while it is short.
+        // While the message is short, its capacity doubles.
         self.make_room(bytes.len(), bytes.len().max(self.assembly.len()))?;
         self.assembly.extend_from_slice(bytes);
         Ok(())
     }
 
-    /// Makes room for `bytes` more of the message that is being assembled, and if memory has to be
-    /// asked for, for up to `most`.
+    /// Ensures capacity for `bytes` more bytes of the message; an allocation may reserve up to
+    /// `most`.
     fn make_room(&mut self, bytes: usize, most: usize) -> Result<(), FrameError> {
         let used = self.assembly.len();
         if self.assembly.capacity() - used >= bytes {
             return Ok(());
         }
-        // A length in a header alone must not make us allocate more than is kept anyway; and of what
-        // is long already, a quarter: as much again would mostly not be used.
+        // The length in a header alone must not cause an allocation larger than `KEPT_BYTES`. A
+        // long message grows by a quarter, because doubling would mostly leave memory unused.
         let more = most.min((used / 4).max(Self::KEPT_BYTES)).max(bytes);
         self.assembly
             .try_reserve_exact(more)
@@ -277,7 +279,8 @@ impl Decoder {
             })
     }
 
-    /// The payload of the message that [`Step::Assembled`] announced, until the next step.
+    /// Returns the payload of the message reported by [`Step::Assembled`]; valid until the next
+    /// step.
     pub fn assembled(&self) -> &[u8] {
         match self.shared.is_empty() {
             true => &self.assembly,
@@ -285,19 +288,20 @@ impl Decoder {
         }
     }
 
-    /// Lets the same be kept without being copied, if it is long: [`Decoder::shared`] then has it.
+    /// Moves the reassembled payload, if it is long, to a shared buffer that [`Decoder::shared`]
+    /// returns; callers can keep parts of it without copying.
     pub fn share(&mut self) {
         if self.assembly.len() >= Self::LONG_FRAME_BYTES {
             self.shared = std::mem::take(&mut self.assembly).into();
         }
     }
 
-    /// The payload that was shared, until the next step.
+    /// Returns the shared payload; valid until the next step.
     pub fn shared(&self) -> Option<&Bytes> {
         (!self.shared.is_empty()).then_some(&self.shared)
     }
 
-    /// Drops the message that was assembled last, if it is whole.
+    /// Frees the message that was reassembled last, if it is complete.
     pub fn release(&mut self) {
         self.shared = Bytes::new();
         if self.assembling.is_none() && !self.assembly.is_empty() {
@@ -308,7 +312,7 @@ impl Decoder {
         }
     }
 
-    /// Looks at the frame at `*at` of `buffer`, unmasking it in place and moving `*at` past it.
+    /// Decodes the frame at `*at` of `buffer`: unmasks it in place and moves `*at` past it.
     ///
     /// # Errors
     ///
@@ -349,7 +353,8 @@ impl Decoder {
         if opcode.is_control() && (!fin || length > 125) {
             return Err(FrameError::Control);
         }
-        // Compatible servers never split a message; clients have no reason not to.
+        // A client accepts long frames because compatible servers never fragment messages. A client
+        // has no reason not to fragment, so a server limits the frame size.
         let limit = match self.role {
             Role::Server => MAX_FRAME_BYTES,
             Role::Client => MAX_MESSAGE_BYTES,
@@ -361,7 +366,7 @@ impl Decoder {
                 limit,
             });
         }
-        // Bounded just above.
+        // The length was checked against the limit above.
         let length = length as usize;
         if !opcode.is_control() {
             self.admit(opcode, length)?;
@@ -408,7 +413,7 @@ impl Decoder {
         Ok(Step::Fragment)
     }
 
-    /// Moves what is there of a long frame out of the buffer.
+    /// Moves the available part of a long frame from the buffer to the message.
     fn take_in(
         &mut self,
         mut partial: Partial,
@@ -442,15 +447,15 @@ impl Decoder {
         })
     }
 
-    /// Where the rest of a long frame can be appended as it comes, so that it need not be moved, and
-    /// how much of it, `most` at the most; nothing if there is none under way. [`Decoder::took`] is
-    /// to be told.
+    /// Returns the buffer to which the rest of a long frame can be read directly, without a copy,
+    /// and how many bytes to read, at most `most`. Returns `None` if no long frame is being
+    /// received. The caller then calls [`Decoder::took`].
     ///
-    /// To be used only when everything that came before has been taken in.
+    /// Only valid after all received bytes have been passed to [`Decoder::step`].
     ///
     /// # Errors
     ///
-    /// When there is no memory for it.
+    /// If the memory cannot be allocated.
     pub fn room(&mut self, most: usize) -> Result<Option<(&mut Vec<u8>, usize)>, FrameError> {
         let Some(partial) = self.partial else {
             return Ok(None);
@@ -460,7 +465,7 @@ impl Decoder {
         Ok(Some((&mut self.assembly, left.min(most))))
     }
 
-    /// So many bytes were appended to where [`Decoder::room`] said.
+    /// Records that `read` bytes were appended to the buffer that [`Decoder::room`] returned.
     pub fn took(&mut self, read: usize) {
         let Some(partial) = &mut self.partial else {
             return;
@@ -497,7 +502,8 @@ fn check_close(payload: &[u8]) -> Result<(), FrameError> {
             Err(FrameError::Close)
         };
     };
-    // RFC 6455, section 7.4, and IANA's registry (1012 to 1014); 1004 to 1006 and 1015 are never sent.
+    // RFC 6455, section 7.4, and the IANA registry (1012 to 1014); 1004 to 1006 and 1015 must not
+    // be sent.
     let known = matches!(u16::from_be_bytes(*code), 1000..=1003 | 1007..=1014 | 3000..=4999);
     if !known || simdutf8::basic::from_utf8(reason).is_err() {
         return Err(FrameError::Close);
@@ -505,12 +511,12 @@ fn check_close(payload: &[u8]) -> Result<(), FrameError> {
     Ok(())
 }
 
-/// Appends one frame; a client gives the mask it drew.
+/// Appends one frame; a client passes a random mask.
 pub fn push_frame(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, payload: &[u8]) {
     push_parts(out, opcode, mask, [payload, &[]]);
 }
 
-/// As [`push_frame`], for a payload in two parts.
+/// Like [`push_frame`], for a payload in two parts.
 pub fn push_parts(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, parts: [&[u8]; 2]) {
     let [first, second] = parts;
     push_header(out, opcode, true, mask, first.len() + second.len());
@@ -522,8 +528,8 @@ pub fn push_parts(out: &mut Vec<u8>, opcode: Opcode, mask: Option<[u8; 4]>, part
     }
 }
 
-/// Appends the header of a frame that carries `length` bytes of a text message: the `first` of its
-/// frames, the `last`, both or neither.
+/// Appends the header of a frame with `length` bytes of a text message. `first` and `last` say
+/// whether the frame is the first or the last of its message.
 pub fn push_fragment_header(
     out: &mut Vec<u8>,
     (first, last): (bool, bool),
@@ -538,10 +544,10 @@ pub fn push_fragment_header(
     push_header(out, opcode, last, mask, length);
 }
 
-/// Makes of a message that was received masked, and lies at `payload` of `buffer`, one that a server
-/// sends, where it is: its header takes the place of the one it came with. Gives where it begins.
+/// Converts a received client message into a server frame in place: writes an unmasked header
+/// directly before the payload at `payload` of `buffer`. Returns the start of the new frame.
 ///
-/// The header without a mask is never longer than the one that was there.
+/// An unmasked header is never longer than the masked header that it overwrites.
 pub fn readdress(buffer: &mut [u8], payload: &Range<usize>, opcode: Opcode) -> usize {
     let mut header = [0; 10];
     let length = payload.len();
@@ -567,10 +573,10 @@ pub fn readdress(buffer: &mut [u8], payload: &Range<usize>, opcode: Opcode) -> u
     start
 }
 
-/// Appends one text message whose payload `write` appends, in place.
+/// Appends one text message; `write` appends its payload in place.
 ///
-/// `hint` is a guess of the payload's length: a good one saves moving the payload afterwards. A
-/// message above [`SEND_FRAME_BYTES`] is split into continuation frames.
+/// `hint` is an estimate of the payload length; a good estimate avoids moving the payload
+/// afterwards. A message longer than [`SEND_FRAME_BYTES`] is split into continuation frames.
 pub fn push_message(
     out: &mut Vec<u8>,
     mask: Option<[u8; 4]>,
@@ -604,9 +610,8 @@ pub fn push_message(
     out[start..start + needed].copy_from_slice(&header);
 }
 
-/// The frames of a long message around its own memory: what goes before each part, and the part.
-///
-/// Saves copying the payload where it is large and nobody needs it afterwards.
+/// Splits a long message into frames without copying: returns each frame's header and its part of
+/// the payload.
 pub fn long_message(mut payload: Vec<u8>, mask: Option<[u8; 4]>) -> Vec<(Vec<u8>, Bytes)> {
     let count = payload.len().div_ceil(SEND_FRAME_BYTES).max(1);
     if let Some(key) = mask {
@@ -676,7 +681,7 @@ fn push_header(out: &mut Vec<u8>, opcode: Opcode, fin: bool, mask: Option<[u8; 4
     }
 }
 
-/// Applies (or removes) a mask; eight bytes at a time, which the compiler widens further.
+/// Applies or removes a mask, eight bytes at a time; the compiler vectorizes the loop.
 pub(crate) fn apply_mask(key: [u8; 4], payload: &mut [u8]) {
     let [a, b, c, d] = key;
     let wide = u64::from_ne_bytes([a, b, c, d, a, b, c, d]);
@@ -695,7 +700,7 @@ mod tests {
 
     use super::*;
 
-    /// Decodes a whole byte stream that arrives in pieces of `step` bytes.
+    /// Decodes a byte stream that arrives in pieces of `step` bytes.
     fn decode_all(role: Role, bytes: &[u8], step: usize) -> Result<Vec<Vec<u8>>, FrameError> {
         let mut decoder = Decoder::new(role);
         let (mut buffer, mut at, mut messages) = (Vec::new(), 0, Vec::new());
@@ -740,7 +745,7 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_are_continued() {
+    fn long_messages_are_sent_as_continuation_frames() {
         let payload = vec![b'x'; 2 * SEND_FRAME_BYTES + 5];
         for mask in [None, Some([1, 2, 3, 4])] {
             let mut wire = Vec::new();
@@ -763,7 +768,7 @@ mod tests {
     }
 
     #[test]
-    fn long_messages_leave_as_they_are_and_arrive_in_any_pieces() {
+    fn long_messages_are_sent_without_copying_and_decode_at_any_piece_size() {
         for size in [0, 1, 300_000, SEND_FRAME_BYTES, 2 * SEND_FRAME_BYTES + 5] {
             let payload: Vec<u8> = (0..size).map(|i| (i * 7 / 3) as u8).collect();
             for mask in [None, Some([1, 2, 3, 4])] {
@@ -794,7 +799,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_sent_on_from_where_it_lies() {
+    fn readdress_rewrites_a_masked_frame_in_place() {
         for size in [0, 125, 126, 65_535, 65_536] {
             let payload: Vec<u8> = (0..size).map(|i| i as u8).collect();
             let mut wire = Vec::new();
@@ -811,14 +816,14 @@ mod tests {
     }
 
     #[test]
-    fn less_than_usual_can_be_allowed() {
+    fn decoder_enforces_a_lower_message_limit() {
         let mut whole = Vec::new();
         push_frame(&mut whole, Opcode::Binary, Some([0; 4]), &[7; 101]);
         let mut decoder = Decoder::new(Role::Server).limited(100);
         let refused = decoder.step(&mut whole, &mut 0);
         let (bytes, limit) = (101, 100);
         assert_eq!(refused, Err(FrameError::FrameTooLarge { bytes, limit }));
-        // Nor in pieces.
+        // Fragmented messages have the same limit.
         let mut wire = vec![0x02, 0x80 | 100, 0, 0, 0, 0];
         wire.extend([7; 100]);
         wire.extend([0x80, 0x81, 0, 0, 0, 0, 7]);
@@ -831,7 +836,7 @@ mod tests {
     }
 
     #[test]
-    fn violations_are_told_apart() {
+    fn each_protocol_violation_has_its_own_error() {
         let masked = |first: u8, payload: &[u8]| {
             let mut wire = vec![first, 0x80 | payload.len() as u8, 0, 0, 0, 0];
             wire.extend_from_slice(payload);
@@ -854,7 +859,7 @@ mod tests {
     }
 
     #[test]
-    fn close_frames_are_refused_with_a_reserved_code_half_a_code_or_a_reason_not_utf8() {
+    fn invalid_close_frames_are_refused() {
         let close = |payload: &[u8]| {
             let mut wire = Vec::new();
             push_frame(&mut wire, Opcode::Close, None, payload);
@@ -874,7 +879,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_takes_a_whole_message_in_one_frame_and_a_server_does_not() {
+    fn client_accepts_long_frames_and_server_refuses_them() {
         let step = |role, second, bytes: usize| {
             let mut wire = vec![0x81, second];
             wire.extend((bytes as u64).to_be_bytes());

@@ -83,7 +83,7 @@ impl Head {
     ///
     /// # Errors
     ///
-    /// What is missing in the request, as a text for the client.
+    /// A text for the client that says what is missing in the request.
     pub fn websocket_key(&self) -> Result<&str, &'static str> {
         if !self.has_token("connection", "upgrade") {
             return Err("Connection header did not include 'upgrade'");
@@ -128,7 +128,7 @@ pub async fn read_head(reader: &mut (impl AsyncRead + Unpin), kind: Kind) -> io:
 ///
 /// # Errors
 ///
-/// Like [`read_head`].
+/// As for [`read_head`].
 pub async fn read_next_head(
     reader: &mut (impl AsyncRead + Unpin),
     kind: Kind,

@@ -75,7 +75,7 @@ pub fn generate() -> Identity {
 ///
 /// # Errors
 ///
-/// If other users could read the file or own it, it is not an identity file, or it cannot be
+/// If another user owns or could read the file, it is not an identity file, or it cannot be
 /// created.
 pub fn load_or_create(path: &Path) -> Result<Identity, IdentityError> {
     match load(path) {

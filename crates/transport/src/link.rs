@@ -1,7 +1,7 @@
-//! A link: two halves that carry whole messages, whatever is underneath.
+//! Message link over any byte stream or channel, as a receiving and a sending half.
 //!
-//! Owns buffering and framing of one connection. The halves share nothing, so a peer that does not
-//! read can never keep us from reading, and the other way round.
+//! Buffers and frames one connection. The halves share no state, so a peer that does not read
+//! cannot block receiving, and a peer that does not send cannot block sending.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -19,14 +19,14 @@ use crate::frame::{self, Decoder, FrameError, Opcode, Role, Step};
 /// Both halves of a connection.
 #[derive(Debug)]
 pub struct Link {
-    /// What the peer sends.
+    /// Receiving half.
     pub incoming: Incoming,
-    /// What the peer receives.
+    /// Sending half.
     pub outgoing: Outgoing,
 }
 
 impl Link {
-    /// One JSON message per line.
+    /// Creates a link with one JSON message per line.
     pub fn lines(
         reader: impl AsyncRead + Send + Unpin + 'static,
         writer: impl AsyncWrite + Send + Unpin + 'static,
@@ -41,7 +41,8 @@ impl Link {
         }
     }
 
-    /// One JSON message per websocket message; `received` is what came after the handshake.
+    /// Creates a link with one JSON message per websocket message; `received` are the bytes
+    /// received after the handshake.
     pub fn websocket(
         role: Role,
         reader: impl AsyncRead + Send + Unpin + 'static,
@@ -61,9 +62,10 @@ impl Link {
         }
     }
 
-    /// Two links that talk to each other inside this process.
+    /// Creates two connected links inside this process.
     pub fn pair() -> (Self, Self) {
-        /// Enough for a chunk of output and its neighbours; more only adds delay.
+        /// 256 KiB: enough for a chunk of output and its surrounding messages; more only adds
+        /// delay.
         const CAPACITY: usize = 256 * 1024;
         let (here, there) = tokio::io::duplex(CAPACITY);
         let [here, there] = [here, there].map(|end| {
@@ -73,7 +75,7 @@ impl Link {
         (here, there)
     }
 
-    /// Messages that are handed over whole, without bytes in between.
+    /// Creates a link over a source and a sink of whole messages, without encoding to bytes.
     pub fn handed(source: impl Source + 'static, sink: impl Sink + 'static) -> Self {
         let framing = InFraming::Handed(Box::new(source), Bytes::new());
         Self {
@@ -85,7 +87,7 @@ impl Link {
         }
     }
 
-    /// Whether the link has pings of its own.
+    /// Returns whether the link's protocol has pings.
     pub fn has_pings(&self) -> bool {
         !matches!(
             self.outgoing.framing,
@@ -94,15 +96,15 @@ impl Link {
     }
 }
 
-/// Where whole messages come from.
+/// Source of whole messages.
 pub trait Source: Send {
-    /// The next message, or nothing when there will be none.
+    /// Polls for the next message; `None` at the end.
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>>;
 }
 
-/// Where whole messages go. Dropping it says that there will be no more.
+/// Sink of whole messages. Dropping it ends the direction.
 pub trait Sink: Send {
-    /// Takes messages from the front; done when none is left.
+    /// Sends messages from the front of the queue; ready when the queue is empty.
     fn poll_send(
         &mut self,
         cx: &mut Context<'_>,
@@ -110,38 +112,40 @@ pub trait Sink: Send {
     ) -> Poll<io::Result<()>>;
 }
 
-/// Decides when a link may keep more of a message that is not complete.
+/// Memory limiter for incomplete messages of a link.
 pub trait Intake: Send {
-    /// Waits until `bytes` of the message may be kept in memory, those before included.
+    /// Waits until the link may hold `bytes` of the message in memory, including the bytes it
+    /// already holds.
     fn poll_hold(&mut self, cx: &mut Context<'_>, bytes: usize) -> Poll<()>;
 
-    /// So many bytes of it have arrived since the last call.
+    /// Records that this many bytes of the message have arrived since the last call.
     fn arrived(&mut self, bytes: usize);
 
-    /// The message was taken, and its memory is free again.
+    /// Records that the message was consumed and its memory is free.
     fn release(&mut self);
 }
 
-/// Why a link ended.
+/// Reason why a link failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LinkError {
     /// The connection failed.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// The peer broke the websocket protocol.
+    /// The peer violated the websocket protocol.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// A line is too long.
+    /// A line is longer than the limit.
     #[error("line exceeds the limit of {MAX_MESSAGE_BYTES} bytes")]
     LineTooLong,
-    /// A line is not text.
+    /// A line is not valid UTF-8.
     #[error("line is not valid UTF-8")]
     LineNotUtf8,
 }
 
 impl LinkError {
-    /// The code of the close frame that reports this to the peer, if it broke the protocol.
+    /// Returns the code of the close frame that reports this error to the peer, if the peer
+    /// violated the protocol.
     pub fn close_code(&self) -> Option<u16> {
         match self {
             Self::Frame(error) => Some(error.close_code()),
@@ -150,32 +154,32 @@ impl LinkError {
     }
 }
 
-/// Something that arrived.
+/// Received event.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// A message.
+    /// Message.
     Message(&'a str),
-    /// A binary message that is not text; whole, but no JSON.
+    /// Binary message that is not valid UTF-8 and so cannot be JSON; the link stays usable.
     NotText,
-    /// A ping, to be answered with [`Outgoing::push_pong`] and this payload.
+    /// Ping; answer it with [`Outgoing::push_pong`] and this payload.
     Ping(&'a [u8]),
-    /// The answer to a ping.
+    /// Pong.
     Pong,
 }
 
-/// Something that arrived, with the payload not yet checked for UTF-8.
+/// Received event whose payload is not yet checked for UTF-8.
 #[derive(Debug, PartialEq, Eq)]
 pub enum RawEvent<'a> {
-    /// A message, and whether it was sent as text.
+    /// Message.
     Message {
-        /// Its bytes.
+        /// Payload.
         bytes: &'a [u8],
-        /// It was sent as text.
+        /// The message was sent as text.
         text: bool,
     },
-    /// A ping, to be answered with [`Outgoing::push_pong`] and this payload.
+    /// Ping; answer it with [`Outgoing::push_pong`] and this payload.
     Ping(&'a [u8]),
-    /// The answer to a ping.
+    /// Pong.
     Pong,
 }
 
@@ -200,34 +204,34 @@ impl<'a> RawEvent<'a> {
 }
 
 enum InFraming {
-    /// `scanned` bytes after the start are known to hold no newline.
+    /// The first `scanned` bytes after `start` contain no newline.
     Lines {
         scanned: usize,
     },
     Websocket(Decoder),
-    /// The message that was handed over last.
+    /// Message source and the message it returned last.
     Handed(Box<dyn Source>, Bytes),
 }
 
-/// The receiving half.
+/// Receiving half of a link.
 pub struct Incoming {
     io: Box<dyn AsyncRead + Send + Unpin>,
     framing: InFraming,
-    /// Received bytes; everything before `start` is used up.
+    /// Received bytes; those before `start` are consumed.
     buffer: Vec<u8>,
     start: usize,
     ended: bool,
-    /// It was said that there will be no more.
+    /// The peer sent a close frame.
     goodbye: bool,
-    /// The code and the reason of the peer's close frame, if it gave any.
+    /// Code and reason of the peer's close frame, if it had a payload.
     close: Option<(u16, String)>,
-    /// Who decides about the memory of long messages.
+    /// Memory limiter for long messages.
     intake: Option<Box<dyn Intake>>,
-    /// It has granted some.
+    /// Memory was requested from the limiter and not released yet.
     granted: bool,
-    /// It has not granted yet what is needed next.
+    /// The limiter has not granted the requested memory yet.
     waits_for_memory: bool,
-    /// Bytes that ever came.
+    /// Total number of bytes received.
     received: u64,
 }
 
@@ -239,7 +243,7 @@ impl std::fmt::Debug for Incoming {
     }
 }
 
-/// Where a complete event lies.
+/// Location of a complete event.
 enum Found {
     Buffer(MessageKind, Range<usize>),
     Assembled(MessageKind),
@@ -247,11 +251,11 @@ enum Found {
     Ping(Range<usize>),
     Pong,
     Closed(Range<usize>),
-    /// Nothing more will come.
+    /// End of the stream.
     End,
 }
 
-/// How a message was sent, which decides what it means if it is not text.
+/// Form in which a message was sent; decides which error reports invalid UTF-8.
 #[derive(Clone, Copy)]
 enum MessageKind {
     Line,
@@ -273,13 +277,13 @@ impl MessageKind {
 }
 
 impl Incoming {
-    /// Room kept for an idle connection; it costs this much for as long as it lives.
+    /// 4 KiB: buffer size of an idle connection, kept for its whole lifetime.
     const IDLE_BYTES: usize = 4 * 1024;
-    /// What is long enough to be read by itself.
+    /// Messages of this length or more are read without the bytes that follow them.
     const LONG_BYTES: usize = 32 * 1024;
-    /// The most read at once; also what a busy connection keeps.
+    /// Maximum size of one read, and of the buffer that a busy connection keeps.
     const READ_BYTES: usize = 256 * 1024;
-    /// What every link may keep of an unfinished message without asking its [`Intake`].
+    /// Size up to which a link may hold an incomplete message without asking its [`Intake`].
     const GUARANTEED_BYTES: usize = 512 * 1024;
 
     fn new(io: Box<dyn AsyncRead + Send + Unpin>, framing: InFraming, buffer: Vec<u8>) -> Self {
@@ -298,31 +302,32 @@ impl Incoming {
         }
     }
 
-    /// Whether the peer has said that it is done, where that can be said.
+    /// Returns whether the peer sent a close frame; always false on links without close frames.
     pub fn said_goodbye(&self) -> bool {
         self.goodbye
     }
 
-    /// The code and the reason that the peer gave when it closed the connection.
+    /// Returns the code and the reason of the peer's close frame.
     pub fn close_reason(&self) -> Option<(u16, &str)> {
         let (code, reason) = self.close.as_ref()?;
         Some((*code, reason))
     }
 
-    /// Has `intake` decide about the memory of messages beyond what every link may keep.
+    /// Sets the memory limiter for messages longer than the guaranteed size.
     pub fn limit_by(&mut self, intake: impl Intake + 'static) {
         self.intake = Some(Box::new(intake));
     }
 
-    /// Whether nothing is read because there is no memory for it: the peer cannot be blamed for that.
+    /// Returns whether reading is paused for lack of memory; the peer's silence is then not a
+    /// timeout.
     pub fn waits_for_memory(&self) -> bool {
         self.waits_for_memory
     }
 
-    /// Reads and drops everything until the peer is done or the connection fails.
+    /// Reads and discards data until the peer closes or the connection fails.
     ///
-    /// A connection that is closed while there is something to read is reset, and the peer may then
-    /// never see what it was sent last.
+    /// Closing a TCP connection with unread data sends a reset, and the peer may then lose the last
+    /// data that was sent to it.
     pub async fn discard(&mut self) {
         self.buffer = Vec::with_capacity(Self::LONG_BYTES);
         while let Ok(1..) = self.io.read_buf(&mut self.buffer).await {
@@ -331,19 +336,19 @@ impl Incoming {
         self.ended = true;
     }
 
-    /// Bytes that ever came: a peer that is in the middle of a long message shows here that it is
-    /// alive.
+    /// Returns the total number of bytes received. A growing count shows that a peer in the middle
+    /// of a long message is alive.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// The next event, or `None` when the peer is done.
+    /// Receives the next event; `None` when the peer has closed.
     ///
-    /// Cancel safe: what was received stays in the buffer.
+    /// Cancel safe: received bytes stay in the buffer.
     ///
     /// # Errors
     ///
-    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    /// If the connection fails or the peer violates the protocol; the link is then unusable.
     pub async fn recv(&mut self) -> Result<Option<Event<'_>>, LinkError> {
         let found = self.receive().await?;
         match self.raw(found) {
@@ -352,12 +357,12 @@ impl Incoming {
         }
     }
 
-    /// As [`Incoming::recv`], and what a long message lies in, if it has that to itself: whoever
-    /// keeps a part of the message need not copy it.
+    /// Like [`Incoming::recv`]; also returns the shared buffer of a long message, so that callers
+    /// can keep a part of the message without copying it.
     ///
     /// # Errors
     ///
-    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    /// If the connection fails or the peer violates the protocol; the link is then unusable.
     pub async fn recv_shared(&mut self) -> Result<Option<(Event<'_>, Option<&Bytes>)>, LinkError> {
         let found = self.receive().await?;
         if let (Found::Assembled(_), InFraming::Websocket(decoder)) = (&found, &mut self.framing) {
@@ -374,22 +379,22 @@ impl Incoming {
         }
     }
 
-    /// Whether something was read that was not asked for yet, whole or in part.
+    /// Returns whether received bytes are buffered that belong to further events, complete or not.
     pub fn has_more(&self) -> bool {
         self.start < self.buffer.len()
     }
 
-    /// As [`Incoming::recv`], for messages that are not text.
+    /// Like [`Incoming::recv`], without the UTF-8 check.
     ///
     /// # Errors
     ///
-    /// When the connection fails or the peer breaks its protocol; the link is then unusable.
+    /// If the connection fails or the peer violates the protocol; the link is then unusable.
     pub async fn recv_raw(&mut self) -> Result<Option<RawEvent<'_>>, LinkError> {
         let found = self.receive().await?;
         Ok(self.raw(found).map(|(_, event)| event))
     }
 
-    /// Waits for the next event.
+    /// Waits for the next event and returns its location.
     async fn receive(&mut self) -> Result<Found, LinkError> {
         self.give_back();
         let found = loop {
@@ -418,8 +423,8 @@ impl Incoming {
         Ok(found)
     }
 
-    /// Drops the message that was received last, if it is long: its memory would otherwise stay until
-    /// the next one is received.
+    /// Frees the message that was received last, if it is long; otherwise its memory is held until
+    /// the next message.
     pub fn release(&mut self) {
         if !self.granted {
             return;
@@ -435,7 +440,7 @@ impl Incoming {
         self.give_back();
     }
 
-    /// Gives back what was granted for a long message, once that was taken.
+    /// Releases the memory grant of a long message after it was consumed.
     fn give_back(&mut self) {
         if self.granted
             && self.unfinished() <= Self::GUARANTEED_BYTES
@@ -446,7 +451,7 @@ impl Incoming {
         }
     }
 
-    /// Bytes of a message that is not complete.
+    /// Returns how many bytes of an incomplete message are held.
     fn unfinished(&self) -> usize {
         let assembled = match &self.framing {
             InFraming::Websocket(decoder) => decoder.unfinished(),
@@ -455,7 +460,7 @@ impl Incoming {
         assembled + self.buffer.len() - self.start
     }
 
-    /// What was found; nothing at the end.
+    /// Returns the event at a location; `None` at the end.
     fn raw(&self, found: Found) -> Option<(MessageKind, RawEvent<'_>)> {
         let message = |kind, bytes| {
             let text = !matches!(kind, MessageKind::Binary);
@@ -478,7 +483,7 @@ impl Incoming {
         }
     }
 
-    /// Looks for a complete event; the inner error is how many bytes are missing at least.
+    /// Looks for a complete event; the inner error is the minimum number of missing bytes.
     fn find(&mut self) -> Result<Result<Found, usize>, LinkError> {
         let Self {
             framing,
@@ -534,7 +539,7 @@ impl Incoming {
         }
     }
 
-    /// Reads more bytes, making room for `missing` but never for more than arrives soon.
+    /// Reads more bytes, after asking the memory limiter if the message is long.
     async fn fill(&mut self, missing: usize) -> Result<(), LinkError> {
         let kept = self.unfinished() + missing.min(Self::READ_BYTES);
         if kept > Self::GUARANTEED_BYTES
@@ -575,14 +580,16 @@ impl Incoming {
             self.buffer.drain(..self.start);
             self.start = 0;
         }
-        // Twice what is there already: a length in a header alone must not make us allocate.
+        // Grow at most to twice the buffered length: the length in a header alone must not cause a
+        // large allocation.
         let room = missing
             .min(self.buffer.len().max(Self::READ_BYTES))
             .max(Self::IDLE_BYTES);
         if self.buffer.capacity() - self.buffer.len() < room {
             self.buffer.try_reserve(room).map_err(no_memory)?;
         }
-        // Of what follows a long message no more than its header: a part would have to be moved.
+        // After a long message, read no more than the next header: a longer part would have to be
+        // copied.
         let has_length = !matches!(self.framing, InFraming::Lines { .. });
         let message = missing + (self.buffer.len() - self.start);
         let most = if has_length && message >= Self::LONG_BYTES {
@@ -606,20 +613,20 @@ enum OutFraming {
     Lines,
     ServerFrames,
     ClientFrames(Masks),
-    /// Nothing once this direction has ended.
+    /// `None` after this direction was closed.
     Handed(Option<Box<dyn Sink>>),
 }
 
-/// The sending half: messages are encoded into its buffer and leave with [`Outgoing::flush`].
+/// Sending half of a link: messages are encoded into its buffer and sent by [`Outgoing::flush`].
 pub struct Outgoing {
     io: Box<dyn AsyncWrite + Send + Unpin>,
     framing: OutFraming,
-    /// Parts that leave before the buffer: memory of long messages, and what came before them. Where
-    /// messages are handed over, all of them.
+    /// Parts that are sent before the buffer: payloads of long messages and the data before them.
+    /// Holds all messages if the link has a message sink.
     parts: VecDeque<Bytes>,
-    /// Bytes of `parts`.
+    /// Total size of `parts` in bytes.
     parted: usize,
-    /// Encoded bytes; everything before `sent` has left.
+    /// Encoded bytes; those before `sent` were sent.
     buffer: Vec<u8>,
     sent: usize,
 }
@@ -633,7 +640,7 @@ impl std::fmt::Debug for Outgoing {
 }
 
 impl Outgoing {
-    /// What an idle connection may keep allocated.
+    /// Capacity that an idle connection may keep.
     const IDLE_BYTES: usize = 4 * 1024;
 
     fn new(io: Box<dyn AsyncWrite + Send + Unpin>, framing: OutFraming) -> Self {
@@ -647,7 +654,7 @@ impl Outgoing {
         }
     }
 
-    /// Bytes that wait for [`Outgoing::flush`].
+    /// Returns how many bytes wait for [`Outgoing::flush`].
     pub fn buffered(&self) -> usize {
         self.parted + self.buffer.len() - self.sent
     }
@@ -657,9 +664,9 @@ impl Outgoing {
         self.parts.push_back(part);
     }
 
-    /// Appends one message that is encoded already; a long one is sent from its own memory.
+    /// Appends one encoded message; a long message is sent without copying it.
     pub fn push_encoded(&mut self, mut message: Vec<u8>) {
-        /// A copy of less is cheaper than another part.
+        /// Copying a shorter message is cheaper than adding a part.
         const LONG_BYTES: usize = 128 * 1024;
         if matches!(self.framing, OutFraming::Handed(_)) {
             self.push_part(message.into());
@@ -686,17 +693,18 @@ impl Outgoing {
         }
     }
 
-    /// Whether a message can be sent in fragments before it is complete.
+    /// Returns whether a message can be sent in fragments before it is complete.
     pub fn can_stream(&self) -> bool {
         match self.framing {
             OutFraming::Lines | OutFraming::ServerFrames | OutFraming::ClientFrames(_) => true,
-            // Passed on whole.
+            // A message sink takes only whole messages.
             OutFraming::Handed(_) => false,
         }
     }
 
-    /// Appends a part of one message, where the link [can](Outgoing::can_stream) send such: its
-    /// `first`, its `last`, both or neither. Between parts, nothing but pings, pongs and closing.
+    /// Appends one fragment of a message, if the link [supports it](Outgoing::can_stream). `first`
+    /// and `last` mark the first and the last fragment. Between fragments only pings, pongs and a
+    /// close frame may be sent.
     pub fn push_fragment(&mut self, (first, last): (bool, bool), mut part: Vec<u8>) {
         debug_assert!(self.can_stream(), "this link takes whole messages only");
         match &mut self.framing {
@@ -716,7 +724,7 @@ impl Outgoing {
         self.push_part(part.into());
     }
 
-    /// Makes the buffer a part, so that another can follow it.
+    /// Moves the buffer to the parts, so that another part can follow.
     fn seal(&mut self) {
         let mut sealed = Bytes::from(std::mem::take(&mut self.buffer));
         sealed.advance(std::mem::take(&mut self.sent));
@@ -725,7 +733,7 @@ impl Outgoing {
         }
     }
 
-    /// Appends one message that `write` encodes in place; `hint` is a guess of its length.
+    /// Appends one message that `write` encodes in place; `hint` is an estimate of its length.
     pub fn push_message(&mut self, hint: usize, write: impl FnOnce(&mut Vec<u8>)) {
         match &mut self.framing {
             OutFraming::Lines => {
@@ -744,7 +752,7 @@ impl Outgoing {
         }
     }
 
-    /// Appends one message that is not text, given in two parts, where the link has such a thing.
+    /// Appends one binary message in two parts; does nothing on links without binary messages.
     pub fn push_binary(&mut self, parts: [&[u8]; 2]) {
         let mask = match &mut self.framing {
             OutFraming::Lines | OutFraming::Handed(_) => return,
@@ -754,17 +762,17 @@ impl Outgoing {
         frame::push_parts(&mut self.buffer, Opcode::Binary, mask, parts);
     }
 
-    /// Appends a ping, where the link has such a thing.
+    /// Appends a ping; does nothing on links without pings.
     pub fn push_ping(&mut self) {
         self.push_control(Opcode::Ping, &[]);
     }
 
-    /// Appends the answer to a ping.
+    /// Appends a pong; does nothing on links without pings.
     pub fn push_pong(&mut self, payload: &[u8]) {
         self.push_control(Opcode::Pong, payload);
     }
 
-    /// Appends a close frame with a code, and with the reason if there is one to give.
+    /// Appends a close frame with a code and an optional reason.
     pub fn push_close(&mut self, code: u16, reason: &str) {
         self.push_control(Opcode::Close, &frame::close_payload(code, reason));
     }
@@ -780,23 +788,23 @@ impl Outgoing {
 
     /// Sends everything that was appended.
     ///
-    /// Cancel safe: what has not left stays in the buffer, in order.
+    /// Cancel safe: unsent data stays in the buffer, in order.
     ///
     /// # Errors
     ///
-    /// When the connection fails.
+    /// If the connection fails.
     pub async fn flush(&mut self) -> io::Result<()> {
         self.flush_noting(|_| {}).await
     }
 
-    /// As [`Outgoing::flush`]; calls `taken` whenever there was no room and then there was, which
-    /// shows that the peer receives what it is sent, with the number of bytes.
+    /// Like [`Outgoing::flush`]. After each write that had to wait for the peer, calls `taken` with
+    /// the number of bytes written; a call shows that the peer is receiving.
     ///
     /// # Errors
     ///
-    /// When the connection fails.
+    /// If the connection fails.
     pub async fn flush_noting(&mut self, mut taken: impl FnMut(usize)) -> io::Result<()> {
-        /// Parts written at once; a header and its payload at least.
+        /// Maximum number of parts per write; at least a header and its payload.
         const MAX_SLICES: usize = 8;
         if let OutFraming::Handed(sink) = &mut self.framing {
             if self.parts.is_empty() {
@@ -846,7 +854,7 @@ impl Outgoing {
         }
         self.buffer.clear();
         self.sent = 0;
-        // Encryption has a buffer of its own.
+        // The TLS stream has its own buffer.
         let mut waited = false;
         poll_fn(|cx| {
             let poll = Pin::new(&mut self.io).poll_flush(cx);
@@ -860,7 +868,7 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Notes that so many bytes have left.
+    /// Removes `written` bytes from the front of the queue.
     fn advance(&mut self, mut written: usize) {
         while let Some(part) = self.parts.front_mut() {
             let now = written.min(part.len());
@@ -875,18 +883,18 @@ impl Outgoing {
         self.sent += written;
     }
 
-    /// Gives memory back; to be called when there is nothing to send for now.
+    /// Frees a large empty buffer; call it when there is nothing to send.
     pub fn relax(&mut self) {
         if self.buffer.is_empty() && self.buffer.capacity() > Self::IDLE_BYTES {
             self.buffer = Vec::new();
         }
     }
 
-    /// Sends what is left and ends this direction.
+    /// Sends the remaining data and closes this direction.
     ///
     /// # Errors
     ///
-    /// When the connection fails.
+    /// If the connection fails.
     pub async fn shutdown(&mut self) -> io::Result<()> {
         self.flush().await?;
         if let OutFraming::Handed(sink) = &mut self.framing {
@@ -894,16 +902,16 @@ impl Outgoing {
             return Ok(());
         }
         self.io.shutdown().await?;
-        // A pipe ends only when it is closed.
+        // A pipe signals end of file only when it is closed.
         self.io = Box::new(tokio::io::sink());
         Ok(())
     }
 }
 
-/// Draws masking keys.
+/// Generator of masking keys.
 ///
-/// They keep intermediaries from being tricked by chosen payloads; a fast generator seeded from
-/// the system's randomness is enough for that.
+/// Masking prevents chosen payloads from confusing intermediaries. A fast generator seeded from the
+/// system's random source is sufficient.
 struct Masks(u64);
 
 impl Masks {
@@ -942,7 +950,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn lines_skip_blanks_and_take_the_last_without_newline() {
+    async fn lines_skip_blank_lines_and_accept_a_last_line_without_newline() {
         assert_eq!(
             messages(b"a\n\n  \r\nb\r\nc").await.unwrap(),
             ["a", "b", "c"]
@@ -955,7 +963,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_pair_carries_messages_both_ways() {
+    async fn pair_carries_messages_in_both_directions() {
         let (mut here, mut there) = Link::pair();
         here.outgoing
             .push_message(0, |out| out.extend_from_slice(b"to there"));
@@ -976,7 +984,7 @@ mod tests {
         assert_eq!(here.incoming.recv().await.unwrap(), None);
     }
 
-    /// Messages that one end hands to the other, two at a time.
+    /// Messages that one end passes to the other, two at a time.
     #[derive(Clone, Default)]
     struct Hand(Arc<Mutex<Held>>);
 
@@ -1041,7 +1049,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_that_are_handed_over_are_bounded_and_end() {
+    async fn message_links_are_bounded_and_close() {
         let hand = Hand::default();
         let Link {
             mut incoming,
@@ -1079,7 +1087,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn encoded_messages_keep_their_place() {
+    async fn encoded_messages_are_sent_in_order() {
         let (here, there) = tokio::io::duplex(1 << 16);
         let framed = |end, role| {
             let (read, write) = tokio::io::split(end);
@@ -1116,7 +1124,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn long_messages_can_be_kept() {
+    async fn shared_buffers_of_long_messages_stay_valid() {
         let (client, server) = tokio::io::duplex(1 << 16);
         let (read, write) = tokio::io::split(server);
         let mut server = Link::websocket(Role::Server, read, write, Vec::new());
@@ -1146,7 +1154,7 @@ mod tests {
                 let received = server.incoming.recv_shared().await.unwrap();
                 assert_eq!(received, Some((Event::Message("short"), None)));
             }
-            // Nothing that came later was written over them.
+            // Later messages did not overwrite the shared buffers.
             for (text, bytes) in kept {
                 assert!(text.as_bytes() == bytes);
             }
@@ -1155,7 +1163,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn websocket_halves_understand_each_other() {
+    async fn websocket_client_and_server_links_interoperate() {
         let (client, server) = tokio::io::duplex(1 << 20);
         let (client_read, client_write) = tokio::io::split(client);
         let (server_read, server_write) = tokio::io::split(server);

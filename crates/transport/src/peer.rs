@@ -1,7 +1,7 @@
-//! Requests and their answers over one link, from the side that asks.
+//! Client side of JSON-RPC over one link: sends requests and matches responses to them.
 //!
-//! Owns ids, the table of calls in flight, pings and the reader task. Ends with its link: recovery
-//! is the business of whoever holds it.
+//! Assigns request ids, keeps the table of pending calls, sends pings and runs the reader task. A
+//! peer ends with its link; its owner reconnects.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -21,95 +21,97 @@ use crate::frame::close_code;
 use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Event, Incoming, Link, Outgoing};
 
-/// Calls in flight at one time; compatible servers are made for as many.
+/// Maximum number of pending calls; compatible servers accept as many.
 pub const MAX_CALLS: usize = 1024;
 
-/// Why a call has no result.
+/// Reason why a call has no result.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum CallError {
-    /// The server answered with an error.
+    /// The server returned an error.
     #[error("{message} (code {code})")]
     Server {
-        /// The wire code.
+        /// Error code on the wire.
         code: i64,
-        /// What the server said.
+        /// Message of the server.
         message: String,
     },
-    /// The answer is not what the method promises.
+    /// The result does not have the type that the method defines.
     #[error("cannot decode the answer to `{method}`: {reason}")]
     Decode {
-        /// Which method.
+        /// Method name.
         method: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the result.
         reason: String,
     },
-    /// No answer came in time.
+    /// The server did not respond in time.
     #[error("no answer to `{method}` within {timeout:?}")]
     Timeout {
-        /// Which method.
+        /// Method name.
         method: &'static str,
-        /// How long we waited.
+        /// Time limit that expired.
         timeout: Duration,
     },
-    /// The connection was lost before the answer came.
+    /// The connection was lost before the response arrived.
     #[error("connection closed: {0}")]
     Closed(Arc<str>),
-    /// The connection was gone before the call was made: the server has not heard of it.
+    /// The connection was already closed when the call was made; the server did not receive it.
     #[error("connection closed: {0}")]
     Unsent(Arc<str>),
-    /// Too many calls wait for their answers already.
+    /// The limit of pending calls is reached.
     #[error("limit of {MAX_CALLS} pending requests reached")]
     TooManyCalls,
 }
 
-/// Takes what the server sends unasked.
+/// Receiver of notifications and requests from the server.
 pub trait Handler: Send + 'static {
-    /// A notification came. Later messages wait until this is done; an error ends the connection.
+    /// Handles a notification. The reader processes no further message until the future completes;
+    /// an error closes the connection.
     fn notification(
         &mut self,
         method: &str,
         params: Option<&str>,
     ) -> impl Future<Output = Result<(), String>> + Send;
 
-    /// The server asks something: the answer to come, which nothing waits for, or `None` for a method
-    /// that is not known. Must not wait, and bounds what it lets pile up.
+    /// Starts handling a request of the server. Returns a future for the response, which runs in
+    /// its own task, or `None` if the method is unknown. Must not block, and must limit how many
+    /// requests are pending.
     fn request(&mut self, method: &str, params: Option<&str>) -> Option<Answer> {
         let _ = (method, params);
         None
     }
 }
 
-/// The answer to a request of the server, once there is one.
+/// Future for the response to a server request.
 pub type Answer = BoxFuture<'static, Result<Value, ErrorObject>>;
 
-/// One end of a link, for making calls; cheap to clone.
+/// Client end of a link for making calls; cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Peer {
     shared: Arc<Shared>,
-    /// Ends the reader task with the last clone.
+    /// Aborts the reader task when the last clone is dropped.
     _reader: Arc<AbortOnDropHandle<()>>,
 }
 
 #[derive(Debug)]
 struct Shared {
-    /// Held only while a message leaves.
+    /// Locked only while a message is written.
     outgoing: tokio::sync::Mutex<Outgoing>,
-    /// Calls in flight, and why there can be no more of them.
+    /// Pending calls, and the reason why no more can be made.
     calls: Mutex<Calls>,
     next_id: AtomicI64,
-    /// A task is about to answer a ping already.
+    /// A task is already waiting to send a ping or a pong.
     pong_pending: AtomicBool,
-    /// Turns to the reason when the connection ends.
+    /// Set to the reason when the connection ends.
     closed: watch::Sender<Option<Arc<str>>>,
 }
 
 type Outcome = Result<String, ErrorObject>;
 
-/// The id of the first call of a peer.
+/// Request id of a peer's first call.
 pub const FIRST_CALL: i64 = 1;
 
-/// A call that was made before there was a peer to make it.
+/// Pending call that was sent before the peer was created.
 #[derive(Debug)]
 pub struct FirstCall(oneshot::Receiver<Outcome>);
 
@@ -120,12 +122,14 @@ struct Calls {
 }
 
 impl Peer {
-    /// Takes over a link; `handler` gets what the server sends unasked.
+    /// Creates a peer that owns the link; `handler` receives notifications and requests from the
+    /// server.
     pub fn new(link: Link, keepalive: KeepaliveConfig, handler: impl Handler) -> Self {
         Self::start(link, keepalive, handler, Calls::default())
     }
 
-    /// As [`Peer::new`], where so many calls have been made already, from [`FIRST_CALL`] on.
+    /// Like [`Peer::new`], for a link on which `count` calls were already sent, with ids from
+    /// [`FIRST_CALL`] on.
     pub fn after_calls(
         link: Link,
         keepalive: KeepaliveConfig,
@@ -170,13 +174,14 @@ impl Peer {
         }
     }
 
-    /// Calls a method and waits for its result, at most `timeout` if there is one.
+    /// Calls a method and waits for its result; `timeout` limits the wait, if given.
     ///
-    /// Cancel safe in that a dropped call is forgotten; the server may still have acted on it.
+    /// Cancel safe: dropping the future discards the response, but the server may still have
+    /// executed the call.
     ///
     /// # Errors
     ///
-    /// Whatever the server answers, or that no answer can come.
+    /// If the server returns an error, or no response can arrive.
     pub async fn call<M: Method>(
         &self,
         params: &M::Params,
@@ -218,7 +223,8 @@ impl Peer {
         let sending = self
             .shared
             .send(|out| envelope::encode_request(out, &RequestId::Number(id), M::NAME, params));
-        // A link that takes nothing must not hold the call beyond the end of the connection.
+        // A peer that stops reading blocks the send; the call must still fail when the connection
+        // ends.
         let answer = tokio::select! {
             biased;
             sent = sending => {
@@ -230,11 +236,11 @@ impl Peer {
         self.told::<M>(answer)
     }
 
-    /// The result of the call that was made before there was a peer.
+    /// Waits for the result of a call that was sent before the peer was created.
     ///
     /// # Errors
     ///
-    /// Whatever the server answers, or that no answer can come.
+    /// If the server returns an error, or no response can arrive.
     pub async fn first_answer<M: Method>(&self, call: FirstCall) -> Result<M::Result, CallError> {
         self.told::<M>(call.0.await)
     }
@@ -256,11 +262,11 @@ impl Peer {
         }
     }
 
-    /// Asks for something whose answer nobody waits for, and ends the connection.
+    /// Sends a request without waiting for its response, and closes the connection.
     pub async fn close_with<M: Method>(&self, params: &M::Params, reason: &str) {
         let id = RequestId::Number(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
         let mut request = Vec::new();
-        // The connection ends either way.
+        // The connection is closed in any case, so an encoding error is ignored.
         let encoded = envelope::encode_request(&mut request, &id, M::NAME, params);
         self.close_after(encoded.ok().map(|()| request), reason)
             .await;
@@ -270,7 +276,7 @@ impl Peer {
     ///
     /// # Errors
     ///
-    /// When the connection is gone.
+    /// If the connection is closed.
     pub async fn notify<N: Notification>(&self, params: &N::Params) -> Result<(), CallError> {
         if let Some(reason) = &self.shared.calls.lock().closed {
             return Err(CallError::Unsent(Arc::clone(reason)));
@@ -284,12 +290,12 @@ impl Peer {
             })
     }
 
-    /// Ends the connection: fails all calls, says farewell and sends nothing more.
+    /// Closes the connection: fails all pending calls, sends a close frame and then nothing more.
     pub async fn close(&self, reason: &str) {
         self.close_after(None, reason).await;
     }
 
-    /// Ends the connection with a last message, which leaves together with the farewell.
+    /// Closes the connection after a last message, which is sent together with the close frame.
     async fn close_after(&self, last: Option<Vec<u8>>, reason: &str) {
         self.shared.close(reason.into());
         let mut outgoing = self.shared.outgoing.lock().await;
@@ -300,7 +306,7 @@ impl Peer {
         let _ = outgoing.shutdown().await;
     }
 
-    /// Turns to the reason when the connection ends.
+    /// Returns a receiver whose value becomes the reason when the connection ends.
     pub fn closed(&self) -> watch::Receiver<Option<Arc<str>>> {
         self.shared.closed.subscribe()
     }
@@ -315,7 +321,7 @@ impl Shared {
             .unwrap_or_else(|| "connection dropped".into())
     }
 
-    /// Encodes one message into the link and sends it; a failing link ends everything.
+    /// Encodes one message into the link and sends it; a write error closes the connection.
     async fn send(
         &self,
         encode: impl FnOnce(&mut Vec<u8>) -> serde_json::Result<()>,
@@ -333,7 +339,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Fails every call, now and later.
+    /// Fails all pending and future calls.
     fn close(&self, reason: Arc<str>) {
         let mut calls = self.calls.lock();
         if calls.closed.is_none() {
@@ -344,7 +350,7 @@ impl Shared {
         }
     }
 
-    /// Sends a close frame, for as long as the server may take to accept it.
+    /// Sends a close frame; limits how long the server may take to accept it.
     fn send_close(self: &Arc<Self>, code: u16, reason: &str) {
         const FAREWELL: Duration = Duration::from_secs(2);
         let (shared, reason) = (Arc::clone(self), reason.to_owned());
@@ -358,7 +364,7 @@ impl Shared {
         });
     }
 
-    /// Sends a ping or a pong without ever making the reader wait for the writer.
+    /// Sends a ping or a pong in a separate task, so that the reader never waits for the writer.
     fn send_control(self: &Arc<Self>, pong: Option<Vec<u8>>) {
         if self.pong_pending.swap(true, Ordering::AcqRel) {
             return;
@@ -375,7 +381,7 @@ impl Shared {
                 shared.pong_pending.store(false, Ordering::Release);
                 outgoing.flush().await
             };
-            // Nobody waits for a link that takes nothing once the connection has ended.
+            // If the connection has ended, stop waiting for a peer that does not read.
             let sent = tokio::select! {
                 sent = sending => sent,
                 _ = closed.wait_for(Option::is_some) => return,
@@ -387,7 +393,7 @@ impl Shared {
     }
 }
 
-/// Takes a call out of the table when its caller stops waiting.
+/// Guard that removes a call from the table when its caller stops waiting.
 struct Forget<'a> {
     shared: &'a Shared,
     id: i64,
@@ -402,13 +408,13 @@ impl Drop for Forget<'_> {
 struct Reader<H> {
     shared: Arc<Shared>,
     incoming: Incoming,
-    /// Absent on links without pings.
+    /// `None` on links without pings.
     keepalive: Option<Keepalive>,
     handler: H,
 }
 
 impl<H: Handler> Reader<H> {
-    /// Reads until the connection ends and says why it did.
+    /// Reads until the connection ends; returns the reason.
     async fn run(mut self) -> String {
         let mut closed = self.shared.closed.subscribe();
         let mut received = 0;
@@ -416,7 +422,7 @@ impl<H: Handler> Reader<H> {
             if let Some(keepalive) = &mut self.keepalive
                 && received < self.incoming.received()
             {
-                // A part of a long message is a sign of life as well.
+                // A part of a long message also shows that the peer is alive.
                 received = self.incoming.received();
                 keepalive.heard(Instant::now());
             }
@@ -468,7 +474,7 @@ impl<H: Handler> Reader<H> {
 }
 
 impl<H> Reader<H> {
-    /// That the server ended the connection, and why, unless that was the normal way.
+    /// Returns that the server closed the connection, with the reason unless it was a normal close.
     fn closed_by_server(&self) -> String {
         let said = "the server closed the connection";
         match self.incoming.close_reason() {
@@ -481,13 +487,13 @@ impl<H> Reader<H> {
     }
 }
 
-/// A text from the peer without characters that would control a terminal.
+/// Removes control characters, which a terminal would interpret, from a text of the peer.
 fn printable(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).collect()
 }
 
-/// Waits for the handler without letting the server think that we are gone, and without holding the
-/// server's silence in the meantime against it.
+/// Waits for the handler and sends pongs meanwhile, so that the server does not close the
+/// connection. Silence of the server during that time does not count toward the idle deadline.
 async fn handle(
     shared: &Arc<Shared>,
     handling: impl Future<Output = Result<(), String>>,
@@ -502,7 +508,7 @@ async fn handle(
             biased;
             outcome = &mut handling => outcome,
             () = tokio::time::sleep(keepalive.interval()) => {
-                // An unasked pong is a sign of life that wants no answer.
+                // An unsolicited pong shows that this side is alive and requires no response.
                 shared.send_control(Some(Vec::new()));
                 continue;
             }
@@ -537,7 +543,8 @@ async fn dispatch<H: Handler>(
             });
             let shared = Arc::clone(shared);
             let mut closed = shared.closed.subscribe();
-            // A task of its own: the reader never waits for the writer. Ends with the connection.
+            // Run in a separate task, so that the reader never waits for the writer. The task ends
+            // with the connection.
             tokio::spawn(async move {
                 let said = async {
                     let answer = answer.await;
@@ -558,7 +565,7 @@ async fn dispatch<H: Handler>(
     Ok(())
 }
 
-/// Hands an answer to its caller; one that nobody waits for is ignored.
+/// Passes a response to its caller; ignores a response whose caller no longer waits.
 fn answer(shared: &Shared, id: RequestId, answer: Outcome) {
     match id {
         RequestId::Number(id) => {
@@ -568,7 +575,7 @@ fn answer(shared: &Shared, id: RequestId, answer: Outcome) {
         }
         RequestId::Text(_) => {}
     }
-    // An error without a request of ours tells that a notification was refused.
+    // An error without a request of this peer says that the server refused a notification.
 }
 
 #[cfg(test)]
@@ -591,7 +598,7 @@ mod tests {
         }
     }
 
-    /// A peer, and the server's end of its link as bytes.
+    /// Creates a peer, and the server's end of its link as bytes.
     fn peer_over(capacity: usize) -> (Peer, tokio::io::DuplexStream) {
         let (here, there) = tokio::io::duplex(capacity);
         let (reader, writer) = tokio::io::split(here);
@@ -607,7 +614,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_message_above_the_limit_is_closed_with_the_name_of_the_limit() {
+    async fn message_above_the_limit_closes_with_the_name_of_the_limit() {
         let (peer, mut there) = peer_over(4096);
         let mut header = vec![0x81, 127];
         header.extend((64_u64 << 20 | 1).to_be_bytes());
@@ -623,7 +630,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_reason_for_which_the_server_closes_is_reported() {
+    async fn close_reason_of_the_server_is_reported() {
         let (peer, there) = peer_over(4096);
         let (reader, writer) = tokio::io::split(there);
         let mut server = Link::websocket(Role::Server, reader, writer, Vec::new());
@@ -637,7 +644,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_handler_that_takes_long_costs_neither_side_the_connection() {
+    async fn slow_handler_does_not_time_out_either_side() {
         let keepalive = KeepaliveConfig {
             interval: Duration::from_millis(5),
             deadline: Duration::from_millis(200),
@@ -653,12 +660,12 @@ mod tests {
             .outgoing
             .push_message(16, |out| out.extend_from_slice(br#"{"method":"a/b"}"#));
         server.outgoing.flush().await.unwrap();
-        // More of them than fit into the deadline.
+        // Send for longer than the deadline.
         for _ in 0..60 {
             assert_eq!(server.incoming.recv().await.unwrap(), Some(Event::Pong));
         }
         released.notify_one();
-        // Only a reader that is back at work pings.
+        // The reader sends pings only after the handler has returned.
         while server.incoming.recv().await.unwrap() != Some(Event::Ping(&[])) {}
         assert_eq!(*peer.closed().borrow(), None);
         let mut closed = peer.closed();

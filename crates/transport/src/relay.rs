@@ -1,7 +1,7 @@
-//! Remote mode over websockets: drives an [`Endpoint`], and gives an ordinary link for each stream.
+//! Remote mode over websockets: drives a relay [`Endpoint`] and provides a link for each stream.
 //!
-//! Owns the tasks, the timers and the dialling again. Everything about frames, keys and what may be
-//! lost is the endpoint's; who may come in, and where to dial, is the caller's.
+//! Runs the tasks and timers and reconnects. The endpoint implements frames, keys and loss
+//! recovery; the caller decides which harness to admit and where to connect.
 //!
 //! ```text
 //!  application ══ Link ──► Endpoint ──► writer ──► websocket
@@ -36,34 +36,34 @@ use crate::keepalive::{Action, Keepalive, KeepaliveConfig};
 use crate::link::{Incoming, Link, LinkError, Outgoing, RawEvent, Sink, Source};
 use crate::turn;
 
-/// Frames are taken from the endpoint until they are this many bytes: many short ones, or three long
-/// ones. Each write wakes the next process on the way, and those are several; more at once would
-/// keep what comes up meanwhile waiting for too long.
+/// Maximum size of one write batch: many short frames, or three long ones. Each write wakes several
+/// processes on the path; a larger batch would delay data that arrives in the meantime.
 const BATCH_BYTES: usize = 128 << 10;
 
-/// How long one write may take.
+/// Time limit for one write.
 const WRITE_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long the last frames of a harness may take, and the meeting point's goodbye after them.
+/// Time limit for the last frames of a harness and for the close frame of the rendezvous server
+/// after them.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// One stream, as an ordinary link.
+/// Relay stream with an ordinary link.
 #[derive(Debug)]
 pub struct RelayStream {
-    /// Carries the messages. Dropping it, or ending its outgoing half, ends the stream once all that
-    /// was sent has left.
+    /// Carries the messages. Dropping it, or closing its outgoing half, ends the stream after all
+    /// sent messages have been transmitted.
     pub link: Link,
-    /// Its id on the wire.
+    /// Stream id on the wire.
     pub stream_id: Arc<str>,
-    /// Who is at the other end, for an executor.
+    /// Public key of the harness; `None` on the harness's own side.
     pub harness: Option<PublicKey>,
-    /// What the peer is good for.
+    /// Protocol mode of the peer.
     pub mode: Mode,
     ended: watch::Receiver<Option<Reason>>,
 }
 
 impl RelayStream {
-    /// Why the stream ended; waits until it has.
+    /// Waits until the stream has ended; returns the reason.
     pub fn ended(&self) -> impl Future<Output = Reason> + Send + use<> {
         let mut ended = self.ended.clone();
         async move {
@@ -75,39 +75,39 @@ impl RelayStream {
     }
 }
 
-/// A harness that wants to come in.
+/// Stream request of a harness that needs admission.
 #[derive(Debug, Clone)]
 pub struct Ask {
-    /// The stream it wants.
+    /// Requested stream id.
     pub stream_id: Arc<str>,
-    /// Who it is.
+    /// Public key of the harness.
     pub harness: PublicKey,
-    /// What it shows.
+    /// Authorization that the harness presents.
     pub authorization: Authorization,
 }
 
-/// An executor's socket, and as whom it was opened.
+/// Executor's socket and the registration it was opened with.
 #[derive(Debug)]
 pub struct Attachment {
-    /// The websocket.
+    /// Websocket link.
     pub link: Link,
-    /// The registration that it belongs to; handshakes from now on are made with it.
+    /// Registration of the socket; used in all handshakes from now on.
     pub registration_id: String,
 }
 
-/// Why there is no socket.
+/// Reason why a socket cannot be opened.
 #[derive(Debug, thiserror::Error)]
 #[error("{source}")]
 pub struct DialError {
-    /// Whether trying again is pointless.
+    /// Whether retrying cannot succeed.
     pub fatal: bool,
-    /// What went wrong.
+    /// Cause.
     #[source]
     pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
 impl DialError {
-    /// Something that may be better the next time.
+    /// Creates an error that a retry may resolve.
     pub fn passing(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self {
             fatal: false,
@@ -115,7 +115,7 @@ impl DialError {
         }
     }
 
-    /// Something that will not change by trying again.
+    /// Creates an error that a retry cannot resolve.
     pub fn fatal(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self {
             fatal: true,
@@ -124,28 +124,28 @@ impl DialError {
     }
 }
 
-/// Why a harness has no stream.
+/// Reason why a harness has no stream.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// The executor's key is none.
+    /// The executor's key is invalid.
     #[error(transparent)]
     Handshake(#[from] exec_server_relay::noise::HandshakeError),
-    /// There is no socket.
+    /// No socket can be opened.
     #[error("cannot reach the rendezvous server")]
     Dial(#[source] DialError),
-    /// The executor, or the meeting point, did not open the stream.
+    /// The executor or the rendezvous server refused the stream.
     #[error("the stream was refused: {0}")]
     Refused(Reason),
 }
 
-/// Serves as an executor until dialling fails for good; gives that error.
+/// Serves as an executor until dialling fails with a fatal error; returns that error.
 ///
-/// `dial` is called for every socket, with growing pauses while it fails; `admit` for every harness,
-/// and is given up after the endpoint's limit. Streams come out of `accepted`; one that finds no
-/// room there is refused.
+/// Calls `dial` for every socket, with growing pauses while it fails, and `admit` for every
+/// harness; an admission that takes longer than the endpoint's limit is cancelled. Sends new
+/// streams to `accepted`; refuses a stream if that channel is full.
 ///
-/// Cancelling it ends every stream.
+/// Cancellation ends every stream.
 pub async fn serve<D, DF, A, AF>(
     config: ExecutorConfig,
     dial: D,
@@ -171,12 +171,12 @@ where
 
 /// Opens one stream as a harness.
 ///
-/// `dial` is called for the first socket and, if the executor can go on with another, for every
-/// further one, with growing pauses while it fails.
+/// Calls `dial` for the first socket and, if the executor can resume the stream, for every further
+/// socket, with growing pauses while it fails.
 ///
 /// # Errors
 ///
-/// When there is no first socket, or the executor does not open the stream.
+/// If the first socket cannot be opened or the executor refuses the stream.
 pub async fn open<D, DF>(config: HarnessConfig, mut dial: D) -> Result<RelayStream, OpenError>
 where
     D: FnMut() -> DF + Send + 'static,
@@ -189,7 +189,7 @@ where
     let (accepted, mut opened) = mpsc::channel(1);
     let port = shared.port(key, &stream_id);
     let ended = port.ended.subscribe();
-    // Ends with its stream: when that is over and the application has got all of it.
+    // Ends after the stream has ended and the application has received all of it.
     let driver = tokio::spawn(async move {
         let end_all = EndAll(Arc::clone(&shared));
         let mut first = Some(link);
@@ -212,11 +212,12 @@ where
         let mut socket = pin!(keep_socket(&shared, dial, || shared.is_idle()));
         tokio::select! {
             () = &mut supervisor => {
-                // The executor is to hear that this was the end, and not wait for our return.
+                // Let the executor receive the end of the stream, so that it does not wait for a
+                // reconnect.
                 let _ = tokio::time::timeout(FAREWELL, socket).await;
             }
             _ = &mut socket => {
-                // The last messages may still be on their way to the application.
+                // The application may not have received the last messages yet.
                 drop(end_all);
                 supervisor.await;
             }
@@ -241,7 +242,7 @@ where
 }
 
 fn now() -> Instant {
-    // Tokio's clock, which tests can stop.
+    // Use tokio's clock, which tests can pause.
     tokio::time::Instant::now().into_std()
 }
 
@@ -249,37 +250,38 @@ fn system_entropy(out: &mut [u8]) {
     getrandom::fill(out).expect("the system has randomness");
 }
 
-/// What the tasks of one endpoint share.
+/// State shared by the tasks of one endpoint.
 struct Shared {
     core: Mutex<Core>,
-    /// There may be something to send.
+    /// Wakes the writer: there may be frames to send.
     transmit: Notify,
-    /// The next deadline is earlier than the timers know.
+    /// Wakes the timer task: the next deadline is earlier than the one it waits for.
     timers: Notify,
     happened: mpsc::UnboundedSender<Event>,
 }
 
-/// Under the lock; nobody waits while holding it.
+/// State under the lock, which is never held across an await.
 struct Core {
     endpoint: Endpoint,
     ports: HashMap<StreamKey, Arc<Port>>,
-    /// What the timers wait for.
+    /// Deadline that the timer task waits for.
     armed: Option<Instant>,
 }
 
-/// Where the two halves of one stream's link wait.
+/// Wakers and end state of one stream, for the two halves of its link.
 struct Port {
     stream_id: Arc<str>,
     readable: AtomicWaker,
     writable: AtomicWaker,
     ended: watch::Sender<Option<Reason>>,
-    /// What came and was not read before the end.
+    /// Messages that were received but not read before the stream ended.
     unread: Mutex<VecDeque<Bytes>>,
     harness: Option<PublicKey>,
 }
 
 impl Shared {
-    /// The queue of events is bounded by what endpoints admit: each stream asks and opens once.
+    /// The event channel needs no limit: each stream requests admission once and opens once, and
+    /// the endpoint limits the number of streams.
     fn new(endpoint: Endpoint) -> (Arc<Self>, mpsc::UnboundedReceiver<Event>) {
         let (happened, receiver) = mpsc::unbounded_channel();
         let core = Core {
@@ -304,26 +306,26 @@ impl Shared {
         self.lock().endpoint.stream_count() == 0
     }
 
-    /// The waiting place of a harness's stream, which nobody asks for.
+    /// Creates the port of a harness's own stream, for which no admission is requested.
     fn port(&self, key: StreamKey, stream_id: &Arc<str>) -> Arc<Port> {
         let port = Arc::new(Port::new(Arc::clone(stream_id), None));
         self.lock().ports.insert(key, Arc::clone(&port));
         port
     }
 
-    /// Does something with the endpoint and tells everyone concerned.
+    /// Applies a change to the endpoint, then wakes the tasks that it concerns.
     fn update<T>(&self, change: impl FnOnce(&mut Endpoint, Instant) -> T) -> T {
         let mut core = self.lock();
         let result = change(&mut core.endpoint, now());
         self.settle(&mut core);
-        // Without a stream the writer of a harness is done.
+        // A harness's writer stops when no stream is left.
         if core.endpoint.wants_transmit() || core.endpoint.stream_count() == 0 {
             self.transmit.notify_one();
         }
         result
     }
 
-    /// Takes frames to send; the one change after which the writer need not look.
+    /// Moves frames from the endpoint to `outgoing`. Does not wake the writer, which is the caller.
     fn transmit(&self, outgoing: &mut Outgoing) {
         let mut core = self.lock();
         let now = now();
@@ -369,7 +371,7 @@ impl Shared {
                         let port = Port::new(Arc::clone(stream_id), Some(harness.clone()));
                         core.ports.insert(*stream, Arc::new(port));
                     }
-                    // Nobody is there only when everything ends.
+                    // The receiver is dropped only when the whole endpoint ends.
                     let _ = self.happened.send(event);
                 }
             }
@@ -405,7 +407,7 @@ impl Port {
     }
 }
 
-/// Ends what is left when the driver goes, so that nobody waits for it.
+/// Guard that ends the remaining streams when the driver stops, so that no reader waits for them.
 struct EndAll(Arc<Shared>);
 
 impl Drop for EndAll {
@@ -417,7 +419,7 @@ impl Drop for EndAll {
     }
 }
 
-/// A socket; a harness's needs no registration.
+/// Opened socket; a harness has no registration.
 struct Dialled {
     link: Link,
     registration_id: Option<String>,
@@ -441,7 +443,7 @@ impl From<Attachment> for Dialled {
     }
 }
 
-/// Dials, uses the socket until it is gone, and dials again, until `done` or dialling fails for good.
+/// Dials, uses the socket until it fails, and dials again, until `done` or a fatal dial error.
 async fn keep_socket<D, DF, S>(
     shared: &Shared,
     mut dial: D,
@@ -456,7 +458,7 @@ where
     while !done() {
         let pause = redial.pause(random());
         if !pause.is_zero() {
-            // Not even for none: timers are rounded up to the next millisecond.
+            // Skip a zero pause: timers round up to the next millisecond.
             tokio::time::sleep(pause).await;
         }
         match dial().await {
@@ -495,11 +497,11 @@ fn random() -> u32 {
     u32::from_ne_bytes(bytes)
 }
 
-/// When to dial again.
+/// Schedule of reconnects.
 #[derive(Debug)]
 struct Redial {
     failures: u32,
-    /// How many sockets that worked may still be replaced at once.
+    /// Number of short-lived sockets that may still be replaced without a pause.
     spare: u32,
 }
 
@@ -517,14 +519,15 @@ impl Redial {
         first: Duration::from_millis(50),
         longest: Duration::from_secs(15),
     };
-    /// Sockets that may be lost in a row, each right after it was opened, before that counts as a
-    /// failure: a bad network cuts several, and who types must not wait for the next.
+    /// Number of sockets in a row that may be lost right after they were opened before that counts
+    /// as a failure. A bad network cuts several connections, and an interactive user must not wait
+    /// for the next one.
     const SPARE: u32 = 8;
-    /// What a socket must have lived to make up for one that was lost. Two executors that take each
-    /// other's place do so no more often than that.
+    /// Lifetime of a socket that adds one to the spare count. Two executors that displace each
+    /// other reconnect at most once in this time.
     const REGAIN: Duration = Duration::from_secs(2);
 
-    /// Zero after a socket that worked.
+    /// Returns the pause before the next dial; zero after a socket that worked.
     fn pause(&self, random: u32) -> Duration {
         let Some(failures) = self.failures.checked_sub(1) else {
             return Duration::ZERO;
@@ -537,8 +540,8 @@ impl Redial {
         self.failures = self.failures.saturating_add(1);
     }
 
-    /// A socket was there for so long. When too many die young that counts as a failure, or a
-    /// meeting point that hangs up at once would be dialled without a pause.
+    /// Records how long a socket lived. Too many short-lived sockets count as a failure; otherwise
+    /// a rendezvous server that closes connections immediately would be dialled without a pause.
     fn lived(&mut self, time: Duration) {
         let regained = time.as_millis() / Self::REGAIN.as_millis();
         let regained = u32::try_from(regained).unwrap_or(u32::MAX);
@@ -550,7 +553,7 @@ impl Redial {
     }
 }
 
-/// Moves frames until the socket is gone or `done`; gives the error, if it was one.
+/// Moves frames until the socket fails or `done`; returns the error, if any.
 async fn use_socket(shared: &Shared, link: Link, done: &impl Fn() -> bool) -> Option<LinkError> {
     let Link { incoming, outgoing } = link;
     let socket = Socket {
@@ -564,11 +567,11 @@ async fn use_socket(shared: &Shared, link: Link, done: &impl Fn() -> bool) -> Op
     result.err()
 }
 
-/// What the two halves of one socket tell each other.
+/// State shared by the two halves of one socket.
 struct Socket {
-    /// Something came since this was last asked.
+    /// Data was received since the flag was last read.
     heard: AtomicBool,
-    /// A ping to be answered; a second one replaces it, as the protocol allows.
+    /// Ping to answer; a later ping replaces it, as RFC 6455 allows.
     ping: Mutex<Option<Vec<u8>>>,
 }
 
@@ -643,8 +646,8 @@ async fn write_frames(
         if done() {
             outgoing.push_close(close_code::NORMAL, "");
             outgoing.shutdown().await?;
-            // Hanging up on what is still coming could take our last frames with it; the reader
-            // ends when the other side has.
+            // Closing while data is still arriving resets the connection, which could discard the
+            // last frames. The reader ends when the peer has closed its side.
             tokio::time::sleep(FAREWELL).await;
             return Ok(());
         }
@@ -656,7 +659,7 @@ async fn write_frames(
     }
 }
 
-/// Lets time pass for the endpoint, with or without a socket.
+/// Runs the timers of the endpoint, with or without a socket.
 async fn run_timers(shared: &Shared) -> std::convert::Infallible {
     loop {
         let deadline = {
@@ -674,7 +677,7 @@ async fn run_timers(shared: &Shared) -> std::convert::Infallible {
     }
 }
 
-/// Runs what belongs to single streams: admission, and handing over what was opened.
+/// Runs the tasks of single streams: admission, and delivery of opened streams.
 async fn supervise<A, AF>(
     shared: &Arc<Shared>,
     mut happened: mpsc::UnboundedReceiver<Event>,
@@ -685,7 +688,7 @@ where
     A: Fn(Ask) -> AF,
     AF: Future<Output = Result<(), Reason>> + Send + 'static,
 {
-    // Dropped, and so aborted, with this future.
+    // Tasks are aborted when this future is dropped.
     let mut tasks = JoinSet::new();
     loop {
         tokio::select! {
@@ -696,7 +699,7 @@ where
     }
 }
 
-/// As [`supervise`], for one stream and until it is over.
+/// Like [`supervise`], for one stream and until it has ended.
 async fn supervise_until_idle<A, AF>(
     shared: &Arc<Shared>,
     port: &Port,
@@ -741,7 +744,8 @@ fn handle<A, AF>(
                 authorization,
             });
             let shared = Arc::clone(shared);
-            // Ends when the decision is made; a late one finds no stream.
+            // The task ends with the decision; a late decision is ignored because its stream is
+            // gone.
             tasks.spawn(async move {
                 let decision = decision.await;
                 shared.update(|endpoint, now| match decision {
@@ -780,7 +784,7 @@ fn handle<A, AF>(
     }
 }
 
-/// What a stream's link reads from.
+/// Message source of a stream's link.
 struct FromStream {
     shared: Arc<Shared>,
     port: Arc<Port>,
@@ -789,10 +793,10 @@ struct FromStream {
 
 impl Source for FromStream {
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
-        // There may be something for as long as somebody sends; others want to run too.
+        // A fast sender always has data ready; yield so that other tasks run.
         let operation = ready!(tokio::task::coop::poll_proceed(cx));
         self.port.readable.register(cx.waker());
-        // Before reading: what comes between the two is found by the next turn.
+        // Check this before reading: a message that arrives in between is read by the next poll.
         let closed = self.port.is_closed();
         let read = |endpoint: &mut Endpoint, now| endpoint.read_message(now, self.stream);
         let mut message = self.shared.update(read);
@@ -809,7 +813,7 @@ impl Source for FromStream {
     }
 }
 
-/// What a stream's link writes to; closes the stream when it goes.
+/// Message sink of a stream's link; closes the stream on drop.
 struct ToStream {
     shared: Arc<Shared>,
     port: Arc<Port>,

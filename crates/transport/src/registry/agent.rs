@@ -1,7 +1,7 @@
-//! Agents that sign for themselves.
+//! Agent identity: authenticates registry calls with signatures of an agent's Ed25519 key.
 //!
-//! An agent's identity is a JSON web token that carries an Ed25519 key. With the key a task is
-//! registered once, and every call then bears a signature over agent, task and time.
+//! The identity is a JSON Web Token that contains the key. The key registers a task once; every
+//! call then carries a signature over agent, task and time.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -21,25 +21,25 @@ use crate::secret::Secret;
 use crate::time::timestamp;
 use crate::tls::TlsClientOptions;
 
-/// How long the registration of a task may take.
+/// Time limit for the registration of a task.
 const TASK_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why an agent cannot sign.
+/// Reason why an agent cannot sign.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentIdentityError {
-    /// The token is no identity of an agent. Does not say what is in it.
+    /// The token is not an agent identity. The error does not quote the token.
     #[error("the access token is no agent identity: {0}")]
     Token(&'static str),
-    /// The service that registers tasks cannot be used.
+    /// The task service cannot be reached.
     #[error("cannot register a task for the agent: {0}")]
     Task(#[source] Box<RegistryError>),
-    /// That service does not want to.
+    /// The task service refused the registration.
     #[error("cannot register a task for the agent: {0}")]
     Refused(String),
 }
 
-/// An agent's identity.
+/// Identity of an agent.
 pub struct AgentIdentity {
     runtime_id: String,
     account_id: Option<String>,
@@ -47,7 +47,7 @@ pub struct AgentIdentity {
     key: Ed25519KeyPair,
     service: Url,
     http: Http,
-    /// Registered before the first call.
+    /// Task id, registered before the first call.
     task_id: OnceCell<String>,
 }
 
@@ -81,7 +81,7 @@ struct TaskResponse {
     task_id: Option<String>,
 }
 
-/// Fields in the order in which they must be.
+/// Signed fields, in the required order.
 #[derive(Serialize)]
 struct Assertion<'a> {
     agent_runtime_id: &'a str,
@@ -91,13 +91,13 @@ struct Assertion<'a> {
 }
 
 impl AgentIdentity {
-    /// Reads an identity; tasks are registered at `auth_api`, by way of `proxies`.
+    /// Parses an identity; tasks are registered at `auth_api` through `proxies`.
     ///
-    /// Whether the token is genuine is for the registry to say, which alone knows who signs them.
+    /// Does not verify the token: only the registry knows which issuers to trust.
     ///
     /// # Errors
     ///
-    /// When it is no identity, or there can be no service at that URL.
+    /// If the token is not an agent identity, or the URL of the task service is invalid.
     pub fn new(
         token: &Secret,
         auth_api: &str,
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn times_are_written_as_the_rfc_has_them() {
+    fn signature_times_are_formatted_as_rfc_3339() {
         for (seconds, text) in [
             (0, "1970-01-01T00:00:00Z"),
             (951_782_399, "2000-02-28T23:59:59Z"),
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn assertions_are_signed_over_agent_task_and_time() {
+    fn assertions_sign_agent_task_and_time() {
         let pkcs8 = Ed25519KeyPair::generate_pkcs8(&SystemRandom::new()).unwrap();
         let claims = serde_json::json!({
             "agent_runtime_id": "agent-1",
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_that_are_none_are_not_quoted() {
+    fn invalid_tokens_are_not_quoted_in_errors() {
         let with = |key: &str| {
             token(&serde_json::json!({"agent_runtime_id": "a", "agent_private_key": key}))
         };

@@ -1,4 +1,4 @@
-//! Calls to a registry that are not about one environment: those of whoever looks after it.
+//! Registry calls of administrators (list, revoke, drain).
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use super::proxy::Proxies;
 use super::{RegistryError, RegistryOptions, check_secrecy, parse_base, public, refusal};
 use crate::tls::TlsClientOptions;
 
-/// Bytes of an answer: a list of a hundred thousand environments.
+/// Maximum size of a response in bytes: a list of 100,000 environments.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
-/// A registry, for its admins.
+/// Registry client for administrators.
 #[derive(Debug)]
 pub struct RegistryApi {
     http: Http,
@@ -23,11 +23,11 @@ pub struct RegistryApi {
 }
 
 impl RegistryApi {
-    /// The registry at an `http://` or `https://` URL.
+    /// Creates a client for the registry at an `http://` or `https://` URL.
     ///
     /// # Errors
     ///
-    /// When the URL is of another kind, or our credentials would go to another machine in the clear.
+    /// If the URL has another scheme, or credentials would be sent to another machine without TLS.
     pub fn new(url: &str, options: RegistryOptions) -> Result<Self, RegistryError> {
         let base = parse_base(url)?;
         check_secrecy(&base, &options)?;
@@ -39,26 +39,26 @@ impl RegistryApi {
         })
     }
 
-    /// The registry, for messages: its host and port.
+    /// Returns host and port of the registry, for messages.
     pub fn name(&self) -> &str {
         self.http.name()
     }
 
-    /// Asks for something below the registry's URL, as in `cloud/environments`.
+    /// Sends a GET request for a path below the registry's URL, such as `cloud/environments`.
     ///
     /// # Errors
     ///
-    /// When the registry does not answer, does not want to, or answers nonsense.
+    /// If the registry does not respond, refuses the request, or sends an invalid response.
     pub async fn get(&self, path: &str) -> Result<Value, RegistryError> {
         let (url, headers) = (self.url(path)?, self.auth.headers().await?);
         self.read(path, self.http.get(&url, &headers).await?)
     }
 
-    /// Has the registry do something.
+    /// Sends a POST request with a JSON body.
     ///
     /// # Errors
     ///
-    /// As [`RegistryApi::get`].
+    /// As for [`RegistryApi::get`].
     pub async fn post(&self, path: &str, body: &Value) -> Result<Value, RegistryError> {
         let (url, headers) = (self.url(path)?, self.auth.headers().await?);
         let body = body.to_string().into_bytes();
@@ -84,12 +84,12 @@ impl RegistryApi {
     }
 }
 
-/// Gets a document that anybody may have, from an `http://` or `https://` URL; redirects are not
-/// followed.
+/// Downloads a public document from an `http://` or `https://` URL; does not follow redirects.
 ///
 /// # Errors
 ///
-/// When nobody answers in time, with the document, or it is longer than `limit` bytes.
+/// If the server does not respond in time, does not return the document, or the document is longer
+/// than `limit` bytes.
 pub async fn fetch(
     url: &str,
     tls: TlsClientOptions,

@@ -1,4 +1,4 @@
-//! Who we are to a registry: what goes into the headers of each call.
+//! Credentials sent to a registry.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -11,39 +11,39 @@ use tokio::sync::watch;
 use super::agent::{AgentIdentity, AgentIdentityError};
 use crate::secret::Secret;
 
-/// The header with the credentials.
+/// Header with the credentials.
 const AUTHORIZATION: &str = "authorization";
-/// The header with the account that they are of.
+/// Header with the account of the credentials.
 pub(super) const ACCOUNT: &str = "chatgpt-account-id";
-/// The header that some accounts need.
+/// Header that some accounts require.
 pub(super) const FEDRAMP: &str = "x-openai-fedramp";
 
-/// Bytes of one line of credentials; real ones have a few hundred.
+/// Maximum length of a line of credentials in bytes; real lines have a few hundred.
 pub const MAX_LINE_BYTES: usize = 64 << 10;
 
-/// Who we are.
+/// Credentials for a registry.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum RegistryAuth {
-    /// Nobody in particular, for registries that ask for nothing.
+    /// No credentials, for registries that do not require any.
     Open,
-    /// Whoever has this token.
+    /// Bearer token.
     Bearer {
-        /// The token.
+        /// Token.
         token: Secret,
-        /// The account that it is of, where there are such.
+        /// Account of the token, if the registry has accounts.
         account_id: Option<String>,
     },
-    /// Whoever has the token in this file, which is read for each call: it may be renewed.
+    /// Bearer token in a file, which is read for each call because the token may be renewed.
     BearerFile(PathBuf),
-    /// Whoever was told the newest token; see [`ScopedCredential`].
+    /// Bearer token that is replaced at runtime; see [`ScopedCredential`].
     Scoped(watch::Receiver<Option<ScopedCredential>>),
-    /// Whoever can sign for an agent.
+    /// Signatures of an agent.
     Agent(Arc<AgentIdentity>),
 }
 
 impl RegistryAuth {
-    /// A token, and nothing else.
+    /// Creates credentials from a bearer token alone.
     pub fn bearer(token: impl Into<Secret>) -> Self {
         Self::Bearer {
             token: token.into(),
@@ -51,7 +51,7 @@ impl RegistryAuth {
         }
     }
 
-    /// The headers of one call.
+    /// Returns the credential headers of one call.
     pub(super) async fn headers(&self) -> Result<Vec<(&'static str, Secret)>, CredentialError> {
         match self {
             Self::Open => Ok(Vec::new()),
@@ -75,8 +75,8 @@ impl RegistryAuth {
         }
     }
 
-    /// Whether what a registry answers may be shown: with a token that somebody else handed us, that
-    /// somebody decides who sees what it is good for.
+    /// Returns whether messages may quote the registry's responses. They may not with a scoped
+    /// token: only the program that supplied the token decides who may see what it gives access to.
     pub(super) fn may_show_answers(&self) -> bool {
         !matches!(self, Self::Scoped(_))
     }
@@ -105,22 +105,22 @@ fn read_token(path: &Path) -> Result<Secret, CredentialError> {
     Ok(token)
 }
 
-/// Why there is nothing to show to a registry.
+/// Reason why no credentials can be sent.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CredentialError {
-    /// The file with the token cannot be read.
+    /// The token file cannot be read.
     #[error("cannot read the token in {}: {source}", path.display())]
     File {
-        /// Which.
+        /// Path of the token file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// Nobody has told us a token.
+    /// No credential was received yet.
     #[error("no executor credential has come")]
     Missing,
-    /// The token is too old, and no other has come.
+    /// The last credential has expired and no new one was received.
     #[error("the executor credential has expired")]
     Expired,
     /// The agent cannot sign.
@@ -128,7 +128,7 @@ pub enum CredentialError {
     Agent(#[from] AgentIdentityError),
 }
 
-/// A token for one environment, handed over as a line of JSON: `{"version":1,
+/// Token for one environment, received as a line of JSON: `{"version":1,
 /// "environment_id":"…","token":"…","expires_at":UNIX_SECONDS}`.
 #[derive(Debug, Clone)]
 pub struct ScopedCredential {
@@ -136,20 +136,20 @@ pub struct ScopedCredential {
     expires_at: SystemTime,
 }
 
-/// Why a line is not a credential. Never says what is in the line.
+/// Reason why a line is not a valid credential. Never quotes the line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ScopedCredentialError {
-    /// Not such a line.
+    /// The line does not have the required format.
     #[error("invalid executor credential frame")]
     Invalid,
-    /// Longer than [`MAX_LINE_BYTES`].
+    /// The line is longer than [`MAX_LINE_BYTES`].
     #[error("an executor credential frame is at most {MAX_LINE_BYTES} bytes long")]
     TooLong,
-    /// For somebody else.
+    /// The credential belongs to another environment.
     #[error("the executor credential is for another environment")]
     Environment,
-    /// Of no use any more.
+    /// The credential has expired.
     #[error("the executor credential has expired")]
     Expired,
 }
@@ -164,11 +164,11 @@ struct Line {
 }
 
 impl ScopedCredential {
-    /// Reads a line.
+    /// Parses a line.
     ///
     /// # Errors
     ///
-    /// When it is no credential for this environment that is good at this moment.
+    /// If the line is not a credential for this environment that is valid now.
     pub fn parse(
         line: &str,
         environment_id: &str,
@@ -177,7 +177,7 @@ impl ScopedCredential {
         if line.len() > MAX_LINE_BYTES {
             return Err(ScopedCredentialError::TooLong);
         }
-        // What is wrong with it is not told: the text may be a token.
+        // Drop the parser's error: it could quote the token.
         let line: Line = serde_json::from_str(line).map_err(|_| ScopedCredentialError::Invalid)?;
         let token = Secret::from(line.token);
         if line.version != 1 || token.expose().trim().is_empty() {
@@ -201,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_exactly_what_they_should_be() {
+    fn credential_lines_are_parsed_strictly() {
         let now = UNIX_EPOCH + Duration::from_secs(1000);
         let parse = |line: &str| ScopedCredential::parse(line, "e", now);
         let good = r#"{"version":1,"environment_id":"e","token":"t","expires_at":1001}"#;
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_token_that_expired_is_not_sent() {
+    async fn expired_token_is_not_sent() {
         let line = r#"{"version":1,"environment_id":"e","token":"t","expires_at":1}"#;
         let credential = ScopedCredential::parse(line, "e", UNIX_EPOCH).unwrap();
         let (sender, receiver) = watch::channel(None);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn files_are_read_for_every_call() {
+    async fn token_file_is_read_for_every_call() {
         let path = std::env::temp_dir().join(format!("exec-server-auth-{}", std::process::id()));
         let auth = RegistryAuth::BearerFile(path.clone());
         let error = auth.headers().await.unwrap_err().to_string();

@@ -1,7 +1,6 @@
-//! One request after another to one host.
+//! HTTP/1.1 client for one host with one kept-alive connection.
 //!
-//! Owns the connection, which is kept for the next call. Follows no redirect: whoever has our
-//! credentials must be whom we were told to give them to.
+//! Follows no redirect, because credentials must be sent only to the configured host.
 
 use std::fmt;
 use std::time::Duration;
@@ -24,7 +23,7 @@ use super::{MAX_ANSWER_BYTES, RegistryError};
 use crate::secret::Secret;
 use crate::tls::{self, TlsClientOptions, TlsError};
 
-/// A host that is asked things.
+/// HTTP client for one host.
 pub(super) struct Http {
     secure: bool,
     host: String,
@@ -32,13 +31,14 @@ pub(super) struct Http {
     name: String,
     proxies: Proxies,
     tls: TlsClientOptions,
-    /// Made once: reading the system's certificates takes longer than a call. Made anew when it did
-    /// not work: certificates are exchanged while we run.
+    /// TLS connector, created on first use because loading the system certificates takes longer
+    /// than a call. Created again after a failed handshake, because the certificate files may have
+    /// been replaced.
     connector: Mutex<Option<TlsConnector>>,
     timeout: Duration,
-    /// Bytes of an answer that are read.
+    /// Maximum size of a response body in bytes.
     max_answer: usize,
-    /// A connection that nobody uses at the moment.
+    /// Idle connection from an earlier call.
     idle: Mutex<Option<SendRequest<Full<Bytes>>>>,
 }
 
@@ -52,7 +52,7 @@ impl fmt::Debug for Http {
 }
 
 impl Http {
-    /// For the host of a URL that has one.
+    /// Creates a client for the host of a URL; the URL must have a host.
     pub(super) fn new(
         url: &Url,
         tls: TlsClientOptions,
@@ -78,18 +78,18 @@ impl Http {
         }
     }
 
-    /// The same, with answers of up to `bytes`.
+    /// Sets the maximum size of a response body.
     pub(super) fn reading(mut self, bytes: usize) -> Self {
         self.max_answer = bytes;
         self
     }
 
-    /// Host and port.
+    /// Returns host and port.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Sends JSON; the status and body of the answer.
+    /// Sends a POST request with a JSON body; returns status and body of the response.
     pub(super) async fn post(
         &self,
         url: &Url,
@@ -99,7 +99,7 @@ impl Http {
         self.call(Method::POST, url, headers, body).await
     }
 
-    /// Asks; the status and body of the answer.
+    /// Sends a GET request; returns status and body of the response.
     pub(super) async fn get(
         &self,
         url: &Url,
@@ -120,7 +120,8 @@ impl Http {
             let idle = self.idle.lock().take();
             if let Some(mut connection) = idle
                 && connection.ready().await.is_ok()
-                // It may have been closed while it lay about; a new one tells.
+                // The server may have closed the idle connection; after an error, retry on a new
+                // one.
                 && let Ok(answer) = self
                     .send(&mut connection, &method, url, headers, &body)
                     .await
@@ -168,7 +169,7 @@ impl Http {
         for (name, value) in headers {
             let value = Zeroizing::new(value.expose().as_bytes().to_vec());
             let mut value = HeaderValue::from_bytes(&value).map_err(|_| {
-                // The value may be a token; only the name is told.
+                // The value may be a token, so the error contains only the header name.
                 RegistryError::Protocol {
                     registry: self.name.clone(),
                     reason: format!("`{name}` would hold characters that no header can carry"),
@@ -205,7 +206,7 @@ impl Http {
         }
     }
 
-    /// For this host and for where it sends us.
+    /// Returns the TLS connector for this host and for the websocket URLs that it returns.
     pub(super) fn connector(&self) -> Result<TlsConnector, TlsError> {
         if let Some(connector) = &*self.connector.lock() {
             return Ok(connector.clone());
@@ -214,7 +215,8 @@ impl Http {
         Ok(self.connector.lock().insert(made).clone())
     }
 
-    /// The certificates did not fit; others may lie there by now.
+    /// Discards the TLS connector after a failed handshake; the next call loads the certificates
+    /// again.
     pub(super) fn forget_connector(&self) {
         self.connector.lock().take();
     }
@@ -249,7 +251,7 @@ impl Http {
         let (sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| self.unreachable(error))?;
-        // Ends when the sender is dropped, or the other side hangs up.
+        // The task ends when the sender is dropped or the server closes the connection.
         tokio::spawn(async move {
             if let Err(error) = connection.await {
                 tracing::debug!(%error, "the connection to the registry ended");

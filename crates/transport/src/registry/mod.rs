@@ -1,7 +1,7 @@
-//! The calls to a registry: register, connect, validate.
+//! Registry client: the calls register, connect and validate.
 //!
-//! Owns URLs, HTTP and what its errors mean. Who we are is in [`auth`]; what the answers are good
-//! for is known to whoever asks.
+//! Builds URLs, sends HTTP requests and classifies errors. [`auth`] provides the credentials; the
+//! callers interpret the results.
 
 mod agent;
 pub mod api;
@@ -35,42 +35,42 @@ use http::Http;
 pub use agent::{AgentIdentity, AgentIdentityError};
 pub use proxy::Proxies;
 
-/// The code of a 409 while no executor is attached.
+/// Error code of status 409 while no executor is attached.
 pub const ENVIRONMENT_OFFLINE: &str = "environment_offline";
 
-/// Bytes of an answer that are read; real ones have about two thousand.
+/// Maximum size of a response in bytes; real responses have about 2,000.
 const MAX_ANSWER_BYTES: usize = 64 << 10;
 
-/// Characters of an answer that are shown when it is no JSON.
+/// Maximum number of characters of a non-JSON response that an error shows.
 const SHOWN_CHARS: usize = 4096;
 
-/// Places of one registry that are known at a time.
+/// Maximum number of base URLs known for one registry.
 const MAX_PLACES: usize = 8;
 
-/// How long a place may take while there is another.
+/// Time limit for one base URL while there is another to try.
 const HURRY: Duration = Duration::from_secs(3);
 
-/// The header that tells a registry for which stream it is asked.
+/// Header with the id of the stream that a call belongs to.
 const STREAM_ID_HEADER: &str = "x-codex-noise-stream-id";
 
-/// How to reach a registry.
+/// Options of a registry client.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RegistryOptions {
-    /// Who we are.
+    /// Credentials.
     pub auth: RegistryAuth,
-    /// Whom to believe behind an `https://` URL.
+    /// TLS options for `https://` URLs.
     pub tls: TlsClientOptions,
-    /// Who stands between us and the registry, or its meeting point.
+    /// Proxies for the registry and its rendezvous server.
     pub proxies: Proxies,
-    /// For each call, name lookup and connection included.
+    /// Time limit of each call, including name lookup and connection.
     pub timeout: Duration,
-    /// Whether credentials may go to other machines without TLS.
+    /// Whether credentials may be sent to other machines without TLS.
     pub danger_plain_http: bool,
 }
 
 impl RegistryOptions {
-    /// The defaults, for these credentials.
+    /// Creates the default options with these credentials.
     pub fn new(auth: RegistryAuth) -> Self {
         Self {
             auth,
@@ -82,71 +82,71 @@ impl RegistryOptions {
     }
 }
 
-/// Why a call to a registry has no result.
+/// Reason why a registry call failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RegistryError {
-    /// The URL cannot be one of a registry.
+    /// The URL is not valid for a registry.
     #[error("`{url}` is no registry: {reason}")]
     Url {
-        /// As given, without what may be secret in it.
+        /// URL as given, without parts that may be secret.
         url: String,
-        /// What is wrong with it.
+        /// What is wrong with the URL.
         reason: &'static str,
     },
-    /// No environment can have this id.
+    /// The environment id is invalid.
     #[error("`{0}` is no environment id: it must not be empty")]
     EnvironmentId(String),
-    /// There are no credentials, or none that are good now.
+    /// There are no credentials, or they are not valid now.
     #[error(transparent)]
     Credential(#[from] CredentialError),
-    /// Our own certificates cannot be used.
+    /// The configured certificates cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The registry cannot be reached, or hung up.
+    /// The registry cannot be reached or closed the connection.
     #[error("cannot reach the registry {registry}: {reason}")]
     Unreachable {
-        /// Its host and port.
+        /// Host and port of the registry.
         registry: String,
-        /// What went wrong.
+        /// Cause.
         reason: String,
     },
-    /// No answer came in time.
+    /// The registry did not respond in time.
     #[error("no answer from the registry {registry} within {timeout:?}")]
     Timeout {
-        /// Its host and port.
+        /// Host and port of the registry.
         registry: String,
-        /// How long we waited.
+        /// Time limit that expired.
         timeout: Duration,
     },
-    /// The registry does not accept our credentials.
+    /// The registry does not accept the credentials.
     #[error("the registry {registry} refused us: HTTP {status}{}", shown(.message))]
     Auth {
-        /// Its host and port.
+        /// Host and port of the registry.
         registry: String,
-        /// 401 or 403.
+        /// Status 401 or 403.
         status: u16,
-        /// What it said.
+        /// Message of the registry.
         message: String,
     },
-    /// The registry answered with an error.
+    /// The registry returned another error status.
     #[error("the registry {registry} answered HTTP {status}{}", shown(.message))]
     Status {
-        /// Its host and port.
+        /// Host and port of the registry.
         registry: String,
-        /// The HTTP status.
+        /// HTTP status.
         status: u16,
-        /// For programs.
+        /// Machine-readable error code.
         code: Option<String>,
-        /// For people.
+        /// Human-readable message.
         message: String,
     },
-    /// The registry's answer makes no sense.
+    /// The registry's response is invalid.
     #[error("the registry {registry} broke the protocol: {reason}")]
     Protocol {
-        /// Its host and port.
+        /// Host and port of the registry.
         registry: String,
-        /// What is wrong.
+        /// What is wrong with the response.
         reason: String,
     },
 }
@@ -159,8 +159,8 @@ fn shown(message: &str) -> String {
 }
 
 impl RegistryError {
-    /// Whether the registry is away rather than of another opinion: nobody answered, or somebody who
-    /// could not.
+    /// Returns whether the registry is unavailable: it did not respond, or it reported a timeout, a
+    /// rate limit (429) or an internal failure.
     pub fn is_outage(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Timeout { .. } => true,
@@ -169,31 +169,32 @@ impl RegistryError {
         }
     }
 
-    /// Whether the same call may succeed a little later without anyone's help.
+    /// Returns whether the same call may succeed later without a change of configuration.
     pub fn is_retryable(&self) -> bool {
         self.is_outage() || self.is_offline()
     }
 
-    /// Whether no executor is attached.
+    /// Returns whether no executor is attached.
     pub fn is_offline(&self) -> bool {
         matches!(self, Self::Status { status: 409, code: Some(code), .. } if code == ENVIRONMENT_OFFLINE)
     }
 }
 
-/// One place that answers the calls of a registry.
+/// One base URL that serves the calls of a registry.
 #[derive(Debug)]
 struct Place {
     http: Http,
-    /// `…/cloud/environment/ID/`.
+    /// URL that ends in `/cloud/environment/ID/`.
     base: Url,
 }
 
-/// One environment of a registry.
+/// Client for one environment of a registry.
 #[derive(Debug)]
 pub struct Registry {
-    /// The one that we were told.
+    /// Base URL from the configuration.
     told: Arc<Place>,
-    /// Where to ask, the best first: the one that answered last, then the others that it named.
+    /// Base URLs in the order of use: first the one that responded last, then the others that it
+    /// returned.
     places: Mutex<Vec<Arc<Place>>>,
     environment_id: String,
     options: RegistryOptions,
@@ -206,7 +207,7 @@ impl Place {
         options: &RegistryOptions,
     ) -> Result<Self, RegistryError> {
         let base = parse_base(url)?;
-        // The two that a URL would make something else of.
+        // URL parsing removes the path segments `.` and `..`.
         if matches!(environment_id, "" | "." | "..") {
             return Err(RegistryError::EnvironmentId(environment_id.to_owned()));
         }
@@ -238,11 +239,12 @@ impl Place {
 }
 
 impl Registry {
-    /// An environment of the registry at an `http://` or `https://` URL.
+    /// Creates a client for an environment of the registry at an `http://` or `https://` URL.
     ///
     /// # Errors
     ///
-    /// When the URL is of another kind, or our credentials would go to another machine in the clear.
+    /// If the URL has another scheme, the environment id is invalid, or credentials would be sent
+    /// to another machine without TLS.
     pub fn new(
         url: &str,
         environment_id: &str,
@@ -258,22 +260,22 @@ impl Registry {
         })
     }
 
-    /// The environment.
+    /// Returns the environment id.
     pub fn environment_id(&self) -> &str {
         &self.environment_id
     }
 
-    /// The registry, for messages: its host and port.
+    /// Returns host and port of the registry, for messages.
     pub fn name(&self) -> &str {
         self.told.http.name()
     }
 
-    /// Takes note of the other places that the registry named. One that would get our credentials
-    /// with less protection is left out.
+    /// Stores the other base URLs that the registry returned. Skips URLs without TLS if the
+    /// configured URL uses TLS, because they would receive the credentials.
     fn learn(&self, others: &[String]) {
         let mut places = self.places.lock();
         let mut learned = Vec::new();
-        // The one that named them has just answered.
+        // The first entry has just responded.
         learned.extend(places.first().cloned());
         let mut add = |place: Arc<Place>| {
             let known = learned.iter().any(|known| known.base == place.base);
@@ -293,7 +295,7 @@ impl Registry {
         *places = learned;
     }
 
-    /// Asks this place first from now on.
+    /// Moves this base URL to the front.
     fn prefer(&self, place: &Arc<Place>) {
         let mut places = self.places.lock();
         if let Some(at) = places.iter().position(|known| Arc::ptr_eq(known, place)) {
@@ -301,11 +303,11 @@ impl Registry {
         }
     }
 
-    /// An executor says that it is there.
+    /// Registers an executor.
     ///
     /// # Errors
     ///
-    /// When the registry does not answer, does not want to, or answers nonsense.
+    /// If the registry does not respond, refuses the call, or sends an invalid response.
     pub async fn register(
         &self,
         key: &PublicKey,
@@ -324,11 +326,12 @@ impl Registry {
         Ok(answer)
     }
 
-    /// A harness asks for a way to the executor; the answer is good for one connection.
+    /// Requests a connection to the executor for a harness; the response is valid for one
+    /// connection.
     ///
     /// # Errors
     ///
-    /// As [`Registry::register`]; [`RegistryError::is_offline`] while no executor is there.
+    /// As for [`Registry::register`]; [`RegistryError::is_offline`] while no executor is attached.
     pub async fn connect(&self, key: &PublicKey) -> Result<ConnectResponse, RegistryError> {
         let request = ConnectRequest {
             harness_public_key: key.clone(),
@@ -341,11 +344,11 @@ impl Registry {
         Ok(answer)
     }
 
-    /// An executor asks whether a harness may come in.
+    /// Asks the registry whether to admit a harness, on behalf of an executor.
     ///
     /// # Errors
     ///
-    /// As [`Registry::register`].
+    /// As for [`Registry::register`].
     pub async fn validate(
         &self,
         stream_id: &str,
@@ -363,16 +366,17 @@ impl Registry {
         Ok(answer.valid)
     }
 
-    /// Opens a websocket to where the registry said, by the same proxies and with the same
+    /// Opens a websocket to a URL that the registry returned, with the same proxies and
     /// certificates. The URL is a credential; errors show it without its query.
     ///
     /// # Errors
     ///
-    /// When it is none of a websocket, nobody answers in time, or the websocket is refused.
+    /// If the URL is not a websocket URL, the server does not answer in time, or it refuses the
+    /// websocket.
     pub async fn dial(&self, url: &str, timeout: Duration) -> Result<Link, ConnectError> {
         let shown =
             || Url::parse(url).map_or_else(|_| "(not a URL)".to_owned(), |url| public(&url));
-        // A registry must not choose a socket of this machine.
+        // A registry must not select a Unix socket of this machine.
         if !url.starts_with("ws://") && !url.starts_with("wss://") {
             return Err(ConnectError::Url {
                 url: shown(),
@@ -405,12 +409,12 @@ impl Registry {
         outcome
     }
 
-    /// As [`Registry::dial`], at the first of several addresses behind which somebody takes us in. An
-    /// address that is refused for what it is (4xx) would be refused elsewhere too.
+    /// Like [`Registry::dial`], for several addresses: returns the first websocket that opens.
+    /// Stops at a status 4xx, because every other address would refuse the same request.
     ///
     /// # Errors
     ///
-    /// Of the last that was tried.
+    /// The error of the last address that was tried.
     pub async fn dial_any(
         &self,
         url: &str,
@@ -420,7 +424,7 @@ impl Registry {
         let mut rest = others.iter().take(MAX_PLACES).peekable();
         let mut url = url;
         loop {
-            // With another to try, nobody is waited for long.
+            // Use a short time limit while there is another address to try.
             let patience = match rest.peek() {
                 Some(_) => timeout.min(HURRY),
                 None => timeout,
@@ -451,7 +455,8 @@ impl Registry {
     ) -> Result<T, RegistryError> {
         let mut all = self.options.auth.headers().await?;
         for &(name, value) in headers {
-            // A stream id may be any text, a header may not; without it the call means the same.
+            // A stream id may be any text, a header value may not. The header is optional, so omit
+            // it then.
             if value.bytes().all(|byte| byte.is_ascii_graphic()) {
                 all.push((name, Secret::from(value)));
             }
@@ -472,7 +477,7 @@ impl Registry {
         Err(refusal(name, auth, status, &answer))
     }
 
-    /// Asks one place after the other until one answers that is not in trouble itself.
+    /// Sends a call to one base URL after another until one responds without a server error.
     async fn post(
         &self,
         action: &str,
@@ -491,7 +496,7 @@ impl Registry {
             let post = place.http.post(&url, headers, body.to_vec());
             let outcome = match &next {
                 None => post.await,
-                // With another to ask, nobody is waited for long.
+                // Use a short time limit while there is another base URL to try.
                 Some(_) => match tokio::time::timeout(HURRY, post).await {
                     Ok(outcome) => outcome,
                     Err(_) => Err(RegistryError::Timeout {
@@ -547,7 +552,7 @@ impl Registry {
     }
 }
 
-/// What an answer means that is not a result.
+/// Converts a response with an error status into an error.
 fn refusal(registry: &str, auth: &RegistryAuth, status: u16, answer: &[u8]) -> RegistryError {
     let registry = registry.to_owned();
     let (code, mut message) = match serde_json::from_slice::<ErrorResponse>(answer) {
@@ -578,7 +583,7 @@ fn refusal(registry: &str, auth: &RegistryAuth, status: u16, answer: &[u8]) -> R
     }
 }
 
-/// Credentials go to other machines in the clear only when that was wanted.
+/// Refuses to send credentials to another machine without TLS, unless the options allow it.
 fn check_secrecy(base: &Url, options: &RegistryOptions) -> Result<(), RegistryError> {
     if base.scheme() == "http"
         && !is_loopback(base)
@@ -593,7 +598,7 @@ fn check_secrecy(base: &Url, options: &RegistryOptions) -> Result<(), RegistryEr
     Ok(())
 }
 
-/// What another machine said, without what a terminal would obey.
+/// Replaces control characters, which a terminal would interpret, in a text from another machine.
 fn visible(text: &str) -> String {
     text.trim()
         .chars()
@@ -621,7 +626,7 @@ fn parse_base(text: &str) -> Result<Url, RegistryError> {
     Ok(url)
 }
 
-/// A URL that can be shown: without its query, which may be a signature, and without passwords.
+/// Formats a URL for display: without its query, which may be a signature, and without passwords.
 pub fn public(url: &Url) -> String {
     let mut url = url.clone();
     url.set_query(None);
@@ -640,10 +645,10 @@ fn is_loopback(url: &Url) -> bool {
     }
 }
 
-/// An environment by one text: `registry://HOST[:PORT][/PREFIX]/ENVIRONMENT`.
+/// URL of an environment: `registry://HOST[:PORT][/PREFIX]/ENVIRONMENT`.
 ///
-/// `registry:` means TLS, except on this machine itself; `registry+http:` and `registry+https:` say
-/// it.
+/// `registry:` uses TLS, except for this machine itself; `registry+http:` and `registry+https:`
+/// select the protocol.
 ///
 /// ```
 /// use exec_server_transport::registry::RegistryUrl;
@@ -659,17 +664,17 @@ pub struct RegistryUrl {
     environment_id: String,
 }
 
-/// Not an environment's URL.
+/// Error for a text that is not the URL of an environment.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` names no environment; expected registry://HOST[:PORT]/ENVIRONMENT")]
 pub struct RegistryUrlParseError(String);
 
 impl RegistryUrl {
-    /// An environment of the registry at an `http://` or `https://` URL.
+    /// Creates the URL of an environment from its registry's `http://` or `https://` URL.
     ///
     /// # Errors
     ///
-    /// When the URL is no registry's, or no environment can have this id.
+    /// If the URL is not valid for a registry, or the environment id is invalid.
     pub fn new(registry_url: &str, environment_id: &str) -> Result<Self, RegistryError> {
         let base = parse_base(registry_url)?;
         let environment_id = environment_id.trim();
@@ -682,19 +687,19 @@ impl RegistryUrl {
         })
     }
 
-    /// Whether a text looks like one, right or wrong.
+    /// Returns whether a text has the scheme of an environment URL, valid or not.
     pub fn matches(text: &str) -> bool {
         ["registry://", "registry+http://", "registry+https://"]
             .iter()
             .any(|scheme| text.starts_with(scheme))
     }
 
-    /// Where the registry is: `http://…` or `https://…`.
+    /// Returns the URL of the registry: `http://…` or `https://…`.
     pub fn registry_url(&self) -> &str {
         &self.registry_url
     }
 
-    /// The environment.
+    /// Returns the environment id.
     pub fn environment_id(&self) -> &str {
         &self.environment_id
     }

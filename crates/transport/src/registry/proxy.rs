@@ -1,7 +1,7 @@
-//! The way to a registry and its meeting point: straight, or through the proxy that stands before it.
+//! Proxy selection for registry and rendezvous connections.
 //!
-//! Whatever is asked for, the proxy is asked for a tunnel: it carries bytes and sees a host and a
-//! port. Knows nothing of what is said through it.
+//! Every connection uses a tunnel, so the proxy sees the host, the port and the bytes, but no HTTP
+//! requests. Does not depend on the protocol in the tunnel.
 
 use std::fmt;
 use std::io;
@@ -20,27 +20,27 @@ use zeroize::Zeroizing;
 use crate::http::{Kind, read_head};
 use crate::tcp;
 
-/// Which proxy stands before which host; none before this machine itself.
+/// Proxies by host; connections to this machine itself never use one.
 ///
-/// `http://` proxies are asked with `CONNECT`, `socks5://` and `socks5h://` ones by their protocol.
+/// `http://` proxies receive a `CONNECT` request; `socks5://` and `socks5h://` proxies use SOCKS 5.
 #[derive(Clone, Default)]
 pub struct Proxies(Option<Arc<Matcher>>);
 
 impl fmt::Debug for Proxies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The URL of a proxy may hold a password.
+        // The URL of a proxy may contain a password.
         f.debug_tuple("Proxies").field(&self.0.is_some()).finish()
     }
 }
 
 impl Proxies {
-    /// None before any host.
+    /// Creates a selection without any proxy.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// As the variables `https_proxy`, `http_proxy`, `all_proxy` and `no_proxy` say, or the same in
-    /// capitals; `variable` looks one up.
+    /// Reads the proxies from the variables `https_proxy`, `http_proxy`, `all_proxy` and
+    /// `no_proxy`, in lower or upper case; `variable` returns the value of one.
     pub fn of_variables(variable: impl Fn(&str) -> Option<String>) -> Self {
         let value = |name: &str| {
             let lower = variable(name).filter(|value| !value.is_empty());
@@ -83,7 +83,8 @@ impl Proxies {
         Ok(matcher.intercept(&uri).map(|proxy| (proxy, uri)))
     }
 
-    /// A connection to a host, however it is reached; `secure` says what it is for.
+    /// Connects to a host, directly or through its proxy; `secure` says whether TLS will be used
+    /// and selects the proxy.
     pub(crate) async fn connect(
         &self,
         secure: bool,
@@ -127,7 +128,8 @@ async fn through(proxy: &Intercept, target: &Uri) -> io::Result<TcpStream> {
             stream.write_all(request.as_bytes()).await?;
             let head = read_head(&mut stream, Kind::Response).await?;
             match head.status {
-                // Whoever is behind it speaks when it was spoken to.
+                // In both TLS and HTTP the client sends first, so the server cannot have sent
+                // anything yet.
                 200..300 if head.rest.is_empty() => Ok(stream),
                 200..300 => Err(failed(&"it spoke before it was asked")),
                 status => Err(failed(&format!(
@@ -163,7 +165,8 @@ mod tests {
         Proxies::of_variables(|name| variables.get(name).cloned())
     }
 
-    /// A proxy that answers the first request with this; what it was asked.
+    /// Starts a proxy that sends this response to the first request; returns its address and the
+    /// received request.
     async fn proxy(answer: &'static [u8]) -> (String, tokio::task::JoinHandle<String>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -182,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_address_has_its_proxy_and_some_have_none() {
+    fn proxy_is_selected_by_scheme_and_host() {
         let proxies = proxies(&[
             ("https_proxy", "http://secure.test:1".to_owned()),
             ("ALL_PROXY", "socks5h://all.test:2".to_owned()),
@@ -205,7 +208,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_tunnel_is_asked_for_with_name_and_password() {
+    async fn tunnel_request_contains_proxy_credentials() {
         let (address, asked) = proxy(b"HTTP/1.1 200 Connection established\r\n\r\n").await;
         let proxies = proxies(&[("HTTPS_PROXY", format!("http://me:secret@{address}"))]);
         assert!(!format!("{proxies:?}").contains("secret"));
@@ -225,7 +228,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_proxy_that_refuses_is_named_without_its_password() {
+    async fn refusal_by_a_proxy_is_reported_without_its_password() {
         for (answer, part) in [
             (&b"HTTP/1.1 407 No\r\n\r\n"[..], "HTTP 407"),
             (b"HTTP/1.1 200 OK\r\n\r\nhello", "before it was asked"),

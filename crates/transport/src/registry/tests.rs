@@ -6,14 +6,14 @@ use tokio::net::TcpListener;
 use super::*;
 use crate::http::{Kind, read_head};
 
-/// A registry that gives the answers it was told to, and keeps what it was asked.
+/// Test registry that sends prepared responses and records the requests.
 struct Scripted {
     url: String,
     asked: tokio::task::JoinHandle<Vec<(crate::http::Head, Value)>>,
 }
 
 impl Scripted {
-    /// Each inner list is one connection.
+    /// Starts the registry; each inner list has the responses of one connection.
     async fn new(connections: Vec<Vec<(u16, String)>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -58,7 +58,7 @@ fn registered() -> Value {
 }
 
 #[tokio::test]
-async fn calls_have_the_form_of_the_contract_and_share_a_connection() {
+async fn calls_follow_the_contract_and_share_a_connection() {
     let valid = |valid: bool| (200, json!({"valid": valid}).to_string());
     let answers = vec![(201, registered().to_string()), valid(true), valid(false)];
     let scripted = Scripted::new(vec![answers]).await;
@@ -90,7 +90,7 @@ async fn calls_have_the_form_of_the_contract_and_share_a_connection() {
 }
 
 #[tokio::test]
-async fn errors_say_whether_to_try_again() {
+async fn each_error_status_says_whether_it_is_retryable() {
     let offline = json!({"error": {"code": "environment_offline", "message": "no\u{1b}[31m"}});
     let other = json!({"error": {"code": "conflict", "message": null}});
     let cases = vec![
@@ -131,7 +131,7 @@ async fn errors_say_whether_to_try_again() {
 }
 
 #[tokio::test]
-async fn answers_about_something_else_are_refused() {
+async fn responses_about_another_environment_are_refused() {
     let with = |name: &str, value: &str| {
         let mut answer = registered();
         answer[name] = json!(value);
@@ -155,7 +155,7 @@ async fn answers_about_something_else_are_refused() {
 }
 
 #[tokio::test]
-async fn a_connection_that_was_closed_meanwhile_costs_nothing() {
+async fn call_on_a_closed_idle_connection_is_retried() {
     let answer = || (200, registered().to_string());
     let scripted = Scripted::new(vec![vec![answer()], vec![answer()]]).await;
     let registry = scripted.registry();
@@ -166,7 +166,7 @@ async fn a_connection_that_was_closed_meanwhile_costs_nothing() {
 }
 
 #[tokio::test]
-async fn silence_ends_in_time() {
+async fn silent_registry_times_out() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let mut options = RegistryOptions::new(RegistryAuth::Open);
@@ -178,7 +178,7 @@ async fn silence_ends_in_time() {
 }
 
 #[test]
-fn credentials_do_not_leave_the_machine_in_the_clear() {
+fn credentials_are_not_sent_without_tls() {
     let new = |url: &str, auth, danger| {
         let mut options = RegistryOptions::new(auth);
         options.danger_plain_http = danger;
@@ -214,7 +214,7 @@ fn credentials_do_not_leave_the_machine_in_the_clear() {
 }
 
 #[test]
-fn environments_are_read_as_they_are_written() {
+fn environment_urls_parse_and_format_unchanged() {
     for (text, registry, environment) in [
         ("registry://meet.example/env", "https://meet.example", "env"),
         (
@@ -249,7 +249,7 @@ fn environments_are_read_as_they_are_written() {
 }
 
 #[tokio::test]
-async fn urls_of_meeting_points_are_not_shown_whole_and_lead_to_no_local_socket() {
+async fn dial_errors_hide_the_url_query_and_unix_urls_are_refused() {
     let options = RegistryOptions::new(RegistryAuth::Open);
     let registry = Registry::new("http://127.0.0.1:1", "e", options).unwrap();
     let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();

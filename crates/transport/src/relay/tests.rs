@@ -7,7 +7,8 @@ use exec_server_relay::noise::Identity;
 use super::*;
 use crate::frame::Role;
 
-/// A meeting point of a few lines: one executor, any number of harnesses, sockets that can be cut.
+/// Minimal rendezvous server: one executor, any number of harnesses, and sockets that a test can
+/// cut.
 #[derive(Default)]
 struct Meeting {
     routes: Mutex<Routes>,
@@ -18,7 +19,7 @@ struct Meeting {
 struct Routes {
     executor: Option<mpsc::Sender<Vec<u8>>>,
     harnesses: HashMap<String, mpsc::Sender<Vec<u8>>>,
-    /// One for each socket: cuts it.
+    /// One entry for each socket; a notification cuts it.
     cuts: Vec<(bool, Arc<Notify>)>,
 }
 
@@ -105,7 +106,7 @@ impl Meeting {
         }
     }
 
-    /// Cuts all sockets of one side; how many there were.
+    /// Cuts all sockets of one side; returns how many there were.
     fn cut(&self, executor: bool) -> usize {
         let mut routes = self.routes.lock();
         let cut: Vec<_> = routes
@@ -191,7 +192,7 @@ impl Stage {
         authorization: &str,
         limits: Limits,
     ) -> Result<RelayStream, OpenError> {
-        // The executor may not have dialled yet; a harness would hear that from the registry.
+        // Wait for the executor to dial; in production the registry reports an offline executor.
         while self.meeting.routes.lock().executor.is_none() {
             tokio::task::yield_now().await;
         }
@@ -228,7 +229,7 @@ async fn receive(link: &mut Incoming) -> Option<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn many_streams_share_the_executors_socket() {
+async fn many_streams_share_one_executor_socket() {
     let mut stage = Stage::new();
     let mut pairs = Vec::new();
     for _ in 0..5 {
@@ -247,7 +248,7 @@ async fn many_streams_share_the_executors_socket() {
 }
 
 #[tokio::test]
-async fn a_harness_that_may_not_is_told_why() {
+async fn refused_harness_receives_the_reason() {
     let stage = Stage::new();
     let refused = stage.open_with("bad", Limits::default()).await;
     assert!(matches!(
@@ -257,7 +258,7 @@ async fn a_harness_that_may_not_is_told_why() {
 }
 
 #[tokio::test]
-async fn both_ends_hear_of_the_end_after_everything_was_delivered() {
+async fn both_ends_report_the_end_after_all_messages_are_delivered() {
     let mut stage = Stage::new();
     let (mut here, mut there) = stage.open().await;
     for n in 0..100_u8 {
@@ -273,7 +274,7 @@ async fn both_ends_hear_of_the_end_after_everything_was_delivered() {
     assert_eq!(ended.await, Reason::Closed);
 }
 
-/// Sends numbered messages while sockets are cut, and checks each one.
+/// Sends numbered messages while sockets are cut, and checks each message.
 async fn survive(cut_executor: bool) {
     const COUNT: u32 = 400;
     let mut stage = Stage::new();
@@ -303,17 +304,17 @@ async fn survive(cut_executor: bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_survives_the_sockets_of_its_harness() {
+async fn stream_survives_loss_of_harness_sockets() {
     survive(false).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_survives_the_sockets_of_its_executor() {
+async fn stream_survives_loss_of_executor_sockets() {
     survive(true).await;
 }
 
 #[tokio::test]
-async fn a_compatible_stream_ends_with_its_socket() {
+async fn stream_without_acknowledgements_ends_with_its_socket() {
     let mut stage = Stage::new();
     let mut limits = Limits::default();
     limits.acknowledge = false;
@@ -327,7 +328,7 @@ async fn a_compatible_stream_ends_with_its_socket() {
 }
 
 #[tokio::test]
-async fn a_reader_that_does_not_read_stops_its_sender_and_nobody_else() {
+async fn reader_that_stops_blocks_only_its_own_sender() {
     let mut stage = Stage::new();
     let (mut slow, mut slow_there) = stage.open().await;
     let (mut quick, mut quick_there) = stage.open().await;
@@ -362,7 +363,7 @@ async fn a_reader_that_does_not_read_stops_its_sender_and_nobody_else() {
 }
 
 #[test]
-fn pauses_grow_and_a_good_socket_is_forgotten_at_once() {
+fn pauses_grow_and_a_long_lived_socket_resets_them() {
     let mut redial = Redial::default();
     assert_eq!(redial.pause(0), Duration::ZERO);
     let mut pauses = Vec::new();
@@ -377,7 +378,7 @@ fn pauses_grow_and_a_good_socket_is_forgotten_at_once() {
     );
     redial.lived(Duration::from_secs(10));
     assert_eq!(redial.pause(0), Duration::ZERO);
-    // A few that are cut at once are replaced at once; not any number of them.
+    // A limited number of short-lived sockets is replaced without a pause.
     for _ in 1..Redial::SPARE {
         redial.lived(Duration::ZERO);
         assert_eq!(redial.pause(0), Duration::ZERO);

@@ -1,4 +1,4 @@
-//! The dialling side: whom to believe.
+//! TLS client configuration: roots, CA file, pin, client certificate.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,20 +12,20 @@ use tokio_rustls::TlsConnector;
 
 use super::{Pin, TlsError, certificates, private_key, provider};
 
-/// Whom to believe when dialling `wss://`, and who to say we are.
+/// TLS options for `wss://` connections: trusted servers and the client's own certificate.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct TlsClientOptions {
-    /// The server's key must be this one. Without `ca_file`, nothing else is asked of its
-    /// certificate: neither its name nor its dates.
+    /// Required public key of the server. Without `ca_file`, nothing else of its certificate is
+    /// checked, neither the name nor the dates.
     pub pin: Option<Pin>,
-    /// Certificate authorities (PEM) to trust instead of those of the system.
+    /// Certificate authorities (PEM) to trust instead of the system's.
     pub ca_file: Option<PathBuf>,
-    /// A certificate (PEM, with its chain) and its key for servers that want one.
+    /// Client certificate (PEM, with its chain) and its key, for servers that require one.
     pub identity: Option<(PathBuf, PathBuf)>,
 }
 
-/// What opens a TLS connection with these options.
+/// Creates a TLS connector with these options.
 pub(crate) fn connector(options: &TlsClientOptions) -> Result<TlsConnector, TlsError> {
     let provider = provider();
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
@@ -93,11 +93,11 @@ fn system_roots() -> Result<RootCertStore, TlsError> {
     Ok(roots)
 }
 
-/// Believes whoever proves to hold one key.
+/// Certificate verifier that accepts only the pinned public key.
 #[derive(Debug)]
 struct Pinned {
     pin: Pin,
-    /// What else must hold.
+    /// Verifier for the certificate chain, if one is configured.
     inner: Option<Arc<WebPkiServerVerifier>>,
     provider: Arc<CryptoProvider>,
 }

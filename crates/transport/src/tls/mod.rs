@@ -1,6 +1,6 @@
 //! TLS for websockets: certificates, keys and pins.
 //!
-//! Owns how files become configurations of the TLS library. Knows no socket and no listener.
+//! Builds configurations of the TLS library from files. Does not open sockets.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -23,52 +23,52 @@ pub use client::TlsClientOptions;
 pub(crate) use client::connector;
 pub use server::{TlsServer, TlsServerFiles};
 
-/// Why TLS cannot be set up.
+/// Reason why TLS cannot be configured.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
-    /// A file is not there, or not what it should be.
+    /// A file cannot be read or does not have the expected content.
     #[error("cannot read {what} from {}: {reason}", path.display())]
     File {
-        /// What was looked for.
+        /// Expected content.
         what: &'static str,
-        /// Where.
+        /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// What is wrong with the file.
         reason: String,
     },
-    /// Certificate and key do not make an identity.
+    /// The certificate and the key do not match.
     #[error("cannot use the certificate {} with the key {}: {source}", cert.display(), key.display())]
     Identity {
-        /// The certificate's file.
+        /// Path of the certificate file.
         cert: PathBuf,
-        /// The key's file.
+        /// Path of the key file.
         key: PathBuf,
-        /// What the library said.
+        /// Error of the TLS library.
         source: rustls::Error,
     },
-    /// The machine has no certificate authorities that could be trusted.
+    /// The system has no trusted certificate authorities.
     #[error("no system certificate authorities found: {0}")]
     NoSystemRoots(String),
-    /// Something in the library's own settings.
+    /// The TLS library refused the configuration.
     #[error(transparent)]
     Other(#[from] rustls::Error),
 }
 
-/// The SHA-256 of a server's public key (its SubjectPublicKeyInfo), as `sha256//BASE64`.
+/// SHA-256 hash of a server's public key (its SubjectPublicKeyInfo), as `sha256//BASE64`.
 ///
-/// This is the form that `curl --pinnedpubkey` takes too.
+/// `curl --pinnedpubkey` uses the same format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pin([u8; 32]);
 
 impl Pin {
     const PREFIX: &'static str = "sha256//";
 
-    /// The pin of a certificate's key.
+    /// Computes the pin of a certificate's public key.
     ///
     /// # Errors
     ///
-    /// When the certificate cannot be understood.
+    /// If the certificate cannot be parsed.
     pub fn of(certificate: &CertificateDer<'_>) -> Result<Self, rustls::Error> {
         let key = ParsedCertificate::try_from(certificate)?.subject_public_key_info();
         Ok(Self(Sha256::digest(&key).into()))
@@ -76,11 +76,11 @@ impl Pin {
 }
 
 impl Pin {
-    /// The pin of the first certificate of a text in PEM form.
+    /// Computes the pin of the first certificate in a PEM text.
     ///
     /// # Errors
     ///
-    /// When there is none, or it cannot be understood.
+    /// If the text has no certificate, or it cannot be parsed.
     pub fn of_pem(pem: &[u8]) -> Result<Self, rustls::Error> {
         let certificate = CertificateDer::from_pem_slice(pem)
             .map_err(|error| rustls::Error::General(describe(&error)))?;
@@ -94,7 +94,7 @@ impl fmt::Display for Pin {
     }
 }
 
-/// Not a pin.
+/// Error for a text that is not a pin.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("invalid pin `{0}`; expected `sha256//` and 44 characters of base64")]
 pub struct PinParseError(String);
@@ -125,7 +125,7 @@ fn unreadable(what: &'static str, path: &Path, reason: impl fmt::Display) -> Tls
     }
 }
 
-/// All certificates of a PEM file; there must be one.
+/// Reads all certificates of a PEM file; there must be at least one.
 fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     const WHAT: &str = "certificates";
     let found: Result<Vec<_>, _> = CertificateDer::pem_file_iter(path)
@@ -148,7 +148,7 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, TlsError> {
 fn describe(error: &pem::Error) -> String {
     match error {
         pem::Error::Io(error) => error.to_string(),
-        // The library would print what it found, which may be a part of a key.
+        // Drop the library's error: it quotes the line, which may be a part of a key.
         pem::Error::MissingSectionEnd { .. } => "a section has no end".to_owned(),
         pem::Error::IllegalSectionStart { .. } => "a section begins strangely".to_owned(),
         pem::Error::Base64Decode(_) => "it is not valid base64".to_owned(),
@@ -156,7 +156,7 @@ fn describe(error: &pem::Error) -> String {
     }
 }
 
-/// The stamps of the files that a configuration came from; none for those that cannot be read.
+/// Stamps of the files of a configuration; `None` for a file that cannot be read.
 type Stamps = Vec<Option<Stamp>>;
 
 fn stamps<'a>(files: impl IntoIterator<Item = &'a Path>) -> Stamps {
@@ -168,7 +168,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pins_are_read_as_they_are_written() {
+    fn pins_parse_and_format_unchanged() {
         let text = "sha256//47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU=";
         assert_eq!(text.parse::<Pin>().unwrap().to_string(), text);
         for bad in [
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_file_that_is_none_is_not_quoted() {
+    fn content_of_an_invalid_key_file_is_not_quoted() {
         let file = std::env::temp_dir().join(format!("exec-server-tls-{}", std::process::id()));
         std::fs::write(&file, "-----BEGIN PRIVATE KEY-----\nc2VjcmV0\n").unwrap();
         let error = private_key(&file).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The serving side: who we are, exchangeable while connections live on.
+//! TLS server configuration with hot reload.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,15 +14,15 @@ use crate::secret::Secret;
 
 use super::{Pin, Stamps, TlsError, certificates, private_key, provider, stamps, unreadable};
 
-/// Where a server's identity comes from.
+/// Files of a server's TLS identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TlsServerFiles {
-    /// The certificate and its chain, PEM.
+    /// Certificate and its chain (PEM).
     pub cert: PathBuf,
-    /// Its key, PEM.
+    /// Private key (PEM).
     pub key: PathBuf,
-    /// Authorities (PEM) one of which must have signed the certificate of every client; without
-    /// it clients need none.
+    /// Certificate authorities (PEM). Every client must have a certificate that one of them signed;
+    /// if `None`, clients need no certificate.
     pub client_ca: Option<PathBuf>,
 }
 
@@ -35,24 +35,24 @@ impl TlsServerFiles {
     }
 }
 
-/// The identity of a TLS server. It can be replaced at any time: a connection keeps the one that
-/// it began with.
+/// TLS server identity that can be replaced at runtime. Existing connections keep the identity they
+/// started with.
 #[derive(Debug)]
 pub struct TlsServer {
-    /// `None` if the certificate was never in a file.
+    /// `None` if the identity was created in memory.
     files: Option<TlsServerFiles>,
     client_certificates: bool,
     current: RwLock<(Arc<ServerConfig>, Pin)>,
-    /// The files as they were when they were last looked at, good or bad.
+    /// Stamps of the files when they were last read, whether or not loading succeeded.
     seen: Mutex<Stamps>,
 }
 
 impl TlsServer {
-    /// Reads the files.
+    /// Loads the files.
     ///
     /// # Errors
     ///
-    /// When one cannot be read, or they do not fit each other.
+    /// If a file cannot be read, or certificate and key do not match.
     pub fn load(files: TlsServerFiles) -> Result<Self, TlsError> {
         let seen = stamps(files.paths());
         let (chain, key) = (certificates(&files.cert)?, private_key(&files.key)?);
@@ -66,11 +66,11 @@ impl TlsServer {
         })
     }
 
-    /// An identity that lives in memory only, from texts in PEM form.
+    /// Creates an identity from PEM texts, without files.
     ///
     /// # Errors
     ///
-    /// When they are none, or do not fit each other, or the authorities cannot be read.
+    /// If a text is invalid, certificate and key do not match, or the authorities cannot be read.
     pub fn in_memory(cert: &str, key: &Secret, client_ca: Option<&Path>) -> Result<Self, TlsError> {
         let memory = || PathBuf::from("memory");
         let none = |what| unreadable(what, &memory(), "there is none in it");
@@ -92,11 +92,11 @@ impl TlsServer {
         })
     }
 
-    /// Reads the files again. What fails to load changes nothing.
+    /// Loads the files again. After an error the previous identity stays in use.
     ///
     /// # Errors
     ///
-    /// As [`TlsServer::load`].
+    /// As for [`TlsServer::load`].
     pub fn reload(&self) -> Result<(), TlsError> {
         let Some(files) = &self.files else {
             return Ok(());
@@ -113,11 +113,11 @@ impl TlsServer {
         Ok(())
     }
 
-    /// Reads the files again if one of them has changed since they were last looked at.
+    /// Loads the files again if one of them has changed since they were last read.
     ///
     /// # Errors
     ///
-    /// As [`TlsServer::load`]; once for each change.
+    /// As for [`TlsServer::load`]; each change is reported once.
     pub fn reload_if_changed(&self) -> Result<bool, TlsError> {
         let Some(files) = &self.files else {
             return Ok(false);
@@ -128,17 +128,17 @@ impl TlsServer {
         self.reload().map(|()| true)
     }
 
-    /// The pin of the present key.
+    /// Returns the pin of the current key.
     pub fn pin(&self) -> Pin {
         self.current.read().1
     }
 
-    /// Whether clients need a certificate of their own.
+    /// Returns whether clients must present a certificate.
     pub fn wants_client_certificates(&self) -> bool {
         self.client_certificates
     }
 
-    /// What accepts a connection with the present identity.
+    /// Returns an acceptor with the current identity.
     pub fn acceptor(&self) -> TlsAcceptor {
         let current = self.current.read();
         TlsAcceptor::from(Arc::clone(&current.0))
