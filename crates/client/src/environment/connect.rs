@@ -1,6 +1,6 @@
-//! Ways to reach a machine.
+//! Connection targets: `ws://`, `wss://`, `unix://`, `ssh://`, a registry, or a started program.
 //!
-//! Owns what each kind of address means. Knows nothing of environments, nor of when to connect.
+//! Defines what each kind of URL means. Does not decide when to connect; that is done in `lazy`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,10 +25,10 @@ use crate::map::PathMap;
 use crate::options::{ExecServerClientConnectOptions, RemoteExecServerConnectArgs};
 use crate::ssh::{self, SshOptions, SshTarget, SshUrlError};
 
-/// What sessions of environments call themselves, unless told otherwise.
+/// Default client name of environment sessions.
 pub const ENVIRONMENT_CLIENT_NAME: &str = "exec-server-environment";
 
-/// The kinds of address that [`from_url`] understands, as they are shown to people.
+/// URL schemes that [`from_url`] accepts, in the form shown in error messages.
 pub const URL_FORMS: &[&str] = &[
     "ws://HOST:PORT",
     "wss://HOST:PORT",
@@ -36,7 +36,8 @@ pub const URL_FORMS: &[&str] = &[
     "ssh://[USER@]HOST[:PORT][/PATH]",
 ];
 
-/// Variables that hold secrets of this program; programs that it starts do not get them.
+/// Variables that hold secrets of this program. They are removed from the environment of programs
+/// that it starts.
 pub const SECRET_VARIABLES: &[&str] = &[
     "EXEC_SERVER_TOKEN",
     "EXEC_SERVER_TOKEN_FILE",
@@ -44,12 +45,12 @@ pub const SECRET_VARIABLES: &[&str] = &[
     "CODEX_EXEC_SERVER_NOISE_AUTH_TOKEN",
 ];
 
-/// Bytes of a line that a started program complains with.
+/// Maximum length in bytes of one logged stderr line of a started program.
 const MAX_COMPLAINT_BYTES: u64 = 4096;
 
-/// A way to reach a machine, again and again.
+/// Connection target that can be connected to repeatedly.
 ///
-/// Each call opens a session of its own: who shares sessions is decided elsewhere.
+/// Each call opens a new session. Sharing of sessions is implemented in `lazy`.
 pub trait Connect: Send + Sync + fmt::Debug {
     /// Opens a session.
     ///
@@ -58,7 +59,7 @@ pub trait Connect: Send + Sync + fmt::Debug {
     /// When the machine cannot be reached or the handshake fails.
     fn connect(&self) -> Reply<'_, ExecServerClient>;
 
-    /// Opens a session and starts a process in it, with as few round trips as there can be.
+    /// Opens a session and starts a process in it, with the fewest possible round trips.
     ///
     /// # Errors
     ///
@@ -71,40 +72,41 @@ pub trait Connect: Send + Sync + fmt::Debug {
         })
     }
 
-    /// Where processes run there that do not say where, if that is known without asking.
+    /// Default working directory of remote processes, if it is known without a request.
     fn directory(&self) -> Option<PathUri> {
         None
     }
 
-    /// Where it leads, for people to read; never a secret.
+    /// Display name of the target for logs and messages. It never contains a secret.
     fn target(&self) -> String;
 
-    /// When to connect unless asked to.
+    /// When to connect if the caller does not connect explicitly.
     fn start(&self) -> Start {
         Start::AtOnce
     }
 
-    /// How paths of this machine are to be translated for it, if they are: an environment does so.
+    /// Path mapping between this machine and the target, if there is one. An environment applies
+    /// it.
     fn map(&self) -> Option<&PathMap> {
         None
     }
 
-    /// How it leads there by ssh, if it does: programs that can be installed there, or have a
-    /// terminal to ask at, know more about that than a list of environments.
+    /// The ssh target, if this is one. Callers that can install the server there, or can prompt on
+    /// a terminal, need it for more than connecting.
     fn ssh(&self) -> Option<&SshTarget> {
         None
     }
 }
 
-/// A session, and what became of a process that was to be started in it.
+/// A session and the result of the process start that was requested in it.
 pub type StartedThere = (ExecServerClient, Result<StartedProcess, ExecServerError>);
 
 /// When an environment connects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// As soon as it is known, so that nobody has to wait for it later.
+    /// When it is added, so that the first use does not wait for the connection.
     AtOnce,
-    /// When it is first used: connecting starts a program.
+    /// On first use, because connecting starts a program.
     OnUse,
 }
 
@@ -112,15 +114,15 @@ pub enum Start {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AddressError {
-    /// It is of a kind that nobody here understands.
+    /// The scheme is not supported.
     #[error("{}", not_a_url(.0))]
     Kind(String),
-    /// It is of a known kind, but wrong.
+    /// The scheme is supported, but the URL is invalid.
     #[error("`{url}`: {reason}")]
     Invalid {
-        /// As given.
+        /// The URL as given.
         url: String,
-        /// What is wrong with it.
+        /// What is wrong with the URL.
         reason: String,
     },
 }
@@ -135,10 +137,10 @@ fn not_a_url(text: &str) -> String {
     }
 }
 
-/// How to reach what a URL names; one of [`URL_FORMS`].
+/// Creates the target for a URL in one of the [`URL_FORMS`].
 ///
-/// What is in `args` holds for URLs that are dialled directly; others have their own ways to prove
-/// who we are. Its `url` is not looked at.
+/// `args` applies to URLs that are dialled directly; the other kinds authenticate in their own way.
+/// `args.url` is ignored.
 ///
 /// ```
 /// use exec_server_client::RemoteExecServerConnectArgs;
@@ -152,7 +154,7 @@ fn not_a_url(text: &str) -> String {
 ///
 /// # Errors
 ///
-/// When it is none of them.
+/// When the URL has none of these forms or is invalid.
 pub fn from_url(
     url: &str,
     args: RemoteExecServerConnectArgs,
@@ -170,7 +172,7 @@ pub fn from_url(
     }
 }
 
-/// A machine behind ssh, reached with what is usual.
+/// An ssh target with default options.
 pub(super) fn at_ssh(url: &str) -> Result<SshTarget, AddressError> {
     let parsed = url
         .parse()
@@ -182,18 +184,18 @@ pub(super) fn at_ssh(url: &str) -> Result<SshTarget, AddressError> {
     Ok(SshTarget::new(SshOptions::new(parsed, directory)))
 }
 
-/// A server that is dialled: `ws://`, `wss://` or `unix://`.
+/// Server target that is dialled: `ws://`, `wss://` or `unix://`.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct UrlTarget {
-    /// What to dial and what to ask for.
+    /// The URL and the connection options.
     pub args: RemoteExecServerConnectArgs,
-    /// Holds the bearer token; read for every connection, so that it can change.
+    /// File with the bearer token. It is read for every connection, so that the token can change.
     pub token_file: Option<PathBuf>,
 }
 
 impl UrlTarget {
-    /// A target at this URL; what is in `args` holds for it, but for the URL there.
+    /// Creates a target for `url` with the options in `args`; `args.url` is replaced.
     ///
     /// # Errors
     ///
@@ -223,13 +225,13 @@ impl UrlTarget {
         })
     }
 
-    /// Whether others on the way could read what is sent: neither TLS nor this machine itself.
+    /// Whether traffic is readable on the network: the URL has no TLS and is not on this machine.
     pub fn is_exposed(&self) -> bool {
         is_exposed(&self.args.url)
     }
 }
 
-/// Whether others on the way to a URL could read what is sent.
+/// Whether traffic to `url` is readable on the network.
 pub(super) fn is_exposed(url: &str) -> bool {
     let Ok(url) = Url::parse(url) else {
         return false;
@@ -250,7 +252,7 @@ impl Connect for UrlTarget {
                 return ExecServerClient::connect(self.args.clone()).await;
             };
             let args = self.args.clone();
-            // Read again for every link: a token that was renewed is the one that opens it.
+            // The file is read again for every connection, so that a renewed token is used.
             let dial = move || {
                 let (mut args, path) = (args.clone(), path.clone());
                 async move {
@@ -264,7 +266,7 @@ impl Connect for UrlTarget {
     }
 
     fn target(&self) -> String {
-        // A URL may carry a password, which is nobody's business.
+        // A URL may contain a password, which must not be shown.
         match Url::parse(&self.args.url) {
             Ok(mut url) if url.password().is_some() => {
                 let _ = url.set_password(Some("…"));
@@ -275,7 +277,7 @@ impl Connect for UrlTarget {
     }
 }
 
-/// Reads a token, off the threads that serve others: it may be a pipe.
+/// Reads a token on a blocking thread: the file may be a pipe, and reading it may block.
 async fn read_token(path: PathBuf) -> Result<Secret, ExecServerError> {
     let failed = |source| ExecServerError::TokenFile {
         path: path.clone(),
@@ -292,7 +294,8 @@ async fn read_token(path: PathBuf) -> Result<Secret, ExecServerError> {
     Ok(token)
 }
 
-/// A program that serves its standard input and output, run without a shell.
+/// Program target: a program, run without a shell, that serves the protocol on its stdin and
+/// stdout.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct StdioTarget {
@@ -300,16 +303,16 @@ pub struct StdioTarget {
     pub program: String,
     /// Its arguments.
     pub args: Vec<String>,
-    /// Variables that it gets besides those of this program.
+    /// Environment variables that are added to those of this program.
     pub env: BTreeMap<String, String>,
-    /// Where it is run.
+    /// Working directory of the program.
     pub cwd: Option<PathBuf>,
-    /// What to ask for once connected.
+    /// Connection options for the handshake.
     pub options: ExecServerClientConnectOptions,
 }
 
 impl StdioTarget {
-    /// A target that this program, run with these arguments, leads to.
+    /// Creates a target for this program and these arguments.
     pub fn new(program: impl Into<String>, args: impl IntoIterator<Item = String>) -> Self {
         Self {
             program: program.into(),
@@ -322,7 +325,8 @@ impl StdioTarget {
 
     fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
-        // What a terminal sends to us is not for it.
+        // In its own process group the program does not receive signals of our terminal, such as
+        // Ctrl-C.
         command.args(&self.args).process_group(0);
         for name in SECRET_VARIABLES {
             command.env_remove(name);
@@ -347,14 +351,14 @@ impl Connect for StdioTarget {
                 program: self.program.clone(),
                 source,
             })?;
-            // Ends with the program, which holds the other end.
+            // The task ends when the program exits and closes its end of the pipe.
             tokio::spawn(log_complaints(self.program.clone(), complaints));
             ExecServerClient::connect_stdio(command, self.options.clone()).await
         })
     }
 
     fn target(&self) -> String {
-        // Arguments may hold anything, and lines are for reading.
+        // Arguments may contain any characters; escaping keeps the text on one line.
         let words: Vec<_> = std::iter::once(&self.program).chain(&self.args).collect();
         words
             .iter()
@@ -373,7 +377,7 @@ impl Connect for StdioTarget {
     }
 }
 
-/// Passes on what a program says besides the protocol.
+/// Logs what a program writes to stderr.
 async fn log_complaints(program: String, complaints: pipe::Receiver) {
     let mut lines = BufReader::new(complaints);
     let mut line = Vec::new();
@@ -402,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_are_checked_before_they_are_used() {
+    fn from_url_accepts_valid_urls_and_explains_rejections() {
         for good in ["ws://h:1", "wss://h", "ws://[::1]:4/x?y", "unix:///run/x"] {
             assert_eq!(target(good).unwrap().args.url, good);
         }
@@ -422,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn only_plain_connections_to_others_are_exposed() {
+    fn is_exposed_only_for_remote_urls_without_tls() {
         for (url, exposed) in [
             ("ws://127.8.8.8:1", false),
             ("ws://localhost:1", false),
@@ -438,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn targets_tell_no_secrets() {
+    fn target_hides_passwords_and_quotes_arguments() {
         let shown = target("ws://me:secret@h:1/").unwrap().target();
         assert!(
             !shown.contains("secret") && shown.contains("me:"),

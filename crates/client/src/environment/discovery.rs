@@ -1,7 +1,7 @@
-//! What plugins and skills selected roots hold.
+//! Capability discovery cache: plugins and skills found under selected roots.
 //!
-//! Owns what was found before. A root is known by its id, its environment's id and its path, never
-//! by a handle: a fresh handle of the same environment asks nothing anew.
+//! A root is cached under its id, environment id and path, not under a handle. A new handle of the
+//! same environment therefore causes no new discovery.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use super::handle::Environment;
 use super::roots::{ResolvedCapabilityRoot, SelectedCapabilityRoot};
 use crate::error::ExecServerError;
 
-/// What was found below the roots of some work; cheap to clone.
+/// Cache of the capabilities found under selected roots; cheap to clone.
 ///
-/// What was found stays, and so does a failure that would come again. When an environment could not
-/// be reached, the next step asks again.
+/// Results and permanent failures are kept. If an environment could not be reached, the next step
+/// requests discovery again.
 ///
 /// ```no_run
 /// use exec_server_client::environment::{
@@ -45,21 +45,21 @@ pub struct CapabilityCache {
 #[derive(Debug, Default)]
 struct Shared {
     known: Mutex<HashMap<Key, Outcome>>,
-    /// One request at a time to each environment, so that nothing is asked twice.
+    /// One discovery at a time per environment, so that no root is discovered twice.
     turns: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
 }
 
-/// What a root is known by.
+/// Cache key of a root.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Key {
     root: SelectedCapabilityRoot,
-    /// The policy that it was looked at under, as JSON.
+    /// The sandbox policy of the discovery, as JSON.
     sandbox: Option<String>,
 }
 
 type Outcome = Result<Arc<DiscoveredRoot>, Arc<ExecServerError>>;
 
-/// What one step of work sees below its roots; it does not change any more.
+/// Immutable discovery results of one agent step.
 #[derive(Debug, Clone, Default)]
 pub struct DiscoveredRoots {
     found: Vec<(ResolvedCapabilityRoot, Outcome)>,
@@ -67,7 +67,7 @@ pub struct DiscoveredRoots {
 }
 
 impl DiscoveredRoots {
-    /// Each root, in order, and what was found below it.
+    /// Each root and its discovery result, in order.
     pub fn iter(
         &self,
     ) -> impl Iterator<
@@ -82,26 +82,27 @@ impl DiscoveredRoots {
         })
     }
 
-    /// Whether something could be looked at that could not be in an earlier step: what was made of
-    /// the roots before has to be made again.
+    /// Whether a root was discovered whose discovery failed in an earlier step. Data derived from
+    /// the earlier results must then be derived again.
     pub fn recovered(&self) -> bool {
         self.recovered
     }
 }
 
 impl CapabilityCache {
-    /// Nothing is known yet.
+    /// Creates an empty cache.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What is below these roots, asked for where it is not known.
+    /// Returns the capabilities under these roots; requests discovery for roots that are not
+    /// cached.
     pub async fn discover(
         &self,
         roots: &[ResolvedCapabilityRoot],
         sandbox: Option<&Sandbox>,
     ) -> DiscoveredRoots {
-        // Policies are maps of plain data, whose JSON does not fail.
+        // Policies are maps of plain data, so that serializing them to JSON does not fail.
         let policy = sandbox.and_then(|sandbox| serde_json::to_string(sandbox).ok());
         let key = |root: &ResolvedCapabilityRoot| Key {
             root: root.root.clone(),
@@ -143,7 +144,8 @@ impl CapabilityCache {
         }
     }
 
-    /// Asks an environment about roots of it; whether one was found that could not be before.
+    /// Requests discovery from an environment and caches the results. Returns whether a root
+    /// succeeded that had failed before.
     async fn ask(
         &self,
         environment: &Arc<Environment>,
@@ -159,7 +161,7 @@ impl CapabilityCache {
         );
         let _turn = turn.lock().await;
         {
-            // Somebody else may have asked meanwhile.
+            // Another task may have discovered these roots while this one waited.
             let known = self.shared.known.lock();
             keys.retain(|key| !known.get(key).is_some_and(stays));
         }
@@ -173,7 +175,7 @@ impl CapabilityCache {
             let params: Vec<_> = params.collect();
             let mut answer = environment.discover(params.clone()).await;
             if answer.as_ref().is_err_and(ExecServerError::is_transient) {
-                // Looking twice is looking once; a lost connection is worth one more try.
+                // Discovery is idempotent, so it is retried once after a lost connection.
                 answer = environment.discover(params).await;
             }
             let outcomes = judge(keys, answer);
@@ -188,7 +190,7 @@ impl CapabilityCache {
     }
 }
 
-/// Takes an answer apart; it must be about what was asked for.
+/// Splits a response into one outcome per root. The response must match the requested roots.
 fn judge(keys: &[Key], answer: Result<Vec<DiscoveredRoot>, ExecServerError>) -> Vec<Outcome> {
     let all = |error: ExecServerError| {
         let error = Arc::new(error);
@@ -229,7 +231,7 @@ fn given_up() -> ExecServerError {
     ExecServerError::Closed("looking was given up".into())
 }
 
-/// Whether asking again would bring the same.
+/// Whether the outcome is cached permanently: a repeated request would return the same.
 fn stays(outcome: &Outcome) -> bool {
     match outcome {
         Ok(_) => true,

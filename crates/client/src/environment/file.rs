@@ -1,7 +1,7 @@
-//! `environments.toml`: which environments there are.
+//! `environments.toml` parser.
 //!
-//! Owns the keys and what may be in them; every mistake is named with its file, line and key.
-//! Connects to nothing and reads no secret.
+//! Defines the keys and their valid values. Each error names the file, the line and the key. Opens
+//! no connection and reads no secret.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -31,13 +31,13 @@ use crate::ssh::SshTarget;
 #[cfg(feature = "registry")]
 use exec_server_transport::tls::TlsClientOptions;
 
-/// The file's name, in the directory of settings.
+/// File name, in the settings directory.
 pub const FILE_NAME: &str = "environments.toml";
 
-/// Bytes that the file may have; a thousand environments fit.
+/// Maximum file size: 1 MiB, enough for a thousand environments.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// The longest time that can be given, a day: beyond it is a mistake.
+/// Maximum duration: one day, in seconds. A longer one is an error.
 const MAX_SECONDS: f64 = 86_400.0;
 
 const TOP_KEYS: &[&str] = &["default", "include_local", "environments"];
@@ -61,10 +61,10 @@ const KEYS: &[&str] = &[
     "registry",
     "skills",
 ];
-/// Exactly one of these says how an environment is reached.
+/// The keys that select how an environment is reached. Each entry has exactly one of them.
 const WAYS: &[&str] = &["url", "program", "ssh", "registry"];
 
-/// What is in an `environments.toml`.
+/// Content of an `environments.toml`.
 ///
 /// ```
 /// use std::path::Path;
@@ -92,40 +92,40 @@ const WAYS: &[&str] = &["url", "program", "ssh", "registry"];
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EnvironmentsFile {
-    /// What is used when nothing is said.
+    /// The environment that is used if the caller names none.
     pub default: DefaultEnvironment,
     /// Whether this machine is one of the environments.
     pub include_local: bool,
-    /// The others, in the order of the file.
+    /// The other environments, in the order of the file.
     pub environments: Vec<EnvironmentEntry>,
 }
 
-/// What is used when nothing is said.
+/// The default environment that a file selects.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum DefaultEnvironment {
-    /// This machine if it is one of the environments, else nothing.
+    /// This machine if it is one of the environments, else none.
     #[default]
     Unset,
-    /// Nothing.
+    /// No default environment.
     Disabled,
     /// The environment with this id.
     Id(String),
 }
 
-/// An environment and how to reach it.
+/// Environment definition: its id and how to reach it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EnvironmentEntry {
-    /// Its id.
+    /// Id of the environment.
     pub id: String,
-    /// How to reach it.
+    /// Connection target.
     pub connect: Arc<dyn Connect>,
-    /// Skills that it must have, as `skills.required` names them; for embedders to check.
+    /// Skills that the environment must have (`skills.required`). The embedder checks them.
     pub required_skills: Vec<String>,
 }
 
 impl EnvironmentEntry {
-    /// An environment that is reached this way.
+    /// Creates an entry without required skills.
     pub fn new(id: impl Into<String>, connect: Arc<dyn Connect>) -> Self {
         Self {
             id: id.into(),
@@ -135,37 +135,37 @@ impl EnvironmentEntry {
     }
 }
 
-/// A mistake in an `environments.toml`, or that it cannot be read.
+/// Error of an `environments.toml`: it is invalid or cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentsFileError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         #[source]
         source: std::io::Error,
     },
-    /// It is no TOML.
+    /// The file is not valid TOML.
     #[error("{}:{line}: {reason}", path.display())]
     Syntax {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// Line number, from 1.
         line: usize,
         /// What is wrong.
         reason: String,
     },
-    /// It says something that cannot be.
+    /// A key is unknown, missing or has an invalid value.
     #[error("{}:{line}: `{key}`: {reason}", path.display())]
     Key {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which line, from 1.
+        /// Line number, from 1.
         line: usize,
-        /// Which key.
+        /// The key.
         key: String,
         /// What is wrong.
         reason: String,
@@ -177,12 +177,13 @@ impl EnvironmentsFile {
     ///
     /// # Errors
     ///
-    /// When it cannot be read or holds a mistake.
+    /// When the file cannot be read or is invalid.
     pub fn read(path: &Path) -> Result<Self, EnvironmentsFileError> {
         Self::read_with_state(path, path.parent())
     }
 
-    /// As [`EnvironmentsFile::read`], with keys where [`EnvironmentsFile::parse_with_state`] says.
+    /// Reads a file like [`EnvironmentsFile::read`], and stores keys as
+    /// [`EnvironmentsFile::parse_with_state`] does.
     ///
     /// # Errors
     ///
@@ -207,17 +208,18 @@ impl EnvironmentsFile {
         Self::parse_with_state(&text, path, state)
     }
 
-    /// Understands a text; `path` is for errors, and what relative paths begin beside.
+    /// Parses `text`. Error messages name `path`, and relative paths are resolved against its
+    /// directory.
     ///
     /// # Errors
     ///
-    /// When it holds a mistake.
+    /// When the text is invalid.
     pub fn parse(text: &str, path: &Path) -> Result<Self, EnvironmentsFileError> {
         Self::parse_with_state(text, path, path.parent())
     }
 
-    /// As [`EnvironmentsFile::parse`]; keys of this program and of environments that it has seen are
-    /// in the directory `state`, instead of beside the file.
+    /// Parses `text` like [`EnvironmentsFile::parse`], but stores the keys of this program and the
+    /// known keys of environments in the directory `state` instead of beside the file.
     ///
     /// # Errors
     ///
@@ -334,7 +336,7 @@ fn environment(table: &Table<'_>) -> Result<EnvironmentEntry, EnvironmentsFileEr
     })
 }
 
-/// `ssh = "ssh://…"`, and what belongs to it.
+/// Parses `ssh = "ssh://…"` and the keys that belong to it.
 fn ssh(table: &Table<'_>) -> Result<SshTarget, EnvironmentsFileError> {
     let url = table.text("ssh")?.unwrap_or_default().trim();
     let mut target = at_ssh(url).map_err(|error| table.wrong("ssh", error))?;
@@ -400,13 +402,14 @@ fn url(table: &Table<'_>) -> Result<UrlTarget, EnvironmentsFileError> {
     Ok(target)
 }
 
-/// What proves who we are.
+/// Credential of an entry.
 enum Token {
     Text(Secret),
     File(PathBuf),
 }
 
-/// The token that is given, if one is; not for others on the way to read.
+/// Parses the token of an entry, if it has one. Rejects it if the connection is readable on the
+/// network (`exposed`).
 fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, EnvironmentsFileError> {
     let text = table.text("auth_bearer_token")?;
     let (key, token) = match (text, table.path("auth_token_file")?) {
@@ -429,7 +432,7 @@ fn token(table: &Table<'_>, exposed: bool) -> Result<Option<Token>, Environments
     Ok(Some(token))
 }
 
-/// `registry = "registry://…"`, and what belongs to it.
+/// Parses `registry = "registry://…"` and the keys that belong to it.
 #[cfg(feature = "registry")]
 fn registry(table: &Table<'_>) -> Result<RegistryEntry, EnvironmentsFileError> {
     let text = table.text("registry")?.unwrap_or_default().trim();
@@ -484,11 +487,11 @@ fn required_skills(table: &Table<'_>) -> Result<Vec<String>, EnvironmentsFileErr
     Ok(skills.texts("required")?.unwrap_or_default())
 }
 
-/// A text and what it is called.
+/// Text of a file and its path.
 struct Source<'a> {
     text: &'a str,
     path: &'a Path,
-    /// Where keys are.
+    /// Directory for keys.
     #[cfg_attr(
         not(feature = "registry"),
         expect(dead_code, reason = "only registries have keys")
@@ -517,7 +520,7 @@ impl Source<'_> {
     }
 }
 
-/// One table, none of whose keys is unknown.
+/// TOML table that has only known keys.
 struct Table<'a> {
     source: &'a Source<'a>,
     content: &'a DeTable<'a>,
@@ -531,7 +534,8 @@ impl<'a> Table<'a> {
         span: Range<usize>,
         known: &[&str],
     ) -> Result<Self, EnvironmentsFileError> {
-        // The first in the file, not in the alphabet.
+        // Report the first unknown key in file order; the table itself iterates in alphabetical
+        // order.
         let unknown = content
             .iter()
             .map(|(key, _)| key)
@@ -550,7 +554,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Says what is wrong with a key, or with its absence.
+    /// Creates an error about a key, or about a missing key.
     fn wrong(&self, key: &str, reason: impl fmt::Display) -> EnvironmentsFileError {
         let there = self.content.iter().find(|(name, _)| name.get_ref() == key);
         let span = there.map_or_else(|| self.span.clone(), |(name, _)| name.span());
@@ -642,7 +646,7 @@ impl<'a> Table<'a> {
         Ok(variables)
     }
 
-    /// A path; relative ones begin beside the file.
+    /// Reads a path; a relative one is resolved against the directory of the file.
     fn path(&self, key: &str) -> Result<Option<PathBuf>, EnvironmentsFileError> {
         match self.text(key)? {
             None => Ok(None),
@@ -664,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_is_understood() {
+    fn parse_reads_every_key_and_redacts_tokens() {
         let file = parse(
             r#"
             default = "worker"
@@ -723,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn the_example_is_sound() {
+    fn documented_example_parses_and_mentions_every_key() {
         let path = Path::new("/etc/exec-server/environments.toml");
         let text = include_str!("../../../../docs/environments.toml");
         let file = EnvironmentsFile::parse(text, path).unwrap();
@@ -734,7 +738,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_means_this_machine() {
+    fn parse_empty_file_selects_local_machine() {
         let file = parse("").unwrap();
         assert_eq!(file.default, DefaultEnvironment::Unset);
         assert!(file.include_local && file.environments.is_empty());
@@ -746,9 +750,9 @@ mod tests {
         assert_eq!(parse("default = 'local'").unwrap().default, local);
     }
 
-    /// Each mistake, the line it is in and what is said of it.
+    /// Invalid files with the expected line number and message.
     #[test]
-    fn mistakes_are_named_with_file_line_and_key() {
+    fn parse_errors_name_file_line_and_key() {
         let long = format!(
             "[[environments]]\nid = \"{}\"\nurl = \"ws://h\"",
             "x".repeat(65)
@@ -993,7 +997,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_cannot_be_read_are_named() {
+    fn read_rejects_missing_oversized_and_non_utf8_files() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join(FILE_NAME);
         let error = EnvironmentsFile::read(&path).unwrap_err().to_string();

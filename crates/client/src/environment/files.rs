@@ -1,4 +1,4 @@
-//! Files behind a session that is opened when it is needed.
+//! `ExecutorFileSystem` that connects on first use.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::fs::{
     RemoteFileSystem, Watch, WriteStream,
 };
 
-/// Files of the machine that the session leads to.
+/// Remote files of a lazily opened session.
 #[derive(Debug)]
 pub(super) struct LazyFiles(pub(super) Arc<Lazy>);
 

@@ -1,6 +1,6 @@
-//! A machine that somebody prepares.
+//! Readiness of an environment that an external provisioner prepares.
 //!
-//! Owns what was reported about it. Reports may be repeated, but not taken back.
+//! Keeps the first report. A repeated report has no effect; a contradicting one is rejected.
 //!
 //! ```text
 //!   Pending ──ready──► Ready      (failed: refused)
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use super::connect::Connect;
 use super::roots::{MAX_SELECTED_CAPABILITY_ROOTS, SelectedCapabilityRoot};
 
-/// What is known of a machine that somebody prepares.
+/// Readiness state of an externally provisioned environment.
 #[derive(Debug)]
 pub(super) struct Gate {
     state: watch::Sender<State>,
@@ -27,18 +27,18 @@ enum State {
     Failed(Arc<str>),
 }
 
-/// What is reported of a machine that can be used now.
+/// Report that an environment is ready for use.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ReadyReport {
-    /// How to reach it.
+    /// Connection target.
     pub connect: Arc<dyn Connect>,
-    /// Capability roots that it brings along.
+    /// Capability roots that the environment contributes.
     pub roots: Vec<SelectedCapabilityRoot>,
 }
 
 impl ReadyReport {
-    /// A machine that can be reached this way.
+    /// Creates a report without capability roots.
     pub fn new(connect: Arc<dyn Connect>) -> Self {
         Self {
             connect,
@@ -47,17 +47,17 @@ impl ReadyReport {
     }
 }
 
-/// Why a report is refused.
+/// Reason why a report is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReportError {
-    /// It was reported as failed before.
+    /// The environment was reported as failed before.
     #[error("it was reported to have failed: {0}")]
     HasFailed(Arc<str>),
-    /// It was reported as ready before.
+    /// The environment was reported as ready before.
     #[error("it was reported to be ready")]
     IsReady,
-    /// The report itself cannot be.
+    /// The content of the report is invalid.
     #[error("the report cannot be used: {0}")]
     Invalid(String),
 }
@@ -69,7 +69,7 @@ impl Gate {
         }
     }
 
-    /// Takes note that the environment `id` is ready; a report that cannot be used fails it.
+    /// Records that environment `id` is ready. An invalid report makes a pending environment fail.
     pub(super) fn ready(&self, id: &str, report: ReadyReport) -> Result<(), ReportError> {
         let checked = check(id, &report.roots);
         let mut outcome = Ok(());
@@ -97,7 +97,7 @@ impl Gate {
         outcome
     }
 
-    /// Takes note that there will be no such machine.
+    /// Records that the environment could not be provisioned.
     pub(super) fn failed(&self, reason: &str) -> Result<(), ReportError> {
         let mut outcome = Ok(());
         self.state.send_if_modified(|state| match state {
@@ -114,7 +114,7 @@ impl Gate {
         outcome
     }
 
-    /// How to reach the machine, once that is known, or why it will never be.
+    /// Waits for the report; returns the connection target, or the reason of the failure.
     pub(super) async fn opened(&self) -> Result<Arc<dyn Connect>, Arc<str>> {
         let mut states = self.state.subscribe();
         let seen = states
@@ -127,7 +127,7 @@ impl Gate {
         }
     }
 
-    /// The roots that came with the report.
+    /// Capability roots of the ready report.
     pub(super) fn roots(&self) -> Vec<SelectedCapabilityRoot> {
         match &*self.state.borrow() {
             State::Ready(report) => report.roots.clone(),
@@ -135,7 +135,7 @@ impl Gate {
         }
     }
 
-    /// Where the machine is, if that is known.
+    /// Display name of the connection target, if it is known.
     pub(super) fn target(&self) -> Option<String> {
         match &*self.state.borrow() {
             State::Ready(report) => Some(report.connect.target()),
@@ -144,7 +144,7 @@ impl Gate {
     }
 }
 
-/// Whether these can be the roots of an environment.
+/// Validates the capability roots of a report.
 fn check(id: &str, roots: &[SelectedCapabilityRoot]) -> Result<(), String> {
     if roots.len() > MAX_SELECTED_CAPABILITY_ROOTS {
         return Err(format!(

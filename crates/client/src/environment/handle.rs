@@ -1,7 +1,6 @@
-//! One environment.
+//! `Environment`: processes, files and HTTP of one machine behind the same traits.
 //!
-//! Owns nothing but what it was made of: what runs processes and what holds files, here or behind a
-//! session that is opened when it is needed.
+//! The machine is this one, or a remote one behind a session that is opened on first use.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,20 +26,20 @@ use crate::http::{ExecutorHttp, HttpAnswer, HttpRequest, HttpStream};
 use crate::map::{MappedBackend, MappedFileSystem};
 use crate::network::NetworkPolicyDecider;
 
-/// How long a probe waits for an answer.
+/// Timeout of a status probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a session may take to notice that its link is gone for good.
+/// Maximum time to wait until a session detects that its connection is lost permanently.
 const SETTLE: Duration = Duration::from_millis(250);
 
-/// How long a look at directories may take, besides what any request may.
+/// Timeout of a discovery request, in addition to the usual request timeout.
 const DISCOVERY_TIME: Duration = Duration::from_secs(60);
 
-/// A machine to run processes on and to use files of: this one, or another.
+/// Machine to run processes and use files on: this one, or a remote one.
 ///
-/// Other machines are connected to when they are first used, or before if they were asked to begin;
-/// everybody who uses this environment shares one session. A session that is lost for good is
-/// replaced by the next use.
+/// A remote machine is connected to on first use, or earlier after [`begin`](Self::begin). All
+/// users of the environment share one session. The next use replaces a session that is permanently
+/// lost.
 ///
 /// ```no_run
 /// use exec_server_client::environment::Environment;
@@ -79,28 +78,28 @@ enum Kind {
     /// This machine.
     #[cfg(feature = "local")]
     Here(Box<super::local::Here>),
-    /// Something of its maker's own.
+    /// Backends supplied by the caller.
     Parts,
     Lazy(Arc<Lazy>),
 }
 
-/// How an environment is, as a probe found it.
+/// Status of an environment, as reported by a probe.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EnvironmentStatus {
-    /// It answered, or is this machine.
+    /// The environment responded, or is this machine.
     Ready,
-    /// It was never connected to, or still is being.
+    /// There is no connection yet, or it is being opened.
     Pending,
-    /// It does not answer.
+    /// The environment does not respond.
     Disconnected {
-        /// Why.
+        /// The error.
         error: String,
     },
 }
 
 impl Environment {
-    /// This machine, under the id `local`.
+    /// Creates the environment of this machine, with the id `local`.
     #[cfg(feature = "local")]
     pub fn local(executor: exec_server_executor::Executor) -> Self {
         let here = super::local::Here::new(executor.clone());
@@ -117,8 +116,8 @@ impl Environment {
         }
     }
 
-    /// A machine that is always there, made of one's own parts; it makes no requests over HTTP
-    /// unless [`Environment::with_http`] says who does.
+    /// Creates an environment from custom backends; it is always ready. It supports HTTP requests
+    /// only if [`Environment::with_http`] sets a backend for them.
     pub fn from_parts(
         id: impl Into<String>,
         exec: Arc<dyn ExecBackend>,
@@ -133,17 +132,17 @@ impl Environment {
         }
     }
 
-    /// The same, with requests over HTTP made by `http`.
+    /// Sets the HTTP backend.
     #[must_use]
     pub fn with_http(self, http: Arc<dyn ExecutorHttp>) -> Self {
         Self { http, ..self }
     }
 
-    /// A machine that is reached this way; nothing happens until it is used or asked to begin.
+    /// Creates an environment for a connection target. It connects on first use or after
+    /// [`begin`](Self::begin).
     ///
-    /// Where the way says how paths are to be translated, [`exec`](Self::exec) and
-    /// [`files`](Self::files) do so; what is asked of the [`client`](Self::client) itself is in
-    /// terms of the other machine.
+    /// If the target has a path mapping, [`exec`](Self::exec) and [`files`](Self::files) translate
+    /// paths. Requests through [`client`](Self::client) use paths of the remote machine.
     pub fn remote(id: impl Into<String>, connect: Arc<dyn Connect>) -> Self {
         let map = connect.map().cloned();
         let mut environment = Self::lazy(id.into(), Way::Known(connect));
@@ -170,32 +169,32 @@ impl Environment {
         }
     }
 
-    /// Its id.
+    /// Id of the environment.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// What runs processes there.
+    /// Process backend.
     pub fn exec(&self) -> Arc<dyn ExecBackend> {
         Arc::clone(&self.exec)
     }
 
-    /// The files there.
+    /// File system backend.
     pub fn files(&self) -> Arc<dyn ExecutorFileSystem> {
         Arc::clone(&self.files)
     }
 
-    /// What makes requests over HTTP there.
+    /// HTTP backend.
     pub fn http(&self) -> Arc<dyn ExecutorHttp> {
         Arc::clone(&self.http)
     }
 
-    /// Whether it is reached through a session.
+    /// Whether the environment is reached through a session.
     pub fn is_remote(&self) -> bool {
         self.lazy_session().is_some()
     }
 
-    /// Where it is, for people to read; nothing for this machine, or while it is not known.
+    /// Display name of the connection target. `None` for this machine, or while it is unknown.
     pub fn target(&self) -> Option<String> {
         match self.lazy_session()?.way() {
             Way::Known(connect) => Some(connect.target()),
@@ -203,16 +202,17 @@ impl Environment {
         }
     }
 
-    /// Starts to connect in the background, unless that is under way or done.
+    /// Starts to connect in the background, unless a connection is open or being opened.
     ///
-    /// Needs a tokio runtime; without one nothing happens, and the first use connects.
+    /// Without a tokio runtime this does nothing, and the first use connects.
     pub fn begin(&self) {
         if let Some(lazy) = self.lazy_session() {
             lazy.begin();
         }
     }
 
-    /// Starts to connect if it is of the kind that does so unasked.
+    /// Starts to connect in the background if the target has
+    /// [`Start::AtOnce`](super::connect::Start::AtOnce).
     pub(super) fn begin_unasked(&self) {
         if let Some(lazy) = self.lazy_session()
             && let Way::Known(connect) = lazy.way()
@@ -222,12 +222,12 @@ impl Environment {
         }
     }
 
-    /// Waits until it can be used; connects if nobody has asked to before, and once more after a
-    /// failure that may have passed.
+    /// Waits until the environment is ready. Connects if necessary, and retries once after an
+    /// earlier transient failure.
     ///
     /// # Errors
     ///
-    /// When it cannot be used.
+    /// When the environment cannot be used.
     pub async fn ready(&self) -> Result<(), ExecServerError> {
         match self.lazy_session() {
             None => Ok(()),
@@ -235,13 +235,13 @@ impl Environment {
         }
     }
 
-    /// How it is, without connecting, asking or waiting.
+    /// Current readiness, without connecting, requests or waiting.
     pub fn readiness(&self) -> Readiness {
         self.lazy_session()
             .map_or(Readiness::Ready, Lazy::readiness)
     }
 
-    /// Asks it how it is, if there is a session; never opens one, nor waits for one.
+    /// Probes the environment if there is a session; never opens a session or waits for one.
     pub async fn status(&self) -> EnvironmentStatus {
         let Some(lazy) = self.lazy_session() else {
             return EnvironmentStatus::Ready;
@@ -259,7 +259,7 @@ impl Environment {
         let asked = client.call::<environment::Status>(&NoParams);
         match tokio::time::timeout(PROBE_TIMEOUT, asked).await {
             Ok(Ok(_)) => EnvironmentStatus::Ready,
-            // An answer all the same.
+            // An older server without this method has responded, so it is ready.
             Ok(Err(error)) if error.code() == Some(codes::METHOD_NOT_FOUND) => {
                 EnvironmentStatus::Ready
             }
@@ -268,11 +268,12 @@ impl Environment {
         }
     }
 
-    /// What the machine is like; connects if need be.
+    /// Facts about the machine, such as its shell; connects if necessary.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] if it cannot tell, or it cannot be used.
+    /// [`ExecServerError::Unsupported`] if the backend has no such facts, or any error of
+    /// connecting.
     pub async fn info(&self) -> Result<EnvironmentInfo, ExecServerError> {
         match &self.kind {
             #[cfg(feature = "local")]
@@ -282,11 +283,12 @@ impl Environment {
         }
     }
 
-    /// The session, for what the traits do not offer; connects if need be.
+    /// The session, for requests that the traits do not offer; connects if necessary.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where there is none, or it cannot be opened.
+    /// [`ExecServerError::Unsupported`] if the environment has no session, or any error of
+    /// connecting.
     pub async fn client(&self) -> Result<ExecServerClient, ExecServerError> {
         match self.lazy_session() {
             None => Err(ExecServerError::Unsupported("a session with this machine")),
@@ -294,7 +296,7 @@ impl Environment {
         }
     }
 
-    /// Capability roots that came along when it was reported to be ready.
+    /// Capability roots of the ready report.
     pub fn roots(&self) -> Vec<SelectedCapabilityRoot> {
         match self.lazy_session().map(Lazy::way) {
             Some(Way::Gated(gate)) => gate.roots(),
@@ -302,14 +304,14 @@ impl Environment {
         }
     }
 
-    /// Looks for plugins and skills below directories there, at most
-    /// [`MAX_ROOTS`](exec_server_protocol::capability::MAX_ROOTS) of them; the answer is in the same
+    /// Discovers plugins and skills under the given directories, at most
+    /// [`MAX_ROOTS`](exec_server_protocol::capability::MAX_ROOTS). The results are in the same
     /// order.
     ///
     /// # Errors
     ///
-    /// [`ExecServerError::Unsupported`] where nobody can look, or not under a policy; what is wrong
-    /// with one directory is part of the answer.
+    /// [`ExecServerError::Unsupported`] if the environment does not support discovery, or not with
+    /// a sandbox. An error of one directory is part of its result.
     pub async fn discover(
         &self,
         roots: Vec<RootParams>,
@@ -337,8 +339,8 @@ impl Environment {
                 if let Err(ExecServerError::Closed(_) | ExecServerError::Interrupted { .. }) =
                     answer
                 {
-                    // The call hears of a lost link before the session does; whoever asks again at
-                    // once must not meet the same one.
+                    // The call fails before the session detects the lost connection. Wait for the
+                    // session, so that an immediate retry does not use the same lost session.
                     let mut closed = client.closed();
                     let _ = tokio::time::timeout(SETTLE, closed.wait_for(Option::is_some)).await;
                 }
@@ -360,7 +362,7 @@ impl Environment {
     }
 }
 
-/// An error with what is behind it, on one line.
+/// The message of an error and of its sources, on one line.
 pub(super) fn described(error: &ExecServerError) -> String {
     let mut text = error.to_string();
     let mut source = std::error::Error::source(error);
@@ -372,7 +374,7 @@ pub(super) fn described(error: &ExecServerError) -> String {
     text
 }
 
-/// Processes behind a session that is opened when it is needed.
+/// Process backend that connects on first use.
 #[derive(Debug)]
 struct LazyExec(Arc<Lazy>);
 
@@ -402,7 +404,7 @@ impl ExecBackend for LazyExec {
     }
 }
 
-/// Requests over HTTP behind a session that is opened when it is needed.
+/// HTTP backend that connects on first use.
 #[derive(Debug)]
 struct LazyHttp(Arc<Lazy>);
 
@@ -416,7 +418,7 @@ impl ExecutorHttp for LazyHttp {
     }
 }
 
-/// For machines of which nobody said who makes requests there.
+/// HTTP backend of environments without one: every request fails.
 #[derive(Debug)]
 struct NoHttp;
 

@@ -1,34 +1,34 @@
-//! What environments may be called.
+//! Environment ids: reserved values and validation.
 
-/// The id of this machine.
+/// Id of this machine.
 pub const LOCAL: &str = "local";
 
-/// The id of an environment that a variable names.
+/// Id of the environment that a variable such as `EXEC_SERVER_URL` defines.
 pub const REMOTE: &str = "remote";
 
-/// Stands for no environment where an id could be.
+/// Value that means "no environment" where an id is expected.
 pub(super) const NONE: &str = "none";
 
-/// Characters that an id may have.
+/// Maximum length of an id in characters.
 const MAX_ID_LENGTH: usize = 64;
 
-/// Why an environment cannot be called so.
+/// Reason why an environment id is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentIdError {
-    /// Too long, too short, or of other characters.
+    /// The length or a character is not allowed.
     #[error("`{0}` is no id: those are 1 to 64 letters, digits, `-` and `_`")]
     Form(String),
-    /// It stands for something else.
+    /// The id is reserved.
     #[error("`{0}` has a meaning of its own and cannot be the id of another environment")]
     Reserved(String),
 }
 
-/// Whether a machine other than this one can be called so.
+/// Validates the id of an environment other than this machine.
 ///
 /// # Errors
 ///
-/// When it cannot.
+/// When the id is invalid or reserved.
 pub(super) fn check(id: &str) -> Result<(), EnvironmentIdError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
     if id.is_empty() || id.len() > MAX_ID_LENGTH || !id.bytes().all(plain) {

@@ -1,6 +1,7 @@
-//! One session for everybody who uses an environment, opened when it is needed.
+//! Shared session of an environment, opened on first use and reopened after it is lost.
 //!
-//! Owns when to connect and who shares the outcome. Knows nothing of what the session is used for.
+//! Decides when to connect and shares the result between all users. It does not depend on what the
+//! session is used for.
 //!
 //! ```text
 //!   Idle ──begin──► Connecting ──► Connected ──lost for good──┐
@@ -8,7 +9,7 @@
 //!                     └───────────────────────────────┴───────┘
 //! ```
 //!
-//! A failure that may pass is tried again by the next who asks; one that would come again is kept.
+//! The next use retries a transient failure; a permanent failure is kept.
 
 use std::sync::Arc;
 
@@ -22,22 +23,22 @@ use crate::client::ExecServerClient;
 use crate::error::ExecServerError;
 use crate::state::ConnectionState;
 
-/// A session that is opened when it is needed, and again when it was lost.
+/// Session that is opened on first use and reopened after it is lost.
 #[derive(Debug)]
 pub(super) struct Lazy {
     id: String,
     way: Way,
     state: watch::Sender<State>,
-    /// The attempt under way or the last one; held while the state turns to `Connecting`, so that
-    /// there is one at a time.
+    /// The current or last connection attempt. Locked while the state changes to `Connecting`, so
+    /// that there is only one attempt at a time.
     attempt: Mutex<Option<AbortOnDropHandle<()>>>,
 }
 
-/// How the machine is reached.
+/// Source of the connection target.
 #[derive(Debug, Clone)]
 pub(super) enum Way {
     Known(Arc<dyn Connect>),
-    /// Somebody prepares the machine, and will say.
+    /// An external provisioner prepares the machine and reports its target.
     Gated(Arc<Gate>),
 }
 
@@ -49,24 +50,24 @@ enum State {
     Failed(Arc<ExecServerError>),
 }
 
-/// How an environment is, without asking it.
+/// Readiness of an environment, known without a request.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Readiness {
-    /// Nobody has used it yet.
+    /// The environment has not been used yet.
     Idle,
-    /// It is being connected to, or prepared.
+    /// The environment is connecting, or its provisioner has not reported yet.
     Starting,
-    /// It can be used.
+    /// The environment can be used.
     Ready,
-    /// Its connection was lost and is being opened again; what is asked of it waits.
+    /// The connection was lost and is being reopened; requests wait.
     Recovering,
-    /// It cannot be used. What may pass is tried again by the next who uses it.
+    /// The environment cannot be used. The next use retries a transient failure.
     Failed(Arc<ExecServerError>),
 }
 
 impl Readiness {
-    /// Whether it can be used.
+    /// Whether the environment can be used.
     pub fn is_ready(&self) -> bool {
         matches!(self, Self::Ready)
     }
@@ -86,10 +87,11 @@ impl Lazy {
         &self.way
     }
 
-    /// Starts to connect, unless that is under way, done or useless.
+    /// Starts to connect, unless an attempt is running, the session is usable, or the last failure
+    /// was permanent.
     pub(super) fn begin(&self) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
-            // Whoever uses it later has one.
+            // There is no runtime here. The first use runs in one and connects then.
             return;
         };
         let mut attempt = self.attempt.lock();
@@ -108,17 +110,17 @@ impl Lazy {
         if begun {
             let (id, way) = (self.id.clone(), self.way.clone());
             let outcome = Outcome(self.state.clone());
-            // Ends with its outcome, or with the last who could want it.
+            // The task ends with its outcome, or when the last user of this session is dropped.
             *attempt = Some(AbortOnDropHandle::new(runtime.spawn(async move {
                 outcome.tell(connect(&id, way).await);
             })));
         }
     }
 
-    /// The session, once there is one.
+    /// Waits for the session; connects if necessary.
     pub(super) async fn client(&self) -> Result<ExecServerClient, ExecServerError> {
         let mut states = self.state.subscribe();
-        // A failure that was there before is tried again, one that comes now is the answer.
+        // A failure from before this call is retried; a failure of the new attempt is returned.
         self.begin();
         loop {
             let seen = states
@@ -126,7 +128,7 @@ impl Lazy {
                 .await;
             let state = match seen {
                 Ok(state) => state.clone(),
-                // We hold the other end.
+                // `self.state` keeps the sender open, so that this does not happen.
                 Err(_) => State::Idle,
             };
             match state {
@@ -142,7 +144,7 @@ impl Lazy {
         }
     }
 
-    /// The session, if there is one now.
+    /// The session, if it is open now.
     pub(super) fn current(&self) -> Option<ExecServerClient> {
         match &*self.state.borrow() {
             State::Connected(client) if !is_lost(client) => Some(client.clone()),
@@ -181,7 +183,8 @@ async fn connect(id: &str, way: Way) -> Result<ExecServerClient, ExecServerError
     session
 }
 
-/// Tells the outcome of an attempt, also of one that never came to its end.
+/// Publishes the outcome of a connection attempt. Dropping it publishes a failure, so that a
+/// cancelled attempt does not leave the state `Connecting`.
 struct Outcome(watch::Sender<State>);
 
 impl Outcome {
@@ -206,7 +209,7 @@ impl Drop for Outcome {
     }
 }
 
-/// Whether a session cannot be used any more.
+/// Whether a session is permanently lost.
 fn is_lost(client: &ExecServerClient) -> bool {
     client.state().is_failed()
 }

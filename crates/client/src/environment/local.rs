@@ -1,4 +1,4 @@
-//! This machine, without a server.
+//! Local machine as an environment, without a server.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use tokio::sync::Semaphore;
 
 use crate::error::ExecServerError;
 
-/// What can be asked of this machine besides processes and files.
+/// Facts and capability discovery of the local machine.
 #[derive(Debug)]
 pub(super) struct Here {
     executor: Executor,
@@ -29,7 +29,7 @@ impl Here {
         &self.info
     }
 
-    /// Looks for plugins and skills, as a server on this machine would.
+    /// Discovers plugins and skills with the limits that a server applies.
     pub(super) async fn discover(
         &self,
         roots: Vec<RootParams>,
@@ -43,7 +43,7 @@ impl Here {
         let parallel = Arc::new(Semaphore::new(PARALLEL_ROOTS));
         let mut looking = Vec::with_capacity(roots.len());
         for RootParams { id, path, sandbox } in roots {
-            // The semaphore is never closed.
+            // Acquiring fails only if the semaphore is closed, which never happens.
             let permit = Arc::clone(&parallel).acquire_owned().await;
             let executor = self.executor.clone();
             looking.push(tokio::task::spawn_blocking(move || {

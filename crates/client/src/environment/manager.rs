@@ -1,7 +1,6 @@
-//! All environments of a program.
+//! Registry of environments by id, and the handle each id currently has.
 //!
-//! Owns which handle an id stands for at this moment. Whoever holds a handle keeps it, whatever
-//! becomes of the id.
+//! Replacing or removing an environment does not affect handles that callers already hold.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +14,7 @@ use super::id::{self, EnvironmentIdError, LOCAL};
 use super::source::{EnvironmentList, EnvironmentProvider, EnvironmentSourceError};
 use super::step::Attachments;
 
-/// All environments of a program, by id and in a stable order; cheap to clone.
+/// Environments of a program, by id and in a stable order; cheap to clone.
 ///
 /// ```no_run
 /// use exec_server_client::environment::{
@@ -40,10 +39,11 @@ pub struct EnvironmentManager {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// In the order in which they became known; a replacement keeps its place.
+    /// In the order of insertion; a replacement keeps its position.
     handles: Vec<Arc<Environment>>,
     default: Option<String>,
-    /// Machines that somebody prepares; there may be reports before anybody wants them.
+    /// Readiness of externally provisioned environments. A report may arrive before the environment
+    /// is requested.
     gates: BTreeMap<String, Arc<Gate>>,
 }
 
@@ -64,44 +64,44 @@ impl Known {
     }
 }
 
-/// Why something cannot be done with environments.
+/// Error of an operation on the registry of environments.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentError {
-    /// There is no such environment.
+    /// No environment has this id.
     #[error("there is no environment `{0}`")]
     Unknown(String),
-    /// An environment cannot be called so.
+    /// The id is invalid.
     #[error(transparent)]
     Id(#[from] EnvironmentIdError),
-    /// This machine should be one of them, and was not given.
+    /// The list includes this machine, but the caller did not supply it.
     #[error("environment `{LOCAL}` is listed, but this program does not offer it")]
     NoLocal,
-    /// The id is that of an environment that nobody prepares.
+    /// The environment with this id is not externally provisioned.
     #[error("environment `{0}` is not one that somebody prepares")]
     ProvisioningModeConflict(String),
-    /// A report about an environment is refused.
+    /// A report about an environment is rejected.
     #[error("environment `{id}`: {source}")]
     Report {
-        /// Which environment.
+        /// Id of the environment.
         id: String,
-        /// Why.
+        /// The reason.
         source: ReportError,
     },
-    /// It is not known which environments there are.
+    /// The environment definitions could not be loaded.
     #[error(transparent)]
     Source(#[from] EnvironmentSourceError),
 }
 
 impl EnvironmentManager {
-    /// All environments of a list; `local` is this machine, for lists that include it.
+    /// Creates the environments of a list; `local` is this machine, for lists that include it.
     ///
-    /// Those that are dialled begin to connect at once if there is a tokio runtime; those that a
-    /// program must be started for wait until they are used.
+    /// With a tokio runtime, targets with [`Start::AtOnce`](super::connect::Start::AtOnce) begin to
+    /// connect immediately. Targets that must start a program connect on first use.
     ///
     /// # Errors
     ///
-    /// When the list includes this machine and it is not given, or an id cannot be.
+    /// When the list includes this machine and `local` is `None`, or an id is invalid.
     pub fn new(
         list: EnvironmentList,
         local: Option<Environment>,
@@ -113,7 +113,8 @@ impl EnvironmentManager {
         Ok(manager)
     }
 
-    /// As [`EnvironmentManager::new`], but nothing is connected to until it is used.
+    /// Creates the environments like [`EnvironmentManager::new`], but connects to each only on
+    /// first use.
     ///
     /// # Errors
     ///
@@ -141,11 +142,11 @@ impl EnvironmentManager {
         })
     }
 
-    /// All environments that a provider knows of at this moment.
+    /// Creates the environments that a provider currently defines.
     ///
     /// # Errors
     ///
-    /// As [`EnvironmentManager::new`], or when the provider cannot say.
+    /// As [`EnvironmentManager::new`], or when the provider fails.
     pub async fn from_provider(
         provider: &dyn EnvironmentProvider,
         local: Option<Environment>,
@@ -153,32 +154,32 @@ impl EnvironmentManager {
         Self::new(provider.snapshot().await?, local)
     }
 
-    /// What an id stands for now.
+    /// The environment that currently has this id.
     pub fn get(&self, id: &str) -> Option<Arc<Environment>> {
         self.shared.lock().get(id).cloned()
     }
 
-    /// All of them, in the order in which they became known.
+    /// All environments, in the order of insertion.
     pub fn environments(&self) -> Vec<Arc<Environment>> {
         self.shared.lock().handles.clone()
     }
 
-    /// The id of the one that is used when nothing is said.
+    /// Id of the default environment.
     pub fn default_id(&self) -> Option<String> {
         self.shared.lock().default.clone()
     }
 
-    /// The one that is used when nothing is said.
+    /// The default environment, used if the caller names none.
     pub fn default_environment(&self) -> Option<Arc<Environment>> {
         let known = self.shared.lock();
         known.get(known.default.as_deref()?).cloned()
     }
 
-    /// Chooses the one that is used when nothing is said.
+    /// Sets the default environment.
     ///
     /// # Errors
     ///
-    /// When there is no such environment.
+    /// When no environment has this id.
     pub fn set_default(&self, id: Option<&str>) -> Result<(), EnvironmentError> {
         let mut known = self.shared.lock();
         if let Some(id) = id
@@ -190,8 +191,8 @@ impl EnvironmentManager {
         Ok(())
     }
 
-    /// The ids to attach when nothing is said: the default one first, then the others in order;
-    /// none without a default.
+    /// Ids to attach if the caller names none: the default one first, then the others in order.
+    /// Empty without a default.
     pub fn default_ids(&self) -> Vec<String> {
         let known = self.shared.lock();
         let Some(default) = &known.default else {
@@ -202,13 +203,13 @@ impl EnvironmentManager {
         std::iter::once(default.clone()).chain(others).collect()
     }
 
-    /// Adds an environment, or replaces the handle that its id stands for. Whoever holds the old
-    /// handle keeps it; who asks from now on gets the new one, which begins to connect as
-    /// [`EnvironmentManager::new`] says.
+    /// Adds an environment, or replaces the one with the same id. Callers keep the old handle if
+    /// they hold it; later lookups return the new one, which begins to connect as
+    /// [`EnvironmentManager::new`] describes.
     ///
     /// # Errors
     ///
-    /// When an environment cannot be called so.
+    /// When the id is invalid.
     pub fn add(
         &self,
         id: &str,
@@ -225,11 +226,11 @@ impl EnvironmentManager {
         Ok(handle)
     }
 
-    /// Forgets an environment; whoever holds its handle keeps it.
+    /// Removes an environment; callers keep its handle if they hold it.
     ///
     /// # Errors
     ///
-    /// When there is no such environment, or it is this machine.
+    /// When no environment has this id, or it is this machine.
     pub fn remove(&self, id: &str) -> Result<Arc<Environment>, EnvironmentError> {
         let mut known = self.shared.lock();
         if id == LOCAL {
@@ -244,13 +245,13 @@ impl EnvironmentManager {
         Ok(known.handles.remove(at))
     }
 
-    /// The handle of an environment that somebody prepares. It is connected to when it is used and
-    /// was reported to be [`ready`](Self::report_ready); asking again gives the same handle.
+    /// The environment that an external provisioner prepares under this id. It connects when it is
+    /// used and was [reported ready](Self::report_ready). A second call returns the same handle.
     ///
     /// # Errors
     ///
-    /// [`EnvironmentError::ProvisioningModeConflict`] if the id is that of an environment that
-    /// nobody prepares.
+    /// [`EnvironmentError::ProvisioningModeConflict`] if the environment with this id is not
+    /// externally provisioned.
     pub fn prepared(&self, id: &str) -> Result<Arc<Environment>, EnvironmentError> {
         id::check(id)?;
         let mut known = self.shared.lock();
@@ -267,12 +268,14 @@ impl EnvironmentManager {
         Ok(handle)
     }
 
-    /// Says that an environment was prepared and how to reach it. May come before anybody asks for
-    /// the environment, and again; nothing happens if nobody prepares it.
+    /// Reports that an environment is provisioned and how to reach it. The report may arrive before
+    /// the environment is requested, and may be repeated. It has no effect on an environment that
+    /// is not externally provisioned.
     ///
     /// # Errors
     ///
-    /// When it was reported to have failed, or the report cannot be used: then it has failed.
+    /// When the environment was reported as failed before, or the report is invalid. An invalid
+    /// report makes a pending environment fail.
     pub fn report_ready(&self, id: &str, report: ReadyReport) -> Result<(), EnvironmentError> {
         match self.gate(id)? {
             Some(gate) => refused(id, gate.ready(id, report)),
@@ -280,11 +283,11 @@ impl EnvironmentManager {
         }
     }
 
-    /// Says that an environment cannot be prepared; the first reason stays.
+    /// Reports that an environment could not be provisioned; the first reason is kept.
     ///
     /// # Errors
     ///
-    /// When it was reported to be ready.
+    /// When the environment was reported as ready before.
     pub fn report_failed(&self, id: &str, reason: &str) -> Result<(), EnvironmentError> {
         match self.gate(id)? {
             Some(gate) => refused(id, gate.failed(reason)),
@@ -292,7 +295,8 @@ impl EnvironmentManager {
         }
     }
 
-    /// The gate of an environment that somebody prepares, or may.
+    /// The readiness of an id. `None` if the environment is not externally provisioned; an unknown
+    /// id is treated as externally provisioned.
     fn gate(&self, id: &str) -> Result<Option<Arc<Gate>>, EnvironmentError> {
         id::check(id)?;
         let mut known = self.shared.lock();
@@ -305,8 +309,8 @@ impl EnvironmentManager {
         )))
     }
 
-    /// Captures the handles that these ids stand for now, the first being the primary one, and asks
-    /// them to begin. Ids that nothing is known of are left out.
+    /// Captures the current handles of these ids, the primary environment first, and starts to
+    /// connect. Unknown ids are omitted.
     pub fn attach<'a>(&self, ids: impl IntoIterator<Item = &'a str>) -> Attachments {
         let known = self.shared.lock();
         let handles: Vec<_> = ids

@@ -1,8 +1,8 @@
-//! Where things run, as a value.
+//! Environments: local or remote machines addressed by id.
 //!
-//! Owns which environments there are ([`EnvironmentsFile`], [`ConfiguredEnvironments`]), the ways to
-//! reach them ([`connect`]), the handles that everybody shares ([`EnvironmentManager`],
-//! [`Environment`]) and what one step of work sees of them ([`Step`]).
+//! Contains the definitions ([`EnvironmentsFile`], [`ConfiguredEnvironments`]), the connection
+//! targets ([`connect`]), the shared handles ([`EnvironmentManager`], [`Environment`]) and the
+//! snapshot that one agent step uses ([`Step`]).
 #![doc = include_str!("../../../../docs/embedding.md")]
 
 pub mod connect;

@@ -1,4 +1,4 @@
-//! Environments of a registry, as a list of environments has them.
+//! `environments.toml` entries that are reached through a registry.
 
 use std::path::PathBuf;
 
@@ -14,15 +14,15 @@ use crate::registry::{
     KnownEnvironments, RegistryAuth, RegistryConnectArgs, RegistryTarget, RegistryUrl, Trust,
 };
 
-/// An environment of a registry; keys are read or made when it is first connected to.
+/// Registry entry of an environment. Its keys are read or generated on first connection.
 #[derive(Debug, Clone)]
 pub(super) struct RegistryEntry {
     pub(super) url: RegistryUrl,
     pub(super) auth: RegistryAuth,
     pub(super) tls: TlsClientOptions,
     pub(super) options: ExecServerClientConnectOptions,
-    /// Where our own keys are, and those of environments that we have seen. Without it the keys are
-    /// made up, and the registry is believed.
+    /// Directory for our own key and the known keys of environments. Without it, a temporary key is
+    /// generated and the environment keys that the registry reports are trusted.
     pub(super) state: Option<PathBuf>,
 }
 
@@ -32,7 +32,7 @@ impl RegistryEntry {
         let mut args = RegistryConnectArgs::of(&self.url, self.auth.clone(), client_name);
         args.options = self.options.clone();
         args.registry.tls = self.tls.clone();
-        // Whoever writes `registry+http:` has been told.
+        // The explicit scheme `registry+http:` is the consent to plain HTTP.
         args.registry.danger_plain_http = true;
         if let Some(state) = self.state.clone() {
             args.trust = Trust::FirstUse(KnownEnvironments::new(state.join("known_environments")));

@@ -1,7 +1,7 @@
-//! Capability roots that some work has selected.
+//! Capability roots that a thread of work has selected.
 //!
-//! Owns the data that is kept and how lists of it are merged. What is kept names an environment by
-//! its id; handles never are part of it.
+//! Defines the persisted data and how lists of roots are merged. Persisted roots name an
+//! environment by its id and never contain a handle.
 
 use std::sync::Arc;
 
@@ -10,10 +10,10 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::handle::Environment;
 
-/// Roots that the environments of one step, or one report, may bring along.
+/// Maximum number of roots that the environments of one step, or one report, may contribute.
 pub const MAX_SELECTED_CAPABILITY_ROOTS: usize = 256;
 
-/// A directory of an environment that some work wants to use capabilities of.
+/// Directory in an environment from which capabilities are used.
 ///
 /// ```
 /// use exec_server_client::environment::SelectedCapabilityRoot;
@@ -26,13 +26,13 @@ pub const MAX_SELECTED_CAPABILITY_ROOTS: usize = 256;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct SelectedCapabilityRoot {
-    /// What the work calls it.
+    /// Id that the embedder chose.
     pub id: String,
-    /// Where it is.
+    /// Location of the root.
     pub location: CapabilityRootLocation,
 }
 
-/// Where a capability root is.
+/// Location of a capability root.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(
     tag = "type",
@@ -43,16 +43,16 @@ pub struct SelectedCapabilityRoot {
 pub enum CapabilityRootLocation {
     /// In an environment.
     Environment {
-        /// Which one, always the same machine under the same id.
+        /// Id of the environment; it must always mean the same machine.
         environment_id: String,
-        /// The directory there.
+        /// The directory in the environment.
         #[serde(deserialize_with = "path_or_uri")]
         path: PathUri,
     },
 }
 
 impl SelectedCapabilityRoot {
-    /// A directory of an environment.
+    /// Creates a root for a directory of an environment.
     pub fn new(id: impl Into<String>, environment_id: impl Into<String>, path: PathUri) -> Self {
         Self {
             id: id.into(),
@@ -63,7 +63,7 @@ impl SelectedCapabilityRoot {
         }
     }
 
-    /// The environment that it is in.
+    /// Id of the environment that contains the root.
     pub fn environment_id(&self) -> &str {
         let CapabilityRootLocation::Environment { environment_id, .. } = &self.location;
         environment_id
@@ -85,10 +85,9 @@ fn path_or_uri<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathUri, D:
     path.map_err(serde::de::Error::custom)
 }
 
-/// The selection that belongs to some work for as long as that lasts: a part of its record.
+/// Selected capability roots, as a persisted part of the embedder's record.
 ///
-/// Meant to be flattened into whatever the embedder keeps. A record without it is one without
-/// selected roots.
+/// Intended for `#[serde(flatten)]`. A record without this field has no selected roots.
 ///
 /// ```
 /// use exec_server_client::environment::CapabilitySelection;
@@ -114,57 +113,58 @@ pub struct CapabilitySelection {
 }
 
 impl CapabilitySelection {
-    /// What work inherits that is forked from this: everything, however much of its history it
-    /// gets.
+    /// Selection of a fork of this work. It contains all roots, independent of how much history is
+    /// forked.
     pub fn fork(&self) -> Self {
         self.clone()
     }
 }
 
-/// A selected root and the handle to use it through.
+/// Selected root and the environment handle to use it with.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ResolvedCapabilityRoot {
-    /// What was selected.
+    /// The selected root.
     pub root: SelectedCapabilityRoot,
-    /// The environment, as the step captured it.
+    /// The environment, as captured by the step.
     pub environment: Arc<Environment>,
 }
 
-/// What could be used now, and what is in the way of the rest.
+/// Roots that can be used now, and warnings about the others.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct RootInspection {
-    /// Roots of environments that are ready, in order.
+    /// Roots of ready environments, in order.
     pub ready_roots: Vec<ResolvedCapabilityRoot>,
-    /// Why others cannot be used, for people to read.
+    /// Reasons why other roots cannot be used, as readable text.
     pub warnings: Vec<String>,
 }
 
-/// Roots of several origins as one list.
+/// Merged list of roots from several sources.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MergedRoots {
-    /// The roots, in order, no id twice.
+    /// The roots, in order, with unique ids.
     pub roots: Vec<SelectedCapabilityRoot>,
-    /// What was left out, for people to read.
+    /// Roots that were omitted, as readable text.
     pub warnings: Vec<String>,
 }
 
-/// Who says which roots an attached environment has.
+/// Owner of the roots of an attached environment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RootOwner {
-    /// The work itself: its own roots in the same environment may have moved.
+    /// The work itself. Its root replaces the location of a selected root with the same id and
+    /// environment.
     Work,
     /// The owner of the environment.
     Environment,
 }
 
-/// Merges what was selected with what the environments bring along, in order.
+/// Merges the selected roots with those that the environments contribute, in order.
 ///
-/// Of two roots with the same id the first stays; if the other is elsewhere that is told. Roots of
-/// [`RootOwner::Work`] in the same environment say where a selected one is now. At most
-/// [`MAX_SELECTED_CAPABILITY_ROOTS`] are taken from the environments.
+/// Of two roots with the same id the first is kept; a different location causes a warning. However,
+/// a root of [`RootOwner::Work`] in the same environment updates the location. At most
+/// [`MAX_SELECTED_CAPABILITY_ROOTS`] roots are accepted from the environments.
 pub fn merge_roots(
     selected: &[SelectedCapabilityRoot],
     attached: &[(RootOwner, Vec<SelectedCapabilityRoot>)],
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_is_data_alone() {
+    fn selection_serializes_uris_and_rejects_invalid_paths() {
         let selection = CapabilitySelection {
             selected_capability_roots: vec![root("plugin@1", "worker", "/opt/a b")],
         };
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_two_roots_stays() {
+    fn merge_roots_keeps_first_of_two_equal_ids() {
         let selected = [root("a", "one", "/a"), root("b", "one", "/b")];
         let work = vec![
             root("a", "one", "/moved"),
@@ -281,13 +281,13 @@ mod tests {
     }
 
     #[test]
-    fn environments_bring_so_many_and_no_more() {
+    fn merge_roots_limits_environment_roots_to_maximum() {
         let many = |prefix: &str, count: usize| -> Vec<_> {
             (0..count)
                 .map(|n| root(&format!("{prefix}{n}"), "e", "/x"))
                 .collect()
         };
-        // What was selected is not counted.
+        // Selected roots do not count towards the limit.
         let merged = merge_roots(&many("s", 300), &[(RootOwner::Environment, many("e", 256))]);
         assert_eq!((merged.roots.len(), merged.warnings.len()), (556, 0));
         let merged = merge_roots(

@@ -1,7 +1,7 @@
-//! Where the list of environments comes from.
+//! Resolution order of environment definitions: variables, file, defaults.
 //!
-//! Owns the order of variables and files. Reads neither the environment nor a home directory of
-//! its own accord: both are handed in. Connects to nothing.
+//! Does not read process variables or the home directory itself: the caller supplies both. Opens no
+//! connection.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,35 +26,35 @@ use crate::options::RemoteExecServerConnectArgs;
 #[cfg(feature = "registry")]
 use crate::registry::{RegistryAuth, RegistryUrl, RegistryUrlParseError};
 
-/// Our own directory of settings.
+/// Variable with the settings directory of this program.
 pub const HOME_VARIABLE: &str = "EXEC_SERVER_HOME";
-/// The server to use, or `none`.
+/// Variable with the URL of the server, or `none`.
 pub const URL_VARIABLE: &str = "EXEC_SERVER_URL";
 const TOKEN_VARIABLE: &str = "EXEC_SERVER_TOKEN";
 const TOKEN_FILE_VARIABLE: &str = "EXEC_SERVER_TOKEN_FILE";
 const TLS_PIN_VARIABLE: &str = "EXEC_SERVER_TLS_PIN";
 const TLS_CA_VARIABLE: &str = "EXEC_SERVER_TLS_CA";
-/// What Codex calls its directory and its server.
+/// Variables that Codex uses for its directory and its server.
 const CODEX_HOME_VARIABLE: &str = "CODEX_HOME";
 const CODEX_URL_VARIABLE: &str = "CODEX_EXEC_SERVER_URL";
 
-/// Knows which environments there are.
+/// Source of environment definitions.
 pub trait EnvironmentProvider: Send + Sync + fmt::Debug {
-    /// The environments of this moment; nothing is connected to.
+    /// The current environment definitions. Opens no connection.
     fn snapshot(&self) -> BoxFuture<'_, Result<EnvironmentList, EnvironmentSourceError>>;
 }
 
-/// Which environments there are, before any of them is connected to.
+/// Environment definitions, before any connection is opened.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct EnvironmentList {
-    /// Those that are reached somehow, in order.
+    /// Environments other than this machine, in order.
     pub environments: Vec<EnvironmentEntry>,
-    /// The id of the one that is used when nothing is said.
+    /// Id of the default environment.
     pub default: Option<String>,
     /// Whether this machine is one of them.
     pub include_local: bool,
-    /// What was found and not used, for people to read.
+    /// Settings that were found but not used, as readable text.
     pub warnings: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ impl EnvironmentList {
         }
     }
 
-    /// One environment, which is used when nothing is said.
+    /// One environment, which is the default.
     pub fn only(entry: EnvironmentEntry) -> Self {
         Self {
             default: Some(entry.id.clone()),
@@ -77,7 +77,7 @@ impl EnvironmentList {
         }
     }
 
-    /// An environment by its id; this machine has no entry.
+    /// The definition with this id; this machine has none.
     pub fn entry(&self, id: &str) -> Option<&EnvironmentEntry> {
         self.environments.iter().find(|entry| entry.id == id)
     }
@@ -107,45 +107,45 @@ impl From<EnvironmentsFile> for EnvironmentList {
     }
 }
 
-/// A list that is known already.
+/// Provider of a fixed list.
 impl EnvironmentProvider for EnvironmentList {
     fn snapshot(&self) -> BoxFuture<'_, Result<EnvironmentList, EnvironmentSourceError>> {
         Box::pin(async { Ok(self.clone()) })
     }
 }
 
-/// Why it is not known which environments there are.
+/// Error of loading environment definitions.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvironmentSourceError {
-    /// The file holds a mistake.
+    /// The file is invalid or cannot be read.
     #[error(transparent)]
     File(#[from] EnvironmentsFileError),
-    /// A variable holds no address.
+    /// A variable does not contain a valid URL.
     #[error("{variable}: {source}")]
     Address {
-        /// Which variable.
+        /// The variable.
         variable: &'static str,
         /// What is wrong.
         source: AddressError,
     },
-    /// Some of the variables that name an environment of a registry are set, and others not.
+    /// Only some of the variables that define a registry environment are set.
     #[error("EXEC_SERVER_NOISE_{0} is not set, and others that belong to it are")]
     Incomplete(&'static str),
-    /// The variables of a registry name no environment.
+    /// The registry variables do not define a valid environment.
     #[error("EXEC_SERVER_NOISE_REGISTRY_URL and _ENVIRONMENT_ID: {0}")]
     Registry(String),
-    /// A variable holds no pin.
+    /// A variable does not contain a valid certificate pin.
     #[error("{variable}: {source}")]
     Pin {
-        /// Which variable.
+        /// The variable.
         variable: &'static str,
         /// What is wrong.
         source: PinParseError,
     },
 }
 
-/// Variables, and the file where they say that it is.
+/// Environment definitions from variables, and from the file that the variables select.
 ///
 /// | first that holds | environments |
 /// |---|---|
@@ -157,11 +157,12 @@ pub enum EnvironmentSourceError {
 /// | `CODEX_EXEC_SERVER_URL` is a URL | `remote` alone |
 /// | nothing | this machine alone |
 ///
-/// The file is in `EXEC_SERVER_HOME` if that is set; otherwise in `exec-server` of
-/// `XDG_CONFIG_HOME` or `~/.config`, and if there is none, in `CODEX_HOME`. The token for
-/// `EXEC_SERVER_URL` is in `EXEC_SERVER_TOKEN` or in the file that `EXEC_SERVER_TOKEN_FILE` names;
-/// `EXEC_SERVER_TLS_PIN` and `EXEC_SERVER_TLS_CA` say whom to believe there. The variables of the
-/// registry, with `…_NOISE_CHATGPT_ACCOUNT_ID` for accounts that have one, may begin with `CODEX_`.
+/// The file is in `EXEC_SERVER_HOME` if that is set. Otherwise it is in the directory `exec-server`
+/// below `XDG_CONFIG_HOME` or `~/.config`; if it does not exist there, in `CODEX_HOME`. The token
+/// for `EXEC_SERVER_URL` is in `EXEC_SERVER_TOKEN`, or in the file that `EXEC_SERVER_TOKEN_FILE`
+/// names. `EXEC_SERVER_TLS_PIN` and `EXEC_SERVER_TLS_CA` select the certificates to trust. The
+/// names of the registry variables, including the optional `…_NOISE_CHATGPT_ACCOUNT_ID`, may begin
+/// with `CODEX_`.
 ///
 /// ```
 /// use exec_server_client::environment::ConfiguredEnvironments;
@@ -182,13 +183,13 @@ pub struct ConfiguredEnvironments {
     token_file: Option<PathBuf>,
     tls_pin: Option<String>,
     tls_ca: Option<PathBuf>,
-    /// Where keys are.
+    /// Directory for keys.
     state: Option<PathBuf>,
     #[cfg(feature = "registry")]
     noise: NoiseVariables,
 }
 
-/// The variables that name an environment of a registry; ours before those of Codex.
+/// Variables that define a registry environment. Our own names take precedence over those of Codex.
 #[cfg(feature = "registry")]
 #[derive(Debug, Clone)]
 struct NoiseVariables {
@@ -214,7 +215,8 @@ impl NoiseVariables {
         }
     }
 
-    /// The environment that they name, if they do: all of them, or none.
+    /// The environment that the variables define. `None` if all are unset; an error if only some
+    /// are set.
     fn entry(
         &self,
         state: Option<&Path>,
@@ -247,7 +249,7 @@ impl NoiseVariables {
 }
 
 impl ConfiguredEnvironments {
-    /// Takes what it needs from these variables.
+    /// Reads the needed values through `variable`.
     pub fn new(variable: impl Fn(&str) -> Option<String>) -> Self {
         let given = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let path = |name: &str| given(name).map(PathBuf::from);
@@ -276,12 +278,12 @@ impl ConfiguredEnvironments {
         }
     }
 
-    /// Where our own `environments.toml` is or would be; nowhere without a home.
+    /// Path of our own `environments.toml`, which may not exist; `None` without a home directory.
     pub fn own_file(&self) -> Option<&Path> {
         self.own_file.as_deref()
     }
 
-    /// The `environments.toml` that is used, if there is one.
+    /// Path of the `environments.toml` that is used, if one exists.
     pub fn file(&self) -> Option<&Path> {
         [self.own_file(), self.codex_file.as_deref()]
             .into_iter()
@@ -289,11 +291,11 @@ impl ConfiguredEnvironments {
             .find(|path| path.exists())
     }
 
-    /// Which environments there are.
+    /// Loads the environment definitions.
     ///
     /// # Errors
     ///
-    /// When the file or a variable holds a mistake.
+    /// When the file or a variable is invalid.
     pub fn load(&self) -> Result<EnvironmentList, EnvironmentSourceError> {
         #[cfg(feature = "registry")]
         if let Some(entry) = self.noise.entry(self.state.as_deref())? {
@@ -315,7 +317,7 @@ impl ConfiguredEnvironments {
                 return Ok(EnvironmentList::only(entry));
             };
             let mut list = EnvironmentList::from(file);
-            // The variable is nearer than the file, as everywhere.
+            // A variable takes precedence over the file, as for all settings.
             list.default = Some(entry.id.clone());
             match list
                 .environments
@@ -353,7 +355,7 @@ impl ConfiguredEnvironments {
         }
     }
 
-    /// What `EXEC_SERVER_URL` and the variables beside it mean.
+    /// The environment that `EXEC_SERVER_URL` and its related variables define.
     fn named_by_variable(&self, url: &str) -> Result<EnvironmentEntry, EnvironmentSourceError> {
         let mut args = RemoteExecServerConnectArgs::new("", ENVIRONMENT_CLIENT_NAME);
         args.bearer_token.clone_from(&self.token);
@@ -461,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn variables_alone() {
+    fn load_with_url_variables_only_selects_one_environment() {
         let home = Home::new();
         assert_eq!(home.ids(&[]), ids(&["local"], Some("local")));
         for (own, codex) in [("EXEC_SERVER_URL", true), ("CODEX_EXEC_SERVER_URL", false)] {
@@ -483,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn the_token_belongs_to_our_own_variable() {
+    fn token_and_pin_apply_only_to_own_url_variable() {
         let home = Home::new();
         let shown = |variables: &[(&str, &str)]| {
             format!("{:?}", home.load(variables).unwrap().environments)
@@ -510,7 +512,7 @@ mod tests {
 
     #[cfg(feature = "registry")]
     #[test]
-    fn a_registry_comes_first_and_needs_all_of_its_variables() {
+    fn registry_variables_take_precedence_and_must_be_complete() {
         let home = Home::new();
         home.write(".config/exec-server", "colour = 1");
         let names = [
@@ -549,7 +551,7 @@ mod tests {
                     .contains("REGISTRY_URL")
             );
         }
-        // An account alone names nothing.
+        // An account id alone does not define an environment.
         assert!(
             home.load(&[("EXEC_SERVER_NOISE_CHATGPT_ACCOUNT_ID", "a")])
                 .is_err()
@@ -567,7 +569,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_beats_the_variable_of_others_and_yields_to_ours() {
+    fn file_overrides_codex_url_and_own_url_overrides_file() {
         let home = Home::new();
         home.write(
             ".config/exec-server",
@@ -588,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_looked_for_in_order() {
+    fn file_lookup_prefers_explicit_home_then_xdg_then_codex() {
         let home = Home::new();
         let entry = |id: &str| format!("[[environments]]\nid = '{id}'\nurl = 'ws://w:1'");
         let codex = home.at("codex");
@@ -607,7 +609,7 @@ mod tests {
         assert_eq!(found(&both).as_deref(), Some("codex"));
         home.write("xdg/exec-server", &entry("xdg"));
         assert_eq!(found(&both).as_deref(), Some("xdg"));
-        // A directory that is named is the only one.
+        // An explicit `EXEC_SERVER_HOME` disables the other directories.
         let named = [
             ("CODEX_HOME", codex.as_str()),
             ("EXEC_SERVER_HOME", own.as_str()),

@@ -1,7 +1,7 @@
-//! Which handles one step of work uses.
+//! Snapshot of environment handles that one agent step uses.
 //!
-//! Owns the capture: readiness and handle are taken together, so that a handle that replaces
-//! another between two steps is never taken for ready because its predecessor was.
+//! Captures readiness and handle together. A replacement handle is therefore never considered ready
+//! because the handle before it was.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use super::lazy::Readiness;
 use super::manager::EnvironmentManager;
 use super::roots::{ResolvedCapabilityRoot, RootInspection, SelectedCapabilityRoot};
 
-/// The environments that some work is attached to, in order; the first is the primary one.
+/// Environments that a thread of work is attached to, in order; the first is the primary one.
 ///
-/// The handles stay the same, whatever becomes of their ids: [`EnvironmentManager::attach`] again to
-/// see the new ones.
+/// The handles do not change when an id gets a new environment. Call [`EnvironmentManager::attach`]
+/// again to get the new handles.
 #[derive(Debug, Clone)]
 pub struct Attachments {
     handles: Vec<Arc<Environment>>,
@@ -33,21 +33,22 @@ impl Attachments {
         &self.handles
     }
 
-    /// Waits until every one of them is ready or has failed.
+    /// Waits until each environment is ready or has failed.
     pub async fn settled(&self) {
         for handle in &self.handles {
-            // All of them are on their way; why one failed is told when it is used.
+            // All connections are opened concurrently. A failure is reported when the environment
+            // is used.
             let _ = handle.ready().await;
         }
     }
 
-    /// What one step of work uses: which of them are ready at this moment, and which still start.
-    /// Those that have failed are left out.
+    /// Captures which environments are ready and which are still starting. Failed ones are omitted.
     pub fn step(&self) -> Step {
         let mut captured = Vec::with_capacity(self.handles.len());
         for handle in &self.handles {
             let capture = match handle.readiness() {
-                // A connection that is lost for a while is the business of its session alone.
+                // While a connection recovers, requests wait in the session, so the environment is
+                // usable.
                 Readiness::Ready | Readiness::Recovering => Captured::Ready(Arc::clone(handle)),
                 Readiness::Idle | Readiness::Starting => Captured::Starting,
                 Readiness::Failed(_) => continue,
@@ -58,16 +59,16 @@ impl Attachments {
     }
 }
 
-/// An environment as one step of work sees it.
+/// Environment as captured by one step.
 #[derive(Debug, Clone)]
 pub enum Captured {
-    /// It can be used, by this handle and no other.
+    /// The environment is ready; the step uses this handle only.
     Ready(Arc<Environment>),
-    /// It cannot be used in this step; perhaps in the next.
+    /// The environment is not usable in this step, but may be in the next.
     Starting,
 }
 
-/// The environments of one step of work, as they were when it began.
+/// Environments of one step, as captured at its beginning.
 ///
 /// ```no_run
 /// # async fn example(manager: exec_server_client::environment::EnvironmentManager) {
@@ -88,20 +89,20 @@ pub struct Step {
 }
 
 impl Step {
-    /// How an environment was captured, if it was.
+    /// The captured state of an environment, if it was captured.
     pub fn get(&self, id: &str) -> Option<&Captured> {
         let found = self.captured.iter().find(|(other, _)| other == id)?;
         Some(&found.1)
     }
 
-    /// All that were captured, in order.
+    /// All captured environments, in order.
     pub fn captured(&self) -> impl Iterator<Item = (&str, &Captured)> {
         self.captured
             .iter()
             .map(|(id, captured)| (id.as_str(), captured))
     }
 
-    /// The handles that can be used, in order.
+    /// The handles of ready environments, in order.
     pub fn ready(&self) -> impl Iterator<Item = &Arc<Environment>> {
         self.captured
             .iter()
@@ -111,24 +112,24 @@ impl Step {
             })
     }
 
-    /// Pairs selected roots with the handles to use them through.
+    /// Resolves selected roots to environment handles.
     ///
-    /// A root of an environment that was captured as ready gets exactly that handle; of one that was
-    /// captured as starting it is left out. Other environments are looked up: those that are ready
-    /// are used, those that have failed in a way that may pass are tried again, the rest are asked
-    /// to begin and left out. The order stays, and no file is looked at.
+    /// A root of an environment that was captured as ready gets that handle; a root of one that was
+    /// captured as starting is omitted. Other environments are looked up in `manager`: a ready one
+    /// is used, a transient failure is retried, and the rest begin to connect and are omitted. The
+    /// order is kept, and no file is accessed.
     pub async fn resolve_roots(
         &self,
         manager: &EnvironmentManager,
         roots: &[SelectedCapabilityRoot],
     ) -> Vec<ResolvedCapabilityRoot> {
-        // Each environment is looked at once, so that all its roots see the same.
+        // Look up each environment once, so that all its roots get the same result.
         let mut found: BTreeMap<&str, Look> = BTreeMap::new();
         for root in roots {
             let id = root.environment_id();
             found.entry(id).or_insert_with(|| self.look(manager, id));
         }
-        // All that are tried again are under way by now.
+        // The retries already run concurrently.
         let mut handles: BTreeMap<&str, Arc<Environment>> = BTreeMap::new();
         for (id, look) in found {
             match look {
@@ -169,7 +170,7 @@ impl Step {
     }
 }
 
-/// What was found of an environment that a root needs.
+/// Lookup result of an environment that a root needs.
 enum Look {
     Ready(Arc<Environment>),
     Retrying(Arc<Environment>),
@@ -177,8 +178,9 @@ enum Look {
 }
 
 impl EnvironmentManager {
-    /// Tells which selected roots could be used now and what is in the way of the others, without
-    /// starting or asking anything. Those of environments that still start are left out in silence.
+    /// Returns the selected roots that can be used now, and warnings about the others. Opens no
+    /// connection and sends no request. Roots of starting environments are omitted without a
+    /// warning.
     pub fn inspect_roots(&self, roots: &[SelectedCapabilityRoot]) -> RootInspection {
         let mut inspection = RootInspection::default();
         let mut failed = Vec::new();
